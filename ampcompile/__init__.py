@@ -1,0 +1,1 @@
+"""Mixed precision as a compiler pass: `torch.compile(model, backend="amp")`."""

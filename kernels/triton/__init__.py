@@ -1,0 +1,1 @@
+"""Triton kernels; the only package that imports triton."""
