@@ -1,0 +1,90 @@
+# What a contributor runs; `make help` lists it. On a machine without network, `make test-gpu PYTHON=python3`
+# uses an existing Python in which the package is installed, and installs nothing.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint format types matrix bench test-gpu bench-gpu
+
+VENV := .venv/bin/python
+PYTHON := $(VENV)
+ifeq ($(PYTHON),$(VENV))
+READY := .venv/.ready
+TOOLS := .venv/.tools
+endif
+
+# The first Python new enough, able to make environments, and with the headers that Inductor's C++ includes.
+USABLE := import ensurepip, os, sys, sysconfig as s; \
+	sys.exit(not ((3, 11) <= sys.version_info < (3, 15) and os.path.exists(s.get_path("include") + "/Python.h")))
+BASE = $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
+	if $$p -c '$(USABLE)' 2>/dev/null; then command -v $$p; exit; fi; done)
+NEEDS_BASE = @test -n "$(BASE)" || { echo "found no Python 3.11 to 3.14 with ensurepip and headers; install one \
+	(Debian: python3-venv python3-dev), or name it: make $(MAKECMDGOALS) BASE=/path/to/python"; exit 1; }
+
+JOBS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
+PYTEST := -P -m pytest
+SLOW := # make test SLOW=1 runs the tests that take minutes too
+ARGS :=
+MATRIX := 2.11 2.15
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+demo: $(READY) ## train a small GPT on the standard library's source, beside eager autocast and Inductor
+	$(PYTHON) -P examples/train_gpt.py $(ARGS)
+
+test: $(READY) ## the test suite; SLOW=1 adds the tests that take minutes
+	OMP_NUM_THREADS=1 $(PYTHON) $(PYTEST) -n $(JOBS) --timeout=600 $(if $(SLOW),-m "") $(ARGS)
+
+check: lint types test ## what CI runs: formatting, lint, types, tests
+
+lint: $(TOOLS) ## formatting and lint
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+
+format: $(TOOLS) ## rewrite files to the format that lint checks
+	$(PYTHON) -m ruff check --fix-only .
+	$(PYTHON) -m ruff format .
+
+# Type checkers can't follow the editable install's map of sub-packages; they can follow links.
+types: $(TOOLS) ## mypy
+	@rm -rf .types && mkdir -p .types/ampcompile
+	@ln -s ../../passes ../../kernels ../../ampcompile/*.py .types/ampcompile/
+	MYPYPATH=.types $(PYTHON) -m mypy -p ampcompile
+	MYPYPATH=.types $(PYTHON) -m mypy benchmarks examples
+
+matrix: $(READY) $(MATRIX:%=.matrix/%/.ready) ## the suite on the oldest, the pinned and the newest torch supported
+	@failed=; for python in $(MATRIX:%=.matrix/%/bin/python) $(PYTHON); do \
+		$$python -c 'import torch; print("torch", torch.__version__, flush=True)'; \
+		OMP_NUM_THREADS=1 $$python $(PYTEST) -n $(JOBS) --timeout=600 $(ARGS) || failed="$$failed $$python"; \
+	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
+
+test-gpu: $(READY) ## the tests that need a CUDA device
+	$(PYTHON) $(PYTEST) -m gpu $(ARGS)
+
+bench: $(TOOLS) ## benchmarks on this CPU
+	$(PYTHON) -m benchmarks --device cpu $(ARGS)
+
+bench-gpu: $(READY) ## benchmarks on a CUDA device
+	$(PYTHON) -m benchmarks --device cuda $(ARGS)
+
+$(VENV):
+	$(NEEDS_BASE)
+	$(BASE) -m venv .venv
+
+.venv/.ready: pyproject.toml constraints.txt | $(VENV)
+	@echo "installing torch and the package into .venv (minutes, once)"
+	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+.venv/.tools: .venv/.ready
+	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.matrix/%/.ready: pyproject.toml constraints.txt
+	$(NEEDS_BASE)
+	@echo "installing torch $* into .matrix/$* (minutes, once)"
+	@test -x .matrix/$*/bin/python || $(BASE) -m venv .matrix/$*
+	grep -vE '^(torch|triton)==' constraints.txt > .matrix/$*/constraints.txt
+	.matrix/$*/bin/python -m pip install -q --disable-pip-version-check -c .matrix/$*/constraints.txt \
+		"torch==$*.*" -e '.[test]'
+	@touch $@

@@ -1,0 +1,65 @@
+"""What every test gets: fresh random inputs, a fresh Dynamo, and a check that the thread's modes are as they were."""
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+SEED = "AMPCOMPILE_TEST_SEED"
+
+
+def pytest_configure() -> None:
+    # Compiled C++ is kept between runs: the suite spends most of its time in g++.
+    cache = Path(__file__).parents[1] / ".inductor" / torch.__version__
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    # Set once, so that xdist's workers inherit it.
+    os.environ.setdefault(SEED, str(random.SystemRandom().randrange(2**32)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if terminalreporter.stats.get("failed"):
+        terminalreporter.write_line(f"{SEED}={os.environ[SEED]} repeats the random inputs of this run")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason=f"needs a CUDA device: torch {torch.__version__} sees none")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+def modes() -> dict[str, object]:
+    """State of this thread that a compiled call must leave as it found it."""
+    devices = ("cpu", "cuda", "xpu", "mps")
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return {
+        "autocast nesting": nesting,
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        **{f"autocast on {device}": torch.is_autocast_enabled(device) for device in devices},
+        **{f"autocast dtype on {device}": torch.get_autocast_dtype(device) for device in devices},
+    }
+
+
+@pytest.fixture(autouse=True)
+def isolated(request: pytest.FixtureRequest) -> Iterator[None]:
+    seed = random.Random(os.environ[SEED] + request.node.nodeid).randrange(2**32)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    before = modes()
+    yield
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
+    after = modes()
+    changed = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+    assert not changed, f"the test changed (before, after): {changed}"
