@@ -1,0 +1,25 @@
+"""Every error and warning a user can meet: what was found, what was expected, what to do."""
+
+
+class AmpError(Exception):
+    """Base class of all errors raised by ampcompile."""
+
+
+class OptionError(AmpError, ValueError):
+    """An option of `torch.compile(..., backend="amp", options=...)` that can't be taken."""
+
+
+class PolicyError(AmpError, ValueError):
+    """A policy, or its string form, that names no rule or no pattern."""
+
+
+class RuleError(AmpError, ValueError):
+    """A rule for a custom op that can't be registered."""
+
+
+class PassError(AmpError, RuntimeError):
+    """A graph pass failed; names the pass, the node, the user's source line and the passes already run."""
+
+
+class AmpWarning(UserWarning):
+    """Something works, but not as well as it could; the text says what to do."""
