@@ -1,4 +1,4 @@
-"""What every test gets: fresh random inputs, a fresh Dynamo, and a check that the thread's modes are as they were."""
+"""What every test gets: fresh random inputs, a fresh Dynamo, a check that torch's modes are as they were."""
 
 import os
 import random
