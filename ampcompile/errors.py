@@ -17,6 +17,10 @@ class RuleError(AmpError, ValueError):
     """A rule for a custom op that can't be registered."""
 
 
+class BannedOpError(AmpError, RuntimeError):
+    """An op that eager autocast refuses too, because it is unsafe in mixed precision."""
+
+
 class PassError(AmpError, RuntimeError):
     """A graph pass failed; names the pass, the node, the user's source line and the passes already run."""
 

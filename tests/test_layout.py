@@ -27,10 +27,10 @@ LAW = [
     {"kernels.triton"},
     {"kernels"},
     {"weights", "scaler"},
-    {"passes.graph", "passes.base"},
+    {"passes.graph", "passes.verify", "passes.base", "passes.higher_order", "passes.opaque"},
     {"passes"},
     {"passes.pipeline"},
-    {"backend", ""},
+    {"lower", "ambient", "backend", ""},
     {"explain", "audit"},
     {"__init__", "__main__", "cli"},
 ]

@@ -1,0 +1,120 @@
+"""Every call of an amp-compiled callable runs, and Dynamo traces it, under autocast.
+
+Code that reads a dtype (`.to(h.dtype)`, `finfo(h.dtype).min`, a branch) then sees eager autocast's dtypes, pieces
+between graph breaks are autocast too, and a disabled region that begins a graph is told from no autocast at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from . import compat
+from .config import Options
+from .errors import AmpWarning
+
+
+def disabled_by_user(device_type: str) -> bool:
+    """Whether the call stands in a `torch.autocast(device_type, enabled=False)` region: it then runs in float32.
+
+    Told by elimination, since nothing records which device a region was opened for: autocast is off for this
+    device, some region is open, and no other device's is on.
+    """
+    if torch.is_autocast_enabled(device_type) or compat.autocast_nesting() == 0:
+        return False
+    return not compat.any_autocast_enabled()
+
+
+@contextlib.contextmanager
+def autocast_for(device_type: str, options: Options) -> Iterator[None]:
+    """The autocast region of a call: the options' dtype beats an ambient one beats the device's default."""
+    if disabled_by_user(device_type):
+        yield
+        return
+    with torch.autocast(
+        device_type, options.dtype or torch.get_autocast_dtype(device_type), cache_enabled=False
+    ):
+        yield
+
+
+def device_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The device type of the first tensor among the arguments; without one the accelerator's, or the CPU's."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+    for value in pytree.arg_tree_leaves(*args, **kwargs):
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def _device_finder(fn: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], str]:
+    """How to tell a callable's device at each call: a module's first parameter says it, else its arguments do."""
+    module = getattr(fn, "__self__", None)
+    owner, name = _first_parameter(module) if isinstance(module, torch.nn.Module) else (None, "")
+    if owner is None:
+        return device_of_arguments
+
+    def of_parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        parameter = owner._parameters.get(name)
+        return device_of_arguments(args, kwargs) if parameter is None else parameter.device.type
+
+    return of_parameter
+
+
+def _first_parameter(module: torch.nn.Module) -> tuple[torch.nn.Module | None, str]:
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                return owner, name
+    return None, ""
+
+
+def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
+    read_options = getattr(getattr(backend, "compiler_fn", backend), "amp_options", None)
+    if read_options is None:
+        return compiled
+    options = read_options(**getattr(backend, "kwargs", {}))
+    if inspect.isgeneratorfunction(inspect.unwrap(fn)):
+        warnings.warn(
+            f"{getattr(fn, '__qualname__', fn)} is a generator function: torch.compile compiles nothing of it, and its "
+            "body runs after backend 'amp' has switched autocast off again. Compile the functions it calls.",
+            AmpWarning,
+            stacklevel=4,
+        )
+    device_of = _device_finder(fn)
+
+    @functools.wraps(compiled)
+    def under_autocast(*args: Any, **kwargs: Any) -> Any:
+        device_type = device_of(args, kwargs)
+        if disabled_by_user(device_type):
+            return compiled(*args, **kwargs)
+        dtype = options.dtype or torch.get_autocast_dtype(device_type)
+        with torch.autocast(device_type, dtype, cache_enabled=False):
+            return compiled(*args, **kwargs)
+
+    return under_autocast
+
+
+@functools.cache
+def install() -> bool:
+    """Have torch.compile wrap what it compiles for a backend of ours; False, with one warning, if it can't be."""
+    try:
+        compat.wrap_compiled_callables(_wrap)
+    except AttributeError as error:
+        warnings.warn(
+            f"ampcompile can't reach Dynamo's compiled callables in torch {torch.__version__} ({error}): open "
+            "torch.autocast around the call yourself, or code that reads dtypes sees float32.",
+            AmpWarning,
+            stacklevel=2,
+        )
+        return False
+    return True

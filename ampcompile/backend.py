@@ -1,0 +1,61 @@
+"""The backend itself: `torch.compile(model, backend="amp")` ends here, once per graph that Dynamo finds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from . import ambient, compat
+from .config import Options
+from .lower import lower
+from .passes.base import Applied, run_passes
+from .passes.capture import capture, decompositions
+from .passes.graph import Regions
+from .passes.pipeline import pipeline
+
+log = logging.getLogger("ampcompile")
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """One graph as Dynamo gave it and as it is lowered; `history` says what each pass did, `capture` first."""
+
+    original: GraphModule
+    graph: GraphModule
+    options: Options
+    history: tuple[Applied, ...]
+
+
+def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Rewritten:
+    """Decide and insert every cast of one Dynamo graph, under the autocast state of the call."""
+    device_type = _device_type(example_inputs)
+    fakes, mode = compat.fake_inputs(example_inputs)
+    with ambient.autocast_for(device_type, options):
+        start = time.perf_counter()
+        graph = capture(gm, fakes, mode, decompositions(device_type))
+        captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
+        regions = Regions(compat.autocast_states())
+    history = run_passes(pipeline(options, regions), graph)
+    return Rewritten(gm, graph, options, (captured, *history))
+
+
+def _device_type(example_inputs: Sequence[Any]) -> str:
+    devices = [v.device.type for v in example_inputs if isinstance(v, torch.Tensor)]
+    return next((d for d in devices if d != "cpu"), "cpu")
+
+
+def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """Dynamo backend. `mode` and `options` are those of `torch.compile`; see `ampcompile.config.Options`."""
+    options = Options.parse(**kwargs)
+    rewritten = rewrite(gm, example_inputs, options)
+    return lower(rewritten.graph, example_inputs, options)
+
+
+amp.amp_options = lambda **kwargs: Options.parse(**kwargs)  # type: ignore[attr-defined]  # how `ambient` knows us
+ambient.install()

@@ -1,0 +1,144 @@
+"""Every private torch call, and every difference between torch 2.11 and 2.15, in one place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo import eval_frame
+from torch._guards import TracingContext
+from torch._higher_order_ops.utils import reenter_make_fx
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental import proxy_tensor
+
+_INERT_DEVICE = "ipu"  # has autocast state, and no kernels in any torch build since 2.3
+
+
+def autocast_nesting() -> int:
+    """How many `torch.autocast` regions this thread is in, all devices together."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+@contextlib.contextmanager
+def autocast_off() -> Iterator[None]:
+    """Run with every Autocast dispatch key excluded."""
+    with torch._C._DisableAutocast():
+        yield
+
+
+@contextlib.contextmanager
+def lowering_without_autocast() -> Iterator[None]:
+    """Lower a graph so that no autocast acts, neither while it is traced nor when it or its backward runs.
+
+    AOTAutograd excludes the Autocast keys at run time, forward and backward, only if some autocast was on at
+    compile time: so one is, for a device that no tensor can be on.
+    """
+    with torch._C._DisableAutocast():
+        torch.set_autocast_enabled(_INERT_DEVICE, True)
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled(_INERT_DEVICE, False)
+
+
+def fake_inputs(example_inputs: Sequence[Any]) -> tuple[list[Any], FakeTensorMode]:
+    """Dynamo's example inputs as the fake tensors it traced with, symbolic sizes and sources included."""
+    context = TracingContext.get()
+    mode = context.fake_mode
+    assert mode is not None
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            return value
+        symbolic = context.tensor_to_context.get(value)
+        source = symbolic.tensor_source if symbolic is not None else None
+        return mode.from_tensor(value, symbolic_context=symbolic, source=source)
+
+    return [fake(value) for value in example_inputs], mode
+
+
+def fresh_symbols_allowed(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
+    """Running a graph on fakes again may create unbacked sizes anew; without this that is an error."""
+    if mode.shape_env is None:
+        return contextlib.nullcontext()
+    return mode.shape_env.ignore_fresh_unbacked_symbols()
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Compute on fake tensors inside `make_fx` without recording anything."""
+    with (
+        proxy_tensor.disable_proxy_modes_tracing(),
+        proxy_tensor._temp_remove_pre_dispatch_torch_function_mode(),
+        proxy_tensor._temp_remove_metadata_torch_function_mode(),
+    ):
+        yield
+
+
+def innermost_backend(context: Any) -> Any:
+    """The backend behind Dynamo's chain of callbacks; `torch.compile` wraps it, with its mode and options."""
+    return eval_frame.innermost_backend(context.callback)
+
+
+def wrap_compiled_callables(wrap: Callable[[Any, Any, Any], Any]) -> None:
+    """Have `wrap(backend, fn, compiled)` stand in for every callable that Dynamo's optimize context returns.
+
+    torch offers no public hook around a compiled call: `backend_ctx_ctor` is dropped by torch.compile, and
+    since 2.13 `_ForceDispatchKeyGuard` undoes what it changes in the dispatch keys. Modules and classes come
+    back through this call with their methods, so only functions are wrapped.
+    """
+    original = eval_frame.OptimizeContext.__call__
+
+    def call(self: Any, fn: Any) -> Any:
+        compiled = original(self, fn)
+        if isinstance(fn, torch.nn.Module | type):
+            return compiled
+        wrapped = wrap(innermost_backend(self), fn, compiled)
+        if wrapped is not compiled:
+            # Dynamo follows `_torchdynamo_orig_callable`, copied by functools.wraps, only if this matches.
+            wrapped._torchdynamo_wrapper_id = id(wrapped)
+        return wrapped
+
+    eval_frame.OptimizeContext.__call__ = call  # type: ignore[method-assign]
+
+
+def trace_pre_dispatch(
+    run: Callable[..., Any], fakes: Sequence[Any], decompositions: Any
+) -> torch.fx.GraphModule:
+    """`make_fx` above the Autocast key: composite ops and grad-mode and autocast regions stay nodes."""
+    return proxy_tensor.make_fx(
+        run, pre_dispatch=True, tracing_mode="real", decomposition_table=dict(decompositions)
+    )(*fakes)
+
+
+def trace_body(run: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.GraphModule:
+    """Trace the body of a higher-order op from inside `trace_pre_dispatch`, as a graph of its own."""
+    return reenter_make_fx(run)(*fakes)
+
+
+@contextlib.contextmanager
+def on_fakes_of(gm: torch.fx.GraphModule) -> Iterator[None]:
+    """Compute with a graph's fake tensors, autocast excluded, fresh unbacked sizes allowed."""
+    values = [node.meta.get("val") for node in gm.graph.nodes]
+    mode = torch._guards.detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+    if mode is None:
+        yield
+        return
+    with mode, torch._C._DisableAutocast(), fresh_symbols_allowed(mode):
+        yield
+
+
+def any_autocast_enabled() -> bool:
+    """Whether autocast is on for some device type in this thread."""
+    return torch._C._is_any_autocast_enabled()
+
+
+def autocast_states() -> dict[str, tuple[bool, torch.dtype]]:
+    """Per device type with autocast: whether it is on in this thread, and its dtype."""
+    return {
+        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in torch._C._autocast_supported_devices()
+    }

@@ -1,0 +1,102 @@
+"""The options of the backend: read once, checked at `torch.compile`, frozen."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+import torch
+
+from .errors import OptionError
+from .policy import Policy
+
+_CHOICES = {
+    "weights": ("cached", "every_call"),
+    "numerics": ("eager", "relaxed"),
+    "placement": ("eager", "bytes"),
+    "lower": ("inductor", "aot_eager", "eager"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `torch.compile(model, backend="amp", options={...})` was asked for.
+
+    An option is one of these fields, else a key of `torch._inductor.config`, else an OptionError.
+    """
+
+    dtype: torch.dtype | None = None
+    """The low-precision type, torch.bfloat16 or torch.float16. None: that of an ambient `torch.autocast`, else
+    `torch.get_autocast_dtype(device)`."""
+    policy: Policy = field(default_factory=Policy)
+    weights: str = "cached"
+    numerics: str = "eager"
+    range_guards: bool = True
+    placement: str = "eager"
+    lower: str = "inductor"
+    inductor: tuple[tuple[str, Any], ...] = ()
+    """Settings that go on to Inductor: a mode's, then those given by name."""
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Self:
+        """Check what torch.compile was given. Raises OptionError."""
+        ours = {f.name for f in fields(cls)} - {"inductor"}
+        values: dict[str, Any] = {}
+        inductor = _of_mode(mode)
+        for key, value in (options or {}).items():
+            if key in ours:
+                values[key] = _checked(key, value)
+            else:
+                inductor[_inductor_key(key, ours)] = value
+        return cls(**values, inductor=tuple(inductor.items()))
+
+
+def _of_mode(mode: str | None) -> dict[str, Any]:
+    if mode in (None, "default"):
+        return {}
+    from torch._inductor import list_mode_options
+
+    modes = list_mode_options()
+    if mode not in modes:
+        raise OptionError(
+            f"mode={mode!r} is not a mode of torch.compile; expected one of {', '.join(modes)}."
+        )
+    return dict(modes[mode])
+
+
+def _checked(key: str, value: Any) -> Any:
+    if key == "policy" and isinstance(value, str):
+        return Policy.parse(value)
+    if key in _CHOICES:
+        if value not in _CHOICES[key]:
+            raise OptionError(
+                f"option {key}={value!r}: expected one of {', '.join(map(repr, _CHOICES[key]))}."
+            )
+    elif key == "dtype":
+        if value not in (None, torch.bfloat16, torch.float16):
+            raise OptionError(
+                f"option dtype={value!r}: expected torch.bfloat16 or torch.float16. For float32 call the model inside "
+                "torch.autocast(device_type, enabled=False)."
+            )
+    elif key == "range_guards":
+        if not isinstance(value, bool):
+            raise OptionError(f"option range_guards={value!r}: expected True or False.")
+    elif not isinstance(value, Policy):
+        raise OptionError(f"option policy={value!r}: expected an ampcompile.Policy or its string form.")
+    return value
+
+
+def _inductor_key(key: str, ours: set[str]) -> str:
+    from torch._inductor import config as inductor_config
+
+    known = inductor_config.get_config_copy()
+    name = key.replace("-", "_")
+    if name in known:
+        return name
+    near = difflib.get_close_matches(name, [*ours, *known], n=3)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    raise OptionError(
+        f"option {key!r} is unknown.{hint} Expected one of {', '.join(sorted(ours))}, or a key of torch._inductor.config."
+    )

@@ -1,0 +1,156 @@
+"""What the passes share about graphs: fake values, precision regions, decisions, where a node came from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+from ampcompile.dtypes import FLOATS
+
+Precision = torch.dtype | None  # the low-precision dtype of a region; None where autocast is off
+ENTER = torch.amp.autocast_mode._enter_autocast
+EXIT = torch.amp.autocast_mode._exit_autocast
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What `assign_precision` decides about one node, and why; `insert_casts` acts on it and on nothing else."""
+
+    because: str
+    result: Any = None
+    """The fake value the node yields once the decision is carried out."""
+    operands: Mapping[Node, torch.dtype] = field(default_factory=dict)
+    """The inputs to cast, with the dtype each is cast to."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments to set, by their name in the schema."""
+    target: Any = None
+    """The overload to call instead, if another one."""
+    narrow: torch.dtype | None = None
+    """The dtype the result is cast to."""
+    regions: Regions | None = None
+    """The autocast state that a stretch left alone runs under."""
+    known: bool = True
+    """False for ops that the policy has never heard of."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The record that a cast we inserted carries, in `node.meta["amp_cast"]`."""
+
+    op: str
+    because: str
+
+
+class Regions:
+    """The autocast state at one point of a graph: per device type, whether it is on and its dtype."""
+
+    def __init__(self, states: Mapping[str, tuple[bool, torch.dtype]]) -> None:
+        self._states = dict(states)
+        self._saved: list[tuple[str, tuple[bool, torch.dtype]]] = []
+
+    def precision(self, device_type: str) -> Precision:
+        """The low-precision dtype in force for a device type; None where autocast is off."""
+        enabled, dtype = self._states.get(device_type, (False, torch.bfloat16))
+        return dtype if enabled else None
+
+    def enter(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> None:
+        """Follow a `_enter_autocast` node."""
+        before = self._states.get(device_type, (False, torch.bfloat16))
+        self._saved.append((device_type, before))
+        self._states[device_type] = (enabled, dtype or before[1])
+
+    def leave(self) -> None:
+        """Follow the `_exit_autocast` node of the innermost region."""
+        device_type, before = self._saved.pop()
+        self._states[device_type] = before
+
+    def copy(self) -> Regions:
+        """The state handed to a body: what it enters, it leaves."""
+        return Regions(self._states)
+
+    def off(self) -> Regions:
+        """The same devices, autocast off everywhere: custom backwards run as written."""
+        return Regions({device: (False, dtype) for device, (_, dtype) in self._states.items()})
+
+    def key(self) -> tuple[Any, ...]:
+        """A hashable summary, equal where decisions are equal."""
+        return tuple(sorted((d, str(s)) for d, s in self._states.items()))
+
+
+def castable(value: Any) -> bool:
+    """Whether autocast may cast a value: a dense float32, bfloat16 or float16 tensor, no quantized subclass."""
+    if not isinstance(value, torch.Tensor) or value.dtype not in FLOATS or value.layout is not torch.strided:
+        return False
+    return not torch.utils._python_dispatch.is_traceable_wrapper_subclass(value) or _is_dtensor(value)
+
+
+def _is_dtensor(value: torch.Tensor) -> bool:
+    return type(value).__name__ == "DTensor"
+
+
+def device_type_of(values: list[Any]) -> str | None:
+    """The device type whose autocast key acts on an op: that of its tensors, the accelerator's before the CPU's."""
+    found = [v.device.type for v in values if isinstance(v, torch.Tensor)]
+    return next((d for d in found if d != "cpu"), found[0] if found else None)
+
+
+def placeholders(gm: GraphModule) -> list[Node]:
+    """The graph's inputs, in order."""
+    return list(gm.graph.find_nodes(op="placeholder"))
+
+
+def bodies(gm: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
+    """The graphs that higher-order ops call: (their `get_attr` node, the graph)."""
+    for node in gm.graph.find_nodes(op="get_attr"):
+        body = getattr(gm, str(node.target), None)
+        if isinstance(body, GraphModule):
+            yield node, body
+
+
+def module_path(node: Node) -> str:
+    """The path of the innermost module a node was called in, as `named_modules` spells it."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    path = re.sub(r"^L\['[^']+'\]\.?|^L\.[A-Za-z_]\w*\.?", "", path)
+    path = re.sub(
+        r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]",
+        lambda m: "." + next(filter(None, m.groups())),
+        path,
+    )
+    return path.removeprefix("_orig_mod.").strip(".")
+
+
+def source_line(node: Node) -> str:
+    """The user's line a node came from, `file:line`; empty if unknown."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
+
+
+def op_name(target: Any) -> str:
+    """An op as users write it: `aten.linear`, `flex_attention`, `operator.add`."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket)
+    return getattr(target, "__name__", str(target))
+
+
+def set_arguments(
+    op: OpOverload, args: Any, kwargs: Any, new: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments with some set by name, where they stood by position included."""
+    names = [a.name for a in op._schema.arguments if not a.kwarg_only]
+    values, kwargs = list(args), dict(kwargs)
+    for name, value in new.items():
+        if name in names and names.index(name) < len(values):
+            values[names.index(name)] = value
+        else:
+            kwargs[name] = value
+    return tuple(values), kwargs
