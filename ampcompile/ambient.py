@@ -38,9 +38,7 @@ def autocast_for(device_type: str, options: Options) -> Iterator[None]:
     if disabled_by_user(device_type):
         yield
         return
-    with torch.autocast(
-        device_type, options.dtype or torch.get_autocast_dtype(device_type), cache_enabled=False
-    ):
+    with torch.autocast(device_type, options.dtype or torch.get_autocast_dtype(device_type), cache_enabled=False):
         yield
 
 

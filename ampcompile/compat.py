@@ -105,13 +105,11 @@ def wrap_compiled_callables(wrap: Callable[[Any, Any, Any], Any]) -> None:
     eval_frame.OptimizeContext.__call__ = call  # type: ignore[method-assign]
 
 
-def trace_pre_dispatch(
-    run: Callable[..., Any], fakes: Sequence[Any], decompositions: Any
-) -> torch.fx.GraphModule:
+def trace_pre_dispatch(run: Callable[..., Any], fakes: Sequence[Any], decompositions: Any) -> torch.fx.GraphModule:
     """`make_fx` above the Autocast key: composite ops and grad-mode and autocast regions stay nodes."""
-    return proxy_tensor.make_fx(
-        run, pre_dispatch=True, tracing_mode="real", decomposition_table=dict(decompositions)
-    )(*fakes)
+    return proxy_tensor.make_fx(run, pre_dispatch=True, tracing_mode="real", decomposition_table=dict(decompositions))(
+        *fakes
+    )
 
 
 def trace_body(run: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.GraphModule:

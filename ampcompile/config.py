@@ -60,9 +60,7 @@ def _of_mode(mode: str | None) -> dict[str, Any]:
 
     modes = list_mode_options()
     if mode not in modes:
-        raise OptionError(
-            f"mode={mode!r} is not a mode of torch.compile; expected one of {', '.join(modes)}."
-        )
+        raise OptionError(f"mode={mode!r} is not a mode of torch.compile; expected one of {', '.join(modes)}.")
     return dict(modes[mode])
 
 
@@ -71,9 +69,7 @@ def _checked(key: str, value: Any) -> Any:
         return Policy.parse(value)
     if key in _CHOICES:
         if value not in _CHOICES[key]:
-            raise OptionError(
-                f"option {key}={value!r}: expected one of {', '.join(map(repr, _CHOICES[key]))}."
-            )
+            raise OptionError(f"option {key}={value!r}: expected one of {', '.join(map(repr, _CHOICES[key]))}.")
     elif key == "dtype":
         if value not in (None, torch.bfloat16, torch.float16):
             raise OptionError(

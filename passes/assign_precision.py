@@ -118,9 +118,7 @@ class _Walk:
             decision = self._guarded(node, op, decision)
         return self._carried_out(node, decision)
 
-    def _by_rule(
-        self, node: Node, op: OpOverload, rule: Rule | None, tensors: list[Any], low: torch.dtype
-    ) -> Decision:
+    def _by_rule(self, node: Node, op: OpOverload, rule: Rule | None, tensors: list[Any], low: torch.dtype) -> Decision:
         if rule is None:
             known = op.namespace in _BORN_KNOWN
             return Decision(
@@ -144,9 +142,7 @@ class _Walk:
             for n in node.all_input_nodes
             if castable(self.values[n]) and self.values[n].dtype != followers.get(n, dtype)
         }
-        return Decision(
-            rule.because, operands=operands, narrow=low if rule.category == "fp32_inside" else None
-        )
+        return Decision(rule.because, operands=operands, narrow=low if rule.category == "fp32_inside" else None)
 
     def _asking_float32(self, node: Node, op: OpOverload, rule: Rule) -> Decision:
         if rule.redispatch:
@@ -158,36 +154,24 @@ class _Walk:
             return Decision("the user asked for a dtype")
         return Decision(rule.because, arguments={"dtype": torch.float32})
 
-    def _followers(
-        self, node: Node, op: OpOverload, rule: Rule, dtype: torch.dtype
-    ) -> dict[Node, torch.dtype]:
+    def _followers(self, node: Node, op: OpOverload, rule: Rule, dtype: torch.dtype) -> dict[Node, torch.dtype]:
         """Operands that take the dtype another one ends up in, as attention's mask takes the query's."""
         bound, found = self._bound(node, op), {}
         for name, leader in rule.follows:
             argument, lead = bound.get(name), bound.get(leader)
-            if (
-                isinstance(argument, Node)
-                and isinstance(lead, Node)
-                and isinstance(self.values[lead], torch.Tensor)
-            ):
+            if isinstance(argument, Node) and isinstance(lead, Node) and isinstance(self.values[lead], torch.Tensor):
                 found[argument] = dtype if castable(self.values[lead]) else self.values[lead].dtype
         return found
 
     def _guarded(self, node: Node, op: OpOverload, decision: Decision) -> Decision:
-        dtypes = {
-            n: decision.operands.get(n, v.dtype)
-            for n in node.all_input_nodes
-            if castable(v := self.values[n])
-        }
+        dtypes = {n: decision.operands.get(n, v.dtype) for n in node.all_input_nodes if castable(v := self.values[n])}
         low = widest(dtypes.values())
         constant = out_of_range(op, self._bound(node, op), low)
         if constant is None or low is None:
             return decision
         name, value, clamped = constant
         if op._schema.is_mutable:
-            because = (
-                f"range guard: {name}={value:g} doesn't fit {short_name(low)}, whose largest number is taken"
-            )
+            because = f"range guard: {name}={value:g} doesn't fit {short_name(low)}, whose largest number is taken"
             return replace(decision, because=because, arguments={name: clamped})
         because = f"range guard: {name}={value:g} doesn't fit {short_name(low)}"
         operands = {n: torch.float32 for n in dtypes if self.values[n].dtype != torch.float32}
@@ -195,12 +179,8 @@ class _Walk:
 
     def _higher_order(self, node: Node, hop: HigherOrderOperator) -> Decision:
         decision = Decision("its bodies are rewritten")
-        if hop is HOPS.flex_attention and (
-            low := self.regions.precision(self.values[node.args[0]].device.type)
-        ):
-            operands = {
-                n: low for n in node.args[:3] if castable(self.values[n]) and self.values[n].dtype != low
-            }
+        if hop is HOPS.flex_attention and (low := self.regions.precision(self.values[node.args[0]].device.type)):
+            operands = {n: low for n in node.args[:3] if castable(self.values[n]) and self.values[n].dtype != low}
             decision = Decision("attention runs in low precision", operands=operands)
         args, kwargs = self._arguments((node.args, node.kwargs), decision.operands)
         outputs: list[Any] = []
@@ -260,11 +240,7 @@ class _Walk:
 
 
 def _as(value: Any, dtype: torch.dtype | None) -> Any:
-    return (
-        value.to(dtype)
-        if dtype is not None and isinstance(value, torch.Tensor) and value.dtype != dtype
-        else value
-    )
+    return value.to(dtype) if dtype is not None and isinstance(value, torch.Tensor) and value.dtype != dtype else value
 
 
 def _common(values: tuple[Any, ...]) -> torch.dtype | None:

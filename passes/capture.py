@@ -43,9 +43,7 @@ class DistinctResults(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         slots = mode.tracer.tensor_tracker
         before = [
-            (t, slots.get(t))
-            for t in pytree.arg_tree_leaves(*args, **(kwargs or {}))
-            if isinstance(t, torch.Tensor)
+            (t, slots.get(t)) for t in pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(t, torch.Tensor)
         ]
         result = func(*args, **(kwargs or {}))
         for tensor, slot in before:
@@ -133,9 +131,7 @@ class _Capture(Interpreter):
         setattr(root, name, value)
         return name
 
-    def _record(
-        self, op: str, target: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _record(self, op: str, target: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tracer = _tracer()
         arguments = pytree.tree_map(tracer.unwrap_proxy, (args, kwargs), is_leaf=higher_order.is_graph)
         proxy = tracer.create_proxy(op, target, *arguments)

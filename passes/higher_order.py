@@ -41,11 +41,7 @@ def _score_inputs(other: int, score: bool) -> Inputs:
     def inputs(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Any]) -> list[Any]:
         query = args[0]
         indices = [query.new_empty((), dtype=torch.int32) for _ in range(4)]
-        return (
-            ([query.new_empty(())] if score else [])
-            + indices
-            + list(args[other] if len(args) > other else ())
-        )
+        return ([query.new_empty(())] if score else []) + indices + list(args[other] if len(args) > other else ())
 
     return inputs
 

@@ -42,9 +42,7 @@ def _act(gm: GraphModule, done: set[int]) -> int:
     graph, casts = gm.graph, 0
     for node in list(graph.nodes):
         decision: Decision = node.meta["amp"]
-        new = {
-            n: _cast_before(graph, node, n, dtype, decision.because) for n, dtype in decision.operands.items()
-        }
+        new = {n: _cast_before(graph, node, n, dtype, decision.because) for n, dtype in decision.operands.items()}
         casts += len(new)
         if new:
             node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda n, new=new: new.get(n, n))

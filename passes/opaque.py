@@ -35,9 +35,7 @@ class LeftAlone(torch.nn.Module):
 
     def run(self, regions: Regions, *args: Any) -> Any:
         """Call the graph under the autocast state of `regions`, for the device of its first tensor."""
-        device_type = next(
-            (a.device.type for a in pytree.tree_leaves(args) if isinstance(a, torch.Tensor)), "cpu"
-        )
+        device_type = next((a.device.type for a in pytree.tree_leaves(args) if isinstance(a, torch.Tensor)), "cpu")
         precision = regions.precision(device_type)
         with torch.autocast(device_type, precision, enabled=precision is not None, cache_enabled=False):
             return self.graph_module(*args)
@@ -64,9 +62,7 @@ def _unknown_hop(gm: GraphModule) -> Callable[[Node], bool]:
     def unknown(node: Node) -> bool:
         if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
             return False
-        args, kwargs = pytree.tree_map(
-            resolve, (node.args, node.kwargs), is_leaf=lambda x: isinstance(x, Node)
-        )
+        args, kwargs = pytree.tree_map(resolve, (node.args, node.kwargs), is_leaf=lambda x: isinstance(x, Node))
         return not higher_order.known(node.target, args, kwargs)
 
     return unknown
