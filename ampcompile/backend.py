@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from . import ambient, compat
+from . import ambient, compat, weights
 from .config import Options
 from .lower import lower
 from .passes.base import Applied, run_passes
@@ -41,13 +41,24 @@ def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options) ->
         graph = capture(gm, fakes, mode, decompositions(device_type))
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(compat.autocast_states())
-    history = run_passes(pipeline(options, regions), graph)
+    history = run_passes(pipeline(options, regions, _weight_test(example_inputs)), graph)
     return Rewritten(gm, graph, options, (captured, *history))
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:
     devices = [v.device.type for v in example_inputs if isinstance(v, torch.Tensor)]
     return next((d for d in devices if d != "cpu"), "cpu")
+
+
+def _weight_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], bool]:
+    """Whether a graph input is a weight: a parameter, or a buffer or attribute that Dynamo marked as staying put."""
+
+    def is_weight(index: int, node: Node) -> bool:
+        value = example_inputs[index]
+        static = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
+        return (static or isinstance(value, torch.nn.Parameter)) and weights.hoistable(value)
+
+    return is_weight
 
 
 def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:

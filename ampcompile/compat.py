@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch._dynamo import eval_frame
 from torch._guards import TracingContext
 from torch._higher_order_ops.utils import reenter_make_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 
@@ -140,3 +142,55 @@ def autocast_states() -> dict[str, tuple[bool, torch.dtype]]:
         device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in torch._C._autocast_supported_devices()
     }
+
+
+OnJointGraph = Callable[[torch.fx.Graph], Any]
+
+
+class _JointGraphPass(CustomGraphPass):
+    """A pass on the graph after differentiation, in Inductor's form: known to its caches by the text of its file."""
+
+    def __init__(self, act: OnJointGraph) -> None:
+        self.act = act
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.act(graph)
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((inspect.getfile(self.act),))
+
+
+def inductor(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], on_joint_graph: OnJointGraph
+) -> Callable[..., Any]:
+    """Compile with Inductor; `on_joint_graph` sees forward and backward together, or an inference graph."""
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**config, "joint_custom_pre_pass": _JointGraphPass(on_joint_graph)}
+    return compile_fx(gm, list(inputs), config_patches=patches)
+
+
+def aot_eager(gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: OnJointGraph) -> Callable[..., Any]:
+    """AOTAutograd with eager kernels, as the backend of that name, with a pass on the joint or inference graph."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        on_joint_graph(joint.graph)
+        joint.recompile()
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+    def inference(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        on_joint_graph(graph.graph)
+        graph.recompile()
+        return boxed_nop(graph, example_inputs)
+
+    compiler = aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=boxed_nop,
+        inference_compiler=inference,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    return compiler(gm, list(inputs))

@@ -45,6 +45,8 @@ class Cast:
 
     op: str
     because: str
+    fate: tuple[str, ...] = ("inserted",)
+    """What became of it, in order: inserted, hoisted, shared, folded, moved, fused."""
 
 
 class Regions:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch.fx import Node
+
 from ampcompile.config import Options
 
 from .assign_precision import AssignPrecision
 from .base import Pass
 from .graph import Regions
+from .hoist_weights import HoistWeights
 from .insert_casts import InsertCasts
 
 
-def pipeline(options: Options, regions: Regions) -> tuple[Pass, ...]:
+def pipeline(options: Options, regions: Regions, is_weight: Callable[[int, Node], bool]) -> tuple[Pass, ...]:
     """Passes on the captured graph; `regions` is the autocast state around it."""
-    return (
-        AssignPrecision(options.policy, regions, options.range_guards),  # a captured graph, its fakes
-        InsertCasts(),  # a decision on every node
+    decide_and_act: tuple[Pass, ...] = (
+        AssignPrecision(options.policy, regions, options.range_guards),  # needs a captured graph with its fakes
+        InsertCasts(),  # needs a decision on every node
     )
+    tidy: tuple[Pass, ...] = ()
+    if options.weights == "cached":
+        tidy = (HoistWeights(is_weight),)  # needs every cast in place: what is left to cast is a weight's own
+    return decide_and_act + tidy

@@ -27,7 +27,7 @@ LAW = [
     {"kernels.triton"},
     {"kernels"},
     {"weights", "scaler"},
-    {"passes.graph", "passes.verify", "passes.base", "passes.higher_order", "passes.opaque"},
+    {"passes.graph", "passes.verify", "passes.base", "passes.higher_order", "passes.opaque", "passes.weight_copy"},
     {"passes"},
     {"passes.pipeline"},
     {"lower", "ambient", "backend", ""},

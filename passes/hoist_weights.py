@@ -1,0 +1,175 @@
+"""Take the casts of weights out of the graph: each becomes a read of a copy kept between calls.
+
+A cast `to(weight, bf16)` that we inserted becomes `ampcompile::weight_copy(weight, copy)`, with `copy` a new graph
+input that `ampcompile.weights` keeps up to date. Every use keeps a `weight_copy` of its own, so gradients are cast
+to the weight's dtype one by one and summed there; `bind_weights` puts the copy in its place after differentiation.
+A cast of a view of a weight becomes the same view of the copy.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+from ampcompile import compat
+from ampcompile.dtypes import short_name
+
+from .weight_copy import WEIGHT_COPY
+
+CAST = torch.ops.aten.to.dtype
+# Views whose gradient only puts numbers back in place: taking it before or after the cast gives the same bits.
+_REARRANGING = frozenset(
+    f"aten::{name}"
+    for name in (
+        "t numpy_T mT transpose permute movedim view _unsafe_view reshape flatten unflatten squeeze unsqueeze "
+        "slice narrow select split split_with_sizes chunk unbind tensor_split alias detach view_as"
+    ).split()
+)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One copy that a graph reads: the index of the weight among the graph's inputs, and the copy's dtype."""
+
+    weight: int
+    dtype: torch.dtype
+
+
+def _chain(cast: Node) -> tuple[Node, list[Node]]:
+    """The value a cast reads through views: (where the views begin, the views in the order they apply)."""
+    views: list[Node] = []
+    node = cast.args[0]
+    while isinstance(node, Node) and _rearranges(node):
+        views.insert(0, node)
+        node = node.args[0]
+    assert isinstance(node, Node)
+    return node, views
+
+
+def _rearranges(node: Node) -> bool:
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and _rearranges(node.args[0])
+    return isinstance(node.target, OpOverload) and node.target._schema.name in _REARRANGING
+
+
+def _aliases(node: Node) -> Iterator[tuple[Node, str]]:
+    """Every use of a value and of what shares its memory: (user, "read", "written" or "returned")."""
+    seen, pending = {node}, [node]
+    while pending:
+        value = pending.pop()
+        for user in value.users:
+            yield user, _use(user, value)
+            if _shares_memory(user, value) and user not in seen:
+                seen.add(user)
+                pending.append(user)
+
+
+def _use(user: Node, value: Node) -> str:
+    if user.op == "output":
+        return "returned"
+    if isinstance(user.target, OpOverload):
+        return (
+            "written" if any(_names(user, value, a) and _writes(a) for a in user.target._schema.arguments) else "read"
+        )
+    if user.target is operator.getitem:
+        return "read"
+    return "written"  # a higher-order op or a stretch left alone: it may do anything
+
+
+def _shares_memory(user: Node, value: Node) -> bool:
+    if user.target is operator.getitem:
+        return True
+    if not isinstance(user.target, OpOverload):
+        return False
+    return any(a.alias_info is not None and _names(user, value, a) for a in user.target._schema.arguments)
+
+
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _names(user: Node, value: Node, argument: Any) -> bool:
+    names = [a.name for a in user.target._schema.arguments]  # type: ignore[union-attr]
+    index = names.index(argument.name)
+    given = user.args[index] if index < len(user.args) else user.kwargs.get(argument.name)
+    return value is given or (isinstance(given, list | tuple) and value in given)
+
+
+@dataclass(frozen=True)
+class HoistWeights:
+    """`is_weight(index, placeholder)`: whether a graph input is a weight whose copy may live across calls.
+
+    The copies become inputs after all others, each with its `Slot` in `node.meta["amp_copy"]`.
+    """
+
+    is_weight: Callable[[int, Node], bool]
+    name = "hoist_weights"
+    exact = True
+
+    def apply(self, gm: GraphModule) -> int:
+        inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+        weights = {n: i for n, i in inputs.items() if self.is_weight(i, n) and not _written(n)}
+        copies: dict[Slot, Node] = {}
+        hoisted = 0
+        with compat.on_fakes_of(gm):
+            for cast in list(gm.graph.find_nodes(op="call_function", target=CAST)):
+                weight, views = _chain(cast)
+                if "amp_cast" not in cast.meta or weight not in weights or _leaks(cast):
+                    continue
+                slot = Slot(weights[weight], cast.args[1])
+                if slot not in copies:
+                    copies[slot] = _new_input(gm, weight, slot)
+                _replace(gm, cast, weight, views, copies[slot])
+                hoisted += 1
+        return hoisted
+
+
+def _new_input(gm: GraphModule, weight: Node, slot: Slot) -> Node:
+    last = gm.graph.find_nodes(op="placeholder")[-1]
+    with gm.graph.inserting_after(last):
+        copy = gm.graph.placeholder(f"{weight.name}_{short_name(slot.dtype)}")
+    copy.meta["val"] = torch.empty_like(weight.meta["val"], dtype=slot.dtype, requires_grad=False)
+    copy.meta["amp_copy"] = slot
+    # What Dynamo writes on inputs whose address Inductor may rely on.
+    copy.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    copy._dynamo_source = None  # type: ignore[attr-defined]
+    return copy
+
+
+def _written(weight: Node) -> bool:
+    return any(use == "written" for _, use in _aliases(weight))
+
+
+def _leaks(cast: Node) -> bool:
+    return any(use != "read" for _, use in _aliases(cast))
+
+
+def _replace(gm: GraphModule, cast: Node, weight: Node, views: list[Node], copy: Node) -> None:
+    graph = gm.graph
+    with graph.inserting_before(cast):
+        new = graph.call_function(WEIGHT_COPY, (weight, copy))
+        new.meta = {**cast.meta, "val": copy.meta["val"]}
+        renamed = {weight: new}
+        for view in views:
+            moved = graph.node_copy(view, lambda n: renamed.get(n, n))
+            moved.meta["val"] = _view_value(moved)
+            renamed[view] = moved
+    last = renamed[views[-1]] if views else new
+    cast.replace_all_uses_with(last)
+    record = cast.meta["amp_cast"]
+    new.meta["amp_cast"] = replace(record, fate=(*record.fate, "hoisted"))
+    for unused in (cast, *reversed(views)):
+        if not unused.users:
+            graph.erase_node(unused)
+
+
+def _view_value(view: Node) -> Any:
+    args = torch.fx.map_arg(view.args, lambda n: n.meta["val"])
+    kwargs = torch.fx.map_arg(view.kwargs, lambda n: n.meta["val"])
+    return view.target(*args, **kwargs)  # type: ignore[operator]

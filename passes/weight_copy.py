@@ -1,0 +1,50 @@
+"""The op that stands for a hoisted cast until the graph has been differentiated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+@torch.library.custom_op("ampcompile::weight_copy", mutates_args=())
+def weight_copy(weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """`weight` in the dtype of `copy`, an up-to-date copy of it; gradients flow to `weight`, in its dtype.
+
+    It never runs: a `torch.library` op may not return its input. `bind_weights` replaces it on the joint graph,
+    and a graph that runs as it is uses `read_copy`.
+    """
+    raise AssertionError("weight_copy must be bound before it runs")
+
+
+@weight_copy.register_fake
+def _(weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(copy)
+
+
+def _remember_dtype(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+    ctx.dtype = inputs[0].dtype
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return grad.to(ctx.dtype), None
+
+
+weight_copy.register_autograd(_backward, setup_context=_remember_dtype)
+WEIGHT_COPY = torch.ops.ampcompile.weight_copy.default
+
+
+class _ReadCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = weight.dtype
+        return copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0].to(ctx.dtype), None
+
+
+def read_copy(weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """`weight_copy` for a graph that is run as it is, with torch's own autograd; differentiable twice."""
+    return _ReadCopy.apply(weight, copy)
