@@ -30,7 +30,7 @@ help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 demo: $(READY) ## train a small GPT on the standard library's source, beside eager autocast and Inductor
-	$(PYTHON) -P examples/train_gpt.py $(ARGS)
+	$(PYTHON) -m examples.train_gpt $(ARGS)
 
 test: $(READY) ## the test suite; SLOW=1 adds the tests that take minutes
 	OMP_NUM_THREADS=1 $(PYTHON) $(PYTEST) -n $(JOBS) --timeout=600 $(if $(SLOW),-m "") $(ARGS)
@@ -49,8 +49,7 @@ format: $(TOOLS) ## rewrite files to the format that lint checks
 types: $(TOOLS) ## mypy
 	@rm -rf .types && mkdir -p .types/ampcompile
 	@ln -s ../../passes ../../kernels ../../ampcompile/*.py .types/ampcompile/
-	MYPYPATH=.types $(PYTHON) -m mypy -p ampcompile
-	MYPYPATH=.types $(PYTHON) -m mypy benchmarks examples
+	MYPYPATH=.types $(PYTHON) -m mypy -p ampcompile -p benchmarks -p examples
 
 matrix: $(READY) $(MATRIX:%=.matrix/%/.ready) ## the suite on the oldest, the pinned and the newest torch supported
 	@failed=; for python in $(MATRIX:%=.matrix/%/bin/python) $(PYTHON); do \

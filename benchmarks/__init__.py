@@ -1,0 +1,1 @@
+"""Measurements, and the models they are made on."""

@@ -1,0 +1,1 @@
+"""Scripts that train real models on real input."""

@@ -1,0 +1,106 @@
+"""Train a GPT on the Python standard library's source with `backend="amp"`, then beside what else there is.
+
+python -m examples.train_gpt [--steps 300] [--rounds 30] [--device cpu]
+"""
+
+import argparse
+from collections.abc import Iterable, Iterator
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import ampcompile
+from examples.gpt_training import WAYS, Training, low_dtype
+from examples.side_by_side import Entrant, race
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def shown(title: str, total: int, losses: Iterable[float]) -> Iterator[float]:
+    """Passes losses on, with a bar that shows them; on a log, now and then a line."""
+    if not console.is_terminal:
+        for step, loss in enumerate(losses, start=1):
+            if step % max(1, total // 10) == 0:
+                console.print(f"{title}  {step}/{total}  loss {loss:.3f}")
+            yield loss
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), console=console) as progress:
+        task = progress.add_task(title, total=total, loss=float("nan"))
+        for loss in losses:
+            progress.update(task, advance=1, loss=loss)
+            yield loss
+
+
+def show_casts(training: Training) -> None:
+    """What the compiler decided, and the beginning of what it runs."""
+    tokens, targets = training.batch(training.train_text)
+    report = ampcompile.explain(training.run)(tokens, targets)
+    console.rule("casts")
+    console.print(str(report), markup=False)
+    console.rule("the rewritten graph begins")
+    console.print("\n".join(report.code.splitlines()[:24]), markup=False)
+
+
+@torch.inference_mode()
+def continued(training: Training, prompt: str, length: int) -> str:
+    """The prompt and `length` bytes that the model writes after it."""
+    context = training.model.config.context
+    written = list(prompt.encode())
+    window = torch.zeros(1, context, dtype=torch.int64, device=training.device)
+    for _ in range(length):
+        recent = written[-context:]
+        window[0, : len(recent)] = torch.tensor(recent)  # one shape, so one graph: what follows is masked
+        logits = training.run(window)[0, len(recent) - 1]
+        written.append(int(torch.multinomial((logits.float() / 0.7).softmax(-1), 1)))
+    return bytes(written).decode(errors="replace")
+
+
+def comparison(entrants: list[Entrant]) -> Table:
+    """The entrants' medians, last losses and peaks."""
+    rounds = len(entrants[0].losses)
+    memory = "allocated" if torch.cuda.is_available() else "resident"
+    table = Table(title=f"{rounds} steps each, in turn")
+    for heading in ("", "time per step (median)", f"loss after {rounds} steps", f"peak memory ({memory})"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for entrant in entrants:
+        peak = f"{entrant.peak_bytes / 2**20:.0f} MiB" if entrant.peak_bytes else "unknown"
+        table.add_row(entrant.way, f"{1000 * entrant.step_seconds:.0f} ms", f"{entrant.losses[-1]:.4f}", peak)
+    return table
+
+
+def main() -> None:
+    """Explain, train, sample, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="length of the long run, which is amp alone")
+    parser.add_argument("--rounds", type=int, default=30, help="steps of each way in the comparison")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+
+    training = Training("amp", options.device, options.steps)
+    parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    console.print(
+        f"a GPT of {parameters / 1e6:.1f} M parameters, {len(training.train_text) / 1e6:.1f} MB of source text, "
+        f"{options.device}, {low_dtype(options.device)}, torch {torch.__version__}"
+    )
+    show_casts(training)
+
+    console.rule("training")
+    console.print("compiling: the first step takes a while")
+    losses = list(shown("amp", options.steps, (training.step() for _ in range(options.steps))))
+    console.print(
+        f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, on unseen files {training.validation_loss():.3f} nats a byte"
+    )
+    console.rule("what it writes")
+    console.print(continued(training, "def ", 300), markup=False)
+
+    console.rule("side by side")
+    entrants = [Entrant(way) for way in WAYS]
+    list(shown("four ways", options.rounds, race(entrants, options.device, options.rounds)))
+    console.print(comparison(entrants))
+
+
+if __name__ == "__main__":
+    main()
