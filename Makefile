@@ -83,7 +83,7 @@ $(VENV):
 	$(NEEDS_BASE)
 	@echo "installing torch $* into .matrix/$* (minutes, once)"
 	@test -x .matrix/$*/bin/python || $(BASE) -m venv .matrix/$*
-	grep -vE '^(torch|triton)==' constraints.txt > .matrix/$*/constraints.txt
+	grep -vE '^(torch|triton|setuptools)==' constraints.txt > .matrix/$*/constraints.txt
 	.matrix/$*/bin/python -m pip install -q --disable-pip-version-check -c .matrix/$*/constraints.txt \
 		"torch==$*.*" -e '.[test]'
 	@touch $@
