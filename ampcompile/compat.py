@@ -194,3 +194,18 @@ def aot_eager(gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: O
         keep_inference_input_mutations=True,
     )
     return compiler(gm, list(inputs))
+
+
+def forget_output_values(gm: torch.fx.GraphModule) -> None:
+    """Drop the fake values of what nested compile regions return, bodies of bodies included.
+
+    `invoke_subgraph` reads there whether an output wants a gradient, and captured fakes are detached; without
+    them it runs the body to find out.
+    """
+    for node in gm.graph.find_nodes(op="get_attr"):
+        body = getattr(gm, str(node.target), None)
+        if isinstance(body, torch.fx.GraphModule):
+            forget_output_values(body)
+            if any(user.target is torch.ops.higher_order.invoke_subgraph for user in node.users):
+                for returned in body.graph.output_node().all_input_nodes:
+                    returned.meta.pop("val", None)

@@ -20,6 +20,7 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> C
     copies = [node for node in gm.graph.find_nodes(op="placeholder") if "amp_copy" in node.meta]
     slots = [node.meta["amp_copy"] for node in copies]
     inputs = [*example_inputs, *(node.meta["val"] for node in copies)]
+    compat.forget_output_values(gm)
     if options.lower == "eager":
         run_passes([bind_weights.BindWeightsEagerly()], gm)
         compiled = _without_autocast(gm)

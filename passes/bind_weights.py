@@ -8,6 +8,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
+from .graph import bodies
 from .weight_copy import WEIGHT_COPY, read_copy
 
 
@@ -21,8 +22,8 @@ def _may_be(node: Node, copies: set[Node]) -> bool:
 
 
 def bind(graph: Graph) -> int:
-    """Replace every `weight_copy` of a joint or inference graph. A copy that would be returned is cloned first."""
-    bound = 0
+    """Replace every `weight_copy` of a joint or inference graph, bodies included; a returned copy is cloned first."""
+    bound = sum(bind(body.graph) for _, body in bodies(graph.owning_module))
     copies: set[Node] = set()
     for node in graph.find_nodes(op="call_function", target=WEIGHT_COPY):
         copy = node.args[1]
@@ -53,13 +54,21 @@ class BindWeights:
 
 @dataclass(frozen=True)
 class BindWeightsEagerly:
-    """For a graph that torch's own autograd will differentiate as it runs. Returns the number of reads bound."""
+    """For a graph that torch's own autograd will differentiate as it runs. Returns the number of reads bound.
+
+    Nested compile regions become plain calls: their op differentiates itself on fake tensors only.
+    """
 
     name = "bind_weights_eagerly"
     exact = True
 
     def apply(self, gm: GraphModule) -> int:
-        nodes = gm.graph.find_nodes(op="call_function", target=WEIGHT_COPY)
-        for node in nodes:
+        reads = gm.graph.find_nodes(op="call_function", target=WEIGHT_COPY)
+        for node in reads:
             node.target = read_copy
-        return len(nodes)
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+            body, _, *operands = node.args
+            node.op, node.target, node.args = "call_module", body.target, tuple(operands)
+        inner = sum(self.apply(body) for _, body in bodies(gm))
+        gm.recompile()
+        return len(reads) + inner

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from ampcompile import compat
 from ampcompile.dtypes import short_name
 
+from .graph import placeholders
 from .weight_copy import WEIGHT_COPY
 
 CAST = torch.ops.aten.to.dtype
@@ -31,6 +32,11 @@ _REARRANGING = frozenset(
         "slice narrow select split split_with_sizes chunk unbind tensor_split alias detach view_as"
     ).split()
 )
+# Higher-order ops whose bodies may read weights handed to them, and where in their arguments the operands begin.
+_OPERANDS_FROM: dict[Any, int] = {
+    torch.ops.higher_order.tag_activation_checkpoint: 1,
+    torch.ops.higher_order.invoke_subgraph: 2,
+}
 
 
 @dataclass(frozen=True)
@@ -58,14 +64,14 @@ def _rearranges(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.name in _REARRANGING
 
 
-def _aliases(node: Node) -> Iterator[tuple[Node, str]]:
-    """Every use of a value and of what shares its memory: (user, "read", "written" or "returned")."""
-    seen, pending = {node}, [node]
+def _uses(value: Node) -> Iterator[str]:
+    """How a value, and everything that shares its memory, is used: "read", "written" or "returned"."""
+    seen, pending = {value}, [value]
     while pending:
-        value = pending.pop()
-        for user in value.users:
-            yield user, _use(user, value)
-            if _shares_memory(user, value) and user not in seen:
+        current = pending.pop()
+        for user in current.users:
+            yield _use(user, current)
+            if _shares_memory(user, current) and user not in seen:
                 seen.add(user)
                 pending.append(user)
 
@@ -73,13 +79,21 @@ def _aliases(node: Node) -> Iterator[tuple[Node, str]]:
 def _use(user: Node, value: Node) -> str:
     if user.op == "output":
         return "returned"
+    if user.target is operator.getitem:
+        return "read"
     if isinstance(user.target, OpOverload):
         return (
             "written" if any(_names(user, value, a) and _writes(a) for a in user.target._schema.arguments) else "read"
         )
-    if user.target is operator.getitem:
-        return "read"
-    return "written"  # a higher-order op or a stretch left alone: it may do anything
+    if user.target in _OPERANDS_FROM:
+        places = [i - _OPERANDS_FROM[user.target] for i, argument in enumerate(user.args) if argument is value]
+        inner = placeholders(_body(user))
+        return "written" if any(use != "read" for i in places for use in _uses(inner[i])) else "read"
+    return "written"  # another higher-order op, or a stretch left alone: it may do anything
+
+
+def _body(call: Node) -> GraphModule:
+    return getattr(call.graph.owning_module, call.args[0].target)  # type: ignore[union-attr, arg-type]
 
 
 def _shares_memory(user: Node, value: Node) -> bool:
@@ -101,6 +115,44 @@ def _names(user: Node, value: Node, argument: Any) -> bool:
     return value is given or (isinstance(given, list | tuple) and value in given)
 
 
+CopyOf = Callable[[Node, torch.dtype], Node]
+
+
+def _hoist(gm: GraphModule, weights: set[Node], copy_of: CopyOf) -> int:
+    """Replace the casts of `weights`, inputs of `gm`; `copy_of` gives the input that holds a weight's copy."""
+    hoisted = 0
+    weights = {weight for weight in weights if "written" not in _uses(weight)}
+    for cast in list(gm.graph.find_nodes(op="call_function", target=CAST)):
+        weight, views = _chain(cast)
+        if "amp_cast" in cast.meta and weight in weights and all(use == "read" for use in _uses(cast)):
+            _replace(gm, cast, weight, views, copy_of(weight, cast.args[1]))
+            hoisted += 1
+    calls: dict[GraphModule, list[Node]] = {}
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in _OPERANDS_FROM:
+            calls.setdefault(_body(node), []).append(node)
+    return hoisted + sum(_hoist_in_body(body, sites, weights, copy_of) for body, sites in calls.items())
+
+
+def _hoist_in_body(body: GraphModule, sites: list[Node], weights: set[Node], copy_of: CopyOf) -> int:
+    """A body's input is a weight if every call gives it one; its copy is handed in by every call as well."""
+    first = _OPERANDS_FROM[sites[0].target]
+    inner = placeholders(body)
+    given = {p: [site.args[first + i] for site in sites] for i, p in enumerate(inner) if first + i < len(sites[0].args)}
+    copies: dict[tuple[Node, torch.dtype], Node] = {}
+
+    def inner_copy(weight: Node, dtype: torch.dtype) -> Node:
+        if (weight, dtype) not in copies:
+            copies[weight, dtype] = _new_input(body, weight, dtype)
+            for site, outer in zip(sites, given[weight], strict=True):
+                site.args = (*site.args, copy_of(outer, dtype))
+        return copies[weight, dtype]
+
+    hoisted = _hoist(body, {p for p, outer in given.items() if weights.issuperset(outer)}, inner_copy)
+    body.recompile()
+    return hoisted
+
+
 @dataclass(frozen=True)
 class HoistWeights:
     """`is_weight(index, placeholder)`: whether a graph input is a weight whose copy may live across calls.
@@ -113,41 +165,28 @@ class HoistWeights:
     exact = True
 
     def apply(self, gm: GraphModule) -> int:
-        inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-        weights = {n: i for n, i in inputs.items() if self.is_weight(i, n) and not _written(n)}
+        inputs = {node: index for index, node in enumerate(placeholders(gm))}
         copies: dict[Slot, Node] = {}
-        hoisted = 0
+
+        def copy_of(weight: Node, dtype: torch.dtype) -> Node:
+            slot = Slot(inputs[weight], dtype)
+            if slot not in copies:
+                copies[slot] = _new_input(gm, weight, dtype)
+                copies[slot].meta["amp_copy"] = slot
+            return copies[slot]
+
         with compat.on_fakes_of(gm):
-            for cast in list(gm.graph.find_nodes(op="call_function", target=CAST)):
-                weight, views = _chain(cast)
-                if "amp_cast" not in cast.meta or weight not in weights or _leaks(cast):
-                    continue
-                slot = Slot(weights[weight], cast.args[1])
-                if slot not in copies:
-                    copies[slot] = _new_input(gm, weight, slot)
-                _replace(gm, cast, weight, views, copies[slot])
-                hoisted += 1
-        return hoisted
+            return _hoist(gm, {node for node, index in inputs.items() if self.is_weight(index, node)}, copy_of)
 
 
-def _new_input(gm: GraphModule, weight: Node, slot: Slot) -> Node:
-    last = gm.graph.find_nodes(op="placeholder")[-1]
-    with gm.graph.inserting_after(last):
-        copy = gm.graph.placeholder(f"{weight.name}_{short_name(slot.dtype)}")
-    copy.meta["val"] = torch.empty_like(weight.meta["val"], dtype=slot.dtype, requires_grad=False)
-    copy.meta["amp_copy"] = slot
+def _new_input(gm: GraphModule, weight: Node, dtype: torch.dtype) -> Node:
+    with gm.graph.inserting_after(placeholders(gm)[-1]):
+        copy = gm.graph.placeholder(f"{weight.name}_{short_name(dtype)}")
+    copy.meta["val"] = torch.empty_like(weight.meta["val"], dtype=dtype, requires_grad=False)
     # What Dynamo writes on inputs whose address Inductor may rely on.
     copy.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
     copy._dynamo_source = None  # type: ignore[attr-defined]
     return copy
-
-
-def _written(weight: Node) -> bool:
-    return any(use == "written" for _, use in _aliases(weight))
-
-
-def _leaks(cast: Node) -> bool:
-    return any(use != "read" for _, use in _aliases(cast))
 
 
 def _replace(gm: GraphModule, cast: Node, weight: Node, views: list[Node], copy: Node) -> None:
