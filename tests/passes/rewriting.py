@@ -1,0 +1,30 @@
+"""The graphs of a function after the pipeline, for tests that look at what a pass did."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ampcompile.backend import Rewritten, rewrite
+from ampcompile.config import Options
+from ampcompile.lower import lower
+
+
+def rewritten(f: Callable[..., Any], *args: Any, **options: Any) -> list[Rewritten]:
+    """Every graph that Dynamo finds in `f(*args)`, rewritten under `options` and run by AOTAutograd."""
+    found: list[Rewritten] = []
+    parsed = Options.parse({"lower": "aot_eager", **options})
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        found.append(rewrite(gm, example_inputs, parsed))
+        return lower(found[-1].graph, example_inputs, parsed)
+
+    backend.amp_options = lambda **_: parsed  # type: ignore[attr-defined]
+    torch.compile(f, backend=backend)(*args)
+    return found
+
+
+def count(rewritten_graph: Rewritten, target: Any) -> int:
+    """How many calls of `target` a rewritten graph holds, bodies of higher-order ops included."""
+    modules = [m for m in rewritten_graph.graph.modules() if isinstance(m, torch.fx.GraphModule)]
+    return sum(len(m.graph.find_nodes(op="call_function", target=target)) for m in modules)
