@@ -27,3 +27,7 @@ class PassError(AmpError, RuntimeError):
 
 class AmpWarning(UserWarning):
     """Something works, but not as well as it could; the text says what to do."""
+
+
+class ScalerError(AmpError, ValueError):
+    """A `GradScaler` was given bounds that make no sense, or asked for what it can't know yet."""

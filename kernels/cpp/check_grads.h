@@ -1,0 +1,53 @@
+// Reading gradients: are all of them finite, and what is their norm?
+#pragma once
+#include <cmath>
+
+#include "chunks.h"
+
+// Sum of (grad * multiplier)^2 over all gradients: finite exactly when every product is, since the square of a
+// float never overflows a double. Chunks are added in order, so the result doesn't depend on the threads.
+inline double sum_of_squares(int64_t tensors, const int64_t* numel, const int64_t* grads, const int64_t* dtypes,
+                             float multiplier, int threads) {
+  const auto chunks = chunks_of(tensors, numel);
+  std::vector<double> sums(chunks.size());
+  for_each_chunk(chunks, threads, [&](const Chunk& c, int64_t i) {
+    with_dtype(dtypes[c.tensor], [&](auto type) {
+      const auto* g = at<decltype(type)>(grads[c.tensor], c.begin);
+      const int64_t n = c.end - c.begin;
+      double lanes[32] = {};
+      const auto add = [&](int64_t k, int64_t lane) {
+        const double product = widen(g[k + lane]) * multiplier;
+        lanes[lane] += product * product;
+      };
+      int64_t k = 0;
+      for (; k + 32 <= n; k += 32)
+        for (int64_t lane = 0; lane < 32; ++lane) add(k, lane);
+      for (int64_t lane = 0; k + lane < n; ++lane) add(k, lane);
+      for (double lane : lanes) sums[i] += lane;
+    });
+  });
+  double sum = 0;
+  for (double s : sums) sum += s;
+  return sum;
+}
+
+// Multiplies every gradient in place, unless the multiplier is one: then the bits stay, NaN payloads included.
+// Returns whether a gradient was, or became, infinite or NaN.
+inline bool scale_in_place(int64_t tensors, const int64_t* numel, const int64_t* grads, const int64_t* dtypes,
+                           float multiplier, int threads) {
+  const auto chunks = chunks_of(tensors, numel);
+  std::vector<char> bad(chunks.size());
+  for_each_chunk(chunks, threads, [&](const Chunk& c, int64_t i) {
+    with_dtype(dtypes[c.tensor], [&](auto type) {
+      auto* g = at<decltype(type)>(grads[c.tensor], c.begin);
+      const int64_t n = c.end - c.begin;
+      uint32_t largest = 0;  // magnitudes order like their bits, infinity and NaN last
+      for (int64_t k = 0; k < n; ++k) {
+        if (multiplier != 1) narrow(widen(g[k]) * multiplier, g[k]);
+        largest = std::max(largest, bits<uint32_t>(widen(g[k])) & 0x7fffffff);
+      }
+      bad[i] = largest >= 0x7f800000;
+    });
+  });
+  return std::any_of(bad.begin(), bad.end(), [](char b) { return b != 0; });
+}

@@ -1,0 +1,81 @@
+// Optimizer updates: each tensor is read and written once, and the 16-bit copy of a weight is written while the
+// new weight is still in the cache.
+#pragma once
+#include <cmath>
+
+#include "chunks.h"
+
+// Runs `update(begin, n)` over a chunk, block by block. A skipped step still casts the weights: afterwards the copy
+// equals them, whatever it held before.
+template <typename Update>
+void update_chunk(const Chunk& c, bool skip, int64_t param, int64_t copy, int64_t copy_dtype, Update update) {
+  for (int64_t begin = c.begin; begin < c.end; begin += kBlock) {
+    const int64_t n = std::min(kBlock, c.end - begin);
+    if (!skip) update(begin, n);
+    if (!copy) continue;
+    with_dtype(copy_dtype, [&](auto type) {
+      const float* from = at<float>(param, begin);
+      auto* to = at<decltype(type)>(copy, begin);
+      for (int64_t i = 0; i < n; ++i) narrow(from[i], to[i]);
+    });
+  }
+}
+
+struct AdamGroup { double lr, beta1, beta2, epsilon, weight_decay, decoupled, maximize; };
+
+struct AdamScalars {
+  float multiplier, l2, keep, beta2, new_mean, new_square, step_size, root_correction, epsilon;
+
+  AdamScalars(const AdamGroup& h, double step, float multiplier)
+      : multiplier(h.maximize ? -multiplier : multiplier),
+        l2(float(h.decoupled ? 0 : h.weight_decay)),
+        keep(float(h.decoupled ? 1 - h.lr * h.weight_decay : 1)),
+        beta2(float(h.beta2)),
+        new_mean(float(1 - h.beta1)),
+        new_square(float(1 - h.beta2)),
+        step_size(float(h.lr / (1 - std::pow(h.beta1, step)))),
+        root_correction(float(std::sqrt(1 - std::pow(h.beta2, step)))),
+        epsilon(float(h.epsilon)) {}
+};
+
+template <bool amsgrad, typename G>
+void adam_block(const AdamScalars& h, const G* __restrict g, float* __restrict p, float* __restrict m,
+                float* __restrict v, float* __restrict peak, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    float grad = widen(g[i]) * h.multiplier;
+    if (h.l2 != 0) grad += h.l2 * p[i];
+    m[i] += h.new_mean * (grad - m[i]);
+    v[i] = h.beta2 * v[i] + h.new_square * grad * grad;
+    float square = v[i];
+    if (amsgrad) square = peak[i] = v[i] > peak[i] || v[i] != v[i] ? v[i] : peak[i];  // NaN stays, as in torch
+    p[i] = p[i] * h.keep - h.step_size * m[i] / (std::sqrt(square) / h.root_correction + h.epsilon);
+  }
+}
+
+struct SgdGroup { double lr, momentum, dampening, nesterov, weight_decay, maximize; };
+
+struct SgdScalars {
+  float multiplier, l2, momentum, new_buffer, lr;
+  bool nesterov;
+
+  SgdScalars(const SgdGroup& h, float multiplier)
+      : multiplier(h.maximize ? -multiplier : multiplier),
+        l2(float(h.weight_decay)),
+        momentum(float(h.momentum)),
+        new_buffer(float(1 - h.dampening)),
+        lr(float(h.lr)),
+        nesterov(h.nesterov != 0) {}
+};
+
+template <bool momentum, typename G>
+void sgd_block(const SgdScalars& h, const G* __restrict g, float* __restrict p, float* __restrict buffer, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    float grad = widen(g[i]) * h.multiplier;
+    if (h.l2 != 0) grad += h.l2 * p[i];
+    if (momentum) {
+      buffer[i] = h.momentum * buffer[i] + h.new_buffer * grad;
+      grad = h.nesterov ? grad + h.momentum * buffer[i] : buffer[i];
+    }
+    p[i] -= h.lr * grad;
+  }
+}

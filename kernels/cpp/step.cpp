@@ -1,0 +1,67 @@
+// What Python calls (see native.py). Tables hold one row of addresses per kind of tensor; 0 stands for "none".
+#include "check_grads.h"
+#include "optimizers.h"
+
+extern "C" {
+
+// See `check_grads.check_grads`. result: found_inf, multiplier, norm.
+void check_grads(int64_t tensors, const int64_t* numel, const int64_t* grads, const int64_t* dtypes,
+                 const float* scale, const float* multiplier, const double* max_norm, float* result, int threads) {
+  const float inverse = scale ? float(1 / double(*scale)) : 1;
+  const float factor = multiplier ? *multiplier * inverse : inverse;
+  const double sum = sum_of_squares(tensors, numel, grads, dtypes, factor, threads);
+  const float norm = float(std::sqrt(sum));
+  const float shrink = max_norm ? float(*max_norm / (double(norm) + 1e-6)) : 1;
+  result[0] = !std::isfinite(sum) || inverse == 0;
+  result[1] = factor * (shrink > 1 ? 1 : shrink);  // NaN stays NaN
+  result[2] = norm;
+}
+
+// See `unscale.unscale_`.
+void unscale(int64_t tensors, const int64_t* numel, const int64_t* grads, const int64_t* dtypes,
+             const float* multiplier, float* found_inf, int threads) {
+  if (scale_in_place(tensors, numel, grads, dtypes, *multiplier, threads) || *multiplier == 0) *found_inf = 1;
+}
+
+// See `adam.adam_`. Rows: grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, step, copy.
+void adam(int64_t tensors, const int64_t* numel, const int64_t* table, const int64_t* grad_dtypes,
+          const int64_t* copy_dtypes, const int64_t* group_of, const AdamGroup* groups, const float* multiplier,
+          const float* found_inf, int threads) {
+  const int64_t *grad = table, *param = grad + tensors, *mean = param + tensors, *square = mean + tensors,
+                *peak = square + tensors, *step = peak + tensors, *copy = step + tensors;
+  const bool skip = found_inf && *found_inf != 0;
+  std::vector<AdamScalars> scalars;
+  for (int64_t t = 0; t < tensors && !skip; ++t)
+    scalars.emplace_back(groups[group_of[t]], *at<float>(step[t], 0) += 1, multiplier ? *multiplier : 1);
+  for_each_chunk(chunks_of(tensors, numel), threads, [&](const Chunk& c, int64_t) {
+    const int64_t t = c.tensor;
+    update_chunk(c, skip, param[t], copy[t], copy_dtypes[t], [&](int64_t begin, int64_t n) {
+      float *p = at<float>(param[t], begin), *m = at<float>(mean[t], begin), *v = at<float>(square[t], begin);
+      with_dtype(grad_dtypes[t], [&](auto type) {
+        const auto* g = at<decltype(type)>(grad[t], begin);
+        if (peak[t]) adam_block<true>(scalars[t], g, p, m, v, at<float>(peak[t], begin), n);
+        else adam_block<false>(scalars[t], g, p, m, v, nullptr, n);
+      });
+    });
+  });
+}
+
+// See `sgd.sgd_`. Rows: grad, param, momentum_buffer, copy.
+void sgd(int64_t tensors, const int64_t* numel, const int64_t* table, const int64_t* grad_dtypes,
+         const int64_t* copy_dtypes, const int64_t* group_of, const SgdGroup* groups, const float* multiplier,
+         const float* found_inf, int threads) {
+  const int64_t *grad = table, *param = grad + tensors, *buffer = param + tensors, *copy = buffer + tensors;
+  const bool skip = found_inf && *found_inf != 0;
+  for_each_chunk(chunks_of(tensors, numel), threads, [&](const Chunk& c, int64_t) {
+    const int64_t t = c.tensor;
+    const SgdScalars scalars(groups[group_of[t]], multiplier ? *multiplier : 1);
+    update_chunk(c, skip, param[t], copy[t], copy_dtypes[t], [&](int64_t begin, int64_t n) {
+      with_dtype(grad_dtypes[t], [&](auto type) {
+        const auto* g = at<decltype(type)>(grad[t], begin);
+        if (buffer[t]) sgd_block<true>(scalars, g, at<float>(param[t], begin), at<float>(buffer[t], begin), n);
+        else sgd_block<false>(scalars, g, at<float>(param[t], begin), nullptr, n);
+      });
+    });
+  });
+}
+}

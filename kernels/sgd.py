@@ -1,0 +1,97 @@
+"""SGD over all parameters at once, with unscaling, clipping, skipping and the weights' copies folded in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ampcompile.kernels import native
+
+
+@dataclass(frozen=True)
+class SgdGroup:
+    """The settings of a parameter group; those of `torch.optim.SGD`."""
+
+    lr: float | Tensor
+    momentum: float
+    dampening: float
+    nesterov: bool
+    weight_decay: float
+    maximize: bool
+
+
+@dataclass
+class SgdTensors:
+    """Lists with one entry per parameter, all tensors on one device; entries of a parameter share its strides."""
+
+    groups: Sequence[SgdGroup]
+    params: list[Tensor] = field(default_factory=list)
+    """float32"""
+    grads: list[Tensor] = field(default_factory=list)
+    """float32, float16 or bfloat16"""
+    momentum_buffers: list[Tensor | None] = field(default_factory=list)
+    """float32, zeros before the first step; None where a group has no momentum"""
+    copies: list[Tensor | None] = field(default_factory=list)
+    """float16 or bfloat16, written with the new weight; None where there is none"""
+    group_of: list[int] = field(default_factory=list)
+
+
+def sgd_(
+    tensors: SgdTensors,
+    multiplier: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    workspace: dict[str, Any] | None = None,
+) -> None:
+    """One step of SGD in place, on gradients multiplied by `multiplier`; no host sync, gradients stay as they are.
+
+    Where `found_inf` isn't 0 nothing changes; copies are cast from the weights either way. Both are one float32
+    element on the tensors' device, or None. `workspace` keeps a GPU's buffers between calls. Moves 12 bytes a
+    parameter with float32 gradients, 8 more for momentum, 2 more for a copy.
+    """
+    if tensors.params[0].is_cuda:
+        from ampcompile.kernels.triton import sgd as gpu
+
+        gpu.sgd_(tensors, multiplier, found_inf, {} if workspace is None else workspace)
+        return
+    native.call(
+        "sgd",
+        len(tensors.params),
+        native.sizes(tensors.params),
+        native.addresses(tensors.grads, tensors.params, tensors.momentum_buffers, tensors.copies),
+        native.dtype_codes(tensors.grads),
+        native.dtype_codes(tensors.copies),
+        np.array(tensors.group_of, dtype=np.int64),
+        group_values(tensors.groups),
+        multiplier,
+        found_inf,
+    )
+
+
+def group_values(groups: Sequence[SgdGroup]) -> np.ndarray:
+    """float64 [groups, 6], in the order of the fields."""
+    rows = [(g.lr, g.momentum, g.dampening, g.nesterov, g.weight_decay, g.maximize) for g in groups]
+    return np.array(rows, dtype=np.float64)
+
+
+def sgd_reference_(tensors: SgdTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:
+    """The same in plain torch."""
+    t = tensors
+    device = t.params[0].device
+    skip = torch.zeros((), device=device) if found_inf is None else found_inf.reshape(())
+    factor = torch.ones((), device=device) if multiplier is None else multiplier.reshape(())
+    for i, (param, group) in enumerate(zip(t.params, (t.groups[g] for g in t.group_of), strict=True)):
+        update = t.grads[i].float() * (-factor if group.maximize else factor)
+        if group.weight_decay != 0:
+            update = update + group.weight_decay * param
+        buffer = t.momentum_buffers[i]
+        if buffer is not None:
+            momentum = group.momentum * buffer + (1 - group.dampening) * update
+            update = update + group.momentum * momentum if group.nesterov else momentum
+            buffer.copy_(torch.where(skip != 0, buffer, momentum))
+        param.copy_(torch.where(skip != 0, param, param - group.lr * update))
+        copy = t.copies[i]
+        if copy is not None:
+            copy.copy_(param)

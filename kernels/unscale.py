@@ -1,0 +1,45 @@
+"""Gradients multiplied in place by the inverse of the loss scale, and checked on the way."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampcompile.kernels import native
+
+
+def unscale_(
+    grads: Sequence[Tensor], multiplier: Tensor, found_inf: Tensor, workspace: dict[str, Any] | None = None
+) -> None:
+    """Multiply gradients in place; set `found_inf` to 1 if one is infinite or NaN before or after; no host sync.
+
+    `grads`: dense float32, float16 or bfloat16 on one device, at least one; products are rounded once.
+    `multiplier`, `found_inf`: one float32 element each, on the same device. A multiplier of one leaves all bits
+    as they are, one of zero counts as an overflow (the scale was infinite); `found_inf` is never cleared.
+    Reads and writes the size of a gradient per element.
+    """
+    if grads[0].is_cuda:
+        from ampcompile.kernels.triton import unscale as gpu
+
+        gpu.unscale_(grads, multiplier, found_inf, {} if workspace is None else workspace)
+        return
+    native.call(
+        "unscale",
+        len(grads),
+        native.sizes(grads),
+        native.addresses(grads),
+        native.dtype_codes(grads),
+        multiplier,
+        found_inf,
+    )
+
+
+def unscale_reference_(grads: Sequence[Tensor], multiplier: Tensor, found_inf: Tensor) -> None:
+    """The same in plain torch, for any floating dtype; also where there are no kernels of ours."""
+    bad = [~multiplier.isfinite() | (multiplier == 0)]
+    for grad in grads:
+        product = (grad.float() * multiplier).to(grad.dtype) if grad.dtype != torch.float64 else grad * multiplier
+        bad += [(~grad.isfinite()).any(), (~product.isfinite()).any()]
+        grad.copy_(torch.where(multiplier == 1, grad, product))
+    found_inf.copy_(torch.where(torch.stack([b.reshape(()) for b in bad]).any(), 1.0, found_inf))

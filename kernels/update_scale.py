@@ -1,0 +1,43 @@
+"""The loss scale after an iteration: smaller after an overflow, larger after enough iterations without."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def update_scale_(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    skips: Tensor,
+    found_infs: Sequence[Tensor],
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float,
+    max_scale: float,
+) -> None:
+    """Update `scale` (float32) and `growth_tracker` (int32) as `torch.amp.GradScaler` does, then keep the scale
+    within `[min_scale, max_scale]`; count overflows in a row in `skips` (int32); no host sync.
+
+    All are one element on one device. An overflow is a `found_infs` that isn't 0; they are or'ed, not summed.
+    """
+    if scale.is_cuda:
+        from ampcompile.kernels.triton import update_scale as gpu
+
+        gpu.update_scale_(
+            scale,
+            growth_tracker,
+            skips,
+            found_infs,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            min_scale,
+            max_scale,
+        )
+        return
+    found = found_infs[0] if len(found_infs) == 1 else torch.stack([f.reshape(()) for f in found_infs]).ne(0).any()
+    torch._amp_update_scale_(scale, growth_tracker, found.float(), growth_factor, backoff_factor, growth_interval)
+    scale.clamp_(min_scale, max_scale)
+    skips.add_(1).mul_(found.ne(0))

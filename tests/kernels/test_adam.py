@@ -1,0 +1,97 @@
+"""The fused Adam step equals torch's optimizers, and changes nothing when it is skipped."""
+
+from copy import deepcopy
+from itertools import product
+
+import pytest
+import torch
+
+from ampcompile.kernels.adam import AdamGroup, adam_, adam_reference_
+from tests.scaler_cases import GRAD_DTYPES, adam_tensors, assert_close, assert_equal
+
+GROUPS = [
+    AdamGroup(0.01, 0.9, 0.99, 1e-3, weight_decay, decoupled, maximize)
+    for weight_decay, decoupled, maximize in product((0.0, 0.1), (False, True), (False, True))
+]
+LISTS = ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps")
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_five_steps_equal_torchs_optimizer(group, amsgrad):
+    ours = adam_tensors([group], amsgrad=amsgrad)
+    ours.max_exp_avg_sqs = [torch.zeros_like(p) if amsgrad else None for p in ours.params]
+    for state in (ours.exp_avgs, ours.exp_avg_sqs, ours.steps):
+        for tensor in state:
+            tensor.zero_()
+    params = [torch.nn.Parameter(p.clone(memory_format=torch.preserve_format)) for p in ours.params]
+    optimizer = (torch.optim.AdamW if group.decoupled_weight_decay else torch.optim.Adam)(
+        params,
+        group.lr,
+        (group.beta1, group.beta2),
+        group.eps,
+        group.weight_decay,
+        amsgrad,
+        maximize=group.maximize,
+        foreach=False,
+    )
+    for _ in range(5):
+        for param, grad in zip(params, ours.grads, strict=True):
+            grad.normal_()
+            param.grad = grad * 0.25
+        optimizer.step()
+        adam_(ours, multiplier=torch.tensor(0.25), found_inf=torch.zeros(()))
+        states = [optimizer.state[param] for param in params]
+        assert_close(ours.params, params)
+        assert_close(ours.exp_avgs, [s["exp_avg"] for s in states])
+        assert_close(ours.exp_avg_sqs, [s["exp_avg_sq"] for s in states])
+        assert_close(ours.max_exp_avg_sqs, [s.get("max_exp_avg_sq") for s in states])
+        assert_equal(ours.steps, [s["step"] for s in states])
+
+
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+def test_several_groups_gradient_types_and_copies_equal_plain_torch(dtype):
+    ours = adam_tensors(GROUPS, dtype)
+    reference, grads = deepcopy(ours), deepcopy(ours.grads)
+    adam_(ours, torch.tensor(0.3))
+    adam_reference_(reference, torch.tensor(0.3))
+    for name in LISTS:
+        assert_close(getattr(ours, name), getattr(reference, name))
+    assert_equal(ours.grads, grads)
+    for param, copy in zip(ours.params, ours.copies, strict=True):
+        assert copy is None or torch.equal(copy, param.to(copy.dtype))
+
+
+@pytest.mark.parametrize("found_inf", [1.0, 2.0, -1.0, torch.nan])
+def test_a_skipped_step_changes_nothing_but_stale_copies(found_inf):
+    ours = adam_tensors(GROUPS)
+    ours.grads[3].fill_(torch.nan)
+    before = deepcopy(ours)
+    for step in (adam_, adam_reference_):
+        step(ours, torch.tensor(torch.nan), torch.tensor(found_inf))
+        for name in LISTS:
+            assert_equal(getattr(ours, name), getattr(before, name))
+        for param, copy in zip(ours.params, ours.copies, strict=True):
+            assert copy is None or torch.equal(copy, param.to(copy.dtype))
+            if copy is not None:
+                copy.fill_(torch.nan)
+
+
+def test_nan_reaches_the_largest_square_as_in_torch():
+    ours = adam_tensors(GROUPS[:1])
+    for grad in ours.grads:
+        grad.fill_(torch.nan)
+    adam_(ours)
+    for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
+        assert all(tensor is None or tensor.isnan().all() for tensor in getattr(ours, name))
+
+
+def test_a_thousandth_step_is_corrected_as_in_double():
+    ours = adam_tensors(GROUPS[:1])
+    for step in ours.steps:
+        step.fill_(1e6)
+    reference = deepcopy(ours)
+    adam_(ours)
+    adam_reference_(reference)
+    assert_close(ours.params, reference.params)
+    assert all(step.item() == 1e6 + 1 for step in ours.steps)

@@ -1,0 +1,98 @@
+"""The C++ library: built once, built by nobody where there is no compiler; 16-bit floats rounded as torch does."""
+
+import logging
+import os
+
+import pytest
+import torch
+
+from ampcompile.kernels import native
+from ampcompile.kernels.adam import AdamGroup, AdamTensors, adam_
+from ampcompile.kernels.check_grads import check_grads
+
+
+@pytest.fixture
+def unloaded():
+    """`native.library` as in a new process, before and after."""
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+def test_it_is_built_once_into_the_cache_folder(unloaded, monkeypatch, tmp_path):
+    monkeypatch.setenv("AMPCOMPILE_CACHE_DIR", str(tmp_path / "new"))
+    assert native.available()
+    (built,) = (tmp_path / "new").iterdir()
+    when = built.stat().st_mtime_ns
+    native.library.cache_clear()
+    assert native.available()
+    assert [built] == list((tmp_path / "new").iterdir()) and built.stat().st_mtime_ns == when
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch):
+    monkeypatch.delenv("AMPCOMPILE_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert str(native.cache_folder()) == "/somewhere/ampcompile"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert native.cache_folder() == os.path.expanduser("~/.cache/ampcompile") or native.cache_folder().parts[-1:] == (
+        "ampcompile",
+    )
+
+
+def test_without_a_compiler_it_is_unavailable_and_says_so(unloaded, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    with caplog.at_level(logging.WARNING, "ampcompile"):
+        assert not native.available()
+    assert "no C++ compiler found" in caplog.text
+
+
+def test_a_compiler_that_fails_is_quoted(unloaded, monkeypatch, caplog, tmp_path):
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho this one is broken >&2; [ $1 = --version ]\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("AMPCOMPILE_CACHE_DIR", str(tmp_path))
+    with caplog.at_level(logging.WARNING, "ampcompile"):
+        assert not native.available()
+    assert "this one is broken" in caplog.text
+
+
+def patterns() -> torch.Tensor:
+    """Every float32 exponent and sign with mantissas at, below and above each tie of both 16-bit types."""
+    high = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    low = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    return (high[:, None] | low).flatten().view(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_are_rounded_to_the_copies_as_torch_rounds_them(dtype):
+    values = patterns()
+    copy = torch.empty_like(values, dtype=dtype)
+    zeros = [torch.zeros_like(values) for _ in range(3)]
+    tensors = AdamTensors(
+        [AdamGroup(0.0, 0.9, 0.99, 1e-8, 0.0, True, False)],
+        params=[values.clone()],
+        grads=[zeros[0]],
+        exp_avgs=[zeros[1]],
+        exp_avg_sqs=[zeros[2]],
+        max_exp_avg_sqs=[None],
+        steps=[torch.zeros(())],
+        copies=[copy],
+        group_of=[0],
+    )
+    adam_(tensors, found_inf=torch.ones(()))  # a skipped step casts, and does nothing else
+    expected = values.to(dtype)
+    number = ~values.isnan()
+    assert torch.equal(copy.view(torch.int16)[number], expected.view(torch.int16)[number])
+    assert copy[~number].isnan().all()
+    assert torch.equal(tensors.params[0].view(torch.int32), values.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_16_bit_number_is_read_as_torch_reads_it(dtype):
+    for bits in torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).split(1)[::97]:
+        value = bits.view(dtype)
+        found_inf, _, norm = check_grads([value])
+        assert found_inf.item() == (not value.isfinite().item())
+        torch.testing.assert_close(norm, value.double().abs().float()[0], rtol=1e-7, atol=0, equal_nan=True)
