@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,8 +40,14 @@ class Applied:
     seconds: float
 
 
-def run_passes(passes: Sequence[Pass], gm: GraphModule) -> list[Applied]:
-    """Run the passes in order. Raises PassError, naming the pass and those before it, if one fails."""
+Watch = Callable[[str, GraphModule], None]
+
+
+def run_passes(passes: Sequence[Pass], gm: GraphModule, watch: Watch | None = None) -> list[Applied]:
+    """Run the passes in order. Raises PassError, naming the pass and those before it, if one fails.
+
+    `watch(name, gm)` is called after each pass.
+    """
     history: list[Applied] = []
     for current in passes:
         start = time.perf_counter()
@@ -61,5 +67,7 @@ def run_passes(passes: Sequence[Pass], gm: GraphModule) -> list[Applied]:
                 "torch.autocast runs the same model meanwhile."
             ) from error
         history.append(Applied(current.name, rewrites, time.perf_counter() - start))
+        if watch is not None:
+            watch(current.name, gm)
         log.debug("%s: %d rewrites, %.1f ms", current.name, rewrites, 1e3 * history[-1].seconds)
     return history

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ class Cast:
     because: str
     fate: tuple[str, ...] = ("inserted",)
     """What became of it, in order: inserted, hoisted, shared, folded, moved, fused."""
+    number: int = field(default_factory=itertools.count().__next__, compare=False)
+    """Stays with the record as its fate grows: tells whether the cast is still there."""
 
 
 class Regions:

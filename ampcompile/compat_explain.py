@@ -1,0 +1,66 @@
+"""What explaining needs of Dynamo: how a callable was compiled, and leaving its caches as they were. All private."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo import convert_frame, eval_frame, guards, pgo
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What `torch.compile` was given: the callable itself, the backend as Dynamo holds it, `dynamic`."""
+
+    original: Any
+    backend: Any
+    dynamic: bool | None
+
+
+def how_compiled(f: Any) -> Compiled | None:
+    """How `torch.compile(f)` or `f.compile()` was called; None if neither was."""
+    if isinstance(f, eval_frame.OptimizedModule):
+        return Compiled(f._orig_mod, eval_frame.innermost_backend(f.dynamo_ctx.callback), f.dynamo_ctx._dynamic)
+    if isinstance(f, torch.nn.Module):
+        inner = how_compiled(f._compiled_call_impl) if f._compiled_call_impl is not None else None
+        return Compiled(f, inner.backend, inner.dynamic) if inner is not None else None
+    # A compiled function keeps its context only in the closure of a public accessor.
+    cells = getattr(getattr(f, "get_compiler_config", None), "__closure__", None) or ()
+    for context in (cell.cell_contents for cell in cells):
+        if isinstance(context, eval_frame._TorchDynamoContext):
+            backend = eval_frame.innermost_backend(context.callback)
+            return Compiled(f._torchdynamo_orig_callable, backend, context._dynamic)
+    return None
+
+
+@contextlib.contextmanager
+def dynamo_as_it_was(backend: Callable[..., Any]) -> Iterator[None]:
+    """Afterwards Dynamo holds nothing compiled for `backend` and has learnt no sizes; other backends' code stays."""
+    codes: list[CodeType] = []
+    hook = convert_frame.register_bytecode_hook(lambda code, _: codes.append(code))
+    sizes = copy.deepcopy(pgo._CODE_STATE)
+    try:
+        # Entries of other backends count towards the limits, past which Dynamo gives a function up for good.
+        with torch._dynamo.config.patch(recompile_limit=10**6, accumulated_recompile_limit=10**6):
+            yield
+    finally:
+        hook.remove()
+        pgo._CODE_STATE = sizes
+        for code in codes:
+            for entry in _debug_get_cache_entry_list(code):
+                if _innermost(entry.backend) is backend:
+                    dropped = guards.DeletedGuardManagerWrapper("it was compiled to be explained")
+                    entry.guard_manager.extra_state.invalidate(entry, dropped)
+        for key in [key for key, kept in eval_frame.cached_backends.items() if _innermost(kept) is backend]:
+            del eval_frame.cached_backends[key]
+
+
+def _innermost(backend: Any) -> Any:
+    inner = eval_frame.innermost_backend(backend)
+    return getattr(inner, "compiler_fn", inner)

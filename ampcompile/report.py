@@ -1,0 +1,39 @@
+"""What `ampcompile.explain` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from . import report_table
+from .report_records import CastRecord, GraphRecord, OpRecord
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every graph that Dynamo found in a call, as rewritten. `str(report)` is a table that fits the terminal."""
+
+    graphs: Sequence[GraphRecord]
+
+    @property
+    def code(self) -> str:
+        """A `def forward` for every graph, with the dtype and shape of every value."""
+        return "\n\n".join(f"# graph {i}: {g.precision}\n{g.code}" for i, g in enumerate(self.graphs))
+
+    @property
+    def casts(self) -> list[CastRecord]:
+        """Every cast inserted, in order."""
+        return [cast for graph in self.graphs for cast in graph.casts]
+
+    @property
+    def ops(self) -> list[OpRecord]:
+        """Every op on tensors, in order."""
+        return [op for graph in self.graphs for op in graph.ops]
+
+    @property
+    def unknown_ops(self) -> list[str]:
+        """Names of the ops that the policy has never heard of: they run in the dtypes that arrive."""
+        return sorted({op.op for op in self.ops if not op.known})
+
+    def __str__(self) -> str:
+        return report_table.render(self.graphs, self.unknown_ops)

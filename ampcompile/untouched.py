@@ -1,0 +1,59 @@
+"""Call a function once more than its user asked for, and leave as little as possible behind."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+@contextlib.contextmanager
+def untouched(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Afterwards gradients, buffers and random states are as before, of the modules and tensors `f` is seen to use.
+
+    Not undone: writes to parameters (an optimizer stepping inside `f`), to tensors given as arguments, and whatever
+    else Python code does.
+    """
+    found = pytree.arg_tree_leaves(*args, **kwargs)
+    modules = [m for m in (*_modules_of(f), *found) if isinstance(m, torch.nn.Module)]
+    tensors = [t for t in found if isinstance(t, torch.Tensor)] + [p for m in modules for p in m.parameters()]
+    leaves = list({id(t): t for t in tensors if t.is_leaf and t.requires_grad}.values())
+    owners = list({id(owner): owner for m in modules for owner in m.modules() if owner._buffers}.values())
+    buffers = [(o, name, b, b.detach().clone()) for o in owners for name, b in o._buffers.items() if b is not None]
+    grads = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    devices = {t.device.index for t in tensors if t.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(sorted(i for i in devices if i is not None), device_type="cuda"):
+            yield
+    finally:
+        for leaf, grad in zip(leaves, grads, strict=True):
+            leaf.grad = grad
+        with torch.no_grad():
+            for owner, name, buffer, before in buffers:
+                owner._buffers[name] = buffer
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+
+def _modules_of(f: Any) -> Iterator[Any]:
+    """`f` itself, the object it is bound to, and what its closure and the globals it names hold."""
+    yield f
+    yield getattr(f, "__self__", None)
+    plain = inspect.unwrap(getattr(f, "__func__", f)) if callable(f) else f
+    if inspect.isfunction(plain):
+        yield from (cell.cell_contents for cell in plain.__closure__ or () if _is_filled(cell))
+        yield from (plain.__globals__.get(name) for name in plain.__code__.co_names)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

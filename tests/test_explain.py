@@ -1,0 +1,221 @@
+"""Explaining shows every cast and op, and leaves everything else as it was."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import ampcompile
+from ampcompile.errors import OptionError
+
+# How the models below spell an op, where they don't name it.
+WRITTEN = {
+    "linear": "self.",
+    "conv2d": "self.conv",
+    "batch_norm": "self.norm",
+    "add_": "self.norm",  # batches counted
+    "layer_norm": "self.norm",
+    "matmul": "@",
+    "add": "+",
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        return x + torch.softmax(q @ k.mT, dim=-1) @ v
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.conv(x)))
+        return self.head(x.mean((2, 3)))
+
+
+def three_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Softmax(-1))
+
+
+def test_which_layers_of_linear_linear_softmax_run_in_what_and_why() -> None:
+    model, x = three_layers(), torch.randn(2, 8)
+    with torch.autocast("cpu"):
+        eager = model(x).dtype
+    report = ampcompile.explain(model)(x)
+    assert [(op.module, op.op, op.dtype) for op in report.ops] == [
+        ("0", "aten.linear", torch.bfloat16),
+        ("1", "aten.linear", torch.bfloat16),
+        ("2", "aten.softmax", eager),
+    ]
+    assert "lower_precision_fp list (CPU)" in report.ops[0].because
+    assert report.ops[2].because
+
+
+def test_a_policy_is_named_as_the_reason() -> None:
+    report = ampcompile.explain(three_layers(), policy="op softmax=fp32")(torch.randn(2, 8))
+    assert report.ops[2].dtype == torch.float32
+    assert report.ops[2].because == "policy: op softmax=fp32"
+    assert [c.op for c in report.casts if c.dtype_to == torch.float32] == ["aten.softmax"]
+
+
+def test_every_cast_is_listed_with_what_it_casts() -> None:
+    report = ampcompile.explain(three_layers())(torch.randn(2, 8))
+    listed = [(c.op, c.module, c.of, c.shape, c.dtype_from, c.dtype_to, c.bytes, c.fate) for c in report.casts]
+    low, high = torch.bfloat16, torch.float32
+    kept = ("inserted", "hoisted")
+    assert listed == [
+        ("aten.linear", "0", "input", (2, 8), high, low, 2 * 8 * 6, ("inserted",)),
+        ("aten.linear", "0", "weight", (8, 8), high, low, 8 * 8 * 6, kept),
+        ("aten.linear", "0", "weight", (8,), high, low, 8 * 6, kept),
+        ("aten.linear", "1", "weight", (8, 8), high, low, 8 * 8 * 6, kept),
+        ("aten.linear", "1", "weight", (8,), high, low, 8 * 6, kept),
+    ]
+
+
+@pytest.mark.parametrize(("model", "shape"), [(Attention(8), (2, 5, 8)), (ConvNet(), (2, 3, 6, 6))])
+def test_every_field_is_filled(model: nn.Module, shape: tuple[int, ...]) -> None:
+    report = ampcompile.explain(model)(torch.randn(shape))
+    paths = {name for name, _ in model.named_modules()}
+    lines = Path(__file__).read_text().splitlines()
+    assert report.casts
+    for record in (*report.casts, *report.ops):
+        assert record.op and record.because
+        assert record.module in paths
+        path, _, line = record.source.rpartition(":")
+        assert path == __file__
+        called = record.op.removeprefix("aten.")
+        assert WRITTEN.get(called, called) in lines[int(line) - 1]
+    for cast in report.casts:
+        assert cast.dtype_from != cast.dtype_to
+        assert cast.bytes > 0
+        assert cast.of in {"weight", "input", "activation"}
+
+
+def test_the_code_has_a_forward_per_graph_with_dtypes() -> None:
+    def broken(x: Tensor) -> Tensor:
+        y = x @ x
+        torch._dynamo.graph_break()
+        return y @ y
+
+    report = ampcompile.explain(broken)(torch.randn(4, 4))
+    assert report.code.count("def forward") == len(report.graphs) == 2
+    assert "bf16[4, 4]" in report.code
+    assert "graph_break" in report.graphs[0].reason
+    assert report.graphs[1].reason == ""
+
+
+def test_the_options_of_a_compiled_function_are_used_and_keywords_beat_them() -> None:
+    model = three_layers()
+    compiled = torch.compile(model, backend="amp", options={"dtype": torch.float16, "weights": "every_call"})
+    casts = ampcompile.explain(compiled)(torch.randn(2, 8)).casts
+    assert {c.dtype_to for c in casts} == {torch.float16}
+    assert {c.fate for c in casts} == {("inserted",)}
+    assert torch.bfloat16 in {
+        c.dtype_to for c in ampcompile.explain(compiled, dtype=torch.bfloat16)(torch.randn(2, 8)).casts
+    }
+    model.compile(backend="amp", options={"dtype": torch.float16})
+    assert {c.dtype_to for c in ampcompile.explain(model)(torch.randn(2, 8)).casts} == {torch.float16}
+    function = torch.compile(lambda x: x @ x, backend="amp", options={"dtype": torch.float16})
+    assert ampcompile.explain(function)(torch.randn(4, 4)).ops[0].dtype == torch.float16
+    with pytest.raises(OptionError, match="Did you mean 'dtype'"):
+        ampcompile.explain(model, dtyp=torch.float16)
+
+
+def test_symbolic_sizes_are_strings_and_count_as_traced() -> None:
+    report = ampcompile.explain(three_layers(), dynamic=True)(torch.randn(5, 8))
+    cast = report.casts[0]
+    assert isinstance(cast.shape[0], str) and cast.shape[1] == 8
+    assert cast.bytes == 5 * 8 * 6
+
+
+def test_unknown_ops_are_named() -> None:
+    with torch.library._scoped_library("ampcompile_test_explain", "FRAGMENT") as library:
+        library.define("mine(Tensor x) -> Tensor")
+        library.impl("mine", lambda x: x * 2, "CompositeExplicitAutograd")
+        library.impl("mine", torch.empty_like, "Meta")
+        report = ampcompile.explain(lambda x: torch.ops.ampcompile_test_explain.mine(x @ x))(torch.randn(4, 4))
+    assert report.unknown_ops == ["ampcompile_test_explain.mine"]
+    assert "unknown to the policy: ampcompile_test_explain.mine" in str(report)
+
+
+@pytest.mark.parametrize("columns", [70, 100, 200])
+def test_the_table_fits_the_terminal_and_adds_up(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    report = ampcompile.explain(nn.Sequential(*(Attention(8) for _ in range(3))))(torch.randn(2, 5, 8))
+    text = str(report)
+    assert max(map(len, text.splitlines())) <= columns
+    assert f"{len(report.casts)} casts inserted" in text
+    assert "*.qkv" in text.replace("\n", "")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, at graph breaks
+def test_nothing_is_left_behind() -> None:
+    model = nn.Sequential(ConvNet(), nn.Dropout(0.5))
+    x = torch.randn(4, 3, 6, 6)
+    weight = model[0].conv.weight
+    weight.grad = torch.ones_like(weight)
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).sum() + torch.rand(())
+        loss.backward()
+        return loss
+
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    rng, python = torch.get_rng_state(), random.getstate()
+    report = ampcompile.explain(step)(x)
+    assert report.ops
+    assert torch.equal(torch.get_rng_state(), rng) and random.getstate() == python
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+    assert model[0].head.weight.grad is None
+
+
+def test_what_is_compiled_already_stays_compiled_and_learns_no_sizes() -> None:
+    def f(x: Tensor) -> Tensor:
+        y = x @ x.t()
+        torch._dynamo.graph_break()
+        return y.sum()
+
+    compiled = torch.compile(f, backend="amp", options={"lower": "eager"})
+    compiled(torch.randn(3, 4))
+    graphs = counters["stats"]["unique_graphs"]
+    for size in range(4, 16):  # more than the recompilations Dynamo allows
+        ampcompile.explain(compiled)(torch.randn(size, 4))
+    explained = counters["stats"]["unique_graphs"]
+    assert explained > graphs
+    compiled(torch.randn(3, 4))
+    assert counters["stats"]["unique_graphs"] == explained
+
+
+def test_what_the_function_raises_comes_through_and_everything_is_put_back() -> None:
+    model = three_layers()
+    model[0].weight.grad = torch.ones(8, 8)
+
+    def fails(x: Tensor) -> Tensor:
+        model(x).sum().backward()
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        ampcompile.explain(fails)(torch.randn(2, 8))
+    assert torch.equal(model[0].weight.grad, torch.ones(8, 8))
+
+
+def test_autocast_switched_off_around_the_call_is_told() -> None:
+    with torch.autocast("cpu", enabled=False):
+        report = ampcompile.explain(three_layers())(torch.randn(2, 8))
+    assert report.casts == []
+    assert {op.dtype for op in report.ops} == {torch.float32}
+    assert "without autocast" in str(report)
