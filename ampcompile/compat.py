@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 from torch._dynamo import eval_frame
-from torch._guards import TracingContext
-from torch._higher_order_ops.utils import reenter_make_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.fx.experimental import proxy_tensor
 
 _INERT_DEVICE = "ipu"  # has autocast state, and no kernels in any torch build since 2.3
 
@@ -46,40 +42,6 @@ def lowering_without_autocast() -> Iterator[None]:
             torch.set_autocast_enabled(_INERT_DEVICE, False)
 
 
-def fake_inputs(example_inputs: Sequence[Any]) -> tuple[list[Any], FakeTensorMode]:
-    """Dynamo's example inputs as the fake tensors it traced with, symbolic sizes and sources included."""
-    context = TracingContext.get()
-    mode = context.fake_mode
-    assert mode is not None
-
-    def fake(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
-            return value
-        symbolic = context.tensor_to_context.get(value)
-        source = symbolic.tensor_source if symbolic is not None else None
-        return mode.from_tensor(value, symbolic_context=symbolic, source=source)
-
-    return [fake(value) for value in example_inputs], mode
-
-
-def fresh_symbols_allowed(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
-    """Running a graph on fakes again may create unbacked sizes anew; without this that is an error."""
-    if mode.shape_env is None:
-        return contextlib.nullcontext()
-    return mode.shape_env.ignore_fresh_unbacked_symbols()
-
-
-@contextlib.contextmanager
-def untraced() -> Iterator[None]:
-    """Compute on fake tensors inside `make_fx` without recording anything."""
-    with (
-        proxy_tensor.disable_proxy_modes_tracing(),
-        proxy_tensor._temp_remove_pre_dispatch_torch_function_mode(),
-        proxy_tensor._temp_remove_metadata_torch_function_mode(),
-    ):
-        yield
-
-
 def innermost_backend(context: Any) -> Any:
     """The backend behind Dynamo's chain of callbacks; `torch.compile` wraps it, with its mode and options."""
     return eval_frame.innermost_backend(context.callback)
@@ -105,30 +67,6 @@ def wrap_compiled_callables(wrap: Callable[[Any, Any, Any], Any]) -> None:
         return wrapped
 
     eval_frame.OptimizeContext.__call__ = call  # type: ignore[method-assign]
-
-
-def trace_pre_dispatch(run: Callable[..., Any], fakes: Sequence[Any], decompositions: Any) -> torch.fx.GraphModule:
-    """`make_fx` above the Autocast key: composite ops and grad-mode and autocast regions stay nodes."""
-    return proxy_tensor.make_fx(run, pre_dispatch=True, tracing_mode="real", decomposition_table=dict(decompositions))(
-        *fakes
-    )
-
-
-def trace_body(run: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.GraphModule:
-    """Trace the body of a higher-order op from inside `trace_pre_dispatch`, as a graph of its own."""
-    return reenter_make_fx(run)(*fakes)
-
-
-@contextlib.contextmanager
-def on_fakes_of(gm: torch.fx.GraphModule) -> Iterator[None]:
-    """Compute with a graph's fake tensors, autocast excluded, fresh unbacked sizes allowed."""
-    values = [node.meta.get("val") for node in gm.graph.nodes]
-    mode = torch._guards.detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
-    if mode is None:
-        yield
-        return
-    with mode, torch._C._DisableAutocast(), fresh_symbols_allowed(mode):
-        yield
 
 
 def any_autocast_enabled() -> bool:
@@ -209,3 +147,12 @@ def forget_output_values(gm: torch.fx.GraphModule) -> None:
             if any(user.target is torch.ops.higher_order.invoke_subgraph for user in node.users):
                 for returned in body.graph.output_node().all_input_nodes:
                     returned.meta.pop("val", None)
+
+
+def lower_as_call(op: Any, called: Any, arguments: Callable[..., tuple[Any, ...]]) -> None:
+    """Have Inductor's code call `called(*arguments(...))` for `op`, past the dispatcher and Python."""
+    from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+
+    if op not in lowerings:
+        call = fallback_handler(called, add_to_fallback_set=False)
+        register_lowering(op, type_promotion_kind=None)(lambda *args: call(*arguments(*args)))

@@ -8,11 +8,12 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from . import compat, weights
+from . import compat, packing, weights
 from .config import Options
+from .kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
 from .passes import bind_weights
 from .passes.base import run_passes
-from .passes.hoist_weights import Slot
+from .passes.weight_copy import Slot
 
 
 def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -28,25 +29,31 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> C
         with compat.lowering_without_autocast():
             compiled = compat.aot_eager(gm, inputs, on_joint_graph=bind_weights.bind)
     else:
+        compat.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
         with compat.lowering_without_autocast():
-            compiled = compat.inductor(gm, inputs, _inductor_config(options), on_joint_graph=bind_weights.bind)
+            compiled = compat.inductor(gm, inputs, _inductor_config(options, slots), on_joint_graph=bind_weights.bind)
     return _with_copies(compiled, slots, options) if slots else compiled
 
 
-def _inductor_config(options: Options) -> dict[str, Any]:
-    return {"emulate_precision_casts": options.numerics == "eager", **dict(options.inductor)}
+def _inductor_config(options: Options, slots: Sequence[Slot]) -> dict[str, Any]:
+    config: dict[str, Any] = {"emulate_precision_casts": options.numerics == "eager"}
+    if any(slot.layout != "strided" for slot in slots):
+        config["size_asserts"] = False  # a packed tensor has no strides to assert
+    return config | dict(options.inductor)
 
 
 def _with_copies(compiled: Callable[..., Any], slots: Sequence[Slot], options: Options) -> Callable[..., Any]:
-    indices = [slot.weight for slot in slots]
+    """Hand the graph its copies, up to date, after its own inputs."""
+    kept = list(dict.fromkeys((slot.weight, slot.dtype) for slot in slots))
     # CUDA graphs record addresses: their copies are refreshed in place, always.
     replayed = dict(options.inductor).get("triton.cudagraphs", False)
-    binding = weights.bind([None] * len(slots), [slot.dtype for slot in slots], in_place=replayed)
-    copies = binding.copies
+    copies = weights.bind([None] * len(kept), [dtype for _, dtype in kept], in_place=replayed).copies
+    forms = packing.reader([kept.index((s.weight, s.dtype)) for s in slots], [s.layout for s in slots])
+    indices = [weight for weight, _ in kept]
     pick = itemgetter(*indices) if len(indices) > 1 else lambda args: (args[indices[0]],)
 
     def run(*args: Any) -> Any:
-        return compiled(*args, *copies(pick(args)))
+        return compiled(*args, *forms(copies(pick(args))))
 
     return run
 

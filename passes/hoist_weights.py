@@ -17,11 +17,11 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from ampcompile import compat
+from ampcompile import compat_tracing
 from ampcompile.dtypes import short_name
 
 from .graph import placeholders
-from .weight_copy import WEIGHT_COPY
+from .weight_copy import WEIGHT_COPY, Slot
 
 CAST = torch.ops.aten.to.dtype
 # Views whose gradient only puts numbers back in place: taking it before or after the cast gives the same bits.
@@ -37,14 +37,6 @@ _OPERANDS_FROM: dict[Any, int] = {
     torch.ops.higher_order.tag_activation_checkpoint: 1,
     torch.ops.higher_order.invoke_subgraph: 2,
 }
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One copy that a graph reads: the index of the weight among the graph's inputs, and the copy's dtype."""
-
-    weight: int
-    dtype: torch.dtype
 
 
 def _chain(cast: Node) -> tuple[Node, list[Node]]:
@@ -175,7 +167,7 @@ class HoistWeights:
                 copies[slot].meta["amp_copy"] = slot
             return copies[slot]
 
-        with compat.on_fakes_of(gm):
+        with compat_tracing.on_fakes_of(gm):
             return _hoist(gm, {node for node, index in inputs.items() if self.is_weight(index, node)}, copy_of)
 
 

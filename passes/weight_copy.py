@@ -1,10 +1,21 @@
-"""The op that stands for a hoisted cast until the graph has been differentiated."""
+"""A weight's copy as a graph input, and the op that stands for its cast until the graph is differentiated."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A copy that a graph reads as an input: the index of the weight among the graph's inputs, dtype and layout."""
+
+    weight: int
+    dtype: torch.dtype
+    layout: str = "strided"
+    """"strided" as the weight; "packed" or, its transpose, "packed_t" as `ampcompile.kernels.packed_linear` has it."""
 
 
 @torch.library.custom_op("ampcompile::weight_copy", mutates_args=())

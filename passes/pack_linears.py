@@ -1,0 +1,68 @@
+"""On the CPU: linear layers read their hoisted weight in the blocks that oneDNN's matrix product wants.
+
+Packing changes no bit. It happens when the weight changes instead of at every call, so it needs a copy that lives
+across calls: this pass takes the `weight_copy` reads that `hoist_weights` left in front of `aten.linear`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ampcompile import compat_tracing
+from ampcompile.kernels.packed_linear import PACKED_LINEAR
+
+from .graph import placeholders
+from .weight_copy import WEIGHT_COPY, Slot
+
+LINEAR = torch.ops.aten.linear.default
+
+
+def _packable(read: object, dtypes: frozenset[torch.dtype]) -> bool:
+    if not isinstance(read, Node) or read.target is not WEIGHT_COPY or len(read.users) > 1:
+        return False
+    copy = read.args[1].meta["val"]
+    return copy.device.type == "cpu" and copy.dim() == 2 and copy.dtype in dtypes and copy.numel() > 0
+
+
+@dataclass(frozen=True)
+class PackLinears:
+    """`dtypes`: what this machine multiplies packed. `gradients`: whether a backward may follow, which wants the
+    transpose too."""
+
+    dtypes: frozenset[torch.dtype]
+    gradients: bool
+    name = "pack_linears"
+    exact = True
+
+    def apply(self, gm: GraphModule) -> int:
+        inputs: dict[Slot, Node] = {}
+        packed = 0
+        with compat_tracing.on_fakes_of(gm):
+            for linear in gm.graph.find_nodes(op="call_function", target=LINEAR):
+                x, read, bias = (*linear.args, None)[:3]
+                if not _packable(read, self.dtypes):
+                    continue
+                weight, copy = read.args
+                layouts = ("packed", "packed_t") if self.gradients else ("packed", "packed")
+                forms = [self._input(gm, inputs, copy, replace(copy.meta["amp_copy"], layout=form)) for form in layouts]
+                linear.target, linear.args = PACKED_LINEAR, (x, weight, *forms, linear.kwargs.get("bias", bias))
+                linear.kwargs = {}
+                gm.graph.erase_node(read)
+                packed += 1
+        for node in placeholders(gm):
+            if "amp_copy" in node.meta and not node.users:
+                gm.graph.erase_node(node)
+        return packed
+
+    def _input(self, gm: GraphModule, inputs: dict[Slot, Node], copy: Node, slot: Slot) -> Node:
+        if slot not in inputs:
+            with gm.graph.inserting_after(placeholders(gm)[-1]):
+                inputs[slot] = gm.graph.placeholder(f"{copy.name}_{slot.layout}")
+            plain = copy.meta["val"]
+            inputs[slot].meta = {**copy.meta, "amp_copy": slot}
+            inputs[slot].meta["val"] = plain.t().contiguous() if slot.layout == "packed_t" else plain.contiguous()
+            inputs[slot]._dynamo_source = None  # type: ignore[attr-defined]
+        return inputs[slot]
