@@ -1,13 +1,17 @@
-"""Odd tensors for the kernels of the scaler's step, and a step's inputs built from them."""
+"""What the tests of the scaler share: optimizers to step, odd tensors for the kernels, comparisons."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampcompile.kernels.adam import AdamGroup, AdamTensors
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors
+from ampcompile.scaler import GradScaler
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CHUNK = 16384  # of the C++ kernels
 SIZES = (0, 1, 5, 31, 32, 33, 1023, 1025, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3)
 GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -69,3 +73,37 @@ def assert_close(actual: Sequence[Tensor | None], expected: Sequence[Tensor | No
             assert a is e
         else:
             torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-6 * largest, equal_nan=True)
+
+
+KINDS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda params: torch.optim.SGD(params, lr=0.1),
+    lambda params: torch.optim.AdamW(params, lr=0.1),
+    lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    lambda params: torch.optim.RMSprop(params, lr=0.1),
+    lambda params: torch.optim.Adagrad(params, lr=0.1, fused=True),
+]
+"""Optimizers for the fused path, for the generic one, and for the generic one of optimizers that skip by themselves."""
+
+
+def scaled(**options: Any) -> GradScaler:
+    """A scaler that has scaled a loss."""
+    scaler = GradScaler("cpu", **options)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def params_with(*grads: float | None) -> list[nn.Parameter]:
+    """A parameter of ones for each gradient of that value."""
+    params = [nn.Parameter(torch.ones(3)) for _ in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = None if grad is None else torch.full((3,), grad)
+    return params
+
+
+def iterate(scaler: GradScaler, optimizer: torch.optim.Optimizer, grad: float) -> None:
+    """Step and update with gradients of that value."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.full_like(param, grad)
+    scaler.step(optimizer)
+    scaler.update()
