@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -35,22 +34,22 @@ def form(copy: Tensor, layout: str) -> Tensor:
         return forms[layout]
 
 
-def reader(indices: Sequence[int], layouts: Sequence[str]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+def reader(indices: Sequence[int], layouts: Sequence[str]) -> Callable[[list[Tensor]], list[Tensor]]:
     """A function from a graph's copies to the forms it reads: form i is copy `indices[i]` in `layouts[i]`.
 
-    The hot path compares identity and version of every copy with those of the last call.
+    A `weights.Binding` returns the same list for as long as nothing in it changed, so that is all the hot path
+    looks at. The list is kept, not the copies: a reference to a copy would look like a pending backward.
     """
     if set(layouts) <= {"strided"}:
         return lambda copies: [copies[i] for i in indices]
-    seen: tuple[list[Tensor], list[int], list[Tensor]] = ([], [], [])
+    last: tuple[list[Tensor], list[Tensor]] = ([], [])
 
-    def read(copies: Sequence[Tensor]) -> list[Tensor]:
-        nonlocal seen
-        before, versions, forms = seen  # one tuple, replaced whole: threads see one state or the other
-        now = [copy._version for copy in copies]
-        if versions != now or not all(map(is_, before, copies)):
+    def read(copies: list[Tensor]) -> list[Tensor]:
+        nonlocal last
+        known, forms = last  # one tuple, replaced whole: threads see one state or the other
+        if known is not copies:
             forms = [form(copies[i], layout) for i, layout in zip(indices, layouts, strict=True)]
-            seen = (list(copies), now, forms)
+            last = (copies, forms)
         return forms
 
     return read
