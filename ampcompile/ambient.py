@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from . import compat
+from . import compat, mixed_operands
 from .config import Options
 from .errors import AmpWarning
+from .mixed_operands import here
 
 
 def disabled_by_user(device_type: str) -> bool:
@@ -34,12 +35,26 @@ def disabled_by_user(device_type: str) -> bool:
 
 @contextlib.contextmanager
 def autocast_for(device_type: str, options: Options) -> Iterator[None]:
-    """The autocast region of a call: the options' dtype beats an ambient one beats the device's default."""
-    if disabled_by_user(device_type):
+    """The autocast state that a graph is rewritten in.
+
+    In a call of an amp-compiled callable that is the state as it is: the call's own, or that of a region of the
+    user's in which the graph is called. Elsewhere: the options' dtype beats an ambient one beats the device's default.
+    """
+    mixed_operands.install(device_type)
+    if here.in_call:
         yield
         return
-    with torch.autocast(device_type, options.dtype or torch.get_autocast_dtype(device_type), cache_enabled=False):
-        yield
+    here.in_call = True
+    try:
+        with contextlib.nullcontext() if disabled_by_user(device_type) else _region(device_type, options):
+            yield
+    finally:
+        here.in_call = False
+
+
+def _region(device_type: str, options: Options) -> torch.autocast:
+    dtype = options.dtype or torch.get_autocast_dtype(device_type)
+    return torch.autocast(device_type, dtype, cache_enabled=False)
 
 
 def device_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -93,11 +108,15 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
     @functools.wraps(compiled)
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
         device_type = device_of(args, kwargs)
-        if disabled_by_user(device_type):
-            return compiled(*args, **kwargs)
-        dtype = options.dtype or torch.get_autocast_dtype(device_type)
-        with torch.autocast(device_type, dtype, cache_enabled=False):
-            return compiled(*args, **kwargs)
+        mixed_operands.install(device_type)
+        in_call, here.in_call = here.in_call, True
+        try:
+            if disabled_by_user(device_type):
+                return compiled(*args, **kwargs)
+            with _region(device_type, options):
+                return compiled(*args, **kwargs)
+        finally:
+            here.in_call = in_call
 
     return under_autocast
 

@@ -1,9 +1,12 @@
 """What torch's dispatcher and its records of registered ops tell, all of it private."""
 
 import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload, resolve_key
 
 major, minor = torch.__version__.split(".")[:2]
 TORCH = (int(major), int(minor))
@@ -35,6 +38,8 @@ def registered_autocast_dtype(op: OpOverload, device_type: str) -> torch.dtype |
     kernel; torch 2.11 keeps one such kernel for CPU and CUDA together, that of the latest registration.
     """
     definition = torch._library.custom_ops.OPDEFS.get(op._schema.name)
+    if definition is not None and TORCH < (2, 13):
+        return getattr(definition, f"_autocast_{device_type}_dtype", None)
     if definition is not None:
         return definition._autocast_dtype.get(device_type)
     key = autocast_key(device_type)
@@ -43,3 +48,32 @@ def registered_autocast_dtype(op: OpOverload, device_type: str) -> torch.dtype |
         return None
     variables = inspect.getclosurevars(kernel).nonlocals
     return variables.get("cast_inputs") if variables.get("device_type") == device_type else None
+
+
+def op_named(name: str) -> OpOverload:
+    """The op `ns::name.overload`; without an overload, the default one."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
+def autocast_acts(device_type: str) -> bool:
+    """Whether autocast is on for a device type in this thread, and its key not excluded at this point."""
+    key = getattr(torch._C.DispatchKey, autocast_key(device_type) or "Undefined")
+    return torch.is_autocast_enabled(device_type) and not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+
+
+def interpose(op: OpOverload, device_type: str, kernel: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Have tracing call `kernel` before an op's own kernels; returns what it called before, None if it can't.
+
+    Python kernels are consulted by the Python dispatcher alone, which only tracing switches on. It skips the
+    Autocast key for ops without a kernel there; theirs stands at the next key, Autograd.
+    """
+    at_autocast = has_autocast_kernel(op.name(), device_type)
+    name = autocast_key(device_type) if at_autocast else f"Autograd{torch._C._dispatch_key_for_device(device_type)}"
+    key = getattr(torch._C.DispatchKey, name or "Undefined")
+    if key in op.py_kernels:
+        return None
+    before = op.py_kernels.get(resolve_key(op, key))
+    op.py_impl(key)(kernel)
+    return before or partial(op._op_dk, key)

@@ -15,12 +15,15 @@ Most ops have no rule. They run in whatever arrives, and torch's own promotion d
 table and belongs to somebody else's library is marked unknown, for `explain` to list.
 
 One thing is decided against eager autocast: the range guard. A finite constant which the low-precision type would
-turn into infinity (a mask of -1e9 in float16) keeps its op in float32, where eager raises or overflows. With
-`range_guards=False` eager's decisions are taken to the letter.
+turn into infinity or zero (a mask of -1e9, an epsilon of 1e-8 in float16) keeps its op in float32, where eager
+raises, overflows or divides by zero. With `range_guards=False` eager's decisions are taken to the letter.
 
 Casting per use, not per value, is deliberate: two uses of one weight get two casts, each cast passes its own
 gradient back, and the gradients are summed in float32. The casts are merged after differentiation, when that no
 longer changes a digit.
+
+The bodies of higher-order ops are walked where they are called, with the dtypes of that call. A body shared by
+calls that differ is decided once for each, on copies.
 """
 
 from __future__ import annotations
@@ -31,46 +34,49 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import Graph, GraphModule, Node, map_arg
 from torch.utils import _pytree as pytree
 
-from ampcompile import compat
-from ampcompile.dtypes import FLOATS, short_name, widest
-from ampcompile.errors import BannedOpError
+from ampcompile import compat_tracing
 from ampcompile.policy import Policy
-from ampcompile.rules import Rule
 
 from . import higher_order
+from .decisions import Call, decide
 from .graph import (
     ENTER,
     EXIT,
     Decision,
     Regions,
     castable,
+    changes_state,
     device_type_of,
     module_path,
-    op_name,
+    placeholders,
     set_arguments,
-    source_line,
 )
-from .range_guards import out_of_range
+from .range_guards import guarded
 
-_CASTS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as", "aten::copy_"})
+# The user's own casts and copies are never second-guessed.
+_CASTS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as"})
+_KEEP_VALUES = _CASTS | {"aten::lift_fresh_copy", "aten::detach_", "aten::clone"}
 _BORN_KNOWN = frozenset({"aten", "prims", "prim", "ampcompile", "_c10d_functional", "c10d_functional"})
 HOPS = higher_order.HOPS
 
 
 class _Walk:
-    """One graph with its values; bodies of higher-order ops are walks of their own."""
+    """One graph and its values, walked in order; a body is a walk of its own."""
 
-    def __init__(self, policy: Policy, regions: Regions, range_guards: bool) -> None:
-        self.policy, self.regions, self.range_guards = policy, regions, range_guards
-        self.decided = 0
+    def __init__(self, parent: AssignPrecision | _Walk, gm: GraphModule, regions: Regions) -> None:
+        self.policy, self.range_guards = parent.policy, parent.range_guards
+        self.walks: dict[GraphModule, dict[Any, _Walk]] = parent.walks if isinstance(parent, _Walk) else {}
+        self.gm, self.regions = gm, regions
+        self.values: dict[Node, Any] = {}
+        self.constants: dict[Node, float] = {}  # the largest finite magnitude in tensors that are known
+        self.output: Any = None
 
-    def run(self, gm: GraphModule, inputs: list[Any]) -> Any:
-        self.gm, self.values = gm, dict[Node, Any]()
+    def run(self, inputs: list[Any]) -> None:
         arriving = iter(inputs)
-        for node in gm.graph.nodes:
+        for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 decision = Decision("graph input", next(arriving))
             elif node.op == "get_attr":
@@ -84,12 +90,13 @@ class _Walk:
             elif node.target is EXIT:
                 self.regions.leave()
                 decision = Decision("autocast region ends")
+            elif changes_state(node):
+                decision = Decision("about no value")
             else:
                 decision = self._call(node)
-                self.decided += bool(decision.operands)
             node.meta["amp"] = decision
             self.values[node] = decision.result
-        return decision.result
+        self.output = decision.result
 
     def _call(self, node: Node) -> Decision:
         if node.op == "call_module":
@@ -103,79 +110,32 @@ class _Walk:
         return self._carried_out(node, Decision("not an op on tensors"))
 
     def _op(self, node: Node, op: OpOverload) -> Decision:
+        self._follow_constants(node, op)
         tensors = [self.values[n] for n in node.all_input_nodes if isinstance(self.values[n], torch.Tensor)]
         device_type = device_type_of(tensors)
         low = self.regions.precision(device_type) if device_type else None
-        if low is None or not any(map(castable, tensors)):
+        if device_type is None or low is None or not any(map(castable, tensors)):
             because = "autocast is off here" if low is None and device_type else "no floating operands"
             return self._carried_out(node, Decision(because))
-        assert device_type is not None
         if op._schema.name in _CASTS:
-            return self._carried_out(node, Decision("a cast or copy the user wrote stays as it is"))
+            return self._carried_out(node, Decision("a cast that the user wrote stays as it is"))
+        call = Call(node, op, self.values, device_type)
         rule = self.policy.rule_for(op, device_type, module_path(node))
-        decision = self._by_rule(node, op, rule, tensors, low)
-        if self.range_guards:
-            decision = self._guarded(node, op, decision)
-        return self._carried_out(node, decision)
+        if rule is not None:
+            decision = decide(call, rule, low)
+        elif op.namespace in _BORN_KNOWN:
+            decision = Decision("no rule: runs in the dtypes that arrive")
+        else:
+            decision = Decision("unknown to the policy", known=False)
+        return self._carried_out(node, guarded(call, decision, self.constants) if self.range_guards else decision)
 
-    def _by_rule(self, node: Node, op: OpOverload, rule: Rule | None, tensors: list[Any], low: torch.dtype) -> Decision:
-        if rule is None:
-            known = op.namespace in _BORN_KNOWN
-            return Decision(
-                "no rule: runs in the dtypes that arrive" if known else "unknown to the policy", known=known
-            )
-        if rule.category == "banned":
-            raise BannedOpError(
-                f"{op_name(op)} at {source_line(node) or 'an unknown line'} is unsafe in mixed precision "
-                f"({rule.because}). Use its numerically safe form, as torch.nn.functional.binary_cross_entropy_with_"
-                "logits, or call it inside torch.autocast(device_type, enabled=False)."
-            )
-        arriving = [tensor.dtype for tensor in tensors]
-        if rule.asks_float32(arriving):
-            return self._asking_float32(node, op, rule)
-        dtype = rule.operand_dtype(arriving, low)
-        if dtype is None:
-            return Decision(rule.because)
-        followers = self._followers(node, op, rule, dtype)
-        operands = {
-            n: followers.get(n, dtype)
-            for n in node.all_input_nodes
-            if castable(self.values[n]) and self.values[n].dtype != followers.get(n, dtype)
-        }
-        return Decision(rule.because, operands=operands, narrow=low if rule.category == "fp32_inside" else None)
-
-    def _asking_float32(self, node: Node, op: OpOverload, rule: Rule) -> Decision:
-        if rule.redispatch:
-            namespace, _, name = rule.redispatch.partition("::")
-            packet, _, overload = name.partition(".")
-            target = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-            return Decision(rule.because, target=target, arguments={"dtype": torch.float32})
-        if self._bound(node, op).get("dtype") is not None:
-            return Decision("the user asked for a dtype")
-        return Decision(rule.because, arguments={"dtype": torch.float32})
-
-    def _followers(self, node: Node, op: OpOverload, rule: Rule, dtype: torch.dtype) -> dict[Node, torch.dtype]:
-        """Operands that take the dtype another one ends up in, as attention's mask takes the query's."""
-        bound, found = self._bound(node, op), {}
-        for name, leader in rule.follows:
-            argument, lead = bound.get(name), bound.get(leader)
-            if isinstance(argument, Node) and isinstance(lead, Node) and isinstance(self.values[lead], torch.Tensor):
-                found[argument] = dtype if castable(self.values[lead]) else self.values[lead].dtype
-        return found
-
-    def _guarded(self, node: Node, op: OpOverload, decision: Decision) -> Decision:
-        dtypes = {n: decision.operands.get(n, v.dtype) for n in node.all_input_nodes if castable(v := self.values[n])}
-        low = widest(dtypes.values())
-        constant = out_of_range(op, self._bound(node, op), low)
-        if constant is None or low is None:
-            return decision
-        name, value, clamped = constant
-        if op._schema.is_mutable:
-            because = f"range guard: {name}={value:g} doesn't fit {short_name(low)}, whose largest number is taken"
-            return replace(decision, because=because, arguments={name: clamped})
-        because = f"range guard: {name}={value:g} doesn't fit {short_name(low)}"
-        operands = {n: torch.float32 for n in dtypes if self.values[n].dtype != torch.float32}
-        return Decision(because, operands=operands)
+    def _follow_constants(self, node: Node, op: OpOverload) -> None:
+        source = next(iter(node.all_input_nodes), node)
+        if op.is_view or op._schema.name in _KEEP_VALUES:
+            if source in self.constants:
+                self.constants[node] = self.constants[source]
+        elif op._schema.is_mutable and source in self.constants:
+            self.constants.clear()  # whatever aliases it changes too
 
     def _higher_order(self, node: Node, hop: HigherOrderOperator) -> Decision:
         decision = Decision("its bodies are rewritten")
@@ -183,36 +143,42 @@ class _Walk:
             operands = {n: low for n in node.args[:3] if castable(self.values[n]) and self.values[n].dtype != low}
             decision = Decision("attention runs in low precision", operands=operands)
         args, kwargs = self._arguments((node.args, node.kwargs), decision.operands)
-        outputs: list[Any] = []
-        walked: list[GraphModule] = []
-        for body, graph in higher_order.each_body(hop, args):
+        walks: list[_Walk] = []
+        copies: dict[Node, GraphModule] = {}
+        for body, attribute in higher_order.each_body(hop, node.args):
             regions = self.regions.copy() if body.autocast else self.regions.off()
-            walk = _Walk(self.policy, regions, self.range_guards)
-            outputs.append(walk.run(graph, body.inputs(args, kwargs, outputs)))
-            walked.append(graph)
-            self.decided += walk.decided
-        return replace(decision, result=self._hop_result(node, hop, args, kwargs, walked, outputs))
+            inputs = body.inputs(args, kwargs, [walk.output for walk in walks])
+            walks.append(self._body(self.values[attribute], inputs, regions, node))
+            if walks[-1].gm is not self.values[attribute]:
+                copies[attribute] = walks[-1].gm
+        agreed = higher_order.agreed_outputs(hop, args, [walk.output for walk in walks])
+        outputs = [walk.returning(dtypes) for walk, dtypes in zip(walks, agreed, strict=True)]
+        result = higher_order.result(hop, args, kwargs, outputs, node.meta["val"])
+        return replace(decision, bodies=copies, result=result)
 
-    def _hop_result(
-        self, node: Node, hop: Any, args: Any, kwargs: Any, walked: list[GraphModule], outputs: list[Any]
-    ) -> Any:
-        if hop in (HOPS.tag_activation_checkpoint, HOPS.invoke_subgraph):
-            return outputs[0]
-        if hop is HOPS.autograd_function_apply:
-            return outputs[0][0]
-        if hop is HOPS.cond:  # both branches give one dtype: the widest
-            pairs = zip(*map(pytree.tree_leaves, outputs), strict=True)
-            dtypes = [_common(pair) for pair in pairs]
-            for graph in walked:
-                _require_outputs(graph, dtypes, "both branches of a cond give the same dtype")
-            leaves, spec = pytree.tree_flatten(node.meta["val"])
-            return pytree.tree_unflatten([_as(v, d) for v, d in zip(leaves, dtypes, strict=True)], spec)
-        if hop is HOPS.while_loop:
-            dtypes = [v.dtype if isinstance(v, torch.Tensor) else None for v in pytree.tree_leaves(args[2])]
-            _require_outputs(walked[1], dtypes, "a value carried round a while_loop keeps its dtype")
-            leaves, spec = pytree.tree_flatten(node.meta["val"])
-            return pytree.tree_unflatten([_as(v, d) for v, d in zip(leaves, dtypes, strict=True)], spec)
-        return higher_order.call_on_fakes(hop, args, kwargs)
+    def _body(self, gm: GraphModule, inputs: list[Any], regions: Regions, node: Node) -> _Walk:
+        """Walk a body, a copy of it if it was decided for other dtypes before; only named regions are shared."""
+        dtypes = tuple(value.dtype if isinstance(value, torch.Tensor) else None for value in inputs)
+        key = (dtypes, regions.key(), None if node.target is HOPS.invoke_subgraph else node)
+        walks = self.walks.setdefault(gm, {})
+        if key not in walks:
+            walks[key] = _Walk(self, _copy(gm) if walks else gm, regions)
+            walks[key].run(inputs)
+        return walks[key]
+
+    def returning(self, dtypes: list[torch.dtype | None]) -> Any:
+        """Have the graph return its outputs in other dtypes; the outputs."""
+        node = self.gm.graph.output_node()
+        nodes = pytree.tree_leaves(node.args[0])
+        casts = {n: to for n, to in zip(nodes, dtypes, strict=True) if isinstance(n, Node) and self._differs(n, to)}
+        if casts:
+            because = "every branch, and every round of a loop, gives the same dtypes"
+            self.output = pytree.tree_map(lambda n: _as(self.values.get(n, n), casts.get(n)), node.args[0])
+            node.meta["amp"] = Decision(because, self.output, operands=casts)
+        return self.output
+
+    def _differs(self, node: Node, dtype: torch.dtype | None) -> bool:
+        return dtype is not None and self.values[node].dtype != dtype
 
     def _carried_out(self, node: Node, decision: Decision) -> Decision:
         """The decision with the fake value that comes of it."""
@@ -224,40 +190,30 @@ class _Walk:
             result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:
             result = target(*args, **kwargs)
-        if decision.narrow is not None and castable(result):
-            result = result.to(decision.narrow)
+        if decision.narrow is not None:
+            result = pytree.tree_map(lambda v: _as(v, decision.narrow) if castable(v) else v, result)
         return replace(decision, result=result)
 
     def _arguments(self, structure: Any, casts: Mapping[Node, torch.dtype] | None = None) -> Any:
         return map_arg(structure, lambda n: _as(self.values[n], (casts or {}).get(n)))
 
-    def _bound(self, node: Node, op: OpOverload) -> dict[str, Any]:
-        return dict(zip((a.name for a in op._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
-
     def _constant(self, node: Node) -> Any:
-        value = getattr(self.gm, str(node.target)) if "." not in str(node.target) else node.meta.get("val")
-        return node.meta["val"] if isinstance(value, torch.Tensor) and "val" in node.meta else value
+        value = getattr(self.gm, str(node.target))
+        if not isinstance(value, torch.Tensor):
+            return value
+        self.constants[node] = compat_tracing.largest_magnitude(value)
+        return node.meta["val"]
 
 
 def _as(value: Any, dtype: torch.dtype | None) -> Any:
     return value.to(dtype) if dtype is not None and isinstance(value, torch.Tensor) and value.dtype != dtype else value
 
 
-def _common(values: tuple[Any, ...]) -> torch.dtype | None:
-    dtypes = {v.dtype for v in values if isinstance(v, torch.Tensor)}
-    return widest(dtypes) if len(dtypes) > 1 and dtypes <= FLOATS else None
-
-
-def _require_outputs(graph: GraphModule, dtypes: list[torch.dtype | None], because: str) -> None:
-    output = graph.graph.output_node()
-    leaves = pytree.tree_leaves(output.args[0], is_leaf=lambda x: isinstance(x, Node))
-    values = pytree.tree_leaves(output.meta["amp"].result)
-    operands = {
-        leaf: dtype
-        for leaf, value, dtype in zip(leaves, values, dtypes, strict=True)
-        if dtype is not None and isinstance(leaf, Node) and value.dtype != dtype
-    }
-    output.meta["amp"] = replace(output.meta["amp"], because=because, operands=operands)
+def _copy(gm: GraphModule) -> GraphModule:
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in gm.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return GraphModule(gm, graph)
 
 
 @dataclass(frozen=True)
@@ -271,10 +227,8 @@ class AssignPrecision:
     exact = True
 
     def apply(self, gm: GraphModule) -> int:
-        inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-        walk = _Walk(self.policy, self.regions.copy(), self.range_guards)
-        grad = torch.is_grad_enabled()
-        with compat.on_fakes_of(gm):
-            walk.run(gm, inputs)
-        torch.set_grad_enabled(grad)
-        return walk.decided
+        walk = _Walk(self, gm, self.regions.copy())
+        with compat_tracing.on_fakes_of(gm), torch.no_grad():
+            walk.run([node.meta["val"] for node in placeholders(gm)])
+        walked = [walk, *(other for walks in walk.walks.values() for other in walks.values())]
+        return sum(bool(node.meta["amp"].operands) for w in walked for node in w.gm.graph.nodes)

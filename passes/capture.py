@@ -7,83 +7,85 @@ the fakes carry the dtypes that eager autocast gives: a check on every decision 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
+import operator
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.fx.experimental import proxy_tensor
-from torch.overrides import TorchFunctionMode
+from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg
 from torch.utils import _pytree as pytree
 
-from ampcompile import compat, rules
+from ampcompile import compat_tracing
+from ampcompile.dtypes import representable
+from ampcompile.policy import Policy
 
 from . import higher_order, opaque
-from .graph import ENTER, EXIT, bodies, placeholders
+from .graph import ENTER, EXIT, bodies, current_module_path, device_type_of, placeholders
 
-Decompositions = Mapping[OpOverload, Callable[..., Any]]
-
-
-class DistinctResults(TorchFunctionMode):
-    """Has every function that returns its argument unchanged return an alias of it instead.
-
-    `y = h.float()` is `h` itself when `h` is float32 already. Recorded by tensor identity, every later use of `h`
-    would then read the cast, which stops being a no-op as soon as `h` is computed in lower precision.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        mode = proxy_tensor.get_proxy_mode()
-        name = getattr(func, "__name__", "")
-        if mode is None or name.endswith("_") or name.startswith("__i"):
-            return func(*args, **(kwargs or {}))
-        slots = mode.tracer.tensor_tracker
-        before = [
-            (t, slots.get(t)) for t in pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(t, torch.Tensor)
-        ]
-        result = func(*args, **(kwargs or {}))
-        for tensor, slot in before:
-            if result is tensor and slot is not None and slots.get(tensor) is not slot:
-                with compat.untraced():
-                    result = torch.ops.aten.alias(tensor)
-                slots[result], slots[tensor] = slots[tensor], slot
-                break
-        return result
+_ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode
+_EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode
+_RECORDED = frozenset({ENTER, EXIT, torch._C._set_grad_enabled})  # by make_fx itself
 
 
 class _Capture(Interpreter):
     """Runs a Dynamo graph on fakes inside `make_fx`; higher-order ops stay calls, regions are really entered."""
 
-    def __init__(self, gm: GraphModule, captured: dict[Any, GraphModule]) -> None:
+    def __init__(self, gm: GraphModule, bodies: _Bodies) -> None:
         super().__init__(opaque.outline(gm))
-        self.captured = captured  # bodies already captured, by (body, what it was called with)
-        self.regions: list[torch.autocast] = []
+        self.bodies = bodies
+        self.open: list[Callable[[], Any]] = []  # how to leave the regions now entered
+        self.state_changes: dict[Node, Node] = {}  # the captured node of each that the graph holds
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            stack.callback(lambda: [leave() for leave in reversed(self.open)])  # after an error
+            return super().run(*args, **kwargs)
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "call_function" and "example_value" not in n.meta and self._is_state_change(n, result):
+            args, kwargs = map_arg((n.args, n.kwargs), self.state_changes.__getitem__)
+            self.state_changes[n] = compat_tracing.record_state_change(n.target, args, kwargs)
+            if n.target is _ENTER_INFERENCE:
+                self.open.append(lambda: _EXIT_INFERENCE(result))
+            elif n.target is _EXIT_INFERENCE:
+                self.open.pop()
+        return result
+
+    def _is_state_change(self, n: Node, result: Any) -> bool:
+        """A call about no value: inference mode, the choice of attention kernels, the current device."""
+        if n.target in _RECORDED or isinstance(n.target, OpOverload | HigherOrderOperator):
+            return False
+        return self.state_changes.keys() >= set(n.all_input_nodes) and not any(map(_traced, pytree.tree_leaves(result)))
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is ENTER:
-            node = super().call_function(target, args, kwargs)
             device_type, dtype, enabled, _ = args
-            self.regions.append(torch.autocast(device_type, dtype, enabled, cache_enabled=False))
-            self.regions[-1].__enter__()
-            return node
+            region = torch.autocast(device_type, dtype, enabled, cache_enabled=False)
+            region.__enter__()  # records itself
+            self.open.append(lambda: region.__exit__(None, None, None))
+            return region
         if target is EXIT:
-            self.regions.pop().__exit__(None, None, None)
+            return self.open.pop()()
         if isinstance(target, HigherOrderOperator):
             return self._higher_order(target, args, kwargs)
+        if target is operator.setitem and _overflows(args[2], args[0]):
+            # torch would make a tensor of the number in the dtype of what it is written into: an infinity.
+            args = (*args[:2], torch.tensor(float(args[2]), dtype=torch.float32, device=args[0].device))
         return super().call_function(target, args, kwargs)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.fetch_attr(target)
         if isinstance(module, opaque.LeftAlone):
-            with compat.untraced():
+            with compat_tracing.untraced():
                 result = module(*args)
-            return self._record("call_module", self._attach(module, opaque.OUTLINED), result, args, {})
+            name = self.bodies.attach(module, opaque.OUTLINED)
+            return compat_tracing.record_call("call_module", name, args, {}, result)
         if target.startswith("submod_"):  # what `outline` split off around the stretches left alone
-            return _Capture(module, self.captured).run(*args)
+            return _Capture(module, self.bodies).run(*args)
         return super().call_module(target, args, kwargs)
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -92,69 +94,73 @@ class _Capture(Interpreter):
             return value
         mode = torch._guards.detect_fake_mode()
         assert mode is not None
-        with compat.untraced():
+        with compat_tracing.untraced():
             fake = mode.from_tensor(value)
-        return self._record("get_attr", self._attach(value, "amp_constant_"), fake, (), {})
+        return compat_tracing.record_call("get_attr", self.bodies.attach(value, "amp_constant_"), (), {}, fake)
 
     def _higher_order(self, hop: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         replaced: dict[int, GraphModule] = {}
         outputs: list[Any] = []
         for body, graph in higher_order.each_body(hop, args):
-            with compat.untraced():
+            with compat_tracing.untraced():
                 inputs = body.inputs(args, kwargs, outputs)
-            replaced[id(graph)] = self._body(graph, inputs)
+            replaced[id(graph)] = self.bodies.captured(graph, inputs)
             if hop is higher_order.HOPS.autograd_function_apply:
-                with compat.untraced():
+                with compat_tracing.untraced():
                     outputs.append(replaced[id(graph)](*inputs))
         args, kwargs = pytree.tree_map(
             lambda leaf: replaced.get(id(leaf), leaf), (args, kwargs), is_leaf=higher_order.is_graph
         )
-        with compat.untraced():
+        if hop is higher_order.HOPS.invoke_subgraph:  # known to torch's caches by its second argument
+            args = (args[0], f"{args[1]}_{self.bodies.name(args[0])}", *args[2:])
+        with compat_tracing.untraced():
             result = higher_order.call_on_fakes(hop, args, kwargs)
-        return self._record("call_function", hop, result, args, kwargs)
+        return compat_tracing.record_call("call_function", hop, args, kwargs, result)
 
-    def _body(self, graph: GraphModule, inputs: list[Any]) -> GraphModule:
+
+def _overflows(value: Any, destination: Any) -> bool:
+    if not isinstance(value, int | float) or not isinstance(destination, torch.Tensor):
+        return False
+    return destination.dtype in (torch.float16, torch.bfloat16) and not representable(value, destination.dtype)
+
+
+def _traced(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+class _Bodies:
+    """The graphs and constants that captured nodes refer to, attached to the graph they are used in."""
+
+    def __init__(self, takes_apart: compat_tracing.TakesApart) -> None:
+        self._takes_apart = takes_apart
+        self._captured: dict[Any, GraphModule] = {}
+        self._names: dict[GraphModule, str] = {}
+        self._count = 0
+
+    def captured(self, graph: GraphModule, inputs: list[Any]) -> GraphModule:
+        """The capture of a body. One body called with other dtypes or under another region is another capture."""
         leaves = tuple((t.dtype, tuple(t.shape)) if isinstance(t, torch.Tensor) else str(t) for t in inputs)
-        state = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
-        key = (id(graph), leaves, state, torch.is_grad_enabled())
-        if key not in self.captured:
-            with proxy_tensor._temp_remove_pre_dispatch_torch_function_mode():
-                body = compat.trace_body(lambda *xs: _Capture(graph, self.captured).run(*xs), inputs)
+        states = tuple(
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+        )
+        key = (id(graph), leaves, states, torch.is_grad_enabled())
+        if key not in self._captured:
+            body = compat_tracing.trace_body(lambda *xs: _Capture(graph, self).run(*xs), inputs, self._takes_apart)
             body.meta.update(graph.meta)
-            self._attach(body, "amp_body_")
-            self.captured[key] = body
-        return self.captured[key]
+            self._names[body] = self.attach(body, "amp_body_")
+            self._captured[key] = body
+        return self._captured[key]
 
-    def _attach(self, value: Any, prefix: str) -> str:
-        root = _tracer().root
-        name = next(f"{prefix}{i}" for i in range(10**6) if not hasattr(root, f"{prefix}{i}"))
-        setattr(root, name, value)
+    def name(self, body: GraphModule) -> str:
+        """The attribute that a captured body is."""
+        return self._names[body]
+
+    def attach(self, value: Any, prefix: str) -> str:
+        """Make a value an attribute of the graph being traced; its name."""
+        name = f"{prefix}{self._count}"
+        self._count += 1
+        setattr(compat_tracing.tracer().root, name, value)
         return name
-
-    def _record(self, op: str, target: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tracer = _tracer()
-        arguments = pytree.tree_map(tracer.unwrap_proxy, (args, kwargs), is_leaf=higher_order.is_graph)
-        proxy = tracer.create_proxy(op, target, *arguments)
-        return proxy_tensor.track_tensor_tree(result, proxy, constant=None, tracer=tracer)
-
-
-def _tracer() -> Any:
-    mode = proxy_tensor.get_proxy_mode()
-    assert mode is not None
-    return mode.tracer
-
-
-@cache
-def decompositions(device_type: str) -> Decompositions:
-    """Composite ops to take apart on a device type, because ops with a rule hide inside them."""
-    found = {}
-    for name in torch._C._dispatch_get_all_op_names():
-        namespace, _, rest = name.partition("::")
-        packet, _, overload = rest.partition(".")
-        op = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
-        if isinstance(op, OpOverload) and rules.composite_needs_decomposition(op, device_type):
-            found[op] = op.decompose
-    return found
 
 
 def _with_names_of(captured: GraphModule, original: GraphModule) -> GraphModule:
@@ -172,32 +178,34 @@ def _with_names_of(captured: GraphModule, original: GraphModule) -> GraphModule:
         if hasattr(source, "_dynamo_source"):
             copies[node]._dynamo_source = source._dynamo_source  # type: ignore[attr-defined]
     named = GraphModule(captured, graph)
+    for name, constant in list(named._buffers.items()):  # AOTAutograd takes a buffer for an input that Dynamo named
+        delattr(named, name)
+        setattr(named, name, constant)
     named.meta.update(original.meta)
     if hasattr(original, "_param_name_to_source"):
         named._param_name_to_source = original._param_name_to_source
     return named
 
 
-def capture(
-    gm: GraphModule, fakes: list[Any], mode: FakeTensorMode, decompositions: Decompositions | None = None
-) -> GraphModule:
+def capture(gm: GraphModule, fakes: list[Any], mode: FakeTensorMode, policy: Policy) -> GraphModule:
     """Trace `gm` on `fakes` to pre-dispatch ATen, under the autocast and grad mode now in force.
 
-    Composite ops in `decompositions` are taken apart until an op with a rule appears, as eager autocast does.
+    A composite op inside which `policy` has rules is taken apart until they appear, as eager autocast does.
     """
-    captured: dict[Any, GraphModule] = {}
 
-    def run(*args: Any) -> Any:
-        with DistinctResults():
-            return _Capture(gm, captured).run(*args)
+    def takes_apart(op: OpOverload, args: Any, kwargs: Any) -> bool:
+        device_type = device_type_of(pytree.tree_leaves((args, kwargs)))
+        return device_type is not None and policy.needs_decomposition(op, device_type, current_module_path())
 
-    cache = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # it would keep casts of fake weights
-    try:
-        with mode, torch.fx.traceback.preserve_node_meta(), compat.fresh_symbols_allowed(mode):
-            traced = compat.trace_pre_dispatch(run, fakes, decompositions or {})
-    finally:
-        torch.set_autocast_cache_enabled(cache)
+    with ExitStack() as stack:
+        # The cache would keep casts of fake weights.
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
+        stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))  # put back, whatever the graph did
+        stack.enter_context(mode)
+        stack.enter_context(torch.fx.traceback.preserve_node_meta())
+        stack.enter_context(compat_tracing.fresh_symbols_allowed(mode))
+        traced = compat_tracing.trace_pre_dispatch(_Capture(gm, _Bodies(takes_apart)).run, fakes, takes_apart)
     for graph in [traced, *(body for _, body in bodies(traced))]:
         for node in graph.graph.find_nodes(op="get_attr"):
             assert not isinstance(getattr(graph, str(node.target), None), FakeTensor), f"fake constant {node}"

@@ -38,6 +38,10 @@ class Decision:
     """The autocast state that a stretch left alone runs under."""
     known: bool = True
     """False for ops that the policy has never heard of."""
+    clamps: Mapping[Node, float] = field(default_factory=dict)
+    """The constants to clamp to a magnitude before they are written."""
+    bodies: Mapping[Node, GraphModule] = field(default_factory=dict)
+    """Copies to call in the place of bodies that other calls, with other dtypes, share."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,11 @@ def placeholders(gm: GraphModule) -> list[Node]:
     return list(gm.graph.find_nodes(op="placeholder"))
 
 
+def changes_state(node: Node) -> bool:
+    """Whether a captured node is about no value: grad mode, inference mode, the choice of attention kernels."""
+    return node.op == "call_function" and node.meta.get("val", node) is None and not isinstance(node.target, OpOverload)
+
+
 def bodies(gm: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
     """The graphs that higher-order ops call: (their `get_attr` node, the graph)."""
     for node in gm.graph.find_nodes(op="get_attr"):
@@ -120,7 +129,15 @@ def bodies(gm: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
 
 def module_path(node: Node) -> str:
     """The path of the innermost module a node was called in, as `named_modules` spells it."""
-    stack = node.meta.get("nn_module_stack")
+    return _path_of(node.meta.get("nn_module_stack"))
+
+
+def current_module_path() -> str:
+    """The same, of the node that an `fx.Interpreter` is running."""
+    return _path_of(torch.fx.traceback.get_current_meta().get("nn_module_stack"))
+
+
+def _path_of(stack: Mapping[str, tuple[str, Any]] | None) -> str:
     if not stack:
         return ""
     path = list(stack.values())[-1][0]

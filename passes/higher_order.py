@@ -1,4 +1,4 @@
-"""How each higher-order op calls its bodies: which arguments are graphs and what each is given.
+"""How each higher-order op calls its bodies: which arguments are graphs, what each is given, what it must return.
 
 Higher-order ops stay calls and their bodies are rewritten too. A kind that is not in `CALLS` is outlined and left
 to the dispatcher's own autocast (`passes.opaque`), never dropped.
@@ -6,7 +6,7 @@ to the dispatcher's own autocast (`passes.opaque`), never dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,10 @@ from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-HOPS = torch.ops.higher_order
+from ampcompile import compat_tracing
+from ampcompile.dtypes import FLOATS, widest
+
+HOPS = compat_tracing.HOPS
 Inputs = Callable[[tuple[Any, ...], dict[str, Any], list[Any]], list[Any]]
 
 
@@ -73,31 +76,40 @@ def is_graph(value: Any) -> bool:
     return isinstance(value, GraphModule)
 
 
-def body_at(args: tuple[Any, ...], path: tuple[int, ...]) -> Any:
-    """The argument at a body's path; None if the call has none there."""
-    value: Any = args
-    for index in path:
-        if not isinstance(value, tuple | list) or not -len(value) <= index < len(value):
-            return None
-        value = value[index]
-    return value
+def each_body(hop: HigherOrderOperator, args: tuple[Any, ...]) -> Iterator[tuple[Body, Any]]:
+    """The bodies of a call in the order in which they run, each with what stands in its place in `args`."""
+    for body in CALLS[hop]:
+        value: Any = args
+        for index in body.path:
+            value = value[index] if -len(value) <= index < len(value) else None
+        if value is not None:
+            yield body, value
 
 
 def known(hop: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether every graph among the arguments is at a place `CALLS` describes."""
     if hop not in CALLS:
         return False
-    listed = [body_at(args, body.path) for body in CALLS[hop]]
-    graphs = [leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=is_graph) if is_graph(leaf)]
-    return all(any(graph is other for other in listed) for graph in graphs)
+    listed = {id(graph) for _, graph in each_body(hop, args)}
+    graphs = filter(is_graph, pytree.tree_leaves((args, kwargs), is_leaf=is_graph))
+    return all(id(graph) in listed for graph in graphs)
 
 
-def each_body(hop: HigherOrderOperator, args: tuple[Any, ...]) -> Iterator[tuple[Body, GraphModule]]:
-    """The bodies of a call, in the order in which they run."""
-    for body in CALLS[hop]:
-        graph = body_at(args, body.path)
-        if is_graph(graph):
-            yield body, graph
+def agreed_outputs(hop: HigherOrderOperator, args: tuple[Any, ...], outputs: Sequence[Any]) -> list[list[Any]]:
+    """Per body, the dtypes its outputs must be cast to (None: as they are), where they depend on one another."""
+    free: list[list[Any]] = [[None] * len(pytree.tree_leaves(output)) for output in outputs]
+    if hop is HOPS.cond:  # both branches give one dtype, the widest
+        values = zip(*map(pytree.tree_leaves, outputs), strict=True)
+        return [[_widest_of(pair) for pair in values]] * 2
+    if hop is HOPS.while_loop:  # a value carried round keeps its dtype
+        carried = [v.dtype if isinstance(v, torch.Tensor) else None for v in args[2]]
+        return [free[0], carried]
+    return free
+
+
+def _widest_of(values: tuple[Any, ...]) -> torch.dtype | None:
+    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+    return widest(dtypes) if len(dtypes) > 1 and dtypes <= FLOATS else None
 
 
 def call_on_fakes(hop: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,5 +118,24 @@ def call_on_fakes(hop: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[
         return args[0](*args[1:])
     if hop is HOPS.invoke_subgraph:
         return args[0](*args[2:])
-    with torch._C._DisableAutocast():
-        return hop(*args, **kwargs)
+    return hop(*args, **kwargs)
+
+
+def result(
+    hop: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Any], traced: Any
+) -> Any:
+    """The fake result of a call whose bodies give `outputs`; `traced` is what the call gave when it was captured."""
+    if hop in (HOPS.tag_activation_checkpoint, HOPS.invoke_subgraph):
+        return outputs[0]
+    if hop is HOPS.autograd_function_apply:
+        return outputs[0][0]
+    if hop in (HOPS.cond, HOPS.while_loop):  # sizes that differ between branches or rounds stand in `traced` alone
+        leaves, spec = pytree.tree_flatten(traced)
+        given = pytree.tree_leaves(outputs[-1])
+        return pytree.tree_unflatten([in_dtype_of(v, like) for v, like in zip(leaves, given, strict=True)], spec)
+    return call_on_fakes(hop, args, kwargs)
+
+
+def in_dtype_of(value: Any, like: Any) -> Any:
+    """A fake value in the dtype of another; what is no tensor stays."""
+    return value.to(like.dtype) if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor) else value

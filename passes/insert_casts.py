@@ -2,78 +2,117 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node, map_arg
+from torch.fx import GraphModule, Node, map_arg
+from torch.utils import _pytree as pytree
 
-from ampcompile import compat
+from ampcompile import compat_tracing
 
 from .graph import ENTER, EXIT, Cast, Decision, bodies, castable, op_name, set_arguments
+from .higher_order import HOPS
 
 CAST = torch.ops.aten.to.dtype
+CLAMP = torch.ops.aten.clamp.default
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "seq_nr", "custom")
 
 
-def _cast_before(graph: Graph, node: Node, operand: Node, dtype: torch.dtype, because: str) -> Node:
-    with graph.inserting_before(node):
-        cast = graph.call_function(CAST, (operand, dtype))
-    cast.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
-    cast.meta["val"] = operand.meta["val"].to(dtype)
-    cast.meta["amp_cast"] = Cast(op_name(node.target), because)
-    return cast
+@dataclass(frozen=True)
+class InsertCasts:
+    """Returns the number of casts inserted, bodies included. Regions end here: they are baked in."""
 
+    name = "insert_casts"
+    exact = False  # this is where mixed precision rounds
 
-def _narrow_after(graph: Graph, node: Node, decision: Decision) -> None:
-    """Cast the op's result; the op itself, computed wider, is seen by nobody else."""
-    assert decision.narrow is not None
-    with graph.inserting_after(node):
-        cast = graph.call_function(CAST, (node, decision.narrow))
-    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
-    cast.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
-    cast.meta["val"] = decision.result
-    cast.meta["amp_cast"] = Cast(op_name(node.target), f"{decision.because}; its result goes low again")
+    def apply(self, gm: GraphModule) -> int:
+        with compat_tracing.on_fakes_of(gm), torch.no_grad():
+            return _act(gm, set())
 
 
 def _act(gm: GraphModule, done: set[int]) -> int:
     if id(gm) in done:
         return 0
     done.add(id(gm))
-    graph, casts = gm.graph, 0
-    for node in list(graph.nodes):
+    casts = 0
+    for node in list(gm.graph.nodes):
         decision: Decision = node.meta["amp"]
-        new = {n: _cast_before(graph, node, n, dtype, decision.because) for n, dtype in decision.operands.items()}
-        casts += len(new)
-        if new:
-            node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda n, new=new: new.get(n, n))
+        if decision.result is not None and node.op != "output" and not isinstance(decision.result, torch.nn.Module):
+            node.meta["val"] = decision.result
+        casts += _change_operands(node, decision)
+        for attribute, body in decision.bodies.items():
+            _call_copy(gm, node, attribute, body)
         if decision.regions is not None:
             gm.get_submodule(str(node.target)).regions = decision.regions
         if decision.target is not None:
             node.target = decision.target
         if decision.arguments:
             node.args, node.kwargs = set_arguments(node.target, node.args, node.kwargs, decision.arguments)
-        if node.op != "output" and not isinstance(decision.result, torch.nn.Module):
-            node.meta["val"] = decision.result
-        if decision.narrow is not None and castable(decision.result):
-            with torch.no_grad():
-                node.meta["val"] = decision.result.to(torch.float32)
-            _narrow_after(graph, node, decision)
-            casts += 1
-    for node in reversed(list(graph.nodes)):
+        if decision.narrow is not None:
+            casts += _narrow_results(node, decision, decision.narrow)
+    for node in reversed(list(gm.graph.nodes)):
         if node.target is EXIT or node.target is ENTER:
-            graph.erase_node(node)
+            gm.graph.erase_node(node)
     casts += sum(_act(body, done) for _, body in bodies(gm))
     gm.recompile()
     return casts
 
 
-@dataclass(frozen=True)
-class InsertCasts:
-    """Returns the number of casts inserted, bodies of higher-order ops included. Regions end here: they are baked in."""
+def _change_operands(node: Node, decision: Decision) -> int:
+    changed: dict[Node, Node] = {}
+    for operand, largest in decision.clamps.items():
+        with node.graph.inserting_before(node):
+            changed[operand] = node.graph.call_function(CLAMP, (operand, -largest, largest))
+        changed[operand].meta = {**_origin(node), "val": operand.meta["val"]}
+    for operand, dtype in decision.operands.items():
+        with node.graph.inserting_before(node):
+            changed[operand] = _cast(node, changed.get(operand, operand), dtype, decision.because)
+    if changed:
+        node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda n: changed.get(n, n))
+    return len(decision.operands)
 
-    name = "insert_casts"
-    exact = False  # this is where mixed precision rounds
 
-    def apply(self, gm: GraphModule) -> int:
-        with compat.on_fakes_of(gm):
-            return _act(gm, set())
+def _narrow_results(node: Node, decision: Decision, dtype: torch.dtype) -> int:
+    """Cast an op's results; the op itself, computed in float32, is seen by nobody else."""
+    several = isinstance(decision.result, tuple | list)
+    results = [user for user in node.users if user.target is operator.getitem] if several else [node]
+    node.meta["val"] = pytree.tree_map(lambda v: v.float() if castable(v) else v, decision.result)
+    results = [r for r in results if castable(r.meta["amp"].result)]
+    for result in results:
+        low: Decision = result.meta["amp"]
+        with node.graph.inserting_after(result):
+            cast = _cast(result, result, dtype, f"{decision.because}; its result goes low again")
+        result.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
+        cast.args = (result, dtype)
+        cast.meta["val"] = low.result
+        cast.meta["amp_cast"] = Cast(op_name(node.target), cast.meta["amp_cast"].because)
+        if several:
+            wide = low.result.float()
+            result.meta["amp"] = Decision(low.because, wide)
+    return len(results)
+
+
+def _cast(node: Node, operand: Node, dtype: torch.dtype, because: str) -> Node:
+    cast = node.graph.call_function(CAST, (operand, dtype))
+    cast.meta = _origin(node)
+    cast.meta["val"] = operand.meta["val"].to(dtype)
+    cast.meta["amp_cast"] = Cast(op_name(node.target), because)
+    return cast
+
+
+def _origin(node: Node) -> dict[str, Any]:
+    return {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+
+
+def _call_copy(gm: GraphModule, node: Node, attribute: Node, body: GraphModule) -> None:
+    """Call a copy of a body where other calls of it, with other dtypes, keep the original."""
+    name = next(name for i in range(len(gm.graph.nodes)) if not hasattr(gm, name := f"{attribute.target}_{i}"))
+    setattr(gm, name, body)
+    with gm.graph.inserting_before(node):
+        copied = gm.graph.get_attr(name)
+    copied.meta = dict(attribute.meta)
+    node.replace_input_with(attribute, copied)
+    if node.target is HOPS.invoke_subgraph:  # known to torch's caches by its second argument
+        node.update_arg(1, f"{node.args[1]}_{name}")

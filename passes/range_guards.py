@@ -1,32 +1,81 @@
-"""Constants that a low-precision type turns into infinity: found here, kept out of it by `assign_precision`."""
+"""Constants that a low-precision type turns into infinity or zero: such an op runs in float32 instead."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
-from torch._ops import OpOverload
+from torch.fx import Node
 
-_SCALAR = ("number", "Optional[number]", "float", "Optional[float]")
-_COMPARISONS = frozenset(f"aten::{op}" for op in ("eq", "ne", "lt", "le", "gt", "ge"))  # in float32 anyway
+from ampcompile.dtypes import representable, short_name, widest
+
+from .decisions import Call
+from .graph import Decision, castable
+
+_LOW = (torch.float16, torch.bfloat16)
+# Numbers that meet the operands' own dtype. A `float` argument (eps, p) is computed in float32 inside the kernel,
+# so it can't vanish; but one too large is meant for an element, as the fill value of `pad`.
+_ELEMENTS = ("number", "Optional[number]", "Tensor", "Optional[Tensor]")
+_INSIDE = ("float", "Optional[float]")
+_WRITE_CONSTANTS = frozenset(
+    f"aten::{op}_"
+    for op in """
+        clamp clamp_max clamp_min copy fill hardtanh index_copy index_fill index_put masked_fill masked_scatter put
+        scatter threshold
+    """.split()
+)
 
 
-def out_of_range(
-    op: OpOverload, arguments: Mapping[str, Any], dtype: torch.dtype | None
-) -> tuple[str, float, float] | None:
-    """The first finite Python constant of a call that `dtype` can't hold: (its name, it, the nearest number held).
+def guarded(call: Call, decision: Decision, constants: Mapping[Node, float]) -> Decision:
+    """The decision, or one that keeps the call's constants finite and nonzero.
 
-    None where there is none, or where `dtype` is no 16-bit float.
+    `constants`: the largest finite magnitude in the tensors that are known. An op that writes into its operand can't
+    widen it: what it writes is clamped to the operand's range.
     """
-    if dtype not in (torch.float16, torch.bfloat16) or op._schema.name in _COMPARISONS:
+    if call.op._schema.name in _WRITE_CONSTANTS:
+        return _clamped(call, decision, constants, call.arriving[0])
+    dtype = _computes_in(call, decision)
+    if dtype not in _LOW or call.op._schema.is_mutable:
+        return decision
+    for name, value in (*_numbers(call, dtype), *_tensors(decision, constants)):
+        if not representable(value, dtype):
+            because = f"range guard: {name}={value:g} doesn't fit {short_name(dtype)}"
+            wide = {n: torch.float32 for _, n in call.castable() if call.values[n].dtype != torch.float32}
+            return Decision(because, operands=wide)
+    return decision
+
+
+def _computes_in(call: Call, decision: Decision) -> torch.dtype | None:
+    if decision.arguments.get("dtype") is not None:
         return None
-    largest = torch.finfo(dtype).max
-    for argument in op._schema.arguments:
-        value = arguments.get(argument.name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or str(argument.type) not in _SCALAR:
+    operands = {n: v.dtype for n in call.node.all_input_nodes if castable(v := call.values[n])}
+    return widest((operands | dict(decision.operands)).values())
+
+
+def _numbers(call: Call, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    for argument in call.op._schema.arguments:
+        value = call.arguments.get(argument.name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             continue
-        if math.isfinite(value) and abs(value) > largest:
-            return argument.name, float(value), math.copysign(largest, value)
-    return None
+        inside = str(argument.type) in _INSIDE and abs(value) > torch.finfo(dtype).max
+        if inside or str(argument.type) in _ELEMENTS:
+            yield argument.name, float(value)
+
+
+def _tensors(decision: Decision, constants: Mapping[Node, float]) -> Iterator[tuple[str, float]]:
+    return ((operand.name, constants[operand]) for operand in decision.operands if operand in constants)
+
+
+def _clamped(call: Call, decision: Decision, constants: Mapping[Node, float], dtype: torch.dtype) -> Decision:
+    if dtype not in _LOW:
+        return decision
+    largest = torch.finfo(dtype).max
+    numbers = {name: math.copysign(largest, v) for name, v in _numbers(call, dtype) if abs(v) > largest}
+    tensors = {n: largest for n in call.node.all_input_nodes if constants.get(n, 0.0) > largest}
+    if not numbers and not tensors:
+        return decision
+    names = ", ".join((*numbers, *(n.name for n in tensors)))
+    because = f"range guard: {names} doesn't fit {short_name(dtype)}, whose largest number is written"
+    return replace(decision, because=because, arguments={**decision.arguments, **numbers}, clamps=tensors)

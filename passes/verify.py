@@ -8,7 +8,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node, map_arg
 
-from ampcompile import compat
+from ampcompile import compat_tracing
 
 from .graph import ENTER, EXIT, source_line
 
@@ -20,7 +20,7 @@ def verify(gm: GraphModule) -> None:
     """
     if any(node.target in (ENTER, EXIT) for node in gm.graph.nodes):
         return
-    with compat.on_fakes_of(gm), torch.no_grad():
+    with compat_tracing.on_fakes_of(gm), torch.no_grad():
         for node in gm.graph.nodes:
             if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
                 continue

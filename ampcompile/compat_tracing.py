@@ -1,0 +1,155 @@
+"""Dynamo's fake inputs, and `make_fx` above autocast: the private calls that capture is built on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo  # registers the higher-order ops
+from torch._guards import TracingContext, detect_fake_mode
+from torch._higher_order_ops.utils import reenter_make_fx
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import GraphModule, Node
+from torch.fx.experimental import proxy_tensor
+from torch.utils import _pytree as pytree
+
+HOPS = torch.ops.higher_order
+
+
+def fake_inputs(example_inputs: Sequence[Any]) -> tuple[list[Any], FakeTensorMode]:
+    """Dynamo's example inputs as the fake tensors it traced with, symbolic sizes and sources included."""
+    context = TracingContext.get()
+    mode = context.fake_mode
+    assert mode is not None
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            return value
+        symbolic = context.tensor_to_context.get(value)
+        source = symbolic.tensor_source if symbolic is not None else None
+        return mode.from_tensor(value, symbolic_context=symbolic, source=source)
+
+    return [fake(value) for value in example_inputs], mode
+
+
+def fresh_symbols_allowed(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
+    """Running a graph on fakes again may create unbacked sizes anew; without this that is an error."""
+    if mode.shape_env is None:
+        return contextlib.nullcontext()
+    return mode.shape_env.ignore_fresh_unbacked_symbols()
+
+
+TakesApart = Callable[[OpOverload, Any, Any], bool]
+
+
+def trace_pre_dispatch(run: Callable[..., Any], fakes: Sequence[Any], takes_apart: TakesApart) -> GraphModule:
+    """`make_fx` above the Autocast key: composite ops and grad-mode and autocast regions stay nodes.
+
+    The composite ops for which `takes_apart(op, args, kwargs)` is true are recorded as the ops they are made of.
+    """
+    trace = proxy_tensor.make_fx(_recording(run, takes_apart), pre_dispatch=True, tracing_mode="real")
+    return trace(*fakes)
+
+
+def trace_body(run: Callable[..., Any], fakes: Sequence[Any], takes_apart: TakesApart) -> GraphModule:
+    """Trace the body of a higher-order op from inside `trace_pre_dispatch`, as a graph of its own."""
+    with proxy_tensor._temp_remove_pre_dispatch_torch_function_mode():
+        return reenter_make_fx(_recording(run, takes_apart))(*fakes)
+
+
+def _recording(run: Callable[..., Any], takes_apart: TakesApart) -> Callable[..., Any]:
+    def traced(*args: Any) -> Any:
+        mode = proxy_tensor.get_proxy_mode()
+        record = mode.__torch_dispatch__
+
+        def record_or_take_apart(op: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if takes_apart(op, args, kwargs or {}):
+                with mode:
+                    return op.decompose(*args, **(kwargs or {}))
+            return _record_apart(mode.tracer.tensor_tracker, record, op, types, args, kwargs or {})
+
+        mode.__torch_dispatch__ = record_or_take_apart  # looked up on the instance, there and here
+        return run(*args)
+
+    return traced
+
+
+def _record_apart(slots: Any, record: Any, op: OpOverload, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Record an op; where it returns its argument, return an alias, so that the argument keeps its own node.
+
+    `h.float()` is `h` itself when `h` is float32 already. The tracer knows values by identity: every later use of
+    `h` would read the cast, which stops being a no-op as soon as `h` is computed in a lower precision.
+    """
+    tensors = [t for t in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(t, torch.Tensor)]
+    before = {id(t): slots.get(t) for t in tensors}
+    result = record(op, types, args, kwargs)
+    if op._schema.is_mutable:
+        return result
+
+    def apart(value: torch.Tensor) -> torch.Tensor:
+        if id(value) not in before or slots.get(value) is before[id(value)]:
+            return value
+        alias = torch.ops.aten.alias(value)
+        slots[alias], slots[value] = slots[value], before[id(value)]
+        if before[id(value)] is None:
+            del slots[value]
+        return alias
+
+    return pytree.tree_map_only(torch.Tensor, apart, result)
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Compute on fake tensors inside `make_fx` without recording anything."""
+    with (
+        proxy_tensor.disable_proxy_modes_tracing(),
+        proxy_tensor._temp_remove_pre_dispatch_torch_function_mode(),
+        proxy_tensor._temp_remove_metadata_torch_function_mode(),
+    ):
+        yield
+
+
+def tracer() -> Any:
+    """The tracer of the innermost `make_fx`."""
+    mode = proxy_tensor.get_proxy_mode()
+    assert mode is not None
+    return mode.tracer
+
+
+def record_call(op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Add a call to the graph being traced, by hand, and have its result stand for the node from now on."""
+    recorder = tracer()
+    arguments = pytree.tree_map(recorder.unwrap_proxy, (args, kwargs), is_leaf=lambda x: isinstance(x, GraphModule))
+    recorder.graph.owning_module = recorder.root  # which its dead-code elimination asks about modules
+    proxy = recorder.create_proxy(op, target, *arguments)
+    return proxy_tensor.track_tensor_tree(result, proxy, constant=None, tracer=recorder)
+
+
+def record_state_change(target: Any, args: Any, kwargs: Any) -> Node:
+    """Add a call about no tensor to the graph being traced; `args` may hold nodes that this returned before."""
+    node = tracer().create_node("call_function", target, args, kwargs)
+    node.meta["val"] = None
+    return node
+
+
+@contextlib.contextmanager
+def on_fakes_of(gm: GraphModule) -> Iterator[None]:
+    """Compute with a graph's fake tensors, autocast excluded, fresh unbacked sizes allowed."""
+    values = [node.meta.get("val") for node in gm.graph.nodes]
+    mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+    if mode is None:
+        yield
+        return
+    with mode, torch._C._DisableAutocast(), fresh_symbols_allowed(mode):
+        yield
+
+
+def largest_magnitude(constant: torch.Tensor) -> float:
+    """The largest finite magnitude in a real tensor, 0 if there is none, also where fake tensors are computed with."""
+    with unset_fake_temporarily():
+        finite = constant[constant.isfinite()].abs()
+        return float(finite.max()) if finite.numel() else 0.0
