@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from . import ambient, compat, weights
+from . import ambient, compat, compat_tracing, weights
 from .config import Options
 from .lower import lower
-from .passes.base import Applied, run_passes
-from .passes.capture import capture, decompositions
+from .passes.base import Applied, Watch, run_passes
+from .passes.capture import capture
 from .passes.graph import Regions
 from .passes.pipeline import pipeline
 
@@ -32,16 +32,21 @@ class Rewritten:
     history: tuple[Applied, ...]
 
 
-def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Rewritten:
-    """Decide and insert every cast of one Dynamo graph, under the autocast state of the call."""
+def rewrite(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, watch: Watch | None = None
+) -> Rewritten:
+    """Decide and insert every cast of one Dynamo graph, under the autocast state of the call.
+
+    `watch(name, graph)` is called after each pass.
+    """
     device_type = _device_type(example_inputs)
-    fakes, mode = compat.fake_inputs(example_inputs)
+    fakes, mode = compat_tracing.fake_inputs(example_inputs)
     with ambient.autocast_for(device_type, options):
         start = time.perf_counter()
-        graph = capture(gm, fakes, mode, decompositions(device_type))
+        graph = capture(gm, fakes, mode, options.policy)
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(compat.autocast_states())
-    history = run_passes(pipeline(options, regions, _weight_test(example_inputs)), graph)
+    history = run_passes(pipeline(options, regions, _weight_test(example_inputs)), graph, watch)
     return Rewritten(gm, graph, options, (captured, *history))
 
 
