@@ -45,7 +45,12 @@ def race(entrants: list[Entrant], device: str, steps: int) -> Iterator[float]:
     for _ in range(steps):
         for entrant, line in zip(entrants, lines, strict=True):
             line.send("step")
-            seconds, loss, entrant.peak_bytes = line.recv()
+            try:
+                seconds, loss, entrant.peak_bytes = line.recv()
+            except EOFError:
+                raise RuntimeError(
+                    f"the process of {entrant.way} ended before its last step; see its error above"
+                ) from None
             entrant.seconds.append(seconds)
             entrant.losses.append(loss)
         yield loss

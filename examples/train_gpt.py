@@ -5,6 +5,7 @@ python -m examples.train_gpt [--steps 300] [--rounds 30] [--device cpu]
 
 import argparse
 from collections.abc import Iterable, Iterator
+from statistics import mean
 
 import torch
 from rich.console import Console
@@ -40,8 +41,10 @@ def show_casts(training: Training) -> None:
     report = ampcompile.explain(training.run)(tokens, targets)
     console.rule("casts")
     console.print(str(report), markup=False)
-    console.rule("the rewritten graph begins")
-    console.print("\n".join(report.code.splitlines()[:24]), markup=False)
+    console.rule("the rewritten graph, up to its first products")
+    body = report.code.partition("\n\n")[2] or report.code
+    for line in body.splitlines()[:14]:
+        console.print(line[:160] + ("…" if len(line) > 160 else ""), markup=False)
 
 
 @torch.inference_mode()
@@ -91,7 +94,8 @@ def main() -> None:
     console.print("compiling: the first step takes a while")
     losses = list(shown("amp", options.steps, (training.step() for _ in range(options.steps))))
     console.print(
-        f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, on unseen files {training.validation_loss():.3f} nats a byte"
+        f"loss {losses[0]:.3f} -> {mean(losses[-20:]):.3f} (mean of the last 20), "
+        f"on unseen files {training.validation_loss():.3f} nats a byte"
     )
     console.rule("what it writes")
     console.print(continued(training, "def ", 300), markup=False)
