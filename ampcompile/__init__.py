@@ -5,19 +5,31 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .explain import explain
+from .precision import keep_fp32, precision
+
 if TYPE_CHECKING:
-    from .explain import explain
     from .policy import Policy
     from .rules import register_op
     from .scaler import GradScaler
     from .weights import invalidate, weight_stats
 
-__all__ = ["GradScaler", "Policy", "explain", "invalidate", "register_op", "weight_stats"]
+__all__ = [
+    "GradScaler",
+    "Policy",
+    "explain",
+    "invalidate",
+    "keep_fp32",
+    "precision",
+    "register_op",
+    "weight_stats",
+]
 
-_WHERE = {
+# Imported when first used: importing the package costs little more than torch. Names that are names of modules too
+# can't be, since the import of the module would bind its name to it.
+_LATER = {
     "GradScaler": "scaler",
     "Policy": "policy",
-    "explain": "explain",
     "invalidate": "weights",
     "register_op": "rules",
     "weight_stats": "weights",
@@ -25,10 +37,9 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are first used: importing the package costs next to nothing."""
-    if name not in _WHERE:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+    value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -17,6 +17,10 @@ class RuleError(AmpError, ValueError):
     """A rule for a custom op that can't be registered."""
 
 
+class PrecisionError(AmpError, TypeError):
+    """`ampcompile.precision` was given a dtype, or something to decorate, that it can't take."""
+
+
 class BannedOpError(AmpError, RuntimeError):
     """An op that eager autocast refuses too, because it is unsafe in mixed precision."""
 

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.fx import GraphModule, Node
-
-from . import compat_explain
-from .backend import Rewritten, rewrite
-from .config import Options
-from .dtypes import short_name
-from .lower import lower
-from .passes.graph import placeholders
-from .report import Report
-from .report_records import GraphRecord
-from .report_watch import Watcher
-from .untouched import untouched
+if TYPE_CHECKING:
+    from .report import Report
 
 
 def explain(
@@ -27,87 +14,12 @@ def explain(
 ) -> Callable[..., Report]:
     """Explain one call: `explain(f)(*args, **kwargs)` runs `f` once and returns a `Report` of every cast in it.
 
-    `f` is a module or function, compiled with backend "amp" (its options are used) or not (options by keyword, those
-    of `torch.compile(..., options=...)`, with `mode` and `dynamic`). Nothing is lowered through Inductor, and what is
-    compiled already stays as it is. The call itself is a real one; gradients, buffers and random states are put back
-    afterwards, but an optimizer that steps inside `f` has stepped. Raises what `f` raises, and OptionError.
+    `f` is a module or function, compiled (the options it was compiled with are used) or not. Keywords are options of
+    `torch.compile(f, backend="amp", options=...)`, `mode` and `dynamic`; they beat those that `f` was compiled with.
+    Nothing is lowered through Inductor, and what is compiled already stays as it is. The call itself is a real one:
+    gradients, buffers and random states are put back afterwards, but an optimizer that steps inside `f` has stepped.
+    Raises what `f` raises, and OptionError.
     """
-    compiled = compat_explain.how_compiled(f)
-    if compiled is not None:
-        f, dynamic = compiled.original, compiled.dynamic if dynamic is None else dynamic
-    parsed = _options_of(compiled) if compiled is not None and not options and mode is None else None
-    chosen = parsed or Options.parse(options, mode)
+    from .explain_recorder import recorded  # it imports Dynamo, and `import ampcompile` must not
 
-    def explained(*args: Any, **kwargs: Any) -> Report:
-        graphs: list[GraphRecord] = []
-        backend = _recorder(chosen, graphs)
-        with compat_explain.dynamo_as_it_was(backend), untouched(f, args, kwargs), _plain(f):
-            torch.compile(f, backend=backend, dynamic=dynamic)(*args, **kwargs)
-        return Report(graphs)
-
-    return explained
-
-
-def _options_of(compiled: compat_explain.Compiled) -> Options | None:
-    backend = compiled.backend
-    read = getattr(getattr(backend, "compiler_fn", backend), "amp_options", None)
-    return read(**getattr(backend, "kwargs", {})) if read is not None else None
-
-
-@contextlib.contextmanager
-def _plain(f: Any) -> Iterator[None]:
-    """Without what `f.compile()` put in a module's way."""
-    if not isinstance(f, torch.nn.Module) or f._compiled_call_impl is None:
-        yield
-        return
-    kept, f._compiled_call_impl = f._compiled_call_impl, None
-    try:
-        yield
-    finally:
-        f._compiled_call_impl = kept
-
-
-def _recorder(options: Options, graphs: list[GraphRecord]) -> Callable[..., Any]:
-    """A backend that records every graph as `options` would have it, and runs it with torch's own kernels."""
-    run_as = replace(options, lower="eager", weights="every_call")
-
-    def record(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        watcher = Watcher(lambda graph: _weights(graph, example_inputs))
-        rewritten = rewrite(gm, example_inputs, options, watcher.watch)
-        graphs.append(_record_of(rewritten, watcher, _precision(example_inputs)))
-        return lower(rewrite(gm, example_inputs, run_as).graph, example_inputs, run_as)
-
-    record.amp_options = lambda **_: options  # type: ignore[attr-defined]
-    return record
-
-
-def _weights(gm: GraphModule, example_inputs: Sequence[Any]) -> set[Node]:
-    return {
-        node
-        for node, value in zip(placeholders(gm), example_inputs, strict=True)
-        if isinstance(value, torch.nn.Parameter)
-        or node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
-    }
-
-
-def _record_of(rewritten: Rewritten, watcher: Watcher, precision: str) -> GraphRecord:
-    reason = getattr(rewritten.original, "compile_subgraph_reason", None)
-    return GraphRecord(
-        precision=precision,
-        reason=reason.reason if reason is not None and reason.graph_break else "",
-        code=rewritten.graph.print_readable(print_output=False),
-        casts=tuple(watcher.casts.values()),
-        ops=watcher.ops,
-        history=rewritten.history,
-    )
-
-
-def _precision(example_inputs: Sequence[Any]) -> str:
-    devices = sorted({v.device.type for v in example_inputs if isinstance(v, torch.Tensor)}) or ["cpu"]
-    return ", ".join(
-        f"{device} in {short_name(torch.get_autocast_dtype(device))}"
-        if torch.is_autocast_enabled(device)
-        else f"{device} without autocast"
-        for device in devices
-        if torch.amp.is_autocast_available(device)
-    )
+    return recorded(f, options, mode, dynamic)

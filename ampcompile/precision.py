@@ -1,0 +1,121 @@
+"""Fix the precision of a part of a program: `ampcompile.precision(dtype)` and `ampcompile.keep_fp32`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from .errors import PrecisionError
+from .precision_class import subclass_with
+from .precision_names import computes
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ARRIVING = frozenset(_FLOATS)
+
+
+class precision(TorchFunctionMode):
+    """What is inside runs in `dtype`: float32, bfloat16 or float16; in eager mode and under `torch.compile` alike.
+
+    As a decorator of a function, a module class or a module object: inputs that arrive in another floating dtype are
+    converted, nested in tuples, lists and dicts too; integer, bool, complex and 8-bit tensors are untouched. float32
+    means no autocast inside. A 16-bit dtype means autocast with that dtype: ops that autocast keeps in float32 stay
+    there. A class is subclassed, so an imported one is not changed: `RoIPool32 = keep_fp32(RoIPool)`. An object is
+    changed in place and returned; its parameters and buffers keep their dtype.
+
+    As a context manager, `with precision(torch.float32):`, each op inside is treated so, its operands converted for
+    float32. Decorators are lighter. Where two such blocks are nested, or a decorated function is called in one, the
+    outer block has the last word.
+
+    Raises PrecisionError for other dtypes and for what can't be decorated.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        if dtype not in _FLOATS[:3]:
+            raise PrecisionError(f"precision got {dtype!r}; expected torch.float32, torch.bfloat16 or torch.float16.")
+        self.dtype = dtype
+
+    def __call__(self, target: Any) -> Any:
+        """Decorate a function, a module class or a module object."""
+        if isinstance(target, type) and issubclass(target, torch.nn.Module):
+            return subclass_with(target, self, self._function(target.forward))
+        if isinstance(target, torch.nn.Module):
+            return self._module(target)
+        if isinstance(target, type) or not callable(target) or _runs_later(target):
+            raise PrecisionError(
+                f"precision can't decorate {target!r}; expected a function, a torch.nn.Module or a class of modules. "
+                "The body of a generator or coroutine runs after the call returns: decorate what it calls."
+            )
+        return self._function(target)
+
+    def _module(self, module: torch.nn.Module) -> torch.nn.Module:
+        if "forward" in vars(module):  # compiled, or patched by another library
+            module.forward = self._function(module.forward)  # type: ignore[method-assign]
+        else:
+            module.__class__ = self(type(module))
+        return module
+
+    def _function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        dtype = self.dtype
+
+        @functools.wraps(function)
+        def in_precision(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = _converted((args, kwargs), dtype)
+            with _region(_device_type((args, kwargs)), dtype):
+                return function(*args, **kwargs)
+
+        return in_precision
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not computes(func.__name__) or "out" in kwargs:
+            return func(*args, **kwargs)
+        if self.dtype == torch.float32:
+            args, kwargs = _converted((args, kwargs), self.dtype)
+        with _region(_device_type((args, kwargs)), self.dtype):
+            return func(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"ampcompile.precision({self.dtype})"
+
+
+def _region(device_type: str, dtype: torch.dtype) -> torch.autocast:
+    if dtype == torch.float32:
+        return torch.autocast(device_type, enabled=False)
+    return torch.autocast(device_type, dtype=dtype)
+
+
+def _converted(arguments: Any, dtype: torch.dtype) -> Any:
+    def convert(value: Any) -> Any:
+        arrives = isinstance(value, torch.Tensor) and value.dtype in _ARRIVING
+        return value.to(dtype) if arrives and value.dtype != dtype else value
+
+    return pytree.tree_map(convert, arguments)
+
+
+def _device_type(arguments: Any) -> str:
+    for value in pytree.tree_leaves(arguments):
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+        if isinstance(value, torch.nn.Module):  # `self` of a method that gets no tensor
+            for parameter in value.parameters():
+                return parameter.device.type
+    return "cpu"
+
+
+def _runs_later(function: Any) -> bool:
+    return any(
+        test(function)
+        for test in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    )
+
+
+keep_fp32 = precision(torch.float32)
