@@ -74,6 +74,9 @@ def interpose(op: OpOverload, device_type: str, kernel: Callable[..., Any]) -> C
     key = getattr(torch._C.DispatchKey, name or "Undefined")
     if key in op.py_kernels:
         return None
-    before = op.py_kernels.get(resolve_key(op, key))
+    # The dispatcher calls a kernel by the key it was registered under, such as Autograd; asked for AutogradCPU it
+    # would call the fallback there, which has no gradient.
+    resolved = resolve_key(op, key)
+    before = op.py_kernels.get(resolved)
     op.py_impl(key)(kernel)
-    return before or partial(op._op_dk, key)
+    return before or partial(op._op_dk, resolved)
