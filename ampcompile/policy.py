@@ -1,4 +1,4 @@
-"""The user's steering of precision: overrides per op and per module path on top of the device's table."""
+"""The user's steering of precision: overrides per op and per module path, on top of the device's table."""
 
 import difflib
 from collections.abc import Iterable
@@ -9,15 +9,15 @@ from typing import Self
 import torch
 from torch._ops import OpOverload
 
-from ampcompile import rules
-from ampcompile.errors import PolicyError
-from ampcompile.rules import Rule
+from . import rules
+from .errors import PolicyError
+from .rules import Rule
 
-_ALIASES = {"low": "lower_precision_fp"}
-OP_VALUES = ("lower_precision_fp", "fp32", "promote", "fp32_inside", "as_arrives", "default", *_ALIASES)
-_MODULE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "low": None}
-MODULE_VALUES = (*_MODULE_DTYPES, "default")
-_SEPARATORS = ",= \t\n"
+OP_VALUES = ("low", "fp32", "promote", "fp32_inside", "as_arrives", "default")
+MODULE_VALUES = ("low", "bf16", "fp16", "fp32", "default")
+_CATEGORIES = {"low": "lower_precision_fp", "bf16": "lower_precision_fp", "fp16": "lower_precision_fp"}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_STATISTICS = ("running_mean", "running_var")  # norms update them in place; their schemas don't say so
 
 Overrides = tuple[tuple[str, str], ...]
 
@@ -26,12 +26,14 @@ Overrides = tuple[tuple[str, str], ...]
 class Policy:
     """Overrides of the device's op table; `Policy()` is the table itself. A hashable value: `parse(str(p)) == p`.
 
-    `ops`: (glob on an op name, what to do), e.g. `("softmax*", "low")`, `("mylib::*", "fp32")`. A glob without
-    `::` is about aten ops; one without an overload covers all overloads. Values: `OP_VALUES`.
-    `modules`: (glob on a module path as `named_modules` spells it, dtype), e.g. `("encoder.*.norm", "fp32")`;
-    `*` also matches dots, and a module's rule covers all inside it. Values: `MODULE_VALUES`.
+    `ops`: (glob on op names, one of `OP_VALUES`), as `("softmax*", "low")` or `("mylib::*", "fp32")`. A name without
+    `::` is an aten op; one without an overload stands for all of them. `"fp32_inside"` is float32 inside, low
+    precision out, as norms may want it.
+    `modules`: (glob on module paths as `named_modules` gives them, one of `MODULE_VALUES`), as
+    `("encoder.*.norm", "fp32")`. A path stands for all inside it; `*` matches dots too. There, every op that computes
+    runs in that dtype, whatever its own rule.
 
-    In each tuple the last match wins; a module rule beats an op rule; `"default"` gives back to the table.
+    Of several matches the last wins, a module beats an op, and `"default"` goes back to the table.
     """
 
     ops: Overrides = ()
@@ -48,76 +50,98 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The policy that `str` printed: `"op softmax*=low, module encoder.*.norm=fp32"`, or `"default"`."""
+        """The policy that `str` wrote: `"op softmax*=low, module encoder.*.norm=fp32"`, or `"default"`."""
         found: dict[str, list[tuple[str, str]]] = {"op": [], "module": []}
         for entry in [] if text.strip() in ("", "default") else text.split(","):
             kind, _, override = entry.strip().partition(" ")
             glob, equals, value = override.partition("=")
             if kind not in found or not equals:
                 raise PolicyError(
-                    f"policy entry {entry.strip()!r} is neither `op <glob>=<rule>` nor `module <glob>=<dtype>`; "
-                    "separate entries by commas, as in 'op softmax*=low, module encoder.*.norm=fp32'."
+                    f"policy entry {entry.strip()!r} is neither 'op <glob>=<rule>' nor 'module <glob>=<dtype>'. "
+                    "Write entries with commas between them, as 'op softmax*=low, module encoder.*.norm=fp32'."
                 )
             found[kind].append((glob.strip(), value.strip()))
         return cls(tuple(found["op"]), tuple(found["module"]))
 
     def rule_for(self, op: OpOverload, device_type: str, module_path: str = "") -> Rule | None:
-        """The rule for an op of the module at `module_path`; None: it runs in whatever dtype arrives."""
-        for glob, value in reversed(self.modules):
-            if any(fnmatchcase(path, glob) for path in _and_ancestors(module_path)):
-                if value == "default":
-                    break
-                return _module_rule(op, glob, value)
-        for glob, value in reversed(self.ops):
-            if any(fnmatchcase(name, glob) for name in _spellings(op.name())):
-                if value == "default":
-                    break
-                return Rule(_ALIASES.get(value, value), f"policy: op {glob}={value}")
-        return rules.rule_for(op, device_type)
+        """The rule of an op called in the module at `module_path`; None: it runs in whatever dtype arrives."""
+        return self._override(op, module_path) or rules.rule_for(op, device_type)
+
+    def needs_decomposition(self, op: OpOverload, device_type: str, module_path: str = "") -> bool:
+        """Whether an op is to be taken apart, because this policy decides about ops inside it, not about it."""
+        if self._override(op, module_path) is not None:
+            return False
+        return rules.composite_needs_decomposition(op, device_type)
 
     def unmatched(self, op_names: Iterable[str], module_paths: Iterable[str]) -> dict[str, list[str]]:
-        """Globs that match none of these full op names and module paths, each with the nearest existing names."""
-        ops = {name for full in op_names for name in _spellings(full)}
-        paths = {path for full in module_paths for path in _and_ancestors(full)}
+        """Globs that match none of these op names (`aten::softmax.int`) or module paths, with the nearest ones."""
+        ops = {name for op in op_names for name in _spellings(op)}
+        modules = {path for module in module_paths for path in _and_ancestors(module)}
         return {
-            glob: difflib.get_close_matches(glob, sorted(names), n=3, cutoff=0.4)
-            for overrides, names in ((self.ops, ops), (self.modules, paths))
+            glob: difflib.get_close_matches(glob.replace("*", ""), sorted(names), cutoff=0.5)
+            for overrides, names in ((self.ops, ops), (self.modules, modules))
             for glob, _ in overrides
             if not any(fnmatchcase(name, glob) for name in names)
         }
 
+    def _override(self, op: OpOverload, module_path: str) -> Rule | None:
+        for kind, overrides, names in (
+            ("module", self.modules, _and_ancestors(module_path)),
+            ("op", self.ops, _spellings(op.name())),
+        ):
+            glob, value = _last_match(overrides, names)
+            if value != "default" and _computes(op):
+                return _rule(op, value, f"policy: {kind} {glob}={value}")
+        return None
 
-def _module_rule(op: OpOverload, glob: str, value: str) -> Rule | None:
-    because = f"policy: module {glob}={value}"
-    if op.is_view or op.namespace == "prim":
-        return None  # moves no digits; casting here would cut the alias
-    if op._schema.is_mutable:
-        return Rule("follow_destination", f"{because}; writes into its first argument, whose dtype stays")
-    if value == "fp32":
-        return Rule("fp32", because)
-    return Rule("lower_precision_fp", because, dtype=_MODULE_DTYPES[value])
+
+def _last_match(overrides: Overrides, names: list[str]) -> tuple[str, str]:
+    for glob, value in reversed(overrides):
+        if any(fnmatchcase(name, glob) for name in names):
+            return glob, value
+    return "", "default"
 
 
-def _spellings(full: str) -> list[str]:
-    """`aten::softmax.int` may be written so, `aten::softmax`, `softmax.int` or `softmax`."""
-    names = [full, full.partition(".")[0]]
-    return names + [name.removeprefix("aten::") for name in names if name.startswith("aten::")]
+def _computes(op: OpOverload) -> bool:
+    """False for what must see its operand itself: views, writers, and questions about sizes."""
+    returns_tensors = any("Tensor" in str(value.type) for value in op._schema.returns)
+    return returns_tensors and not op.is_view and not op._schema.is_mutable
+
+
+def _rule(op: OpOverload, value: str, because: str) -> Rule:
+    statistics = tuple(a.name for a in op._schema.arguments if a.name in _STATISTICS)
+    category = _CATEGORIES.get(value, value)
+    if statistics and category == "lower_precision_fp":
+        return Rule("as_arrives", f"{because}, except that running statistics stay as they are")
+    return Rule(category, because, dtype=_DTYPES.get(value), keeps=statistics)
+
+
+def _spellings(name: str) -> list[str]:
+    """`aten::softmax.int` may also be written `aten::softmax`, `softmax.int` or `softmax`."""
+    names = [name, name.partition(".")[0]]
+    return names + [short.removeprefix("aten::") for short in names if short.startswith("aten::")]
 
 
 def _and_ancestors(path: str) -> list[str]:
-    """`a.b` lies in `a.b`, in `a` and in the root, whose path is empty."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
+    """`a.b` lies in `a.b` and in `a`; what lies in no module has the empty path."""
+    parts = path.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
 
 
 def _check(kind: str, overrides: Overrides, values: tuple[str, ...]) -> None:
+    if not isinstance(overrides, tuple) or not all(isinstance(o, tuple) and len(o) == 2 for o in overrides):
+        raise PolicyError(
+            f"Policy got {overrides!r} for its {kind}s; expected a tuple of pairs, as ((glob, value), ...)."
+        )
     for glob, value in overrides:
-        if not glob or any(character in glob for character in _SEPARATORS):
+        if not glob or any(character in ",=" or character.isspace() for character in glob):
             raise PolicyError(
                 f"policy {kind} glob {glob!r} is empty or holds a comma, an equals sign or a blank; "
-                "write `?` in the place of such a character."
+                "write '?' where the name has such a character."
             )
         if value not in values:
             near = difflib.get_close_matches(str(value), values, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise PolicyError(f"policy {kind} {glob!r} has value {value!r}; expected one of {', '.join(values)}.{hint}")
+            raise PolicyError(
+                f"policy {kind} {glob} has the value {value!r}; expected one of {', '.join(values)}.{hint}"
+            )

@@ -50,7 +50,7 @@ class Rule:
     drops: tuple[str, ...] = ()
     """Arguments that become None if anything is cast, because they repeat what was cast."""
     redispatch: str = ""
-    """`fp32_append_dtype` only: the overload to call, as `aten::norm.ScalarOpt_dtype`."""
+    """`fp32_append_dtype` only: the overload to call, as `aten::norm.ScalarOpt_dtype`; it lacks the op's defaults."""
 
     def operand_dtype(self, arriving: Sequence[torch.dtype], low: torch.dtype) -> torch.dtype | None:
         """The dtype that operands are cast to, or None to leave them as they arrive.
@@ -80,7 +80,7 @@ class Rule:
                 return None
 
     def asks_float32(self, arriving: Sequence[torch.dtype]) -> bool:
-        """Whether the op is called with `dtype=float32`: the kernel casts, and only if the first operand may be cast."""
+        """Whether the op is called with `dtype=float32`: its kernel casts, and only what may be cast at all."""
         return self.category in ("fp32_set_opt_dtype", "fp32_append_dtype") and arriving[0] in FLOATS
 
 

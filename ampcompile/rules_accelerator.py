@@ -1,8 +1,8 @@
 """Autocast's op lists for accelerators, in PyTorch's own categories. Facts: the dispatcher, `ATen/autocast_mode.h`.
 
-CUDA: 119 ops on torch 2.13; 126 on 2.11 (overloads for named dimensions, no `rms_norm`); 121 on 2.15
-(`linalg_matrix_sqrth`). Builds with cuDNN count `_cudnn_rnn` too. XPU, MTIA and MAIA have CUDA's lists without
-cuDNN's ops. MPS has its own, shorter ones, where softmax and sums are plain `fp32`.
+CUDA: 120 ops on torch 2.13, `_cudnn_rnn` among them, which only builds with cuDNN have; 126 on 2.11, which also counts
+overloads for named dimensions but lacks `rms_norm`; 121 on 2.15, which adds `linalg_matrix_sqrth`. XPU, MTIA and MAIA
+have CUDA's lists without cuDNN's ops. MPS has its own, shorter ones, on which softmax and sums are plain `fp32`.
 """
 
 from .rules_group import ACCELERATORS, GPU_LIKE, Group
@@ -34,9 +34,7 @@ GROUPS = (
         "conv_transpose2d.input convolution",
     ),
     Group("lower_precision_fp", GPU_LIKE, f"convolutions {MATRIX_UNITS}", "conv_transpose3d.input"),
-    Group(
-        "lower_precision_fp", CUDA, f"convolutions {MATRIX_UNITS}", "cudnn_convolution cudnn_convolution_transpose"
-    ),
+    Group("lower_precision_fp", CUDA, f"convolutions {MATRIX_UNITS}", "cudnn_convolution cudnn_convolution_transpose"),
     Group("lower_precision_fp", MPS, f"convolutions {MATRIX_UNITS}", "_mps_convolution"),
     Group(
         "lower_precision_fp",
@@ -62,14 +60,14 @@ GROUPS = (
     Group(
         "lower_precision_fp",
         ACCELERATORS,
-        "attention is matrix products; its softmax adds up in float32 inside the kernel; a mask takes the query's dtype",
+        "matrix products, with a softmax that adds up in float32 inside; a mask takes the query's dtype",
         "scaled_dot_product_attention",
         follows=(("attn_mask", "query"),),
     ),
     Group(
         "lower_precision_fp",
         GPU_LIKE,
-        "attention is matrix products; its softmax adds up in float32 inside the kernel",
+        "matrix products, with a softmax that adds up in float32 inside",
         "_scaled_dot_product_flash_attention",
     ),
     Group("lower_precision_fp", ACCELERATORS, "one product per element, often right after a convolution", "prelu"),

@@ -13,7 +13,6 @@ _CONTENTS = """
     arccos                          acos
     arcsin                          asin
     arctan2                         atan2
-    cartesian_prod                  stack
     chain_matmul                    mm linalg_multi_dot
     column_stack                    hstack
     combinations                    stack
@@ -23,10 +22,7 @@ _CONTENTS = """
     conv2d.padding                  _convolution_mode
     conv3d.padding                  _convolution_mode
     corrcoef                        cov
-    cosine_embedding_loss           sum sum.dim_IntList
-    cosine_similarity               linalg_vector_norm sum.dim_IntList
     cov                             matmul
-    cross_entropy_loss              log_softmax.int nll_loss_nd sum sum.dim_IntList
     ctc_loss.IntList                sum
     ctc_loss.Tensor                 sum
     cumulative_trapezoid.dx         cumsum
@@ -37,7 +33,6 @@ _CONTENTS = """
     float_power.Scalar              pow.Scalar
     float_power.Tensor_Scalar       pow.Tensor_Scalar
     float_power.Tensor_Tensor       pow.Tensor_Tensor
-    frobenius_norm.dim              norm.ScalarOpt_dim
     gradient.array                  cat
     gradient.scalararray            cat
     gradient.scalarint              cat
@@ -51,27 +46,17 @@ _CONTENTS = """
     hstack                          cat
     inner                           tensordot
     instance_norm                   batch_norm
-    inverse                         linalg_inv
     istft                           fft_irfft fft_ifft pow.Tensor_Scalar
-    linalg_cholesky                 linalg_cholesky_ex
     linalg_cond                     linalg_svdvals linalg_inv_ex linalg_matrix_norm
     linalg_cond.p_str               linalg_svdvals linalg_inv_ex linalg_matrix_norm.str_ord
-    linalg_inv                      linalg_inv_ex
     linalg_matmul                   matmul
     linalg_matrix_norm              linalg_svdvals linalg_vector_norm
     linalg_matrix_norm.str_ord      linalg_svdvals linalg_vector_norm sum.dim_IntList
     linalg_matrix_power             linalg_inv matmul
-    linalg_matrix_rank              linalg_svdvals
-    linalg_matrix_rank.atol_rtol_float  linalg_svdvals
-    linalg_matrix_rank.atol_rtol_tensor linalg_svdvals
-    linalg_matrix_rank.tol_tensor   linalg_svdvals
     linalg_multi_dot                mm
     linalg_norm                     linalg_vector_norm linalg_matrix_norm
     linalg_norm.ord_str             linalg_matrix_norm.str_ord
-    linalg_tensorinv                linalg_inv_ex
-    linalg_tensorsolve              linalg_solve
     linalg_vander                   cat cumprod
-    linalg_vecdot                   vdot
     lstm.data                       linear cat stack
     lstm.input                      linear mkldnn_rnn_layer cat stack
     lstm_cell                       linear
@@ -81,10 +66,9 @@ _CONTENTS = """
     norm_except_dim                 norm.Scalar norm.ScalarOpt_dim
     nuclear_norm                    linalg_matrix_norm.str_ord
     nuclear_norm.dim                linalg_matrix_norm.str_ord
-    orgqr                           linalg_householder_product
-    pad                             _pad_enum
+    pad                             reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
+    pad                             replication_pad3d
     pairwise_distance               norm.ScalarOpt_dim
-    qr                              linalg_qr
     rnn_relu.data                   linear cat stack
     rnn_relu.input                  linear cat stack
     rnn_relu_cell                   linear
@@ -99,15 +83,12 @@ _CONTENTS = """
     special_logsumexp               logsumexp
     special_softmax                 softmax.int
     square                          pow.Tensor_Scalar
-    stft                            stft.center fft_fft fft_rfft
     sum_to_size                     sum sum.dim_IntList
-    svd                             linalg_svd
     tensordot                       dot mm sum sum.dim_IntList
     trapezoid.dx                    sum.dim_IntList
     trapezoid.x                     sum.dim_IntList
-    trapz.dx                        trapezoid.dx
-    trapz.x                         trapezoid.x
-    triplet_margin_loss             pairwise_distance sum
+    trapz.dx                        sum.dim_IntList
+    trapz.x                         sum.dim_IntList
     vander                          linalg_vander
     vstack                          cat
 """

@@ -30,7 +30,7 @@ GROUPS = (
     Group(
         "lower_precision_fp",
         CPU,
-        "attention is matrix products; its softmax adds up in float32 inside the kernel; a mask takes the query's dtype",
+        "matrix products, with a softmax that adds up in float32 inside; a mask takes the query's dtype",
         "scaled_dot_product_attention",
         follows=(("attn_mask", "query"),),
     ),

@@ -10,7 +10,7 @@ EVERY_DEVICE = ("cpu", *ACCELERATORS)
 
 @dataclass(frozen=True)
 class Group:
-    """Ops (blank-separated, `name` or `name.overload`, of aten unless they say so) under one category for one reason."""
+    """Ops (`name` or `name.overload`, blank-separated, of aten unless they say so) in one category for one reason."""
 
     category: str
     devices: tuple[str, ...]

@@ -12,14 +12,14 @@ GROUPS = (
         "promote",
         EVERY_DEVICE,
         f"puts values into a copy of its first argument; {MIXED}",
-        "_unsafe_index_put _unsafe_masked_index_put_accumulate index_add index_copy index_put index_reduce "
+        "_unsafe_masked_index_put_accumulate index_add index_copy index_put index_reduce "
         "masked_scatter put scatter.reduce scatter.src scatter_add scatter_reduce.two",
     ),
     Group(
         "promote",
         EVERY_DEVICE,
         MIXED,
-        "_chunk_cat _trilinear addmv bilinear cartesian_prod cross dot embedding_bag embedding_bag.padding_idx "
+        "_chunk_cat addmv bilinear cartesian_prod convolution cross dot embedding_bag embedding_bag.padding_idx "
         "heaviside histogram.bins_tensor isclose lerp.Scalar lerp.Tensor linalg_cross meshgrid "
         "meshgrid.indexing mv vdot",
     ),
