@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from ampcompile.compat_ops import op_named
 from ampcompile.dtypes import FLOATS
 from ampcompile.rules import Rule
 
@@ -67,13 +68,6 @@ def moved(x: Any, device_type: str) -> Any:
     if not isinstance(x, torch.Tensor) or is_real(device_type):
         return x.to(device_type) if isinstance(x, torch.Tensor) else x
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device_type)
-
-
-def find_op(name: str) -> OpOverload:
-    """The op called `ns::name.overload`."""
-    namespace, _, rest = name.partition("::")
-    packet, _, overload = rest.partition(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 def trace(function: Callable[..., Any], args: Any, kwargs: Any, apart: Iterable[OpOverload] = ()) -> GraphModule:
@@ -139,7 +133,7 @@ def under_rule(call: Call, rule: Rule, low: torch.dtype = LOW) -> Any:
     if arriving and rule.asks_float32(arriving):
         if rule.redispatch:  # whose arguments may have no defaults
             omitted = op._schema.arguments[len(args) :]
-            bound, op = {a.name: a.default_value for a in omitted} | bound, find_op(rule.redispatch)
+            bound, op = {a.name: a.default_value for a in omitted} | bound, op_named(rule.redispatch)
         bound["dtype"] = bound.get("dtype") or torch.float32
     dtype = rule.operand_dtype(arriving, low) if arriving else None
     if dtype is not None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ampcompile import compat_ops, rules_accelerator, rules_composite, rules_cpu, rules_ours
+from ampcompile.compat_ops import op_named
 from ampcompile.errors import RuleError
 from ampcompile.rules import (
     CATEGORIES,
@@ -14,7 +15,7 @@ from ampcompile.rules import (
     rule_for,
     table,
 )
-from tests.op_calls import LOW, Call, autocast, find_op, under_rule
+from tests.op_calls import LOW, Call, autocast, under_rule
 
 DEVICES = ["cpu", "cuda", "xpu", "mps", "mtia", "maia"]
 TABLES = (*rules_cpu.GROUPS, *rules_accelerator.GROUPS)
@@ -115,7 +116,7 @@ def test_set_opt_dtype_leaves_integers_and_float64_to_the_op():
 def test_append_dtype_calls_the_overload_that_takes_one(op, args):
     rule, x = table("cuda")[op.name()], torch.randn(4, 3, dtype=LOW)
     assert rule.category == "fp32_append_dtype"
-    assert find_op(rule.redispatch)._schema.name == op._schema.name
+    assert op_named(rule.redispatch)._schema.name == op._schema.name
     result = under_rule(Call(op, (x, *args), {}), rule)
     assert torch.equal(result, op(x.float(), *args))
     assert not rule.asks_float32([torch.float64])
@@ -167,9 +168,9 @@ def test_a_round_trip_gives_back_the_dtype_of_the_first_operand():
 )
 def test_composites_are_taken_apart_where_an_op_inside_has_a_rule(device, apart, whole):
     always = "to.dtype reshape dropout layer_norm batch_norm silu contiguous flatten.using_ints chunk linear matmul"
-    assert all(composite_needs_decomposition(find_op(f"aten::{op}"), device) for op in apart.split())
+    assert all(composite_needs_decomposition(op_named(f"aten::{op}"), device) for op in apart.split())
     assert not any(
-        composite_needs_decomposition(find_op(f"aten::{op}"), device) for op in (whole + " " + always).split()
+        composite_needs_decomposition(op_named(f"aten::{op}"), device) for op in (whole + " " + always).split()
     )
 
 
@@ -178,7 +179,7 @@ def test_what_composites_hide_names_ops_that_exist():
 
 
 def test_what_composites_hide_matters_on_some_device():
-    used = {op for op in rules_composite.CONTENTS for d in DEVICES if composite_needs_decomposition(find_op(op), d)}
+    used = {op for op in rules_composite.CONTENTS for d in DEVICES if composite_needs_decomposition(op_named(op), d)}
     used |= {inner for op in used for inner in rules_composite.CONTENTS[op]}
     assert rules_composite.CONTENTS.keys() <= used
 

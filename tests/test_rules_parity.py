@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Interpreter
 from torch.utils import _pytree as pytree
 
 from ampcompile import compat_ops, rules_ours
+from ampcompile.compat_ops import op_named
 from ampcompile.rules import composite_needs_decomposition, rule_for, table
 from ampcompile.rules_composite import CONTENTS
 from tests.op_calls import (
@@ -22,7 +23,6 @@ from tests.op_calls import (
     Call,
     autocast,
     calls_in,
-    find_op,
     is_float,
     is_real,
     moved,
@@ -142,7 +142,7 @@ class ByRule(Interpreter):
 
 @cache
 def taken_apart(device: str) -> list[OpOverload]:
-    ops = (find_op(name) for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    ops = (op_named(name) for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
     return [op for op in ops if composite_needs_decomposition(op, device)]
 
 
@@ -230,7 +230,7 @@ def test_mixed_dtypes_run_in_the_widest_or_in_the_destination():
             continue
         functional = name.replace("_.", ".").removesuffix("_")
         for call in sampled.get(name) or sampled.get(functional, ()):
-            for mixed in mixtures(call if call.op.name() == name else replace(call, op=find_op(name))):
+            for mixed in mixtures(call if call.op.name() == name else replace(call, op=op_named(name))):
                 destination = next(x.dtype for x in mixed.floats())
                 if raises(mixed.copy().run):
                     ours = under_rule(mixed, rule)
@@ -268,7 +268,7 @@ def test_composites_hide_no_more_than_is_stated():
     """Each composite op, taken apart one level: what it hides that a device's list knows, it states."""
     taken, not_traced, unlisted = 0, set(), set()
     for name, calls in sampled_calls().items():
-        op = find_op(name)
+        op = op_named(name)
         devices = [device for device in DEVICES if name not in table(device)] if compat_ops.is_composite(op) else []
         for call in calls if devices else ():
             try:
@@ -280,7 +280,7 @@ def test_composites_hide_no_more_than_is_stated():
             for inner, device in itertools.product(inside - set(CONTENTS.get(name, ())), devices):
                 rule = table(device).get(inner)
                 hides = rule is not None and rule.because.startswith("on autocast's")
-                hides = hides or composite_needs_decomposition(find_op(inner), device)
+                hides = hides or composite_needs_decomposition(op_named(inner), device)
                 if hides:
                     unlisted.add((name, inner, device))
     # whose Python decomposition, not its kernel, stacks what it gathers

@@ -1,0 +1,244 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampcompile.errors import PolicyError
+from ampcompile.policy import MODULE_VALUES, OP_VALUES, Policy
+from ampcompile.rules import rule_for, table
+
+aten = torch.ops.aten
+SOFTMAX, NORM, LINEAR = aten.softmax.int, aten.layer_norm.default, aten.linear.default
+
+globs = st.text(st.characters(exclude_categories=("Z", "C"), exclude_characters=",="), min_size=1).filter(
+    lambda glob: not any(c.isspace() for c in glob)
+)
+
+
+def overrides(values: tuple[str, ...]) -> st.SearchStrategy:
+    return st.lists(st.tuples(globs, st.sampled_from(values)), max_size=4).map(tuple)
+
+
+policies = st.builds(Policy, ops=overrides(OP_VALUES), modules=overrides(MODULE_VALUES))
+
+
+def category(policy: Policy, op=SOFTMAX, module_path: str = "", device: str = "cuda") -> str | None:
+    rule = policy.rule_for(op, device, module_path)
+    return rule and rule.category
+
+
+# The value ------------------------------------------------------------------------------------------------------
+
+
+@given(policies)
+def test_the_string_form_inverts(policy):
+    parsed = Policy.parse(str(policy))
+    assert parsed == policy and hash(parsed) == hash(policy)
+
+
+@given(policies, policies)
+def test_different_policies_have_different_strings(one, other):
+    assert (str(one) == str(other)) == (one == other)
+
+
+def test_strings_people_write():
+    policy = Policy((("softmax*", "low"), ("mylib::*", "fp32")), (("encoder.layers.*.norm", "fp32"),))
+    assert str(policy) == "op softmax*=low, op mylib::*=fp32, module encoder.layers.*.norm=fp32"
+    assert Policy.parse(" module encoder.layers.*.norm = fp32,op  softmax*=low , op mylib::*=fp32") == policy
+    assert str(Policy()) == "default"
+    assert Policy.parse("default") == Policy.parse("  ") == Policy()
+
+
+@pytest.mark.parametrize(
+    "text", ["softmax=fp32", "op softmax", "op", "layer x=fp32", "op a=fp32,", "default, op a=low"]
+)
+def test_a_string_that_is_no_policy(text):
+    wrong = next(entry.strip() for entry in text.split(",") if entry.strip() != "op a=fp32")
+    with pytest.raises(PolicyError) as error:
+        Policy.parse(text)
+    assert str(error.value) == (
+        f"policy entry {wrong!r} is neither 'op <glob>=<rule>' nor 'module <glob>=<dtype>'. "
+        "Write entries with commas between them, as 'op softmax*=low, module encoder.*.norm=fp32'."
+    )
+
+
+def test_values_that_do_not_exist():
+    with pytest.raises(PolicyError) as error:
+        Policy(ops=(("softmax", "fp23"),))
+    assert str(error.value) == (
+        "policy op softmax has the value 'fp23'; expected one of low, fp32, promote, fp32_inside, as_arrives, default. "
+        "Did you mean 'fp32'?"
+    )
+    with pytest.raises(PolicyError) as error:
+        Policy(modules=(("encoder", "float64"),))
+    assert str(error.value) == (
+        "policy module encoder has the value 'float64'; expected one of low, bf16, fp16, fp32, default."
+    )
+
+
+@pytest.mark.parametrize("glob", ["", "a b", "a,b", "a=b", "a\u2003b"])
+def test_globs_that_the_string_form_could_not_hold(glob):
+    with pytest.raises(PolicyError) as error:
+        Policy(modules=((glob, "fp32"),))
+    assert str(error.value) == (
+        f"policy module glob {glob!r} is empty or holds a comma, an equals sign or a blank; "
+        "write '?' where the name has such a character."
+    )
+
+
+@pytest.mark.parametrize("ops", [[("a", "fp32")], (["a", "fp32"],), ("a=fp32",), {"a": "fp32"}, "op a=fp32"])
+def test_overrides_that_are_no_tuple_of_pairs(ops):
+    with pytest.raises(PolicyError) as error:
+        Policy(ops=ops)
+    assert str(error.value) == f"Policy got {ops!r} for its ops; expected a tuple of pairs, as ((glob, value), ...)."
+
+
+# Which rule -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
+def test_the_default_policy_is_the_table(device):
+    for op in (SOFTMAX, NORM, LINEAR, aten.add.Tensor, aten.index_put_.default):
+        assert Policy().rule_for(op, device, "any.module") is rule_for(op, device)
+
+
+@pytest.mark.parametrize(
+    "glob", ["softmax", "softmax.int", "aten::softmax", "aten::softmax.int", "soft*", "aten::*", "*", "softma[w-y]"]
+)
+def test_an_op_is_matched_by_each_of_its_names(glob):
+    assert category(Policy(ops=((glob, "low"),))) == "lower_precision_fp"
+    assert category(Policy(ops=((glob, "low"),)), LINEAR) == "lower_precision_fp"
+
+
+@pytest.mark.parametrize("glob", ["softmax.Dimname", "Softmax", "soft", "mylib::softmax", "mylib::*", "_softmax"])
+def test_an_op_is_not_matched_by_other_names(glob):
+    assert category(Policy(ops=((glob, "low"),))) == "fp32_set_opt_dtype"
+
+
+def test_each_value_for_ops():
+    given_by = {value: category(Policy(ops=(("softmax", value),))) for value in OP_VALUES}
+    assert given_by == {
+        "low": "lower_precision_fp",
+        "fp32": "fp32",
+        "promote": "promote",
+        "fp32_inside": "fp32_inside",
+        "as_arrives": "as_arrives",
+        "default": "fp32_set_opt_dtype",
+    }
+
+
+def test_each_value_for_modules():
+    low = torch.float16
+    given_by = {
+        value: Policy(modules=(("m", value),)).rule_for(NORM, "cpu", "m").operand_dtype([torch.float32], low)
+        for value in MODULE_VALUES[:-1]
+    }
+    assert given_by == {"low": low, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    assert Policy(modules=(("m", "default"),)).rule_for(NORM, "cuda", "m") is rule_for(NORM, "cuda")
+
+
+@pytest.mark.parametrize(
+    "glob,path,covers",
+    [
+        ("encoder.layers.*.norm", "encoder.layers.0.norm", True),
+        ("encoder.layers.*.norm", "encoder.layers.0.norm.inner", True),
+        ("encoder.layers.*.norm", "encoder.layers.0", False),
+        ("encoder.layers.*.norm", "encoder.layers.0.block.norm", True),
+        ("encoder", "encoder.layers.3", True),
+        ("encoder", "encoder2", False),
+        ("*norm", "a.b.layernorm", True),
+        ("*.norm", "norm", False),
+        ("*", "", True),
+        ("encoder", "", False),
+    ],
+)
+def test_a_module_glob_covers_what_is_inside(glob, path, covers):
+    assert (category(Policy(modules=((glob, "fp32"),)), LINEAR, path) == "fp32") is covers
+
+
+def test_the_last_match_wins():
+    assert category(Policy(ops=(("soft*", "low"), ("*max", "fp32")))) == "fp32"
+    assert category(Policy(ops=(("*max", "fp32"), ("soft*", "low")))) == "lower_precision_fp"
+    assert category(Policy(modules=(("a", "fp32"), ("a.b", "low"))), module_path="a.b") == "lower_precision_fp"
+    assert category(Policy(modules=(("a.b", "low"), ("a", "fp32"))), module_path="a.b") == "fp32"
+
+
+def test_a_module_beats_an_op_and_default_goes_back():
+    policy = Policy((("softmax", "low"),), (("head", "fp32"), ("head.free", "default")))
+    assert category(policy, module_path="body") == "lower_precision_fp"
+    assert category(policy, module_path="head") == "fp32"
+    assert category(policy, module_path="head.free") == "lower_precision_fp", "the op's own override stands again"
+    assert category(Policy((("*", "low"), ("softmax", "default")))) == "fp32_set_opt_dtype"
+
+
+def test_the_reason_names_the_override():
+    policy = Policy((("softmax*", "low"),), (("head.*", "fp32"),))
+    assert policy.rule_for(SOFTMAX, "cpu").because == "policy: op softmax*=low"
+    assert policy.rule_for(SOFTMAX, "cpu", "head.0").because == "policy: module head.*=fp32"
+
+
+@pytest.mark.parametrize(
+    "op", [aten.view.default, aten.detach.default, aten.size.int, aten.add_.Tensor, aten.item.default]
+)
+def test_what_does_not_compute_is_not_overridden(op):
+    assert category(Policy((("*", "fp32"),), (("*", "low"),)), op) is None
+
+
+def test_writers_keep_their_destination_whatever_the_policy():
+    policy = Policy((("*", "fp32"),), (("*", "low"),))
+    assert category(policy, aten.index_put_.default) == "follow_destination"
+
+
+@pytest.mark.parametrize("op", [aten.batch_norm.default, aten.instance_norm.default, aten.native_batch_norm.default])
+def test_running_statistics_are_never_cast(op):
+    for value in ("fp32", "fp32_inside"):
+        assert Policy(ops=(("*", value),)).rule_for(op, "cpu").keeps == ("running_mean", "running_var")
+    assert category(Policy(modules=(("*", "bf16"),)), op) == "as_arrives"
+
+
+def test_custom_ops_are_overridden_by_namespace():
+    with torch.library._scoped_library("amp_test_policy", "DEF") as lib:
+        lib.define("f(Tensor x) -> Tensor")
+        f = torch.ops.amp_test_policy.f.default
+        assert category(Policy(), f) is None
+        assert category(Policy((("amp_test_policy::*", "fp32"),)), f) == "fp32"
+        assert category(Policy((("f", "fp32"),)), f) is None, "a name without :: is aten's"
+
+
+# Composite ops --------------------------------------------------------------------------------------------------
+
+
+def test_an_override_of_a_composite_op_keeps_it_whole():
+    einsum = aten.einsum.default
+    assert Policy().needs_decomposition(einsum, "cpu")
+    assert not Policy(ops=(("einsum", "fp32"),)).needs_decomposition(einsum, "cpu")
+    assert Policy(ops=(("bmm", "fp32"),)).needs_decomposition(einsum, "cpu")
+    modules = Policy(modules=(("head", "fp32"),))
+    assert not modules.needs_decomposition(einsum, "cpu", "head.0")
+    assert modules.needs_decomposition(einsum, "cpu", "body")
+
+
+# Globs that match nothing ---------------------------------------------------------------------------------------
+
+
+def test_globs_that_match_nothing_come_with_the_nearest_names():
+    ops = ["aten::softmax.int", "aten::linear", "mylib::fancy_norm"]
+    modules = ["encoder.layers.0.norm1", "encoder.layers.0.linear", "decoder"]
+    policy = Policy(
+        (("softmax*", "low"), ("sofmax", "low"), ("mylib::fancy_nrm", "fp32"), ("zzzzzzzz", "fp32")),
+        (("encoder", "fp32"), ("encodr.layers", "fp32"), ("*.norm", "fp32"), ("decoder", "default")),
+    )
+    unmatched = policy.unmatched(ops, modules)
+    assert list(unmatched) == ["sofmax", "mylib::fancy_nrm", "zzzzzzzz", "encodr.layers", "*.norm"]
+    assert unmatched["sofmax"][0] == "softmax"
+    assert unmatched["mylib::fancy_nrm"][0] == "mylib::fancy_norm"
+    assert unmatched["zzzzzzzz"] == []
+    assert unmatched["encodr.layers"][0] == "encoder.layers"
+    assert not Policy().unmatched(ops, modules)
+
+
+def test_every_op_of_the_table_can_be_named():
+    names = list(table("cpu"))
+    policy = Policy(ops=tuple((name, "fp32") for name in names))
+    assert not policy.unmatched(names, [])
+    assert Policy.parse(str(policy)) == policy
