@@ -70,8 +70,13 @@ def wrap_compiled_callables(wrap: Callable[[Any, Any, Any], Any]) -> None:
 
 
 def any_autocast_enabled() -> bool:
-    """Whether autocast is on for some device type in this thread."""
-    return torch._C._is_any_autocast_enabled()
+    """Whether autocast is on for some device type in this thread; torch's own answer forgets MPS and MAIA."""
+    return any(map(torch.is_autocast_enabled, torch._C._autocast_supported_devices()))
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward now running was asked to keep the graph for another one."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def autocast_states() -> dict[str, tuple[bool, torch.dtype]]:

@@ -14,6 +14,7 @@ from .kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
 from .passes import bind_weights
 from .passes.base import run_passes
 from .passes.weight_copy import Slot
+from .plain_graph import without_autocast
 
 
 def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -24,7 +25,7 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> C
     compat.forget_output_values(gm)
     if options.lower == "eager":
         run_passes([bind_weights.BindWeightsEagerly()], gm)
-        compiled = _without_autocast(gm)
+        compiled = without_autocast(gm)
     elif options.lower == "aot_eager":
         with compat.lowering_without_autocast():
             compiled = compat.aot_eager(gm, inputs, on_joint_graph=bind_weights.bind)
@@ -54,13 +55,5 @@ def _with_copies(compiled: Callable[..., Any], slots: Sequence[Slot], options: O
 
     def run(*args: Any) -> Any:
         return compiled(*args, *forms(copies(pick(args))))
-
-    return run
-
-
-def _without_autocast(gm: GraphModule) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        with compat.autocast_off():
-            return gm(*args)
 
     return run

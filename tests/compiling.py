@@ -1,0 +1,137 @@
+"""Compile a function with amp, keep every graph, and hold each decision against the dtype that autocast's trace saw."""
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from ampcompile.backend import Rewritten, rewrite
+from ampcompile.config import Options
+from ampcompile.lower import lower
+from ampcompile.passes.graph import bodies
+
+LOW, HALF, HIGH = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass
+class Recorder:
+    """A backend that is amp and keeps what it was asked. `disagreements`: where a decision gives another dtype."""
+
+    options: Options
+    graphs: list[Rewritten] = field(default_factory=list)
+    traced: list[str] = field(default_factory=list)
+    compared: int = 0
+    disagreements: list[str] = field(default_factory=list)
+
+    def amp_options(self, **kwargs: Any) -> Options:  # how `ambient` knows a backend of ours
+        return self.options
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.graphs.append(rewrite(gm, example_inputs, self.options, self._watch))
+        return lower(self.graphs[-1].graph, example_inputs, self.options)
+
+    def _watch(self, name: str, gm: GraphModule) -> None:
+        if name == "assign_precision":
+            self.traced.append(text(gm))
+            self._compare(gm)
+
+    def _compare(self, gm: GraphModule) -> None:
+        for node in gm.graph.nodes:
+            if node.op != "call_function" or "val" not in node.meta:
+                continue
+            seen, decided = (pytree.tree_leaves(v) for v in (node.meta["val"], node.meta["amp"].result))
+            for a, b in zip(seen, decided, strict=False):
+                if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+                    self.compared += 1
+                    if a.dtype != b.dtype:
+                        self.disagreements.append(f"{node.format_node()}: autocast {a.dtype}, decided {b.dtype}")
+        for _, body in bodies(gm):
+            self._compare(body)
+
+
+def amp(f: Any, **options: Any) -> tuple[Any, Recorder]:
+    """`f` compiled in one graph, by AOTAutograd unless `lower` says otherwise, and the record of it."""
+    return compiled(f, fullgraph=True, **options)
+
+
+def compiled(f: Any, fullgraph: bool = False, dynamic: bool | None = None, **options: Any) -> tuple[Any, Recorder]:
+    """The same; graph breaks are allowed."""
+    recorder = Recorder(Options.parse({"lower": "aot_eager", **options}))
+    return torch.compile(f, backend=recorder, fullgraph=fullgraph, dynamic=dynamic), recorder
+
+
+def text(gm: GraphModule) -> str:
+    """A graph with the dtype of every value, `linear: bf16 = aten.linear(x: f32, ...)`, and its bodies below."""
+    lines = [line for line in gm.print_readable(print_output=False).splitlines() if not line.strip().startswith("#")]
+    return "\n".join(line.split(";  ")[0] for line in lines if line.strip())
+
+
+def eager(f: Callable[..., Any], *args: Any, dtype: torch.dtype = LOW, **kwargs: Any) -> Any:
+    """What eager autocast gives; without its cache, which hands out casts in the dtype of an earlier region."""
+    with torch.autocast("cpu", dtype, cache_enabled=False):
+        return f(*args, **kwargs)
+
+
+def dtypes(values: Any) -> list[Any]:
+    """The dtypes of all tensors in a structure, in order."""
+    return [value.dtype for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two structures hold equal tensors, NaN included, in the same dtypes."""
+    left, right = pytree.tree_leaves(a), pytree.tree_leaves(b)
+    return dtypes(left) == dtypes(right) and all(
+        torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) if isinstance(x, torch.Tensor) else x == y
+        for x, y in zip(left, right, strict=True)
+    )
+
+
+def gradients(module: torch.nn.Module, run: Callable[[torch.nn.Module], torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients of a scalar with respect to a module's parameters."""
+    module.zero_grad()
+    run(module).backward()
+    return [p.grad for p in module.parameters()]
+
+
+def error(values: Sequence[torch.Tensor | None], exact: Sequence[torch.Tensor | None]) -> float:
+    """Relative L2 distance of all values together from exact ones."""
+    pairs = [
+        (v.detach().double(), e.detach()) for v, e in zip(values, exact, strict=True) if v is not None and e is not None
+    ]
+    assert pairs and sum(v is None for v in values) == sum(e is None for e in exact)
+    return float((sum((v - e).square().sum() for v, e in pairs) / sum(e.square().sum() for _, e in pairs)).sqrt())
+
+
+def training_errors(
+    module: torch.nn.Module, loss: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], **options: Any
+) -> tuple[float, float, Recorder]:
+    """Gradient errors against float64 of eager autocast and of amp: `loss(module, *inputs)` is called."""
+
+    def in_double(value: torch.Tensor) -> torch.Tensor:
+        return value.double() if value.is_floating_point() else value
+
+    exact = gradients(copy.deepcopy(module).double(), lambda m: loss(m, *map(in_double, inputs)))
+
+    def under_autocast(m: torch.nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", LOW):
+            return loss(m, *inputs)
+
+    reference = gradients(copy.deepcopy(module), under_autocast)
+    ours = copy.deepcopy(module)
+    run, recorder = amp(lambda *xs: loss(ours, *xs), **options)
+    return error(reference, exact), error(gradients(ours, lambda _: run(*inputs)), exact), recorder
+
+
+def regions(name: str) -> Any:
+    """Autocast around a call, by what it is: absent, the same, another dtype, disabled."""
+    return {
+        "absent": nullcontext(),
+        "ambient": torch.autocast("cpu", LOW),
+        "half": torch.autocast("cpu", HALF),
+        "disabled": torch.autocast("cpu", enabled=False),
+    }[name]
