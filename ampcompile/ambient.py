@@ -41,15 +41,15 @@ def autocast_for(device_type: str, options: Options) -> Iterator[None]:
     user's in which the graph is called. Elsewhere: the options' dtype beats an ambient one beats the device's default.
     """
     mixed_operands.install(device_type)
-    if here.in_call:
+    if here.called is not None:
         yield
         return
-    here.in_call = True
+    here.called = options
     try:
         with contextlib.nullcontext() if disabled_by_user(device_type) else _region(device_type, options):
             yield
     finally:
-        here.in_call = False
+        here.called = None
 
 
 def _region(device_type: str, options: Options) -> torch.autocast:
@@ -109,14 +109,14 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
         device_type = device_of(args, kwargs)
         mixed_operands.install(device_type)
-        in_call, here.in_call = here.in_call, True
+        called, here.called = here.called, fn
         try:
             if disabled_by_user(device_type):
                 return compiled(*args, **kwargs)
             with _region(device_type, options):
                 return compiled(*args, **kwargs)
         finally:
-            here.in_call = in_call
+            here.called = called
 
     return under_autocast
 

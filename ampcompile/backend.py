@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from . import ambient, compat, compat_tracing, weights
+from . import ambient, compat, compat_modules, compat_tracing, weights
 from .config import Options
 from .lower import lower
+from .mixed_operands import here
+from .module_names import module_names
 from .passes.base import Applied, Watch, run_passes
 from .passes.capture import capture
-from .passes.graph import Regions
+from .passes.graph import Regions, modules_named
 from .passes.pipeline import pipeline
 
 log = logging.getLogger("ampcompile")
@@ -32,13 +34,19 @@ class Rewritten:
     history: tuple[Applied, ...]
 
 
-def rewrite(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, watch: Watch | None = None
-) -> Rewritten:
+def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, watch: Watch | None = None) -> Rewritten:
     """Decide and insert every cast of one Dynamo graph, under the autocast state of the call.
 
     `watch(name, graph)` is called after each pass.
     """
+    names = module_names(here.called)
+    if options.policy.modules:
+        compat_modules.guard_modules_of_frame(gm, names)
+    with modules_named(names):
+        return _rewrite(gm, example_inputs, options, watch)
+
+
+def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, watch: Watch | None) -> Rewritten:
     device_type = _device_type(example_inputs)
     fakes, mode = compat_tracing.fake_inputs(example_inputs)
     with ambient.autocast_for(device_type, options):

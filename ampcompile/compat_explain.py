@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._dynamo import convert_frame, eval_frame, guards, pgo
+
+_NO_MODULE = torch.nn.Module()
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,23 @@ def dynamo_as_it_was(backend: Callable[..., Any]) -> Iterator[None]:
         hook.remove()
         pgo._CODE_STATE = sizes
         for code in codes:
-            for entry in _debug_get_cache_entry_list(code):
-                if _innermost(entry.backend) is backend:
-                    dropped = guards.DeletedGuardManagerWrapper("it was compiled to be explained")
-                    entry.guard_manager.extra_state.invalidate(entry, dropped)
+            _forget(code, backend)
         for key in [key for key, kept in eval_frame.cached_backends.items() if _innermost(kept) is backend]:
             del eval_frame.cached_backends[key]
+
+
+def _forget(code: CodeType, backend: Callable[..., Any]) -> None:
+    """Drop what was compiled of `code` for `backend`."""
+    entries = _debug_get_cache_entry_list(code)
+    ours = [entry for entry in entries if _innermost(entry.backend) is backend]
+    if len(ours) == len(entries):
+        reset_code(code)
+        return
+    for entry in ours:  # Dynamo can't drop some of a function's entries, only declare them dead
+        dead = guards.DeletedGuardManagerWrapper("it was compiled to be explained")
+        # Recompilations are counted per set of modules: these belong to a module that is never called.
+        dead.id_matched_objs = {"": weakref.ref(_NO_MODULE)}
+        entry.guard_manager.extra_state.invalidate(entry, dead)
 
 
 def _innermost(backend: Any) -> Any:

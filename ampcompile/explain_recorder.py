@@ -67,7 +67,7 @@ def _plain(f: Any) -> Iterator[None]:
 
 def _recorder(options: Options, graphs: list[GraphRecord]) -> Callable[..., Any]:
     """A backend that records every graph as `options` would have it, and runs it with torch's own kernels."""
-    run_as = replace(options, lower="eager", weights="every_call")
+    run_as = replace(options, lower="eager" if options.lower == "eager" else "aot_eager")
 
     def record(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         watcher = Watcher(lambda graph: _weights(graph, example_inputs))

@@ -22,11 +22,11 @@ from .rules import Rule
 
 
 class _Thread(threading.local):
-    in_call = False
+    called: Any = None
 
 
 here = _Thread()
-"""`in_call`: whether this thread is in a call of an amp-compiled callable."""
+"""`called`: what torch.compile was given, while this thread is in a call of something compiled for us; else None."""
 
 
 @cache
@@ -42,7 +42,7 @@ def install(device_type: str) -> int:
 
 def _install(op: OpOverload, rule: Rule, device_type: str) -> bool:
     def promoted(*args: Any, **kwargs: Any) -> Any:
-        if not here.in_call or not compat_ops.autocast_acts(device_type):
+        if here.called is None or not compat_ops.autocast_acts(device_type):
             return as_before(*args, **kwargs)
         arriving = [v.dtype for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         low = torch.get_autocast_dtype(device_type)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+from .module_names import modules_of
 
 
 @contextlib.contextmanager
@@ -19,7 +20,7 @@ def untouched(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator
     else Python code does.
     """
     found = pytree.arg_tree_leaves(*args, **kwargs)
-    modules = [m for m in (*_modules_of(f), *found) if isinstance(m, torch.nn.Module)]
+    modules = [*modules_of(f), *(m for m in found if isinstance(m, torch.nn.Module))]
     tensors = [t for t in found if isinstance(t, torch.Tensor)] + [p for m in modules for p in m.parameters()]
     leaves = list({id(t): t for t in tensors if t.is_leaf and t.requires_grad}.values())
     owners = list({id(owner): owner for m in modules for owner in m.modules() if owner._buffers}.values())
@@ -39,21 +40,3 @@ def untouched(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator
                 owner._buffers[name] = buffer
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
-
-
-def _modules_of(f: Any) -> Iterator[Any]:
-    """`f` itself, the object it is bound to, and what its closure and the globals it names hold."""
-    yield f
-    yield getattr(f, "__self__", None)
-    plain = inspect.unwrap(getattr(f, "__func__", f)) if callable(f) else f
-    if inspect.isfunction(plain):
-        yield from (cell.cell_contents for cell in plain.__closure__ or () if _is_filled(cell))
-        yield from (plain.__globals__.get(name) for name in plain.__code__.co_names)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -137,17 +140,40 @@ def current_module_path() -> str:
     return _path_of(torch.fx.traceback.get_current_meta().get("nn_module_stack"))
 
 
+_names: ContextVar[Mapping[str, str]] = ContextVar("names", default=MappingProxyType({}))
+
+
+@contextlib.contextmanager
+def modules_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Meanwhile `module_path` knows these modules: the `id` of a module, as a string, to its path."""
+    token = _names.set(names)
+    try:
+        yield
+    finally:
+        _names.reset(token)
+
+
 def _path_of(stack: Mapping[str, tuple[str, Any]] | None) -> str:
+    """The path of the innermost module that has a name, and from there on as Dynamo spells it.
+
+    Dynamo itself spells from the frame it compiles, which is in the middle of a model after a graph break.
+    """
     if not stack:
         return ""
-    path = list(stack.values())[-1][0]
-    path = re.sub(r"^L\['[^']+'\]\.?|^L\.[A-Za-z_]\w*\.?", "", path)
+    names, spelled = _names.get(), [path for path, _ in stack.values()]
+    for key, path in reversed(list(zip(stack, spelled, strict=True))):
+        if (named := names.get(key.partition("@")[0])) is not None:  # `@` counts the calls of a module
+            return f"{named}.{_dotted(spelled[-1].removeprefix(path))}".strip(".")
+    return _dotted(re.sub(r"^[LG]\['[^']+'\]", "", spelled[-1]))
+
+
+def _dotted(path: str) -> str:
     path = re.sub(
         r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]",
         lambda m: "." + next(filter(None, m.groups())),
         path,
     )
-    return path.removeprefix("_orig_mod.").strip(".")
+    return path.replace("._orig_mod", "").strip(".")
 
 
 def source_line(node: Node) -> str:

@@ -11,6 +11,9 @@ from torch._dynamo.utils import counters
 import ampcompile
 from ampcompile.errors import OptionError
 
+# Dynamo asks every tensor that crosses a graph break for its gradient.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
 # How the models below spell an op, where they don't name it.
 WRITTEN = {
     "linear": "self.",
@@ -161,7 +164,6 @@ def test_the_table_fits_the_terminal_and_adds_up(monkeypatch: pytest.MonkeyPatch
     assert "*.qkv" in text.replace("\n", "")
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, at graph breaks
 def test_nothing_is_left_behind() -> None:
     model = nn.Sequential(ConvNet(), nn.Dropout(0.5))
     x = torch.randn(4, 3, 6, 6)
@@ -183,21 +185,25 @@ def test_nothing_is_left_behind() -> None:
     assert model[0].head.weight.grad is None
 
 
-def test_what_is_compiled_already_stays_compiled_and_learns_no_sizes() -> None:
+@pytest.mark.parametrize("before", [True, False], ids=["compiled before", "compiled after"])
+def test_what_is_compiled_stays_so_and_nothing_counts_as_a_recompilation(before: bool) -> None:
     def f(x: Tensor) -> Tensor:
         y = x @ x.t()
         torch._dynamo.graph_break()
         return y.sum()
 
+    def compiles(rows: int) -> int:
+        graphs = counters["stats"]["unique_graphs"]
+        compiled(torch.randn(rows, 4))
+        return counters["stats"]["unique_graphs"] - graphs
+
     compiled = torch.compile(f, backend="amp", options={"lower": "eager"})
-    compiled(torch.randn(3, 4))
-    graphs = counters["stats"]["unique_graphs"]
-    for size in range(4, 16):  # more than the recompilations Dynamo allows
-        ampcompile.explain(compiled)(torch.randn(size, 4))
-    explained = counters["stats"]["unique_graphs"]
-    assert explained > graphs
-    compiled(torch.randn(3, 4))
-    assert counters["stats"]["unique_graphs"] == explained
+    assert not before or compiles(3) == 2
+    for rows in range(4, 24):  # more than the recompilations Dynamo allows
+        assert len(ampcompile.explain(compiled)(torch.randn(rows, 4)).graphs) == 2
+    assert compiles(3) == (0 if before else 2)
+    assert compiles(7) == 2
+    assert compiles(8) == 0, "sizes are dynamic from the second on, as they would be without explaining"
 
 
 def test_what_the_function_raises_comes_through_and_everything_is_put_back() -> None:
