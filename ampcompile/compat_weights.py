@@ -25,9 +25,20 @@ hold_storage = torch.UntypedStorage._new_with_weak_ptr
 storage_users = torch._C._storage_Use_Count
 
 
+NoTorchFunction = torch._C.DisableTorchFunction  # modes of the user don't see what happens inside
+
+
 def storage_key(tensor: Tensor) -> int:
     """The address of the storage's record: no other storage gets it while a `StorageWeakRef` to it exists."""
     return tensor.untyped_storage()._cdata
+
+
+def place(tensor: Tensor) -> tuple[int, int] | None:
+    """Storage and address; None for a tensor without memory of its own: sparse, fake, wrapped by a transform."""
+    try:
+        return storage_key(tensor), tensor.data_ptr()
+    except RuntimeError:
+        return None
 
 
 def tensor_users(tensor: Tensor) -> int:

@@ -1,18 +1,12 @@
-"""Writes that leave no trace on the weight they change: by optimizers, and through tensors that share its memory.
-
-Importing this module sets the signals up. What was aliased through `.data` earlier writes unseen.
-"""
+"""Which memory weights live in, and who else can write there: the version counters of its other tensors."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Hashable
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import compat_weights as compat
 
@@ -20,8 +14,8 @@ _MAX_ADOPTED = 4  # per storage
 
 _creating = threading.RLock()
 _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
-_aliases: dict[Hashable, _Alias] = {}
-_watched_aliases: dict[Hashable, _Alias] = {}
+_aliases: dict[Hashable, Alias] = {}
+_watched_aliases: dict[Hashable, Alias] = {}
 _sweep_at = 1000
 _moment = object()
 
@@ -42,13 +36,13 @@ class Memory:
         self.mark = object()
         self.watched = False
         self.trainable = False
-        self.adopted: list[_Alias] = []
+        self.adopted: list[Alias] = []
 
     def watch(self) -> None:
         """From now on `moment` tells of writes to this memory."""
         if not self.watched:
             self.watched = True
-            _watched_aliases.update({key: alias for key, alias in list(_aliases.items()) if alias.memory is self})
+            _watched_aliases.update({a.key: a for a in list(_aliases.values()) if a.memory is self})
         if self.adopted and compat.storage_users(self.storage.cdata) <= 1:
             self.release()  # only the weight is left
 
@@ -64,7 +58,7 @@ class Memory:
         if (same := _aliases.get(key)) in self.adopted:
             self.adopted.remove(same)
             same.forget()
-        self.adopted.append(_Alias(key, counter, self))
+        self.adopted.append(Alias(key, counter, self))
         if len(self.adopted) > _MAX_ADOPTED:
             self.adopted.pop(0).forget()
         _sweep()
@@ -75,7 +69,7 @@ class Memory:
             self.adopted.pop().forget()
 
 
-class _Alias:
+class Alias:
     """A version counter whose tensors share a weight's memory but not its counter, as `weight.data` does."""
 
     def __init__(self, key: Hashable, counter: Tensor, memory: Memory) -> None:
@@ -92,6 +86,7 @@ class _Alias:
             self.memory.written()
 
     def forget(self) -> None:
+        """Nothing uses the counter any more."""
         self.look()
         _aliases.pop(self.key, None)
         _watched_aliases.pop(self.key, None)
@@ -112,6 +107,11 @@ def known_memory_of(tensor: Tensor) -> Memory | None:
     return _memories.get(compat.storage_key(tensor))
 
 
+def watched_memories() -> list[Memory]:
+    """All memory that copies are kept of."""
+    return [memory for ref in _memories.valuerefs() if (memory := ref()) is not None and memory.watched]
+
+
 def _sweep() -> None:
     """Drop what belongs to freed storages, each time that the number of aliases has doubled."""
     global _sweep_at
@@ -120,59 +120,3 @@ def _sweep() -> None:
             if compat.storage_is_gone(alias.memory.storage.cdata):
                 alias.memory.release()
         _sweep_at = 2 * len(_aliases) + 1000
-
-
-def _hand_out(tensor: Tensor) -> None:
-    """Look at a new alias of a parameter's memory for as long as anything uses its counter."""
-    if type(tensor) is not Tensor or (counter := compat.counter_of(tensor)) is None:
-        return
-    alias = _Alias(id(tensor), counter, memory_of(tensor))
-    storage = alias.memory.storage.cdata
-    users = compat.storage_users(storage)
-
-    def died(_: Any) -> None:
-        if compat.storage_users(storage) > users:  # `detach` and `nn.Parameter` share a counter, not the tensor
-            alias.memory.adopt(alias, counter)
-        alias.forget()
-
-    alias.death = weakref.ref(tensor, died)
-
-
-def _hand_in(parameter: Tensor, value: Tensor) -> None:
-    """`parameter` now shares the memory of `value`, which may go on writing there."""
-    if (counter := compat.counter_of(value)) is not None:
-        memory = memory_of(parameter)
-        memory.written()
-        memory.adopt((id(value), memory.storage.cdata), counter)
-
-
-def _get_data(self: Tensor) -> Tensor:
-    data = compat.read_data(self)
-    _hand_out(data)
-    return data
-
-
-def _set_data(self: Tensor, value: Tensor) -> None:
-    compat.write_data(self, value)
-    _hand_in(self, value)
-
-
-def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Optimizers write their parameters; sharded ones, others as well, so every trainable weight is suspect."""
-    watched = [memory for ref in _memories.valuerefs() if (memory := ref()) is not None and memory.watched]
-    owned: set[int] = set()
-    if not all(memory.trainable for memory in watched):
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        owned = {compat.storage_key(param) for param in params if compat.counter_of(param) is not None}
-    for memory in watched:
-        if memory.trainable or memory.storage.cdata in owned:
-            memory.written()
-
-
-def _install() -> None:
-    """Have every `parameter.data` and every `optimizer.step()` in this process report here."""
-    torch.nn.Parameter.data = property(_get_data, _set_data)  # type: ignore[assignment]
-    register_optimizer_step_post_hook(_stepped)
-
-
-_install()
