@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from . import compat, mixed_operands
+from . import compat, mixed_operands, unmatched
 from .config import Options
 from .errors import AmpWarning
 from .mixed_operands import here
+from .policy import Policy
 
 
 def disabled_by_user(device_type: str) -> bool:
@@ -104,8 +105,11 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
             stacklevel=4,
         )
     device_of = _device_finder(fn)
+    plain = compiled
+    if options.policy != Policy():
+        compiled = unmatched.checked(compiled, fn, options.policy)
 
-    @functools.wraps(compiled)
+    @functools.wraps(plain)
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
         device_type = device_of(args, kwargs)
         mixed_operands.install(device_type)

@@ -52,6 +52,8 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     with ambient.autocast_for(device_type, options):
         start = time.perf_counter()
         graph = capture(gm, fakes, mode, options.policy)
+        if here.seen is not None:
+            here.seen.add(graph)
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(compat.autocast_states())
     history = run_passes(pipeline(options, regions, _weight_test(example_inputs)), graph, watch)

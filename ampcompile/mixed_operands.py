@@ -23,10 +23,12 @@ from .rules import Rule
 
 class _Thread(threading.local):
     called: Any = None
+    seen: Any = None
 
 
 here = _Thread()
-"""`called`: what torch.compile was given, while this thread is in a call of something compiled for us; else None."""
+"""`called`: what torch.compile was given, while this thread is in a call of something compiled for us; else None.
+`seen`: collects what is compiled in the call, where somebody wants to know."""
 
 
 @cache

@@ -1,0 +1,79 @@
+"""Policy patterns that match nothing warn with the nearest names; those that match are silent."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampcompile
+from ampcompile import Policy
+from ampcompile.errors import AmpWarning
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x)
+        torch._dynamo.graph_break()
+        return self.head(x).softmax(-1)
+
+
+def by_compiling(policy: Policy, model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, backend="amp", options={"policy": policy, "lower": "aot_eager"})
+
+
+def by_explaining(policy: Policy, model: nn.Module) -> Callable[..., Any]:
+    return ampcompile.explain(model, policy=policy)
+
+
+BAD = {
+    "sofmax": (
+        Policy(ops=(("sofmax", "fp32"),)),
+        "pattern 'sofmax' matches no op of the first call. Did you mean 'softmax",
+    ),
+    "encodr": (
+        Policy(modules=(("encodr.*", "fp32"),)),
+        "pattern 'encodr.*' matches no module .* Did you mean 'encoder'",
+    ),
+    "an op of torch, not of the model": (Policy(ops=(("conv2d", "fp32"),)), "pattern 'conv2d' matches no op"),
+    "nothing near": (
+        Policy(modules=(("zzzz", "fp32"),)),
+        r"'zzzz' matches no module of the first call\. ampcompile\.explain",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("way", [by_compiling, by_explaining])
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_patterns(bad: str, way: Callable[..., Any]) -> None:
+    policy, message = BAD[bad]
+    call = way(policy, Model())
+    with pytest.warns(AmpWarning, match=message):
+        call(torch.randn(2, 4))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("way", [by_compiling, by_explaining])
+def test_good_patterns_are_silent_whatever_graph_they_match_in(way: Callable[..., Any]) -> None:
+    policy = Policy(ops=(("softmax", "fp32"), ("aten::linear", "low")), modules=(("head", "fp32"), ("enc*", "fp32")))
+    with warnings.catch_warnings(record=True) as found:
+        way(policy, Model())(torch.randn(2, 4))
+    assert not [w for w in found if issubclass(w.category, AmpWarning)]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_one_warning_and_only_after_something_was_compiled() -> None:
+    compiled = by_compiling(BAD["sofmax"][0], Model())
+    with torch.compiler.set_stance("force_eager"):
+        compiled(torch.randn(2, 4))
+    with pytest.warns(AmpWarning) as found:
+        for rows in (2, 2, 3):
+            compiled(torch.randn(rows, 4))
+    assert len([w for w in found if issubclass(w.category, AmpWarning)]) == 1
