@@ -1,0 +1,132 @@
+"""Constants that don't fit the low type neither overflow nor raise nor vanish, unless the user wants eager's ways."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.compiling import HALF, HIGH, LOW, amp, dtypes, eager, same_bits
+
+LINEAR = nn.Linear(8, 8)
+MASK = torch.arange(8) % 2 == 0
+BIG, SMALL, WORST = -1e9, 1e-8, torch.finfo(HIGH).min
+
+GUARDED = {
+    "masked_fill": lambda h: h.masked_fill(MASK, BIG),
+    "where": lambda h: torch.where(MASK, h, BIG),
+    "multiply": lambda h: h * 70000.0,
+    "add an int": lambda h: 70000 + h,
+    "clamp": lambda h: (h / 5).clamp(-128000, 128000),
+    "full_like": lambda h: torch.full_like(h, BIG),
+    "new_full": lambda h: h.new_full((8,), BIG),
+    "alpha": lambda h: torch.add(h, h, alpha=1e6),
+    "hardtanh": lambda h: F.hardtanh(h, BIG, -BIG),
+    "pad": lambda h: F.pad(h, (1, 1), value=BIG),
+    "nan_to_num": lambda h: h.nan_to_num(posinf=1e9),
+    "epsilon": lambda h: 1 / (h * 0 + SMALL),
+    "divide": lambda h: h / 1e9,
+    "constant": lambda h: F.linear(h, LINEAR.weight, torch.tensor([70000.0] * 8)),
+}
+
+
+def on_linear(f):
+    return lambda x: f(LINEAR(x))
+
+
+def test_the_op_moves_to_float32(subtests):
+    x = torch.randn(2, 8)
+    h = eager(LINEAR, x, dtype=HALF).float()
+    for name, f in GUARDED.items():
+        with subtests.test(name):
+            torch._dynamo.reset()
+            run, recorder = amp(on_linear(f), dtype=HALF)
+            result = run(x)
+            assert result.dtype == HIGH and torch.isfinite(result).all()
+            assert torch.allclose(result, f(h), rtol=5e-3, atol=1e-3)
+            reasons = [n.meta["amp"].because for n in recorder.graphs[0].graph.graph.nodes if "amp" in n.meta]
+            assert any(reason.startswith("range guard: ") and "doesn't fit f16" in reason for reason in reasons)
+
+
+def test_a_comparison_is_exact_and_its_result_boolean():
+    run, _ = amp(lambda x: (LINEAR(x) * 0 >= SMALL, LINEAR(x) * 0 < 1e6), dtype=HALF)
+    assert [r.unique().tolist() for r in run(torch.randn(2, 8))] == [[False], [True]]
+
+
+FITTING = {
+    "infinity": lambda h: h.masked_fill(MASK, -torch.inf),
+    "the type's own limit": lambda h: h.masked_fill(MASK, torch.finfo(h.dtype).min),
+    "ordinary numbers": lambda h: (h * 2 + 1e-3).clamp(-100, 100) ** 2,
+    "an epsilon inside a kernel": lambda h: F.layer_norm(h, (8,), eps=1e-12),
+    "a probability": lambda h: F.dropout(h, 1e-9, training=False),
+    "float32 operands": lambda h: h.float() * 1e9 + 1e-9,
+    "a dtype asked for": lambda h: torch.full_like(h, BIG, dtype=HIGH),
+    "integers": lambda h: h.argmax(-1) + 100000,
+}
+
+
+def test_what_fits_is_left_alone(subtests):
+    x = torch.randn(2, 8)
+    for name, f in FITTING.items():
+        with subtests.test(name):
+            torch._dynamo.reset()
+            run, recorder = amp(on_linear(f), dtype=HALF)
+            assert same_bits(run(x), eager(on_linear(f), x, dtype=HALF))
+            assert not recorder.disagreements
+
+
+def test_bfloat16_reaches_as_far_as_float32_but_for_its_very_end():
+    x = torch.randn(2, 8)
+    run, _ = amp(lambda x: (LINEAR(x).masked_fill(MASK, BIG), LINEAR(x) + SMALL, LINEAR(x).masked_fill(MASK, WORST)))
+    assert dtypes(run(x)) == [LOW, LOW, HIGH]
+
+
+WRITERS = {
+    "masked_fill_": lambda h: h.masked_fill_(MASK, BIG),
+    "fill_": lambda h: h.fill_(WORST),
+    "clamp_": lambda h: h.clamp_(BIG, -BIG),
+    "index_fill_": lambda h: h.index_fill_(1, torch.tensor([0]), BIG),
+    "copy_": lambda h: h.copy_(torch.tensor([BIG] * 8)),
+}
+
+
+def setitem(h):
+    h[:, 1:3] = BIG
+    h[h > 2] = -BIG
+    return h
+
+
+def test_what_is_written_in_place_is_clamped(subtests):
+    x = torch.randn(2, 8)
+    h = eager(LINEAR, x, dtype=HALF).float()
+    for name, f in {**WRITERS, "setitem": setitem}.items():
+        with subtests.test(name):
+            torch._dynamo.reset()
+            result = amp(on_linear(f), dtype=HALF)[0](x)
+            largest = torch.finfo(HALF).max
+            assert result.dtype == HALF
+            assert torch.allclose(result.float(), f(h.clone()).clamp(-largest, largest), rtol=5e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["multiply", "epsilon", "divide", "where", "constant"])
+def test_without_guards_decisions_are_eagers_to_the_letter(name):
+    f, x = on_linear(GUARDED[name]), torch.randn(2, 8)
+    run, recorder = amp(f, dtype=HALF, range_guards=False)
+    assert same_bits(run(x), eager(f, x, dtype=HALF))
+    assert not recorder.disagreements
+
+
+def test_without_guards_what_eager_refuses_raises():
+    f, x = on_linear(GUARDED["masked_fill"]), torch.randn(2, 8)
+    with pytest.raises(RuntimeError, match="without overflow"):
+        eager(f, x, dtype=HALF)
+    with pytest.raises(RuntimeError, match="without overflow"):
+        amp(f, dtype=HALF, range_guards=False)[0](x)
+
+
+def test_a_constant_changed_in_place_is_no_longer_known():
+    def f(x):
+        bias = torch.tensor([70000.0] * 8)
+        bias.mul_(0)
+        return F.linear(x, LINEAR.weight, bias)
+
+    assert amp(f, dtype=HALF)[0](torch.randn(2, 8)).dtype == HALF
