@@ -60,8 +60,9 @@ matrix: $(READY) $(MATRIX:%=.matrix/%/.ready) ## the suite on the oldest, the pi
 test-gpu: $(READY) ## the tests that need a CUDA device
 	$(PYTHON) $(PYTEST) -m gpu $(ARGS)
 
-bench: $(TOOLS) ## benchmarks on this CPU
+bench: $(TOOLS) ## benchmarks on this CPU, and docs/benchmarks.md from all results
 	$(PYTHON) -m benchmarks --device cpu $(ARGS)
+	$(PYTHON) -m benchmarks docs
 
 bench-gpu: $(READY) ## benchmarks on a CUDA device
 	$(PYTHON) -m benchmarks --device cuda $(ARGS)

@@ -1,23 +1,21 @@
-"""`python -m benchmarks [NAME ...] [--device cpu]`: run the named measurements, or all."""
+"""python -m benchmarks [STAGE ...] [--device cpu|cuda] [--out FILE]   measure, and write the results as JSON
+python -m benchmarks compare OLD.json NEW.json                         fail if something got slower
+python -m benchmarks plot RESULTS.json                                 draw the results beside them
+python -m benchmarks docs                                              write docs/benchmarks.md from benchmarks/results/
+"""
 
-import argparse
 import importlib
+import sys
 
-NAMES = ("compile_time",)
+COMMANDS = {"compare": "benchmarks.compare", "plot": "benchmarks.plot", "docs": "benchmarks.page"}
 
 
-def main() -> None:
-    """Runs each named module's `main(device)`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    options = parser.parse_args()
-    if unknown := set(options.names) - set(NAMES):
-        parser.error(f"no measurement is called {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
-    for name in options.names or NAMES:
-        print(f"{name} on {options.device}")
-        importlib.import_module(f"benchmarks.{name}").main(options.device)
+def main() -> int:
+    """Run the command that the first argument names, else a measurement; returns the exit status."""
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    module = importlib.import_module(COMMANDS.get(command, "benchmarks.run"))
+    return module.main(sys.argv[2:] if command in COMMANDS else sys.argv[1:])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Objects in processes of their own: their memory, caches and compilers' state are nobody else's."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+PATIENCE = 600.0
+"""Seconds that one answer may take; compilation takes longest."""
+LEAVE = 10.0
+"""Seconds that a process has to end once nobody listens."""
+
+
+class FailedError(Exception):
+    """What went wrong in the other process, in one line."""
+
+
+class Apart:
+    """An object in another process."""
+
+    def __init__(self, line: Connection) -> None:
+        self.line = line
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call a method there. Raises FailedError if that raises, if the process dies, or after PATIENCE seconds."""
+        try:
+            self.line.send((method, args))
+            if not self.line.poll(PATIENCE):
+                raise FailedError(f"no answer within {PATIENCE:.0f} s")
+            answer, failure = self.line.recv()
+        except (EOFError, OSError):
+            raise FailedError("its process died") from None
+        if failure:
+            raise FailedError(failure)
+        return answer
+
+
+@contextmanager
+def apart(make: Callable[..., Any], *args: Any, caches: Path) -> Iterator[Apart]:
+    """`make(*args)` in a new process that keeps whatever it compiles in the folder `caches`."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there, make, *args))
+    folders = {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "AMPCOMPILE_CACHE_DIR": f"{caches}/ampcompile"}
+    with mock.patch.dict(os.environ, folders):
+        process.start()
+    there.close()  # so that a process that died is noticed, not waited for
+    try:
+        yield Apart(here)
+    finally:
+        here.close()
+        process.join(LEAVE)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _serve(line: Connection, make: Callable[..., Any], *args: Any) -> None:
+    served = None
+    while True:
+        try:
+            method, arguments = line.recv()
+        except EOFError:  # nobody will ask again
+            return
+        try:
+            served = served or make(*args)
+            line.send((getattr(served, method)(*arguments), ""))
+        except Exception as error:
+            line.send((None, f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]))

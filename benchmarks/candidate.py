@@ -1,0 +1,143 @@
+"""One peer on one work: prepared, checked, then timed round by round."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import counting
+from benchmarks.architectures import build, checkpointed
+from benchmarks.compile_time import our_seconds
+from benchmarks.memory import forget_peak, peak_bytes
+from benchmarks.peers import Peer
+from benchmarks.steps import Around, TrainingStep, inference
+from benchmarks.works import Work
+
+FLOAT32_ERROR = 3e-5
+"""A relative error below this means that nothing ran in a 16-bit type."""
+WRONG_ERROR = 0.5
+"""A relative error above this means that the numbers are wrong."""
+
+
+class UnfairError(Exception):
+    """The candidate doesn't do the work that the others do."""
+
+
+class Candidate:
+    """A peer and its own copy of the model; `prepare` comes first, then for each case `begin`, rounds and `end`."""
+
+    def __init__(self, work: Work, peer: Peer, device: str) -> None:
+        self.work, self.peer, self.device = work, peer, device
+        self.dtype: torch.dtype = getattr(torch, work.dtype)
+        self.cases = dict(work.cases())
+        model, inputs = build(work.model, work.batch, work.length, bool(work.training))
+        self.model = (checkpointed(model) if work.checkpoint else model).to(device)
+        self.inputs = tuple(value.to(device) for value in inputs)
+        self.call: Callable[[], Tensor]
+
+    def prepare(self) -> dict[str, Any]:
+        """Compile, and compare with eager float32: the output in inference, the gradients in training."""
+        expected = self._result(self.model, nullcontext)
+        if self.peer.precision == "converted":
+            self.model.to(self.dtype)
+            self.inputs = tuple(v.to(self.dtype) if v.is_floating_point() else v for v in self.inputs)
+        self.run = self.peer.compiled(self.model, self.dtype)
+        with counting.casts_compiled() as casts, our_seconds() as ours:
+            first, _ = self._timed(self._warm_result)
+        second, found = self._timed(self._warm_result)
+        if self.peer.compiler == "eager":
+            with counting.CastsRun() as mode:
+                self._warm_result()
+            casts = mode.casts
+        self.graphs = counting.graphs_compiled()
+        figures: dict[str, Any] = {
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "error": relative_error(found, expected),
+            "output": str(found[0].dtype).removeprefix("torch."),
+            "casts": casts.count,
+            "cast_bytes": casts.bytes,
+        }
+        if not self.work.training:
+            figures["bytes"] = figures["parameters"] * (self.dtype.itemsize if self.peer.low else 4)
+        if self.peer.compiler != "eager":
+            figures |= {"graphs": self.graphs, "compile_seconds": first - second, "our_passes_seconds": sum(ours)}
+        check_fairness(self.peer.low, figures["error"], found)
+        return figures
+
+    def begin(self, case: str) -> float:
+        """Warm up, start the peak of memory anew; returns the seconds of one call."""
+        steps = self.cases[case]
+        if steps is None:
+            self.call = inference(self.run, self.inputs, self._around)
+        else:
+            ours = self.peer.compiler == "amp"
+            self.call = TrainingStep(self.model, self.run, self.inputs, self._around, steps, ours)
+        self.round(2)
+        forget_peak(self.device)
+        return self.round(1)
+
+    def round(self, calls: int) -> float:
+        """Seconds a call, over so many calls."""
+        start = perf_counter()
+        for _ in range(calls):
+            self.call()
+        self._wait()
+        return (perf_counter() - start) / calls
+
+    def end(self) -> dict[str, Any]:
+        """What else there is to say about the case."""
+        figures: dict[str, Any] = {"peak_bytes": peak_bytes(self.device)}
+        if isinstance(self.call, TrainingStep):
+            figures["losses"] = self.call.history()
+        figures["host_syncs"] = counting.host_syncs(self.call, self.device)
+        if self.device == "cuda":
+            figures["launches"] = counting.kernel_launches(self.call)
+        figures["recompiled"] = counting.graphs_compiled() - self.graphs
+        return figures
+
+    def _around(self) -> Any:
+        return self.peer.around(self.device, self.dtype)
+
+    def _warm_result(self) -> list[Tensor]:
+        return self._result(self.run, self._around)
+
+    def _result(self, run: Callable[..., Tensor], around: Around) -> list[Tensor]:
+        if not self.work.training:
+            return [inference(run, self.inputs, around)()]
+        with around():
+            loss = run(*self.inputs)
+        loss.backward()
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.model.zero_grad()
+        return grads
+
+    def _timed(self, call: Callable[[], list[Tensor]]) -> tuple[float, list[Tensor]]:
+        start = perf_counter()
+        found = call()
+        self._wait()
+        return perf_counter() - start, found
+
+    def _wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Distance of all tensors together, over their norm; both in float64."""
+    apart = sum(float((f.double() - e.double()).square().sum()) for f, e in zip(found, expected, strict=True))
+    return (apart / sum(float(e.double().square().sum()) for e in expected)) ** 0.5
+
+
+def check_fairness(low: bool, error: float, found: list[Tensor]) -> None:
+    """Raises UnfairError unless `found` are right numbers, computed in low precision if they should be."""
+    if not error < WRONG_ERROR:
+        raise UnfairError(f"wrong numbers: relative error {error:.2g} against eager float32")
+    if low and error < FLOAT32_ERROR:
+        raise UnfairError(f"ran in float32: relative error {error:.2g} against eager float32")
+    nonzero = sum(int(f.count_nonzero()) for f in found)
+    denormal = sum(int(((f != 0) & (f.abs() < torch.finfo(torch.float32).tiny)).sum()) for f in found)
+    if denormal > nonzero / 100:
+        raise UnfairError(f"{denormal} of {nonzero} numbers are denormal: arithmetic on them is many times slower")

@@ -1,0 +1,96 @@
+"""What one call does besides arithmetic: graphs, casts, kernel launches, waits of the host."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch"}
+
+
+@dataclass
+class Casts:
+    """Changes between floating dtypes, and the bytes they read and write were each a kernel of its own."""
+
+    count: int = 0
+    bytes: int = 0
+
+    def see(self, before: Any, after: Any) -> None:
+        """Count one operation if it is a cast."""
+        if not (isinstance(before, Tensor) and isinstance(after, Tensor)) or before.dtype == after.dtype:
+            return
+        if before.is_floating_point() and after.is_floating_point():
+            self.count += 1
+            self.bytes += int(before.numel()) * (before.itemsize + after.itemsize)
+
+
+@contextmanager
+def casts_compiled() -> Iterator[Casts]:
+    """Counts casts in the graphs, forward and backward, that Inductor lowers meanwhile, after all graph passes."""
+    from torch._inductor import compile_fx
+
+    casts, passes = Casts(), compile_fx._recursive_post_grad_passes
+
+    def counting(gm: GraphModule, *args: Any, **kwargs: Any) -> None:
+        passes(gm, *args, **kwargs)
+        for node in gm.graph.nodes:
+            if node.target in CASTS:
+                casts.see(node.args[0].meta["val"], node.meta["val"])
+
+    with mock.patch.object(compile_fx, "_recursive_post_grad_passes", counting):
+        yield casts
+
+
+class CastsRun(TorchDispatchMode):
+    """Counts the casts that eager operations do meanwhile, in backward too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.casts = Casts()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in CASTS:
+            self.casts.see(args[0], result)
+        return result
+
+
+def graphs_compiled() -> int:
+    """Graphs that Dynamo has compiled in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def kernel_launches(call: Callable[[], object]) -> int:
+    """Kernels and CUDA graphs that the host launches in one call."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.name in LAUNCHES for event in profile.events())
+
+
+def host_syncs(call: Callable[[], object], device: str) -> int:
+    """How often one call waits for the device; on a CPU, how often it reads a tensor's value as a number."""
+    if device == "cpu":
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            call()
+        return sum(event.name == "aten::_local_scalar_dense" for event in profile.events())
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)

@@ -1,0 +1,98 @@
+"""docs/benchmarks.md, written from the result files."""
+
+import argparse
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.growth import facts
+from benchmarks.limits import measured_limits
+from benchmarks.plot import draw
+from benchmarks.records import RESULTS, Records
+from benchmarks.tables import case_table, table, unable
+from benchmarks.targets import losses, targets
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+HEAD = """# Benchmarks
+
+<!-- Written by `python -m benchmarks docs` from the files in benchmarks/results/: change those, or the generator. -->
+
+Every number is from a run of `make bench` or `make bench-gpu` on the machine named above it, and every ratio compares
+two peers in the same run. Each peer has a process of its own, its own copy of the model with the same random weights,
+and empty compiler caches but for what a compiler builds once per machine. After warm-up the peers take turns, round by
+round; a time is the median over the rounds, with quartiles in brackets, and a ratio the median of the rounds' ratios.
+"Error" is the relative distance from eager float32, of the output in inference and of all gradients in training: a
+peer that should run in low precision and shows none is not counted. "Casts" are those in the graphs that Inductor
+lowers, forward and backward once, and the bytes they would read and write were each a kernel of its own; refreshing
+kept copies of weights after an update isn't among them. Memory is the process's peak while it is timed. The training
+step is AdamW with torch's fused kernels, always on the same batch, and dropout is off. `Inductor, converted` is the
+model in bfloat16 as a whole, the practical limit of speed: it isn't mixed precision, and trains worse.
+"""
+TITLES = {
+    "inference": "Inference",
+    "training": "Training step",
+    "compile": "Compile time",
+    "growth": "Growth",
+    "kernels": "Kernels",
+}
+
+
+def page(files: list[Records]) -> str:
+    """The whole document."""
+    return HEAD + "".join(f"\n{part}" for records in files for part in chapter(records))
+
+
+def chapter(records: Records) -> Iterator[str]:
+    """What one machine's results say."""
+    about = records.about
+    yield f"## {about.get('gpu', about['processor'])}\n"
+    yield hardware(records)
+    yield promises(records)
+    limits, pictures = measured_limits(records), draw(records)
+    share = {"of the copy's bandwidth": limits.share} if limits else {}
+    for stage in records.stages:
+        yield f"### {TITLES.get(stage, stage.replace('-', ', ').capitalize())}\n"
+        if stage in pictures:
+            yield f"![{stage}]({os.path.relpath(pictures[stage], PAGE.parent)})\n"
+        cases = records.cases(stage)
+        if stage == "growth":
+            yield facts(cases)
+        if stage == "kernels":
+            yield f"{limits}\n"
+        for case, rows in cases.items():
+            if stage != "growth" and set(rows) != {"torch"} and not all(row.why for row in rows.values()):
+                yield f"#### {case}\n"
+                yield case_table(rows, **share)
+        if missing := unable(cases.values()):
+            yield missing
+
+
+def hardware(records: Records) -> str:
+    """What it ran on and with."""
+    about = records.about
+    packages = ", ".join(f"{name} {version}" for name, version in about["packages"].items() if version)
+    commits = ", ".join(sorted({job["commit"] for jobs in records.stages.values() for job in jobs.values()}))
+    minutes = sum(job["minutes"] for jobs in records.stages.values() for job in jobs.values())
+    low = ", ".join(about["low-precision instructions"]) or "no instructions for 16-bit products"
+    return (
+        f"{about['processor']}, {about['cores']} cores, {about['threads']} threads, "
+        f"{about['memory_bytes'] / 2**30:.0f} GiB, {low}; {about['system']}, Python {about['python']}, {packages}, "
+        f"{about['compiler']}. Commit {commits}; {minutes:.0f} minutes.\n"
+    )
+
+
+def promises(records: Records) -> str:
+    """Targets and losses, kept or not."""
+    kept = [(t.promise, t.case, f"{t.measured:.3g}", "yes" if t.kept else "**no**") for t in targets(records)]
+    lost = [(f"{x.case}: {x.peer}", f"{x.faster:.2f}" if x.faster else "doesn't run", x.cause) for x in losses(records)]
+    text = table(["target", "case", "measured", "kept"], kept) if kept else ""
+    return text + ("\nWhere others are faster:\n\n" + table(["", "times as fast", "why"], lost) if lost else "")
+
+
+def main(arguments: list[str]) -> int:
+    """Draw the pictures and write the page."""
+    argparse.ArgumentParser(prog="python -m benchmarks docs", description=__doc__).parse_args(arguments)
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page([Records.load(path) for path in sorted(RESULTS.glob("*.json"))]))
+    print(PAGE)
+    return 0

@@ -1,0 +1,107 @@
+"""What users would pick instead of us: ways to run the same model, each with its settings, or why it can't run."""
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way to run a model."""
+
+    name: str
+    compiler: str
+    """"eager", "inductor", "thunder" or "amp"."""
+    precision: str
+    """"float32", "autocast" (by torch.autocast around the call), "converted" (the whole model) or "compiled"."""
+    mode: str = "default"
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def low(self) -> bool:
+        """Whether it computes in the low-precision type."""
+        return self.precision != "float32"
+
+    def unable(self, device: str) -> str | None:
+        """Why this peer can't run here, or None."""
+        if device == "cpu" and self.mode == "reduce-overhead":
+            return "on a CPU reduce-overhead is the default mode: all it adds is CUDA graphs"
+        if self.compiler == "thunder":
+            return _unusable("thunder", "lightning-thunder")
+        return None
+
+    def around(self, device: str, dtype: torch.dtype) -> AbstractContextManager:
+        """What the forward call stands in."""
+        return torch.autocast(device, dtype) if self.precision == "autocast" else nullcontext()
+
+    def compiled(self, model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
+        """The model, ready to be called; nothing is compiled before the first call."""
+        if self.compiler == "eager":
+            return model
+        if self.compiler == "thunder":
+            return importlib.import_module("thunder").jit(model)
+        if self.compiler == "inductor":
+            mode = None if self.options else self.mode
+            return torch.compile(model, mode=mode, options=dict(self.options) or None)
+        from torch._inductor import list_mode_options
+
+        # Not by `mode`, which torch.compile doesn't take together with `options`.
+        options = {**list_mode_options(self.mode), **dict(self.options), "dtype": dtype}
+        return torch.compile(model, backend="amp", options=options)
+
+    def settings(self) -> dict[str, Any]:
+        """What a reader needs to run it too."""
+        found: dict[str, Any] = {"compiler": self.compiler, "precision": self.precision}
+        if self.compiler in ("inductor", "amp"):
+            found |= {"mode": self.mode, "options": dict(self.options)}
+        return found
+
+
+def _unusable(module: str, distribution: str) -> str | None:
+    try:
+        found = version(distribution)
+    except PackageNotFoundError:
+        return f"{distribution} is not installed"
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        return f"{distribution} {found} can't be imported with torch {torch.__version__}: {error}"
+    return None
+
+
+def liger_unusable(device: str) -> str | None:
+    """Why Liger-Kernel's kernels can't run here, or None."""
+    return (
+        _unusable("liger_kernel", "liger-kernel") if device == "cuda" else "its kernels are Triton's: they need a GPU"
+    )
+
+
+AMP = "amp"
+BASELINE = "Inductor + autocast"
+LIMIT = "Inductor, converted"
+"""The whole model in the low type: fast, and not mixed precision any more."""
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("eager fp32", "eager", "float32"),
+        Peer("eager autocast", "eager", "autocast"),
+        Peer("Inductor fp32", "inductor", "float32"),
+        Peer(BASELINE, "inductor", "autocast"),
+        Peer(f"{BASELINE}, max-autotune", "inductor", "autocast", mode="max-autotune"),
+        Peer(f"{BASELINE}, reduce-overhead", "inductor", "autocast", mode="reduce-overhead"),
+        Peer(f"{BASELINE}, freezing", "inductor", "autocast", options=(("freezing", True),)),
+        Peer("Thunder + autocast", "thunder", "autocast"),
+        Peer(LIMIT, "inductor", "converted"),
+        Peer(f"{LIMIT}, reduce-overhead", "inductor", "converted", mode="reduce-overhead"),
+        Peer(AMP, "amp", "compiled"),
+        Peer(f"{AMP}, max-autotune", "amp", "compiled", mode="max-autotune"),
+        Peer(f"{AMP}, reduce-overhead", "amp", "compiled", mode="reduce-overhead"),
+    )
+}

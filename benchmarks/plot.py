@@ -1,0 +1,61 @@
+"""Pictures of a result file: speed by stage, growth, roofline; written beside it."""
+
+import argparse
+from pathlib import Path
+
+from benchmarks.ink import TEXT, looks, picture
+from benchmarks.peers import BASELINE, PEERS
+from benchmarks.plot_growth import draw_growth
+from benchmarks.plot_roofline import draw_roofline
+from benchmarks.records import Records, times_faster
+
+UNRACED = ("kernels", "growth", "compile")
+"""Stages with pictures of their own, or with a table only."""
+
+
+def draw(records: Records) -> dict[str, Path]:
+    """Write every picture that the results allow; stage → file."""
+    drawings = {stage: draw_speed for stage in records.stages if stage not in UNRACED}
+    if "growth" in records.stages:
+        drawings["growth"] = draw_growth
+    if "kernels" in records.stages:
+        drawings["kernels"] = draw_roofline
+    files = {stage: records.path.with_name(f"{records.path.stem}-{stage}.svg") for stage in drawings}
+    return {stage: file for stage, file in files.items() if drawings[stage](records, stage, file)}
+
+
+def draw_speed(records: Records, stage: str, path: Path) -> bool:
+    """Every peer's speed as a multiple of Inductor's under autocast, with quartiles; False if there is nothing."""
+    cases = {
+        case: {peer: times_faster(row, rows[BASELINE]) for peer, row in rows.items() if not row.why}
+        for case, rows in records.cases(stage).items()
+        if BASELINE in rows and not rows[BASELINE].why
+    }
+    if not cases:
+        return False
+    peers = [peer for peer in PEERS if any(peer in ratios for ratios in cases.values())]
+    with picture(path, 1, 9, 1.5 + sum(0.3 + 0.14 * len(ratios) for ratios in cases.values())) as (figure, (axes,)):
+        for place, ratios in enumerate(cases.values()):
+            for line, (peer, (low, middle, high)) in enumerate(ratios.items()):
+                height = place + 0.8 * ((line + 0.5) / len(ratios) - 0.5)
+                label = peer if peer in peers else None
+                peers = [name for name in peers if name != peer]
+                whisker = [[middle - low], [high - middle]]
+                axes.errorbar(middle, height, xerr=whisker, linestyle="none", label=label, **looks(peer))
+        axes.axvline(1, color=TEXT, linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks := [0.25, 0.5, 1, 2, 4], [f"{tick:g}x" for tick in ticks])
+        axes.set_yticks(range(len(cases)), list(cases))
+        axes.set_ylim(len(cases) - 0.5, -0.5)
+        axes.grid(False, axis="y")
+        axes.set_xlabel(f"times as fast as {BASELINE}: median and quartiles")
+        figure.legend(loc="outside lower center", ncols=3)
+    return True
+
+
+def main(arguments: list[str]) -> int:
+    """Draw one file of results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks plot", description=__doc__)
+    parser.add_argument("results", type=Path)
+    print(*draw(Records.load(parser.parse_args(arguments).results)).values(), sep="\n")
+    return 0

@@ -1,0 +1,62 @@
+"""Roofline: what kernels and whole calls reach of the bandwidth and the arithmetic measured in the same run."""
+
+import re
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.ink import COLOURS, TEXT, family, picture
+from benchmarks.limits import measured_limits, rate
+from benchmarks.peers import AMP, BASELINE, LIMIT
+from benchmarks.records import Records, spread
+
+
+class Point(NamedTuple):
+    """Something that computes: flops for each byte it must move, and flops a second."""
+
+    what: str
+    peer: str
+    intensity: float
+    speed: float
+
+
+def points(records: Records) -> Iterator[Point]:
+    """Kernels, and GPTs in inference, which must read each weight once in the low type."""
+    for case, rows in records.cases("kernels").items():
+        for peer, row in rows.items():
+            if not row.why and peer != "torch":
+                yield Point(case, peer, row.figures["flops"] / row.figures["bytes"], rate(row, "flops"))
+    for case, rows in records.cases("inference").items():
+        for peer in {AMP, BASELINE, LIMIT} & rows.keys():
+            if (shape := re.search(r"(\d+)x(\d+)", case)) and not rows[peer].why:
+                tokens = int(shape[1]) * int(shape[2])
+                seconds = spread(rows[peer].figures["seconds"]).middle
+                yield Point(case, peer, tokens, 2 * tokens * rows[peer].figures["parameters"] / seconds)
+
+
+def draw_roofline(records: Records, stage: str, path: Path) -> bool:
+    """Flops a second over flops a byte, for the bytes that must be moved. False without measured limits."""
+    limits = measured_limits(records)
+    if limits is None:
+        return False
+    found = list(points(records))
+    kinds = dict(zip(dict.fromkeys(point.what for point in found), cycle("osD^vP*Xhd<>"), strict=False))
+    peers = dict.fromkeys(family(point.peer) for point in found)
+    with picture(path, 1, 9, 5.5) as (figure, (axes,)):
+        intensity = np.geomspace(0.05, 5000, 200)
+        for dtype, most in limits.products.items():
+            axes.plot(intensity, np.minimum(intensity * limits.bandwidth, most) / 1e9, color=TEXT, linewidth=1)
+            axes.annotate(f"matrix product, {dtype}", (5000, 1.1 * most / 1e9), color=TEXT, ha="right")
+        axes.annotate("copy", (0.05, 0.08 * limits.bandwidth / 1e9), color=TEXT)
+        for what, peer, x, y in found:
+            axes.plot(x, y / 1e9, linestyle="none", color=COLOURS[family(peer)], marker=kinds[what])
+        for what, marker in kinds.items():
+            axes.plot([], [], linestyle="none", color=TEXT, marker=marker, label=what)
+        for peer in peers:
+            axes.plot([], [], color=COLOURS[peer], label=peer)
+        axes.set(xscale="log", yscale="log", xlabel="flops a byte", ylabel="Gflop/s")
+        figure.legend(loc="outside lower center", ncols=3)
+    return True

@@ -1,0 +1,104 @@
+"""What a run measured, as JSON: rows by stage, beside the machine, the versions and the settings."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import quantiles
+from typing import Any, NamedTuple, Self
+
+from benchmarks.peers import AMP, BASELINE
+
+RESULTS = Path(__file__).with_name("results")
+"""Where the results that the repository keeps are."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One peer on one case: its figures, or why there are none."""
+
+    case: str
+    peer: str
+    figures: dict[str, Any] = field(default_factory=dict)
+    """Times in seconds, sizes in bytes; `seconds` has one entry per round, and rounds are common to all peers."""
+    why: str = ""
+
+
+class Spread(NamedTuple):
+    """Median and quartiles."""
+
+    low: float
+    middle: float
+    high: float
+
+
+def spread(values: list[float]) -> Spread:
+    """Median and quartiles of at least one value."""
+    low, middle, high = quantiles(values, method="inclusive") if len(values) > 1 else values * 3
+    return Spread(low, middle, high)
+
+
+def times_faster(row: Row, other: Row) -> Spread:
+    """How many times `row` is faster than `other`: of the ratios within each round, so that drift cancels."""
+    pairs = zip(row.figures["seconds"], other.figures["seconds"], strict=True)
+    return spread([theirs / ours for ours, theirs in pairs])
+
+
+def rival(rows: dict[str, Row]) -> str | None:
+    """Whom ours is compared with: Inductor under autocast, else the fastest peer that isn't ours."""
+    ran = {name: row for name, row in rows.items() if not row.why and not name.startswith(AMP)}
+    if BASELINE in ran or not ran:
+        return BASELINE if ran else None
+    return min(ran, key=lambda name: spread(ran[name].figures["seconds"]).middle)
+
+
+@dataclass
+class Records:
+    """Results of one machine, kept in a file from job to job."""
+
+    path: Path
+    about: dict[str, Any]
+    """The machine, versions and settings."""
+    stages: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """Stage → job → {"rows", "minutes", "commit"}."""
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a file that `save` wrote."""
+        content = json.loads(path.read_text())
+        return cls(path, content["about"], content["stages"])
+
+    def save(self) -> None:
+        """Write the file, in one piece."""
+        written = self.path.with_suffix(".part")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        written.write_text(json.dumps({"about": self.about, "stages": self.stages}, indent=1, ensure_ascii=False))
+        written.replace(self.path)
+
+    def add(self, stage: str, job: str, rows: list[Row], **more: Any) -> None:
+        """Note what a job measured, and save."""
+        plain = [_rounded({k: v for k, v in asdict(row).items() if v}) for row in rows]
+        self.stages.setdefault(stage, {})[job] = {**more, "rows": plain}
+        self.save()
+
+    def rows(self, stage: str | None = None) -> Iterator[tuple[str, Row]]:
+        """Stage and row, of one stage or all."""
+        for name, jobs in self.stages.items():
+            if stage in (None, name):
+                yield from ((name, Row(**row)) for job in jobs.values() for row in job["rows"])
+
+    def cases(self, stage: str) -> dict[str, dict[str, Row]]:
+        """Case → peer → row."""
+        found: dict[str, dict[str, Row]] = {}
+        for _, row in self.rows(stage):
+            found.setdefault(row.case, {})[row.peer] = row
+        return found
+
+
+def _rounded(value: Any) -> Any:
+    """Six digits are more than any figure here deserves."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return [_rounded(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,108 @@
+"""The stages of a run: named jobs, each of which gives rows and can be repeated alone."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from benchmarks import kernel_cases
+from benchmarks.apart import apart
+from benchmarks.candidate import Candidate
+from benchmarks.compile_time import growth
+from benchmarks.peers import AMP, BASELINE, PEERS
+from benchmarks.race import race
+from benchmarks.records import Row
+from benchmarks.works import Work, on_cpu, on_cuda, tiny
+
+Jobs = dict[str, Callable[[], list[Row]]]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a run measures."""
+
+    device: str
+    budget: float
+    """Seconds that the timing of one case takes, or so."""
+    tiny: bool
+    seed: Path
+    """Caches that hold what is compiled once per machine, such as the probes of the processor's vector units."""
+
+    @contextmanager
+    def caches(self) -> Iterator[Path]:
+        """Caches for one process, empty but for the seed."""
+        with TemporaryDirectory() as folder:
+            yield Path(shutil.copytree(self.seed, folder, dirs_exist_ok=True))
+
+    def call(self, function: Callable[..., list[Row]], *args: object) -> list[Row]:
+        """The result of a function, called in a process of its own."""
+        with self.caches() as caches, apart(partial, function, *args, caches=caches) as other:
+            return other.ask("__call__")
+
+    def works(self) -> dict[str, tuple[Work, ...]]:
+        """Stages that race peers on models."""
+        stages = on_cpu() if self.device == "cpu" else on_cuda()
+        return {name: tuple(map(tiny, works)) if self.tiny else works for name, works in stages.items()}
+
+
+def stages(setup: Setup) -> dict[str, Jobs]:
+    """Every stage's jobs by name, in the order in which a full run takes them."""
+    racing: dict[str, Jobs] = {
+        stage: {work.name: partial(race, work, setup.device, setup.budget, setup.caches) for work in works}
+        for stage, works in setup.works().items()
+    }
+    compiling = setup.works()["training"][0]
+    # Few and large tensors: the plain references are compiled with every tensor as an input of its own.
+    model = "tiny GPT 23M" if setup.tiny else "GPT 2x1024" if setup.device == "cpu" else "GPT 10x1024"
+    kernels: Jobs = {
+        "limits": partial(setup.call, kernel_cases.measure, kernel_cases.limits, setup.device),
+        "step": partial(setup.call, kernel_cases.measure, kernel_cases.step_kernels, model, setup.device),
+        "norm": partial(setup.call, kernel_cases.measure, kernel_cases.norm_kernels, setup.device),
+    }
+    passes: Jobs = {"passes": partial(setup.call, pass_growth, (1, 3) if setup.tiny else (16, 32, 64, 128, 256))}
+    return {
+        "kernels": kernels,
+        **racing,
+        "growth": passes | racing["growth"],
+        "compile": {compiling.name: partial(cold_and_warm, compiling, setup)},
+    }
+
+
+def cold_and_warm(work: Work, setup: Setup, repeats: int = 2) -> list[Row]:
+    """Seconds of compilation, forward and backward: with empty caches, then in a new process with full ones."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    passes: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        for name in (BASELINE, AMP):
+            with setup.caches() as caches:
+                for start in ("cold", "warm"):
+                    with apart(Candidate, work, PEERS[name], setup.device, caches=caches) as candidate:
+                        figures = candidate.ask("prepare")
+                    seconds.setdefault((start, name), []).append(figures["compile_seconds"])
+                    passes.setdefault(name, []).append(figures["our_passes_seconds"])
+    return [
+        Row(f"{work.name}, {start} start", name, {"seconds": times, "our_passes_seconds": max(passes[name])})
+        for (start, name), times in seconds.items()
+    ]
+
+
+def pass_growth(depths: tuple[int, ...]) -> list[Row]:
+    """Seconds that our passes take on the graphs of deeper and deeper models."""
+    return [
+        Row(f"{point.nodes} nodes", AMP, {"nodes": point.nodes, "seconds": [point.seconds]}) for point in growth(depths)
+    ]
+
+
+def sow(setup: Setup) -> None:
+    """Fill the seed: compile something small, in a process of its own."""
+    with apart(partial, _compile_something, setup.device, caches=setup.seed) as other:
+        other.ask("__call__")
+
+
+def _compile_something(device: str) -> None:
+    torch.compile(lambda x: (x + 1).relu())(torch.ones(64, 64, device=device))

@@ -1,0 +1,67 @@
+"""Rows as Markdown tables: ratios first, absolute figures after them."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from benchmarks.peers import AMP
+from benchmarks.records import Row, Spread, rival, spread, times_faster
+
+Cell = Callable[[Row], str]
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column is words, the others are numbers."""
+    rule = ["---", *["--:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rule, *lines]) + "\n"
+
+
+def figure(name: str, show: Callable) -> Cell:
+    """The cell of a figure that a row may lack."""
+    return lambda row: show(row.figures[name]) if name in row.figures else ""
+
+
+def case_table(rows: dict[str, Row], **more: Cell) -> str:
+    """Every peer that ran on one case; columns that nobody fills are left out."""
+    ran = {peer: row for peer, row in rows.items() if not row.why}
+    columns: dict[str, Cell] = {
+        "time": lambda row: duration(spread(row.figures["seconds"])),
+        **more,
+        "peak memory": figure("peak_bytes", lambda size: f"{size / 2**20:.0f} MiB"),
+        "first compile": figure("compile_seconds", lambda seconds: f"{seconds:.1f} s"),
+        "graphs": figure("graphs", str),
+        "casts": figure("casts", str),
+        "cast": figure("cast_bytes", lambda size: f"{size / 2**20:.1f} MiB"),
+        "launches": figure("launches", str),
+        "host syncs": figure("host_syncs", str),
+        "error": figure("error", lambda error: f"{error:.1e}"),
+        f"loss after {steps} steps" if (steps := _common_steps(ran)) else "loss": figure(
+            "losses", lambda losses: f"{losses[steps - 1]:.4f}"
+        ),
+    }
+    if other := rival(rows):
+        columns = {f"times as fast as {other}": lambda row: ratio(times_faster(row, ran[other]))} | columns
+    cells = {name: [cell(row) for row in ran.values()] for name, cell in columns.items()}
+    used = {name: column for name, column in cells.items() if any(column)}
+    peers = [f"**{peer}**" if peer.startswith(AMP) else peer for peer in ran]
+    return table(["", *used], zip(peers, *used.values(), strict=True))
+
+
+def _common_steps(rows: dict[str, Row]) -> int:
+    return min((len(row.figures.get("losses", ())) for row in rows.values()), default=0)
+
+
+def ratio(times: Spread) -> str:
+    """A multiple with its quartiles."""
+    return f"**{times.middle:.2f}** ({times.low:.2f} to {times.high:.2f})"
+
+
+def duration(times: Spread) -> str:
+    """A time with its quartiles, in the unit that suits its size."""
+    unit, scale = next((u, s) for u, s in (("s", 1), ("ms", 1e-3), ("µs", 1e-6)) if times.middle >= s or u == "µs")
+    low, middle, high = (f"{value / scale:.3g}" for value in times)
+    return f"{middle} {unit} ({low} to {high})"
+
+
+def unable(cases: Iterable[dict[str, Row]]) -> str:
+    """Who couldn't run and why, each reason once."""
+    reasons = dict.fromkeys(f"- {peer}: {row.why}" for rows in cases for peer, row in rows.items() if row.why)
+    return "Not measured:\n\n" + "\n".join(reasons) + "\n" if reasons else ""

@@ -1,0 +1,82 @@
+"""What was promised, what was measured, and where others are faster."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from benchmarks.known_losses import CAUSES
+from benchmarks.peers import AMP, BASELINE, LIMIT, PEERS
+from benchmarks.records import Records, Row, rival, times_faster
+
+SLOWER = 0.97
+"""Below this multiple of a rival's speed a row is a loss."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A promise about one case, and whether it is kept."""
+
+    promise: str
+    case: str
+    measured: float
+    kept: bool
+
+
+def targets(records: Records) -> Iterator[Target]:
+    """Every promise that these results can be held to."""
+    for stage, jobs in records.stages.items():
+        for case, rows in records.cases(stage).items():
+            if jobs and AMP in rows and not rows[AMP].why:
+                yield from _of_case(records.about["device"], stage, case, rows)
+
+
+def _of_case(device: str, stage: str, case: str, rows: dict[str, Row]) -> Iterator[Target]:
+    def at_least(promise: str, least: float, other: str) -> Iterator[Target]:
+        if other in rows and not rows[other].why:
+            faster = times_faster(rows[AMP], rows[other]).middle
+            yield Target(promise.format(least), case, faster, faster >= least)
+
+    small = re.fullmatch(r"GPT [\d.]+[MB], 1x(1|16)", case)
+    if stage.startswith("inference") and small:
+        yield from at_least(f"at least {{}} times as fast as {BASELINE}", 1.9, BASELINE)
+        yield from at_least(f"at least {{}} times as fast as {LIMIT}", 0.95, LIMIT)
+    if stage.startswith("training"):
+        yield from at_least(f"at least {{}} times as fast as {BASELINE}", 1.15 if device == "cpu" else 1.1, BASELINE)
+    if stage == "compile":
+        most = 1.10 if case.endswith("cold start") else 1.15
+        longer = 1 / times_faster(rows[AMP], rows[BASELINE]).middle
+        yield Target(f"at most {most} times the compile time of {BASELINE}", case, longer, longer <= most)
+    if "host_syncs" in (figures := rows[AMP].figures):
+        yield Target("no host sync", case, figures["host_syncs"], figures["host_syncs"] == 0)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A case in which somebody else is faster than we are, or ours fails."""
+
+    case: str
+    peer: str
+    faster: float | None
+    """How many times as fast as the other we are; None if ours doesn't run."""
+    cause: str
+
+
+def losses(records: Records) -> Iterator[Loss]:
+    """Cases in which ours is slower than its rival by more than 3 %, or fails, each with the cause if known."""
+    device = records.about["device"]
+    for stage in records.stages:
+        for case, rows in records.cases(stage).items():
+            for peer, row in rows.items():
+                if not peer.startswith(AMP) or PEERS[peer].unable(device):
+                    continue
+                other = rival(rows)
+                if row.why:
+                    yield Loss(f"{stage}, {case}", peer, None, row.why)
+                elif other and (faster := times_faster(row, rows[other]).middle) < SLOWER:
+                    yield Loss(f"{stage}, {case}", f"{peer} against {other}", faster, cause(device, stage, case))
+
+
+def cause(device: str, stage: str, case: str) -> str:
+    """What is known about a loss."""
+    known = [text for where, text in CAUSES.items() if re.search(where, f"{device} {stage} {case}")]
+    return known[0] if known else "cause not known yet"

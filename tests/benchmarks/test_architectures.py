@@ -1,0 +1,54 @@
+"""Every architecture has its known size, is the same at each call, and learns from its own inputs."""
+
+import pytest
+import torch
+
+from benchmarks.architectures import FULL, TINY, build, checkpointed
+
+NAMES = ["GPT 23M", *FULL, "UNet"]
+
+
+@pytest.mark.parametrize(
+    "name, side, millions", [("BERT", 16, 110), ("ViT", 224, 86.6), ("ResNet-50", 224, 25.6), ("T5", 16, 60.5)]
+)
+def test_sizes_are_those_of_the_papers(name: str, side: int, millions: float) -> None:
+    model, _ = build(name, 1, side, training=False)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(1e6 * millions, rel=0.02)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_gradients(name: str) -> None:
+    model, inputs = build(TINY + name, 2, 32, training=True)
+    loss = model(*inputs)
+    assert loss.dim() == 0 and loss.isfinite()
+    loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(grads) > len(list(model.parameters())) / 2
+    assert all(grad.isfinite().all() for grad in grads) and any(grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "5 weights"])
+def test_every_process_gets_the_same(name: str) -> None:
+    outputs = []
+    for _ in range(2):
+        torch.rand(3)  # whatever came before
+        model, inputs = build(TINY + name, 2, 32, training=False)
+        outputs.append(model(*inputs))
+    assert torch.equal(*outputs)
+    assert outputs[0].shape[0] == 2 and outputs[0].std() > 0
+
+
+def test_shapes_in_names() -> None:
+    model, _ = build("GPT 3x128", 1, 8, training=False)
+    assert (model.config.layers, model.config.width) == (3, 128)
+    assert len(list(build("7 weights", 1, 1, training=False)[0].parameters())) == 7
+
+
+def test_checkpointing_changes_no_number() -> None:
+    model, inputs = build(TINY + "GPT 23M", 2, 16, training=True)
+    model(*inputs).backward()
+    plain = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    checkpointed(model)(*inputs).backward()
+    for (_, parameter), expected in zip(model.named_parameters(), plain.values(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=0)

@@ -1,0 +1,72 @@
+"""A candidate counts only if it did the work: low precision, right numbers, no denormals."""
+
+import pytest
+import torch
+
+from benchmarks.candidate import Candidate, UnfairError, check_fairness, relative_error
+from benchmarks.peers import PEERS
+from benchmarks.works import CLIPPED, Work
+
+
+def test_relative_error_of_several_tensors() -> None:
+    expected = [torch.randn(3, 4), torch.randn(5)]
+    found = [1.01 * tensor for tensor in expected]
+    assert relative_error(found, expected) == pytest.approx(0.01, rel=1e-3)
+    assert relative_error([tensor.clone() for tensor in expected], expected) == 0
+
+
+def test_fairness() -> None:
+    numbers = [torch.randn(100)]
+    check_fairness(True, 3e-3, numbers)
+    check_fairness(False, 1e-7, numbers)
+    with pytest.raises(UnfairError, match="ran in float32: relative error 1e-07"):
+        check_fairness(True, 1e-7, numbers)
+    for error in (0.9, float("nan")):
+        with pytest.raises(UnfairError, match="wrong numbers"):
+            check_fairness(True, error, numbers)
+    numbers[0][:2] = 1e-40
+    with pytest.raises(UnfairError, match="2 of 100 numbers are denormal"):
+        check_fairness(True, 3e-3, numbers)
+
+
+@pytest.mark.parametrize(
+    "peer, output, casts", [("eager fp32", "float32", False), ("eager autocast", "bfloat16", True)]
+)
+def test_inference(peer: str, output: str, casts: bool) -> None:
+    work = Work("tiny GPT 23M", 2, 8, ("eager fp32",))
+    candidate = Candidate(work, PEERS[peer], "cpu")
+    figures = candidate.prepare()
+    assert figures["output"] == output
+    assert bool(figures["casts"]) == casts == (figures["error"] > 1e-4)
+    assert figures["parameters"] == sum(p.numel() for p in candidate.model.parameters())
+    assert candidate.begin(work.name) > 0 and candidate.round(3) > 0
+    ended = candidate.end()
+    assert ended["host_syncs"] == ended["recompiled"] == 0 and ended["peak_bytes"] > 0
+
+
+def test_training() -> None:
+    work = Work("tiny GPT 23M", 2, 8, ("eager autocast",), (CLIPPED,))
+    candidate = Candidate(work, PEERS["eager autocast"], "cpu")
+    assert 1e-4 < candidate.prepare()["error"] < 0.1
+    (case,) = dict(work.cases())
+    candidate.begin(case)
+    candidate.round(2)
+    losses = candidate.end()["losses"]
+    assert len(losses) == 5 and losses[-1] < losses[0]
+
+
+def test_a_peer_that_stays_in_float32_is_found_out() -> None:
+    candidate = Candidate(Work("tiny GPT 23M", 2, 8, ()), PEERS["eager autocast"], "cpu")
+    candidate._around = lambda: torch.autocast("cpu", enabled=False)
+    with pytest.raises(UnfairError, match="ran in float32"):
+        candidate.prepare()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [(), (CLIPPED,)])
+@pytest.mark.parametrize("peer", ["amp", "Inductor + autocast", "Inductor, converted"])
+def test_compiled_peers(peer: str, training: tuple) -> None:
+    candidate = Candidate(Work("tiny GPT 23M", 2, 8, (), training), PEERS[peer], "cpu")
+    figures = candidate.prepare()
+    assert figures["graphs"] >= 1 and figures["compile_seconds"] > 0 and figures["error"] > 1e-4
+    assert (figures["our_passes_seconds"] > 0) == (peer == "amp")
