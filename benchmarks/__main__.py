@@ -7,7 +7,7 @@ python -m benchmarks docs                                              write doc
 import importlib
 import sys
 
-COMMANDS = {"compare": "benchmarks.compare", "plot": "benchmarks.plot", "docs": "benchmarks.page"}
+COMMANDS = {"compare": "benchmarks.report.compare", "plot": "benchmarks.report.plot", "docs": "benchmarks.report.page"}
 
 
 def main() -> int:

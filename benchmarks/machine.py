@@ -37,7 +37,7 @@ def about(device: str) -> dict[str, Any]:
 def commit() -> str:
     """The commit measured, with a + if files differ from it; empty outside a checkout."""
     head = _first_line("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
-    ours = ["ampcompile", "passes", "kernels", "benchmarks/*.py"]
+    ours = ["ampcompile", "passes", "kernels", ":(glob)benchmarks/*.py"]
     changed = _first_line("git", "-C", str(ROOT), "status", "--porcelain", "--", *ours)
     return head + "+" * bool(changed)
 

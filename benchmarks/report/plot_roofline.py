@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.ink import COLOURS, TEXT, family, picture
-from benchmarks.limits import measured_limits, rate
 from benchmarks.peers import AMP, BASELINE, LIMIT
 from benchmarks.records import Records, spread
+from benchmarks.report.ink import COLOURS, TEXT, family, picture
+from benchmarks.report.limits import measured_limits, rate
 
 
 class Point(NamedTuple):

@@ -5,14 +5,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.growth import facts
-from benchmarks.limits import measured_limits
-from benchmarks.plot import draw
 from benchmarks.records import RESULTS, Records
-from benchmarks.tables import case_table, table, unable
-from benchmarks.targets import losses, targets
+from benchmarks.report.growth import facts
+from benchmarks.report.limits import measured_limits
+from benchmarks.report.plot import draw
+from benchmarks.report.tables import case_table, table, unable
+from benchmarks.report.targets import losses, targets
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 HEAD = """# Benchmarks
 
 <!-- Written by `python -m benchmarks docs` from the files in benchmarks/results/: change those, or the generator. -->

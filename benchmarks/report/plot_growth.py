@@ -4,10 +4,10 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from benchmarks.growth import Points, by_nodes, by_parameters, by_weights
-from benchmarks.ink import looks, picture
 from benchmarks.peers import AMP, LIMIT
 from benchmarks.records import Records
+from benchmarks.report.growth import Points, by_nodes, by_parameters, by_weights
+from benchmarks.report.ink import looks, picture
 
 
 def draw_growth(records: Records, stage: str, path: Path) -> bool:

@@ -3,11 +3,11 @@
 import argparse
 from pathlib import Path
 
-from benchmarks.ink import TEXT, looks, picture
 from benchmarks.peers import BASELINE, PEERS
-from benchmarks.plot_growth import draw_growth
-from benchmarks.plot_roofline import draw_roofline
 from benchmarks.records import Records, times_faster
+from benchmarks.report.ink import TEXT, looks, picture
+from benchmarks.report.plot_growth import draw_growth
+from benchmarks.report.plot_roofline import draw_roofline
 
 UNRACED = ("kernels", "growth", "compile")
 """Stages with pictures of their own, or with a table only."""

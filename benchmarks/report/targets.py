@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.known_losses import CAUSES
 from benchmarks.peers import AMP, BASELINE, LIMIT, PEERS
 from benchmarks.records import Records, Row, rival, times_faster
+from benchmarks.report.known_losses import CAUSES
 
 SLOWER = 0.97
 """Below this multiple of a rival's speed a row is a loss."""

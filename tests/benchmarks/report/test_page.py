@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import page as module
-from benchmarks.page import page
 from benchmarks.records import Row, spread
-from benchmarks.tables import duration
+from benchmarks.report import page as module
+from benchmarks.report.page import page
+from benchmarks.report.tables import duration
 from tests.benchmarks.made_up import records
 
 pytest.importorskip("matplotlib")
@@ -47,7 +47,7 @@ def test_what_is_kept_and_missed(written: Any) -> None:
 
 
 def test_losses_are_listed_with_their_cause(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.targets.CAUSES", {r"^cpu training .*step$": "one cast too many"})
+    monkeypatch.setattr("benchmarks.report.targets.CAUSES", {r"^cpu training .*step$": "one cast too many"})
     text = written(amp=2.5)
     assert "| training, GPT 23M, 4x128: step: amp against Inductor + autocast | 0.53 | one cast too many |" in text
     assert "| kernels, AdamW: amp against torch: fused | 0.50 | cause not known yet |" in text

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compare
 from benchmarks.records import Row
+from benchmarks.report import compare
 from tests.benchmarks.made_up import records
 
 
