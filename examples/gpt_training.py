@@ -29,7 +29,7 @@ class Training:
 
     def __init__(self, way: str, device: str, steps: int) -> None:
         torch.manual_seed(0)
-        self.device, self.way = device, way
+        self.device, self.way, self.steps_done = device, way, 0
         self.train_text, self.validation_text = stdlib_text.read()
         self.random = torch.Generator().manual_seed(0)
         self.model = GPT(GPT_13M).to(device)
@@ -71,6 +71,7 @@ class Training:
         self.scaler.update()
         self.optimizer.zero_grad()
         self.schedule.step()
+        self.steps_done += 1
         return loss.item()
 
     @torch.inference_mode()

@@ -1,18 +1,14 @@
 """The same training run in every way: each in a process of its own, one step of each in turn."""
 
-import ctypes
-import gc
-import multiprocessing
-import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-import torch
-
+from benchmarks.apart import apart
+from benchmarks.memory import forget_peak, peak_bytes
 from examples.gpt_training import Training
 
 
@@ -32,60 +28,32 @@ class Entrant:
         return median(self.seconds)
 
 
-def race(entrants: list[Entrant], device: str, steps: int) -> Iterator[float]:
-    """Round by round, one step of each entrant, noted there; gives the last entrant's losses."""
-    context = multiprocessing.get_context("spawn")
-    lines, processes = [], []
-    for entrant in entrants:
-        here, there = context.Pipe()
-        lines.append(here)
-        processes.append(context.Process(target=run, args=(entrant.way, device, steps, there), daemon=True))
-        processes[-1].start()
-        there.close()  # so that a process that died is noticed, not waited for
-    for _ in range(steps):
-        for entrant, line in zip(entrants, lines, strict=True):
-            line.send("step")
-            try:
-                seconds, loss, entrant.peak_bytes = line.recv()
-            except EOFError:
-                raise RuntimeError(
-                    f"the process of {entrant.way} ended before its last step; see its error above"
-                ) from None
-            entrant.seconds.append(seconds)
-            entrant.losses.append(loss)
-        yield loss
-    for process in processes:
-        process.join()
+class Observed(Training):
+    """A training that tells what each step took."""
 
-
-def run(way: str, device: str, steps: int, line: Connection) -> None:
-    """Body of an entrant's process."""
-    training = Training(way, device, steps)
-    for step in range(steps):
-        line.recv()
+    def observed_step(self) -> tuple[float, float, int]:
+        """Seconds, loss, and most bytes held since the first step, whose memory is compilation's."""
         start = perf_counter()
-        loss = training.step()
-        line.send((perf_counter() - start, loss, peak_bytes(device)))
-        if step == 0:
-            forget_peak(device)
+        loss = self.step()
+        seconds, peak = perf_counter() - start, peak_bytes(self.device)
+        if self.steps_done == 1:
+            forget_peak(self.device)
+        return seconds, loss, peak
 
 
-def forget_peak(device: str) -> None:
-    """Hand free memory back and start the peak anew, so that it is that of training, not of compilation."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    elif sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
+def race(entrants: list[Entrant], device: str, steps: int, caches: Path) -> Iterator[float]:
+    """Round by round, one step of each entrant, noted there; gives the last entrant's losses.
 
-
-def peak_bytes(device: str) -> int:
-    """Most memory held since `forget_peak`."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    if sys.platform != "linux":
-        return 0
-    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(fields["VmHWM"].removesuffix("kB"))
+    What is compiled is looked for, and kept, in the folder `caches`. Raises FailedError.
+    """
+    with ExitStack() as open_processes:
+        processes = [
+            open_processes.enter_context(apart(Observed, entrant.way, device, steps, caches=caches))
+            for entrant in entrants
+        ]
+        for _ in range(steps):
+            for entrant, process in zip(entrants, processes, strict=True):
+                seconds, loss, entrant.peak_bytes = process.ask("observed_step")
+                entrant.seconds.append(seconds)
+                entrant.losses.append(loss)
+            yield loss
