@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = ["FakeTensor", "StorageWeakRef"]
 
-_DATA = torch._C.TensorBase.data
+_DATA: Any = torch._C.TensorBase.data
 _NOTHING: dict[str, Tensor] = {}
 
 version = attrgetter("_version")
@@ -43,7 +43,7 @@ def place(tensor: Tensor) -> tuple[int, int] | None:
 
 def tensor_users(tensor: Tensor) -> int:
     """How many own a tensor in C++: Python's object, and whoever saved it."""
-    return tensor._use_count()
+    return tensor._use_count()  # type: ignore[attr-defined]
 
 
 def read_data(tensor: Tensor) -> Tensor:

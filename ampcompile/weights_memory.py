@@ -75,6 +75,7 @@ class Alias:
     def __init__(self, key: Hashable, counter: Tensor, memory: Memory) -> None:
         self.key, self.counter, self.memory = key, counter, memory
         self.seen = counter._version
+        self.death: weakref.ref[Tensor] | None = None  # of the one tensor that is known to use it
         _aliases[key] = self
         if memory.watched:
             _watched_aliases[key] = self

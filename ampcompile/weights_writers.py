@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from . import compat_weights as compat
 from .weights_memory import Alias, memory_of, watched_memories
 
+
 def _get_data(self: Tensor) -> Tensor:
     data = compat.read_data(self)
     if type(data) is Tensor:

@@ -7,5 +7,28 @@ from torch import Tensor
 
 
 def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-    """Write each weight, rounded to nearest, into the copy of the same shape and strides. Raises versions."""
+    """Write each weight, rounded to nearest, into its copy, and raise the copies' versions; no host sync.
+
+    `weights`: dense, of any floating dtype; `copies`: of the same shapes, strides and devices, float16 or bfloat16
+    on a GPU. float64 is rounded to float32 first, as torch does. Reads a weight and writes a copy per element:
+    6 bytes from float32. One launch per device and pair of dtypes, outside of CUDA graph captures.
+    """
+    for device in dict.fromkeys(copy.device for copy in copies):
+        there = [i for i, copy in enumerate(copies) if copy.device == device]
+        _cast_on(device, [copies[i] for i in there], [weights[i] for i in there])
+
+
+def cast_many_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """The same in plain torch: on the CPU at the speed of memory, on a GPU a launch per weight."""
     torch._foreach_copy_(list(copies), list(weights))
+
+
+def _cast_on(device: torch.device, copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    # A capture keeps addresses as arguments of its launches, but not the memory of a table of addresses.
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        from ampcompile.kernels.triton import cast_many as gpu
+
+        gpu.cast_many_(copies, weights)
+        torch.autograd.graph.increment_version(list(copies))
+    else:
+        cast_many_reference_(copies, weights)

@@ -1,0 +1,60 @@
+"""Copies of weights compared with the weights by samples, and cast again where they differ."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 8192
+"""Elements that are cast again together."""
+SAMPLE = 128
+"""Elements compared in each chunk: four runs, its first and its last elements among them."""
+
+
+def recheck_(
+    copies: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    changed: Tensor,
+    rewrite: bool,
+    workspace: dict[str, Any] | None = None,
+) -> None:
+    """Set `changed` to 1 if a sample of a weight isn't what its copy holds; `rewrite` casts such chunks; no host sync.
+
+    Finds writers that rewrite a tensor, not those that change elements between the samples. Versions stay as they
+    are. `changed`: one int32 on the same device, never cleared. NaN equals NaN. `workspace` keeps the tables between
+    calls with the same tensors. Reads 6 bytes of each 384 (of float32), and rewrites nothing as a rule.
+    """
+    if copies[0].is_cuda:
+        from ampcompile.kernels.triton import recheck as gpu
+
+        gpu.recheck_(copies, weights, changed, rewrite, {} if workspace is None else workspace)
+    else:
+        recheck_reference_(copies, weights, changed, rewrite)
+
+
+def recheck_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor], changed: Tensor, rewrite: bool) -> None:
+    """The same in plain torch, with a sync for every chunk."""
+    for copy, weight in zip(copies, weights, strict=True):
+        for low, full in zip(_memory(copy).split(CHUNK), _memory(weight).split(CHUNK), strict=True):
+            places = _sampled(len(low), low.device)
+            expected, held = full[places].to(low.dtype), low[places]
+            differs = expected.view(torch.int16) != held.view(torch.int16)
+            if (differs & ~(expected.isnan() & held.isnan())).any():
+                changed.fill_(1)
+                if rewrite:
+                    low.copy_(full)
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements in the order in which they lie."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _sampled(size: int, device: torch.device) -> Tensor:
+    """Which elements of a chunk are compared: all of a small one."""
+    lanes = torch.arange(min(size, SAMPLE), device=device)
+    if size <= SAMPLE:
+        return lanes
+    run = SAMPLE // 4
+    return lanes // run * (size - run) // 3 + lanes % run

@@ -1,0 +1,99 @@
+"""Many weights rounded into their copies on the GPU; see `ampcompile.kernels.cast_many`."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ampcompile.kernels.triton import tables
+
+CHUNK = 8192
+BLOCK = 1024
+TYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+
+@triton.jit
+def rounded(x, TO: tl.constexpr):
+    """To the nearest 16-bit float, ties to even; bfloat16 by integers, because Triton's interpreter truncates."""
+    x = x.to(tl.float32)
+    if TO == tl.bfloat16:
+        word = x.to(tl.int32, bitcast=True)
+        nearest = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
+        return tl.where(x == x, nearest, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return x.to(TO)
+
+
+@triton.jit
+def cast_chunk(
+    weight_at, copy_at, size, FROM: tl.constexpr, TO: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Round one chunk, given by its addresses; whole and aligned ones 16 bytes at a time."""
+    if (size == CHUNK) & (((weight_at | copy_at) & 15) == 0):
+        # A hint belongs to the operation that makes the pointer: not shared with the other branch.
+        weight = tl.multiple_of(weight_at.to(tl.pointer_type(FROM)), 16)
+        copy = tl.multiple_of(copy_at.to(tl.pointer_type(TO)), 16)
+        for i in range(0, CHUNK, BLOCK):
+            offset = i + tl.arange(0, BLOCK)
+            x = tl.load(weight + offset)
+            # Four to a thread, as float32 comes in: no exchange between threads.
+            offset = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
+            tl.store(copy + offset, rounded(x, TO))
+    else:
+        weight = weight_at.to(tl.pointer_type(FROM))
+        copy = copy_at.to(tl.pointer_type(TO))
+        for i in range(0, CHUNK, BLOCK):
+            offset = i + tl.arange(0, BLOCK)
+            x = tl.load(weight + offset, mask=offset < size)
+            tl.store(copy + offset, rounded(x, TO), mask=offset < size)
+
+
+@triton.jit
+def cast_kernel(rows, FROM: tl.constexpr, TO: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """One chunk a program; a row holds the addresses of weight and copy and the number of elements."""
+    row = rows + 3 * tl.program_id(0)
+    cast_chunk(tl.load(row), tl.load(row + 1), tl.load(row + 2), FROM, TO, CHUNK, BLOCK)
+
+
+def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """One launch for each pair of dtypes."""
+    with tables.on(copies[0].device):
+        for rows, source, target in row_tables(copies, weights, CHUNK):
+            types = {"FROM": TYPES[source], "TO": TYPES[target]}
+            cast_kernel[(len(rows),)](rows, **types, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=4)
+
+
+def row_tables(
+    copies: Sequence[Tensor], weights: Sequence[Tensor], chunk: int
+) -> Iterator[tuple[Tensor, torch.dtype, torch.dtype]]:
+    """For each pair of dtypes, int64 [chunks, 3] on the device: see `cast_kernel`. Copied there without a sync."""
+    device = copies[0].device
+    pairs = list(zip(weights, copies, strict=True))
+    for source, target in dict.fromkeys((weight.dtype, copy.dtype) for weight, copy in pairs):
+        chosen = [(w, c) for w, c in pairs if (w.dtype, c.dtype) == (source, target)]
+        rows = chunk_rows([w for w, _ in chosen], [c for _, c in chosen], chunk)
+        if len(rows):
+            host = tables.host_words(rows.size, device)
+            host.numpy()[:] = rows.reshape(-1)
+            yield host.to(device, non_blocking=True).view(-1, 3), source, target
+
+
+def chunk_rows(weights: Sequence[Tensor], copies: Sequence[Tensor], chunk: int) -> np.ndarray:
+    """int64 [chunks, 3]: the addresses of each chunk in weight and copy, and its size."""
+    numels = tables.sizes(weights)
+    counts = -(-numels // chunk)
+    tensor = np.repeat(np.arange(len(numels)), counts)
+    begin = (np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)) * chunk
+    columns = [
+        tables.addresses(weights)[tensor] + begin * weights[0].element_size(),
+        tables.addresses(copies)[tensor] + begin * copies[0].element_size(),
+        np.minimum(numels[tensor] - begin, chunk),
+    ]
+    return np.stack(columns, axis=1)

@@ -1,0 +1,37 @@
+"""Run by test_casts.py: compiles the kernels that cast weights for a GPU that need not be there, reads the result."""
+
+import re
+import sys
+
+import torch
+import triton.language as tl
+
+from ampcompile.kernels import recheck
+from ampcompile.kernels.triton import cast_many
+from ampcompile.kernels.triton import recheck as gpu
+from tests.kernels.triton.compiled_step import compiled
+
+WIDE = {torch.float64: "ld.global.v2.b64", torch.float32: "ld.global.v4.b32"}
+
+
+def check(capability: int) -> None:
+    for source, instruction in WIDE.items():
+        for target in (tl.float16, tl.bfloat16):
+            types = {"FROM": cast_many.TYPES[source], "TO": target, "CHUNK": 8192, "BLOCK": cast_many.BLOCK}
+            code = compiled(cast_many.cast_kernel, {"rows": "*i64"}, types, capability)
+            assert code.count(instruction) >= 2, "sixteen bytes at a time, two loads under way"
+            hot = re.search(re.escape(instruction) + r".*?st\.global\.v2\.b32", code.ptx, re.DOTALL)
+            assert hot and "bar.sync" not in hot[0], "four numbers of 16 bits at a time, none from other threads"
+            assert code.stack == 0 and code.registers <= 48
+            for rewrite in (False, True):
+                code = compiled(
+                    gpu.recheck_kernel,
+                    {"rows": "*i64", "changed": "*i32"},
+                    {**types, "REWRITE": rewrite, "SAMPLE": recheck.SAMPLE},
+                    capability,
+                )
+                assert code.stack == 0 and code.registers <= 48
+
+
+if __name__ == "__main__":
+    check(int(sys.argv[1]))

@@ -1,0 +1,93 @@
+"""Run by test_casts.py in a process with TRITON_INTERPRET=1: the GPU's casts of weights, on CPU tensors, bit for bit."""
+
+import os
+
+import pytest
+import torch
+
+from ampcompile.kernels import recheck
+from ampcompile.kernels.triton import cast_many
+from ampcompile.kernels.triton import recheck as gpu
+
+assert os.environ["TRITON_INTERPRET"] == "1"
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of arithmetic with infinity and NaN
+CHUNK = 512
+SIZES = (0, 1, 5, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """A program takes milliseconds here: few of them."""
+    monkeypatch.setattr(cast_many, "CHUNK", CHUNK)
+    monkeypatch.setattr(cast_many, "BLOCK", 128)
+    monkeypatch.setattr(gpu, "BLOCK", 128)
+    monkeypatch.setattr(recheck, "CHUNK", CHUNK)
+    monkeypatch.setattr(recheck, "SAMPLE", 32)
+
+
+def weights_of(dtype):
+    edges = torch.tensor([0.0, -0.0, 65504.0, 65520.0, 3.4e38, 1e-8, 2.0**-25, 1e-41, torch.inf, -torch.inf, torch.nan])
+    # Every kind of tie and near-tie of bfloat16, at all exponents and both signs.
+    halves = torch.randint(-(2**31), 2**31, (600,)).bitwise_and(~0xFFFF)
+    ties = (halves + torch.tensor([0x7FFF, 0x8000, 0x8001]).repeat(200)).to(torch.int32).view(torch.float32)
+    sizes = [torch.randn(size) * torch.exp(8 * torch.randn(size)) for size in SIZES]
+    odd = [torch.randn(CHUNK + 9)[1:], torch.randn(20, 30).t()]
+    return [tensor.to(dtype) for tensor in (*sizes, edges, ties, *odd)]
+
+
+def assert_same_bits(copies, weights):
+    for copy, weight in zip(copies, weights, strict=True):
+        expected = weight.to(copy.dtype)
+        assert torch.equal(copy.isnan(), expected.isnan())
+        numbers = ~copy.isnan()
+        assert torch.equal(copy[numbers].view(torch.int16), expected[numbers].view(torch.int16))
+
+
+@pytest.mark.parametrize("source", [torch.float64, torch.float32])
+@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16])
+def test_casts(source, target):
+    weights = weights_of(source)
+    copies = [torch.full_like(weight, torch.nan, dtype=target) for weight in weights]
+    cast_many.cast_many_(copies, weights)
+    assert_same_bits(copies, weights)
+
+
+def test_each_pair_of_dtypes_has_its_launch():
+    pairs = [(source, to) for source in cast_many.TYPES for to in (torch.float16, torch.bfloat16) if source != to]
+    weights = [torch.randn(700, dtype=source) for source, _ in pairs * 2]
+    copies = [torch.empty(700, dtype=target) for _, target in pairs * 2]
+    cast_many.cast_many_(copies, weights)
+    assert_same_bits(copies, weights)
+    assert len(list(cast_many.row_tables(copies, weights, CHUNK))) == len(pairs) == 6
+
+
+def test_nothing_but_the_copies_is_written():
+    memory = torch.full((4, CHUNK + 50), 7.0, dtype=torch.bfloat16)
+    weights = [torch.randn(size) for size in (CHUNK + 3, 17, CHUNK, 0)]
+    copies = [memory[i, 8 : 8 + len(weight)] for i, weight in enumerate(weights)]
+    cast_many.cast_many_(copies, weights)
+    assert_same_bits(copies, weights)
+    for i, weight in enumerate(weights):
+        assert (memory[i, :8] == 7).all() and (memory[i, 8 + len(weight) :] == 7).all()
+
+
+@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16])
+def test_recheck_equals_its_reference(target):
+    sizes = (1, 31, 32, 33, CHUNK, 2 * CHUNK + 3)
+    for written in range(-1, len(sizes)):
+        for element in (0, 15, CHUNK - 1, -1, slice(None)):
+            weights = [torch.randn(size) for size in sizes]
+            weights[4][7] = torch.nan
+            copies = [weight.to(target) for weight in weights]
+            if written >= 0:
+                weights[written][element if isinstance(element, slice) else element % sizes[written]] *= -3
+            expected = [copy.clone() for copy in copies]
+            flags = [torch.zeros(1, dtype=torch.int32) for _ in range(2)]
+            workspace = {}
+            gpu.recheck_(copies, weights, flags[0], False, workspace)
+            assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(copies, expected, strict=True))
+            recheck.recheck_reference_(expected, weights, flags[1], True)
+            assert flags[0].item() == flags[1].item() >= (isinstance(element, slice) and written >= 0)
+            gpu.recheck_(copies, weights, flags[0].zero_(), True, workspace)
+            assert flags[0].item() == flags[1].item()
+            assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(copies, expected, strict=True))
