@@ -28,7 +28,7 @@ def recheck_(
     if copies[0].is_cuda:
         from ampcompile.kernels.triton import recheck as gpu
 
-        gpu.recheck_(copies, weights, changed, rewrite, {} if workspace is None else workspace)
+        gpu.recheck_(copies, weights, changed, rewrite, {} if workspace is None else workspace, CHUNK, SAMPLE)
     else:
         recheck_reference_(copies, weights, changed, rewrite)
 

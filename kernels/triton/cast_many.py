@@ -24,7 +24,7 @@ TYPES = {
 def rounded(x, TO: tl.constexpr):
     """To the nearest 16-bit float, ties to even; bfloat16 by integers, because Triton's interpreter truncates."""
     x = x.to(tl.float32)
-    if TO == tl.bfloat16:
+    if tl.bfloat16 == TO:
         word = x.to(tl.int32, bitcast=True)
         nearest = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
         return tl.where(x == x, nearest, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)

@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ampcompile.kernels import recheck
 from ampcompile.kernels.triton import tables
-from ampcompile.kernels.triton.cast_many import BLOCK, TYPES, cast_chunk, row_tables, rounded
+from ampcompile.kernels.triton.cast_many import BLOCK, TYPES, cast_chunk, rounded, row_tables
 
 
 @triton.jit
@@ -36,7 +35,7 @@ def recheck_kernel(
     offset = tl.where(size <= SAMPLE, lane, spread)
     expected = rounded(tl.load(weight + offset, mask=offset < size, other=0.0), TO).to(tl.int16, bitcast=True)
     held = tl.load(copy + offset, mask=offset < size, other=0.0).to(tl.int16, bitcast=True)
-    INFINITY: tl.constexpr = 0x7F80 if TO == tl.bfloat16 else 0x7C00
+    INFINITY: tl.constexpr = 0x7F80 if tl.bfloat16 == TO else 0x7C00
     both_nan = ((expected & 0x7FFF) > INFINITY) & ((held & 0x7FFF) > INFINITY)
     if tl.max(((expected != held) & ~both_nan).to(tl.int32), 0) != 0:
         tl.store(changed, 1)
@@ -45,12 +44,18 @@ def recheck_kernel(
 
 
 def recheck_(
-    copies: Sequence[Tensor], weights: Sequence[Tensor], changed: Tensor, rewrite: bool, workspace: dict[str, Any]
+    copies: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    changed: Tensor,
+    rewrite: bool,
+    workspace: dict[str, Any],
+    chunk: int,
+    sample: int,
 ) -> None:
     """One launch for each pair of dtypes."""
     with tables.on(changed.device):
         if "rows" not in workspace:
-            workspace["rows"] = list(row_tables(copies, weights, recheck.CHUNK))
+            workspace["rows"] = list(row_tables(copies, weights, chunk))
         for rows, source, target in workspace["rows"]:
             recheck_kernel[(len(rows),)](
                 rows,
@@ -58,8 +63,8 @@ def recheck_(
                 FROM=TYPES[source],
                 TO=TYPES[target],
                 REWRITE=rewrite,
-                SAMPLE=recheck.SAMPLE,
-                CHUNK=recheck.CHUNK,
+                SAMPLE=sample,
+                CHUNK=chunk,
                 BLOCK=BLOCK,
                 num_warps=4,
             )
