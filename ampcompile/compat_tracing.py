@@ -27,7 +27,7 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[list[Any], FakeTensorMod
     assert mode is not None
 
     def fake(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        if not isinstance(value, torch.Tensor) or (isinstance(value, FakeTensor) and value.fake_mode is mode):
             return value
         symbolic = context.tensor_to_context.get(value)
         source = symbolic.tensor_source if symbolic is not None else None
@@ -36,11 +36,12 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[list[Any], FakeTensorMod
     return [fake(value) for value in example_inputs], mode
 
 
-def fresh_symbols_allowed(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
-    """Running a graph on fakes again may create unbacked sizes anew; without this that is an error."""
-    if mode.shape_env is None:
-        return contextlib.nullcontext()
-    return mode.shape_env.ignore_fresh_unbacked_symbols()
+@contextlib.contextmanager
+def computing_on(mode: FakeTensorMode) -> Iterator[None]:
+    """Compute with fake tensors of a mode. Unbacked sizes may be created anew, and a user's hooks see nothing saved."""
+    anew = mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env is not None else contextlib.nullcontext()
+    with mode, anew, torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing():
+        yield
 
 
 TakesApart = Callable[[OpOverload, Any, Any], bool]
@@ -113,6 +114,19 @@ def untraced() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def autocast_disabled() -> Iterator[None]:
+    """Autocast off on every device, but no region that a trace would record; one entered inside acts."""
+    enabled = [device for device in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(device)]
+    for device in enabled:
+        torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        for device in enabled:
+            torch.set_autocast_enabled(device, True)
+
+
 def tracer() -> Any:
     """The tracer of the innermost `make_fx`."""
     mode = proxy_tensor.get_proxy_mode()
@@ -138,13 +152,13 @@ def record_state_change(target: Any, args: Any, kwargs: Any) -> Node:
 
 @contextlib.contextmanager
 def on_fakes_of(gm: GraphModule) -> Iterator[None]:
-    """Compute with a graph's fake tensors, autocast excluded, fresh unbacked sizes allowed."""
+    """Compute with a graph's fake tensors, autocast excluded."""
     values = [node.meta.get("val") for node in gm.graph.nodes]
     mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
     if mode is None:
         yield
         return
-    with mode, torch._C._DisableAutocast(), fresh_symbols_allowed(mode):
+    with computing_on(mode), torch._C._DisableAutocast():
         yield
 
 
@@ -153,3 +167,10 @@ def largest_magnitude(constant: torch.Tensor) -> float:
     with unset_fake_temporarily():
         finite = constant[constant.isfinite()].abs()
         return float(finite.max()) if finite.numel() else 0.0
+
+
+def indexing_by_tensors() -> contextlib.AbstractContextManager[Any]:
+    """`x[i]` with a tensor `i` stays an op, as in what flex_attention calls; else Python asks for its number."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()

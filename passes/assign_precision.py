@@ -153,7 +153,7 @@ class _Walk:
                 copies[attribute] = walks[-1].gm
         agreed = higher_order.agreed_outputs(hop, args, [walk.output for walk in walks])
         outputs = [walk.returning(dtypes) for walk, dtypes in zip(walks, agreed, strict=True)]
-        result = higher_order.result(hop, args, kwargs, outputs, node.meta["val"])
+        result = higher_order.result(hop, args, kwargs, outputs, node.meta.get("val"))
         return replace(decision, bodies=copies, result=result)
 
     def _body(self, gm: GraphModule, inputs: list[Any], regions: Regions, node: Node) -> _Walk:

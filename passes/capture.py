@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ class _Capture(Interpreter):
         for body, graph in higher_order.each_body(hop, args):
             with compat_tracing.untraced():
                 inputs = body.inputs(args, kwargs, outputs)
-            replaced[id(graph)] = self.bodies.captured(graph, inputs)
+            replaced[id(graph)] = self.bodies.captured(graph, inputs, body)
             if hop is higher_order.HOPS.autograd_function_apply:
                 with compat_tracing.untraced():
                     outputs.append(replaced[id(graph)](*inputs))
@@ -137,7 +137,7 @@ class _Bodies:
         self._names: dict[GraphModule, str] = {}
         self._count = 0
 
-    def captured(self, graph: GraphModule, inputs: list[Any]) -> GraphModule:
+    def captured(self, graph: GraphModule, inputs: list[Any], body: higher_order.Body) -> GraphModule:
         """The capture of a body. One body called with other dtypes or under another region is another capture."""
         leaves = tuple((t.dtype, tuple(t.shape)) if isinstance(t, torch.Tensor) else str(t) for t in inputs)
         states = tuple(
@@ -145,10 +145,16 @@ class _Bodies:
         )
         key = (id(graph), leaves, states, torch.is_grad_enabled())
         if key not in self._captured:
-            body = compat_tracing.trace_body(lambda *xs: _Capture(graph, self).run(*xs), inputs, self._takes_apart)
-            body.meta.update(graph.meta)
-            self._names[body] = self.attach(body, "amp_body_")
-            self._captured[key] = body
+
+            def run(*args: Any) -> Any:
+                with body.mode():
+                    return _Capture(graph, self).run(*args)
+
+            with nullcontext() if body.autocast else compat_tracing.autocast_disabled():
+                captured = compat_tracing.trace_body(run, inputs, self._takes_apart)
+            captured.meta.update(graph.meta)
+            self._names[captured] = self.attach(captured, "amp_body_")
+            self._captured[key] = captured
         return self._captured[key]
 
     def name(self, body: GraphModule) -> str:
@@ -202,9 +208,8 @@ def capture(gm: GraphModule, fakes: list[Any], mode: FakeTensorMode, policy: Pol
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))  # put back, whatever the graph did
-        stack.enter_context(mode)
+        stack.enter_context(compat_tracing.computing_on(mode))
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
-        stack.enter_context(compat_tracing.fresh_symbols_allowed(mode))
         traced = compat_tracing.trace_pre_dispatch(_Capture(gm, _Bodies(takes_apart)).run, fakes, takes_apart)
     for graph in [traced, *(body for _, body in bodies(traced))]:
         for node in graph.graph.find_nodes(op="get_attr"):

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import FLOATS
@@ -119,7 +119,8 @@ def placeholders(gm: GraphModule) -> list[Node]:
 
 def changes_state(node: Node) -> bool:
     """Whether a captured node is about no value: grad mode, inference mode, the choice of attention kernels."""
-    return node.op == "call_function" and node.meta.get("val", node) is None and not isinstance(node.target, OpOverload)
+    of_op = isinstance(node.target, OpOverload | HigherOrderOperator)
+    return node.op == "call_function" and not of_op and node.meta.get("val", node) is None
 
 
 def bodies(gm: GraphModule) -> Iterator[tuple[Node, GraphModule]]:

@@ -7,6 +7,7 @@ to the dispatcher's own autocast (`passes.opaque`), never dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +27,14 @@ Inputs = Callable[[tuple[Any, ...], dict[str, Any], list[Any]], list[Any]]
 class Body:
     """One graph argument: its path in the op's arguments, its inputs, whether autocast acts inside.
 
-    `inputs(args, kwargs, outputs)` also sees the outputs of the bodies before it.
+    `inputs(args, kwargs, outputs)` also sees the outputs of the bodies before it. `mode()` is a context that the
+    body is captured in.
     """
 
     path: tuple[int, ...]
     inputs: Inputs
     autocast: bool = True
+    mode: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def _backward_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Any]) -> list[Any]:
@@ -63,8 +66,8 @@ CALLS: dict[HigherOrderOperator, tuple[Body, ...]] = {
         Body((1,), lambda a, k, o: [*a[2], *a[3]]),
     ),
     HOPS.flex_attention: (
-        Body((3,), _score_inputs(7, score=True), autocast=False),
-        Body((4, -1), _score_inputs(8, score=False), autocast=False),
+        Body((3,), _score_inputs(7, score=True), autocast=False, mode=compat_tracing.indexing_by_tensors),
+        Body((4, -1), _score_inputs(8, score=False), autocast=False, mode=compat_tracing.indexing_by_tensors),
     ),
     HOPS.triton_kernel_wrapper_mutation: (),
     HOPS.triton_kernel_wrapper_functional: (),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def _origin(node: Node) -> dict[str, Any]:
 
 def _call_copy(gm: GraphModule, node: Node, attribute: Node, body: GraphModule) -> None:
     """Call a copy of a body where other calls of it, with other dtypes, keep the original."""
-    name = next(name for i in range(len(gm.graph.nodes)) if not hasattr(gm, name := f"{attribute.target}_{i}"))
+    name = next(name for i in count() if getattr(gm, name := f"{attribute.target}_{i}", body) is body)
     setattr(gm, name, body)
     with gm.graph.inserting_before(node):
         copied = gm.graph.get_attr(name)
