@@ -8,16 +8,15 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from . import compat_explain
-from .backend import Rewritten, rewrite
+from .backend import rewrite
 from .config import Options
-from .dtypes import short_name
 from .lower import lower
-from .passes.graph import placeholders
 from .report import Report
 from .report_records import GraphRecord
+from .report_totals import Total, eager_totals, total_of
 from .report_watch import Watcher
 from .untouched import untouched
 
@@ -66,46 +65,20 @@ def _plain(f: Any) -> Iterator[None]:
 
 
 def _recorder(options: Options, graphs: list[GraphRecord]) -> Callable[..., Any]:
-    """A backend that records every graph as `options` would have it, and runs it with torch's own kernels."""
+    """A backend that records every graph and runs it with torch's own kernels."""
     run_as = replace(options, lower="eager" if options.lower == "eager" else "aot_eager")
 
     def record(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        watcher = Watcher(lambda graph: _weights(graph, example_inputs))
-        rewritten = rewrite(gm, example_inputs, options, watcher.watch)
-        graphs.append(_record_of(rewritten, watcher, _precision(example_inputs)))
-        return lower(rewrite(gm, example_inputs, run_as).graph, example_inputs, run_as)
+        watcher = Watcher(example_inputs)
+        watcher.totals += eager_totals(gm, example_inputs)
+        rewritten = rewrite(gm, example_inputs, run_as, watcher.watch)
+        seen = watcher.record(gm, rewritten.graph, rewritten.history)
+        after: list[Total] = []
+        compiled = lower(
+            rewritten.graph, example_inputs, run_as, lambda name, joint: after.append(total_of(name, joint))
+        )
+        graphs.append(replace(seen, totals=(*seen.totals, *after)))
+        return compiled
 
     record.amp_options = lambda **_: options  # type: ignore[attr-defined]
     return record
-
-
-def _weights(gm: GraphModule, example_inputs: Sequence[Any]) -> set[Node]:
-    return {
-        node
-        for node, value in zip(placeholders(gm), example_inputs, strict=True)
-        if isinstance(value, torch.nn.Parameter)
-        or node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
-    }
-
-
-def _record_of(rewritten: Rewritten, watcher: Watcher, precision: str) -> GraphRecord:
-    reason = getattr(rewritten.original, "compile_subgraph_reason", None)
-    return GraphRecord(
-        precision=precision,
-        reason=reason.reason if reason is not None and reason.graph_break else "",
-        code=rewritten.graph.print_readable(print_output=False),
-        casts=tuple(watcher.casts.values()),
-        ops=watcher.ops,
-        history=rewritten.history,
-    )
-
-
-def _precision(example_inputs: Sequence[Any]) -> str:
-    devices = sorted({v.device.type for v in example_inputs if isinstance(v, torch.Tensor)}) or ["cpu"]
-    return ", ".join(
-        f"{device} in {short_name(torch.get_autocast_dtype(device))}"
-        if torch.is_autocast_enabled(device)
-        else f"{device} without autocast"
-        for device in devices
-        if torch.amp.is_autocast_available(device)
-    )

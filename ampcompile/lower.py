@@ -6,19 +6,24 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from . import compat, packing, weights
 from .config import Options
 from .kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
 from .passes import bind_weights
-from .passes.base import run_passes
+from .passes.base import Watch, run_passes
 from .passes.weight_copy import Slot
 from .plain_graph import without_autocast
 
 
-def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-    """The callable that Dynamo installs. Casts are explicit in `gm`: no autocast acts while it is lowered or runs."""
+def lower(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, watch: Watch | None = None
+) -> Callable[..., Any]:
+    """The callable that Dynamo installs. Casts are explicit in `gm`: no autocast acts while it is lowered or runs.
+
+    `watch(name, graph)` sees the graph after differentiation, before and after each pass on it (`aot_eager` only).
+    """
     copies = [node for node in gm.graph.find_nodes(op="placeholder") if "amp_copy" in node.meta]
     slots = [node.meta["amp_copy"] for node in copies]
     inputs = [*example_inputs, *(node.meta["val"] for node in copies)]
@@ -28,12 +33,24 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> C
         compiled = without_autocast(gm)
     elif options.lower == "aot_eager":
         with compat.lowering_without_autocast():
-            compiled = compat.aot_eager(gm, inputs, on_joint_graph=bind_weights.bind)
+            compiled = compat.aot_eager(gm, inputs, on_joint_graph=_watched(bind_weights.bind, watch))
     else:
         compat.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
         with compat.lowering_without_autocast():
             compiled = compat.inductor(gm, inputs, _inductor_config(options, slots), on_joint_graph=bind_weights.bind)
     return _with_copies(compiled, slots, options) if slots else compiled
+
+
+def _watched(act: compat.OnJointGraph, watch: Watch | None) -> compat.OnJointGraph:
+    if watch is None:
+        return act
+
+    def watched(graph: Graph) -> None:
+        watch("differentiated: forward and backward", graph.owning_module)
+        act(graph)
+        watch("bind_weights", graph.owning_module)
+
+    return watched
 
 
 def _inductor_config(options: Options, slots: Sequence[Slot]) -> dict[str, Any]:

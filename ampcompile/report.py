@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from . import report_table
 from .report_records import CastRecord, GraphRecord, OpRecord
+from .report_totals import Total
 
 
 @dataclass(frozen=True)
@@ -35,5 +36,14 @@ class Report:
         """Names of the ops that the policy has never heard of: they run in the dtypes that arrive."""
         return sorted({op.op for op in self.ops if not op.known})
 
+    @property
+    def totals(self) -> list[Total]:
+        """Conversions per call: in eager autocast, after each pass, and after differentiation. All graphs together."""
+        sums: dict[str, Total] = {}
+        for total in (total for graph in self.graphs for total in graph.totals):
+            before = sums.get(total.stage, Total(total.stage, 0, 0))
+            sums[total.stage] = Total(total.stage, before.casts + total.casts, before.bytes + total.bytes)
+        return list(sums.values())
+
     def __str__(self) -> str:
-        return report_table.render(self.graphs, self.unknown_ops)
+        return report_table.render(self.graphs, self.unknown_ops, self.totals)

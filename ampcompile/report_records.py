@@ -16,6 +16,7 @@ from .dtypes import FLOATS
 from .passes.base import Applied
 from .passes.graph import Cast, Decision, bodies, module_path, op_name, placeholders, source_line
 from .passes.weight_copy import WEIGHT_COPY
+from .report_totals import Total, hint
 
 Shape = tuple[int | str, ...]
 CAST = torch.ops.aten.to.dtype
@@ -68,6 +69,8 @@ class GraphRecord:
     casts: tuple[CastRecord, ...]
     ops: tuple[OpRecord, ...]
     history: tuple[Applied, ...]
+    totals: tuple[Total, ...]
+    """Conversions in eager autocast, then in the graph after each pass, then after differentiation."""
 
 
 def cast_nodes(gm: GraphModule) -> Iterator[Node]:
@@ -121,13 +124,6 @@ def _is_cast(node: Node) -> bool:
 def shape_of(value: torch.Tensor) -> Shape:
     """A shape as plain values."""
     return tuple(size if isinstance(size, int) else str(size) for size in value.shape)
-
-
-def hint(size: int | torch.SymInt) -> int:
-    """A size as the number it was traced with; 0 for sizes that depend on data."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else 0
 
 
 def _with_bodies(gm: GraphModule, origins: dict[Node, str]) -> Iterator[tuple[GraphModule, dict[Node, str]]]:

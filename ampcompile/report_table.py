@@ -14,9 +14,12 @@ from rich.table import Table
 
 from .dtypes import short_name
 from .report_records import CastRecord, GraphRecord, OpRecord
+from .report_totals import Total
 
 
-def render(graphs: Sequence[GraphRecord], unknown: Sequence[str], width: int | None = None) -> str:
+def render(
+    graphs: Sequence[GraphRecord], unknown: Sequence[str], totals: Sequence[Total], width: int | None = None
+) -> str:
     """The table of all graphs, at most `width` columns wide (default: the terminal's)."""
     console = Console(
         file=io.StringIO(),
@@ -39,7 +42,10 @@ def render(graphs: Sequence[GraphRecord], unknown: Sequence[str], width: int | N
         console.print(
             f"unknown to the policy: {', '.join(unknown)} (ampcompile.register_op gives a rule)", markup=False
         )
-    console.print(_totals(graphs), markup=False)
+    if totals:
+        console.print()
+        console.print(_total_table(totals))
+    console.print(_summary(graphs), markup=False)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.splitlines())
 
@@ -123,7 +129,17 @@ def _op_table(ops: Sequence[OpRecord], reasons: _Footnotes) -> Table:
     return table
 
 
-def _totals(graphs: Sequence[GraphRecord]) -> str:
+def _total_table(totals: Sequence[Total]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="", padding=(0, 1, 0, 0))
+    table.add_column("conversions between floating dtypes in one call", overflow="fold")
+    table.add_column("times", justify="right")
+    table.add_column("bytes", justify="right")
+    for total in totals:
+        table.add_row(total.stage, str(total.casts), human_bytes(total.bytes))
+    return table
+
+
+def _summary(graphs: Sequence[GraphRecord]) -> str:
     casts = [cast for graph in graphs for cast in graph.casts]
     every_call = [cast for cast in casts if not {"hoisted", "shared", "folded", "fused"} & set(cast.fate)]
     return (

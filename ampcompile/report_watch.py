@@ -2,33 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
-from .report_records import CastRecord, OpRecord, cast_nodes, casts_of, ops_of
+from .dtypes import short_name
+from .passes.base import Applied
+from .passes.graph import placeholders
+from .report_records import CastRecord, GraphRecord, OpRecord, cast_nodes, casts_of, ops_of
+from .report_totals import Total, total_of
 
 # What has become of a cast that is gone after a pass, by the verb in the pass's name.
 _FATES = {"hoist": "hoisted", "share": "shared", "fold": "folded", "drop": "folded", "move": "moved", "fuse": "fused"}
 
 
-@dataclass
 class Watcher:
-    """`weights(graph)` are the inputs that hold weights. Hand `Watcher.watch` to the pass runner."""
+    """Sees a graph after each pass: hand `watch` to `rewrite`. `example_inputs` are those of the graph."""
 
-    weights: Callable[[GraphModule], set[Node]]
-    casts: dict[int, CastRecord] = field(default_factory=dict)
-    ops: tuple[OpRecord, ...] = ()
+    def __init__(self, example_inputs: Sequence[Any]) -> None:
+        self.example_inputs = example_inputs
+        self.precision = _precision(example_inputs)
+        self.casts: dict[int, CastRecord] = {}
+        self.ops: tuple[OpRecord, ...] = ()
+        self.totals: list[Total] = []
+        self.code = ""
 
     def watch(self, name: str, gm: GraphModule) -> None:
-        """Called after each pass."""
+        """Called after each pass on the captured graph."""
+        if name == "assign_precision":  # casts nothing yet
+            return
+        self.totals.append(total_of(name, gm))
         if name == "insert_casts":
             self.ops = tuple(ops_of(gm))
-            self.casts = dict(casts_of(gm, self.weights(gm)))
+            self.casts = dict(casts_of(gm, _weights(gm, self.example_inputs)))
             return
         there = {node.meta["amp_cast"].number: node.meta["amp_cast"].fate for node in cast_nodes(gm)}
         word = _FATES.get(name.partition("_")[0])
         for number, record in self.casts.items():
             gone = (*record.fate, word) if word and word not in record.fate else record.fate
             self.casts[number] = replace(record, fate=there.get(number, gone))
+
+    def record(self, original: GraphModule, rewritten: GraphModule, history: Sequence[Applied]) -> GraphRecord:
+        """All that was seen of the graph that Dynamo gave as `original`. Before it is lowered, which changes it."""
+        reason = getattr(original, "compile_subgraph_reason", None)
+        return GraphRecord(
+            precision=self.precision,
+            reason=reason.reason if reason is not None and reason.graph_break else "",
+            code=rewritten.print_readable(print_output=False),
+            casts=tuple(self.casts.values()),
+            ops=self.ops,
+            history=tuple(history),
+            totals=tuple(self.totals),
+        )
+
+
+def _weights(gm: GraphModule, example_inputs: Sequence[Any]) -> set[Node]:
+    return {
+        node
+        for node, value in zip(placeholders(gm), example_inputs, strict=True)
+        if isinstance(value, torch.nn.Parameter)
+        or node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
+    }
+
+
+def _precision(example_inputs: Sequence[Any]) -> str:
+    devices = sorted({v.device.type for v in example_inputs if isinstance(v, torch.Tensor)}) or ["cpu"]
+    return ", ".join(
+        f"{device} in {short_name(torch.get_autocast_dtype(device))}"
+        if torch.is_autocast_enabled(device)
+        else f"{device} without autocast"
+        for device in devices
+        if torch.amp.is_autocast_available(device)
+    )
