@@ -35,3 +35,7 @@ class AmpWarning(UserWarning):
 
 class ScalerError(AmpError, ValueError):
     """A `GradScaler` was given bounds that make no sense, or asked for what it can't know yet."""
+
+
+class StaleWeightError(AmpError, RuntimeError):
+    """A weight was written unseen while a backward waited for its old value, and a call used the old value too."""

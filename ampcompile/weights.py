@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import compat_weights as compat
+from . import weights_gpu as gpu
 from . import weights_writers as weights_writers  # its import sets the signals up
 from .weights_copy import CopySet, copies, copies_of, copy_of, lock, passes, refresh
 from .weights_memory import known_memory_of, moment
@@ -49,6 +50,8 @@ class Binding:
         """
         for known in self._recent:
             if known.fresh(weights):
+                if known.rechecks:
+                    known.look(weights)
                 return known.tensors
         return self._refresh(weights)
 
@@ -60,8 +63,14 @@ class Binding:
             for copy, weight in zip(members, weights, strict=True):
                 copy.in_place |= self._in_place
                 copy.memory.trainable |= weight.requires_grad
-            refresh(zip(members, weights, strict=True))
-            known = CopySet(weights, members, now)
+            captured = gpu.capturing(weights)
+            refresh(zip(members, weights, strict=True), every=captured)
+            if captured:  # nothing ran: the copies hold their old values until the graph is replayed
+                for copy in members:
+                    copy.forget()
+            known = CopySet(weights, members, None if captured else now)
+            if not captured:
+                known.look(weights)
             others = [other for other in self._recent if other.ids != known.ids]
             self._recent = (known, *others[: _MAX_SETS - 1])
             return known.tensors
@@ -131,11 +140,14 @@ def wrote(params: Iterable[Tensor]) -> None:
     """All that `writable_copies` gave for these parameters was just rewritten from the parameters' new values."""
     with lock, torch.inference_mode(False):
         moment()
+        written: list[Tensor] = []
         for param in params:
             for copy in copies_of(param):
                 if copy.lent:
                     copy.settle(param)
                     copy.lent = False
+                    written.append(copy.tensor)
+        gpu.cast_done(written)
 
 
 def _tensors(found: torch.nn.Module | Tensor | Iterable[Tensor]) -> Iterable[Tensor]:

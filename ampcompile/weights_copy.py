@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import compat_weights as compat
+from . import weights_gpu as gpu
 from .kernels.cast_many import cast_many_
 from .weights_memory import memory_of, moment
 from .weights_sample import Sample
@@ -73,6 +75,14 @@ class Copy:
             self.counters = {key: (each, each._version) for key, (each, _) in known.items()}
         self.sample = Sample.of(weight)
 
+    def forget(self) -> None:
+        """The buffer does not hold what the weight holds."""
+        self.mark = None
+
+
+def _all_writable(members: Sequence[Copy]) -> bool:
+    return all(copy.writable() for copy in members)
+
 
 class CopySet:
     """The copies of one set of weights, and everything that has to be as it was for all of them to be fresh."""
@@ -92,11 +102,14 @@ class CopySet:
         self.storages = list({copy.memory.storage.cdata for copy in distinct})
         self.addresses = list(map(Tensor.data_ptr, weights))
         self.sample = Sample.joined(copy.sample for copy in distinct)
+        self.rechecks = self._rechecks(weights)
         _sets.add(self)
 
     def fresh(self, weights: Sequence[Tensor]) -> bool:
         """Whether these are the same weights and none was written. About 0.2 us a weight."""
         if self.moment is not moment() or self.passes != _passes or self.ids != list(map(id, weights)):
+            return False
+        if self.rechecks and gpu.capturing(weights):
             return False
         try:
             if self.versions != list(map(compat.version, weights)):
@@ -107,6 +120,23 @@ class CopySet:
             return False
         held = list(map(compat.hold_storage, self.storages))  # the sample reads memory, which must not go away
         return None not in held and self.addresses == list(map(Tensor.data_ptr, weights)) and self.sample.unchanged()
+
+    def look(self, weights: Sequence[Tensor]) -> None:
+        """On GPUs, look for writes that left no trace, and cast what was written, as part of the call that follows."""
+        for places, recheck in self.rechecks:
+            if len(places) == len(self.tensors):
+                recheck.look(self.tensors, weights)
+            else:
+                recheck.look([self.tensors[i] for i in places], [weights[i] for i in places])
+
+    def _rechecks(self, weights: Sequence[Tensor]) -> list[tuple[list[int], gpu.Recheck]]:
+        found = []
+        for device in dict.fromkeys(weight.device for weight in weights if weight.is_cuda):
+            places = [i for i, weight in enumerate(weights) if weight.device == device and weight.numel()]
+            there = [self.members[i] for i in places]
+            writable = functools.partial(_all_writable, there)
+            found.append((places, gpu.Recheck(device, [copy.tensor for copy in there], writable)))
+        return found
 
     def gone(self) -> bool:
         """Whether a weight was freed."""
@@ -136,17 +166,25 @@ def _key(weight: Tensor, dtype: torch.dtype) -> tuple:
     return (*place, weight.shape, weight.stride(), weight.dtype, dtype)
 
 
-def refresh(pairs: Iterable[tuple[Copy, Tensor]]) -> None:
-    """Cast the weights whose copies are out of date, all in one pass."""
+def refresh(pairs: Iterable[tuple[Copy, Tensor]], every: bool) -> None:
+    """Cast the weights whose copies are out of date, or `every` one, all in one pass."""
     global _passes
-    stale = list({id(copy): (copy, weight) for copy, weight in pairs if not copy.fresh(weight)}.values())
-    if stale:
-        for copy, weight in stale:
-            if not copy.writable():
-                copy.allocate(weight, copy.tensor.dtype)
-            copy.settle(weight)
-        cast_many_([copy.tensor for copy, _ in stale], [weight for _, weight in stale])
+    stale = list({id(copy): (copy, weight) for copy, weight in pairs if every or not copy.fresh(weight)}.values())
+    if not stale:
+        return
+    for copy, weight in stale:
+        if not copy.writable():
+            copy.allocate(weight, copy.tensor.dtype)
+        copy.settle(weight)
+    written = [copy.tensor for copy, _ in stale]
+    try:
+        cast_many_(written, [weight for _, weight in stale])
+        gpu.cast_done(written)
         _passes += 1
+    except BaseException:
+        for copy, _ in stale:
+            copy.forget()
+        raise
 
 
 def passes() -> int:

@@ -21,8 +21,8 @@ def recheck_(
 ) -> None:
     """Set `changed` to 1 if a sample of a weight isn't what its copy holds; `rewrite` casts such chunks; no host sync.
 
-    Finds writers that rewrite a tensor, not those that change elements between the samples. Versions stay as they
-    are. `changed`: one int32 on the same device, never cleared. NaN equals NaN. `workspace` keeps the tables between
+    Finds writers that rewrite a tensor, not those that change elements between the samples. Versions don't
+    tell. `changed`: one int32 on the same device, never cleared. NaN equals NaN. `workspace` keeps the tables between
     calls with the same tensors. Reads 6 bytes of each 384 (of float32), and rewrites nothing as a rule.
     """
     if copies[0].is_cuda:
