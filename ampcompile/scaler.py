@@ -77,7 +77,7 @@ class GradScaler(torch.amp.GradScaler):
             if state["stage"] is OptState.STEPPED:
                 raise RuntimeError("clip_grad_norm_() is being called after step().")
         record = self._records[optimizer]
-        fused = self._fused(optimizer, record)
+        fused = self._fused(optimizer, record, only_grads=True)
         ready = state is not None and state["stage"] is OptState.READY
         if fused is None:
             if ready:
@@ -134,10 +134,10 @@ class GradScaler(torch.amp.GradScaler):
         self._stepped(record, tuple(state["found_inf_per_device"].values()))
         return result
 
-    def _fused(self, optimizer: Any, record: Record) -> FusedStep | None:
+    def _fused(self, optimizer: Any, record: Record, only_grads: bool = False) -> FusedStep | None:
         """The step as our kernels take it, or None if they can't."""
         try:
-            fused = collect(optimizer, record.workspaces)
+            fused = collect(optimizer, record.workspaces, only_grads)
         except NotFusedError as reason:
             if record.detour != str(reason):
                 record.detour = str(reason)

@@ -14,6 +14,7 @@ from ampcompile import compat_scaler
 from ampcompile.kernels import native
 
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+PLAIN = (torch.nn.Parameter, Tensor)
 GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TORCH_OPTIM = os.path.dirname(inspect.getfile(torch.optim))
 
@@ -54,13 +55,13 @@ def layers(function: Any) -> Iterator[Any]:
 def require_plain_tensors(param: Tensor, grad: Tensor) -> None:
     """The kernels read memory: dense tensors of types they know, weight and gradient laid out alike."""
     for name, tensor in (("parameter", param), ("gradient", grad)):
-        if type(tensor) not in (torch.nn.Parameter, Tensor):
+        if type(tensor) not in PLAIN:
             raise NotFusedError(f"a {name} is a {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
+        if tensor.layout is not torch.strided:
             raise NotFusedError(f"a {name} is {tensor.layout}")
         if tensor.is_neg() or tensor.is_inference():
             raise NotFusedError(f"a {name} is a negated view or an inference tensor")
-    if param.dtype != torch.float32 or grad.dtype not in GRAD_DTYPES:
+    if param.dtype is not torch.float32 or grad.dtype not in GRAD_DTYPES:
         raise NotFusedError(f"a parameter is {param.dtype}, its gradient {grad.dtype}")
     if grad.device != param.device:
         raise NotFusedError("a gradient is on another device than its parameter")
@@ -74,11 +75,11 @@ def dense(tensor: Tensor) -> bool:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether equal indices lie at equal offsets; strides of dimensions of size one don't matter."""
+    """Whether dense tensors have equal elements at equal offsets; strides of dimensions of size one don't matter."""
+    if a.is_contiguous() and b.is_contiguous():
+        return a.numel() == b.numel()
     if a.shape != b.shape:
         return False
-    if a.is_contiguous() and b.is_contiguous():
-        return True
     return all(size < 2 or x == y for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 

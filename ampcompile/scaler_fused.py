@@ -20,18 +20,7 @@ from ampcompile.scaler_conditions import (
     require_torchs_own_step,
     same_layout,
 )
-
-try:
-    from ampcompile.weights import writable_copies, wrote
-except ImportError:
-
-    def writable_copies(param: Tensor) -> tuple[Tensor, ...]:
-        """No copies are kept."""
-        return ()
-
-    def wrote(params: Iterable[Tensor]) -> None:
-        """No copies are kept."""
-
+from ampcompile.weights import writable_copies, wrote
 
 PerDevice = dict[torch.device, Tensor]
 
@@ -102,10 +91,10 @@ def clip_over_devices(norms: list[Tensor], max_norm: float) -> tuple[Tensor, Ten
     return norm, (max_norm / (norm + 1e-6)).clamp(max=1)
 
 
-def collect(optimizer: Any, workspaces: dict[torch.device, dict[str, Any]]) -> FusedStep:
+def collect(optimizer: Any, workspaces: dict[torch.device, dict[str, Any]], only_grads: bool = False) -> FusedStep:
     """Gather what the fused step of `optimizer` works on; raises `NotFusedError` where it can't be taken.
 
-    Creates the optimizer's state where it is missing, as its own step would.
+    Creates the optimizer's state where it is missing, as its own step would. `only_grads` is enough for `check`.
     """
     require_torchs_own_step(optimizer)
     entries = [
@@ -117,7 +106,7 @@ def collect(optimizer: Any, workspaces: dict[torch.device, dict[str, Any]]) -> F
     for param, grad, _ in entries:
         require_plain_tensors(param, grad)
     # torch unscales float16 gradients only inside fused optimizers; elsewhere they are its error to raise.
-    if not amp_aware(optimizer) and any(grad.dtype == torch.float16 for _, grad, _ in entries):
+    if not amp_aware(optimizer) and any(grad.dtype is torch.float16 for _, grad, _ in entries):
         raise NotFusedError("gradients are float16")
     devices = list(dict.fromkeys(param.device for param, _, _ in entries))
     require_kernels({device.type for device in devices})
@@ -135,14 +124,16 @@ def collect(optimizer: Any, workspaces: dict[torch.device, dict[str, Any]]) -> F
     step = FusedStep(optimizer, {device: kind(groups) for device in devices}, workspaces)  # type: ignore[arg-type]
     for param, grad, index in entries:
         tensors = step.work[param.device]
+        tensors.params.append(param)
+        tensors.grads.append(grad)
+        tensors.group_of.append(index)
+        if only_grads:
+            continue
         gather(tensors, optimizer.state, param, optimizer.param_groups[index])  # type: ignore[arg-type]
         copies = writable_copies(param)
         ours = next((copy for copy in copies if same_layout(copy, param)), None)
-        step.other_copies += [(param, copy) for copy in copies if copy is not ours]
-        tensors.params.append(param)
-        tensors.grads.append(grad)
         tensors.copies.append(ours)
-        tensors.group_of.append(index)
+        step.other_copies += [(param, copy) for copy in copies if copy is not ours]
     return step
 
 

@@ -17,23 +17,28 @@ SIZES = (0, 1, 5, 31, 32, 33, 1023, 1025, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK
 GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def odd_tensors(sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def odd_tensors(dtype: torch.dtype = torch.float32, sizes: tuple[int, ...] = SIZES) -> list[Tensor]:
     """Random tensors of these sizes, each a view that starts at another offset of its storage, and a transposed one."""
     views = [torch.randn(size + i % 7, dtype=torch.float32).to(dtype)[i % 7 :] for i, size in enumerate(sizes)]
-    return [*views, torch.randn(37, 53).to(dtype).t()]
+    return [*views, torch.randn(7, 9).to(dtype).t()]
 
 
-def adam_tensors(groups: list[AdamGroup], grad_dtype: torch.dtype = torch.float32, amsgrad: bool = True) -> AdamTensors:
+def adam_tensors(
+    groups: list[AdamGroup],
+    grad_dtype: torch.dtype = torch.float32,
+    amsgrad: bool = True,
+    sizes: tuple[int, ...] = SIZES,
+) -> AdamTensors:
     """Some steps into training; every other parameter has a copy, in turn float16 and bfloat16."""
-    params = odd_tensors()
+    params = odd_tensors(sizes=sizes)
     n = len(params)
-    squares = [t.square() for t in odd_tensors()]
+    squares = [t.square() for t in odd_tensors(sizes=sizes)]
     low = (torch.float16, torch.bfloat16)
     return AdamTensors(
         groups,
         params=params,
-        grads=odd_tensors(dtype=grad_dtype),
-        exp_avgs=odd_tensors(),
+        grads=odd_tensors(grad_dtype, sizes),
+        exp_avgs=odd_tensors(sizes=sizes),
         exp_avg_sqs=squares,
         max_exp_avg_sqs=[s * 0.999 if amsgrad and i % 3 else None for i, s in enumerate(squares)],
         steps=[torch.tensor(float(i)) for i in range(n)],
@@ -42,14 +47,16 @@ def adam_tensors(groups: list[AdamGroup], grad_dtype: torch.dtype = torch.float3
     )
 
 
-def sgd_tensors(groups: list[SgdGroup], grad_dtype: torch.dtype = torch.float32) -> SgdTensors:
+def sgd_tensors(
+    groups: list[SgdGroup], grad_dtype: torch.dtype = torch.float32, sizes: tuple[int, ...] = SIZES
+) -> SgdTensors:
     """Some steps into training; every other parameter has a copy."""
-    params = odd_tensors()
+    params, buffers = odd_tensors(sizes=sizes), odd_tensors(sizes=sizes)
     return SgdTensors(
         groups,
         params=params,
-        grads=odd_tensors(dtype=grad_dtype),
-        momentum_buffers=[t if groups[i % len(groups)].momentum else None for i, t in enumerate(odd_tensors())],
+        grads=odd_tensors(grad_dtype, sizes),
+        momentum_buffers=[b if groups[i % len(groups)].momentum else None for i, b in enumerate(buffers)],
         copies=[torch.full_like(p, torch.nan, dtype=torch.bfloat16) if i % 2 else None for i, p in enumerate(params)],
         group_of=[i % len(groups) for i in range(len(params))],
     )

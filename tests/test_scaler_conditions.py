@@ -199,4 +199,5 @@ def test_strides_of_dimensions_of_size_one_do_not_matter():
     a, b = torch.zeros(64).as_strided((4, 1), (1, 4)), torch.zeros(64).as_strided((4, 1), (1, 1))
     assert same_layout(a, b)
     assert not same_layout(torch.zeros(2, 2), torch.zeros(2, 2).t())
-    assert not same_layout(torch.zeros(4), torch.zeros(2, 2))
+    assert not same_layout(torch.zeros(4), torch.zeros(5))
+    assert not same_layout(torch.zeros(3, 2).t(), torch.zeros(3, 2))

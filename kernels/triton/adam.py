@@ -1,0 +1,199 @@
+"""The fused Adam step on the GPU; see `ampcompile.kernels.adam`."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ampcompile.kernels.adam import AdamTensors, group_values
+from ampcompile.kernels.triton import tables
+from ampcompile.kernels.triton.copies import TYPES, launches, refresh
+
+BLOCK = 512  # with 4 warps: 4 elements of each tensor a thread, one 16-byte access
+
+
+@triton.jit(do_not_specialize=["tensor_count"])
+def prepare_kernel(
+    words,
+    scalars,
+    multiplier,
+    found_inf,
+    tensor_count,
+    HAS_MULTIPLIER: tl.constexpr,
+    HAS_FOUND_INF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count the step unless it is skipped, and work out in float64 what every element of a tensor needs.
+
+    words: sizes, groups, seven rows of addresses (grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, step, copy),
+    then the seven float64 settings of each group.
+    """
+    tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = tensor < tensor_count
+    settings = words + (2 + 7) * tensor_count + 7 * tl.load(words + tensor_count + tensor, mask=there, other=0)
+    lr = tl.load(settings, mask=there, other=0).to(tl.float64, bitcast=True)
+    beta1 = tl.load(settings + 1, mask=there, other=0).to(tl.float64, bitcast=True)
+    beta2 = tl.load(settings + 2, mask=there, other=0).to(tl.float64, bitcast=True)
+    epsilon = tl.load(settings + 3, mask=there, other=0).to(tl.float64, bitcast=True)
+    weight_decay = tl.load(settings + 4, mask=there, other=0).to(tl.float64, bitcast=True)
+    decoupled = tl.load(settings + 5, mask=there, other=0) != 0
+    maximize = tl.load(settings + 6, mask=there, other=0) != 0
+    factor = tl.full([BLOCK], 1.0, tl.float32)
+    if HAS_MULTIPLIER:
+        factor = factor * tl.load(multiplier)
+    counts = there
+    if HAS_FOUND_INF:
+        counts = there & (tl.load(found_inf + 0 * tensor) == 0.0)
+    address = tl.load(words + (2 + 5) * tensor_count + tensor, mask=there, other=0).to(tl.pointer_type(tl.float32))
+    step = tl.load(address, mask=there, other=0.0) + 1.0
+    tl.store(address, step, mask=counts)
+    correction1 = 1.0 - tl.exp(step.to(tl.float64) * tl.log(beta1))
+    correction2 = 1.0 - tl.exp(step.to(tl.float64) * tl.log(beta2))
+    row = scalars + 9 * tensor
+    tl.store(row, tl.where(maximize, -factor, factor), mask=there)
+    tl.store(row + 1, tl.where(decoupled, 0.0, weight_decay).to(tl.float32), mask=there)
+    tl.store(row + 2, tl.where(decoupled, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=there)
+    tl.store(row + 3, beta2.to(tl.float32), mask=there)
+    tl.store(row + 4, (1.0 - beta1).to(tl.float32), mask=there)
+    tl.store(row + 5, (1.0 - beta2).to(tl.float32), mask=there)
+    tl.store(row + 6, (lr / correction1).to(tl.float32), mask=there)
+    tl.store(row + 7, tl.sqrt(correction2).to(tl.float32), mask=there)
+    tl.store(row + 8, epsilon.to(tl.float32), mask=there)
+
+
+@triton.jit
+def update(scalars, grad, param, mean, square, peak, copy, offset, mask, AMSGRAD: tl.constexpr, COPY: tl.constexpr):
+    """A block of elements; `mask` is None where all are there."""
+    factor, l2, keep, beta2, new_mean, new_square, step_size, root_correction, epsilon = scalars
+    # Four elements a thread for 16-bit tensors as well: then no thread needs another's elements.
+    offset4 = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
+    g = tl.load(grad + offset4, mask=mask).to(tl.float32) * factor
+    p = tl.load(param + offset, mask=mask)
+    m = tl.load(mean + offset, mask=mask)
+    v = tl.load(square + offset, mask=mask)
+    g = tl.where(l2 != 0.0, g + l2 * p, g)
+    m += new_mean * (g - m)
+    v = beta2 * v + new_square * g * g
+    largest = v
+    if AMSGRAD:
+        largest = tl.maximum(tl.load(peak + offset, mask=mask), v, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(peak + offset, largest, mask=mask)
+    p = p * keep - tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(largest), root_correction) + epsilon)
+    tl.store(param + offset, p, mask=mask)
+    tl.store(mean + offset, m, mask=mask)
+    tl.store(square + offset, v, mask=mask)
+    refresh(copy, offset4, p, mask, COPY)
+
+
+@triton.jit(do_not_specialize=["tensor_count"])
+def adam_kernel(
+    words,
+    chunks,
+    scalars,
+    found_inf,
+    tensor_count,
+    GRAD: tl.constexpr,
+    COPY: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    HAS_FOUND_INF: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One chunk of one tensor a program."""
+    tensor = tl.load(chunks + 2 * tl.program_id(0))
+    begin = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    size = tl.load(words + tensor)
+    row = words + 2 * tensor_count + tensor
+    grad_at = tl.load(row)
+    param_at = tl.load(row + tensor_count)
+    mean_at = tl.load(row + 2 * tensor_count)
+    square_at = tl.load(row + 3 * tensor_count)
+    peak_at = tl.load(row + 4 * tensor_count)
+    copy_at = tl.load(row + 6 * tensor_count)
+    grad, param = grad_at.to(tl.pointer_type(GRAD)), param_at.to(tl.pointer_type(tl.float32))
+    mean, square = mean_at.to(tl.pointer_type(tl.float32)), square_at.to(tl.pointer_type(tl.float32))
+    peak = peak_at.to(tl.pointer_type(tl.float32))
+    copy = copy_at.to(tl.pointer_type(COPY))
+    skip = False
+    if HAS_FOUND_INF:
+        skip = tl.load(found_inf) != 0.0
+    whole = begin + CHUNK <= size
+    aligned = ((grad_at | param_at | mean_at | square_at | peak_at | copy_at) & 15) == 0
+    own = scalars + 9 * tensor
+    h = (
+        tl.load(own),
+        tl.load(own + 1),
+        tl.load(own + 2),
+        tl.load(own + 3),
+        tl.load(own + 4),
+        tl.load(own + 5),
+        tl.load(own + 6),
+        tl.load(own + 7),
+        tl.load(own + 8),
+    )
+    if skip:
+        if COPY.primitive_bitwidth == 16:
+            for i in range(0, CHUNK, BLOCK):
+                offset = begin + i + tl.arange(0, BLOCK)
+                refresh(copy, offset, tl.load(param + offset, mask=offset < size), offset < size, COPY)
+    elif whole & aligned:
+        # The hints hold for these pointers only, and only on pointers: they are lost in the cast from an integer.
+        grad, param, copy = tl.multiple_of(grad, 16), tl.multiple_of(param, 16), tl.multiple_of(copy, 16)
+        mean, square, peak = tl.multiple_of(mean, 16), tl.multiple_of(square, 16), tl.multiple_of(peak, 16)
+        for i in range(0, CHUNK, BLOCK):
+            offset = begin + i + tl.arange(0, BLOCK)
+            update(h, grad, param, mean, square, peak, copy, offset, None, AMSGRAD, COPY)
+    else:
+        for i in range(0, CHUNK, BLOCK):
+            offset = begin + i + tl.arange(0, BLOCK)
+            update(h, grad, param, mean, square, peak, copy, offset, offset < size, AMSGRAD, COPY)
+
+
+def adam_(tensors: AdamTensors, multiplier: Tensor | None, found_inf: Tensor | None, workspace: dict[Any, Any]) -> None:
+    """One small launch for the step counts, one for each combination of types."""
+    t = tensors
+    device, count = t.params[0].device, len(t.params)
+    numels = tables.sizes(t.params)
+    rows = tables.addresses(t.grads, t.params, t.exp_avgs, t.exp_avg_sqs, t.max_exp_avg_sqs, t.steps, t.copies)
+    settings = tables.float_bits(group_values([replace(g, lr=tables.host_number(g.lr)) for g in t.groups]))
+    table = np.concatenate([numels, np.array(t.group_of, dtype=np.int64), rows, settings])
+    with tables.on(device):
+        words = workspace.setdefault("adam words", tables.Words()).follow(table, device)
+        tables.write_learning_rates(words[-len(settings) :], [group.lr for group in t.groups])
+        scalars = workspace.setdefault(("adam scalars", count), torch.empty(9 * count, device=device))
+        has_multiplier, has_found_inf = multiplier is not None, found_inf is not None
+        flag = scalars if found_inf is None else found_inf
+        prepare_kernel[(triton.cdiv(count, 128),)](
+            words,
+            scalars,
+            scalars if multiplier is None else multiplier,
+            flag,
+            count,
+            HAS_MULTIPLIER=has_multiplier,
+            HAS_FOUND_INF=has_found_inf,
+            BLOCK=128,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+        for grad, copy, amsgrad, chosen in launches(t.grads, t.copies, t.max_exp_avg_sqs):
+            pieces = tables.chunks(numels, chosen, device, workspace)
+            if len(pieces):
+                adam_kernel[(len(pieces),)](
+                    words,
+                    pieces,
+                    scalars,
+                    flag,
+                    count,
+                    GRAD=TYPES[grad],
+                    COPY=TYPES[copy],
+                    AMSGRAD=amsgrad,
+                    HAS_FOUND_INF=has_found_inf,
+                    CHUNK=tables.CHUNK,
+                    BLOCK=BLOCK,
+                    num_warps=4,
+                    enable_fp_fusion=True,
+                )

@@ -1,0 +1,169 @@
+"""One read of all gradients on the GPU; see `ampcompile.kernels.check_grads`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ampcompile.kernels.triton import tables
+from ampcompile.kernels.triton.copies import TYPES
+
+BLOCK = 1024
+PROGRAMS_PER_PROCESSOR = 4
+
+
+@triton.jit
+def inverse_of(scale, HAS_SCALE: tl.constexpr):
+    """One over the scale, as torch rounds it."""
+    inverse = tl.full([], 1.0, tl.float32)
+    if HAS_SCALE:
+        inverse = (1.0 / tl.load(scale).to(tl.float64)).to(tl.float32)
+    return inverse
+
+
+@triton.jit(do_not_specialize=["chunk_count", "tensor_count", "first_program", "all_programs"])
+def check_kernel(
+    words,
+    chunks,
+    chunk_count,
+    tensor_count,
+    scale,
+    multiplier,
+    max_norm,
+    sums,
+    flags,
+    counter,
+    result,
+    first_program,
+    all_programs,
+    GRAD: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_MULTIPLIER: tl.constexpr,
+    HAS_MAX_NORM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Programs take chunks in turn; the last to finish, of all launches, sums up. words: sizes, then addresses."""
+    factor = inverse_of(scale, HAS_SCALE)
+    if HAS_MULTIPLIER:
+        factor *= tl.load(multiplier)
+    total = tl.zeros([BLOCK], tl.float64)
+    bad = tl.zeros([BLOCK], tl.int32)
+    number = tl.program_id(0)
+    while number < chunk_count:
+        tensor = tl.load(chunks + 2 * number)
+        size = tl.load(words + tensor)
+        address = tl.load(words + tensor_count + tensor)
+        begin = tl.load(chunks + 2 * number + 1).to(tl.int64) * CHUNK
+        part = tl.zeros([BLOCK], tl.float32)
+        if (begin + CHUNK <= size) & ((address & 15) == 0):
+            grad = tl.multiple_of(address.to(tl.pointer_type(GRAD)), 16)
+            for i in range(0, CHUNK, BLOCK):
+                x = tl.load(grad + begin + i + tl.arange(0, BLOCK)).to(tl.float32) * factor
+                bad |= (tl.abs(x) < float("inf")).to(tl.int32) ^ 1
+                part += x * x
+        else:
+            grad = address.to(tl.pointer_type(GRAD))
+            for i in range(0, CHUNK, BLOCK):
+                offset = begin + i + tl.arange(0, BLOCK)
+                x = tl.load(grad + offset, mask=offset < size, other=0.0).to(tl.float32) * factor
+                x = tl.where(offset < size, x, 0.0)  # 0 times an infinite factor is no gradient's
+                bad |= (tl.abs(x) < float("inf")).to(tl.int32) ^ 1
+                part += x * x
+        total += part.to(tl.float64)
+        number += tl.num_programs(0)
+    program = first_program + tl.program_id(0)
+    tl.store(sums + program, tl.sum(total, 0))
+    tl.store(flags + program, tl.max(bad, 0))
+    tl.debug_barrier()
+    finished = tl.atomic_add(counter, 1, sem="acq_rel")
+    if finished == all_programs - 1:
+        programs = tl.arange(0, PARTS)
+        there = programs < all_programs
+        sum_all = tl.sum(tl.load(sums + programs, mask=there, other=0.0, volatile=True), 0)
+        bad_all = tl.max(tl.load(flags + programs, mask=there, other=0, volatile=True), 0)
+        norm = tl.sqrt(sum_all).to(tl.float32)
+        if HAS_MAX_NORM:
+            shrink = max_norm / (norm.to(tl.float64) + 1e-6)
+            factor = factor * tl.where(shrink > 1.0, 1.0, shrink).to(tl.float32)  # NaN stays NaN
+        tl.store(result, ((bad_all != 0) | (inverse_of(scale, HAS_SCALE) == 0.0)).to(tl.float32))
+        tl.store(result + 1, factor)
+        tl.store(result + 2, norm)
+        tl.store(counter, 0)
+
+
+def check_grads(
+    grads: Sequence[Tensor],
+    scale: Tensor | None,
+    multiplier: Tensor | None,
+    max_norm: float | None,
+    workspace: dict[Any, Any],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """found_inf, multiplier and norm; one launch for each type of gradient."""
+    device = grads[0].device
+    numels = tables.sizes(grads)
+    follow = workspace.setdefault("check words", tables.Words()).follow
+    dtypes = list(dict.fromkeys(grad.dtype for grad in grads))
+    launches = []
+    with tables.on(device):
+        words = follow(np.concatenate([numels, tables.addresses(grads)]), device)
+        for dtype in dtypes:
+            chosen = np.array([i for i, grad in enumerate(grads) if grad.dtype == dtype])
+            pieces = tables.chunks(numels, chosen, device, workspace)
+            launches.append((dtype, pieces, max(1, min(len(pieces), most_programs(device)))))
+        programs = sum(count for _, _, count in launches)
+        sums, flags, counter = partial_results(programs, device, workspace)
+        result = torch.empty(3, device=device)
+        first = 0
+        for dtype, pieces, count in launches:
+            check_kernel[(count,)](
+                words,
+                pieces,
+                len(pieces),
+                len(grads),
+                result if scale is None else scale,
+                result if multiplier is None else multiplier,
+                0.0 if max_norm is None else float(max_norm),
+                sums,
+                flags,
+                counter,
+                result,
+                first,
+                programs,
+                GRAD=TYPES[dtype],
+                HAS_SCALE=scale is not None,
+                HAS_MULTIPLIER=multiplier is not None,
+                HAS_MAX_NORM=max_norm is not None,
+                CHUNK=tables.CHUNK,
+                BLOCK=BLOCK,
+                PARTS=triton.next_power_of_2(programs),
+                num_warps=4,
+                enable_fp_fusion=True,
+            )
+            first += count
+    found_inf, factor, norm = result.unbind()
+    return found_inf, factor, norm
+
+
+def most_programs(device: torch.device) -> int:
+    """As many as the device runs at once; the number decides the order of the sum, so it is fixed."""
+    if device.type != "cuda":
+        return PROGRAMS_PER_PROCESSOR
+    return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def partial_results(programs: int, device: torch.device, workspace: dict[Any, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """A sum and a flag for each program, and how many have finished; the kernel leaves the count at zero."""
+    key = ("partial results", programs)
+    if key not in workspace:
+        workspace[key] = (
+            torch.empty(programs, dtype=torch.float64, device=device),
+            torch.empty(programs, dtype=torch.int32, device=device),
+            torch.zeros((), dtype=torch.int32, device=device),
+        )
+    return workspace[key]

@@ -1,0 +1,74 @@
+"""Gradients multiplied in place on the GPU; see `ampcompile.kernels.unscale`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ampcompile.kernels.triton import tables
+from ampcompile.kernels.triton.copies import TYPES
+
+BLOCK = 1024
+
+
+@triton.jit
+def scale_block(grad, offset, mask, factor, GRAD: tl.constexpr):
+    """Multiply a block in place; 1 for each element that isn't finite afterwards."""
+    x = tl.load(grad + offset, mask=mask)
+    product = (x.to(tl.float32) * factor).to(GRAD)
+    if factor != 1.0:  # else the bits stay, NaN payloads included
+        tl.store(grad + offset, product, mask=mask)
+    bad = tl.abs(product.to(tl.float32)) < float("inf")
+    return bad.to(tl.int32) ^ 1
+
+
+@triton.jit(do_not_specialize=["tensor_count"])
+def unscale_kernel(
+    words, chunks, multiplier, found_inf, tensor_count, GRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One chunk of one tensor a program; words: sizes, then addresses. All that find something write the same 1."""
+    tensor = tl.load(chunks + 2 * tl.program_id(0))
+    begin = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    size = tl.load(words + tensor)
+    address = tl.load(words + tensor_count + tensor)
+    grad = address.to(tl.pointer_type(GRAD))
+    factor = tl.load(multiplier)
+    bad = tl.zeros([BLOCK], tl.int32)
+    if (begin + CHUNK <= size) & ((address & 15) == 0):
+        for i in range(0, CHUNK, BLOCK):
+            bad |= scale_block(tl.multiple_of(grad, 16), begin + i + tl.arange(0, BLOCK), None, factor, GRAD)
+    else:
+        for i in range(0, CHUNK, BLOCK):
+            offset = begin + i + tl.arange(0, BLOCK)
+            found = scale_block(grad, offset, offset < size, factor, GRAD)
+            bad |= tl.where(offset < size, found, 0)
+    tl.store(found_inf, 1.0, mask=(tl.max(bad, 0) != 0) | (factor == 0.0))
+
+
+def unscale_(grads: Sequence[Tensor], multiplier: Tensor, found_inf: Tensor, workspace: dict[Any, Any]) -> None:
+    """One launch for each type of gradient."""
+    device = grads[0].device
+    numels = tables.sizes(grads)
+    with tables.on(device):
+        words = workspace.setdefault("unscale words", tables.Words()).follow(
+            np.concatenate([numels, tables.addresses(grads)]), device
+        )
+        for dtype in dict.fromkeys(grad.dtype for grad in grads):
+            chosen = np.array([i for i, grad in enumerate(grads) if grad.dtype == dtype])
+            pieces = tables.chunks(numels, chosen, device, workspace)
+            if len(pieces):
+                unscale_kernel[(len(pieces),)](
+                    words,
+                    pieces,
+                    multiplier,
+                    found_inf,
+                    len(grads),
+                    GRAD=TYPES[dtype],
+                    CHUNK=tables.CHUNK,
+                    BLOCK=BLOCK,
+                    num_warps=4,
+                    enable_fp_fusion=True,
+                )

@@ -1,0 +1,208 @@
+"""Run by test_step.py in a process with TRITON_INTERPRET=1: the scaler's GPU kernels on CPU tensors.
+
+The interpreter truncates float32 to bfloat16 where a GPU rounds, so bfloat16 results are compared to one step of it.
+"""
+
+import math
+import os
+import random
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ampcompile import scaler, scaler_fused, scaler_unscale
+from ampcompile.kernels.adam import adam_reference_
+from ampcompile.kernels.check_grads import Checked, check_grads_reference
+from ampcompile.kernels.sgd import sgd_reference_
+from ampcompile.kernels.triton import adam, check_grads, sgd, tables, unscale, update_scale
+from ampcompile.kernels.unscale import unscale_reference_
+from tests.kernels.test_adam import GROUPS as ADAM_GROUPS
+from tests.kernels.test_sgd import GROUPS as SGD_GROUPS
+from tests.scaler_cases import GRAD_DTYPES, adam_tensors, assert_close, assert_equal, odd_tensors, sgd_tensors
+from tests.test_scaler_differential import OPTIMIZERS, run
+
+assert os.environ["TRITON_INTERPRET"] == "1"
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of arithmetic with infinity and NaN
+CHUNK = 64
+SIZES = (0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """A program takes milliseconds here: few of them."""
+    monkeypatch.setattr(tables, "CHUNK", CHUNK)
+    for module in (adam, sgd, check_grads, unscale):
+        monkeypatch.setattr(module, "BLOCK", 32)
+
+
+def grads(dtype=torch.float32):
+    return odd_tensors(dtype, SIZES)
+
+
+def assert_copies(params, copies):
+    for param, copy in zip(params, copies, strict=True):
+        if copy is not None and copy.dtype == torch.float16:
+            assert_equal([copy], [param.to(copy.dtype)])
+        elif copy is not None:
+            torch.testing.assert_close(copy.float(), param, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("scale", [None, 3.0])
+@pytest.mark.parametrize("multiplier", [None, 0.7])
+@pytest.mark.parametrize("max_norm", [None, 1.0, 1e9])
+def test_check_grads(dtype, scale, multiplier, max_norm):
+    arguments = [None if x is None else torch.tensor(x) for x in (scale, multiplier)]
+    workspace = {}
+    for _ in range(2):  # the second finds the counter as the first left it
+        tensors = [*grads(dtype), torch.randn(40)]
+        before = deepcopy(tensors)
+        result = check_grads.check_grads(tensors, *arguments, max_norm, workspace)
+        assert_close(result, check_grads_reference(tensors, *arguments, max_norm))
+        assert_equal(tensors, before)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+def test_one_bad_element_anywhere_is_found(dtype, value):
+    for size in SIZES[1:]:
+        for index in {0, size // 2, size - 1}:
+            tensors = [torch.randn(7).to(dtype), torch.randn(size).to(dtype)]
+            tensors[1][index] = value
+            assert check_grads.check_grads(tensors, torch.tensor(4.0), None, 1.0, {})[0].item() == 1
+            found_inf = torch.zeros(())
+            unscale.unscale_(tensors, torch.tensor(0.25), found_inf, {})
+            assert found_inf.item() == 1
+
+
+@pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, 1e-45])
+def test_a_scale_that_cannot_be_undone_is_an_overflow(scale):
+    tensors = [torch.zeros(CHUNK + 1), torch.ones(3)]
+    assert check_grads.check_grads(tensors, torch.tensor(scale), None, None, {})[0].item() == 1
+
+
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("multiplier", [2.0**-16, 1 / 3, 1.0, 0.0])
+def test_unscale(dtype, multiplier):
+    tensors = grads(dtype)
+    expected, flags = deepcopy(tensors), [torch.zeros(()), torch.zeros(1)]
+    unscale.unscale_(tensors, torch.tensor(multiplier), flags[0], {})
+    unscale_reference_(expected, torch.tensor(multiplier), flags[1])
+    assert flags[0].item() == flags[1].item() == (multiplier == 0)
+    if dtype == torch.bfloat16 and multiplier == 1 / 3:
+        for a, b in zip(tensors, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=2**-7, atol=0)
+    else:
+        assert_equal(tensors, expected)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+def test_adam(dtype, amsgrad):
+    ours = adam_tensors(ADAM_GROUPS, dtype, amsgrad, SIZES)
+    reference, before = deepcopy(ours), deepcopy(ours.grads)
+    workspace = {}
+    for _ in range(2):
+        adam.adam_(ours, torch.tensor(0.3), torch.zeros(()), workspace)
+        adam_reference_(reference, torch.tensor(0.3))
+    for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps"):
+        assert_close(getattr(ours, name), getattr(reference, name))
+    assert_equal(ours.grads, before)
+    assert_copies(ours.params, ours.copies)
+
+
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+def test_sgd(dtype):
+    ours = sgd_tensors(SGD_GROUPS, dtype, SIZES)
+    reference, before = deepcopy(ours), deepcopy(ours.grads)
+    workspace = {}
+    for _ in range(2):
+        sgd.sgd_(ours, torch.tensor(0.3), torch.zeros(()), workspace)
+        sgd_reference_(reference, torch.tensor(0.3))
+    assert_close(ours.params, reference.params)
+    assert_close(ours.momentum_buffers, reference.momentum_buffers)
+    assert_equal(ours.grads, before)
+    assert_copies(ours.params, ours.copies)
+
+
+@pytest.mark.parametrize("found_inf", [1.0, 2.0, -1.0, math.nan])
+def test_a_skipped_step_changes_nothing_but_stale_copies(found_inf):
+    for tensors, step in (
+        (adam_tensors(ADAM_GROUPS, sizes=SIZES), adam.adam_),
+        (sgd_tensors(SGD_GROUPS, sizes=SIZES), sgd.sgd_),
+    ):
+        before = deepcopy(tensors)
+        step(tensors, torch.tensor(math.nan), torch.tensor(found_inf), {})
+        for name, value in vars(tensors).items():
+            if name not in ("groups", "copies", "group_of"):
+                assert_equal(value, getattr(before, name))
+        assert_copies(tensors.params, tensors.copies)
+
+
+def test_neither_multiplier_nor_flag_nor_copies():
+    ours = adam_tensors(ADAM_GROUPS[:1], sizes=SIZES)
+    ours.copies = [None] * len(ours.copies)
+    reference = deepcopy(ours)
+    adam.adam_(ours, None, None, {})
+    adam_reference_(reference)
+    assert_close(ours.params, reference.params)
+
+
+def test_a_learning_rate_on_the_device_is_read_at_each_step():
+    lr = torch.tensor(0.5)
+    for make, groups, step, reference_step in (
+        (adam_tensors, ADAM_GROUPS[:2], adam.adam_, adam_reference_),
+        (sgd_tensors, SGD_GROUPS[:2], sgd.sgd_, sgd_reference_),
+    ):
+        ours = make([replace(groups[0], lr=lr), groups[1]], sizes=SIZES)
+        workspace = {}
+        for value in (0.5, 0.25):
+            lr.fill_(value)
+            reference = deepcopy(ours)
+            step(ours, None, None, workspace)
+            reference_step(reference)
+            assert_close(ours.params, reference.params)
+
+
+def test_nan_reaches_the_largest_square():
+    ours = adam_tensors(ADAM_GROUPS[:1], sizes=SIZES)
+    for grad in ours.grads:
+        grad.fill_(math.nan)
+    adam.adam_(ours, None, None, {})
+    for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
+        assert all(tensor is None or tensor.isnan().all() for tensor in getattr(ours, name))
+
+
+def test_update_scale():
+    for _ in range(150):
+        scale = random.choice([random.uniform(0, 1e5), 2.0 ** random.randint(-140, 127), 1e38, 0.0, math.inf, math.nan])
+        tracker, interval = random.randint(-2, 4), random.randint(0, 4)
+        growth, backoff = random.choice([2.0, 1.1, 1.0001, 1e30]), random.choice([0.5, 0.7, 1e-30, 0.0])
+        founds = [torch.tensor(random.choice([0.0, 0.0, 1.0, 2.0, math.nan])) for _ in range(random.randint(1, 2))]
+        low, high = random.choice([(0.0, math.inf), (2.0**-24, 2.0**64)])
+        expected, got = ((torch.tensor(scale), torch.tensor(tracker, dtype=torch.int32)) for _ in range(2))
+        overflow = any(found.item() != 0 for found in founds)
+        torch._amp_update_scale_(*expected, torch.tensor(float(overflow)), growth, backoff, interval)
+        expected[0].clamp_(low, high)
+        skips = torch.tensor(5, dtype=torch.int32)
+        update_scale.update_scale_(*got, skips, founds, growth, backoff, interval, low, high)
+        assert_equal(got, expected)
+        assert skips.item() == (6 if overflow else 0)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name.split()[0] in ("SGD", "Adam", "AdamW")])
+def test_the_whole_scaler_trains_as_torchs(name, monkeypatch):
+    """The plain loop of the differential test, with these kernels under our scaler."""
+    monkeypatch.setattr(scaler_fused, "check_grads", lambda *a: Checked(*check_grads.check_grads(*a)))
+    monkeypatch.setattr(scaler_fused, "adam_", adam.adam_)
+    monkeypatch.setattr(scaler_fused, "sgd_", sgd.sgd_)
+    monkeypatch.setattr(scaler_unscale, "unscale_", unscale.unscale_)
+    monkeypatch.setattr(scaler, "update_scale_", update_scale.update_scale_)
+    program = []
+    for i in range(6):
+        program += [("scale",), ("fill", 0, i, math.nan if i in (0, 3) else None)]
+        program += [[("unscale", 0), ("torchs_clip", 0)], [("our_clip", 0), ("our_clip", 0)], []][i % 3]
+        program += [("step", 0, ((), {})), ("update", None)]
+    run([name, "SGD"], {"growth_interval": 3}, program)

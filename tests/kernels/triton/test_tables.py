@@ -1,0 +1,80 @@
+"""Tables of addresses: written when they change, a new one for each captured graph; every element in one chunk."""
+
+import numpy as np
+import pytest
+import torch
+
+from ampcompile.errors import ScalerError
+from ampcompile.kernels.triton import tables
+from ampcompile.kernels.triton.tables import CHUNK, Words, chunks, float_bits, write_learning_rates
+
+CPU = torch.device("cpu")
+
+
+def words(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def test_words_follow_in_place_and_are_copied_only_when_they_change():
+    table = Words()
+    first = table.follow(words(1, 2), CPU)
+    version = first._version
+    assert table.follow(words(1, 2), CPU) is first and first._version == version
+    assert table.follow(words(1, 3), CPU) is first and first.tolist() == [1, 3]
+    assert table.follow(words(1, 2, 3), CPU).tolist() == [1, 2, 3]
+
+
+def test_the_words_of_the_caller_may_change_afterwards():
+    table, mine = Words(), words(1, 2)
+    table.follow(mine.copy(), CPU)
+    mine[0] = 9
+    assert table.follow(mine, CPU).tolist() == [9, 2]
+
+
+def test_each_captured_graph_has_a_table_of_its_own(monkeypatch):
+    table = Words()
+    eager = table.follow(words(1, 2), CPU)
+    captured = []
+    for value in (3, 4):
+        monkeypatch.setattr(tables, "capturing", lambda device: True)
+        captured.append(table.follow(words(value, value), CPU))
+        monkeypatch.setattr(tables, "capturing", lambda device: False)
+        table.follow(words(5, value), CPU)
+    assert [t.tolist() for t in (eager, *captured)] == [[5, 4], [3, 3], [4, 4]]
+    assert [t.tolist() for t in table._captured] == [[3, 3], [4, 4]]  # what replays copy from
+
+
+def test_a_capture_without_a_step_before_it_is_refused(monkeypatch):
+    monkeypatch.setattr(tables, "capturing", lambda device: True)
+    with pytest.raises(ScalerError, match=r"found a CUDA graph capture, expected a step .* just before it: run"):
+        Words().follow(words(1), CPU)
+    with pytest.raises(ScalerError, match=r"found parameters of new sizes in a CUDA graph capture"):
+        chunks(words(5), words(0), CPU, {})
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3), (2**33 + 5, 7), (0,), (CHUNK,)])
+def test_chunks_cover_every_element_once_whole_ones_first(sizes):
+    numels, chosen = words(*sizes), np.arange(len(sizes))
+    pairs = chunks(numels, chosen, CPU, {}).long().numpy()
+    begin = pairs[:, 1] * CHUNK
+    covered = np.minimum(numels[pairs[:, 0]] - begin, CHUNK)
+    assert (covered > 0).all() and covered.sum() == numels.sum()
+    assert len(np.unique(pairs, axis=0)) == len(pairs)
+    assert (np.diff((covered == CHUNK).astype(int)) <= 0).all()
+
+
+def test_chunks_of_some_tensors_are_kept_by_size():
+    workspace = {}
+    numels = words(5, CHUNK + 1, 7)
+    found = chunks(numels, words(1, 2), CPU, workspace)
+    assert found.tolist() == [[1, 0], [1, 1], [2, 0]]
+    assert chunks(numels.copy(), words(1, 2), CPU, workspace) is found
+    assert chunks(words(5, 6, 7), words(1, 2), CPU, workspace) is not found
+
+
+def test_settings_travel_as_bits():
+    values = np.array([[0.1, 2.0], [1e-300, -1.0]])
+    table = torch.from_numpy(np.concatenate([words(7), float_bits(values)]))
+    assert table[1:].view(torch.float64).tolist() == [0.1, 2.0, 1e-300, -1.0]
+    write_learning_rates(table[1:], [0.1, torch.tensor([0.25])])
+    assert table[1:].view(torch.float64).tolist() == [0.1, 2.0, 0.25, -1.0]
