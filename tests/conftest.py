@@ -16,6 +16,7 @@ def pytest_configure() -> None:
     # Compiled C++ is kept between runs: the suite spends most of its time in g++.
     cache = Path(__file__).parents[1] / ".inductor" / torch.__version__
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    os.environ.setdefault("AMPCOMPILE_VERIFY", "1")  # between every two passes
     # Set once, so that xdist's workers inherit it.
     os.environ.setdefault(SEED, str(random.SystemRandom().randrange(2**32)))
 

@@ -28,6 +28,7 @@ LAW = [
     {"kernels"},
     {"weights", "scaler"},
     {"passes.graph", "passes.verify", "passes.base", "passes.higher_order", "passes.opaque", "passes.weight_copy"},
+    {"passes.decisions", "passes.range_guards"},
     {"passes"},
     {"passes.pipeline"},
     {"lower", "ambient", "backend", ""},

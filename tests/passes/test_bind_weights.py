@@ -9,7 +9,7 @@ from ampcompile.passes.bind_weights import BindWeights, BindWeightsEagerly
 from ampcompile.passes.weight_copy import WEIGHT_COPY, weight_copy
 
 
-def traced(f) -> tuple[GraphModule, Tensor, Tensor]:  # noqa: ANN001
+def traced(f) -> tuple[GraphModule, Tensor, Tensor]:
     weight = torch.randn(3, 5)
     copy = weight.to(torch.bfloat16)
     return make_fx(f, tracing_mode="fake")(weight, copy), weight, copy

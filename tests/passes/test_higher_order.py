@@ -1,6 +1,5 @@
 """Bodies of higher-order ops are rewritten where they are called; results and gradients are eager autocast's."""
 
-import copy
 import functools
 from unittest import mock
 
@@ -13,7 +12,7 @@ from torch.amp import custom_bwd, custom_fwd
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ampcompile.passes.higher_order import HOPS
-from tests.compiling import HIGH, LOW, amp, dtypes, eager, gradients, same_bits, text, training_errors
+from tests.compiling import HIGH, LOW, amp, dtypes, eager, same_bits, text, training_errors
 from tests.test_autocast_lists import cuda_said_to_be_there
 
 # Dynamo makes an object of a custom function.

@@ -1,0 +1,95 @@
+"""The runner: history, logs, the watcher, and errors that name the pass and those before it."""
+
+import logging
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from ampcompile.errors import BannedOpError, PassError
+from ampcompile.passes import base
+from ampcompile.passes.base import Applied, run_passes
+from tests.passes.captured import captured
+
+
+@dataclass(frozen=True)
+class Renames:
+    name: str = "renames"
+    exact: bool = True
+
+    def apply(self, gm):
+        for node in gm.graph.find_nodes(op="placeholder"):
+            node.target = node.name = "renamed"
+        return 1
+
+
+@dataclass(frozen=True)
+class Fails:
+    error: Exception
+    name: str = "fails"
+    exact: bool = True
+
+    def apply(self, gm):
+        raise self.error
+
+
+@dataclass(frozen=True)
+class Breaks:
+    name: str = "breaks"
+    exact: bool = True
+
+    def apply(self, gm):
+        output = gm.graph.output_node()
+        output.prepend(gm.graph.output(output.args[0]))
+        return 1
+
+
+@dataclass(frozen=True)
+class Lies:
+    name: str = "lies"
+    exact: bool = True
+
+    def apply(self, gm):
+        node = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)[0]
+        node.meta["val"] = node.meta["val"].double()
+        return 1
+
+
+def graph():
+    return captured(torch.sin, torch.randn(3), dtype=None)
+
+
+def test_each_pass_is_recorded_recompiled_and_watched(caplog):
+    gm, seen = graph(), []
+    with caplog.at_level(logging.DEBUG, "ampcompile"):
+        history = run_passes([Renames(), Renames()], gm, lambda name, graph: seen.append((name, graph is gm)))
+    assert [(a.name, a.rewrites) for a in history] == [("renames", 1)] * 2
+    assert all(isinstance(a, Applied) and a.seconds >= 0 for a in history)
+    assert seen == [("renames", True)] * 2
+    assert torch.equal(gm(renamed=torch.ones(1))[0], torch.ones(1).sin())
+    assert "renames: 1 rewrites" in caplog.text
+
+
+def test_an_error_names_the_pass_and_those_before_it():
+    with pytest.raises(PassError, match=r"pass fails failed: KeyError: 'x'. Passes before it: renames \(1\)."):
+        run_passes([Renames(), Fails(KeyError("x"))], graph())
+    with pytest.raises(PassError, match=r"Passes before it: none. .* torch.compile\(..., backend='inductor'\)"):
+        run_passes([Fails(ValueError())], graph())
+
+
+def test_the_users_own_errors_go_through():
+    with pytest.raises(BannedOpError, match="^no$"):
+        run_passes([Fails(BannedOpError("no"))], graph())
+
+
+def test_a_broken_graph_is_found_after_the_pass_that_broke_it():
+    with pytest.raises(PassError, match="pass breaks failed"):
+        run_passes([Renames(), Breaks()], graph())
+
+
+def test_the_verifier_runs_between_passes_where_it_is_switched_on(monkeypatch):
+    monkeypatch.setattr(base, "VERIFY", True)
+    with pytest.raises(PassError, match="pass lies failed: AssertionError: .*claims torch.float64"):
+        run_passes([Lies()], graph())
+    monkeypatch.setattr(base, "VERIFY", False)
+    run_passes([Lies()], graph())

@@ -1,0 +1,104 @@
+"""What passes share: regions, what may be cast, where a node came from."""
+
+import pytest
+import torch
+from torch import nn
+
+from ampcompile.passes.graph import (
+    Regions,
+    bodies,
+    castable,
+    device_type_of,
+    module_path,
+    op_name,
+    set_arguments,
+    source_line,
+)
+from tests.compiling import HALF, HIGH, LOW, amp
+
+aten = torch.ops.aten
+
+
+def test_regions_nest_per_device_and_a_copy_is_its_own():
+    regions = Regions({"cpu": (True, LOW), "cuda": (False, HALF)})
+    assert regions.precision("cpu") == LOW and regions.precision("cuda") is None and regions.precision("xpu") is None
+    inner = regions.copy()
+    inner.enter("cuda", LOW, True)
+    inner.enter("cpu", None, False)
+    assert inner.precision("cuda") == LOW and inner.precision("cpu") is None
+    inner.enter("cpu", None, True)
+    assert inner.precision("cpu") == LOW  # the dtype that was in force
+    for _ in range(3):
+        inner.leave()
+    assert inner.key() == regions.key() and regions.precision("cpu") == LOW
+    assert regions.off().precision("cpu") is None and regions.off().key() != regions.key()
+
+
+@pytest.mark.parametrize(
+    "value, may",
+    [
+        (torch.ones(2), True),
+        (torch.ones(2, dtype=HALF), True),
+        (nn.Parameter(torch.ones(2, dtype=LOW)), True),
+        (torch.ones(2, dtype=torch.float64), False),
+        (torch.ones(2, dtype=torch.complex64), False),
+        (torch.ones(2, dtype=torch.int64), False),
+        (torch.ones(2, dtype=torch.bool), False),
+        (torch.ones(2).to(torch.float8_e5m2), False),
+        (torch.eye(2).to_sparse(), False),
+        (1.0, False),
+        (None, False),
+    ],
+)
+def test_what_may_be_cast(value, may):
+    assert castable(value) is may
+
+
+def test_subclasses_that_hold_other_tensors_are_not_cast():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    assert not castable(TwoTensor(torch.ones(2), torch.ones(2)))
+
+
+def test_an_accelerators_autocast_acts_before_the_cpus():
+    cpu, meta = torch.ones(1), torch.ones(1, device="meta")
+    assert device_type_of([1, cpu, meta]) == "meta" and device_type_of([cpu]) == "cpu"
+    assert device_type_of([None, 2.0]) is None
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+        self.named = nn.ModuleDict({"a": nn.Linear(4, 4)})
+
+    def forward(self, x):
+        return self.named["a"](self.layers[0](x)).sin()
+
+
+def test_where_a_node_came_from():
+    model = nn.Sequential(Inner())
+    run, recorder = amp(model)
+    run(torch.randn(2, 4))
+    nodes = [n for n in recorder.graphs[0].graph.graph.nodes if n.op == "call_function" and "amp_cast" not in n.meta]
+    found = {(op_name(n.target), module_path(n)) for n in nodes}
+    assert {("aten.linear", "0.layers.0"), ("aten.linear", "0.named.a"), ("aten.sin", "0")} <= found
+    (sin,) = [n for n in nodes if n.target is aten.sin.default]
+    file, _, line = source_line(sin).rpartition(":")
+    assert file == __file__ and "named" in open(file).read().splitlines()[int(line) - 1]
+
+
+def test_arguments_are_set_by_name_wherever_they_stand():
+    op = aten.add.Tensor
+    assert set_arguments(op, (1, 2), {}, {"other": 5, "alpha": 3}) == ((1, 5), {"alpha": 3})
+    assert set_arguments(aten.softmax.int, (1, 0, None), {}, {"dtype": HIGH}) == ((1, 0, HIGH), {})
+    assert set_arguments(aten.softmax.int, (1, 0), {}, {"dtype": HIGH}) == ((1, 0), {"dtype": HIGH})
+
+
+def test_bodies_are_the_graphs_that_are_called():
+    from torch.utils.checkpoint import checkpoint
+
+    run, recorder = amp(lambda x: checkpoint(torch.sin, x, use_reentrant=False) + torch.tensor([1.0]))
+    run(torch.randn(2, requires_grad=True))
+    ((node, body),) = bodies(recorder.graphs[0].graph)
+    assert node.op == "get_attr" and isinstance(body, torch.fx.GraphModule)
