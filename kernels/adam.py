@@ -1,7 +1,7 @@
 """Adam and AdamW over all parameters at once, with unscaling, clipping, skipping and the weights' copies folded in."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -59,38 +59,33 @@ def adam_(
     Both are one float32 element on the tensors' device, or None. `workspace` keeps a GPU's buffers between calls.
     Moves 28 bytes a parameter with float32 gradients, 8 more for amsgrad, 2 more for a copy.
     """
-    if tensors.params[0].is_cuda:
+    t = tensors
+    rows = (t.grads, t.params, t.exp_avgs, t.exp_avg_sqs, t.max_exp_avg_sqs, t.steps, t.copies)
+    if t.params[0].is_cuda:
         from ampcompile.kernels.triton import adam as gpu
 
-        gpu.adam_(tensors, multiplier, found_inf, {} if workspace is None else workspace)
+        lrs = [group.lr for group in t.groups]
+        workspace = {} if workspace is None else workspace
+        gpu.adam_(rows, t.group_of, group_values(t.groups), lrs, multiplier, found_inf, workspace)
         return
-    table = native.addresses(
-        tensors.grads,
-        tensors.params,
-        tensors.exp_avgs,
-        tensors.exp_avg_sqs,
-        tensors.max_exp_avg_sqs,
-        tensors.steps,
-        tensors.copies,
-    )
     native.call(
         "adam",
-        len(tensors.params),
-        native.sizes(tensors.params),
-        table,
-        native.dtype_codes(tensors.grads),
-        native.dtype_codes(tensors.copies),
-        np.array(tensors.group_of, dtype=np.int64),
-        group_values(tensors.groups),
+        len(t.params),
+        native.sizes(t.params),
+        native.addresses(*rows),
+        native.dtype_codes(t.grads),
+        native.dtype_codes(t.copies),
+        np.array(t.group_of, dtype=np.int64),
+        group_values(t.groups),
         multiplier,
         found_inf,
     )
 
 
 def group_values(groups: Sequence[AdamGroup]) -> np.ndarray:
-    """float64 [groups, 7], in the order of the fields."""
-    rows = [(g.lr, g.beta1, g.beta2, g.eps, g.weight_decay, g.decoupled_weight_decay, g.maximize) for g in groups]
-    return np.array(rows, dtype=np.float64)
+    """float64 [groups, 7], in the order of the fields; learning rates on a GPU are 0 here."""
+    known = [replace(group, lr=0.0) if isinstance(group.lr, Tensor) else group for group in groups]
+    return np.array([astuple(group) for group in known], dtype=np.float64)
 
 
 def adam_reference_(tensors: AdamTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:

@@ -1,7 +1,7 @@
 """SGD over all parameters at once, with unscaling, clipping, skipping and the weights' copies folded in."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -51,29 +51,33 @@ def sgd_(
     element on the tensors' device, or None. `workspace` keeps a GPU's buffers between calls. Moves 12 bytes a
     parameter with float32 gradients, 8 more for momentum, 2 more for a copy.
     """
-    if tensors.params[0].is_cuda:
+    t = tensors
+    rows = (t.grads, t.params, t.momentum_buffers, t.copies)
+    if t.params[0].is_cuda:
         from ampcompile.kernels.triton import sgd as gpu
 
-        gpu.sgd_(tensors, multiplier, found_inf, {} if workspace is None else workspace)
+        lrs = [group.lr for group in t.groups]
+        workspace = {} if workspace is None else workspace
+        gpu.sgd_(rows, t.group_of, group_values(t.groups), lrs, multiplier, found_inf, workspace)
         return
     native.call(
         "sgd",
-        len(tensors.params),
-        native.sizes(tensors.params),
-        native.addresses(tensors.grads, tensors.params, tensors.momentum_buffers, tensors.copies),
-        native.dtype_codes(tensors.grads),
-        native.dtype_codes(tensors.copies),
-        np.array(tensors.group_of, dtype=np.int64),
-        group_values(tensors.groups),
+        len(t.params),
+        native.sizes(t.params),
+        native.addresses(*rows),
+        native.dtype_codes(t.grads),
+        native.dtype_codes(t.copies),
+        np.array(t.group_of, dtype=np.int64),
+        group_values(t.groups),
         multiplier,
         found_inf,
     )
 
 
 def group_values(groups: Sequence[SgdGroup]) -> np.ndarray:
-    """float64 [groups, 6], in the order of the fields."""
-    rows = [(g.lr, g.momentum, g.dampening, g.nesterov, g.weight_decay, g.maximize) for g in groups]
-    return np.array(rows, dtype=np.float64)
+    """float64 [groups, 6], in the order of the fields; learning rates on a GPU are 0 here."""
+    known = [replace(group, lr=0.0) if isinstance(group.lr, Tensor) else group for group in groups]
+    return np.array([astuple(group) for group in known], dtype=np.float64)
 
 
 def sgd_reference_(tensors: SgdTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:

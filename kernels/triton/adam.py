@@ -1,6 +1,6 @@
 """The fused Adam step on the GPU; see `ampcompile.kernels.adam`."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ampcompile.kernels.adam import AdamTensors, group_values
 from ampcompile.kernels.triton import tables
 from ampcompile.kernels.triton.copies import TYPES, launches, refresh
 
@@ -153,17 +152,21 @@ def adam_kernel(
             update(h, grad, param, mean, square, peak, copy, offset, offset < size, AMSGRAD, COPY)
 
 
-def adam_(tensors: AdamTensors, multiplier: Tensor | None, found_inf: Tensor | None, workspace: dict[Any, Any]) -> None:
-    """One small launch for the step counts, one for each combination of types."""
-    t = tensors
-    device, count = t.params[0].device, len(t.params)
-    numels = tables.sizes(t.params)
-    rows = tables.addresses(t.grads, t.params, t.exp_avgs, t.exp_avg_sqs, t.max_exp_avg_sqs, t.steps, t.copies)
-    settings = tables.float_bits(group_values([replace(g, lr=tables.host_number(g.lr)) for g in t.groups]))
-    table = np.concatenate([numels, np.array(t.group_of, dtype=np.int64), rows, settings])
+def adam_(
+    rows: Sequence[Sequence[Any]],
+    group_of: Sequence[int],
+    settings: np.ndarray,
+    lrs: Sequence[float | Tensor],
+    multiplier: Tensor | None,
+    found_inf: Tensor | None,
+    workspace: dict[Any, Any],
+) -> None:
+    """One small launch for the step counts, one for each combination of types. `rows`: see `prepare_kernel`."""
+    grads, params, _, _, peaks, _, copies = rows
+    device, count = params[0].device, len(params)
+    numels = tables.sizes(params)
     with tables.on(device):
-        words = workspace.setdefault("adam words", tables.Words()).follow(table, device)
-        tables.write_learning_rates(words[-len(settings) :], [group.lr for group in t.groups])
+        words = tables.step_words(numels, group_of, rows, settings, lrs, workspace)
         scalars = workspace.setdefault(("adam scalars", count), torch.empty(9 * count, device=device))
         has_multiplier, has_found_inf = multiplier is not None, found_inf is not None
         flag = scalars if found_inf is None else found_inf
@@ -179,7 +182,7 @@ def adam_(tensors: AdamTensors, multiplier: Tensor | None, found_inf: Tensor | N
             num_warps=4,
             enable_fp_fusion=True,
         )
-        for grad, copy, amsgrad, chosen in launches(t.grads, t.copies, t.max_exp_avg_sqs):
+        for grad, copy, amsgrad, chosen in launches(grads, copies, peaks):
             pieces = tables.chunks(numels, chosen, device, workspace)
             if len(pieces):
                 adam_kernel[(len(pieces),)](

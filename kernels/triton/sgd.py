@@ -1,6 +1,6 @@
 """The fused SGD step on the GPU; see `ampcompile.kernels.sgd`."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ampcompile.kernels.sgd import SgdTensors, group_values
 from ampcompile.kernels.triton import tables
 from ampcompile.kernels.triton.copies import TYPES, launches, refresh
 
@@ -98,18 +97,22 @@ def sgd_kernel(
             update(h, grad, param, buffer, copy, offset, offset < size, MOMENTUM, COPY)
 
 
-def sgd_(tensors: SgdTensors, multiplier: Tensor | None, found_inf: Tensor | None, workspace: dict[Any, Any]) -> None:
-    """One launch for each combination of types."""
-    t = tensors
-    device, count = t.params[0].device, len(t.params)
-    numels = tables.sizes(t.params)
-    rows = tables.addresses(t.grads, t.params, t.momentum_buffers, t.copies)
-    settings = tables.float_bits(group_values([replace(g, lr=tables.host_number(g.lr)) for g in t.groups]))
-    table = np.concatenate([numels, np.array(t.group_of, dtype=np.int64), rows, settings])
+def sgd_(
+    rows: Sequence[Sequence[Any]],
+    group_of: Sequence[int],
+    settings: np.ndarray,
+    lrs: Sequence[float | Tensor],
+    multiplier: Tensor | None,
+    found_inf: Tensor | None,
+    workspace: dict[Any, Any],
+) -> None:
+    """One launch for each combination of types. `rows`: see `sgd_kernel`."""
+    grads, params, buffers, copies = rows
+    device, count = params[0].device, len(params)
+    numels = tables.sizes(params)
     with tables.on(device):
-        words = workspace.setdefault("sgd words", tables.Words()).follow(table, device)
-        tables.write_learning_rates(words[-len(settings) :], [group.lr for group in t.groups])
-        for grad, copy, momentum, chosen in launches(t.grads, t.copies, t.momentum_buffers):
+        words = tables.step_words(numels, group_of, rows, settings, lrs, workspace)
+        for grad, copy, momentum, chosen in launches(grads, copies, buffers):
             pieces = tables.chunks(numels, chosen, device, workspace)
             if len(pieces):
                 sgd_kernel[(len(pieces),)](

@@ -101,14 +101,23 @@ def chunks(numels: np.ndarray, chosen: np.ndarray, device: torch.device, workspa
     return workspace[key]
 
 
-def host_number(lr: float | Tensor) -> float:
-    """A learning rate as far as the host knows it; `write_learning_rates` writes the others."""
-    return 0.0 if isinstance(lr, Tensor) else lr
+def step_words(
+    numels: np.ndarray,
+    group_of: Sequence[int],
+    rows: Sequence[Sequence[Tensor | None]],
+    settings: np.ndarray,
+    lrs: Sequence[float | Tensor],
+    workspace: dict[Any, Any],
+) -> Tensor:
+    """What an optimizer's kernel reads: sizes, groups, rows of addresses, float64 settings [groups, n] as bits.
 
-
-def write_learning_rates(settings: Tensor, lrs: Sequence[float | Tensor]) -> None:
-    """Write those learning rates that are tensors into the first float64 setting of each group, on the device."""
-    rows = settings.view(torch.float64).view(len(lrs), -1)
-    for row, lr in zip(rows, lrs, strict=True):
+    A learning rate that is a tensor becomes the first setting of its group on the device.
+    """
+    device = next(tensor.device for tensor in rows[0] if tensor is not None)
+    host = np.concatenate([numels, np.array(group_of, dtype=np.int64), addresses(*rows), float_bits(settings)])
+    words = workspace.setdefault("step words", Words()).follow(host, device)
+    on_device = words[-settings.size :].view(torch.float64).view(settings.shape)
+    for row, lr in zip(on_device, lrs, strict=True):
         if isinstance(lr, Tensor):
             row[0].copy_(lr.reshape(()))
+    return words

@@ -14,7 +14,9 @@ import torch
 
 from ampcompile import scaler, scaler_fused, scaler_unscale
 from ampcompile.kernels.adam import adam_reference_
+from ampcompile.kernels.adam import group_values as adam_settings
 from ampcompile.kernels.check_grads import Checked, check_grads_reference
+from ampcompile.kernels.sgd import group_values as sgd_settings
 from ampcompile.kernels.sgd import sgd_reference_
 from ampcompile.kernels.triton import adam, check_grads, sgd, tables, unscale, update_scale
 from ampcompile.kernels.unscale import unscale_reference_
@@ -35,6 +37,18 @@ def small(monkeypatch):
     monkeypatch.setattr(tables, "CHUNK", CHUNK)
     for module in (adam, sgd, check_grads, unscale):
         monkeypatch.setattr(module, "BLOCK", 32)
+
+
+def adam_(t, multiplier=None, found_inf=None, workspace=None):
+    rows = (t.grads, t.params, t.exp_avgs, t.exp_avg_sqs, t.max_exp_avg_sqs, t.steps, t.copies)
+    lrs, settings = [group.lr for group in t.groups], adam_settings(t.groups)
+    adam.adam_(rows, t.group_of, settings, lrs, multiplier, found_inf, {} if workspace is None else workspace)
+
+
+def sgd_(t, multiplier=None, found_inf=None, workspace=None):
+    rows = (t.grads, t.params, t.momentum_buffers, t.copies)
+    lrs, settings = [group.lr for group in t.groups], sgd_settings(t.groups)
+    sgd.sgd_(rows, t.group_of, settings, lrs, multiplier, found_inf, {} if workspace is None else workspace)
 
 
 def grads(dtype=torch.float32):
@@ -105,7 +119,7 @@ def test_adam(dtype, amsgrad):
     reference, before = deepcopy(ours), deepcopy(ours.grads)
     workspace = {}
     for _ in range(2):
-        adam.adam_(ours, torch.tensor(0.3), torch.zeros(()), workspace)
+        adam_(ours, torch.tensor(0.3), torch.zeros(()), workspace)
         adam_reference_(reference, torch.tensor(0.3))
     for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps"):
         assert_close(getattr(ours, name), getattr(reference, name))
@@ -119,7 +133,7 @@ def test_sgd(dtype):
     reference, before = deepcopy(ours), deepcopy(ours.grads)
     workspace = {}
     for _ in range(2):
-        sgd.sgd_(ours, torch.tensor(0.3), torch.zeros(()), workspace)
+        sgd_(ours, torch.tensor(0.3), torch.zeros(()), workspace)
         sgd_reference_(reference, torch.tensor(0.3))
     assert_close(ours.params, reference.params)
     assert_close(ours.momentum_buffers, reference.momentum_buffers)
@@ -130,8 +144,8 @@ def test_sgd(dtype):
 @pytest.mark.parametrize("found_inf", [1.0, 2.0, -1.0, math.nan])
 def test_a_skipped_step_changes_nothing_but_stale_copies(found_inf):
     for tensors, step in (
-        (adam_tensors(ADAM_GROUPS, sizes=SIZES), adam.adam_),
-        (sgd_tensors(SGD_GROUPS, sizes=SIZES), sgd.sgd_),
+        (adam_tensors(ADAM_GROUPS, sizes=SIZES), adam_),
+        (sgd_tensors(SGD_GROUPS, sizes=SIZES), sgd_),
     ):
         before = deepcopy(tensors)
         step(tensors, torch.tensor(math.nan), torch.tensor(found_inf), {})
@@ -145,7 +159,7 @@ def test_neither_multiplier_nor_flag_nor_copies():
     ours = adam_tensors(ADAM_GROUPS[:1], sizes=SIZES)
     ours.copies = [None] * len(ours.copies)
     reference = deepcopy(ours)
-    adam.adam_(ours, None, None, {})
+    adam_(ours, None, None, {})
     adam_reference_(reference)
     assert_close(ours.params, reference.params)
 
@@ -153,8 +167,8 @@ def test_neither_multiplier_nor_flag_nor_copies():
 def test_a_learning_rate_on_the_device_is_read_at_each_step():
     lr = torch.tensor(0.5)
     for make, groups, step, reference_step in (
-        (adam_tensors, ADAM_GROUPS[:2], adam.adam_, adam_reference_),
-        (sgd_tensors, SGD_GROUPS[:2], sgd.sgd_, sgd_reference_),
+        (adam_tensors, ADAM_GROUPS[:2], adam_, adam_reference_),
+        (sgd_tensors, SGD_GROUPS[:2], sgd_, sgd_reference_),
     ):
         ours = make([replace(groups[0], lr=lr), groups[1]], sizes=SIZES)
         workspace = {}
@@ -170,7 +184,7 @@ def test_nan_reaches_the_largest_square():
     ours = adam_tensors(ADAM_GROUPS[:1], sizes=SIZES)
     for grad in ours.grads:
         grad.fill_(math.nan)
-    adam.adam_(ours, None, None, {})
+    adam_(ours, None, None, {})
     for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
         assert all(tensor is None or tensor.isnan().all() for tensor in getattr(ours, name))
 
@@ -196,8 +210,8 @@ def test_update_scale():
 def test_the_whole_scaler_trains_as_torchs(name, monkeypatch):
     """The plain loop of the differential test, with these kernels under our scaler."""
     monkeypatch.setattr(scaler_fused, "check_grads", lambda *a: Checked(*check_grads.check_grads(*a)))
-    monkeypatch.setattr(scaler_fused, "adam_", adam.adam_)
-    monkeypatch.setattr(scaler_fused, "sgd_", sgd.sgd_)
+    monkeypatch.setattr(scaler_fused, "adam_", adam_)
+    monkeypatch.setattr(scaler_fused, "sgd_", sgd_)
     monkeypatch.setattr(scaler_unscale, "unscale_", unscale.unscale_)
     monkeypatch.setattr(scaler, "update_scale_", update_scale.update_scale_)
     program = []

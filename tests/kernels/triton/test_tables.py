@@ -6,7 +6,7 @@ import torch
 
 from ampcompile.errors import ScalerError
 from ampcompile.kernels.triton import tables
-from ampcompile.kernels.triton.tables import CHUNK, Words, chunks, float_bits, write_learning_rates
+from ampcompile.kernels.triton.tables import CHUNK, Words, chunks, step_words
 
 CPU = torch.device("cpu")
 
@@ -72,9 +72,11 @@ def test_chunks_of_some_tensors_are_kept_by_size():
     assert chunks(words(5, 6, 7), words(1, 2), CPU, workspace) is not found
 
 
-def test_settings_travel_as_bits():
-    values = np.array([[0.1, 2.0], [1e-300, -1.0]])
-    table = torch.from_numpy(np.concatenate([words(7), float_bits(values)]))
-    assert table[1:].view(torch.float64).tolist() == [0.1, 2.0, 1e-300, -1.0]
-    write_learning_rates(table[1:], [0.1, torch.tensor([0.25])])
-    assert table[1:].view(torch.float64).tolist() == [0.1, 2.0, 0.25, -1.0]
+def test_settings_travel_as_bits_and_learning_rates_on_the_device():
+    settings = np.array([[0.1, 2.0], [0.0, -1e-300]])
+    params = [torch.ones(2), torch.ones(3)]
+    numels = words(2, 3)
+    table = step_words(numels, [0, 1], [params, [None, params[0]]], settings, [0.1, torch.tensor([0.25])], {})
+    first, second = (param.data_ptr() for param in params)
+    assert table[:8].tolist() == [2, 3, 0, 1, first, second, 0, first]
+    assert table[8:].view(torch.float64).tolist() == [0.1, 2.0, 0.25, -1e-300]
