@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ampcompile import compat_tracing
 
-from .graph import ENTER, EXIT, Cast, Decision, bodies, castable, op_name, set_arguments
+from .graph import ENTER, EXIT, UNDECIDED, Cast, Decision, bodies, castable, op_name, set_arguments
 from .higher_order import HOPS
 
 CAST = torch.ops.aten.to.dtype
@@ -29,6 +29,7 @@ class InsertCasts:
     exact = False  # this is where mixed precision rounds
 
     def apply(self, gm: GraphModule) -> int:
+        gm.meta.pop(UNDECIDED, None)
         with compat_tracing.on_fakes_of(gm), torch.no_grad():
             return _act(gm, set())
 
@@ -64,15 +65,22 @@ def _act(gm: GraphModule, done: set[int]) -> int:
 def _change_operands(node: Node, decision: Decision) -> int:
     changed: dict[Node, Node] = {}
     for operand, largest in decision.clamps.items():
+        operand = _seen_by_others(operand)
         with node.graph.inserting_before(node):
             changed[operand] = node.graph.call_function(CLAMP, (operand, -largest, largest))
         changed[operand].meta = {**_origin(node), "val": operand.meta["val"]}
     for operand, dtype in decision.operands.items():
+        operand = _seen_by_others(operand)
         with node.graph.inserting_before(node):
             changed[operand] = _cast(node, changed.get(operand, operand), dtype, decision.because)
     if changed:
         node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda n: changed.get(n, n))
     return len(decision.operands)
+
+
+def _seen_by_others(result: Node) -> Node:
+    """What other ops read: the value itself, or the cast that took its place."""
+    return result.meta.get("amp_narrowed", result)
 
 
 def _narrow_results(node: Node, decision: Decision, dtype: torch.dtype) -> int:
@@ -88,6 +96,7 @@ def _narrow_results(node: Node, decision: Decision, dtype: torch.dtype) -> int:
         result.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
         cast.args = (result, dtype)
         cast.meta["val"] = low.result
+        result.meta["amp_narrowed"] = cast
         cast.meta["amp_cast"] = Cast(op_name(node.target), cast.meta["amp_cast"].because)
         if several:
             wide = low.result.float()
