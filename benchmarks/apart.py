@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-PATIENCE = 600.0
+PATIENCE = 300.0
 """Seconds that one answer may take; compilation takes longest."""
 LEAVE = 10.0
 """Seconds that a process has to end once nobody listens."""

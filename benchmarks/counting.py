@@ -1,5 +1,6 @@
 """What one call does besides arithmetic: graphs, casts, kernel launches, waits of the host."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,21 +71,36 @@ def graphs_compiled() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@contextmanager
+def profiled(*activities: torch.profiler.ProfilerActivity) -> Iterator[list[str]]:
+    """Collects the names of what runs meanwhile; without what the profiler prints."""
+    names: list[str] = []
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        with torch.profiler.profile(activities=activities) as profile:
+            yield names
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+    names += [event.name for event in profile.events()]
+
+
 def kernel_launches(call: Callable[[], object]) -> int:
     """Kernels and CUDA graphs that the host launches in one call."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with profiled(torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA) as names:
         call()
         torch.cuda.synchronize()
-    return sum(event.name in LAUNCHES for event in profile.events())
+    return sum(name in LAUNCHES for name in names)
 
 
 def host_syncs(call: Callable[[], object], device: str) -> int:
     """How often one call waits for the device; on a CPU, how often it reads a tensor's value as a number."""
     if device == "cpu":
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with profiled(torch.profiler.ProfilerActivity.CPU) as names:
             call()
-        return sum(event.name == "aten::_local_scalar_dense" for event in profile.events())
+        return names.count("aten::_local_scalar_dense")
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

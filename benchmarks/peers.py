@@ -63,11 +63,16 @@ class Peer:
         return found
 
 
+KNOWN = {
+    "lightning-thunder": "; 0.2.6, tried, runs with torch 2.11 and can't be imported with 2.13: no Tensor.align_as"
+}
+
+
 def _unusable(module: str, distribution: str) -> str | None:
     try:
         found = version(distribution)
     except PackageNotFoundError:
-        return f"{distribution} is not installed"
+        return f"{distribution} is not installed{KNOWN.get(distribution, '')}"
     try:
         importlib.import_module(module)
     except Exception as error:

@@ -22,6 +22,7 @@ def figure(name: str, show: Callable) -> Cell:
 def case_table(rows: dict[str, Row], **more: Cell) -> str:
     """Every peer that ran on one case; columns that nobody fills are left out."""
     ran = {peer: row for peer, row in rows.items() if not row.why}
+    steps = min((len(row.figures.get("losses", ())) for row in ran.values()), default=0)
     columns: dict[str, Cell] = {
         "time": lambda row: duration(spread(row.figures["seconds"])),
         **more,
@@ -33,9 +34,7 @@ def case_table(rows: dict[str, Row], **more: Cell) -> str:
         "launches": figure("launches", str),
         "host syncs": figure("host_syncs", str),
         "error": figure("error", lambda error: f"{error:.1e}"),
-        f"loss after {steps} steps" if (steps := _common_steps(ran)) else "loss": figure(
-            "losses", lambda losses: f"{losses[steps - 1]:.4f}"
-        ),
+        f"loss after {steps} steps": figure("losses", lambda losses: f"{losses[steps - 1]:.4f}"),
     }
     if other := rival(rows):
         columns = {f"times as fast as {other}": lambda row: ratio(times_faster(row, ran[other]))} | columns
@@ -43,10 +42,6 @@ def case_table(rows: dict[str, Row], **more: Cell) -> str:
     used = {name: column for name, column in cells.items() if any(column)}
     peers = [f"**{peer}**" if peer.startswith(AMP) else peer for peer in ran]
     return table(["", *used], zip(peers, *used.values(), strict=True))
-
-
-def _common_steps(rows: dict[str, Row]) -> int:
-    return min((len(row.figures.get("losses", ())) for row in rows.values()), default=0)
 
 
 def ratio(times: Spread) -> str:
