@@ -23,7 +23,7 @@ from ampcompile.dtypes import representable
 from ampcompile.policy import Policy
 
 from . import higher_order, opaque
-from .graph import ENTER, EXIT, bodies, current_module_path, device_type_of, placeholders
+from .graph import ENTER, EXIT, UNDECIDED, bodies, current_module_path, device_type_of, placeholders
 
 _ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode
 _EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode
@@ -188,6 +188,7 @@ def _with_names_of(captured: GraphModule, original: GraphModule) -> GraphModule:
         delattr(named, name)
         setattr(named, name, constant)
     named.meta.update(original.meta)
+    named.meta[UNDECIDED] = True
     if hasattr(original, "_param_name_to_source"):
         named._param_name_to_source = original._param_name_to_source
     return named

@@ -20,6 +20,7 @@ from ampcompile.dtypes import FLOATS
 Precision = torch.dtype | None  # the low-precision dtype of a region; None where autocast is off
 ENTER = torch.amp.autocast_mode._enter_autocast
 EXIT = torch.amp.autocast_mode._exit_autocast
+UNDECIDED = "amp_undecided"  # in `gm.meta` as long as the values are those that autocast gave while tracing
 
 
 @dataclass(frozen=True)

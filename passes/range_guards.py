@@ -20,11 +20,10 @@ _LOW = (torch.float16, torch.bfloat16)
 _ELEMENTS = ("number", "Optional[number]", "Tensor", "Optional[Tensor]")
 _INSIDE = ("float", "Optional[float]")
 _WRITE_CONSTANTS = frozenset(
-    f"aten::{op}_"
-    for op in """
-        clamp clamp_max clamp_min copy fill hardtanh index_copy index_fill index_put masked_fill masked_scatter put
-        scatter threshold
-    """.split()
+    f"aten::{op}"
+    for op in ("clamp_", "clamp_max_", "clamp_min_", "copy_", "fill_", "hardtanh_", "index_copy_", "index_fill_")
+) | frozenset(
+    f"aten::{op}" for op in ("index_put_", "masked_fill_", "masked_scatter_", "put_", "scatter_", "threshold_")
 )
 
 

@@ -17,6 +17,7 @@ SEEDS = 3
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 slow_unless_default = [pytest.param(n, marks=[] if n in DEFAULT else pytest.mark.slow) for n in CASES]
 

@@ -9,7 +9,7 @@ import torch
 from ampcompile.errors import BannedOpError, PassError
 from ampcompile.passes import base
 from ampcompile.passes.base import Applied, run_passes
-from tests.passes.captured import captured
+from tests.passes.captured import captured, settled
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ class Breaks:
     exact: bool = True
 
     def apply(self, gm):
-        output = gm.graph.output_node()
-        output.prepend(gm.graph.output(output.args[0]))
+        gm.graph.output_node().args = (torch.fx.Graph().placeholder("elsewhere"),)
         return 1
 
 
@@ -56,7 +55,7 @@ class Lies:
 
 
 def graph():
-    return captured(torch.sin, torch.randn(3), dtype=None)
+    return settled(captured(torch.sin, torch.randn(3), dtype=None))
 
 
 def test_each_pass_is_recorded_recompiled_and_watched(caplog):
@@ -78,7 +77,7 @@ def test_an_error_names_the_pass_and_those_before_it():
 
 
 def test_the_users_own_errors_go_through():
-    with pytest.raises(BannedOpError, match="^no$"):
+    with pytest.raises(BannedOpError, match="no"):
         run_passes([Fails(BannedOpError("no"))], graph())
 
 
@@ -89,7 +88,7 @@ def test_a_broken_graph_is_found_after_the_pass_that_broke_it():
 
 def test_the_verifier_runs_between_passes_where_it_is_switched_on(monkeypatch):
     monkeypatch.setattr(base, "VERIFY", True)
-    with pytest.raises(PassError, match="pass lies failed: AssertionError: .*claims torch.float64"):
+    with pytest.raises(PassError, match=r"pass lies failed: AssertionError: .*claims torch.float64"):
         run_passes([Lies()], graph())
     monkeypatch.setattr(base, "VERIFY", False)
     run_passes([Lies()], graph())

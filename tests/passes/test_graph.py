@@ -1,5 +1,7 @@
 """What passes share: regions, what may be cast, where a node came from."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -85,7 +87,7 @@ def test_where_a_node_came_from():
     assert {("aten.linear", "0.layers.0"), ("aten.linear", "0.named.a"), ("aten.sin", "0")} <= found
     (sin,) = [n for n in nodes if n.target is aten.sin.default]
     file, _, line = source_line(sin).rpartition(":")
-    assert file == __file__ and "named" in open(file).read().splitlines()[int(line) - 1]
+    assert file == __file__ and "named" in Path(file).read_text().splitlines()[int(line) - 1]
 
 
 def test_arguments_are_set_by_name_wherever_they_stand():

@@ -3,13 +3,21 @@
 import pytest
 import torch
 
+from ampcompile.passes.graph import bodies
 from ampcompile.passes.verify import verify
-from tests.compiling import HIGH, LOW
-from tests.passes.captured import captured
+from tests.compiling import LOW
+from tests.passes.captured import captured, settled
 
 
 def graph():
-    return captured(lambda x, y: (x @ y.to(torch.float64).float()).relu().sum(), torch.randn(3, 3), torch.randn(3, 3), dtype=None)
+    return settled(
+        captured(
+            lambda x, y: (x @ y.to(torch.float64).float()).relu().sum(),
+            torch.randn(3, 3),
+            torch.randn(3, 3),
+            dtype=None,
+        )
+    )
 
 
 def test_an_honest_graph_passes():
@@ -20,23 +28,34 @@ def test_a_wrong_dtype_is_found_with_its_line():
     gm = graph()
     (relu,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
     relu.meta["val"] = relu.meta["val"].to(LOW)
-    with pytest.raises(AssertionError, match=r"relu.* claims torch.bfloat16, gives torch.float32 \(.*test_verify.py:\d+\)"):
+    with pytest.raises(
+        AssertionError, match=r"relu.* claims torch.bfloat16, gives torch.float32 \(.*test_verify.py:\d+\)"
+    ):
         verify(gm)
 
 
 def test_an_operand_in_another_dtype_than_the_op_was_computed_with_is_found():
     gm = graph()
-    gm.graph.find_nodes(op="placeholder")[0].meta["val"] = gm.graph.find_nodes(op="placeholder")[0].meta["val"].to(LOW)
-    with pytest.raises(Exception, match="dtype"):
+    for node in gm.graph.find_nodes(op="placeholder"):
+        node.meta["val"] = node.meta["val"].double()
+    with pytest.raises(AssertionError, match=r"matmul.* claims torch.float32, gives torch.float64"):
         verify(gm)
 
 
-def test_regions_not_yet_carried_out_are_passed_over():
-    def f(x):
-        with torch.autocast("cpu", enabled=False):
-            return x @ x
+def test_a_lie_in_a_body_is_found():
+    from torch.utils.checkpoint import checkpoint
 
-    gm = captured(f, torch.randn(3, 3))
-    gm.graph.output_node().args[0][0].meta["val"] = torch.empty(3, 3, dtype=LOW)
+    gm = captured(lambda x: checkpoint(torch.sin, x, use_reentrant=False), torch.randn(3), dtype=None)
+    verify(settled(gm))
+    ((_, body),) = bodies(gm)
+    (sin,) = body.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    sin.meta["val"] = sin.meta["val"].to(LOW)
+    with pytest.raises(AssertionError, match=r"sin.* claims torch.bfloat16"):
+        verify(gm)
+
+
+def test_values_of_the_autocast_trace_are_passed_over_until_decisions_are_carried_out():
+    gm = captured(lambda x: x @ x, torch.randn(3, 3))
     verify(gm)
-    assert HIGH
+    with pytest.raises(AssertionError, match=r"matmul.* claims torch.bfloat16, gives torch.float32"):
+        verify(settled(gm))
