@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from . import ambient, compat, compat_modules, compat_tracing, weights
+from . import ambient, compat, compat_modules, compat_tracing, logs, weights
 from .config import Options
 from .lower import lower
 from .mixed_operands import here
@@ -20,8 +19,6 @@ from .passes.base import Applied, Watch, run_passes
 from .passes.capture import capture
 from .passes.graph import Regions, modules_named
 from .passes.pipeline import pipeline
-
-log = logging.getLogger("ampcompile")
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,12 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
             here.seen.add(graph)
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(compat.autocast_states())
-    history = run_passes(pipeline(options, regions, _weight_test(example_inputs)), graph, watch)
-    return Rewritten(gm, graph, options, (captured, *history))
+    logged = logs.watcher(example_inputs)
+    watch = logs.both(watch, logged and logged.watch)
+    history = (captured, *run_passes(pipeline(options, regions, _weight_test(example_inputs)), graph, watch))
+    if logged is not None:
+        logs.say(logged.record(gm, graph, history))
+    return Rewritten(gm, graph, options, history)
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:
