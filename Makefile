@@ -33,7 +33,7 @@ demo: $(READY) ## train a small GPT on the standard library's source, beside eag
 	$(PYTHON) -m examples.train_gpt $(ARGS)
 
 test: $(READY) ## the test suite; SLOW=1 adds the tests that take minutes
-	OMP_NUM_THREADS=1 $(PYTHON) $(PYTEST) -n $(JOBS) --timeout=600 $(if $(SLOW),-m "") $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PYTHON) $(PYTEST) -n $(JOBS) --timeout=600 $(if $(SLOW),-m "") $(ARGS)
 
 check: lint types test ## what CI runs: formatting, lint, types, tests
 
