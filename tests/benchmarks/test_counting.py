@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch._functorch.config
+import torch._inductor.config
 
 from benchmarks.counting import CastsRun, casts_compiled, graphs_compiled, host_syncs
 
@@ -24,13 +26,13 @@ def test_conversions_that_keep_the_dtype_are_no_casts() -> None:
     assert mode.casts.count == 0
 
 
-def test_casts_and_graphs_that_inductor_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._inductor.config.patch(fx_graph_cache=False)  # what is cached isn't lowered again
+@torch._functorch.config.patch(enable_autograd_cache=False)
+def test_casts_and_graphs_that_inductor_compiles() -> None:
     def two_casts(x: torch.Tensor) -> torch.Tensor:
         return torch.mm(x.bfloat16(), x.bfloat16().t()).float()
 
     before, x = graphs_compiled(), torch.randn(5, 5)
-    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)  # what is cached isn't lowered again
-    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
     with casts_compiled() as casts:
         torch.compile(two_casts)(x)
     assert graphs_compiled() == before + 1
