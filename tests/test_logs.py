@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from ampcompile import logs
-
 SCRIPT = """
 import torch
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))
