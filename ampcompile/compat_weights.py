@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["FakeTensor", "StorageWeakRef"]
+__all__ = ["FakeTensor", "StorageWeakRef", "is_dense"]
 
 _DATA: Any = torch._C.TensorBase.data
 _NOTHING: dict[str, Tensor] = {}
@@ -55,11 +55,15 @@ def write_data(tensor: Tensor, value: Tensor) -> None:
     _DATA.__set__(tensor, value)
 
 
+def alias(tensor: Tensor) -> Tensor:
+    """`tensor.detach()` below all modes and traces: the same memory and version counter, whatever becomes of it."""
+    return Tensor._make_subclass(Tensor, tensor)
+
+
 def counter_of(tensor: Tensor) -> Tensor | None:
     """A tensor that shares the version counter of `tensor` but no memory; None where a tensor has none.
 
-    `_make_subclass` detaches below all modes and traces; a detached tensor shares the counter, and keeps it when
-    it is given other data.
+    An alias keeps the counter when it is given other data.
     """
     if tensor.is_inference() or tensor.layout != torch.strided:
         return None
@@ -68,16 +72,11 @@ def counter_of(tensor: Tensor) -> Tensor | None:
         with torch.inference_mode(False):
             _NOTHING[device] = torch.empty(0, device=device)
     try:
-        counter = Tensor._make_subclass(Tensor, tensor)
+        counter = alias(tensor)
         write_data(counter, _NOTHING[device])
     except RuntimeError:  # fake, or wrapped by a transform: memory that no compiled graph keeps a copy of
         return None
     return counter
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether a strided tensor fills one stretch of memory, each place once."""
-    return is_non_overlapping_and_dense_or_false(tensor)
 
 
 def current_stream(device: torch.device) -> int:

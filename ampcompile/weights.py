@@ -14,8 +14,9 @@ from torch import Tensor
 from . import compat_weights as compat
 from . import weights_gpu as gpu
 from . import weights_writers as weights_writers  # its import sets the signals up
-from .weights_copy import CopySet, copies, copies_of, copy_of, lock, passes, refresh
+from .weights_copy import Weight, copies, copies_of, copy_of, lock, passes, refresh
 from .weights_memory import known_memory_of, moment
+from .weights_set import CopySet
 
 _MAX_SETS = 4  # sets of weights that one graph keeps copies of, when it is called with several in turn
 _CLASSES = (Tensor, torch.nn.Parameter, compat.FakeTensor)
@@ -59,19 +60,22 @@ class Binding:
         with lock, torch.inference_mode(False), torch.no_grad():
             _forget_freed()
             now = moment()
-            members = [copy_of(weight, dtype) for weight, dtype in zip(weights, self._dtypes, strict=True)]
+            held = list(map(Weight.of, weights))
+            members = [copy_of(weight.tensor, dtype) for weight, dtype in zip(held, self._dtypes, strict=True)]
             for copy, weight in zip(members, weights, strict=True):
                 copy.in_place |= self._in_place
                 copy.memory.trainable |= weight.requires_grad
             captured = gpu.capturing(weights)
-            refresh(zip(members, weights, strict=True), every=captured)
-            if captured:  # nothing ran: the copies hold their old values until the graph is replayed
+            refresh(zip(members, held, strict=True), every=captured)
+            if captured:  # nothing has run: the copies hold their old values until the graph is replayed
                 for copy in members:
                     copy.forget()
-            known = CopySet(weights, members, None if captured else now)
+            ids = [weight.key for weight in held]
+            before = next((other for other in self._recent if other.ids == ids), None)
+            known = CopySet(held, members, None if captured else now, before)
             if not captured:
                 known.look(weights)
-            others = [other for other in self._recent if other.ids != known.ids]
+            others = [other for other in self._recent if other is not before]
             self._recent = (known, *others[: _MAX_SETS - 1])
             return known.tensors
 
@@ -144,7 +148,7 @@ def wrote(params: Iterable[Tensor]) -> None:
         for param in params:
             for copy in copies_of(param):
                 if copy.lent:
-                    copy.settle(param)
+                    copy.settle(Weight.of(param))
                     copy.lent = False
                     written.append(copy.tensor)
         gpu.cast_done(written)

@@ -43,8 +43,8 @@ class Memory:
         if not self.watched:
             self.watched = True
             _watched_aliases.update({a.key: a for a in list(_aliases.values()) if a.memory is self})
-        if self.adopted and compat.storage_users(self.storage.cdata) <= 1:
-            self.release()  # only the weight is left
+        if self.adopted and compat.storage_users(self.storage.cdata) <= 2:
+            self.release()  # the weight, and who asks
 
     def written(self) -> None:
         """Something may have written this memory."""
@@ -83,8 +83,8 @@ class Alias:
     def look(self) -> None:
         """Report what was written since the last look."""
         if self.seen != (now := self.counter._version):
+            self.memory.written()  # first: another thread that looks now must not find it seen and unreported
             self.seen = now
-            self.memory.written()
 
     def forget(self) -> None:
         """Nothing uses the counter any more."""

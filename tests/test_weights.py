@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ampcompile.weights import bind, hoistable, invalidate, weight_stats, writable_copies, wrote
+from tests.weight_writers import unsampled
 
 BF16, F16 = torch.bfloat16, torch.float16
 
@@ -159,17 +160,48 @@ def test_tied_weights_share_a_copy_whoever_is_written() -> None:
     assert weight_stats().casts == casts + 4
 
 
-def test_a_write_through_one_tied_weight_reaches_a_graph_that_reads_the_other() -> None:
+def on_the_memory_of(tensor: Tensor) -> nn.Parameter:
+    """A parameter with the same memory and a version counter that nothing connects with the other."""
+    return nn.Parameter(torch.empty(0).set_(tensor.untyped_storage(), 0, tensor.shape))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_write_through_one_tied_weight_reaches_a_graph_that_reads_the_other(first: int) -> None:
     a = nn.Parameter(torch.randn(20, 5))
-    b = nn.Parameter(torch.empty(0).set_(a.untyped_storage(), 0, a.shape))
+    b = on_the_memory_of(a)
     one, other = bind([None], [BF16]), bind([None], [BF16])
     one.copies([a])
     other.copies([b])
-    for written in (a, b):
+    for written in ((a, b), (b, a))[first]:
         with torch.no_grad():
             written[11, 2] += 1
         assert same(one.copies([a]), low([a]))
         assert same(other.copies([b]), low([b]))
+
+
+def test_another_tensor_on_the_same_memory_with_the_same_version() -> None:
+    a = nn.Parameter(torch.randn(20, 5))
+    b = on_the_memory_of(a)
+    with torch.no_grad():
+        a.add_(1)
+        binding = bind([None], [BF16])
+        binding.copies([a])
+        while b._version < a._version:
+            b[11, 2] += 1
+    assert b._version == a._version and same(binding.copies([b]), low([b]))
+
+
+def test_a_new_weight_at_the_address_and_id_of_a_freed_one() -> None:
+    binding = bind([None], [BF16])
+    places = []
+    for step in range(30):
+        value = torch.zeros(64, 64)
+        value[unsampled(value)] = step
+        param = nn.Parameter(value)
+        places.append((id(param), param.data_ptr(), param._version))
+        assert same(binding.copies([param]), low([param]))
+        del param, value
+    assert len(set(places)) < len(places), "the allocator never gave the same place again: nothing was tested"
 
 
 def test_the_list_stays_the_same_while_nothing_changes() -> None:

@@ -9,10 +9,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ampcompile import weights_copy, weights_gpu
+from ampcompile import weights_copy, weights_gpu, weights_set
 from ampcompile.errors import StaleWeightError
 from ampcompile.weights import Binding, bind, weight_stats
-from ampcompile.weights_sample import Sample
 
 BF16 = torch.bfloat16
 
@@ -22,11 +21,11 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """CPU memory treated as a GPU's: the host can't look into it, a kernel compares."""
 
     def rechecks(self, weights):
-        writable = functools.partial(weights_copy._all_writable, self.members)
+        writable = functools.partial(weights_set._all_writable, self.members)
         return [(range(len(weights)), weights_gpu.Recheck(torch.device("cpu"), self.tensors, writable))]
 
-    monkeypatch.setattr(weights_copy.CopySet, "_rechecks", rechecks)
-    monkeypatch.setattr(Sample, "of", lambda weight: Sample(np.empty(0, np.int64), b""))
+    monkeypatch.setattr(weights_set.CopySet, "_find_rechecks", rechecks)
+    monkeypatch.setattr(weights_copy, "places", lambda weight: np.empty(0, np.int64))
     yield
     weights_gpu._reports.clear()
 

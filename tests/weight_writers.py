@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters
 
-from ampcompile.weights_sample import Sample
+from ampcompile.weights_sample import places
 
 
 class Net(nn.Module):
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 def unsampled(weight: torch.Tensor) -> tuple[int, ...]:
     """The index of an element that the sample does not look at."""
-    words = {int(place) + 1 for place in Sample.of(weight).places}
+    words = {int(place) + 1 for place in places(weight)}
     for index in np.ndindex(*weight.shape):
         offset = sum(i * s for i, s in zip(index, weight.stride(), strict=True)) * weight.element_size()
         if (weight.data_ptr() + offset) // 4 not in words:
