@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,9 +26,17 @@ def has_autocast_kernel(name: str, device_type: str) -> bool:
     return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
+@cache
 def is_composite(op: OpOverload) -> bool:
     """Whether the dispatcher takes an op apart above autograd: it has a CompositeImplicitAutograd kernel."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+@cache
+def may_return_argument(op: OpOverload) -> bool:
+    """Whether an op that writes nothing may return an argument itself: it is composite, or its schema says so."""
+    aliases = any(returned.alias_info is not None for returned in op._schema.returns)
+    return not op._schema.is_mutable and (aliases or is_composite(op))
 
 
 def registered_autocast_dtype(op: OpOverload, device_type: str) -> torch.dtype | None:

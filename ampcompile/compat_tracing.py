@@ -17,6 +17,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
+from . import compat_ops
+
 HOPS = torch.ops.higher_order
 
 
@@ -85,11 +87,11 @@ def _record_apart(slots: Any, record: Any, op: OpOverload, types: Any, args: Any
     `h.float()` is `h` itself when `h` is float32 already. The tracer knows values by identity: every later use of
     `h` would read the cast, which stops being a no-op as soon as `h` is computed in a lower precision.
     """
+    if not compat_ops.may_return_argument(op):
+        return record(op, types, args, kwargs)
     tensors = [t for t in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(t, torch.Tensor)]
     before = {id(t): slots.get(t) for t in tensors}
     result = record(op, types, args, kwargs)
-    if op._schema.is_mutable:
-        return result
 
     def apart(value: torch.Tensor) -> torch.Tensor:
         if id(value) not in before or slots.get(value) is before[id(value)]:

@@ -30,11 +30,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.fx import Graph, GraphModule, Node, map_arg
+from torch.fx import GraphModule, Node, map_arg
 from torch.utils import _pytree as pytree
 
 from ampcompile import compat_tracing
@@ -50,6 +51,7 @@ from .graph import (
     castable,
     changes_state,
     device_type_of,
+    in_dtype,
     module_path,
     placeholders,
     set_arguments,
@@ -78,7 +80,7 @@ class _Walk:
         arriving = iter(inputs)
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
-                decision = Decision("graph input", next(arriving))
+                decision = Decision("graph input", _traced_if_alike(node, next(arriving)))
             elif node.op == "get_attr":
                 decision = Decision("constant", self._constant(node))
             elif node.op == "output":
@@ -107,7 +109,7 @@ class _Walk:
             return self._higher_order(node, node.target)
         if isinstance(node.target, OpOverload):
             return self._op(node, node.target)
-        return self._carried_out(node, Decision("not an op on tensors"))
+        return self._as_it_is(node, Decision("not an op on tensors"))
 
     def _op(self, node: Node, op: OpOverload) -> Decision:
         self._follow_constants(node, op)
@@ -116,9 +118,9 @@ class _Walk:
         low = self.regions.precision(device_type) if device_type else None
         if device_type is None or low is None or not any(map(castable, tensors)):
             because = "autocast is off here" if low is None and device_type else "no floating operands"
-            return self._carried_out(node, Decision(because))
+            return self._as_it_is(node, Decision(because))
         if op._schema.name in _CASTS:
-            return self._carried_out(node, Decision("a cast that the user wrote stays as it is"))
+            return self._as_it_is(node, Decision("a cast that the user wrote stays as it is"))
         call = Call(node, op, self.values, device_type)
         rule = self.policy.rule_for(op, device_type, module_path(node))
         if rule is not None:
@@ -127,7 +129,10 @@ class _Walk:
             decision = Decision("no rule: runs in the dtypes that arrive")
         else:
             decision = Decision("unknown to the policy", known=False)
-        return self._carried_out(node, guarded(call, decision, self.constants) if self.range_guards else decision)
+        if self.range_guards:
+            decision = guarded(call, decision, self.constants)
+        untouched = rule is None and not decision.operands and not decision.arguments
+        return self._as_it_is(node, decision) if untouched else self._carried_out(node, decision)
 
     def _follow_constants(self, node: Node, op: OpOverload) -> None:
         source = next(iter(node.all_input_nodes), node)
@@ -162,7 +167,7 @@ class _Walk:
         key = (dtypes, regions.key(), None if node.target is HOPS.invoke_subgraph else node)
         walks = self.walks.setdefault(gm, {})
         if key not in walks:
-            walks[key] = _Walk(self, _copy(gm) if walks else gm, regions)
+            walks[key] = _Walk(self, higher_order.copied(gm) if walks else gm, regions)
             walks[key].run(inputs)
         return walks[key]
 
@@ -173,12 +178,18 @@ class _Walk:
         casts = {n: to for n, to in zip(nodes, dtypes, strict=True) if isinstance(n, Node) and self._differs(n, to)}
         if casts:
             because = "every branch, and every round of a loop, gives the same dtypes"
-            self.output = pytree.tree_map(lambda n: _as(self.values.get(n, n), casts.get(n)), node.args[0])
+            self.output = pytree.tree_map(lambda n: in_dtype(self.values.get(n, n), casts.get(n)), node.args[0])
             node.meta["amp"] = Decision(because, self.output, operands=casts)
         return self.output
 
     def _differs(self, node: Node, dtype: torch.dtype | None) -> bool:
         return dtype is not None and self.values[node].dtype != dtype
+
+    def _as_it_is(self, node: Node, decision: Decision) -> Decision:
+        """The decision about a call in which nothing changes: if nothing did before it, the value it had is right."""
+        if "val" in node.meta and all(self.values[n] is n.meta.get("val") for n in node.all_input_nodes):
+            return replace(decision, result=node.meta["val"])
+        return self._carried_out(node, decision)
 
     def _carried_out(self, node: Node, decision: Decision) -> Decision:
         """The decision with the fake value that comes of it."""
@@ -191,11 +202,11 @@ class _Walk:
         else:
             result = target(*args, **kwargs)
         if decision.narrow is not None:
-            result = pytree.tree_map(lambda v: _as(v, decision.narrow) if castable(v) else v, result)
-        return replace(decision, result=result)
+            result = pytree.tree_map(lambda v: in_dtype(v, decision.narrow) if castable(v) else v, result)
+        return replace(decision, result=_traced_if_alike(node, result))
 
     def _arguments(self, structure: Any, casts: Mapping[Node, torch.dtype] | None = None) -> Any:
-        return map_arg(structure, lambda n: _as(self.values[n], (casts or {}).get(n)))
+        return map_arg(structure, lambda n: in_dtype(self.values[n], (casts or {}).get(n)))
 
     def _constant(self, node: Node) -> Any:
         value = getattr(self.gm, str(node.target))
@@ -205,15 +216,15 @@ class _Walk:
         return node.meta["val"]
 
 
-def _as(value: Any, dtype: torch.dtype | None) -> Any:
-    return value.to(dtype) if dtype is not None and isinstance(value, torch.Tensor) and value.dtype != dtype else value
+def _traced_if_alike(node: Node, value: Any) -> Any:
+    """The value a node had while tracing if only its identity differs: what follows is then known to be unchanged."""
+    traced = node.meta.get("val")
+    pairs = list(zip_longest(pytree.tree_leaves(traced), pytree.tree_leaves(value)))
+    return traced if pairs and all(_dtype(a) == _dtype(b) for a, b in pairs) else value
 
 
-def _copy(gm: GraphModule) -> GraphModule:
-    graph, copies = Graph(), dict[Node, Node]()
-    for node in gm.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    return GraphModule(gm, graph)
+def _dtype(value: Any) -> Any:
+    return value.dtype if isinstance(value, torch.Tensor) else type(value)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg
+from torch.fx import GraphModule, Interpreter, Node, map_arg
+from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from ampcompile import compat_tracing
+from ampcompile import compat_ops, compat_tracing
 from ampcompile.dtypes import representable
 from ampcompile.policy import Policy
 
@@ -169,29 +170,24 @@ class _Bodies:
         return name
 
 
-def _with_names_of(captured: GraphModule, original: GraphModule) -> GraphModule:
+def _finish(captured: GraphModule, original: GraphModule) -> GraphModule:
     """The captured graph with Dynamo's input names and what Inductor reads to know which inputs are static."""
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    sources = iter(placeholders(original))
-    for node in captured.graph.nodes:
-        if node.op != "placeholder":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            continue
-        source = next(sources)
-        copies[node] = graph.placeholder(source.name)
-        copies[node].meta = {**source.meta, "val": node.meta.get("val")}
+    for node, source in zip(placeholders(captured), placeholders(original), strict=True):
+        node._rename(source.name)
+        node.target = node.name
+        node.meta = {**source.meta, "val": node.meta.get("val")}
         if hasattr(source, "_dynamo_source"):
-            copies[node]._dynamo_source = source._dynamo_source  # type: ignore[attr-defined]
-    named = GraphModule(captured, graph)
-    for name, constant in list(named._buffers.items()):  # AOTAutograd takes a buffer for an input that Dynamo named
-        delattr(named, name)
-        setattr(named, name, constant)
-    named.meta.update(original.meta)
-    named.meta[UNDECIDED] = True
+            node._dynamo_source = source._dynamo_source  # type: ignore[attr-defined]
+    for name, constant in list(captured._buffers.items()):  # AOTAutograd takes a buffer for an input that Dynamo named
+        delattr(captured, name)
+        setattr(captured, name, constant)
+    captured.meta.update(original.meta)
+    captured.meta[UNDECIDED] = True
     if hasattr(original, "_param_name_to_source"):
-        named._param_name_to_source = original._param_name_to_source
-    return named
+        captured._param_name_to_source = original._param_name_to_source
+    captured.graph.set_codegen(CodeGen())  # inputs and outputs are flat
+    captured.recompile()
+    return captured
 
 
 def capture(gm: GraphModule, fakes: list[Any], mode: FakeTensorMode, policy: Policy) -> GraphModule:
@@ -201,6 +197,8 @@ def capture(gm: GraphModule, fakes: list[Any], mode: FakeTensorMode, policy: Pol
     """
 
     def takes_apart(op: OpOverload, args: Any, kwargs: Any) -> bool:
+        if not compat_ops.is_composite(op):
+            return False
         device_type = device_type_of(pytree.tree_leaves((args, kwargs)))
         return device_type is not None and policy.needs_decomposition(op, device_type, current_module_path())
 
@@ -215,4 +213,4 @@ def capture(gm: GraphModule, fakes: list[Any], mode: FakeTensorMode, policy: Pol
     for graph in [traced, *(body for _, body in bodies(traced))]:
         for node in graph.graph.find_nodes(op="get_attr"):
             assert not isinstance(getattr(graph, str(node.target), None), FakeTensor), f"fake constant {node}"
-    return _with_names_of(traced, gm)
+    return _finish(traced, gm)

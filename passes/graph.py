@@ -107,6 +107,11 @@ def _is_dtensor(value: torch.Tensor) -> bool:
     return type(value).__name__ == "DTensor"
 
 
+def in_dtype(value: Any, dtype: torch.dtype | None) -> Any:
+    """A tensor cast to a dtype; what has it already, and what is no tensor, as it is."""
+    return value.to(dtype) if dtype is not None and isinstance(value, torch.Tensor) and value.dtype != dtype else value
+
+
 def device_type_of(values: list[Any]) -> str | None:
     """The device type whose autocast key acts on an op: that of its tensors, the accelerator's before the CPU's."""
     found = [v.device.type for v in values if isinstance(v, torch.Tensor)]

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from ampcompile import compat_tracing
 from ampcompile.dtypes import FLOATS, widest
+
+from .graph import in_dtype
 
 HOPS = compat_tracing.HOPS
 Inputs = Callable[[tuple[Any, ...], dict[str, Any], list[Any]], list[Any]]
@@ -135,10 +137,15 @@ def result(
     if hop in (HOPS.cond, HOPS.while_loop):  # sizes that differ between branches or rounds stand in `traced` alone
         leaves, spec = pytree.tree_flatten(traced)
         given = pytree.tree_leaves(outputs[-1])
-        return pytree.tree_unflatten([in_dtype_of(v, like) for v, like in zip(leaves, given, strict=True)], spec)
+        return pytree.tree_unflatten(
+            [in_dtype(v, getattr(like, "dtype", None)) for v, like in zip(leaves, given, strict=True)], spec
+        )
     return call_on_fakes(hop, args, kwargs)
 
 
-def in_dtype_of(value: Any, like: Any) -> Any:
-    """A fake value in the dtype of another; what is no tensor stays."""
-    return value.to(like.dtype) if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor) else value
+def copied(gm: GraphModule) -> GraphModule:
+    """A body's graph once more, with the same constants and bodies of its own."""
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in gm.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return GraphModule(gm, graph)
