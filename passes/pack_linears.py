@@ -1,7 +1,8 @@
 """On the CPU: linear layers read their hoisted weight in the blocks that oneDNN's matrix product wants.
 
-Packing changes no bit. It happens when the weight changes instead of at every call, so it needs a copy that lives
-across calls: this pass takes the `weight_copy` reads that `hoist_weights` left in front of `aten.linear`.
+Packing changes no bit of a product that is worth packing. It happens when the weight changes instead of at every call,
+so it needs a copy that lives across calls: this pass takes the `weight_copy` reads that `hoist_weights` left in front
+of `aten.linear`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from .graph import placeholders
 from .weight_copy import WEIGHT_COPY, Slot
 
 LINEAR = torch.ops.aten.linear.default
+SMALLEST = 64
+"""Fewest features in or out. Below, oneDNN adds up in another order once packed: one result in 100,000 differs in its
+last bit, and nothing is gained."""
 
 
 def _packable(read: object, dtypes: frozenset[torch.dtype]) -> bool:
     if not isinstance(read, Node) or read.target is not WEIGHT_COPY or len(read.users) > 1:
         return False
     copy = read.args[1].meta["val"]
-    return copy.device.type == "cpu" and copy.dim() == 2 and copy.dtype in dtypes and copy.numel() > 0
+    return copy.device.type == "cpu" and copy.dtype in dtypes and copy.dim() == 2 and min(copy.shape) >= SMALLEST
 
 
 @dataclass(frozen=True)

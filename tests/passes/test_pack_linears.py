@@ -17,10 +17,10 @@ pytestmark = pytest.mark.skipif(not available(torch.bfloat16), reason="this CPU'
 
 
 class Layers(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: int = 64, outer: int = 80) -> None:
         super().__init__()
-        self.a = nn.Linear(8, 16)
-        self.b = nn.Linear(16, 8, bias=False)
+        self.a = nn.Linear(inner, outer)
+        self.b = nn.Linear(outer, inner, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(torch.relu(self.a(self.b(self.a(x)))))
@@ -34,15 +34,15 @@ def layouts(module: nn.Module, *args: Tensor, **options: Any) -> tuple[int, list
 
 def test_fires_with_the_transpose_where_gradients_may_follow() -> None:
     # Two uses of a weight share its packed forms; a bias stays strided.
-    assert layouts(Layers(), torch.randn(3, 8)) == (4, ["packed", "packed", "packed_t", "packed_t", "strided"])
+    assert layouts(Layers(), torch.randn(3, 64)) == (4, ["packed", "packed", "packed_t", "packed_t", "strided"])
     with torch.no_grad():
-        assert layouts(Layers(), torch.randn(3, 8)) == (4, ["packed", "packed", "strided"])
+        assert layouts(Layers(), torch.randn(3, 64)) == (4, ["packed", "packed", "strided"])
 
 
 class Functional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.weight = nn.Parameter(torch.randn(64, 64))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, self.weight.t()) + x @ self.weight
@@ -50,21 +50,26 @@ class Functional(nn.Module):
 
 @pytest.mark.parametrize(
     ("module", "options"),
-    [(Functional(), {}), (Layers(), {"weights": "every_call"}), (Layers(), {"dtype": torch.float16})],
-    ids=["a view of a weight, and a plain product", "no copies", "no packed product of that dtype"],
+    [
+        (Functional(), {}),
+        (Layers(64, 63), {}),
+        (Layers(), {"weights": "every_call"}),
+        (Layers(), {"dtype": torch.float16}),
+    ],
+    ids=["a view of a weight, and a plain product", "too small", "no copies", "no packed product of that dtype"],
 )
 def test_declines(module: nn.Module, options: dict[str, Any]) -> None:
-    assert layouts(module, torch.randn(3, 8), **options)[0] == 0
+    assert layouts(module, torch.randn(3, 64), **options)[0] == 0
 
 
 def test_idempotent() -> None:
-    (graph,) = rewritten(Layers(), torch.randn(3, 8), lower="inductor")
+    (graph,) = rewritten(Layers(), torch.randn(3, 64), lower="inductor")
     assert PackLinears(frozenset({torch.bfloat16}), gradients=True).apply(graph.graph) == 0
     assert count(graph, WEIGHT_COPY) == 2
 
 
 def test_same_bits_and_the_next_call_sees_an_update() -> None:
-    x = torch.randn(5, 8)
+    x = torch.randn(5, 64)
     results = []
     plain = Layers()
     for weights in ("cached", "every_call"):
