@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from . import report_table
+from . import report_dot, report_html, report_table
 from .report_records import CastRecord, GraphRecord, OpRecord
 from .report_totals import Total
 
@@ -44,6 +45,14 @@ class Report:
             before = sums.get(total.stage, Total(total.stage, 0, 0))
             sums[total.stage] = Total(total.stage, before.casts + total.casts, before.bytes + total.bytes)
         return list(sums.values())
+
+    def save(self, path: str | Path) -> None:
+        """Write the report as a page that needs nothing else: `report.save("amp.html")`."""
+        Path(path).write_text(report_html.page(self.graphs, self.totals, self.unknown_ops), encoding="utf-8")
+
+    def to_graphviz(self) -> str:
+        """The graphs in Graphviz's language: `dot -Tsvg` draws it."""
+        return report_dot.dot(self.graphs)
 
     def __str__(self) -> str:
         return report_table.render(self.graphs, self.unknown_ops, self.totals)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
@@ -17,6 +17,9 @@ from .passes.base import Applied
 from .passes.graph import Cast, Decision, bodies, module_path, op_name, placeholders, source_line
 from .passes.weight_copy import WEIGHT_COPY
 from .report_totals import Total, hint
+
+if TYPE_CHECKING:
+    from .report_graph import NodeRecord
 
 Shape = tuple[int | str, ...]
 CAST = torch.ops.aten.to.dtype
@@ -66,23 +69,30 @@ class GraphRecord:
     precision: str
     reason: str
     code: str
-    casts: tuple[CastRecord, ...]
+    numbered_casts: Mapping[int, CastRecord]
     ops: tuple[OpRecord, ...]
+    nodes: tuple[NodeRecord, ...]
+    """Every value, as `insert_casts` left the graph."""
     history: tuple[Applied, ...]
     totals: tuple[Total, ...]
     """Conversions in eager autocast, then in the graph after each pass, then after differentiation."""
+
+    @property
+    def casts(self) -> list[CastRecord]:
+        """The casts in order."""
+        return list(self.numbered_casts.values())
 
 
 def cast_nodes(gm: GraphModule) -> Iterator[Node]:
     """Every cast inserted, hoisted ones included, of a graph and its bodies."""
     for graph, _ in _with_bodies(gm, {}):
-        yield from (node for node in graph.graph.nodes if _is_cast(node))
+        yield from (node for node in graph.graph.nodes if is_cast(node))
 
 
 def casts_of(gm: GraphModule, weights: set[Node]) -> Iterator[tuple[int, CastRecord]]:
     """The casts of a rewritten graph and its bodies, in order, by number; `weights` are inputs of `gm`."""
     for graph, origins in _with_bodies(gm, {n: "weight" if n in weights else "input" for n in placeholders(gm)}):
-        for node in filter(_is_cast, graph.graph.nodes):
+        for node in filter(is_cast, graph.graph.nodes):
             record: Cast = node.meta["amp_cast"]
             before, after = node.args[0].meta["val"], node.meta["val"]
             cast = CastRecord(
@@ -104,20 +114,21 @@ def ops_of(gm: GraphModule) -> Iterator[OpRecord]:
     """The ops on tensors of a rewritten graph and its bodies, in order, without the casts inserted."""
     for graph, _ in _with_bodies(gm, {}):
         for node in graph.graph.nodes:
-            if _is_cast(node) or not _on_tensors(node):
+            if is_cast(node) or not _on_tensors(node):
                 continue
             decision: Decision | None = node.meta.get("amp")
             yield OpRecord(
                 op=op_name(node.target),
                 module=module_path(node),
                 source=source_line(node),
-                dtype=_computes_in(node),
+                dtype=computes_in(node),
                 because=decision.because if decision is not None else "",
                 known=decision.known if decision is not None else True,
             )
 
 
-def _is_cast(node: Node) -> bool:
+def is_cast(node: Node) -> bool:
+    """Whether a node is a cast that ampcompile inserted, hoisted or not."""
     return "amp_cast" in node.meta and node.target in (CAST, WEIGHT_COPY)
 
 
@@ -163,7 +174,8 @@ def _on_tensors(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and any(isinstance(v, torch.Tensor) for v in values)
 
 
-def _computes_in(node: Node) -> torch.dtype | None:
+def computes_in(node: Node) -> torch.dtype | None:
+    """The dtype of a result if it is floating, else of the first floating operand, else of the result."""
     results = [v.dtype for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
     operands = [v.dtype for n in node.all_input_nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
     floats = FLOATS | {torch.float64}

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from .dtypes import short_name
 from .passes.base import Applied
 from .passes.graph import placeholders
+from .report_graph import NodeRecord, nodes_of
 from .report_records import CastRecord, GraphRecord, OpRecord, cast_nodes, casts_of, ops_of
 from .report_totals import Total, total_of
 
@@ -27,8 +28,8 @@ class Watcher:
         self.precision = _precision(example_inputs)
         self.casts: dict[int, CastRecord] = {}
         self.ops: tuple[OpRecord, ...] = ()
+        self.nodes: tuple[NodeRecord, ...] = ()
         self.totals: list[Total] = []
-        self.code = ""
 
     def watch(self, name: str, gm: GraphModule) -> None:
         """Called after each pass on the captured graph."""
@@ -37,6 +38,7 @@ class Watcher:
         self.totals.append(total_of(name, gm))
         if name == "insert_casts":
             self.ops = tuple(ops_of(gm))
+            self.nodes = tuple(nodes_of(gm))
             self.casts = dict(casts_of(gm, _weights(gm, self.example_inputs)))
             return
         there = {node.meta["amp_cast"].number: node.meta["amp_cast"].fate for node in cast_nodes(gm)}
@@ -52,8 +54,9 @@ class Watcher:
             precision=self.precision,
             reason=reason.reason if reason is not None and reason.graph_break else "",
             code=rewritten.print_readable(print_output=False),
-            casts=tuple(self.casts.values()),
+            numbered_casts=self.casts,
             ops=self.ops,
+            nodes=self.nodes,
             history=tuple(history),
             totals=tuple(self.totals),
         )
