@@ -1,4 +1,4 @@
-"""python -m benchmarks.scaler_step [--device cpu|cuda] [--model NAME] [--out FILE]: one optimizer step under a GradScaler.
+"""One optimizer step under a GradScaler: python -m benchmarks.scaler_step [--device cuda] [--model NAME] [--out FILE]
 
 Unscale, check, clip, AdamW, scale update, and the weights' 16-bit copies brought up to date; candidates in turn.
 """
@@ -151,16 +151,16 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--model", default="GPT 23M", help="a name that benchmarks.architectures knows")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--without", nargs="*", default=[], choices=CANDIDATES, metavar="CANDIDATE")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows = measure(options.model, options.device, rounds=options.rounds)
+    names = [name for name in CANDIDATES if name not in options.without]
+    rows = measure(options.model, options.device, names, options.rounds)
     amp = next(row for row in rows if row.peer == AMP)
     for row in rows:
         low, middle, high = (1e3 * value for value in spread(row.figures["seconds"]))
         rate, faster = row.figures["bytes"] / middle / 1e6, times_faster(amp, row).middle
-        print(
-            f"{middle:7.2f} ms ({low:.2f} to {high:.2f}), {rate:6.1f} GB/s, amp is {faster:.2f} times as fast: {row.peer}"
-        )
+        print(f"{middle:7.2f} ms ({low:.2f} to {high:.2f}), {rate:6.1f} GB/s, {faster:5.2f} times amp's: {row.peer}")
     if options.out:
         content = {"about": machine.about(options.device), "commit": machine.commit(), "rows": [*map(asdict, rows)]}
         options.out.write_text(json.dumps(content, indent=1))

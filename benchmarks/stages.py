@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks import kernel_cases
+from benchmarks import kernel_cases, scaler_step
 from benchmarks.apart import apart
 from benchmarks.candidate import Candidate
 from benchmarks.compile_time import growth
@@ -64,9 +64,11 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         "step": partial(setup.call, kernel_cases.measure, kernel_cases.step_kernels, model, setup.device),
         "norm": partial(setup.call, kernel_cases.measure, kernel_cases.norm_kernels, setup.device),
     }
+    stepped = "tiny GPT 23M" if setup.tiny else "GPT 23M" if setup.device == "cpu" else "GPT 124M"
     passes: Jobs = {"passes": partial(setup.call, pass_growth, (1, 3) if setup.tiny else (16, 32, 64, 128, 256))}
     return {
         "kernels": kernels,
+        "scaler": {stepped: partial(setup.call, scaler_step.measure, stepped, setup.device)},
         **racing,
         "growth": passes | racing["growth"],
         "compile": {compiling.name: partial(cold_and_warm, compiling, setup)},

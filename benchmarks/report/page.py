@@ -31,6 +31,7 @@ model in bfloat16 as a whole, the practical limit of speed: it isn't mixed preci
 TITLES = {
     "inference": "Inference",
     "training": "Training step",
+    "scaler": "The step of GradScaler and optimizer",
     "compile": "Compile time",
     "growth": "Growth",
     "kernels": "Kernels",

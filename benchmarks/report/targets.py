@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from benchmarks.peers import AMP, BASELINE, LIMIT, PEERS
 from benchmarks.records import Records, Row, rival, times_faster
 from benchmarks.report.known_losses import CAUSES
+from benchmarks.scaler_step import RECAST, STOCK
 
 SLOWER = 0.97
 """Below this multiple of a rival's speed a row is a loss."""
@@ -42,6 +43,9 @@ def _of_case(device: str, stage: str, case: str, rows: dict[str, Row]) -> Iterat
         yield from at_least(f"at least {{}} times as fast as {LIMIT}", 0.95, LIMIT)
     if stage.startswith("training"):
         yield from at_least(f"at least {{}} times as fast as {BASELINE}", 1.15 if device == "cpu" else 1.1, BASELINE)
+    if stage == "scaler":
+        least, other = (1.3, STOCK) if device == "cpu" else (1.4, RECAST)
+        yield from at_least(f"at least {{}} times as fast as {other}", least, other)
     if stage == "compile":
         most = 1.10 if case.endswith("cold start") else 1.15
         longer = 1 / times_faster(rows[AMP], rows[BASELINE]).middle
