@@ -93,6 +93,5 @@ def _inductor_key(key: str, ours: set[str]) -> str:
         return name
     near = difflib.get_close_matches(name, [*ours, *known], n=3)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    raise OptionError(
-        f"option {key!r} is unknown.{hint} Expected one of {', '.join(sorted(ours))}, or a key of torch._inductor.config."
-    )
+    expected = f"Expected one of {', '.join(sorted(ours))}, or a key of torch._inductor.config."
+    raise OptionError(f"option {key!r} is unknown.{hint} {expected}")

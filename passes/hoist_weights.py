@@ -25,13 +25,11 @@ from .weight_copy import WEIGHT_COPY, Slot
 
 CAST = torch.ops.aten.to.dtype
 # Views whose gradient only puts numbers back in place: taking it before or after the cast gives the same bits.
-_REARRANGING = frozenset(
-    f"aten::{name}"
-    for name in (
-        "t numpy_T mT transpose permute movedim view _unsafe_view reshape flatten unflatten squeeze unsqueeze "
-        "slice narrow select split split_with_sizes chunk unbind tensor_split alias detach view_as"
-    ).split()
-)
+_NAMES = """
+t numpy_T mT transpose permute movedim view _unsafe_view reshape flatten unflatten squeeze unsqueeze
+slice narrow select split split_with_sizes chunk unbind tensor_split alias detach view_as
+"""
+_REARRANGING = frozenset(f"aten::{name}" for name in _NAMES.split())
 # Higher-order ops whose bodies may read weights handed to them, and where in their arguments the operands begin.
 _OPERANDS_FROM: dict[Any, int] = {
     torch.ops.higher_order.tag_activation_checkpoint: 1,

@@ -27,13 +27,14 @@ def verify(gm: GraphModule) -> None:
 
 def _verify(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
-        if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
+        claimed = node.meta.get("val")
+        on_tensors = isinstance(node.target, OpOverload) and isinstance(claimed, torch.Tensor)
+        if not on_tensors or node.target._schema.is_mutable:
             continue
-        found, claimed = node.target(*_values(node.args), **_values(node.kwargs)), node.meta.get("val")
-        if isinstance(found, torch.Tensor) and isinstance(claimed, torch.Tensor):
-            assert found.dtype == claimed.dtype, (
-                f"{node.format_node()} claims {claimed.dtype}, gives {found.dtype} ({source_line(node)})"
-            )
+        found = node.target(*_values(node.args), **_values(node.kwargs))
+        assert found.dtype == claimed.dtype, (
+            f"{node.format_node()} claims {claimed.dtype}, gives {found.dtype} ({source_line(node)})"
+        )
 
 
 def _values(arguments: Any) -> Any:

@@ -1,0 +1,68 @@
+"""Options: read once, checked, frozen; what is wrong is said with what would be right."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from ampcompile.config import Options
+from ampcompile.errors import OptionError
+from ampcompile.policy import Policy
+
+
+def test_defaults_are_eager_autocasts_ways():
+    options = Options.parse()
+    assert options == Options.parse({}, mode="default") == Options()
+    assert options.dtype is None and options.policy == Policy() and options.range_guards
+    assert (options.weights, options.numerics, options.lower) == ("cached", "eager", "inductor")
+    assert hash(options) == hash(Options())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.lower = "eager"  # type: ignore[misc]
+
+
+def test_ours_are_read_and_the_rest_goes_to_inductor():
+    policy = Policy(ops=(("softmax*", "low"),))
+    options = Options.parse(
+        {
+            "dtype": torch.float16,
+            "policy": str(policy),
+            "numerics": "relaxed",
+            "epilogue-fusion": False,
+            "fallback_random": True,
+        }
+    )
+    assert options.dtype == torch.float16 and options.policy == policy and options.numerics == "relaxed"
+    assert dict(options.inductor) == {"epilogue_fusion": False, "fallback_random": True}
+    assert Options.parse({"policy": policy}).policy == policy
+
+
+def test_a_mode_is_inductors_settings():
+    assert dict(Options.parse(mode="reduce-overhead").inductor)["triton.cudagraphs"] is True
+    assert dict(Options.parse(mode="max-autotune").inductor)["max_autotune"] is True
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"numerics": "fast"}, r"option numerics='fast': expected one of 'eager', 'relaxed'"),
+        ({"weights": "cache"}, r"option weights='cache': expected one of 'cached', 'every_call'"),
+        ({"lower": "amp"}, r"expected one of 'inductor', 'aot_eager', 'eager'"),
+        ({"dtype": torch.float32}, r"expected torch.bfloat16 or torch.float16.*enabled=False"),
+        ({"dtype": "bf16"}, r"option dtype='bf16'"),
+        ({"range_guards": 1}, r"option range_guards=1: expected True or False"),
+        ({"policy": 3}, r"option policy=3: expected an ampcompile.Policy or its string form"),
+        ({"dtpye": torch.float16}, r"option 'dtpye' is unknown. Did you mean 'dtype'"),
+        ({"max_autotun": True}, r"Did you mean 'max_autotune'.*a key of torch._inductor.config"),
+        ({"zzzz": 1}, r"option 'zzzz' is unknown. Expected one of dtype, lower, numerics"),
+    ],
+)
+def test_an_error_says_found_expected_and_the_nearest_match(options, message):
+    with pytest.raises(OptionError, match=message):
+        Options.parse(options)
+
+
+def test_an_unknown_mode_lists_the_modes():
+    with pytest.raises(
+        OptionError, match=r"mode='fast' is not a mode of torch.compile; expected one of .*max-autotune"
+    ):
+        Options.parse(mode="fast")
