@@ -54,7 +54,7 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(compat.autocast_states())
     logged = logs.watcher(example_inputs)
-    watch = logs.both(watch, logged and logged.watch)
+    watch = logs.both(watch, None if logged is None else logged.watch)
     history = (captured, *run_passes(pipeline(options, regions, _weight_test(example_inputs)), graph, watch))
     if logged is not None:
         logs.say(logged.record(gm, graph, history))

@@ -110,7 +110,8 @@ def inductor(
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**config, "joint_custom_pre_pass": _JointGraphPass(on_joint_graph)}
-    return compile_fx(gm, list(inputs), config_patches=patches)
+    compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
+    return compiled
 
 
 def aot_eager(gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: OnJointGraph) -> Callable[..., Any]:

@@ -44,6 +44,7 @@ def install(device_type: str) -> int:
 
 def _install(op: OpOverload, rule: Rule, device_type: str) -> bool:
     def promoted(*args: Any, **kwargs: Any) -> Any:
+        assert as_before is not None
         if here.called is None or not compat_ops.autocast_acts(device_type):
             return as_before(*args, **kwargs)
         arriving = [v.dtype for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]

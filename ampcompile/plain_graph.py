@@ -73,7 +73,7 @@ class _Backward(torch.autograd.Function):
         again = torch.is_grad_enabled()
         ctx.shared |= again  # by the gradients' own graph, from now on
         with compat.autocast_off():
-            found = torch.autograd.grad(
+            found: Sequence[Any] = torch.autograd.grad(
                 [result for result, _ in reached],
                 wanted,
                 [gradient for _, gradient in reached],

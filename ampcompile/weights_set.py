@@ -17,6 +17,7 @@ from .weights_copy import Copy, Weight, holders, passes
 from .weights_memory import moment
 from .weights_sample import words
 
+Rechecks = list[tuple[list[int], gpu.Recheck]]
 _NO_VERSION = (None, -1)  # of a tensor without a counter, which always looks changed
 
 
@@ -44,10 +45,10 @@ class CopySet:
         self._addresses = [weight.tensor.data_ptr() for weight in weights]
         self._places = np.concatenate([np.empty(0, np.int64), *(copy.places for copy in distinct)])
         self._words = b"".join(copy.words for copy in distinct)
-        if before and before._addresses == self._addresses and all(map(is_, before.tensors, self.tensors)):
-            self.rechecks = before.rechecks
-        else:
-            self.rechecks = self._find_rechecks([weight.tensor for weight in weights])
+        alike = before and before._addresses == self._addresses and all(map(is_, before.tensors, self.tensors))
+        self.rechecks: Rechecks = (
+            before.rechecks if before and alike else self._find_rechecks([weight.tensor for weight in weights])
+        )
         holders[id(self)] = weakref.ref(self, functools.partial(_dropped, id(self)))
 
     def fresh(self, weights: Sequence[Tensor]) -> bool:
@@ -74,8 +75,8 @@ class CopySet:
             else:
                 recheck.look([self.tensors[i] for i in places], [weights[i] for i in places])
 
-    def _find_rechecks(self, weights: Sequence[Tensor]) -> list[tuple[list[int], gpu.Recheck]]:
-        found = []
+    def _find_rechecks(self, weights: Sequence[Tensor]) -> Rechecks:
+        found: Rechecks = []
         for device in dict.fromkeys(weight.device for weight in weights if weight.is_cuda):
             places = [i for i, weight in enumerate(weights) if weight.device == device]
             members = [self.members[i] for i in places]

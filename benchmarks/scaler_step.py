@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ BYTES = 34
 Params = list[nn.Parameter]
 
 
-def stock(params: Params, cast: bool = False, **options: bool) -> Callable[[], object]:
+def stock(params: Params, cast: bool = False, **options: Any) -> Callable[[], object]:
     """torch's scaler and optimizer; with `cast`, the copies that autocast would make in the next forward pass."""
     optimizer = torch.optim.AdamW(params, lr=1e-4, **options)
     scaler = torch.amp.GradScaler(params[0].device.type)

@@ -69,7 +69,8 @@ class _Walk:
     """One graph and its values, walked in order; a body is a walk of its own."""
 
     def __init__(self, parent: AssignPrecision | _Walk, gm: GraphModule, regions: Regions) -> None:
-        self.policy, self.range_guards = parent.policy, parent.range_guards
+        self.policy: Policy = parent.policy
+        self.range_guards: bool = parent.range_guards
         self.walks: dict[GraphModule, dict[Any, _Walk]] = parent.walks if isinstance(parent, _Walk) else {}
         self.gm, self.regions = gm, regions
         self.values: dict[Node, Any] = {}
@@ -175,15 +176,13 @@ class _Walk:
         """Have the graph return its outputs in other dtypes; the outputs."""
         node = self.gm.graph.output_node()
         nodes = pytree.tree_leaves(node.args[0])
-        casts = {n: to for n, to in zip(nodes, dtypes, strict=True) if isinstance(n, Node) and self._differs(n, to)}
+        wanted = [(n, to) for n, to in zip(nodes, dtypes, strict=True) if isinstance(n, Node) and to is not None]
+        casts = {n: to for n, to in wanted if self.values[n].dtype != to}
         if casts:
             because = "every branch, and every round of a loop, gives the same dtypes"
             self.output = pytree.tree_map(lambda n: in_dtype(self.values.get(n, n), casts.get(n)), node.args[0])
             node.meta["amp"] = Decision(because, self.output, operands=casts)
         return self.output
-
-    def _differs(self, node: Node, dtype: torch.dtype | None) -> bool:
-        return dtype is not None and self.values[node].dtype != dtype
 
     def _as_it_is(self, node: Node, decision: Decision) -> Decision:
         """The decision about a call in which nothing changes: if nothing did before it, the value it had is right."""

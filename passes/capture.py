@@ -177,7 +177,7 @@ def _finish(captured: GraphModule, original: GraphModule) -> GraphModule:
         node.target = node.name
         node.meta = {**source.meta, "val": node.meta.get("val")}
         if hasattr(source, "_dynamo_source"):
-            node._dynamo_source = source._dynamo_source  # type: ignore[attr-defined]
+            node._dynamo_source = source._dynamo_source
     for name, constant in list(captured._buffers.items()):  # AOTAutograd takes a buffer for an input that Dynamo named
         delattr(captured, name)
         setattr(captured, name, constant)

@@ -83,7 +83,7 @@ def _use(user: Node, value: Node) -> str:
 
 
 def _body(call: Node) -> GraphModule:
-    return getattr(call.graph.owning_module, call.args[0].target)  # type: ignore[union-attr, arg-type]
+    return getattr(call.graph.owning_module, call.args[0].target)
 
 
 def _shares_memory(user: Node, value: Node) -> bool:
@@ -99,7 +99,7 @@ def _writes(argument: Any) -> bool:
 
 
 def _names(user: Node, value: Node, argument: Any) -> bool:
-    names = [a.name for a in user.target._schema.arguments]  # type: ignore[union-attr]
+    names = [a.name for a in user.target._schema.arguments]
     index = names.index(argument.name)
     given = user.args[index] if index < len(user.args) else user.kwargs.get(argument.name)
     return value is given or (isinstance(given, list | tuple) and value in given)
@@ -175,7 +175,7 @@ def _new_input(gm: GraphModule, weight: Node, dtype: torch.dtype) -> Node:
     copy.meta["val"] = torch.empty_like(weight.meta["val"], dtype=dtype, requires_grad=False)
     # What Dynamo writes on inputs whose address Inductor may rely on.
     copy.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
-    copy._dynamo_source = None  # type: ignore[attr-defined]
+    copy._dynamo_source = None
     return copy
 
 
@@ -201,4 +201,4 @@ def _replace(gm: GraphModule, cast: Node, weight: Node, views: list[Node], copy:
 def _view_value(view: Node) -> Any:
     args = torch.fx.map_arg(view.args, lambda n: n.meta["val"])
     kwargs = torch.fx.map_arg(view.kwargs, lambda n: n.meta["val"])
-    return view.target(*args, **kwargs)  # type: ignore[operator]
+    return view.target(*args, **kwargs)

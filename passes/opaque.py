@@ -87,7 +87,7 @@ def outline(gm: GraphModule) -> GraphModule:
         depth -= _closes(node)
         if depth == 0 and current in alone:
             current += 1
-    split = split_module(gm, None, part.__getitem__, keep_original_order=True, keep_original_node_name=True)  # type: ignore[arg-type]
+    split = split_module(gm, None, part.__getitem__, keep_original_order=True, keep_original_node_name=True)
     for index in sorted(set(part.values())):
         name = f"submod_{index}"
         if index in alone and hasattr(split, name):

@@ -68,5 +68,5 @@ class PackLinears:
             plain = copy.meta["val"]
             inputs[slot].meta = {**copy.meta, "amp_copy": slot}
             inputs[slot].meta["val"] = plain.t().contiguous() if slot.layout == "packed_t" else plain.contiguous()
-            inputs[slot]._dynamo_source = None  # type: ignore[attr-defined]
+            inputs[slot]._dynamo_source = None
         return inputs[slot]
