@@ -14,6 +14,7 @@ from torch import Tensor
 from . import compat_weights as compat
 from . import weights_gpu as gpu
 from . import weights_writers as weights_writers  # its import sets the signals up
+from .packing import packed_bytes
 from .weights_copy import Weight, copies, copies_of, copy_of, lock, passes, refresh
 from .weights_memory import known_memory_of, moment
 from .weights_set import CopySet
@@ -25,7 +26,7 @@ _bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
 
 
 class WeightStats(NamedTuple):
-    """`bytes` and number of the `copies` held now; `casts`: refresh passes so far."""
+    """`bytes` (packed forms included) and number of the `copies` held now; `casts`: refresh passes so far."""
 
     bytes: int
     copies: int
@@ -125,7 +126,7 @@ def weight_stats() -> WeightStats:
     with lock:
         _forget_freed()
         held = list(copies.values())
-        return WeightStats(sum(copy.tensor.nbytes for copy in held), len(held), passes())
+        return WeightStats(sum(copy.tensor.nbytes for copy in held) + packed_bytes(), len(held), passes())
 
 
 def writable_copies(param: Tensor) -> tuple[Tensor, ...]:
