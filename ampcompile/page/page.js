@@ -1,221 +1,150 @@
-"use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
+// What is drawn, and what a click does.
+
+const HEIGHT = 24, GUTTER = 132;
 const $ = (id) => document.getElementById(id);
-const make = (tag, cls, text) => {
-  const e = document.createElement(tag);
-  if (cls) e.className = cls;
-  if (text !== undefined) e.textContent = text;
-  return e;
-};
-const COLOURS = { bf16: "--bf16", f16: "--f16", f32: "--f32", f64: "--f64" };
-const colour = (dtype) => `var(${COLOURS[dtype.split(">").pop()] || "--other"})`;
-const bytes = (n) => {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let u = 0;
-  while (n >= 1024 && u < 4) { n /= 1024; u++; }
-  return `${u ? n.toFixed(1) : n} ${units[u]}`;
-};
-const width = (n) => Math.max(2, Math.min(60, 3 * Math.log2(1 + n / 256)));
-const GONE = ["hoisted", "shared", "folded", "fused"];
-const gone = (node) => node.kind === "cast" && node.fate.some((word) => GONE.includes(word));
+const colour = (dtype) => `var(--${["bf16", "f16", "f32", "f64"].includes(dtype) ? dtype : "other"})`;
+const plain = (name) => name.replace(/^aten\./, "");
+const shape = (sizes) => sizes.join("\u00d7");
+let rows = [], drawn = [], chosen = null;
 
-let nodes, rows, blocks, users, selected = -1;
-const off = new Set();
-
-function show(index) {
-  const graph = data.graphs[index];
-  nodes = graph.nodes;
-  rows = []; blocks = []; selected = -1; off.clear();
-  users = nodes.map(() => []);
-  nodes.forEach((node, i) => node.inputs.forEach((j) => users[j].push(i)));
-  $("rows").replaceChildren();
-  build();
-  chips();
-  overview(graph);
-  if (nodes.length > 300) blocks.filter((b) => b.depth > 1).forEach((b) => close(b, true));
-  apply();
+function make(tag, cls, ...children) {
+  const element = document.createElement(tag);
+  if (cls) element.className = cls;
+  element.append(...children.filter((child) => child !== null && child !== ""));
+  return element;
 }
 
-// Consecutive values of one module stand in one block, as deep as its path.
-function build() {
-  const stack = [{ key: "", body: $("rows"), depth: 0 }];
-  nodes.forEach((node, i) => {
-    const path = node.kind === "input" ? ["graph inputs"] : node.module ? node.module.split(".") : [];
-    let depth = 0;
-    while (depth < path.length && depth + 1 < stack.length && stack[depth + 1].key === path[depth]) depth++;
-    stack.length = depth + 1;
-    for (; depth < path.length; depth++) stack.push(block(stack[depth], path[depth]));
-    const row = rowOf(node, i);
-    stack[stack.length - 1].body.append(row);
-    rows.push(row);
-    stack.slice(1).forEach((b) => b.members.push(i));
-  });
-  for (const b of blocks) {
-    const casts = b.members.filter((i) => nodes[i].kind === "cast");
-    const size = casts.reduce((sum, i) => sum + nodes[i].bytes, 0);
-    b.head.append(make("span", "sum", `${b.members.length} values` + (casts.length ? `, ${casts.length} casts, ${bytes(size)}` : "")));
-  }
+function chip(dtype, tag = "span") {
+  const element = make(tag, "chip", dtype || "\u2013");
+  element.style.setProperty("--c", colour(dtype));
+  return element;
 }
 
-function block(parent, key) {
-  const element = make("div", "block"), head = make("div", "head"), body = make("div", "body");
-  head.append(make("span", "", key));
-  element.append(head, body);
-  parent.body.append(element);
-  const b = { key, element, head, body, depth: parent.depth + 1, members: [] };
-  head.onclick = () => { close(b); arcs(); };
-  blocks.push(b);
-  return b;
+function draw() {
+  const { rows: now, found } = visible();
+  rows = now;
+  drawn = edges(rows, found);
+  $("rows").replaceChildren(...rows.map((row) => ({ op: opRow, block: blockRow, end: endRow })[row.kind](row)));
+  $("count").textContent = `${found.size} of ${ops.length} ops`;
+  mark();
 }
 
-const close = (b, closed) => b.element.classList.toggle("closed", closed);
-
-function rowOf(node, i) {
-  const row = make("div", `row ${node.kind}${gone(node) ? " gone" : ""}`);
-  row.dataset.name = node.name;
-  if (node.dtype) {
-    const chip = make("span", "dtype", node.dtype);
-    chip.style.background = colour(node.dtype);
-    row.append(chip);
-  }
-  if (node.kind === "cast") {
-    const bar = make("span", "bar");
-    bar.style.width = `${width(node.bytes)}px`;
-    row.append(bar);
-  }
-  row.append(make("span", "name", node.kind === "cast" ? `cast of ${node.of} for ${node.op}` : node.kind === "op" ? node.op : node.name));
-  if (node.shape.length) row.append(make("span", "shape", node.shape.join("\u00d7")));
-  if (node.kind === "cast") row.append(make("span", "size", `${bytes(node.bytes)} ${node.fate.slice(1).join(" ")}`));
-  row.onclick = () => select(i);
+function placed(item, cls, ...children) {
+  const row = make("div", `row ${cls}`, ...children);
+  row.style.setProperty("--depth", item.depth);
   return row;
 }
 
-function chips() {
-  const found = [...new Set(nodes.filter((n) => n.kind !== "cast" && n.dtype).map((n) => n.dtype))].sort();
-  $("dtypes").replaceChildren(...found.map((dtype) => {
-    const chip = make("button", "", dtype);
-    chip.style.background = colour(dtype);
-    chip.setAttribute("aria-pressed", "true");
-    chip.onclick = () => { off.has(dtype) ? off.delete(dtype) : off.add(dtype); press(chip, !off.has(dtype)); apply(); };
-    return chip;
+function opRow(op) {
+  const name = op.label ? [make("span", "name", op.label), make("span", "dim", plain(op.op))] : [make("span", "name", plain(op.op))];
+  const row = placed(op, "op", chip(op.dtype), ...name, make("span", "dim", shape(op.shape)), make("span", "tags", ...op.casts.map(tag)));
+  row.dataset.op = op.name;
+  row.onclick = () => choose(op);
+  return row;
+}
+
+function tag(cast) {
+  const element = make("span", `tag${running(cast) ? "" : " idle"}`, `${cast.of} ${human(cast.bytes)}`);
+  element.style.setProperty("--from", colour(cast.from));
+  element.style.setProperty("--to", colour(cast.to));
+  element.title = `${cast.of} ${cast.from} to ${cast.to}, ${cast.fate.join(", ")}`;
+  element.dataset.cast = cast.id;
+  element.onclick = (event) => { event.stopPropagation(); choose(cast); };
+  return element;
+}
+
+function blockRow(b) {
+  const inside = unique(b.ops.flatMap((op) => op.casts));
+  const share = make("span", "share", ...unique(b.ops.map((op) => op.dtype)).sort().map((dtype) => {
+    const part = make("i");
+    part.style.flexGrow = b.ops.filter((op) => op.dtype === dtype).length;
+    part.style.setProperty("--c", colour(dtype));
+    return part;
   }));
+  const open = b.open || searching();
+  const row = placed(b, "block", make("span", "toggle", open ? "\u25be" : "\u25b8"), make("span", "name", b.key), share,
+    make("span", "dim", [b.note, `${b.ops.length} ops`, inside.length && `${inside.length} casts`, inside.length && human(size(inside))].filter(Boolean).join(", ")));
+  row.dataset.module = b.path;
+  row.setAttribute("aria-expanded", open);
+  row.onclick = () => { b.open = !b.open; choose(b); draw(); };
+  return row;
 }
 
-const press = (button, on) => button.setAttribute("aria-pressed", String(on));
-const pressed = (button) => button.getAttribute("aria-pressed") === "true";
+const endRow = (end) => placed(end, "end", end.text.split("\n")[0]);
 
-function apply() {
-  const words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
-  const casts = pressed($("casts-only"));
-  let count = 0;
-  nodes.forEach((node, i) => {
-    const text = [node.name, node.op, node.module, node.source, node.because, node.dtype].join(" ").toLowerCase();
-    const on = words.every((w) => text.includes(w)) && (!casts || node.kind === "cast") &&
-      !(node.kind === "cast" ? node.dtype.split(">") : [node.dtype]).some((d) => off.has(d));
-    rows[i].classList.toggle("hidden", !on);
-    count += on;
+// Curves in the gutter; a diamond marks the casts on one.
+function mark() {
+  const near = new Set(chosen?.kind === "op" ? [...chosen.users, ...chosen.reads.map((read) => read.from)] : chosen?.kind === "cast" ? chosen.readers : []);
+  [...$("rows").children].forEach((element, i) => {
+    element.classList.toggle("chosen", rows[i] === chosen);
+    element.classList.toggle("near", near.has(rows[i]));
+    element.querySelectorAll(".tag").forEach((t) => t.classList.toggle("chosen", chosen?.kind === "cast" && Number(t.dataset.cast) === chosen.id));
   });
-  for (const b of blocks) {
-    const any = b.members.some((i) => !rows[i].classList.contains("hidden"));
-    b.element.classList.toggle("hidden", !any);
-    if (any && words.length) close(b, false);
-  }
-  $("count").textContent = `${count} of ${nodes.length} values`;
-  arcs();
+  const paths = drawn.map((edge, i) => curve(edge, i));
+  const order = (cls) => (cls.includes("chosen") ? 2 : cls.includes("cast") ? 1 : 0);
+  paths.sort((a, b) => order(a) - order(b));
+  $("edges").style.height = `${rows.length * HEIGHT}px`;
+  $("edges").innerHTML = paths.join("");  // numbers and our own words, nothing of the data
+  $("edges").querySelectorAll(".mark").forEach((m) => { m.onclick = () => { const { casts: on } = drawn[m.dataset.edge]; choose(on.length > 1 ? drawn[m.dataset.edge] : on[0]); }; });
 }
 
-// Where a value stands: its row, or the head of the closed block it is in.
-function place(i, top) {
-  const row = rows[i];
-  if (row.classList.contains("hidden")) return null;
-  let at = row;
-  for (let e = row.parentElement; e && e.id !== "rows"; e = e.parentElement) if (e.classList.contains("closed")) at = e.firstElementChild;
-  const box = at.getBoundingClientRect();
-  return box.height ? box.top - top + box.height / 2 : null;
+function curve(edge, i) {
+  const busy = edge.casts.filter(running), some = busy.length ? busy : edge.casts;
+  const thick = some.length ? Math.min(7, 1 + Math.log2(1 + size(some) / 2048) / 2) : 1;
+  const on = chosen && (edge.casts.includes(chosen) || (chosen.kind === "op" && edge.ends.includes(chosen) && touches(edge)) || sameEdge(edge));
+  const state = (busy.length || !some.length ? "" : " idle") + (some.length ? " cast" : "") + (on ? " chosen" : "");
+  const style = some.length ? ` style="--c:${colour(some[0].to)}"` : "";
+  const x = GUTTER - 4, y = edge.to * HEIGHT + HEIGHT / 2, s = 3 + thick / 2;
+  const from = edge.from === null ? null : edge.from * HEIGHT + HEIGHT / 2;
+  const bend = from === null ? 22 : Math.min(GUTTER * 1.2, 16 + 12 * Math.sqrt(edge.to - edge.from));
+  const line = from === null ? `M${x - bend} ${y}H${x}` : `M${x} ${from}C${x - bend} ${from} ${x - bend} ${y} ${x} ${y}`;
+  const [mx, my] = from === null ? [x - bend, y] : [x - 0.75 * bend, (from + y) / 2];
+  const diamond = `<path class="mark${state}" data-edge="${i}"${style} d="M${mx} ${my - s}l${s} ${s}l${-s} ${s}l${-s} ${-s}z"/>`;
+  return `<path class="edge${state}"${style} stroke-width="${thick.toFixed(1)}" d="${line}"/>${some.length ? diamond : ""}`;
 }
 
-function arcs() {
-  const svg = $("edges"), top = svg.getBoundingClientRect().top;
-  const paths = [];
-  const edge = (from, to, style) => {
-    const a = nodes[from].kind === "input" && selected !== to ? null : place(from, top), b = place(to, top);
-    if (b === null || a === b) return;
-    const y = a === null ? b - 8 : a, bend = Math.min(88, 12 + Math.abs(b - y) / 6);
-    paths.push(`<path d="M92 ${y} C${92 - bend} ${y} ${92 - bend} ${b} 92 ${b}" fill="none" ${style}/>`);
-  };
-  nodes.forEach((node, i) => {
-    if (node.kind !== "cast" || rows[i].classList.contains("hidden")) return;
-    const style = `stroke="${colour(node.dtype)}" stroke-width="${(width(node.bytes) / 8).toFixed(1)}" class="cast-edge"` +
-      (gone(node) ? ' stroke-dasharray="3 3" opacity="0.5"' : "");
-    node.inputs.slice(0, 1).forEach((j) => edge(j, i, style));
-    users[i].forEach((k) => edge(i, k, style));
-  });
-  if (selected >= 0) {
-    nodes[selected].inputs.forEach((j) => edge(j, selected, 'stroke="#0f172a"'));
-    users[selected].forEach((k) => edge(selected, k, 'stroke="#0f172a"'));
-  }
-  svg.innerHTML = paths.join("");
-}
+const touches = (edge) => rows[edge.to] === chosen || (edge.from !== null && rows[edge.from] === chosen);
+const sameEdge = (edge) => chosen.kind === "edge" && edge.from === chosen.from && edge.to === chosen.to;
 
-function select(i, reveal) {
-  selected = i;
-  rows.forEach((row) => row.classList.remove("selected", "near"));
-  [...nodes[i].inputs, ...users[i]].forEach((j) => rows[j].classList.add("near"));
-  rows[i].classList.add("selected");
+function choose(item, reveal) {
+  chosen = item;
+  describe();
   if (reveal) {
-    blocks.filter((b) => b.members.includes(i)).forEach((b) => close(b, false));
-    rows[i].scrollIntoView({ block: "center" });
-  }
-  describe(nodes[i], i);
-  arcs();
+    const op = item.kind === "cast" ? item.readers[0] : item;
+    if (!matches(op)) forget();
+    blocks.filter((b) => b.ops.includes(op)).forEach((b) => { b.open = true; });
+    draw();
+    $("rows").children[rows.indexOf(op)].scrollIntoView({ block: "center" });
+  } else mark();
 }
 
-function describe(node, i) {
-  const list = make("dl");
-  const add = (term, ...values) => {
-    const dd = make("dd");
-    dd.append(...values);
-    list.append(make("dt", "", term), dd);
+function forget() {
+  Object.assign(filter, { words: [], casts: "", off: new Set() });
+  $("search").value = $("casts").value = "";
+  $("dtypes").childNodes.forEach((button) => button.setAttribute("aria-pressed", "true"));
+}
+
+$("dtypes").append(...unique(ops.map((op) => op.dtype)).filter(Boolean).sort().map((dtype) => {
+  const button = chip(dtype, "button");
+  button.setAttribute("aria-pressed", "true");
+  button.onclick = () => {
+    if (!filter.off.delete(dtype)) filter.off.add(dtype);
+    button.setAttribute("aria-pressed", String(!filter.off.has(dtype)));
+    draw();
   };
-  const links = (indices) => indices.flatMap((j) => {
-    const a = make("a", "", nodes[j].kind === "op" ? `${nodes[j].op} (${nodes[j].name})` : nodes[j].name);
-    a.onclick = () => select(j, true);
-    return [a, make("br")];
-  });
-  if (node.because) add("why", node.because);
-  if (node.source) add("line", node.source);
-  if (node.module) add("module", node.module);
-  if (node.dtype) add(node.kind === "cast" ? "dtypes" : "dtype", node.dtype);
-  if (node.shape.length) add("shape", node.shape.join(" \u00d7 "));
-  if (node.kind === "cast") { add("bytes", bytes(node.bytes)); add("fate", node.fate.join(", ")); }
-  if (node.inputs.length) add("reads", ...links(node.inputs));
-  if (users[i].length) add("read by", ...links(users[i]));
-  $("details").replaceChildren(make("h2", "", node.kind === "cast" ? `cast for ${node.op}` : node.kind === "op" ? node.op : node.name), list);
-}
-
-function overview(graph) {
-  const table = make("table"), head = make("tr");
-  ["conversions in one call", "times", "bytes"].forEach((text) => head.append(make("th", "", text)));
-  table.append(head, ...data.totals.map((total) => {
-    const row = make("tr");
-    [total.stage, total.casts, bytes(total.bytes)].forEach((text) => row.append(make("td", "", text)));
-    return row;
-  }));
-  const parts = [make("h2", "", graph.precision), table, make("p", "", "Click a row for its reason and its line. Bars and curves are casts, wide for many bytes, dashed where they run no more in every call.")];
-  if (graph.reason) parts.push(make("p", "", `The graph ends here: ${graph.reason}`));
-  if (data.unknown.length) parts.push(make("p", "", `Unknown to the policy: ${data.unknown.join(", ")}`));
-  $("details").replaceChildren(...parts);
-}
-
-data.graphs.forEach((graph, i) => {
-  const option = make("option", "", `graph ${i}: ${graph.precision}, ${graph.nodes.filter((n) => n.kind === "op").length} ops`);
-  option.value = i;
-  $("graph").append(option);
-});
-$("graph").onchange = () => show(Number($("graph").value));
-$("search").oninput = apply;
-$("casts-only").onclick = () => { press($("casts-only"), !pressed($("casts-only"))); apply(); };
-$("open-all").onclick = () => { blocks.forEach((b) => close(b, false)); arcs(); };
-$("close-all").onclick = () => { blocks.forEach((b) => close(b, true)); arcs(); };
-window.addEventListener("resize", arcs);
-if (data.graphs.length) show(0);
+  return button;
+}));
+$("search").oninput = () => { filter.words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean); draw(); };
+$("casts").onchange = () => { filter.casts = $("casts").value; draw(); };
+$("open").onclick = () => { blocks.forEach((b) => { b.open = true; }); draw(); };
+$("close").onclick = () => { blocks.forEach((b) => { b.open = false; }); draw(); };
+document.onkeydown = (event) => {
+  if (event.key === "Escape") { chosen = null; describe(); mark(); }
+  const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+  if (!step || ["INPUT", "SELECT"].includes(event.target.tagName)) return;
+  const next = rows[rows.indexOf(chosen) + step];
+  if (!next || next.kind === "end") return;
+  event.preventDefault();
+  choose(next);
+  $("rows").children[rows.indexOf(next)].scrollIntoView({ block: "nearest" });
+};

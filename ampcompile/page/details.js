@@ -1,0 +1,75 @@
+// The panel beside the graph: what was clicked, or the whole report.
+
+function describe() {
+  const parts = { op: ofOp, cast: ofCast, block: ofBlock, edge: ofEdge }[chosen?.kind] || ofReport;
+  $("details").replaceChildren(...parts(chosen));
+  $("details").scrollTop = 0;
+}
+
+function list(...entries) {
+  return make("dl", "", ...entries.filter(([, value]) => value && value.length !== 0)
+    .flatMap(([term, ...values]) => [make("dt", "", term), make("dd", "", ...values)]));
+}
+
+function source(place) {
+  const code = data.lines[place];
+  return code ? make("span", "", place, make("pre", "", code)) : place;
+}
+
+function link(item, ...children) {
+  const line = make("div", "line link", ...children);
+  line.onclick = () => choose(item, true);
+  return line;
+}
+
+const opLink = (op) => link(op, chip(op.dtype), ` ${op.label || plain(op.op)} `, make("span", "dim", op.name));
+const castLink = (cast) => link(cast, chip(cast.from), " \u2192 ", chip(cast.to), ` ${cast.of} ${human(cast.bytes)} `,
+  make("span", "dim", `${cast.fate.slice(1).join(", ")} ${plain(cast.op)} ${cast.module}`));
+const largest = (list, most = 12) => [...list].sort((a, b) => running(b) - running(a) || b.bytes - a.bytes).slice(0, most);
+
+function ofOp(op) {
+  return [make("h2", "", plain(op.op)),
+    list(["dtype", op.dtype && chip(op.dtype)], ["why", op.because], ["line", op.source && source(op.source)], ["module", op.module],
+      ["shape", shape(op.shape)], ["value", op.name],
+      ["reads", ...op.reads.map((read) => (read.from ? opLink(read.from) : make("div", "line", read.name)))],
+      ["read by", ...unique(op.users).map(opLink)]),
+    ...(op.casts.length ? [make("h3", "", "casts of what it reads"), ...op.casts.map(castLink)] : [])];
+}
+
+function ofCast(cast) {
+  const [reader] = cast.readers;
+  return [make("h2", "", `cast of ${cast.of} for ${plain(cast.op)}`),
+    list(["dtypes", chip(cast.from), " \u2192 ", chip(cast.to)], ["why", cast.because], ["fate", cast.fate.join(", ")],
+      ["bytes", human(cast.bytes)], ["shape", shape(cast.shape)], ["line", cast.source && source(cast.source)], ["module", cast.module],
+      ["value", reader ? reader.reads.find((read) => read.casts.includes(cast)).name : ""], ["read by", ...unique(cast.readers).map(opLink)])];
+}
+
+function ofBlock(b) {
+  const inside = unique(b.ops.flatMap((op) => op.casts));
+  const dtypes = unique(b.ops.map((op) => op.dtype)).sort();
+  return [make("h2", "", b.path), ...dtypes.map((dtype) => make("div", "line", chip(dtype), ` ${b.ops.filter((op) => op.dtype === dtype).length} ops`)),
+    make("h3", "", `${inside.length} casts, ${human(size(inside))}`), ...largest(inside, 40).map(castLink)];
+}
+
+function ofEdge(edge) {
+  return [make("h2", "", `${edge.casts.length} casts on one edge, ${human(size(edge.casts))}`), ...largest(edge.casts, 40).map(castLink)];
+}
+
+function ofReport() {
+  const busy = casts.filter(running), most = Math.max(1, ...data.totals.map((total) => total.bytes));
+  const table = make("table", "", make("tr", "", ...["conversions in one call", "times", "bytes"].map((head) => make("th", "", head))),
+    ...data.totals.map((total) => {
+      const meter = make("div", "meter");
+      meter.style.width = `${(100 * total.bytes) / most}%`;
+      return make("tr", "", make("td", "", total.stage, meter), make("td", "", String(total.casts)), make("td", "", human(total.bytes)));
+    }));
+  return [make("h2", "", unique(data.graphs.map((graph) => graph.precision)).join("; ")),
+    make("p", "", `${casts.length} casts, ${human(size(casts))}; ${busy.length} of them run in every call, ${human(size(busy))}.`), table,
+    make("p", "dim", "Click a row, a cast or a diamond for its reason and its line; arrow keys move on. Curves are values read further down; " +
+      "thick ones with a diamond are cast on the way, the thicker the more bytes. Dashed casts run no more in every call."),
+    ...(data.unknown.length ? [make("h3", "", "unknown to the policy"), make("p", "", data.unknown.join(", "))] : []),
+    ...(busy.length ? [make("h3", "", "largest casts in every call"), ...largest(busy).map(castLink)] : [])];
+}
+
+draw();
+describe();
