@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -91,42 +91,70 @@ OnJointGraph = Callable[[torch.fx.Graph], Any]
 
 
 class _JointGraphPass(CustomGraphPass):
-    """A pass on the graph after differentiation, in Inductor's form: known to its caches by the text of its file."""
+    """Passes on the graph after differentiation, in Inductor's form: known to its caches by the text of their files.
 
-    def __init__(self, act: OnJointGraph) -> None:
-        self.act = act
+    `others`: functions that decide, too, what is compiled; the caches would not know them otherwise.
+    """
+
+    def __init__(self, acts: Sequence[OnJointGraph], others: Iterable[Callable[..., Any]]) -> None:
+        self.acts = acts
+        self.files = tuple(sorted({inspect.getfile(function) for function in (*acts, *others)}))
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        self.act(graph)
+        for act in self.acts:
+            act(graph)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files((inspect.getfile(self.act),))
+        return get_hash_for_files(self.files)
+
+
+def inductors_decompositions(kept: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
+    """A copy of the table by which Inductor has ops taken apart; an entry that gives NotImplemented keeps its op.
+
+    `kept`: ops of the table for which that may happen. Inductor has no code for them, so it calls eager's kernels.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+
+    for op in kept:
+        if op not in lowerings:
+            register_lowering(op, type_promotion_kind=None)(fallback_handler(op, add_to_fallback_set=False))
+    return dict(select_decomp_table())
 
 
 def inductor(
-    gm: torch.fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], on_joint_graph: OnJointGraph
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    config: dict[str, Any],
+    on_joint_graph: Sequence[OnJointGraph],
+    decompositions: dict[Any, Callable[..., Any]],
 ) -> Callable[..., Any]:
     """Compile with Inductor; `on_joint_graph` sees forward and backward together, or an inference graph."""
     from torch._inductor.compile_fx import compile_fx
 
-    patches = {**config, "joint_custom_pre_pass": _JointGraphPass(on_joint_graph)}
-    compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
+    ours = [function for function in decompositions.values() if function.__module__.startswith("ampcompile.")]
+    patches = {**config, "joint_custom_pre_pass": _JointGraphPass(on_joint_graph, [*ours, lower_as_call])}
+    compiled: Any = compile_fx(gm, list(inputs), config_patches=patches, decompositions=decompositions)
     return compiled
 
 
-def aot_eager(gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: OnJointGraph) -> Callable[..., Any]:
-    """AOTAutograd with eager kernels, as the backend of that name, with a pass on the joint or inference graph."""
+def aot_eager(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: Sequence[OnJointGraph]
+) -> Callable[..., Any]:
+    """AOTAutograd with eager kernels, as the backend of that name, with passes on the joint or inference graph."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
     def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        on_joint_graph(joint.graph)
+        for act in on_joint_graph:
+            act(joint.graph)
         joint.recompile()
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     def inference(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        on_joint_graph(graph.graph)
+        for act in on_joint_graph:
+            act(graph.graph)
         graph.recompile()
         return boxed_nop(graph, example_inputs)
 

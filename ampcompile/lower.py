@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule
 
 from . import compat, packing, weights
 from .config import Options
+from .decompositions import decompositions
 from .kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
 from .passes import bind_weights
 from .passes.base import Watch, run_passes
@@ -37,7 +38,8 @@ def lower(
     else:
         compat.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
         with compat.lowering_without_autocast():
-            compiled = compat.inductor(gm, inputs, _inductor_config(options, slots), on_joint_graph=bind_weights.bind)
+            config = _inductor_config(options, slots)
+            compiled = compat.inductor(gm, inputs, config, bind_weights.bind, decompositions(options))
     return _with_copies(compiled, slots, options) if slots else compiled
 
 

@@ -1,0 +1,74 @@
+"""What Inductor calls and what it takes apart, and that the gradients are right either way."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampcompile import compat
+from ampcompile.config import Options
+from ampcompile.decompositions import EMBEDDING_BACKWARD, decompositions
+from ampcompile.kernels.attention_backward import FLASH_BACKWARD
+from ampcompile.passes import bind_weights
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(11, 16, padding_idx=3)
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return (x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)).square().sum()
+
+
+TOKENS = torch.randint(11, (24, 7))
+TOKENS[:, 0] = 3
+
+
+def gradients(model, run):
+    return torch.autograd.grad(run(TOKENS), list(model.parameters()))
+
+
+def called(monkeypatch, **options):
+    """Gradients, and the ops of the differentiated graph."""
+    ops = []
+    original = bind_weights.bind
+
+    def watched(graph):
+        ops.extend(node.target for node in graph.nodes)
+        return original(graph)
+
+    monkeypatch.setattr(bind_weights, "bind", watched)
+    model = Attention()
+    return model, ops, gradients(model, torch.compile(model, backend="amp", options=options))
+
+
+@pytest.mark.parametrize("numerics", ["eager", "relaxed"])
+def test_gradients_are_as_exact_as_eager_autocasts(monkeypatch, numerics):
+    torch._dynamo.reset()
+    model, ops, found = called(monkeypatch, numerics=numerics)
+    exact_model = copy.deepcopy(model).double()
+    exact = gradients(exact_model, exact_model)
+
+    def autocast(tokens):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(tokens)
+
+    def error(grads):
+        return sum(float((a.double() - b).norm() / b.norm()) for a, b in zip(grads, exact, strict=True))
+
+    assert error(found) <= 1.05 * error(gradients(model, autocast))
+    assert found[0][3].count_nonzero() == 0
+    assert EMBEDDING_BACKWARD in ops
+    assert (FLASH_BACKWARD in ops) == (numerics == "relaxed")
+
+
+def test_other_devices_keep_inductors_own_choice():
+    table, theirs = decompositions(Options.parse({})), compat.inductors_decompositions([])
+    arguments = torch.zeros(2, 4, device="meta"), torch.zeros(2, dtype=torch.int64, device="meta"), 5, -1, False
+    assert table[EMBEDDING_BACKWARD](*arguments).shape == theirs[EMBEDDING_BACKWARD](*arguments).shape == (5, 4)
