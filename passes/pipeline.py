@@ -12,10 +12,13 @@ from ampcompile.kernels import packed_linear
 
 from .assign_precision import AssignPrecision
 from .base import Pass
+from .fold_casts import FoldCasts
 from .graph import Regions
 from .hoist_weights import HoistWeights
 from .insert_casts import InsertCasts
+from .move_casts import MoveCasts
 from .pack_linears import PackLinears
+from .share_casts import ShareCasts
 
 
 def pipeline(options: Options, regions: Regions, is_weight: Callable[[int, Node], bool]) -> tuple[Pass, ...]:
@@ -24,9 +27,14 @@ def pipeline(options: Options, regions: Regions, is_weight: Callable[[int, Node]
         AssignPrecision(options.policy, regions, options.range_guards),  # needs a captured graph with its fakes
         InsertCasts(),  # needs a decision on every node
     )
-    tidy: tuple[Pass, ...] = ()
+    gradients = torch.is_grad_enabled()
+    tidy: tuple[Pass, ...] = (
+        FoldCasts(gradients, options.numerics == "relaxed"),  # needs every cast, ours and the user's
+        MoveCasts(gradients),  # after folding, which looks through the same ops
+    )
     if options.weights == "cached":
-        tidy = (HoistWeights(is_weight),)  # needs every cast in place: what is left to cast is a weight's own
+        tidy += (HoistWeights(is_weight),)  # needs every cast in place: what is left to cast is a weight's own
         if options.lower == "inductor" and packed_linear.available(torch.bfloat16):
-            tidy += (PackLinears(frozenset({torch.bfloat16}), torch.is_grad_enabled()),)  # needs hoisted weights
+            tidy += (PackLinears(frozenset({torch.bfloat16}), gradients),)  # needs hoisted weights
+    tidy += (ShareCasts(gradients),)  # last: a weight's copy is packed for one reader
     return decide_and_act + tidy

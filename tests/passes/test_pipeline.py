@@ -8,15 +8,16 @@ from ampcompile.kernels import packed_linear
 from ampcompile.passes.graph import Regions
 from ampcompile.passes.pipeline import pipeline
 
-BASE = ["assign_precision", "insert_casts"]
+BASE = ["assign_precision", "insert_casts", "fold_casts", "move_casts"]
+PACKED = ["pack_linears"] if packed_linear.available(torch.bfloat16) else []
 
 
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ({"weights": "every_call"}, BASE),
-        ({"lower": "eager"}, [*BASE, "hoist_weights"]),
-        ({}, [*BASE, "hoist_weights", *(["pack_linears"] if packed_linear.available(torch.bfloat16) else [])]),
+        ({"weights": "every_call"}, [*BASE, "share_casts"]),
+        ({"lower": "eager"}, [*BASE, "hoist_weights", "share_casts"]),
+        ({}, [*BASE, "hoist_weights", *PACKED, "share_casts"]),
     ],
 )
 def test_the_order(options: dict[str, str], names: list[str]) -> None:

@@ -1,0 +1,94 @@
+"""Which values of a graph share memory, which memory is written in the graph, and which the outside can see."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import Graph, GraphModule, Node
+
+from ampcompile import compat_ops
+
+from .graph import bodies
+
+# Composite ops that give memory of their own, though their schema could as well be silent about an alias.
+_FRESH_NAMES = """
+linear matmul conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d layer_norm batch_norm
+group_norm instance_norm rms_norm softmax log_softmax cross_entropy_loss nll_loss nll_loss_nd embedding cat concat
+scaled_dot_product_attention gelu silu max_pool1d max_pool2d max_pool3d avg_pool1d adaptive_avg_pool1d
+adaptive_avg_pool2d adaptive_avg_pool3d
+"""
+_FRESH = frozenset(f"aten::{name}" for name in _FRESH_NAMES.split())
+_CASTS = frozenset({"aten::to", "aten::type_as"})
+
+
+class Memory:
+    """The memory of one graph's values, looked at once; nodes added later are their own."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._group: dict[Node, Node] = {}
+        self._written: set[Node] = set()
+        self._outside: set[Node] = set()
+        inner = {attribute: _writes(body) for attribute, body in bodies(graph.owning_module)}
+        for node in graph.nodes:
+            if node.op in ("placeholder", "output", "get_attr"):
+                self._outside.update((node, *node.all_input_nodes))
+            elif node.op != "call_function" or isinstance(node.target, HigherOrderOperator):
+                writes = any(inner.get(operand, False) for operand in node.all_input_nodes)
+                self._hand_over(node, writes or not any(operand in inner for operand in node.all_input_nodes))
+            elif isinstance(node.target, OpOverload):
+                self._op(node, node.target)
+            elif node.target is operator.getitem:
+                self._join(node, node.args[0])
+        self._written = {self._of(node) for node in self._written}
+        self._outside = {self._of(node) for node in self._outside}
+
+    def is_written(self, node: Node) -> bool:
+        """Whether some op writes into a value's memory, before or after it is computed."""
+        return self._of(node) in self._written
+
+    def is_seen(self, node: Node) -> bool:
+        """Whether a value shares memory with an input, a constant or a result of the graph."""
+        return self._of(node) in self._outside
+
+    def _hand_over(self, node: Node, writes: bool) -> None:
+        """A call that may return what it is given, and write into it."""
+        for operand in node.all_input_nodes:
+            self._join(node, operand)
+            if writes:
+                self._written.add(operand)
+
+    def _op(self, node: Node, op: OpOverload) -> None:
+        if op._schema.name in _CASTS and node.meta["val"].dtype != node.args[0].meta["val"].dtype:  # type: ignore[union-attr]
+            return  # `to` returns its operand only where it has nothing to do
+        silent = compat_ops.may_return_argument(op) and op._schema.name not in _FRESH
+        for i, argument in enumerate(op._schema.arguments):
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            alias = argument.alias_info
+            for operand in given if isinstance(given, list | tuple) else (given,):
+                if isinstance(operand, Node):
+                    if alias is not None or silent:
+                        self._join(node, operand)
+                    if alias is not None and alias.is_write:
+                        self._written.add(operand)
+
+    def _join(self, node: Node, other: Any) -> None:
+        if isinstance(other, Node):
+            self._group[self._of(node)] = self._of(other)
+
+    def _of(self, node: Node) -> Node:
+        root = node
+        while (above := self._group.get(root, root)) is not root:
+            root = above
+        while node is not root:
+            node, self._group[node] = self._group.get(node, node), root
+        return root
+
+
+def _writes(body: GraphModule) -> bool:
+    """Whether anything in a body, or in the bodies it calls, writes into memory."""
+    return any(
+        node.op == "call_module" or (isinstance(node.target, OpOverload) and node.target._schema.is_mutable)
+        for node in body.graph.nodes
+    ) or any(_writes(inner) for _, inner in bodies(body))

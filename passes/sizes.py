@@ -1,0 +1,46 @@
+"""How large a value is: as an expression in the graph's own symbols, and as the number it was traced with.
+
+Nothing here asks a symbol for its value, which would add a guard; only for its hint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+
+from ampcompile.dtypes import FLOATS
+
+
+def elements(value: Any) -> sympy.Expr:
+    """The number of elements of a tensor, 1 for anything else."""
+    if not isinstance(value, torch.Tensor):
+        return sympy.Integer(1)
+    product: sympy.Expr = sympy.Integer(1)
+    for size in value.shape:
+        product *= size.node.expr if isinstance(size, torch.SymInt) else size
+    return product
+
+
+def elements_hint(value: Any) -> int | None:
+    """The same as the number it was traced with; None if it depends on data."""
+    product = 1
+    for size in value.shape if isinstance(value, torch.Tensor) else ():
+        if isinstance(size, torch.SymInt):
+            if not size.node.has_hint():
+                return None
+            size = int(size.node.hint)
+        product *= size
+    return product
+
+
+def is_smaller(a: Any, b: Any) -> bool:
+    """Whether a value has fewer elements than another one, as traced; False if that depends on data."""
+    first, second = elements_hint(a), elements_hint(b)
+    return first is not None and second is not None and first < second
+
+
+def in_floats(value: Any) -> bool:
+    """Whether a value is a tensor that autocast might cast."""
+    return isinstance(value, torch.Tensor) and value.dtype in FLOATS
