@@ -75,6 +75,14 @@ def _forget(code: CodeType, backend: Callable[..., Any]) -> None:
         entry.guard_manager.extra_state.invalidate(entry, dead)
 
 
+@contextlib.contextmanager
+def all_lowered_now() -> Iterator[None]:
+    """Inductor compiles anew, for what it takes from a cache it may show no graph of, and backward at once."""
+    functorch, inductor = torch._functorch.config, torch._inductor.config
+    with inductor.patch(force_disable_caches=True), functorch.patch(force_non_lazy_backward_lowering=True):
+        yield
+
+
 def _innermost(backend: Any) -> Any:
     inner = eval_frame.innermost_backend(backend)
     return getattr(inner, "compiler_fn", inner)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 
 from torch._logging import _internal
 
@@ -15,3 +17,23 @@ def traced() -> bool:
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
     """Add an artifact of the graph being compiled to the structured trace, if there is one."""
     _internal.trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload)
+
+
+@contextlib.contextmanager
+def artifacts_of_this_compile() -> Iterator[list[tuple[str, str]]]:
+    """Collects (name, text) of every artifact that torch's compilers meanwhile offer to the structured trace."""
+    found: list[tuple[str, str]] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            metadata, text = getattr(record, "metadata", {}), getattr(record, "payload", None)
+            name = metadata.get("artifact", {}).get("name") or next(iter(metadata), "")
+            if isinstance(text, str):
+                found.append((name, text))
+
+    collector = Collector()
+    _internal.trace_log.addHandler(collector)
+    try:
+        yield found
+    finally:
+        _internal.trace_log.removeHandler(collector)

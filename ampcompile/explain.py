@@ -16,8 +16,10 @@ def explain(
 
     `f` is a module or function, compiled (the options it was compiled with are used) or not. Keywords are options of
     `torch.compile(f, backend="amp", options=...)`, `mode` and `dynamic`; they beat those that `f` was compiled with.
-    Nothing is lowered through Inductor, and what is compiled already stays as it is. The call itself is a real one:
-    gradients, buffers and random states are put back afterwards, but an optimizer that steps inside `f` has stepped.
+    Nothing is lowered through Inductor, unless `lower="inductor"` is among the keywords: then `report.final_code` is
+    what Inductor generates code from, and explaining takes as long as compiling. What is compiled already stays as it
+    is. The call itself is a real one: gradients, buffers and random states are put back afterwards, but an optimizer
+    that steps inside `f` has stepped.
     Raises what `f` raises, and OptionError.
     """
     from .explain_recorder import recorded  # it imports Dynamo, and `import ampcompile` must not

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from . import compat_explain
+from . import compat_explain, compat_logs
 from .backend import rewrite
 from .config import Options
 from .lower import lower
 from .report import Report
 from .report_records import GraphRecord
-from .report_totals import Total, eager_totals, total_of
-from .report_watch import Watcher
+from .report_totals import eager_totals
+from .report_watch import JointWatcher, Watcher
 from .untouched import untouched
 
 
@@ -31,7 +31,7 @@ def recorded(f: Any, options: dict[str, Any], mode: str | None, dynamic: bool | 
 
     def explained(*args: Any, **kwargs: Any) -> Report:
         graphs: list[GraphRecord] = []
-        backend = _recorder(chosen, graphs)
+        backend = _recorder(chosen, graphs, through_inductor=options.get("lower") == "inductor")
         with compat_explain.dynamo_as_it_was(backend), untouched(f, args, kwargs), _plain(f):
             torch.compile(f, backend=backend, dynamic=dynamic)(*args, **kwargs)
         return Report(graphs)
@@ -64,7 +64,7 @@ def _plain(f: Any) -> Iterator[None]:
         f._compiled_call_impl = kept
 
 
-def _recorder(options: Options, graphs: list[GraphRecord]) -> Callable[..., Any]:
+def _recorder(options: Options, graphs: list[GraphRecord], through_inductor: bool) -> Callable[..., Any]:
     """A backend that records every graph and runs it with torch's own kernels."""
     run_as = replace(options, lower="eager" if options.lower == "eager" else "aot_eager")
 
@@ -73,12 +73,30 @@ def _recorder(options: Options, graphs: list[GraphRecord]) -> Callable[..., Any]
         watcher.totals += eager_totals(gm, example_inputs)
         rewritten = rewrite(gm, example_inputs, run_as, watcher.watch)
         seen = watcher.record(gm, rewritten.graph, rewritten.history)
-        after: list[Total] = []
-        compiled = lower(
-            rewritten.graph, example_inputs, run_as, lambda name, joint: after.append(total_of(name, joint))
-        )
-        graphs.append(replace(seen, totals=(*seen.totals, *after)))
+        joint = JointWatcher()
+        with compat_logs.artifacts_of_this_compile() as artifacts:
+            compiled = lower(rewritten.graph, example_inputs, run_as, joint.watch)
+        final = _texts(artifacts, _PARTED) or seen.code
+        if through_inductor:
+            final = _texts(_lowered(gm, example_inputs, options), _LOWERED)
+        graphs.append(replace(seen, totals=(*seen.totals, *joint.totals), joint_code=joint.code, final_code=final))
         return compiled
 
     record.amp_options = lambda **_: options  # type: ignore[attr-defined]
     return record
+
+
+_PARTED = ("aot_inference_graph", "aot_forward_graph", "aot_backward_graph")
+_LOWERED = ("inductor_post_grad_graph",)
+
+
+def _lowered(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> list[tuple[str, str]]:
+    """What Inductor's compilation of a graph offers to the trace; nothing of it is kept."""
+    rewritten = rewrite(gm, example_inputs, options)
+    with compat_explain.all_lowered_now(), compat_logs.artifacts_of_this_compile() as artifacts:
+        lower(rewritten.graph, example_inputs, options)
+    return artifacts
+
+
+def _texts(artifacts: Sequence[tuple[str, str]], names: Sequence[str]) -> str:
+    return "\n\n".join(text.strip() for name, text in artifacts if name in names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from . import report_dot, report_html, report_table
@@ -19,8 +20,25 @@ class Report:
 
     @property
     def code(self) -> str:
-        """A `def forward` for every graph, with the dtype and shape of every value."""
-        return "\n\n".join(f"# graph {i}: {g.precision}\n{g.code}" for i, g in enumerate(self.graphs))
+        """A `def forward` for every graph as rewritten, with the dtype and shape of every value."""
+        return self._code([graph.code for graph in self.graphs])
+
+    @property
+    def joint_code(self) -> str:
+        """Every graph after differentiation, forward and backward in one; empty with `lower="eager"`."""
+        return self._code([graph.joint_code for graph in self.graphs])
+
+    @property
+    def final_code(self) -> str:
+        """Every graph as it is run: forward, and backward if there is one, as AOTAutograd parts them.
+
+        With `explain(f, lower="inductor")`, as Inductor generates code from them.
+        """
+        return self._code([graph.final_code for graph in self.graphs])
+
+    def _code(self, texts: list[str]) -> str:
+        titled = zip(count(), self.graphs, texts, strict=False)
+        return "\n\n".join(f"# graph {i}: {graph.precision}\n{text}" for i, graph, text in titled if text)
 
     @property
     def casts(self) -> list[CastRecord]:

@@ -11,7 +11,6 @@ from importlib.resources import files
 from typing import Any
 
 from .dtypes import short_name
-from .report_graph import NodeRecord
 from .report_records import CastRecord, GraphRecord
 from .report_totals import Total
 

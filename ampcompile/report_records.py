@@ -76,6 +76,10 @@ class GraphRecord:
     history: tuple[Applied, ...]
     totals: tuple[Total, ...]
     """Conversions in eager autocast, then in the graph after each pass, then after differentiation."""
+    joint_code: str = ""
+    """Forward and backward as one graph, after the passes on it; without gradients, forward alone."""
+    final_code: str = ""
+    """What is run: the graphs that AOTAutograd makes of it, or Inductor where explaining lowers through it."""
 
     @property
     def casts(self) -> list[CastRecord]:

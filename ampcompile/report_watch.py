@@ -30,6 +30,7 @@ class Watcher:
         self.ops: tuple[OpRecord, ...] = ()
         self.nodes: tuple[NodeRecord, ...] = ()
         self.totals: list[Total] = []
+        self._there: set[int] = set()  # numbers of the casts that the graph still holds
 
     def watch(self, name: str, gm: GraphModule) -> None:
         """Called after each pass on the captured graph."""
@@ -40,12 +41,15 @@ class Watcher:
             self.ops = tuple(ops_of(gm))
             self.nodes = tuple(nodes_of(gm))
             self.casts = dict(casts_of(gm, _weights(gm, self.example_inputs)))
+            self._there = set(self.casts)
             return
         there = {node.meta["amp_cast"].number: node.meta["amp_cast"].fate for node in cast_nodes(gm)}
         word = _FATES.get(name.partition("_")[0])
-        for number, record in self.casts.items():
-            gone = (*record.fate, word) if word and word not in record.fate else record.fate
+        for number in self._there:
+            record = self.casts[number]
+            gone = (*record.fate, word) if word else record.fate
             self.casts[number] = replace(record, fate=there.get(number, gone))
+        self._there &= there.keys()
 
     def record(self, original: GraphModule, rewritten: GraphModule, history: Sequence[Applied]) -> GraphRecord:
         """All that was seen of the graph that Dynamo gave as `original`. Before it is lowered, which changes it."""
@@ -60,6 +64,21 @@ class Watcher:
             history=tuple(history),
             totals=tuple(self.totals),
         )
+
+
+class JointWatcher:
+    """Sees a graph after differentiation, and after each pass on it: hand `watch` to `lower`."""
+
+    def __init__(self) -> None:
+        self.totals: list[Total] = []
+        self.code = ""
+
+    def watch(self, name: str, gm: GraphModule) -> None:
+        """Called when a graph was differentiated, and after each pass on it."""
+        stage = name if name.startswith("differentiated") else f"{name}, forward and backward"
+        self.totals.append(total_of(stage, gm))
+        gm.recompile()
+        self.code = gm.print_readable(print_output=False)
 
 
 def _weights(gm: GraphModule, example_inputs: Sequence[Any]) -> set[Node]:

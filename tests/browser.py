@@ -17,6 +17,7 @@ from typing import Any
 PATH = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 MISSING = "needs Chromium (Debian: apt install chromium): none is on the PATH"
 SECONDS = 60
+KEYS = {"Backspace": 8, "Escape": 27, "ArrowUp": 38, "ArrowDown": 40}
 
 
 class Browser:
@@ -58,7 +59,9 @@ class Browser:
         """Press the mouse in the middle of the first element a selector finds, scrolled into view."""
         element = f"document.querySelector({json.dumps(selector)})"
         self.evaluate(f"{element}.scrollIntoView({{block: 'center'}})")
-        box = self.evaluate(f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({element}.getBoundingClientRect())")
+        box = self.evaluate(
+            f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({element}.getBoundingClientRect())"
+        )
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
 
@@ -67,9 +70,9 @@ class Browser:
         self.send("Input.insertText", text=text)
 
     def press(self, key: str) -> None:
-        """A key by its name, as `ArrowDown`."""
+        """One of KEYS, by its name."""
         for kind in ("keyDown", "keyUp"):
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=KEYS[key])
 
     def screenshot(self, path: Path) -> None:
         """What is in the window, as PNG."""
@@ -108,9 +111,14 @@ def browser(profile: Path) -> Iterator[Browser]:
     assert PATH is not None
     (their_read, our_write), (our_read, their_write) = os.pipe(), os.pipe()
     flags = "--headless --no-sandbox --disable-gpu --hide-scrollbars --no-first-run --remote-debugging-pipe"
-    command = f"exec {shlex.quote(PATH)} {flags} --user-data-dir={shlex.quote(str(profile))} 3<&{their_read} 4>&{their_write}"
+    command = (
+        f"exec {shlex.quote(PATH)} {flags} --user-data-dir={shlex.quote(str(profile))} 3<&{their_read} 4>&{their_write}"
+    )
     process = subprocess.Popen(
-        ["bash", "-c", command], pass_fds=(their_read, their_write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ["bash", "-c", command],
+        pass_fds=(their_read, their_write),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     os.close(their_read)
     os.close(their_write)

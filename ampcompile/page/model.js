@@ -67,7 +67,7 @@ function simplify(parent) {
 // Close what is deepest until no more rows are left than one can look through; the first of the closed stays open.
 function limit(most) {
   const shown = (b) => b.items.reduce((n, item) => n + 1 + (item.kind === "block" && item.open ? shown(item) : 0), 0);
-  for (let depth = Math.max(0, ...blocks.map((b) => b.depth)); depth > 0 && shown(root) > most; depth--)
+  for (let depth = Math.max(0, ...blocks.map((b) => b.depth)); depth >= 0 && shown(root) > most; depth--)
     blocks.filter((b) => b.depth === depth).forEach((b) => { b.open = false; });
   const closed = blocks.filter((b) => !b.open);
   const shallow = closed.find((b) => b.depth === Math.min(...closed.map((c) => c.depth)));
