@@ -39,3 +39,15 @@ class ScalerError(AmpError, ValueError):
 
 class StaleWeightError(AmpError, RuntimeError):
     """A weight was written unseen while a backward waited for its old value, and a call used the old value too."""
+
+
+class DoubleBackwardError(AmpError, RuntimeError):
+    """A gradient of a gradient was asked of a compiled graph that can't give one."""
+
+
+class AuditError(AmpError, RuntimeError):
+    """An audit that can't say what was asked: nothing to compare, or a tolerance that float32 doesn't meet either."""
+
+
+class CommandLineError(AmpError, ValueError):
+    """The command line was given something that names no model and inputs."""

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule
 
-from . import compat, packing, weights
+from . import compat, compat_backward, double_backward, packing, weights
 from .config import Options
 from .decompositions import decompositions
 from .kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
-from .passes import bind_weights
+from .passes import bind_weights, share_casts
 from .passes.base import Watch, run_passes
 from .passes.weight_copy import Slot
 from .plain_graph import without_autocast
@@ -32,27 +33,39 @@ def lower(
     if options.lower == "eager":
         run_passes([bind_weights.BindWeightsEagerly()], gm)
         compiled = without_autocast(gm)
-    elif options.lower == "aot_eager":
-        with compat.lowering_without_autocast():
-            compiled = compat.aot_eager(gm, inputs, on_joint_graph=_watched(bind_weights.bind, watch))
-    else:
-        compat.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
-        with compat.lowering_without_autocast():
+        return _with_copies(compiled, slots, options) if slots else compiled
+    rewritten = double_backward.kept(gm) if torch.is_grad_enabled() else None
+    with compat.lowering_without_autocast(), compat_backward.functions_made() as functions:
+        if options.lower == "aot_eager":
+            compiled = compat.aot_eager(gm, inputs, _watched(_on_joint_graph(), watch))
+        else:
+            compat.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
             config = _inductor_config(options, slots)
-            compiled = compat.inductor(gm, inputs, config, bind_weights.bind, decompositions(options))
-    return _with_copies(compiled, slots, options) if slots else compiled
+            compiled = compat.inductor(gm, inputs, config, _on_joint_graph(), decompositions(options))
+    run = _with_copies(compiled, slots, options) if slots else compiled
+    if rewritten is None or not functions:
+        return run
+    return double_backward.Twice(rewritten, functions[-1])(run)
 
 
-def _watched(act: compat.OnJointGraph, watch: Watch | None) -> compat.OnJointGraph:
+def _on_joint_graph() -> list[compat.OnJointGraph]:
+    """What is done after differentiation, when merging two casts no longer merges their gradients."""
+    return [bind_weights.bind, share_casts.share_after_differentiation]
+
+
+def _watched(acts: Sequence[compat.OnJointGraph], watch: Watch | None) -> Sequence[compat.OnJointGraph]:
     if watch is None:
-        return act
+        return acts
 
-    def watched(graph: Graph) -> None:
-        watch("differentiated: forward and backward", graph.owning_module)
-        act(graph)
-        watch("bind_weights", graph.owning_module)
+    def then_watch(name: str, act: compat.OnJointGraph) -> compat.OnJointGraph:
+        def watched(graph: Graph) -> None:
+            act(graph)
+            watch(name, graph.owning_module)
 
-    return watched
+        return watched
+
+    before = then_watch("differentiated: forward and backward", lambda graph: None)
+    return [before, *(then_watch(act.__module__.rpartition(".")[2], act) for act in acts)]
 
 
 def _inductor_config(options: Options, slots: Sequence[Slot]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from ampcompile.plain_graph import writes_to_inputs
 from tests.compiling import HALF, LOW, amp, compiled, error, same_bits
 
 
@@ -163,3 +164,46 @@ def test_unused_outputs_and_inputs_get_no_gradient():
     (_, b, _) = run(x, y, z)
     b.sum().backward()
     assert x.grad is None and z.grad is None and torch.equal(y.grad, torch.full((3,), 3.0))
+
+
+def test_inputs_that_are_functions_of_one_another_and_gradients_that_are_functions_of_results():
+    def f(a, b):
+        return a * b, a.t()[1:], (a.exp() + b).view(-1)
+
+    def orders(run):
+        torch.manual_seed(0)
+        b = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+        a = b.square()
+        product, view, total = run(a, b)
+        loss = product.square().sum() + view.prod() + (total * total[0]).sum() + (product * a).sum()
+        found = []
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(loss, b, create_graph=True)
+            found.append(gradient)
+            loss = gradient.square().sum()
+        return found
+
+    for lower in ("eager", "aot_eager"):
+        for ours, expected in zip(orders(amp(f, lower=lower)[0]), orders(f), strict=True):
+            torch.testing.assert_close(ours, expected)
+
+
+def test_views_of_results_share_their_memory_and_history():
+    run, _ = amp(lambda x: (h := x * 2, h[0], h.expand(2, 2, 3)), lower="eager")
+    x = torch.randn(2, 3, requires_grad=True)
+    whole, row, many = run(x)
+    row.mul_(3)
+    assert torch.equal(whole[0], x[0] * 6) and torch.equal(many[1, 0], x[0] * 6)
+    (whole.sum() + many.sum()).backward()
+    assert torch.equal(x.grad, torch.tensor([[18.0] * 3, [6.0] * 3]))
+
+
+def test_a_graph_that_writes_to_its_input_is_known():
+    def writes(x):
+        x[0].view(-1).mul_(2)
+        return x.sin()
+
+    for f, expected in ((writes, True), (lambda x: x.sin().mul_(2), False), (lambda x: x.clone().add_(1), False)):
+        _, recorder = (made := amp(f, lower="eager"))
+        made[0](torch.randn(2, 3, requires_grad=True) + 0)
+        assert writes_to_inputs(recorder.graphs[0].graph) is expected

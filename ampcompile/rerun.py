@@ -1,0 +1,63 @@
+"""Whether a graph that ran once gives the same numbers when it runs again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Node
+
+# Ops that update running statistics, which they don't read in training: the argument that says so.
+_STATISTICS = {
+    torch.ops.aten.batch_norm.default: "training",
+    torch.ops.aten.instance_norm.default: "use_input_stats",
+}
+
+
+def writes_unread(value: Node) -> bool:
+    """Whether nothing that a graph returns depends on what a written input held: statistics and counters."""
+    return all(_updates_statistics(user, value) or _updates_itself(user, value) for user in value.users)
+
+
+def _updates_statistics(user: Node, value: Node) -> bool:
+    if user.target not in _STATISTICS:
+        return False
+    given = _by_name(user)
+    others = [name for name, argument in given.items() if argument is value]
+    return bool(given[_STATISTICS[user.target]]) and set(others) <= {"running_mean", "running_var"}
+
+
+def _updates_itself(user: Node, value: Node) -> bool:
+    if not isinstance(user.target, OpOverload) or user.users:
+        return False
+    alias = user.target._schema.arguments[0].alias_info
+    return alias is not None and alias.is_write and user.args[0] is value and user.all_input_nodes == [value]
+
+
+def _by_name(call: Node) -> dict[str, Any]:
+    assert isinstance(call.target, OpOverload)
+    names = [argument.name for argument in call.target._schema.arguments]
+    return dict(zip(names, call.args, strict=False)) | call.kwargs
+
+
+class Drawn(Exception):
+    """Random numbers were drawn."""
+
+
+@contextlib.contextmanager
+def drawing_nothing(values: Sequence[Any]) -> Iterator[None]:
+    """Raise Drawn at the end, with the generators as they were, if random numbers were drawn on a tensor's device."""
+    devices = {value.device for value in values if isinstance(value, Tensor)} | {torch.device("cpu")}
+    modules = [(d, torch.get_device_module(d)) for d in devices if d.type != "cpu"]
+    before = [(torch, torch.get_rng_state(), ())]
+    before += [(module, module.get_rng_state(device), (device,)) for device, module in modules]
+    yield
+    drawn = [not torch.equal(state, module.get_rng_state(*where)) for module, state, where in before]
+    if any(drawn):
+        for module, state, where in before:
+            module.set_rng_state(state, *where)
+        raise Drawn
