@@ -108,6 +108,17 @@ class _JointGraphPass(CustomGraphPass):
         return get_hash_for_files(self.files)
 
 
+class _Decompositions(dict[Any, Callable[..., Any]]):
+    """A table that Inductor's caches (2.13 on) can take into their keys: they pickle it, to hash what that gives.
+
+    Torch's version is in every key already, and what our files hold is in that of the joint graph's passes.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        ours = sorted(str(op) for op, function in self.items() if function.__module__.startswith("ampcompile."))
+        return str, (" ".join(ours),)
+
+
 def inductors_decompositions(kept: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
     """A copy of the table by which Inductor has ops taken apart; an entry that gives NotImplemented keeps its op.
 
@@ -119,7 +130,7 @@ def inductors_decompositions(kept: Sequence[Any]) -> dict[Any, Callable[..., Any
     for op in kept:
         if op not in lowerings:
             register_lowering(op, type_promotion_kind=None)(fallback_handler(op, add_to_fallback_set=False))
-    return dict(select_decomp_table())
+    return _Decompositions(select_decomp_table())
 
 
 def inductor(
