@@ -2,59 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from .report_graph import NodeRecord
-from .report_records import GraphRecord
+from .report_records import CastRecord, GraphRecord
+from .report_table import human_bytes
 
-_COLOURS = {"bf16": "#1f77b4", "f16": "#2ca02c", "f32": "#d97706", "f64": "#9333ea"}
+_COLOURS = {"bf16": "#1d63d1", "f16": "#0b7a4b", "f32": "#b45309", "f64": "#8b2fc9"}
 
 
 def dot(graphs: Sequence[GraphRecord]) -> str:
-    """One digraph; modules are clusters, ops are coloured by dtype, casts are red edges labelled with theirs."""
-    lines = ["digraph precision {", "  rankdir=TB; node [shape=box, style=filled, fontcolor=white];"]
+    """One digraph: modules are nested clusters, ops are coloured by dtype, casts are labelled edges.
+
+    An edge with a cast is as thick as its bytes tell, and dashed if the cast doesn't run in every call.
+    """
+    lines = ["digraph precision {", "  node [shape=box, style=filled, fontcolor=white];"]
     for number, graph in enumerate(graphs):
-        lines += _clusters(number, graph)
+        lines += _modules(number, [node for node in graph.nodes if node.kind in ("op", "output")])
         lines += _edges(number, graph)
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def _clusters(number: int, graph: GraphRecord) -> Iterator[str]:
-    by_module: dict[str, list[NodeRecord]] = {}
-    for node in graph.nodes:
-        if node.kind == "op" or node.kind == "output":
-            by_module.setdefault(node.module, []).append(node)
-    for module, nodes in by_module.items():
-        yield f"  subgraph {_quoted(f'cluster_{number}_{module}')} {{ label={_quoted(module or f'graph {number}')};"
-        for node in nodes:
-            label = "\\n".join(filter(None, (node.op or "output", node.dtype)))
-            colour = _COLOURS.get(node.dtype, "#64748b")
-            yield f'    {_name(number, node.name)} [label={_quoted(label)}, fillcolor="{colour}"];'
-        yield "  }"
+def _modules(number: int, nodes: Sequence[NodeRecord], path: tuple[str, ...] = ()) -> Iterator[str]:
+    """The cluster of one module: its own ops, and the clusters of the modules inside it."""
+    inner: dict[str, list[NodeRecord]] = {}
+    title = path[-1] if path else f"graph {number}"
+    yield f"subgraph {_quoted('.'.join((f'cluster_{number}', *path)))} {{ label={_quoted(title)};"
+    for node in nodes:
+        below = tuple(filter(None, node.module.split(".")))[len(path) :]
+        if below:
+            inner.setdefault(below[0], []).append(node)
+        else:
+            yield _box(number, node.name, (node.op or "returned", node.dtype), _COLOURS.get(node.dtype, "#5b6675"))
+    for name, found in inner.items():
+        yield from _modules(number, found, (*path, name))
+    yield "}"
 
 
 def _edges(number: int, graph: GraphRecord) -> Iterator[str]:
+    """What each op reads; of the graph's inputs, only those that are cast."""
     nodes = {node.name: node for node in graph.nodes}
+    inputs: set[str] = set()
     for node in graph.nodes:
-        if node.kind not in ("op", "output"):
-            continue
-        for name in node.inputs:
-            source = nodes.get(name)
-            through = source if source is not None and source.kind == "cast" else None
-            if through is not None:
-                source = nodes.get(through.inputs[0])
-            if source is None or (source.kind == "input" and through is None):
+        for name in node.inputs if node.kind in ("op", "output") else ():
+            source, casts = _behind_casts(nodes.get(name), nodes, graph.numbered_casts)
+            if source is None or (source.kind == "input" and not casts):
                 continue
-            if source.kind == "input":
-                yield f'  {_name(number, source.name)} [label={_quoted(source.name)}, fillcolor="#94a3b8"];'
-            style = f" [color=red, label={_quoted(through.dtype)}]" if through is not None else ""
-            yield f"  {_name(number, source.name)} -> {_name(number, node.name)}{style};"
+            if source.kind == "input" and source.name not in inputs:
+                inputs.add(source.name)
+                yield _box(number, source.name, (source.name, source.dtype), "#94a3b8")
+            yield f"{_name(number, source.name)} -> {_name(number, node.name)}{_style(casts)};"
+
+
+def _behind_casts(
+    node: NodeRecord | None, nodes: Mapping[str, NodeRecord], casts: Mapping[int, CastRecord]
+) -> tuple[NodeRecord | None, list[CastRecord]]:
+    through = []
+    while node is not None and node.cast is not None:
+        through.append(casts[node.cast])
+        node = nodes.get(node.inputs[0])
+    return node, through
+
+
+def _style(casts: Sequence[CastRecord]) -> str:
+    if not casts:
+        return ""
+    size = sum(cast.bytes for cast in casts)
+    dashes = "" if any(cast.runs for cast in casts) else ", style=dashed"
+    return f" [color=red, penwidth={min(6, 1 + size.bit_length() / 6):.1f}, label={_quoted(human_bytes(size))}{dashes}]"
+
+
+def _box(number: int, name: str, label: Sequence[str], colour: str) -> str:
+    return f"{_name(number, name)} [label={_quoted(*filter(None, label))}, fillcolor={_quoted(colour)}];"
 
 
 def _name(number: int, name: str) -> str:
     return _quoted(f"{number}/{name}")
 
 
-def _quoted(text: str) -> str:
-    escaped = text.replace('"', '\\"')
-    return f'"{escaped}"'
+def _quoted(*lines: str) -> str:
+    return '"' + "\\n".join(line.replace("\\", "\\\\").replace('"', '\\"') for line in lines) + '"'

@@ -84,7 +84,7 @@ def _ops(graph: GraphRecord, index: dict[int, int], texts: _Texts) -> Iterator[d
 
 
 def _cast(cast: CastRecord, texts: _Texts) -> dict[str, Any]:
-    fields = asdict(cast) | {"because": texts(cast.because)}
+    fields = asdict(cast) | {"because": texts(cast.because), "runs": cast.runs}
     dtypes = {"from": short_name(fields.pop("dtype_from")), "to": short_name(fields.pop("dtype_to"))}
     return fields | dtypes
 

@@ -47,6 +47,11 @@ class CastRecord:
     of: str
     """What is cast: "weight", "input", "constant" or "activation"."""
 
+    @property
+    def runs(self) -> bool:
+        """Whether it still is a cast of its own in every call."""
+        return not {"hoisted", "shared", "folded", "fused"} & set(self.fate)
+
 
 @dataclass(frozen=True)
 class OpRecord:

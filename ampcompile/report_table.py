@@ -141,7 +141,7 @@ def _total_table(totals: Sequence[Total]) -> Table:
 
 def _summary(graphs: Sequence[GraphRecord]) -> str:
     casts = [cast for graph in graphs for cast in graph.casts]
-    every_call = [cast for cast in casts if not {"hoisted", "shared", "folded", "fused"} & set(cast.fate)]
+    every_call = [cast for cast in casts if cast.runs]
     return (
         f"{len(casts)} casts inserted, {human_bytes(sum(c.bytes for c in casts))}; "
         f"{len(every_call)} of them run as casts in every call, {human_bytes(sum(c.bytes for c in every_call))}"

@@ -4,7 +4,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const text = (number) => data.texts[number];
 const casts = data.casts.map((cast, id) => ({ ...cast, kind: "cast", id, because: text(cast.because), readers: [] }));
-const running = (cast) => !cast.fate.some((word) => ["hoisted", "shared", "folded", "fused"].includes(word));
+const running = (cast) => cast.runs;
 const size = (list) => list.reduce((sum, cast) => sum + cast.bytes, 0);
 const units = ["B", "KiB", "MiB", "GiB", "TiB"];
 const human = (n, unit = 0) => (n < 1024 || unit === 4 ? `${unit ? n.toFixed(1) : n} ${units[unit]}` : human(n / 1024, unit + 1));
