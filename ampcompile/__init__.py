@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .audit import audit
 from .explain import explain
 from .precision import keep_fp32, precision
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GradScaler",
     "Policy",
+    "audit",
     "explain",
     "invalidate",
     "keep_fp32",

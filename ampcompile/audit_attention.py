@@ -1,0 +1,50 @@
+"""Fused attention in float64: the fused kernels of accelerators know 16-bit types only, so it is written out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+_PREFIX = "aten::_scaled_dot_product_"
+
+
+def is_attention(target: Any) -> bool:
+    """Whether an op is one of torch's fused attentions, or the backward of one."""
+    return isinstance(target, OpOverload) and target._schema.name.startswith(_PREFIX)
+
+
+def attention(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any) -> tuple[Any, ...] | None:
+    """What `op` gives on these operands, in their own precision; what isn't attention itself is taken from `mixed`.
+
+    None with dropout: its mask is known to the fused kernel alone.
+    """
+    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+    if given.get("dropout_p"):
+        return None
+    bias = next((given[name] for name in ("attn_bias", "attn_mask") if given.get(name) is not None), None)
+    operands = [given["query"], given["key"], given["value"], *([bias] if bias is not None else [])]
+    gradient = next((given[name] for name in ("grad_out", "grad_out_") if name in given), None)
+    if gradient is None:
+        return (_written_out(given, *operands), *mixed[1:])
+    with torch.enable_grad():
+        inner = [operand.detach().requires_grad_() for operand in operands]
+        found = torch.autograd.grad(_written_out(given, *inner), inner, gradient)
+    return (*found[: len(mixed)], *mixed[len(found) :])
+
+
+def _written_out(
+    given: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    if key.shape[-3] != query.shape[-3]:  # groups of heads share keys and values
+        key, value = (v.repeat_interleave(query.shape[-3] // v.shape[-3], -3) for v in (key, value))
+    scale = given.get("scale")
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        scores = scores + bias
+    if given.get("is_causal"):
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores.softmax(-1) @ value
