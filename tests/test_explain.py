@@ -120,6 +120,60 @@ def test_the_code_has_a_forward_per_graph_with_dtypes() -> None:
     assert report.graphs[1].reason == ""
 
 
+def test_code_after_differentiation_and_as_it_is_run() -> None:
+    model, x = three_layers(), torch.randn(2, 8)
+    report = ampcompile.explain(model)(x)
+    assert "aten.linear" in report.code and "aten.linear" not in report.joint_code
+    assert report.joint_code.count("def forward") == 1 and "tangents_1" in report.joint_code
+    assert report.final_code.count("def forward") == 2, "forward and backward"
+    assert "bf16[2, 8]" in report.joint_code and "bf16[2, 8]" in report.final_code
+    with torch.no_grad():
+        report = ampcompile.explain(model)(x)
+    assert report.joint_code.count("def forward") == report.final_code.count("def forward") == 1
+    assert "tangents" not in report.joint_code
+    eager = ampcompile.explain(model, lower="eager")(x)
+    assert eager.joint_code == "" and eager.final_code == eager.code
+
+
+def test_code_as_inductor_lowers_it() -> None:
+    compiled = torch.compile(nn.Softmax(-1), backend="amp")
+    x = torch.randn(3, 5, requires_grad=True)
+    assert "prims.convert_element_type" not in ampcompile.explain(compiled)(x).final_code
+    for _ in range(2):  # whatever Inductor keeps
+        code = ampcompile.explain(compiled, lower="inductor")(x.bfloat16()).final_code
+        assert "prims.convert_element_type" in code and code.count("def forward") == 2
+
+
+def test_what_becomes_of_casts() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            both = self.q(x) + self.k(x)  # x is cast once for both
+            wide = both.float()  # the product reads what it was made from, which is low already
+            return torch.exp(both[:1].expand(4, 8)) + (wide @ y)  # the row is cast before it is spread
+
+    with torch.no_grad():
+        report = ampcompile.explain(Model(), policy="op exp=fp32")(torch.randn(4, 8), torch.randn(8, 8))
+    fates = [cast.fate for cast in report.casts]
+    assert {fate[0] for fate in fates} == {"inserted"}
+    assert sorted(fate[1:] for fate in fates) == [
+        (),
+        (),
+        ("folded",),
+        ("hoisted",),
+        ("hoisted",),
+        ("moved",),
+        ("shared",),
+    ]
+    stages = {total.stage: total.casts for total in report.totals}
+    assert stages["insert_casts"] > stages["fold_casts"] > stages["hoist_weights"] > stages["share_casts"]
+    running = sum(cast.runs for cast in report.casts)
+    assert f"{running} of them run as casts in every call" in str(report)
+
+
 def test_the_options_of_a_compiled_function_are_used_and_keywords_beat_them() -> None:
     model = three_layers()
     compiled = torch.compile(model, backend="amp", options={"dtype": torch.float16, "weights": "every_call"})
