@@ -39,7 +39,7 @@ def _saves_its_own_values(call: Node) -> bool:
     outputs, saved = forward.graph.output_node().args[0]
     outputs = outputs if isinstance(outputs, list | tuple) else [outputs]
     if all(user.target is operator.getitem for user in call.users):  # torch 2.11 lists values that nobody reads
-        outputs = [outputs[user.args[1]] for user in call.users]
+        outputs = [outputs[user.args[1]] for user in call.users if user.users]
     return any(value.op != "placeholder" and value not in outputs for value in saved if isinstance(value, Node))
 
 
