@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -15,11 +16,13 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 
+from ampcompile import dtypes
 from ampcompile.dtypes import FLOATS
 
 Precision = torch.dtype | None  # the low-precision dtype of a region; None where autocast is off
 ENTER = torch.amp.autocast_mode._enter_autocast
 EXIT = torch.amp.autocast_mode._exit_autocast
+_OURS = os.path.dirname(dtypes.__file__) + os.sep
 UNDECIDED = "amp_undecided"  # in `gm.meta` as long as the values are those that autocast gave while tracing
 
 
@@ -184,10 +187,10 @@ def _dotted(path: str) -> str:
 
 
 def source_line(node: Node) -> str:
-    """The user's line a node came from, `file:line`; empty if unknown."""
+    """The user's line a node came from, `file:line`, not one of ours that it went through; empty if unknown."""
     trace = node.meta.get("stack_trace") or ""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
+    frames = [place for place in re.findall(r'File "([^"]+)", line (\d+)', trace) if not place[0].startswith(_OURS)]
+    return ":".join(frames[-1]) if frames else ""
 
 
 def op_name(target: Any) -> str:

@@ -1,0 +1,84 @@
+"""What the steering examples show is so."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampcompile.report import Report
+from examples.steering import all_casts, boxes_in_float32, decorators, overrides, softmax_layers
+
+LOW, HALF, HIGH = torch.bfloat16, torch.float16, torch.float32
+
+
+def dtypes(report: Report, *names: str) -> list[tuple[str, torch.dtype | None]]:
+    return [(op.module, op.dtype) for op in report.ops if op.op.removeprefix("aten.") in names]
+
+
+def test_linear_linear_softmax() -> None:
+    report = softmax_layers.by_default()
+    assert dtypes(report, "linear", "softmax") == [("0", LOW), ("1", LOW), ("2", LOW)]
+    assert all("lower_precision_fp list (CPU)" in op.because for op in report.ops[:2])
+    assert report.ops[2].because == "no rule: runs in the dtypes that arrive"
+    ruled = softmax_layers.softmax_in_float32().ops[2]
+    assert (ruled.dtype, ruled.because) == (HIGH, "policy: op softmax=fp32")
+
+
+def test_all_casts_of_a_captured_model() -> None:
+    casts = all_casts.captured().casts
+    assert [(cast.of, cast.module, cast.dtype_to) for cast in casts] == [
+        ("input", "project", LOW),
+        ("weight", "project", LOW),
+        ("weight", "project", LOW),
+        ("activation", "norm", HIGH),
+        ("activation", "qkv", LOW),
+        ("weight", "qkv", LOW),
+        ("weight", "qkv", LOW),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.int32])
+@pytest.mark.parametrize("pool", [boxes_in_float32.Wrapped, boxes_in_float32.Subclassed])
+def test_an_imported_class_in_float32(pool: type, dtype: torch.dtype) -> None:
+    rois = boxes_in_float32.boxes(dtype)
+    report = boxes_in_float32.explained(pool, rois)
+    inside = [op for op in report.ops if op.module == "pool"]
+    assert ("backbone", HALF) in dtypes(report, "conv2d")
+    assert {op.dtype for op in inside if op.dtype and op.dtype.is_floating_point} == {HIGH}
+    assert "aten.to" in {op.op for op in inside}, "the features are raised"
+    assert not [cast for cast in report.casts if cast.module == "pool"], "nothing is lowered"
+    as_imported = boxes_in_float32.error(boxes_in_float32.RoIPool, rois)
+    assert boxes_in_float32.error(pool, rois) < 1e-5 < 1e-2 < as_imported
+
+
+def test_decorators_of_a_class_an_object_a_function_and_a_block() -> None:
+    report = decorators.explained()
+    assert dtypes(report, "linear") == [("energy.layer", HIGH), ("sixteen", HALF), ("kept", HIGH), ("plain", LOW)]
+    assert dtypes(report, "matmul") == [("", HIGH), ("", HIGH)]
+    lines = Path(decorators.__file__).read_text().splitlines()
+    for op in report.ops:
+        assert op.source.startswith(decorators.__file__), "the user's line, not the decorator's"
+        written = lines[int(op.source.rpartition(":")[2]) - 1]
+        assert {"linear": "self.", "matmul": "@", "mT": "mT"}.get(op.op.removeprefix("aten."), "") in written
+
+
+def test_overrides_change_what_they_name() -> None:
+    found = {title: dict(dtypes(overrides.explained(policy), "linear", "layer_norm")) for title, policy in FORMS}
+    plain = found.pop("as autocast has it")
+    assert plain == {"0.norm": HIGH, "0.up": LOW, "0.down": LOW, "1.norm": plain["1.norm"], "1.up": LOW, "1.down": LOW}
+    changed = {title: {m: d for m, d in now.items() if d != plain[m]} for title, now in found.items()}
+    assert changed == {
+        "norms in float32 inside, low outside": {},
+        "the first block in float32": {"0.up": HIGH, "0.down": HIGH},
+        "every `down`, by a pattern": {"0.down": HIGH, "1.down": HIGH},
+        "float16 in the last block, but for its norm": {"1.up": HALF, "1.down": HALF},
+    }
+
+
+FORMS = overrides.POLICIES.items()
+
+
+@pytest.mark.parametrize("example", [softmax_layers, all_casts, boxes_in_float32, decorators, overrides])
+def test_it_runs(example, capsys) -> None:
+    example.main()
+    assert "torch.float32" in capsys.readouterr().out
