@@ -59,13 +59,13 @@ class Audit:
             )
         return max(found)
 
-    def suggest(self, tolerance: float, progress: Callable[[str], None] | None = None) -> Policy:
+    def suggest(self, tolerance: float, trials: int = 60, progress: Callable[[str], None] | None = None) -> Policy:
         """A policy that keeps as few modules as it can in float32 so that `error` is at most `tolerance`.
 
-        Audits the call anew, perhaps a few dozen times; `progress` is told of each. Of the modules kept none can be
-        left out alone. Raises AuditError if everything in float32 doesn't meet the tolerance.
+        Audits the call anew, at most `trials` times; `progress` is told of each. With enough of them, none of the
+        modules kept can be left out alone. Raises AuditError if everything in float32 doesn't meet the tolerance.
         """
-        return audit_suggest.suggest(self, tolerance, progress or (lambda _: None))
+        return audit_suggest.suggest(self, tolerance, trials, progress or (lambda _: None))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from .audit_result import Audit
 
 
-def suggest(audit: Audit, tolerance: float, progress: Callable[[str], None]) -> Policy:
+def suggest(audit: Audit, tolerance: float, trials: int, progress: Callable[[str], None]) -> Policy:
     """See `Audit.suggest`."""
     if audit.error <= tolerance:
         return audit.policy
-    search = _Search(audit, tolerance, progress)
+    search = _Search(audit, tolerance, trials, progress)
     everything = search.policy(["*"])
     if not search.meets(["*"]):
         raise AuditError(
@@ -34,10 +34,10 @@ def suggest(audit: Audit, tolerance: float, progress: Callable[[str], None]) -> 
 
 
 class _Search:
-    """Audits under policies, each once."""
+    """Audits under policies, each once, and no more than `trials`."""
 
-    def __init__(self, audit: Audit, tolerance: float, progress: Callable[[str], None]) -> None:
-        self.audit, self.tolerance, self.progress = audit, tolerance, progress
+    def __init__(self, audit: Audit, tolerance: float, trials: int, progress: Callable[[str], None]) -> None:
+        self.audit, self.tolerance, self.trials, self.progress = audit, tolerance, trials, progress
         self.errors: dict[Policy, float] = {}
 
     def policy(self, paths: Sequence[str]) -> Policy:
@@ -46,9 +46,11 @@ class _Search:
         return replace(self.audit.policy, modules=self.audit.policy.modules + kept)
 
     def meets(self, paths: Sequence[str]) -> bool:
-        """Whether the error is within the tolerance with these modules in float32."""
+        """Whether the error is known to be within the tolerance with these modules in float32."""
         policy = self.policy(paths)
         if policy not in self.errors:
+            if len(self.errors) >= self.trials:
+                return False
             assert self.audit.with_policy is not None
             error = self.audit.with_policy(policy, False).error
             self.errors[policy] = math.inf if math.isnan(error) else error

@@ -224,7 +224,7 @@ def test_wrong_requests_are_refused() -> None:
     with pytest.raises(OptionError, match=r"expected torch\.float64 or torch\.float32"):
         ampcompile.audit(nn.Linear(2, 2), against=torch.float16)
     with pytest.raises(AuditError, match="found no op to compare"):
-        ampcompile.audit(lambda x: x)(1)
+        ampcompile.audit(lambda x: x)(torch.ones(1))
 
 
 def test_the_table_fits_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:

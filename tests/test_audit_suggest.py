@@ -33,7 +33,7 @@ def test_the_module_that_matters_is_kept_and_no_other() -> None:
     audit = ampcompile.audit(model, backward=False)(x)
     assert audit.error > 0.05
     told: list[str] = []
-    policy = audit.suggest(0.02, told.append)
+    policy = audit.suggest(0.02, progress=told.append)
     assert {path for path, _ in policy.modules} <= {"1", "1.0", "1.0.wide", "0"} and policy.modules
     assert ampcompile.audit(model, backward=False, policy=policy)(x).error <= 0.02
     assert told and "modules in float32: error" in told[0]
@@ -59,6 +59,15 @@ def test_ops_outside_of_modules_are_kept_by_keeping_everything() -> None:
     assert audit.suggest(1e-5) == ampcompile.Policy(modules=(("*", "fp32"),))
 
 
+def test_what_is_found_when_trials_run_out_meets_the_tolerance() -> None:
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), torch.randn(16, 8)
+    audit = ampcompile.audit(model, backward=False)(x)
+    told: list[str] = []
+    policy = audit.suggest(audit.error / 2, trials=5, progress=told.append)
+    assert len(told) <= 5
+    assert ampcompile.audit(model, backward=False, policy=policy)(x).error <= audit.error / 2
+
+
 def test_dropout_draws_the_same_under_every_policy() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), torch.randn(64, 8)
     audit = ampcompile.audit(model)(x)
@@ -77,7 +86,7 @@ def test_what_is_suggested_meets_the_tolerance(name: str) -> None:
 
     audit = ampcompile.audit(model, loss=loss)(**inputs)
     tolerance = audit.error / 2
-    policy = audit.suggest(tolerance)
+    policy = audit.suggest(tolerance, trials=25)
     again = ampcompile.audit(model, loss=loss, policy=str(policy))(**inputs)
     assert again.error <= tolerance
     modules = {op.module for op in audit.ops}
