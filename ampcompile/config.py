@@ -15,7 +15,7 @@ from .policy import Policy
 _CHOICES = {
     "weights": ("cached", "every_call"),
     "numerics": ("eager", "relaxed"),
-    "placement": ("eager",),  # "bytes", fewest bytes cast, isn't built yet
+    "placement": ("eager", "bytes"),
     "lower": ("inductor", "aot_eager", "eager"),
 }
 

@@ -18,16 +18,19 @@ from .hoist_weights import HoistWeights
 from .insert_casts import InsertCasts
 from .move_casts import MoveCasts
 from .pack_linears import PackLinears
+from .place_casts import PlaceCasts
 from .share_casts import ShareCasts
 
 
 def pipeline(options: Options, regions: Regions, is_weight: Callable[[int, Node], bool]) -> tuple[Pass, ...]:
     """Passes on the captured graph; `regions` is the autocast state around it."""
-    decide_and_act: tuple[Pass, ...] = (
-        AssignPrecision(options.policy, regions, options.range_guards),  # needs a captured graph with its fakes
-        InsertCasts(),  # needs a decision on every node
-    )
     gradients = torch.is_grad_enabled()
+    assign = AssignPrecision(options.policy, regions, options.range_guards)
+    decide: tuple[Pass, ...] = (assign,)  # needs a captured graph with its fakes
+    if options.placement == "bytes":
+        # Needs a decision on every node; what follows from other places for all others is decided once more.
+        decide += (PlaceCasts(gradients, options.lower == "inductor", is_weight), assign)
+    act: tuple[Pass, ...] = (InsertCasts(),)  # needs a decision on every node
     tidy: tuple[Pass, ...] = (
         FoldCasts(gradients, options.numerics == "relaxed"),  # needs every cast, ours and the user's
         MoveCasts(gradients),  # after folding, which looks through the same ops
@@ -37,4 +40,4 @@ def pipeline(options: Options, regions: Regions, is_weight: Callable[[int, Node]
         if options.lower == "inductor" and packed_linear.available(torch.bfloat16):
             tidy += (PackLinears(frozenset({torch.bfloat16}), gradients),)  # needs hoisted weights
     tidy += (ShareCasts(gradients),)  # last: a weight's copy is packed for one reader
-    return decide_and_act + tidy
+    return decide + act + tidy
