@@ -87,7 +87,11 @@ def bench(
     )
     wait = torch.accelerator.synchronize if device != "cpu" else lambda: None
     step = _training_step if training else _inference
-    changed = (lambda: [invalidate(module) for module in modules]) if training else lambda: None
+
+    def changed() -> None:
+        for module in modules if training else ():
+            invalidate(module)
+
     candidates = [_Candidate(Times(name), step(target, f, around, changed), wait) for name, f, around in ways]
     with untouched(target.f, target.args, target.kwargs), _progress(console) as progress:
         _measure(candidates, seconds, progress)
@@ -104,7 +108,7 @@ def _inference(target: Target, f: Any, around: Any, changed: Any) -> Callable[[]
 
 
 def _training_step(target: Target, f: Any, around: Any, changed: Callable[[], Any]) -> Callable[[], None]:
-    leaves = [t for m in modules_of(target.f) for t in m.parameters()]
+    leaves: list[torch.Tensor] = [t for m in modules_of(target.f) for t in m.parameters()]
     leaves += [t for t in pytree.arg_tree_leaves(*target.args, **target.kwargs) if isinstance(t, torch.Tensor)]
 
     def call() -> None:

@@ -117,7 +117,7 @@ def test_a_factory_that_is_none_is_refused(
 
 def test_other_spellings_are_refused_and_other_errors_go_through(shop: str) -> None:
     for spelling in ("shop", ":model", "shop:"):
-        with pytest.raises(CommandLineError, match="expected PACKAGE.MODULE:FACTORY"):
+        with pytest.raises(CommandLineError, match=r"expected PACKAGE\.MODULE:FACTORY"):
             load(spelling)
     with pytest.raises(CommandLineError, match="found no module 'no_such_module'; expected one"):
         load("no_such_module.inside:model")
