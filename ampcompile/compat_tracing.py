@@ -46,6 +46,11 @@ def computing_on(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
+def fakes_only() -> bool:
+    """Whether everything computed now is fake. About 0.1 us."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 TakesApart = Callable[[OpOverload, Any, Any], bool]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from . import compat, compat_backward
+from . import compat, compat_backward, compat_tracing
 from .passes.base import run_passes
 from .passes.graph import bodies, placeholders
 from .passes.open_backwards import OpenBackwards, closed
@@ -91,7 +91,7 @@ class Twice:
 
     def _remember(self, ctx: Any, arguments: Sequence[Any]) -> None:
         args = getattr(self._here, "args", None)
-        if args is None or self.refusal:
+        if args is None or self.refusal or (self._sources is None and compat_tracing.fakes_only()):
             ctx.amp_call = None
             return
         if self._sources is None:

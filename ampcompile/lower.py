@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from . import compat, compat_backward, double_backward, packing, weights
+from . import compat, compat_backward, compat_tracing, double_backward, packing, weights
 from .config import Options
 from .decompositions import decompositions
 from .kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
@@ -86,6 +86,15 @@ def _with_copies(compiled: Callable[..., Any], slots: Sequence[Slot], options: O
     pick = itemgetter(*indices) if len(indices) > 1 else lambda args: (args[indices[0]],)
 
     def run(*args: Any) -> Any:
+        if compat_tracing.fakes_only():  # Dynamo's DDP splitter asks what the next part will get
+            return compiled(*args, *(_shaped(args[slot.weight], slot) for slot in slots))
         return compiled(*args, *forms(copies(pick(args))))
 
     return run
+
+
+def _shaped(weight: torch.Tensor, slot: Slot) -> torch.Tensor:
+    copy = torch.empty_like(weight, dtype=slot.dtype, requires_grad=False)
+    if slot.layout == "strided":
+        return copy
+    return (copy.t() if slot.layout == "packed_t" else copy).contiguous()

@@ -99,6 +99,7 @@ def distance(a: list[Tensor], b: list[Tensor]) -> float:
 
 def compare(recipe: type[Recipe], steps: int = 12) -> None:
     """Run a recipe both ways and print what came of it."""
+    torch.compiler.reset()  # each recipe may recompile as often as if it ran alone
     runs = {name: run(recipe(Way(compiled)), steps) for name, compiled in (("eager autocast", False), ("amp", True))}
     print(f"{(recipe.__doc__ or '').splitlines()[0]}")
     for name, made in runs.items():

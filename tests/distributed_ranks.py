@@ -1,0 +1,349 @@
+"""Run by test_distributed.py: what each rank does, case by case; rank 0 writes what came out as JSON."""
+
+import functools
+import json
+import math
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import checkpoint as checkpointing
+
+from ampcompile import GradScaler, weight_stats
+from tests.compiling import LOW, compiled, error
+
+ROWS = 4
+CASES = {}
+
+
+def case(f):
+    CASES[f.__name__] = f
+    return f
+
+
+def amp(f, **options):
+    return compiled(f, **options)
+
+
+class Block(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, inner), nn.Linear(inner, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Three blocks; `keep` says how their activations are kept; the first two share a weight if `tied`."""
+
+    def __init__(self, keep=None, tied=False, inner=32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.head, self.keep = nn.ModuleList(Block(inner) for _ in range(3)), nn.Linear(16, 3), keep
+        if tied:
+            self.blocks[1].up.weight = self.blocks[0].up.weight
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) if self.keep is None else self.keep(block, x)
+        return self.head(x)
+
+
+def checkpointed(block, x):
+    return checkpointing.checkpoint(block, x, use_reentrant=False)
+
+
+def selectively(block, x):
+    """Products are kept, the rest is computed again."""
+
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    context = functools.partial(checkpointing.create_selective_checkpoint_contexts, kept)
+    return checkpointing.checkpoint(block, x, use_reentrant=False, context_fn=context)
+
+
+def batch(i, rank=None):
+    torch.manual_seed(100 * i + (dist.get_rank() if rank is None else rank))
+    return torch.randn(ROWS, 16)
+
+
+def loss_of(outputs):
+    return outputs.float().square().mean()
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gradients(module):
+    return [full(p.grad).clone() for p in module.parameters()]
+
+
+def alone(model, batches=(0,), low=LOW):
+    """The gradients that one process computes on the batches of all ranks."""
+    run, _ = amp(model, dtype=low)
+    model.zero_grad()
+    for i in batches:
+        for rank in range(dist.get_world_size()):
+            (loss_of(run(batch(i, rank))) / dist.get_world_size()).backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    torch._dynamo.reset()
+    return found
+
+
+def same(found, expected, tolerance=1e-5):
+    distance = error(found, expected)
+    assert distance < tolerance, f"gradients are {distance:.2e} apart"
+
+
+def trains(run, module, tolerance=1e-5, make=Model):
+    loss_of(run(batch(0))).backward()
+    same(gradients(module), alone(make()), tolerance)
+
+
+@case
+def ddp_around_the_compiled_model():
+    run, recorder = amp(Model())
+    ddp = DistributedDataParallel(run)
+    trains(ddp, ddp.module)
+    assert recorder.graphs
+
+
+def _in_buckets(lower):
+    """Dynamo splits the graph where DDP's buckets end; the backend gets fake inputs."""
+    wide = functools.partial(Model, inner=8192)  # a megabyte each, the smallest first bucket
+    model = wide()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+    run, recorder = amp(ddp, lower=lower)
+    trains(run, model, 1e-5 if lower == "aot_eager" else 1e-2, wide)
+    assert len(recorder.graphs) > 1, "not split"
+    casts = weight_stats().casts
+    run(batch(1))
+    assert weight_stats().casts == casts, "weights are cast again though nobody wrote them"
+
+
+for _lower in ("aot_eager", "inductor"):
+    CASES[f"compiled_ddp_in_buckets_by_{_lower}"] = functools.partial(_in_buckets, _lower)
+
+
+@case
+def accumulation_without_sync():
+    model = Model()
+    run, _ = amp(ddp := DistributedDataParallel(model))
+    for i in range(2):
+        with ddp.no_sync():
+            loss_of(run(batch(i))).backward()
+    loss_of(run(batch(2))).backward()
+    same(gradients(model), alone(Model(), (0, 1, 2)))
+
+
+@case
+def no_grad_and_grad_in_one_step():
+    """DDP raises in the next forward if it saw a parameter unused."""
+    model = Model()
+    run, _ = amp(DistributedDataParallel(model))
+    for i in range(3):
+        model.zero_grad()
+        with torch.no_grad():
+            target = run(batch(50 + i)).float()
+        loss = loss_of(run(batch(i))) + 0 * target.sum()
+        loss.backward()
+    same(gradients(model), alone(Model(), (2,)))
+
+
+@case
+def regional_compilation():
+    model = Model()
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = amp(block)[0]
+    ddp = DistributedDataParallel(model)
+    with torch.autocast("cpu", LOW):
+        outputs = ddp(batch(0))
+    loss_of(outputs).backward()
+    same(gradients(model), alone(Model()))
+
+
+def _overflow(run, module, optimizer, spoil):
+    """Four fp16 steps, in the second of which rank 1 alone overflows; which were skipped, and the scale."""
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    skipped = []
+    for i in range(4):
+        optimizer.zero_grad()
+        spoil(run, scaler, i == 1 and dist.get_rank() == 1, batch(i))
+        before = [full(p.detach()).clone() for p in module.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        moved = any(not torch.equal(b, full(p.detach())) for b, p in zip(before, module.parameters(), strict=True))
+        assert moved is not bool(scaler.last_step_skipped)
+        skipped.append(not moved)
+    assert skipped == [False, True, False, False] and scaler.get_scale() == 2.0**7
+
+
+@case
+def ddp_skips_together():
+    model = Model()
+    run, _ = amp(DistributedDataParallel(model), dtype=torch.float16)
+
+    def spoil(run, scaler, overflows, x):
+        scaler.scale(loss_of(run(x)) * (math.inf if overflows else 1.0)).backward()
+
+    _overflow(run, model, torch.optim.SGD(model.parameters(), lr=0.1), spoil)
+
+
+def sharded(make=Model, policy=None, **options):
+    """The usual way: blocks are compiled, then sharded, then the whole."""
+    model = make()
+    options_of = {"mp_policy": policy} if policy else {}
+    for i, block in enumerate(model.blocks):
+        block.forward = amp(block.forward, **options)[0]
+        fully_shard(model.blocks[i], **options_of)
+    return fully_shard(model, **options_of)
+
+
+@case
+def fsdp_without_a_policy():
+    model = sharded()
+
+    def run(x):
+        with torch.autocast("cpu", LOW):
+            return model(x)
+
+    for _ in range(2):  # sharded again in between
+        model.zero_grad()
+        loss_of(run(batch(0))).backward()
+        same(gradients(model), alone(Model()))
+
+
+@case
+def fsdp_with_its_own_policy():
+    """FSDP hands out bfloat16 weights and reduces in float32: nothing is left for us to cast."""
+    model = sharded(policy=MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32))
+
+    def run(x):
+        with torch.autocast("cpu", LOW):
+            return model(x)
+
+    trains(run, model, tolerance=0.02)
+
+
+@case
+def fsdp_skips_together():
+    model = sharded(dtype=torch.float16)
+
+    def spoil(run, scaler, overflows, x):
+        with torch.autocast("cpu", torch.float16):
+            outputs = model(x)
+        scaler.scale(loss_of(outputs)).backward()
+        if overflows:
+            next(model.parameters()).grad.to_local()[-1] = math.inf  # in the shard of this rank only
+
+    _overflow(None, model, torch.optim.AdamW(model.parameters(), lr=0.01), spoil)
+
+
+@case
+def fsdp_weights_are_never_stale():
+    model, reference = sharded(), Model()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
+    for i in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with torch.autocast("cpu", LOW):
+            loss_of(model(batch(i))).backward()
+        for rank in range(dist.get_world_size()):
+            with torch.autocast("cpu", LOW):
+                outputs = reference(batch(i, rank))
+            (loss_of(outputs) / dist.get_world_size()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(ours.detach()), expected.detach(), rtol=2e-2, atol=2e-3)
+
+
+def _checkpointing(keep, wrap):
+    make = functools.partial(Model, keep=keep, tied=True)
+    model = make()
+    if wrap == "ddp":
+        run, _ = amp(DistributedDataParallel(model))
+    else:
+        model.forward = amp(model.forward)[0]
+        run = fully_shard(model)
+    trains(run, model, make=make)
+
+
+for _keep in (checkpointed, selectively):
+    for _wrap in ("ddp", "fsdp"):
+        CASES[f"{_keep.__name__}_{_wrap}"] = functools.partial(_checkpointing, _keep, _wrap)
+
+
+@case
+def a_checkpoint_moves_between_world_sizes():
+    """Two ranks train and save; test_distributed.py has one process load it."""
+    model = sharded()
+    scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for i in range(2):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", LOW):
+            outputs = model(batch(i))
+        scaler.scale(loss_of(outputs)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    state = {"model": get_model_state_dict(model), "scaler": scaler.state_dict()}
+    dcp.save(state, checkpoint_id=os.environ["CHECKPOINT"])
+    with torch.autocast("cpu", LOW), torch.no_grad():
+        outputs = model(batch(0, rank=0)).float()
+    if dist.get_rank() == 0:
+        torch.save(outputs, Path(os.environ["CHECKPOINT"], "outputs.pt"))
+
+
+def load(folder):
+    """One process, not sharded, goes on from the checkpoint of two."""
+    model, scaler = Model(), GradScaler("cpu")
+    run, _ = amp(model)
+    before = run(batch(0, rank=0)).float()  # copies of the weights exist by now
+    state = {"model": get_model_state_dict(model), "scaler": scaler.state_dict()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    set_model_state_dict(model, state["model"])
+    scaler.load_state_dict(state["scaler"])
+    outputs = run(batch(0, rank=0)).float()
+    expected = torch.load(Path(folder, "outputs.pt"))
+    torch.testing.assert_close(outputs.detach(), expected, rtol=1e-2, atol=1e-2)
+    assert not torch.allclose(outputs, before, atol=1e-2), "the checkpoint changes nothing"
+    assert scaler.get_scale() == 2.0**9
+
+
+def main():
+    dist.init_process_group("gloo")
+    outcomes = {}
+    chosen = {name: run for name, run in CASES.items() if not sys.argv[2:] or name in sys.argv[2:]}
+    for name, run in chosen.items():
+        torch._dynamo.reset()
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+                run()
+            outcomes[name] = ""
+        except Exception:
+            outcomes[name] = f"rank {dist.get_rank()}: {traceback.format_exc()}"
+        dist.barrier()
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, outcomes)
+    if dist.get_rank() == 0:
+        joined = {name: "".join(outcome[name] for outcome in gathered) for name in chosen}
+        Path(sys.argv[1]).write_text(json.dumps(joined))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
