@@ -108,7 +108,7 @@ class Copy:
 
 def copy_of(weight: Tensor, dtype: torch.dtype) -> Copy:
     """The one copy of a weight in a dtype, made if there is none yet."""
-    key = _key(weight, dtype)
+    key = _place(weight), dtype
     if (copy := copies.get(key)) is None:
         copy = copies[key] = Copy(weight, dtype)
     return copy
@@ -116,13 +116,15 @@ def copy_of(weight: Tensor, dtype: torch.dtype) -> Copy:
 
 def copies_of(weight: Tensor) -> list[Copy]:
     """All copies of a weight."""
-    return [copy for dtype in _DTYPES if (copy := copies.get(_key(weight, dtype))) is not None]
+    if not copies:
+        return []
+    place = _place(weight)
+    return [copy for dtype in _DTYPES if (copy := copies.get((place, dtype))) is not None]
 
 
-def _key(weight: Tensor, dtype: torch.dtype) -> tuple:
+def _place(weight: Tensor) -> tuple:
     """Copies belong to memory as it is laid out, not to tensor objects: tied weights share one."""
-    place = compat.storage_key(weight), weight.data_ptr()
-    return (*place, weight.shape, weight.stride(), weight.dtype, dtype)
+    return compat.storage_key(weight), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
 
 
 def refresh(pairs: Iterable[tuple[Copy, Weight]], every: bool) -> None:
