@@ -19,11 +19,10 @@ GROUPS = (
         "promote",
         EVERY_DEVICE,
         MIXED,
-        "_chunk_cat bilinear cartesian_prod convolution cross dot embedding_bag embedding_bag.padding_idx "
+        "_chunk_cat addmv bilinear cartesian_prod convolution cross dot embedding_bag embedding_bag.padding_idx "
         "heaviside histogram.bins_tensor isclose lerp.Scalar lerp.Tensor linalg_cross meshgrid "
         "meshgrid.indexing mv vdot",
     ),
-    Group("promote", EVERY_DEVICE, MIXED, "addmv", since=(2, 13)),
     Group("promote", ("mps",), MIXED, "binary_cross_entropy linalg_vecdot"),
     Group(
         "follow_destination",
