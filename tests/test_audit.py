@@ -1,14 +1,19 @@
 """The audit tells how wrong a mixed run is and where, and leaves everything else as it was."""
 
 import copy
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import ampcompile
+from ampcompile import audit_run
+from ampcompile.audit_high import in_high
 from ampcompile.errors import AuditError, OptionError
 from tests.compiling import amp, error, gradients
 
@@ -200,6 +205,25 @@ def test_each_op_alone_needs_no_second_run() -> None:
     assert any(op.numbers.local for op in audit.ops if op.backward)
     with pytest.raises(AuditError, match="made with cumulative=False"):
         _ = audit.error
+
+
+def test_each_op_alone_takes_the_memory_of_one_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def watched(*args: Any) -> Any:
+        nonlocal most
+        most = max(most, sum(tensor() is not None for tensor in held))
+        result = in_high(*args)
+        held.extend(weakref.ref(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+        return result
+
+    monkeypatch.setattr(audit_run, "in_high", watched)
+    model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(4, 8)
+    ampcompile.audit(model, cumulative=False)(x)
+    assert len(held) > 100 and most == 0  # none is left when the next op begins
+    ampcompile.audit(model)(x)
+    assert most > 30
 
 
 def test_an_op_that_knows_no_float64_is_named() -> None:
