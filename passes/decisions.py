@@ -84,10 +84,17 @@ def decide(call: Call, rule: Rule, low: torch.dtype) -> Decision:
 def _asking_float32(call: Call, rule: Rule) -> Decision:
     if rule.redispatch:
         target = compat_ops.op_named(rule.redispatch)
-        return Decision(rule.because, target=target, arguments={"dtype": torch.float32})
+        return Decision(rule.because, target=target, arguments=_omitted(call, target) | {"dtype": torch.float32})
     if call.arguments.get("dtype") is not None:
         return Decision("the user asked for a dtype")
     return Decision(rule.because, arguments={"dtype": torch.float32})
+
+
+def _omitted(call: Call, target: OpOverload) -> dict[str, Any]:
+    """Defaults that the call relies on and that the overload called instead doesn't have."""
+    needed = {argument.name for argument in target._schema.arguments if not argument.has_default_value()}
+    own = {a.name: a.default_value for a in call.op._schema.arguments if a.has_default_value()}
+    return {name: value for name, value in own.items() if name in needed and name not in call.arguments}
 
 
 def _following(call: Call, rule: Rule, dtype: torch.dtype) -> dict[Node, torch.dtype]:

@@ -1,10 +1,13 @@
 """What a rule means for one call: which operands, which arguments, which overload."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+from ampcompile.compat_ops import op_named
 from ampcompile.passes.decisions import Call, decide
-from ampcompile.rules import Rule
+from ampcompile.passes.graph import set_arguments
+from ampcompile.rules import Rule, table
 from tests.compiling import HALF, HIGH, LOW
 from tests.passes.captured import captured
 
@@ -79,3 +82,30 @@ def test_a_result_goes_low_or_back():
     assert decide(call(torch.sin, B), Rule("fp32_inside", "why"), HALF).narrow == HALF
     assert decide(call(torch.sin, B), Rule("fp32_round_trip", "why"), HALF).narrow == LOW
     assert decide(call(torch.sin, B), Rule("fp32", "why"), HALF).narrow is None
+
+
+ASKING = [(name, rule) for name, rule in table("cuda").items() if rule.category.startswith(("fp32_append", "fp32_set"))]
+
+
+@pytest.mark.parametrize(("name", "rule"), ASKING, ids=[name for name, _ in ASKING])
+def test_defaults_left_out_are_those_of_the_op_called(name, rule):
+    """As few arguments as the op's schema allows: what is called instead gives the same numbers."""
+    op = op_named(name)
+    required = [a for a in op._schema.arguments if not a.has_default_value()]
+    if any("name" in a.name for a in required):
+        pytest.skip("names of dimensions don't pass through Dynamo")
+    values = {"int": 0, "number": 2, "Optional[number]": 2, "str": "fro", "List[int]": [0], "Optional[List[int]]": [0]}
+    given = [values[str(a.type)] for a in required[1:]]
+    decision = decide(call(lambda a: op(a, *given), A), rule, LOW)
+    args, kwargs = set_arguments(decision.target or op, (A, *given), {}, decision.arguments)
+    result = (decision.target or op)(*args, **kwargs)
+    assert result.dtype == HIGH and decision.arguments["dtype"] == HIGH
+    torch.testing.assert_close(result, op(A, *given))
+
+
+def test_an_overload_without_the_defaults_is_given_them():
+    rule = table("cuda")["aten::norm.ScalarOpt_dim"]
+    decision = decide(call(lambda b: aten.norm.ScalarOpt_dim(b, 2, [0]), B), rule, LOW)
+    assert dict(decision.arguments) == {"keepdim": False, "dtype": HIGH}
+    given = decide(call(lambda b: aten.norm.ScalarOpt_dim(b, 2, [0], True), B), rule, LOW)
+    assert dict(given.arguments) == {"dtype": HIGH}

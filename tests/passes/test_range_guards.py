@@ -130,3 +130,41 @@ def test_a_constant_changed_in_place_is_no_longer_known():
         return F.linear(x, LINEAR.weight, bias)
 
     assert amp(f, dtype=HALF)[0](torch.randn(2, 8)).dtype == HALF
+
+
+def attention(x):
+    q, k, v = LINEAR(x), LINEAR(x + 1), LINEAR(x - 1)
+    mask = torch.zeros(x.shape[0], x.shape[0]).masked_fill(torch.ones(x.shape[0], x.shape[0]).triu(1) > 0, WORST)
+    return ((q @ k.t() / 8**0.5).float() * 1 + mask).softmax(-1) @ v
+
+
+def masked_scores(x):
+    q, k = LINEAR(x), LINEAR(x + 1)
+    scores = (q @ k.t()).masked_fill(torch.ones(x.shape[0], x.shape[0]).triu(1) > 0, WORST)
+    return scores.softmax(-1) @ LINEAR(x)
+
+
+def scaled_dot_product(x):
+    q = LINEAR(x)[None, None]
+    mask = torch.zeros(x.shape[0], x.shape[0]).masked_fill(torch.ones(x.shape[0], x.shape[0]).triu(1) > 0, WORST)
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+
+TRAPS = {
+    "attention with finfo.min added": attention,
+    "attention with finfo.min filled in": masked_scores,
+    "a mask of finfo.min for the fused kernel": scaled_dot_product,
+    "clamp at ±128000": lambda x: (LINEAR(x) / 5).clamp(-128000, 128000) @ LINEAR(x).t(),
+    "x / (sum + 1e-8) on zeros": lambda x: (h := LINEAR(x) * 0) / (h.sum(-1, keepdim=True) + SMALL),
+    "lengths past 2048": lambda x: (
+        (LINEAR(x)[:, :1] * 0 + torch.arange(4095.0, 4095.0 + len(x))[:, None]).floor().long()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_the_traps_of_float16_are_finite_and_right(name):
+    f, x = TRAPS[name], torch.randn(5, 8)
+    result = amp(f, dtype=HALF)[0](x)
+    assert torch.isfinite(result).all()
+    torch.testing.assert_close(result.float(), f(x).float(), rtol=2e-2, atol=2e-2)
