@@ -80,14 +80,14 @@ class _Call:
         backend = self._backend(session, _tensor_names(self.f, args, kwargs))
         with compat_explain.dynamo_as_it_was(backend), _plain(self.f):
             result = torch.compile(self.f, backend=backend, dynamic=self.dynamic)(*args, **kwargs)
+            if not session.ran:
+                raise AuditError(
+                    "audit found no op to compare: Dynamo compiled nothing of the call. Pass a module or function that "
+                    "computes with tensors; TORCH_LOGS=graph_breaks says why Dynamo left it alone."
+                )
             outputs = self._output_errors(session, result)
             if self.settings.backward and (loss := self._loss(result, backend)) is not None:
                 loss.backward()
-        if not session.ran:
-            raise AuditError(
-                "audit found no op to compare: Dynamo compiled nothing of the call. Pass a module or function that "
-                "computes with tensors; TORCH_LOGS=graph_breaks says why Dynamo left it alone."
-            )
         gradients = session.gradient_errors()
         return Audit(
             ops=session.ops,

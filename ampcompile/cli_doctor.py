@@ -39,8 +39,9 @@ ENOUGH = 0.5  # seconds for one product in one dtype: without units for it, it t
 def examine(console: Console | None = None, rounds: int = 15) -> dict[str, Any]:
     """Everything that is found, as plain values."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    versions = {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__}
     found: dict[str, Any] = {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {"python": platform.python_version(), **versions},
         "devices": [_cpu(), *(_gpu(i) for i in range(torch.cuda.device_count()))],
     }
     with (console or Console(quiet=True)).status("multiplying matrices"):

@@ -249,6 +249,31 @@ def test_wrong_requests_are_refused() -> None:
         ampcompile.audit(nn.Linear(2, 2), against=torch.float16)
     with pytest.raises(AuditError, match="found no op to compare"):
         ampcompile.audit(lambda x: x)(torch.ones(1))
+    inside = torch.compiler.disable(lambda x: x * 2)
+    with pytest.raises(AuditError, match="found no op to compare"):
+        ampcompile.audit(lambda x: inside(x))(torch.ones(1, requires_grad=True))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_there_are_none(mode: Any) -> None:
+    with mode():
+        audit = ampcompile.audit(nn.Linear(8, 8), dynamic=True)(torch.randn(2, 8))
+    assert audit.outputs and audit.gradient_error is None and not any(op.backward for op in audit.ops)
+
+
+def test_a_step_that_differentiates_inside_is_audited() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(16, 8)
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    inside = ampcompile.audit(step)(x).gradients
+    outside = ampcompile.audit(lambda x: model(x).square().mean())(x).gradients
+    assert inside.keys() == outside.keys() == dict(model.named_parameters()).keys()
+    assert list(inside.values()) == pytest.approx(list(outside.values()), rel=1e-3)
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_the_table_fits_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
