@@ -79,7 +79,7 @@ def profiled(*activities: torch.profiler.ProfilerActivity) -> Iterator[list[str]
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
     try:
-        with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             yield names
     finally:
         os.dup2(kept, 2)

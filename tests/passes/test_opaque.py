@@ -6,6 +6,7 @@ from torch import nn
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.scan import scan
 
+from ampcompile import compat_ops
 from ampcompile.passes.opaque import OUTLINED, LeftAlone
 from tests.compiling import HALF, HIGH, LOW, amp, dtypes, eager, regions, same_bits, training_errors
 
@@ -62,6 +63,8 @@ def left_alone(recorder):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_results_are_eager_autocasts_and_gradients_as_exact(kind):
+    if kind is Scanned and compat_ops.TORCH < (2, 13):
+        pytest.skip("AOTAutograd 2.11 can't differentiate such a scan, autocast or not: it finds aliases in it")
     model, x = kind(), torch.randn(4, 8)
     run, recorder = amp(model)
     assert same_bits(run(x), eager(model, x)) or kind in (Scanned, Associative)  # which eager runs in another order
