@@ -52,6 +52,8 @@ def intercept(
     """Call `forward(ctx, arguments)` ahead of each forward, and `backward(original, ctx, gradients)` instead of each.
 
     `original(ctx, gradients)` is the function's own backward. From 2.13 gradients come in one list, to be emptied.
+    Dynamo, which passes over torch's own frames, is kept from tracing ours where compiled code calls `backward()`:
+    that of 2.11 warns of every builtin it doesn't know.
     """
     own_forward, own_backward = function.forward, function.backward
     boxed = getattr(function, "boxed_grads_call", False)
@@ -63,17 +65,18 @@ def intercept(
     def call(ctx: Any, gradients: Any) -> Any:
         return own_backward(ctx, gradients) if boxed else own_backward(ctx, *gradients)
 
+    @torch.compiler.disable
+    def replaced(ctx: Any, *gradients: Any) -> Any:
+        return backward(call, ctx, gradients[0] if boxed else gradients)
+
     function.forward = staticmethod(forward_after)
-    if boxed:
-        function.backward = staticmethod(lambda ctx, gradients: backward(call, ctx, gradients))
-    else:
-        function.backward = staticmethod(lambda ctx, *gradients: backward(call, ctx, gradients))
+    function.backward = staticmethod(replaced)
 
 
 class Place(NamedTuple):
-    """What a gradient that reaches the function belongs to: an output of the graph, or what output `index` views."""
+    """What a gradient that reaches the function belongs to: an output of the graph, or the base of that view."""
 
-    index: int
+    output: int
     kind: Literal["output", "base"]
 
 

@@ -145,14 +145,16 @@ class Twice:
         reached = list(self._reached(results, gradients))
         by_input: dict[int, Tensor | None] = {}
         if reached:
-            found = differentiated(*zip(*reached, strict=True), [*wanted.values()], [*inside.values()], keep=True)
+            found = differentiated(reached, [*wanted.values()], [*inside.values()], keep=True)
             by_input = dict(zip(wanted, found, strict=True))
-        return tuple(by_input.get(i) if need else None for i, need in zip(self._sources, needed, strict=True))
+        return tuple(
+            by_input.get(i) if need and i is not None else None for i, need in zip(self._sources, needed, strict=True)
+        )
 
     def _reached(self, results: list[Any], gradients: Sequence[Tensor | None]) -> Any:
         for place, gradient in zip(self._places, gradients, strict=False):
             if place is not None and gradient is not None:
-                result = results[place.index]
+                result = results[place.output]
                 result = result._base if place.kind == "base" else result
                 if result.requires_grad:
                     yield result, gradient

@@ -96,22 +96,20 @@ def outside(
 
 
 def differentiated(
-    results: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    inside: Sequence[Tensor],
-    keep: bool,
+    reached: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor], inside: Sequence[Tensor], keep: bool
 ) -> Sequence[Tensor | None]:
-    """The gradients of `inputs`, given those of what a graph computed from their stand-ins. Autocast is excluded.
+    """The gradients of `inputs`, given (result, gradient) of what a graph computed from their stand-ins.
 
-    With gradients enabled they are functions of `inputs` and `gradients`; else `keep` tells whether the graph stays.
+    Autocast is excluded. With gradients enabled they are functions of `inputs` and of the gradients that came; else
+    `keep` tells whether the graph stays.
     """
     again = torch.is_grad_enabled()
+    gradients = [gradient for _, gradient in reached]
     wanted = [gradient for gradient in gradients if again and _wants_gradient(gradient)]
     standing = {id(gradient): stand_in(gradient) for gradient in wanted}
     with compat.autocast_off():
         found: Sequence[Tensor | None] = torch.autograd.grad(
-            list(results),
+            [result for result, _ in reached],
             list(inside),
             [standing.get(id(gradient), gradient) for gradient in gradients],
             retain_graph=keep or again,
@@ -143,10 +141,9 @@ class _Backward(torch.autograd.Function):
             ctx.shared |= torch.is_grad_enabled()  # by the gradients' own graph, from now on
             inputs, inside = ([tensors[i] for i in wanted] for tensors in (ctx.inputs, ctx.inside))
             keep = ctx.shared or compat.graph_is_kept()
-            arguments = (*zip(*reached, strict=True), inputs, inside, keep)
             again = torch.is_grad_enabled()
             with torch.set_grad_enabled(again and not ctx.refusal):
-                computed = differentiated(*arguments)
+                computed = differentiated(reached, inputs, inside, keep)
             found = dict(
                 zip(wanted, refused(ctx.refusal, computed) if again and ctx.refusal else computed, strict=True)
             )

@@ -53,7 +53,7 @@ def drawing_nothing(values: Sequence[Any]) -> Iterator[None]:
     """Raise Drawn at the end, with the generators as they were, if random numbers were drawn on a tensor's device."""
     devices = {value.device for value in values if isinstance(value, Tensor)} | {torch.device("cpu")}
     modules = [(d, torch.get_device_module(d)) for d in devices if d.type != "cpu"]
-    before = [(torch, torch.get_rng_state(), ())]
+    before: list[tuple[Any, Tensor, tuple[Any, ...]]] = [(torch, torch.get_rng_state(), ())]
     before += [(module, module.get_rng_state(device), (device,)) for device, module in modules]
     yield
     drawn = [not torch.equal(state, module.get_rng_state(*where)) for module, state, where in before]

@@ -56,7 +56,7 @@ def train(compiled: bool, lower: str = "inductor", steps: int = 12) -> tuple[Dig
             enable_checkpointing=False,
             logger=False,
             gradient_clip_val=1.0,
-        ).fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+        ).fit(module, batches)
     return module, scaler
 
 

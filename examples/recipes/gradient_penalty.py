@@ -24,7 +24,7 @@ class GradientPenalty(Recipe):
         loss = F.cross_entropy(self.run(pictures).float(), answers)
         scaled = torch.autograd.grad(self.scaler.scale(loss), [*self.model.parameters()], create_graph=True)
         gradients = [gradient / self.scaler.get_scale() for gradient in scaled]
-        total = loss + 0.1 * sum(gradient.square().sum() for gradient in gradients).sqrt()
+        total = loss + 0.1 * torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
         self.scaler.scale(total).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()

@@ -26,7 +26,8 @@ class Way:
     def __call__(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """A function or module as it is called in a training loop."""
         if self.compiled:
-            return torch.compile(f, backend="amp", options={"dtype": self.dtype, "lower": self.lower})
+            options: dict[str, Any] = {"dtype": self.dtype, "lower": self.lower}
+            return torch.compile(f, backend="amp", options=options)
 
         def under_autocast(*args: Any, **kwargs: Any) -> Any:
             with torch.autocast("cpu", self.dtype):
