@@ -37,17 +37,20 @@ def spelled(gm: GraphModule) -> list[str]:
     return [f"{n.target._schema.name.removeprefix('aten::')}:{short_name(n.meta['val'].dtype)}" for n in calls]
 
 
-def results(gm: GraphModule, args: tuple[Tensor, ...], gradients: bool) -> list[Any]:
+def results(gm: GraphModule, args: tuple[Any, ...], gradients: bool) -> list[Any]:
     """What a graph gives, what it leaves in its inputs, and their gradients."""
-    leaves = [a.clone().requires_grad_(gradients and a.is_floating_point()) for a in args]
-    inputs = [leaf.clone() if gradients else leaf for leaf in leaves]  # may be written into
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    leaves = [a.clone().requires_grad_(gradients and a.is_floating_point()) for a in tensors]
+    written = [leaf.clone() if gradients else leaf for leaf in leaves]
+    handed = iter(written)
+    inputs = [next(handed) if isinstance(a, Tensor) else a for a in args]  # sizes stay numbers
     with torch.set_grad_enabled(gradients):
         found = list(gm(*inputs))
         wanted = [f for f in found if isinstance(f, Tensor) and f.requires_grad]
         if wanted:
             generator = torch.Generator().manual_seed(0)
             torch.autograd.backward(wanted, [torch.randn(w.shape, generator=generator).to(w.dtype) for w in wanted])
-    return [*(f.detach() for f in found), *(i.detach() for i in inputs), *(leaf.grad for leaf in leaves)]
+    return [*(f.detach() for f in found), *(w.detach() for w in written), *(leaf.grad for leaf in leaves)]
 
 
 def tidied(gm: GraphModule, each: Pass, *args: Tensor, gradients: bool = True) -> int:
