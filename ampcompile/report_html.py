@@ -36,7 +36,7 @@ def _data(graphs: Sequence[GraphRecord], totals: Sequence[Total], unknown: Seque
         {"precision": graph.precision, "reason": graph.reason, "ops": list(_ops(graph, index, texts))}
         for graph in graphs
     ]
-    sources = {record.source for graph in graphs for record in (*graph.nodes, *graph.casts)}
+    sources = {node.source for graph in graphs for node in graph.nodes} | {cast.source for cast in numbered.values()}
     return {
         "graphs": drawn,
         "casts": [_cast(cast, texts) for cast in numbered.values()],

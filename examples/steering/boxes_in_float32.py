@@ -3,6 +3,8 @@
 python -m examples.steering.boxes_in_float32
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -41,7 +43,7 @@ def error(pool: type[RoIPool], rois: Tensor) -> float:
     """Largest error of a pool's result in float16 mixed precision, beside the one computed from the same features."""
     detector = Detector(pool)
     picture = torch.randn(1, 1, 4, 2100)
-    options = {"dtype": torch.float16, "lower": "aot_eager"}
+    options: dict[str, Any] = {"dtype": torch.float16, "lower": "aot_eager"}
     with torch.no_grad():
         pooled = torch.compile(detector, backend="amp", options=options)(picture, rois)
         features = torch.compile(detector.backbone, backend="amp", options=options)(picture)
@@ -59,8 +61,8 @@ def main() -> None:
     for title, pool in {"as imported": RoIPool, "wrapped": Wrapped, "subclassed": Subclassed}.items():
         found = [f"{error(pool, boxes(dtype)):.1e} with boxes in {dtype}" for dtype in (torch.float32, torch.int64)]
         print(f"{title}: error {', '.join(found)}")
-        ops = [op for op in explained(pool, boxes(torch.int64)).ops if op.module == "pool" and op.dtype]
-        print("  ", ", ".join(sorted({f"{op.op} in {op.dtype}" for op in ops if op.dtype.is_floating_point})))
+        ops = [(op.op, op.dtype) for op in explained(pool, boxes(torch.int64)).ops if op.module == "pool"]
+        print("  ", ", ".join(sorted({f"{op} in {dtype}" for op, dtype in ops if dtype and dtype.is_floating_point})))
 
 
 if __name__ == "__main__":
