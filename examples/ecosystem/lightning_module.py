@@ -5,6 +5,7 @@ python -m examples.ecosystem.lightning_module
 
 import logging
 import warnings
+from typing import Any
 
 import lightning
 import torch
@@ -41,7 +42,7 @@ def train(compiled: bool, lower: str = "inductor", steps: int = 12) -> tuple[Dig
     """The module after some steps in float16, and its scaler."""
     torch.manual_seed(0)
     random = torch.Generator().manual_seed(0)
-    batches = [digits.batch(random) for _ in range(steps)]
+    batches: Any = [digits.batch(random) for _ in range(steps)]
     scaler = (ampcompile.GradScaler if compiled else torch.amp.GradScaler)("cpu", init_scale=2.0**20, growth_interval=4)
     module = Digits({"dtype": torch.float16, "lower": lower} if compiled else None)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -56,7 +57,7 @@ def train(compiled: bool, lower: str = "inductor", steps: int = 12) -> tuple[Dig
             enable_checkpointing=False,
             logger=False,
             gradient_clip_val=1.0,
-        ).fit(module, batches)
+        ).fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
     return module, scaler
 
 
