@@ -60,7 +60,7 @@ class Memory:
                 self._written.add(operand)
 
     def _op(self, node: Node, op: OpOverload) -> None:
-        if op._schema.name in _CASTS and node.meta["val"].dtype != node.args[0].meta["val"].dtype:  # type: ignore[union-attr]
+        if op._schema.name in _CASTS and node.meta["val"].dtype != node.args[0].meta["val"].dtype:
             return  # `to` returns its operand only where it has nothing to do
         silent = compat_ops.may_return_argument(op) and op._schema.name not in _FRESH
         for i, argument in enumerate(op._schema.arguments):

@@ -75,6 +75,6 @@ def rebuilt(path: Sequence[Node], operand: Node) -> Node:
         copy.args = (operand, *node.args[1:])
         copy.meta = {key: value for key, value in node.meta.items() if key != "amp_narrowed"}
         args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
-        copy.meta["val"] = copy.target(*args, **kwargs)  # type: ignore[operator]
+        copy.meta["val"] = copy.target(*args, **kwargs)
         operand = copy
     return operand

@@ -27,7 +27,7 @@ _CASTS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as"})
 def is_cast(node: Node) -> bool:
     """Whether a node changes the floating dtype of its operand, and nothing else about it."""
     before, after = _operand_and_result(node)
-    return before is not None and before.dtype != after.dtype
+    return before is not None and after is not None and before.dtype != after.dtype
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class FoldCasts:
         return True
 
     def _may_fold(self, first: Node, second: Node, path: list[Node], recorded: bool) -> bool:
-        a, b, c = (node.meta["val"].dtype for node in (first.args[0], first, second))  # type: ignore[union-attr]
+        a, b, c = (node.meta["val"].dtype for node in (first.args[0], first, second))
         if not all(runs_in(node, a) for node in path):
             return False
         # The gradient goes C→B→A, which must be C→A.
@@ -106,7 +106,7 @@ def _above(second: Node, recorded: bool) -> tuple[Node | None, list[Node]]:
 def _does_nothing(node: Node) -> bool:
     """Whether a node asks for the dtype that its operand has already."""
     before, after = _operand_and_result(node)
-    return before is not None and before.dtype == after.dtype
+    return before is not None and after is not None and before.dtype == after.dtype
 
 
 def _operand_and_result(node: Node) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:

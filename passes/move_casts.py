@@ -51,7 +51,7 @@ def _up(graph: Graph, cast: Node, memory: Memory, recorded: set[Node]) -> bool:
     best: list[Node] = []
     node, least = cast.args[0], cast
     while isinstance(node, Node) and _may_pass(node, cast, recorded):
-        if len(node.users) > 1 and (cast in recorded or not node.target.is_view):  # type: ignore[union-attr]
+        if len(node.users) > 1 and (cast in recorded or not node.target.is_view):
             break
         path.insert(0, node)
         node = node.args[0]
@@ -87,7 +87,7 @@ def _may_pass(node: Node, cast: Node, recorded: set[Node]) -> bool:
     found = kind(node)
     if found not in ("moves", "repeats") or (found == "repeats" and cast in recorded):
         return False
-    before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype  # type: ignore[union-attr]
+    before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
     return runs_in(node, before) and runs_in(node, after)
 
 

@@ -128,7 +128,8 @@ class Placement:
                     capacities[(operand, HIGH), source] = forth
                     capacities[reader, (operand, HIGH)] = inf
         for node, eager in self.free.items():
-            add(*((HIGH, node) if eager == HIGH else (node, self.low)), 1)
+            edge = (HIGH, node) if eager == HIGH else (node, self.low)
+            add(edge[0], edge[1], 1)
         high = source_side(capacities, HIGH, self.low)
         return self._as_it_comes({node: HIGH if node in high else self.low for node in self.free})
 

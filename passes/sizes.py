@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 
 from ampcompile.dtypes import FLOATS
