@@ -67,6 +67,7 @@ def each(a, b):
 PAIRS = [(LOW, HIGH), (HIGH, LOW), (HALF, LOW), (LOW, HALF), (HALF, HIGH), (HALF, HALF), (LOW, LOW)]
 
 
+@pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta")  # which torch 2.15 says in Python
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("first, second", PAIRS)
 def test_operands_promote_and_writers_convert_their_source(first, second, mode):
@@ -109,6 +110,10 @@ def test_attention_goes_low_and_a_floating_mask_follows_the_query():
             assert torch.allclose(result.float(), exact, atol=0.05)
 
 
+# What becomes of an error on fake tensors: the second in torch 2.15, where it reaches Dynamo as the user's own would.
+REFUSED = (torch._dynamo.exc.TorchRuntimeError, torch._dynamo.exc.Unsupported)
+
+
 def scatter(a, b):
     return torch.scatter(a, 0, INDEX, b)
 
@@ -118,7 +123,7 @@ def test_eager_autocast_and_other_backends_still_refuse():
     assert amp(scatter)[0](a, b).dtype == HIGH
     with pytest.raises(RuntimeError, match=r"Expected self.dtype to be equal to src.dtype"):
         eager(scatter, a, b)
-    with pytest.raises(torch._dynamo.exc.TorchRuntimeError):
+    with pytest.raises(REFUSED):
         eager(torch.compile(scatter, backend="aot_eager"), a, b)
     assert not compat_ops.has_autocast_kernel("aten::scatter.src", "cpu")
     with pytest.raises(RuntimeError, match="prioritize"):
@@ -131,7 +136,7 @@ def test_another_threads_trace_is_left_alone():
     def elsewhere():
         try:
             eager(torch.compile(scatter, backend="aot_eager"), a, b)
-        except torch._dynamo.exc.TorchRuntimeError:
+        except REFUSED:
             refused.append(True)
 
     mixed_operands.install("cpu")
@@ -150,7 +155,7 @@ def test_a_disabled_region_promotes_nothing():
         with torch.autocast("cpu", enabled=False):
             return scatter(a, b)
 
-    with pytest.raises(torch._dynamo.exc.TorchRuntimeError):
+    with pytest.raises(REFUSED, match=r"Expected self.dtype to be equal to src.dtype"):
         amp(f)[0](torch.rand(2, 2, dtype=LOW), torch.rand(2, 2))
 
 
