@@ -1,4 +1,4 @@
-"""What Inductor takes apart while it differentiates, where its own choice is slow on the CPU."""
+"""What Inductor takes apart while it differentiates, where its own choice is slow or inexact on the CPU."""
 
 from __future__ import annotations
 
@@ -12,11 +12,22 @@ from . import compat
 from .config import Options
 from .kernels.attention_backward import FLASH_BACKWARD, attention_backward
 
-EMBEDDING_BACKWARD = torch.ops.aten.embedding_dense_backward.default
+ATEN = torch.ops.aten
+EMBEDDING_BACKWARD = ATEN.embedding_dense_backward.default
+NORMS = (
+    ATEN.native_layer_norm.default,
+    ATEN.native_group_norm.default,
+    ATEN.native_batch_norm.default,
+    ATEN._native_batch_norm_legit.default,
+    ATEN._native_batch_norm_legit.no_stats,
+    ATEN._native_batch_norm_legit_functional.default,
+    ATEN._batch_norm_with_update.default,
+    ATEN._batch_norm_with_update_functional.default,
+)
 
 
 def decompositions(options: Options) -> dict[Any, Callable[..., Any]]:
-    """Inductor's table with ours in it. In relaxed mode every number is Inductor's own, so attention stays."""
+    """Inductor's table with ours in it. In relaxed mode attention stays Inductor's own."""
     table = compat.inductors_decompositions(kept=[EMBEDDING_BACKWARD])
     embedding_backward = table[EMBEDDING_BACKWARD]
 
@@ -25,6 +36,21 @@ def decompositions(options: Options) -> dict[Any, Callable[..., Any]]:
         return NotImplemented if grad.device.type == "cpu" else embedding_backward(grad, *args)
 
     table[EMBEDDING_BACKWARD] = embedding_dense_backward
+    table |= {norm: _with_exact_statistics(table[norm]) for norm in NORMS if norm in table}
     if options.numerics == "eager":
         table[FLASH_BACKWARD] = attention_backward
     return table
+
+
+def _with_exact_statistics(decompose: Callable[..., Any]) -> Callable[..., Any]:
+    """A norm whose statistics stay in float32 for the backward, as in eager's kernels: with a 16-bit input and float32
+    weights Inductor rounds mean and deviation on the CPU, and gradients are then a fifth further from float64."""
+
+    def norm(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if x.device.type != "cpu" or x.itemsize != 2 or all(t.dtype != torch.float32 for t in tensors):
+            return decompose(x, *args, **kwargs)
+        out, *others = decompose(x.float(), *args, **kwargs)
+        return out.to(x.dtype), *others
+
+    return norm

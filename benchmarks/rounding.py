@@ -88,10 +88,12 @@ def main() -> None:
         "Ops with Python scalars differ where eager rounds the scalar to the tensor's type and the kernel does not, "
         "or the other way round. On torch 2.11 Inductor ignores the setting on the CPU: there the `relaxed` column "
         "holds for both. What the rounding costs in time is in the benchmarks (amp against amp relaxed).\n\n"
-        "The backward of `scaled_dot_product_attention` is one place where `eager` means more exact, not the same bits: "
-        "on the CPU, up to 128 tokens and without mask or dropout, its products run over all heads in float32, from "
-        "the same forward result. Gradients are closer to float64 than the flash kernel's, in half the time. `relaxed` "
-        "keeps the flash kernel, as Inductor does.\n"
+        "The backward of `scaled_dot_product_attention` is one place where `eager` means more exact, not the same "
+        "bits: on the CPU, up to 128 tokens and without mask or dropout, its products run over all heads in float32, "
+        "from the same forward result. Gradients are closer to float64 than the flash kernel's, in half the time. "
+        "`relaxed` keeps the flash kernel, as Inductor does. Norms are another: with 16-bit input and float32 "
+        "weights, Inductor on the CPU rounds the mean and deviation that it keeps for the backward; here, in both "
+        "modes, they stay in float32, as in eager's kernels.\n"
     )
     print(PAGE.read_text())
 

@@ -74,3 +74,41 @@ def test_other_devices_keep_inductors_own_choice():
     table, theirs = decompositions(Options.parse({})), compat.inductors_decompositions([])
     arguments = torch.zeros(2, 4, device="meta"), torch.zeros(2, dtype=torch.int64, device="meta"), 5, -1, False
     assert table[EMBEDDING_BACKWARD](*arguments).shape == theirs[EMBEDDING_BACKWARD](*arguments).shape == (5, 4)
+
+
+class Normed(nn.Module):
+    """A norm behind a 16-bit result, as eager autocast leaves it: its weights are float32."""
+
+    def __init__(self, norm, first):
+        super().__init__()
+        self.first, self.norm, self.last = first, norm, nn.Conv1d(6, 6, 1)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x))).square().mean()
+
+
+NORMS = {
+    "layer": lambda: Normed(nn.LayerNorm(9), nn.Conv1d(6, 6, 1)),
+    "group": lambda: Normed(nn.GroupNorm(2, 6), nn.Conv1d(6, 6, 1)),
+    "batch": lambda: Normed(nn.BatchNorm1d(6), nn.Conv1d(6, 6, 1)),
+}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("numerics", ["eager", "relaxed"])
+def test_statistics_of_norms_stay_in_float32(kind, numerics):
+    torch._dynamo.reset()
+    model, totals = NORMS[kind](), [0.0, 0.0]
+    run = torch.compile(model, backend="amp", options={"numerics": numerics})
+
+    def autocast(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    for _ in range(8):
+        x, exact_model = torch.randn(7, 6, 9) + 3, copy.deepcopy(model).double()
+        exact = torch.autograd.grad(exact_model(x.double()), exact_model.parameters())
+        for i, each in enumerate((run, autocast)):
+            found = torch.autograd.grad(each(x), model.parameters())
+            totals[i] += sum(float((a.double() - b).norm()) for a, b in zip(found, exact, strict=True))
+    assert totals[0] <= 1.05 * totals[1]
