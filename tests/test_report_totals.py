@@ -77,7 +77,9 @@ def test_each_pass_is_counted() -> None:
     weights = 6 * (8 * 4 + 4 + 4 * 8 + 8)
     assert totals["insert_casts"] == (5, 6 * 3 * 8 + weights)
     assert totals["hoist_weights"] == (1, 6 * 3 * 8)
-    assert totals["bind_weights, forward and backward"] == (5, 6 * 3 * 8 + weights), "the input, and four gradients of weights"
+    assert totals["bind_weights, forward and backward"] == (5, 6 * 3 * 8 + weights), (
+        "the input, and four gradients of weights"
+    )
     assert "hoist_weights" in str(report)
     every_call = ampcompile.explain(nn.Linear(8, 4), weights="every_call")(torch.randn(3, 8)).totals
     assert "hoist_weights" not in {total.stage for total in every_call}
