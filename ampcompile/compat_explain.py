@@ -29,15 +29,17 @@ class Compiled:
 def how_compiled(f: Any) -> Compiled | None:
     """How `torch.compile(f)` or `f.compile()` was called; None if neither was."""
     if isinstance(f, eval_frame.OptimizedModule):
-        return Compiled(f._orig_mod, eval_frame.innermost_backend(f.dynamo_ctx.callback), f.dynamo_ctx._dynamic)
+        context: Any = f.dynamo_ctx
+        return Compiled(f._orig_mod, eval_frame.innermost_backend(context.callback), context._dynamic)
     if isinstance(f, torch.nn.Module):
         inner = how_compiled(f._compiled_call_impl) if f._compiled_call_impl is not None else None
         return Compiled(f, inner.backend, inner.dynamic) if inner is not None else None
     # A compiled function keeps its context only in the closure of a public accessor.
-    cells = getattr(getattr(f, "get_compiler_config", None), "__closure__", None) or ()
+    cells: Any = getattr(getattr(f, "get_compiler_config", None), "__closure__", None) or ()
     for context in (cell.cell_contents for cell in cells):
         if isinstance(context, eval_frame._TorchDynamoContext):
-            backend = eval_frame.innermost_backend(context.callback)
+            callback: Any = context.callback
+            backend = eval_frame.innermost_backend(callback)
             return Compiled(f._torchdynamo_orig_callable, backend, context._dynamic)
     return None
 
@@ -72,7 +74,8 @@ def _forget(code: CodeType, backend: Callable[..., Any]) -> None:
         dead = guards.DeletedGuardManagerWrapper("it was compiled to be explained")
         # Recompilations are counted per set of modules: these belong to a module that is never called.
         dead.id_matched_objs = {"": weakref.ref(_NO_MODULE)}
-        entry.guard_manager.extra_state.invalidate(entry, dead)
+        state: Any = entry.guard_manager.extra_state
+        state.invalidate(entry, dead)
 
 
 @contextlib.contextmanager

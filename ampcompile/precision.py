@@ -56,7 +56,7 @@ class precision(TorchFunctionMode):
 
     def _module(self, module: torch.nn.Module) -> torch.nn.Module:
         if "forward" in vars(module):  # compiled, or patched by another library
-            module.forward = self._function(module.forward)  # type: ignore[method-assign]
+            module.forward = self._function(module.forward)
         else:
             module.__class__ = self(type(module))
         return module

@@ -23,7 +23,7 @@ def subclass_with(cls: type, decorator: Callable[[Any], Any], forward: Callable[
     def reduce(self: Any, protocol: Any) -> Any:
         if type(self) is made and _named_by(made) is not made:  # the name still means the class that was wrapped
             return _remake, (decorator, cls), self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-        return super(made, self).__reduce_ex__(protocol)  # type: ignore[misc]
+        return super(made, self).__reduce_ex__(protocol)
 
     members = {
         "forward": forward,
@@ -32,7 +32,7 @@ def subclass_with(cls: type, decorator: Callable[[Any], Any], forward: Callable[
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
-    made = type(cls)(cls.__name__, (cls,), members)
+    made: Any = type(cls)(cls.__name__, (cls,), members)
     return made
 
 

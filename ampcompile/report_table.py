@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -79,10 +79,10 @@ def _short_source(source: str) -> str:
     return os.path.basename(source)
 
 
-def _merged(rows: Iterable[tuple[Hashable, int]]) -> list[tuple[Hashable, int, int]]:
+def _merged(rows: Iterable[tuple[tuple[str, ...], int]]) -> list[tuple[tuple[str, ...], int, int]]:
     """(row, how many times, bytes of all), in the order of first appearance."""
-    counts: Counter[Hashable] = Counter()
-    sizes: Counter[Hashable] = Counter()
+    counts: Counter[tuple[str, ...]] = Counter()
+    sizes: Counter[tuple[str, ...]] = Counter()
     for row, size in rows:
         counts[row] += 1
         sizes[row] += size
@@ -112,8 +112,7 @@ def _cast_table(casts: Sequence[CastRecord], reasons: _Footnotes) -> Table:
         for c in casts
     )
     for row, count, size in _merged(rows):
-        *cells, because = row  # type: ignore[misc]
-        table.add_row(*cells, str(count), human_bytes(size), reasons(because))
+        table.add_row(*row[:-1], str(count), human_bytes(size), reasons(row[-1]))
     return table
 
 
@@ -124,8 +123,8 @@ def _op_table(ops: Sequence[OpRecord], reasons: _Footnotes) -> Table:
     table.add_column("times", justify="right")
     table.add_column("why", justify="right")
     rows = (((op.op, short_name(op.dtype) if op.dtype else "", op.because), 0) for op in ops)
-    for (name, dtype, because), count, _ in sorted(_merged(rows)):  # type: ignore[misc]
-        table.add_row(name, dtype, str(count), reasons(because))
+    for row, count, _ in sorted(_merged(rows)):
+        table.add_row(*row[:-1], str(count), reasons(row[-1]))
     return table
 
 

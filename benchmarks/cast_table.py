@@ -121,7 +121,7 @@ def saved_by_cut(name: str) -> int:
         return gm
 
     backend.amp_options = lambda **_: Options.parse({"placement": "bytes"})  # type: ignore[attr-defined]
-    place_casts.Placement.cut = counting  # type: ignore[method-assign]
+    place_casts.Placement.cut = counting  # type: ignore[method-assign, assignment]
     try:
         torch.compile(model, backend=backend)(*inputs)
     finally:
