@@ -116,11 +116,12 @@ class Placement:
         for operand, user in self.edges():
             source = terminal(operand)
             reader = user if user in self.free else self.wants(user, operand, {})
-            if source == reader or not {operand, user} & self.free.keys():
+            if source == reader:
                 continue
             back, forth = weight * self.backward(operand, user), weight * self.forward(operand, user)
-            add(source, reader, back)
-            add(reader, source, back)
+            if {operand, user} & self.free.keys():  # else it is paid anyway; of a cast forward all readers have a use
+                add(source, reader, back)
+                add(reader, source, back)
             if forth:  # one cast down for all readers, one up
                 capacities[source, (operand, self.low)] = forth
                 capacities[(operand, self.low), reader] = inf
