@@ -66,7 +66,7 @@ def device_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     for value in pytree.arg_tree_leaves(*args, **kwargs):
         if isinstance(value, torch.Tensor):
             return value.device.type
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
 
 

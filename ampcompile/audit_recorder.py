@@ -19,7 +19,7 @@ from .audit_run import Session, interpreters
 from .backend import rewrite
 from .config import Options
 from .errors import AuditError, OptionError
-from .explain_recorder import _beside, _options_of, _plain
+from .explain_recorder import beside, options_of, uncompiled
 from .mixed_operands import here
 from .module_names import module_names, modules_of
 from .passes.base import run_passes
@@ -52,7 +52,7 @@ def audited(
     chosen = Options.parse(options, mode)
     if compiled is not None:
         f, dynamic = compiled.original, compiled.dynamic if dynamic is None else dynamic
-        chosen = _beside(_options_of(compiled), chosen, set(options))
+        chosen = beside(options_of(compiled), chosen, set(options))
 
     def audit_call(*args: Any, **kwargs: Any) -> Audit:
         random_state = compat_audit.random_state()
@@ -78,7 +78,7 @@ class _Call:
     def __call__(self, args: Any, kwargs: Any) -> Audit:
         session = Session(self.settings.against, self.settings.cumulative, self.settings.local)
         backend = self._backend(session, _tensor_names(self.f, args, kwargs))
-        with compat_explain.dynamo_as_it_was(backend), _plain(self.f):
+        with compat_explain.dynamo_as_it_was(backend), uncompiled(self.f):
             result = torch.compile(self.f, backend=backend, dynamic=self.dynamic)(*args, **kwargs)
             if not session.ran:
                 raise AuditError(

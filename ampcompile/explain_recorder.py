@@ -27,32 +27,32 @@ def recorded(f: Any, options: dict[str, Any], mode: str | None, dynamic: bool | 
     chosen = Options.parse(options, mode)
     if compiled is not None:
         f, dynamic = compiled.original, compiled.dynamic if dynamic is None else dynamic
-        chosen = _beside(_options_of(compiled), chosen, set(options))
+        chosen = beside(options_of(compiled), chosen, set(options))
 
     def explained(*args: Any, **kwargs: Any) -> Report:
         graphs: list[GraphRecord] = []
         backend = _recorder(chosen, graphs, through_inductor=options.get("lower") == "inductor")
-        with compat_explain.dynamo_as_it_was(backend), untouched(f, args, kwargs), _plain(f):
+        with compat_explain.dynamo_as_it_was(backend), untouched(f, args, kwargs), uncompiled(f):
             torch.compile(f, backend=backend, dynamic=dynamic)(*args, **kwargs)
         return Report(graphs)
 
     return explained
 
 
-def _options_of(compiled: compat_explain.Compiled) -> Options:
+def options_of(compiled: compat_explain.Compiled) -> Options:
     backend = compiled.backend
     read = getattr(getattr(backend, "compiler_fn", backend), "amp_options", None)
     return read(**getattr(backend, "kwargs", {})) if read is not None else Options()
 
 
-def _beside(kept: Options, given: Options, names: set[str]) -> Options:
+def beside(kept: Options, given: Options, names: set[str]) -> Options:
     """The options a callable was compiled with, with those given by name instead."""
     ours = {f.name: getattr(given, f.name) for f in fields(Options) if f.name in names}
     return replace(kept, **ours, inductor=tuple({**dict(kept.inductor), **dict(given.inductor)}.items()))
 
 
 @contextlib.contextmanager
-def _plain(f: Any) -> Iterator[None]:
+def uncompiled(f: Any) -> Iterator[None]:
     """Without what `f.compile()` put in a module's way."""
     if not isinstance(f, torch.nn.Module) or f._compiled_call_impl is None:
         yield

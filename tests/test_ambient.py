@@ -294,7 +294,7 @@ def test_the_device_is_that_of_the_first_parameter_or_tensor():
     assert found(nn.ReLU().forward)((torch.zeros(1, device="meta"),), {}) == "meta"
     assert found(len)((3, {"a": [torch.zeros(1, device="meta")]}), {}) == "meta"
     assert found(len)((), {"x": torch.zeros(1, device="meta")}) == "meta"
-    assert found(len)((3,), {}) == getattr(torch.accelerator.current_accelerator(), "type", "cpu")
+    assert found(len)((3,), {}) == getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
 
 
 def test_explain_and_introspection_of_dynamo_still_work():
