@@ -1,7 +1,7 @@
 """What torch's dispatcher and its records of registered ops tell, all of it private."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -88,3 +88,18 @@ def interpose(op: OpOverload, device_type: str, kernel: Callable[..., Any]) -> C
     before = op.py_kernels.get(resolved)
     op.py_impl(key)(kernel)
     return before or partial(op._op_dk, resolved)
+
+
+# Fake kernels that claim float32 for the gradient of a 16-bit input where only the weights are float32; the real ones,
+# on all devices, give it the input's dtype (torch 2.11 to 2.15). To each its input's place among the arguments.
+FAKES_OF_WRONG_DTYPE: dict[Any, int] = {torch.ops.aten.native_group_norm_backward.default: 1}
+
+
+def as_computed(
+    op: Any, args: Sequence[Any], results: Any, value_of: Callable[[Any], Any] = lambda value: value
+) -> Any:
+    """The fake results of an op in the dtypes that its kernel gives them. `value_of`: the value of an argument."""
+    if op not in FAKES_OF_WRONG_DTYPE or results[0] is None:
+        return results
+    dtype = value_of(args[FAKES_OF_WRONG_DTYPE[op]]).dtype
+    return (results[0].to(dtype), *results[1:])

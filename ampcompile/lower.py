@@ -13,8 +13,9 @@ from . import compat, compat_backward, compat_tracing, double_backward, packing,
 from .config import Options
 from .decompositions import decompositions
 from .kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
-from .passes import bind_weights, share_casts
+from .passes import bind_weights, drop_casts, share_casts
 from .passes.base import Watch, run_passes
+from .passes.fusing import UNFUSED
 from .passes.weight_copy import Slot
 from .plain_graph import without_autocast
 
@@ -34,7 +35,7 @@ def lower(
         run_passes([bind_weights.BindWeightsEagerly()], gm)
         compiled = without_autocast(gm)
         return _with_copies(compiled, slots, options) if slots else compiled
-    rewritten = double_backward.kept(gm) if torch.is_grad_enabled() else None
+    rewritten = (gm.meta.pop(UNFUSED, None) or double_backward.kept(gm)) if torch.is_grad_enabled() else None
     with compat.lowering_without_autocast(), compat_backward.functions_made() as functions:
         if options.lower == "aot_eager":
             compiled = compat.aot_eager(gm, inputs, _watched(_on_joint_graph(), watch))
@@ -50,7 +51,11 @@ def lower(
 
 def _on_joint_graph() -> list[compat.OnJointGraph]:
     """What is done after differentiation, when merging two casts no longer merges their gradients."""
-    return [bind_weights.bind, share_casts.share_after_differentiation]
+    return [
+        bind_weights.bind,
+        drop_casts.drop_after_differentiation,
+        share_casts.share_after_differentiation,
+    ]
 
 
 def _watched(acts: Sequence[compat.OnJointGraph], watch: Watch | None) -> Sequence[compat.OnJointGraph]:

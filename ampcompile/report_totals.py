@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import compat_tracing
+from . import compat_ops, compat_tracing
 from .passes.graph import bodies
 
 _CONVERSIONS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as", "prims::convert_element_type"})
@@ -70,7 +70,7 @@ class _Watched(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = compat_ops.as_computed(func, args, func(*args, **(kwargs or {})))
         if func._schema.name in _CONVERSIONS and _converts(args[0], result):
             self.sizes.append(_bytes(args[0], result))
         return result

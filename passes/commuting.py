@@ -13,10 +13,14 @@ CAST = torch.ops.aten.to.dtype
 # Their gradient moves numbers back, or fills with zeros, so it commutes with casts too.
 _MOVING = """
 t numpy_T mT adjoint transpose permute movedim view _unsafe_view reshape flatten unflatten squeeze unsqueeze
-slice narrow select alias detach view_as clone contiguous flip roll constant_pad_nd pad
+slice narrow select alias detach view_as clone contiguous flip roll constant_pad_nd pad diagonal tril triu swapaxes
+masked_fill pixel_shuffle pixel_unshuffle channel_shuffle
 """
 # Their gradient adds numbers up, and sums are rounded in the type they are taken in.
-_REPEATING = "expand expand_as repeat index_select gather"
+_REPEATING = """
+expand expand_as repeat repeat_interleave index_select gather index _unsafe_index embedding take take_along_dim
+reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
+"""
 # They give one of their operands, or change its sign. Narrowing first could turn a small number into a zero of either
 # sign, and which zero a choice between equals returns is up to the kernel: they commute with exact casts only.
 _CHOOSING = "relu neg abs clamp"

@@ -64,18 +64,27 @@ def _act(gm: GraphModule, done: set[int]) -> int:
 
 def _change_operands(node: Node, decision: Decision) -> int:
     changed: dict[Node, Node] = {}
+    casts = 0
     for operand, largest in decision.clamps.items():
         operand = _seen_by_others(operand)
         with node.graph.inserting_before(node):
             changed[operand] = node.graph.call_function(CLAMP, (operand, -largest, largest))
         changed[operand].meta = {**_origin(node), "val": operand.meta["val"]}
-    for operand, dtype in decision.operands.items():
-        operand = _seen_by_others(operand)
+    wanted = {_seen_by_others(operand): dtype for operand, dtype in decision.operands.items()}
+
+    def cast(operand: Node) -> Node:
+        """One for each place where an operand stands, so that the gradients of `x @ x` are summed in x's type."""
+        nonlocal casts
+        given = changed.get(operand, operand)
+        if operand not in wanted:
+            return given
+        casts += 1
         with node.graph.inserting_before(node):
-            changed[operand] = _cast(node, changed.get(operand, operand), dtype, decision.because)
-    if changed:
-        node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda n: changed.get(n, n))
-    return len(decision.operands)
+            return _cast(node, given, wanted[operand], decision.because)
+
+    if changed or wanted:
+        node.args, node.kwargs = map_arg((node.args, node.kwargs), cast)
+    return casts
 
 
 def _seen_by_others(result: Node) -> Node:

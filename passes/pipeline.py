@@ -13,6 +13,7 @@ from ampcompile.kernels import packed_linear
 from .assign_precision import AssignPrecision
 from .base import Pass
 from .fold_casts import FoldCasts
+from .fusing import FusePass, Worth
 from .graph import Regions
 from .hoist_weights import HoistWeights
 from .insert_casts import InsertCasts
@@ -20,6 +21,7 @@ from .move_casts import MoveCasts
 from .pack_linears import PackLinears
 from .place_casts import PlaceCasts
 from .share_casts import ShareCasts
+from .spread_casts import SpreadCasts
 
 
 def pipeline(options: Options, regions: Regions, is_weight: Callable[[int, Node], bool]) -> tuple[Pass, ...]:
@@ -32,6 +34,7 @@ def pipeline(options: Options, regions: Regions, is_weight: Callable[[int, Node]
         decide += (PlaceCasts(gradients, options.lower == "inductor", is_weight), assign)
     act: tuple[Pass, ...] = (InsertCasts(),)  # needs a decision on every node
     tidy: tuple[Pass, ...] = (
+        SpreadCasts(),  # before folding, which then finds parts that were widened
         FoldCasts(gradients, options.numerics == "relaxed"),  # needs every cast, ours and the user's
         MoveCasts(gradients),  # after folding, which looks through the same ops
     )
@@ -41,3 +44,16 @@ def pipeline(options: Options, regions: Regions, is_weight: Callable[[int, Node]
             tidy += (PackLinears(frozenset({torch.bfloat16}), gradients),)  # needs hoisted weights
     tidy += (ShareCasts(gradients),)  # last: a weight's copy is packed for one reader
     return decide + act + tidy
+
+
+def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
+    """Passes on the rewritten graph that put fused kernels in the place of whole ops, before differentiation.
+
+    Empty where there is nothing to look for: without a GPU, unless the user names families. With `lower="eager"`
+    autograd itself differentiates the graph, twice if asked, which a fused op can't be.
+    """
+    if options.lower == "eager" or (options.fuse == "auto" and device_type != "cuda"):
+        return ()
+    worth = Worth(options.fuse)
+    passes: tuple[FusePass, ...] = ()
+    return tuple(each for each in passes if worth.considers(each.family))
