@@ -99,7 +99,7 @@ class _Call:
         )
 
     def _backend(self, session: Session, names: dict[int, str]) -> Any:
-        run_as = replace(self.options, weights="every_call", lower="aot_eager")
+        run_as = replace(self.options, weights="every_call", lower="aot_eager", fuse="none")
 
         def interpret(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             rewritten = rewrite(gm, example_inputs, run_as).graph

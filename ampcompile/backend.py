@@ -12,13 +12,15 @@ from torch.fx import GraphModule, Node
 
 from . import ambient, compat, compat_modules, compat_tracing, logs, weights
 from .config import Options
+from .double_backward import kept
 from .lower import lower
 from .mixed_operands import here
 from .module_names import module_names
 from .passes.base import Applied, Watch, run_passes
 from .passes.capture import capture
+from .passes.fusing import UNFUSED
 from .passes.graph import Regions, modules_named
-from .passes.pipeline import pipeline
+from .passes.pipeline import fusion, pipeline
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,13 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
         regions = Regions(compat.autocast_states())
     logged = logs.watcher(example_inputs)
     watch = logs.both(watch, None if logged is None else logged.watch)
-    history = (captured, *run_passes(pipeline(options, regions, _weight_test(example_inputs)), graph, watch))
+    history = [captured, *run_passes(pipeline(options, regions, _weight_test(example_inputs)), graph, watch)]
+    if fuse := fusion(options, device_type):
+        graph.meta[UNFUSED] = kept(graph)
+        history += run_passes(fuse, graph, watch)
     if logged is not None:
         logs.say(logged.record(gm, graph, history))
-    return Rewritten(gm, graph, options, history)
+    return Rewritten(gm, graph, options, tuple(history))
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:

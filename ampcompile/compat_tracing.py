@@ -169,9 +169,16 @@ def on_fakes_of(gm: GraphModule) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def computing_for_real() -> Iterator[None]:
+    """Compute with real tensors, also inside where fake ones are computed with."""
+    with unset_fake_temporarily():
+        yield
+
+
 def largest_magnitude(constant: torch.Tensor) -> float:
     """The largest finite magnitude in a real tensor, 0 if there is none, also where fake tensors are computed with."""
-    with unset_fake_temporarily():
+    with computing_for_real():
         finite = constant[constant.isfinite()].abs()
         return float(finite.max()) if finite.numel() else 0.0
 

@@ -18,6 +18,8 @@ _CHOICES = {
     "placement": ("eager", "bytes"),
     "lower": ("inductor", "aot_eager", "eager"),
 }
+FUSED = ("cross_entropy", "linear", "norm", "softmax")
+"""The families of fused kernels."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class Options:
     range_guards: bool = True
     placement: str = "eager"
     lower: str = "inductor"
+    fuse: str = "auto"
+    """Which families of fused kernels are used: "auto" where counted bytes say that it pays, "none", or some of
+    `FUSED`, joined by "+", wherever they match and on every device."""
     inductor: tuple[tuple[str, Any], ...] = ()
     """Settings that go on to Inductor: a mode's, then those given by name."""
 
@@ -76,6 +81,11 @@ def _checked(key: str, value: Any) -> Any:
                 f"option dtype={value!r}: expected torch.bfloat16 or torch.float16. For float32 call the model inside "
                 "torch.autocast(device_type, enabled=False)."
             )
+    elif key == "fuse":
+        names = value.split("+") if isinstance(value, str) else [value]
+        if value not in ("auto", "none") and not all(name in FUSED for name in names):
+            families = ", ".join(map(repr, FUSED))
+            raise OptionError(f"option fuse={value!r}: expected 'auto', 'none', or some of {families}, joined by '+'.")
     elif key == "range_guards":
         if not isinstance(value, bool):
             raise OptionError(f"option range_guards={value!r}: expected True or False.")

@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from . import report_dot, report_html, report_table
-from .report_records import CastRecord, GraphRecord, OpRecord
+from .report_records import CastRecord, FusionRecord, GraphRecord, OpRecord
 from .report_totals import Total
 
 
@@ -49,6 +49,11 @@ class Report:
     def ops(self) -> list[OpRecord]:
         """Every op on tensors, in order."""
         return [op for graph in self.graphs for op in graph.ops]
+
+    @property
+    def fusions(self) -> list[FusionRecord]:
+        """Every op whose place a fused kernel took, in order."""
+        return [fusion for graph in self.graphs for fusion in graph.fusions]
 
     @property
     def unknown_ops(self) -> list[str]:

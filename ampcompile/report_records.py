@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .dtypes import FLOATS
 from .passes.base import Applied
+from .passes.fusing import fusions
 from .passes.graph import Cast, Decision, bodies, module_path, op_name, placeholders, source_line
 from .passes.weight_copy import WEIGHT_COPY
 from .report_totals import Total, hint
@@ -68,6 +69,20 @@ class OpRecord:
 
 
 @dataclass(frozen=True)
+class FusionRecord:
+    """One op, or several, whose place a fused kernel took."""
+
+    family: str
+    op: str
+    module: str
+    source: str
+    saved: int
+    """Bytes that memory doesn't move in one call, forward and backward, counted against Inductor's own code."""
+    freed: int
+    """Bytes that are never held at the same time."""
+
+
+@dataclass(frozen=True)
 class GraphRecord:
     """One graph that Dynamo found. `reason`: why it ends here; empty if the function ends."""
 
@@ -81,6 +96,7 @@ class GraphRecord:
     history: tuple[Applied, ...]
     totals: tuple[Total, ...]
     """Conversions in eager autocast, then in the graph after each pass, then after differentiation."""
+    fusions: tuple[FusionRecord, ...] = ()
     joint_code: str = ""
     """Forward and backward as one graph, after the passes on it; without gradients, forward alone."""
     final_code: str = ""
@@ -134,6 +150,12 @@ def ops_of(gm: GraphModule) -> Iterator[OpRecord]:
                 because=decision.because if decision is not None else "",
                 known=decision.known if decision is not None else True,
             )
+
+
+def fusions_of(gm: GraphModule) -> Iterator[FusionRecord]:
+    """The fused kernels of a rewritten graph and its bodies."""
+    for node, fusion in fusions(gm):
+        yield FusionRecord(fusion.family, fusion.op, module_path(node), source_line(node), fusion.saved, fusion.freed)
 
 
 def is_cast(node: Node) -> bool:

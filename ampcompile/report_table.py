@@ -46,6 +46,8 @@ def render(
         console.print()
         console.print(_total_table(totals))
     console.print(_summary(graphs), markup=False)
+    if any(graph.fusions for graph in graphs):
+        console.print(_fused(graphs), markup=False)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.splitlines())
 
@@ -145,3 +147,10 @@ def _summary(graphs: Sequence[GraphRecord]) -> str:
         f"{len(casts)} casts inserted, {human_bytes(sum(c.bytes for c in casts))}; "
         f"{len(every_call)} of them run as casts in every call, {human_bytes(sum(c.bytes for c in every_call))}"
     )
+
+
+def _fused(graphs: Sequence[GraphRecord]) -> str:
+    fusions = [fusion for graph in graphs for fusion in graph.fusions]
+    families = ", ".join(f"{count} {family}" for family, count in Counter(f.family for f in fusions).items())
+    saved, freed = (human_bytes(sum(sizes)) for sizes in zip(*((f.saved, f.freed) for f in fusions), strict=True))
+    return f"fused: {families}; by count {saved} less moved in one call, {freed} less held"

@@ -13,7 +13,7 @@ from .dtypes import short_name
 from .passes.base import Applied
 from .passes.graph import placeholders
 from .report_graph import NodeRecord, nodes_of
-from .report_records import CastRecord, GraphRecord, OpRecord, cast_nodes, casts_of, ops_of
+from .report_records import CastRecord, GraphRecord, OpRecord, cast_nodes, casts_of, fusions_of, ops_of
 from .report_totals import Total, total_of
 
 # What has become of a cast that is gone after a pass, by the verb in the pass's name.
@@ -63,6 +63,7 @@ class Watcher:
             nodes=self.nodes,
             history=tuple(history),
             totals=tuple(self.totals),
+            fusions=tuple(fusions_of(rewritten)),
         )
 
 

@@ -15,6 +15,7 @@ def test_defaults_are_eager_autocasts_ways():
     assert options == Options.parse({}, mode="default") == Options()
     assert options.dtype is None and options.policy == Policy() and options.range_guards
     assert (options.weights, options.numerics, options.lower) == ("cached", "eager", "inductor")
+    assert options.fuse == "auto"
     assert hash(options) == hash(Options())
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.lower = "eager"  # type: ignore[misc]
@@ -34,6 +35,7 @@ def test_ours_are_read_and_the_rest_goes_to_inductor():
     assert options.dtype == torch.float16 and options.policy == policy and options.numerics == "relaxed"
     assert dict(options.inductor) == {"epilogue_fusion": False, "fallback_random": True}
     assert Options.parse({"policy": policy}).policy == policy
+    assert Options.parse({"fuse": "norm+cross_entropy"}).fuse == "norm+cross_entropy"
 
 
 def test_a_mode_is_inductors_settings():
@@ -50,10 +52,16 @@ def test_a_mode_is_inductors_settings():
         ({"dtype": torch.float32}, r"expected torch.bfloat16 or torch.float16.*enabled=False"),
         ({"dtype": "bf16"}, r"option dtype='bf16'"),
         ({"range_guards": 1}, r"option range_guards=1: expected True or False"),
+        (
+            {"fuse": "norms"},
+            r"option fuse='norms': expected 'auto', 'none', or some of 'cross_entropy', 'linear', .*'\+'",
+        ),
+        ({"fuse": "norm+auto"}, r"option fuse='norm\+auto'"),
+        ({"fuse": ["norm"]}, r"option fuse=\['norm'\]"),
         ({"policy": 3}, r"option policy=3: expected an ampcompile.Policy or its string form"),
         ({"dtpye": torch.float16}, r"option 'dtpye' is unknown. Did you mean 'dtype'"),
         ({"max_autotun": True}, r"Did you mean 'max_autotune'.*a key of torch._inductor.config"),
-        ({"zzzz": 1}, r"option 'zzzz' is unknown. Expected one of dtype, lower, numerics"),
+        ({"zzzz": 1}, r"option 'zzzz' is unknown. Expected one of dtype, fuse, lower, numerics"),
     ],
 )
 def test_an_error_says_found_expected_and_the_nearest_match(options, message):

@@ -1,0 +1,19 @@
+"""The smallest launch, to see whether Triton works; see `ampcompile.kernels.usable`."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def probe_kernel(out):
+    """One program writes a one."""
+    tl.store(out, 1)
+
+
+def probe() -> None:
+    """Raises what a broken installation raises."""
+    out = torch.zeros(1, dtype=torch.int32, device="cuda")
+    probe_kernel[(1,)](out)
+    if out.item() != 1:
+        raise RuntimeError("a kernel was launched and wrote nothing")

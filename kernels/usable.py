@@ -1,0 +1,36 @@
+"""Whether Triton kernels can be launched here: asked once, before a graph is given any."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+
+from ampcompile import compat_tracing
+
+log = logging.getLogger("ampcompile")
+
+
+@functools.cache
+def usable() -> bool:
+    """Whether Triton is there and works. If not, says why in the log, once.
+
+    A kernel is launched to find out, which needs what all of them need: a driver, a compiler for the launcher.
+    Without a GPU, as where graphs are traced for one, it is enough that Triton can be imported.
+    """
+    try:
+        from ampcompile.kernels.triton import probe
+
+        if torch.cuda.is_available():
+            with compat_tracing.computing_for_real():
+                probe.probe()
+    except Exception as error:  # whatever is wrong with an installation
+        log.warning("Triton kernels can't be used, Inductor's own code is: %s: %s", type(error).__name__, error)
+        return False
+    return True
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of a GPU's memory, 0 if there is none."""
+    return torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else 0
