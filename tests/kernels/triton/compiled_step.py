@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import triton
@@ -23,35 +24,44 @@ FLAGS = {"multiplier": "*fp32", "found_inf": "*fp32"}
 
 
 class Code(NamedTuple):
-    """What the tests look at: PTX, and registers and spilled bytes a thread."""
+    """What the tests look at: PTX, registers and spilled bytes a thread, shared memory a program (bytes)."""
 
     ptx: str
     registers: int
     stack: int
+    shared: int
 
     def count(self, instruction: str) -> int:
         """How often an instruction occurs; `*` stands for any qualifiers."""
         return len(re.findall(re.escape(instruction).replace(r"\*", r"[\w.:]*"), self.ptx))
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, warps: int = 4) -> Code:
+def compiled(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    capability: int,
+    warps: int = 4,
+    stages: int = 3,
+    multiples_of_16: Collection[str] = (),
+) -> Code:
     names = kernel.arg_names
-    pointers = [i for i, name in enumerate(names) if types.get(name, "").startswith("*")]
+    # All addresses are, as torch allocates.
+    divisible = [i for i, n in enumerate(names) if n in multiples_of_16 or types.get(n, "").startswith("*")]
     source = ASTSource(
         fn=kernel,
         signature={name: types.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},  # as torch allocates
+        attrs={(i,): [["tt.divisibility", 16]] for i in divisible},
     )
-    binary = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "enable_fp_fusion": True}
-    )
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
         usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
-    return Code(binary.asm["ptx"], int(registers), int(stack))
+    return Code(binary.asm["ptx"], int(registers), int(stack), binary.metadata.shared)
 
 
 def check(capability: int) -> None:

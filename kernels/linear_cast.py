@@ -1,0 +1,60 @@
+"""`F.linear` with a float32 weight, rounded to the low-precision type on its way into the product.
+
+For weights that no copy can stand for, because the graph computes them or they change without a trace. Casting one
+first reads 4 bytes, writes 2 and reads them again; here it is read once, and nothing is kept for backward that is not
+there already. The gradient of the weight is the product's float32 sums, never rounded to 16 bits.
+
+With N rows of x, and a weight of O by I: 2·N·O·I flops; 4·O·I + 2·N·(I + O) bytes, where all rows of x are in one tile
+or its tiles share the weight through the L2 cache. The gradient of x moves as much; that of the weight writes 4·O·I.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.library.triton_op("ampcompile::linear_cast", mutates_args=())
+def linear_cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ weight.t() + bias` in the type of `x`, to which weight and bias are rounded; summed in float32.
+
+    `x`: (..., in_features), float16 or bfloat16. `weight`: (out_features, in_features), float32, of any strides.
+    `bias`: (out_features), of any floating type. The result is contiguous. Gradients have their operand's type.
+    """
+    if not x.is_cuda:
+        return linear_cast_reference(x, weight, bias)
+    from ampcompile.kernels.triton import linear_cast as gpu
+
+    rows = x.reshape(-1, x.shape[-1])
+    return gpu.multiply(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def linear_cast_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same in plain torch."""
+    return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """`grad` (rows, out_features) transposed @ `x` (rows, in_features), 16-bit, in the float32 it is summed in."""
+    if grad.is_cuda:
+        return torch.mm(grad.t(), x, out_dtype=torch.float32)
+    return grad.float().t() @ x.float()
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+    rows = grad.reshape(-1, grad.shape[-1])
+    to_x = linear_cast(grad, weight.t(), None) if wants_x else None
+    to_weight = weight_gradient(rows, x.reshape(-1, x.shape[-1])) if wants_weight else None
+    return to_x, to_weight, rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if wants_bias else None
+
+
+linear_cast.register_autograd(_backward, setup_context=_remember)
+LINEAR_CAST = torch.ops.ampcompile.linear_cast.default
