@@ -13,7 +13,7 @@ from . import compat, compat_backward, compat_tracing, double_backward, packing,
 from .config import Options
 from .decompositions import decompositions
 from .kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
-from .passes import bind_weights, drop_casts, share_casts
+from .passes import bind_weights, drop_casts, recompute_casts, share_casts
 from .passes.base import Watch, run_passes
 from .passes.fusing import UNFUSED
 from .passes.weight_copy import Slot
@@ -55,6 +55,7 @@ def _on_joint_graph() -> list[compat.OnJointGraph]:
         bind_weights.bind,
         drop_casts.drop_after_differentiation,
         share_casts.share_after_differentiation,
+        recompute_casts.recompute_after_differentiation,
     ]
 
 
