@@ -4,14 +4,19 @@ For weights that no copy can stand for, because the graph computes them or they 
 first reads 4 bytes, writes 2 and reads them again; here it is read once, and nothing is kept for backward that is not
 there already. The gradient of the weight is the product's float32 sums, never rounded to 16 bits.
 
-With N rows of x, and a weight of O by I: 2·N·O·I flops; 4·O·I + 2·N·(I + O) bytes, where all rows of x are in one tile
-or its tiles share the weight through the L2 cache. The gradient of x moves as much; that of the weight writes 4·O·I.
+With N rows of x and a weight of O by I: 2·N·O·I flops; 4·O·I + 2·N·(I + O) bytes, the weight's once more for every
+`ROWS_SHARED` rows. The gradient of x moves as much; that of the weight writes 4·O·I.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+
+ROWS_FEW = 16
+"""Rows of x up to which the product is bound by the weight's bytes."""
+ROWS_SHARED = 1024
+"""Rows of x that share one read of the weight."""
 
 
 @torch.library.triton_op("ampcompile::linear_cast", mutates_args=())

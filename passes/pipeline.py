@@ -13,6 +13,7 @@ from ampcompile.kernels import packed_linear
 from .assign_precision import AssignPrecision
 from .base import Pass
 from .fold_casts import FoldCasts
+from .fuse_linear_cast import FuseLinearCast
 from .fusing import FusePass, Worth
 from .graph import Regions
 from .hoist_weights import HoistWeights
@@ -58,5 +59,5 @@ def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
     if options.lower == "eager" or (options.fuse == "auto" and device_type != "cuda"):
         return ()
     worth = Worth(options.fuse)
-    passes: tuple[FusePass, ...] = ()
+    passes: tuple[FusePass, ...] = (FuseLinearCast(worth, torch.is_grad_enabled()),)
     return tuple(each for each in passes if worth.considers(each.family))

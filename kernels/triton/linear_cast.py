@@ -20,7 +20,7 @@ class Tile(NamedTuple):
 
 
 FEW = Tile(16, 32, 128, 4, 4)
-"""For up to 16 rows, bound by memory: narrow, so that many programs stream; 64 KiB under way in each."""
+"""Bound by memory: narrow, so that many programs stream; 60 KiB under way in each."""
 MANY = Tile(128, 128, 32, 8, 4)
 STRIP = 8
 """Row tiles that neighbouring programs share out, so that what they read together stays in the L2 cache."""

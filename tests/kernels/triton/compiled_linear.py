@@ -5,6 +5,7 @@ import sys
 
 import triton.language as tl
 
+from ampcompile.kernels.linear_cast import ROWS_FEW, ROWS_SHARED
 from ampcompile.kernels.triton import linear_cast as gpu
 from tests.kernels.triton.compiled_step import compiled
 
@@ -13,6 +14,7 @@ PRODUCT = {80: "mma.sync.aligned.m16n8k16", 90: "wgmma.mma_async.sync.aligned.m6
 
 
 def check(capability: int) -> None:
+    assert gpu.FEW.rows == ROWS_FEW and gpu.STRIP * gpu.MANY.rows == ROWS_SHARED, "what bytes are counted by"
     for tile in (gpu.FEW, gpu.MANY):
         for low in (tl.float16, tl.bfloat16):
             for straight in (True, False):  # the weight itself; transposed, for the gradient of x
