@@ -20,6 +20,10 @@ _HELD_BY: dict[torch.dtype, frozenset[torch.dtype]] = {
     torch.float8_e4m3fn: frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
     torch.float8_e4m3fnuz: frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
     torch.float8_e8m0fnu: frozenset({torch.bfloat16, torch.float32, torch.float64}),
+    torch.bool: frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
+    torch.int8: frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
+    torch.uint8: frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
+    torch.int16: frozenset({torch.float32, torch.float64}),
 }
 
 

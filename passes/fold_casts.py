@@ -25,7 +25,7 @@ _CASTS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as"})
 
 
 def is_cast(node: Node) -> bool:
-    """Whether a node changes the floating dtype of its operand, and nothing else about it."""
+    """Whether a node gives its operand another floating dtype, and changes nothing else about it."""
     before, after = _operand_and_result(node)
     return before is not None and after is not None and before.dtype != after.dtype
 
@@ -78,7 +78,7 @@ class FoldCasts:
 
     def _may_fold(self, first: Node, second: Node, path: list[Node], recorded: bool) -> bool:
         a, b, c = (node.meta["val"].dtype for node in (first.args[0], first, second))
-        if not all(runs_in(node, a) for node in path):
+        if path and not (a.is_floating_point and all(runs_in(node, a) for node in path)):
             return False
         # The gradient goes C→B→A, which must be C→A.
         exact = is_lossless(a, b) and (is_lossless(c, b) or not recorded)
@@ -110,10 +110,11 @@ def _does_nothing(node: Node) -> bool:
 
 
 def _operand_and_result(node: Node) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """The values before and after a change of floating dtype that changes nothing else."""
+    """The values before and after a change to a floating dtype that changes nothing else."""
     if isinstance(node.target, OpOverload) and node.target._schema.name in _CASTS and isinstance(node.args[0], Node):
         before, after = node.args[0].meta["val"], node.meta["val"]
-        floating = before.is_floating_point() and after.is_floating_point()
-        if floating and before.device == after.device and same_layout(before, after):
+        # Of integers only those that some floating type holds are known to stay what they are.
+        numbers = before.is_floating_point() or is_lossless(before.dtype, after.dtype)
+        if numbers and after.is_floating_point() and before.device == after.device and same_layout(before, after):
             return before, after
     return None, None

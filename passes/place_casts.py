@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from ampcompile.dtypes import short_name
 from ampcompile.rules import table
@@ -69,9 +70,11 @@ class Placement:
         return self.bytes(operand)
 
     def backward(self, operand: Node, user: Node) -> int:
-        """Bytes of the cast of its gradient."""
+        """Bytes of the casts of its gradients, one for each place where the op reads it."""
         fused = self.fuses and _is_elementwise(operand) and _is_elementwise(user)
-        return self.bytes(operand) if operand in self.recorded and user in self.recorded and not fused else 0
+        if fused or operand not in self.recorded or user not in self.recorded:
+            return 0
+        return self.bytes(operand) * pytree.arg_tree_leaves(*user.args, **user.kwargs).count(operand)
 
     def bytes(self, operand: Node) -> int:
         """Bytes that a cast of a value reads and writes."""
