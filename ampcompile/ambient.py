@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from . import compat, mixed_operands, unmatched
+from . import compat, compat_modules, mixed_operands, unmatched
 from .config import Options
 from .errors import AmpWarning
 from .mixed_operands import here
@@ -92,8 +92,13 @@ def _first_parameter(module: torch.nn.Module) -> tuple[torch.nn.Module | None, s
     return None, ""
 
 
+def _reader(backend: Any) -> Any:
+    """What reads the options of a backend of ours; None for others."""
+    return getattr(getattr(backend, "compiler_fn", backend), "amp_options", None)
+
+
 def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
-    read_options = getattr(getattr(backend, "compiler_fn", backend), "amp_options", None)
+    read_options = _reader(backend)
     if read_options is None:
         return compiled
     options = read_options(**getattr(backend, "kwargs", {}))
@@ -122,7 +127,32 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
         finally:
             here.called = called
 
+    under_autocast._torchdynamo_inline = _inlined(plain)  # type: ignore[attr-defined]
     return under_autocast
+
+
+def _inlined(compiled: Any) -> Any:
+    """What Dynamo traces of a callable of ours that is called inside another function that it compiles."""
+    name, fn = getattr(compiled, "__qualname__", repr(compiled)), compiled._torchdynamo_inline
+
+    def inlined(*args: Any, **kwargs: Any) -> Any:
+        _inside_another(name)
+        return fn(*args, **kwargs)
+
+    return inlined
+
+
+@torch.compiler.assume_constant_result
+def _inside_another(name: str) -> None:
+    """Warn if Dynamo is compiling for another backend, which then gets what was compiled for us."""
+    if here.called is None:
+        warnings.warn(
+            f"{name} was compiled with backend 'amp' and is called inside a function that another backend compiles: "
+            "that one compiles it too, and without autocast it runs in float32. Compile the outer function with "
+            "backend 'amp', or keep this one out of it by torch.compiler.disable.",
+            AmpWarning,
+            stacklevel=2,
+        )
 
 
 @functools.cache
@@ -130,6 +160,7 @@ def install() -> bool:
     """Have torch.compile wrap what it compiles for a backend of ours; False, with one warning, if it can't be."""
     try:
         compat.wrap_compiled_callables(_wrap)
+        compat_modules.watch_inlined_modules(lambda backend: _reader(backend) is not None, _inside_another)
     except AttributeError as error:
         warnings.warn(
             f"ampcompile can't reach Dynamo's compiled callables in torch {torch.__version__} ({error}): open "

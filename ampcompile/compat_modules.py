@@ -1,14 +1,17 @@
-"""Guards on the identity of modules, which Dynamo leaves out: it shares graphs between modules of one class."""
+"""What Dynamo does with modules: it shares graphs between those of one class, and looks through compiled ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.builder import VariableBuilder
+
+from .compat import innermost_backend
 
 
 def guard_modules_of_frame(gm: torch.fx.GraphModule, names: Mapping[str, str]) -> None:
@@ -28,3 +31,15 @@ def _base(source: Any) -> Any:
     while hasattr(source, "base"):
         source = source.base
     return source
+
+
+def watch_inlined_modules(is_ours: Callable[[Any], bool], tell: Callable[[str], None]) -> None:
+    """Have `tell(name)` called when Dynamo traces through a module that was compiled for a backend that `is_ours`."""
+    original = VariableBuilder.wrap_module
+
+    def wrap_module(self: Any, value: Any) -> Any:
+        if type(value) is torch._dynamo.OptimizedModule and is_ours(innermost_backend(value.dynamo_ctx)):
+            tell(type(value._orig_mod).__qualname__)
+        return original(self, value)
+
+    VariableBuilder.wrap_module = wrap_module  # type: ignore[method-assign]

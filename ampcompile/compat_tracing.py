@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch._dynamo  # registers the higher-order ops
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode
 from torch._higher_order_ops.utils import reenter_make_fx
 from torch._ops import OpOverload
@@ -40,9 +41,17 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[list[Any], FakeTensorMod
 
 @contextlib.contextmanager
 def computing_on(mode: FakeTensorMode) -> Iterator[None]:
-    """Compute with fake tensors of a mode. Unbacked sizes may be created anew, and a user's hooks see nothing saved."""
-    anew = mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env is not None else contextlib.nullcontext()
-    with mode, anew, torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing():
+    """Compute with fake tensors of a mode. Unbacked sizes may be created anew, and a user's hooks see nothing saved.
+
+    Sizes that are symbols go by torch's Python decompositions: 2.11's matmul of an expanded tensor asks for numbers.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mode)
+        if mode.shape_env is not None:
+            stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+            if mode.shape_env.var_to_range:
+                stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing())
         yield
 
 

@@ -12,97 +12,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import checkpoint as checkpointing
 
 from ampcompile import GradScaler, weight_stats
-from tests.compiling import LOW, compiled, error
+from tests.compiling import LOW
+from tests.distributed_model import Model, alone, amp, batch, checkpointed, full, gradients, loss_of, same, selectively
 
-ROWS = 4
 CASES = {}
 
 
 def case(f):
     CASES[f.__name__] = f
     return f
-
-
-def amp(f, **options):
-    return compiled(f, **options)
-
-
-class Block(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, inner), nn.Linear(inner, 16)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    """Three blocks; `keep` says how their activations are kept; the first two share a weight if `tied`."""
-
-    def __init__(self, keep=None, tied=False, inner=32):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks, self.head, self.keep = nn.ModuleList(Block(inner) for _ in range(3)), nn.Linear(16, 3), keep
-        if tied:
-            self.blocks[1].up.weight = self.blocks[0].up.weight
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x) if self.keep is None else self.keep(block, x)
-        return self.head(x)
-
-
-def checkpointed(block, x):
-    return checkpointing.checkpoint(block, x, use_reentrant=False)
-
-
-def selectively(block, x):
-    """Products are kept, the rest is computed again."""
-
-    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-    context = functools.partial(checkpointing.create_selective_checkpoint_contexts, kept)
-    return checkpointing.checkpoint(block, x, use_reentrant=False, context_fn=context)
-
-
-def batch(i, rank=None):
-    torch.manual_seed(100 * i + (dist.get_rank() if rank is None else rank))
-    return torch.randn(ROWS, 16)
-
-
-def loss_of(outputs):
-    return outputs.float().square().mean()
-
-
-def full(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def gradients(module):
-    return [full(p.grad).clone() for p in module.parameters()]
-
-
-def alone(model, batches=(0,), low=LOW):
-    """The gradients that one process computes on the batches of all ranks."""
-    run, _ = amp(model, dtype=low)
-    model.zero_grad()
-    for i in batches:
-        for rank in range(dist.get_world_size()):
-            (loss_of(run(batch(i, rank))) / dist.get_world_size()).backward()
-    found = [p.grad.clone() for p in model.parameters()]
-    torch._dynamo.reset()
-    return found
-
-
-def same(found, expected, tolerance=1e-5):
-    distance = error(found, expected)
-    assert distance < tolerance, f"gradients are {distance:.2e} apart"
 
 
 def trains(run, module, tolerance=1e-5, make=Model):

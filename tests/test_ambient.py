@@ -312,6 +312,19 @@ def test_a_generator_function_is_warned_about():
         torch.compile(generate, **OPTIONS)
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_what_another_backend_compiles_too_is_warned_about(fullgraph):
+    x, module, function = torch.randn(2, 8), torch.compile(Model(), **OPTIONS), torch.compile(LINEAR.forward, **OPTIONS)
+    for inner, name in ((module, "Model"), (function, "Linear.forward")):
+        torch._dynamo.reset()
+        outer = torch.compile(lambda x, inner=inner: inner(x) + 1, backend="eager", fullgraph=fullgraph)
+        with pytest.warns(AmpWarning, match=f"^{name} was compiled with backend 'amp' and is called inside"):
+            assert outer(x).dtype == HIGH
+        torch._dynamo.reset()
+        ours, _ = compiled(lambda x, inner=inner: inner(x) + 1, fullgraph=fullgraph)
+        assert ours(x).dtype == inner(x).dtype == LOW
+
+
 def test_other_backends_are_left_alone():
     def f(x):
         return LINEAR(x)

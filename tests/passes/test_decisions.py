@@ -92,7 +92,7 @@ def test_defaults_left_out_are_those_of_the_op_called(name, rule):
     """As few arguments as the op's schema allows: what is called instead gives the same numbers."""
     op = op_named(name)
     required = [a for a in op._schema.arguments if not a.has_default_value()]
-    if any("name" in a.name for a in required):
+    if "name" in name.lower():
         pytest.skip("names of dimensions don't pass through Dynamo")
     values = {"int": 0, "number": 2, "Optional[number]": 2, "str": "fro", "List[int]": [0], "Optional[List[int]]": [0]}
     given = [values[str(a.type)] for a in required[1:]]
