@@ -90,6 +90,14 @@ def interpose(op: OpOverload, device_type: str, kernel: Callable[..., Any]) -> C
     return before or partial(op._op_dk, resolved)
 
 
+def multiplies_into_float32(device: torch.device) -> bool:
+    """Whether `mm` and `bmm` of 16-bit matrices can write float32 there, by their overloads `dtype`.
+
+    Those are on CUDA in torch 2.11 to 2.15, with lowerings of Inductor's; the CPU has none. ROCm's are untried.
+    """
+    return device.type == "cuda" and torch.version.hip is None
+
+
 # Fake kernels that claim float32 for the gradient of a 16-bit input where only the weights are float32; the real ones,
 # on all devices, give it the input's dtype (torch 2.11 to 2.15). To each its input's place among the arguments.
 FAKES_OF_WRONG_DTYPE: dict[Any, int] = {torch.ops.aten.native_group_norm_backward.default: 1}

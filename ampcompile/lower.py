@@ -13,7 +13,7 @@ from . import compat, compat_backward, compat_tracing, double_backward, packing,
 from .config import Options
 from .decompositions import decompositions
 from .kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
-from .passes import bind_weights, drop_casts, recompute_casts, share_casts
+from .passes import bind_weights, drop_casts, merge_copies, recompute_casts, share_casts, weight_gradients
 from .passes.base import Watch, run_passes
 from .passes.fusing import UNFUSED
 from .passes.weight_copy import Slot
@@ -53,8 +53,10 @@ def _on_joint_graph() -> list[compat.OnJointGraph]:
     """What is done after differentiation, when merging two casts no longer merges their gradients."""
     return [
         bind_weights.bind,
+        merge_copies.merge_copies,
         drop_casts.drop_after_differentiation,
         share_casts.share_after_differentiation,
+        weight_gradients.widen_gradients,
         recompute_casts.recompute_after_differentiation,
     ]
 

@@ -53,7 +53,7 @@ class _Source:
 
     @property
     def value(self) -> Node:
-        return self.cast.args[0]  # type: ignore[return-value]
+        return self.cast.args[0]
 
     @property
     def nodes(self) -> list[Node]:
@@ -63,10 +63,10 @@ class _Source:
 def _readings(node: Node) -> Iterator[_Layer]:
     """The ways to read an op as a layer; which operand is the weight is not known yet."""
     if node.target is aten.linear.default:
-        yield _Layer(node.args[0], node.args[1], argument(node, 2, "bias"))  # type: ignore[arg-type]
+        yield _Layer(node.args[0], node.args[1], argument(node, 2, "bias"))
     elif node.target in (aten.mm.default, aten.matmul.default):
         first, second = node.args
-        yield _Layer(first, second, transposed=True)  # type: ignore[arg-type]
+        yield _Layer(first, second, transposed=True)
         yield _Layer(second, first, swapped=True)
     elif node.target is aten.addmm.default and node.kwargs.get("beta", 1) == node.kwargs.get("alpha", 1) == 1:
         bias, first, second = node.args
