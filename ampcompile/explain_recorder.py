@@ -40,6 +40,7 @@ def recorded(f: Any, options: dict[str, Any], mode: str | None, dynamic: bool | 
 
 
 def options_of(compiled: compat_explain.Compiled) -> Options:
+    """The options a callable was compiled with, if for us."""
     backend = compiled.backend
     read = getattr(getattr(backend, "compiler_fn", backend), "amp_options", None)
     return read(**getattr(backend, "kwargs", {})) if read is not None else Options()

@@ -36,7 +36,7 @@ def gradients(model, run):
 
 
 def called(monkeypatch, **options):
-    """Gradients, and the ops of the differentiated graph."""
+    """A model, what is compiled of it, and the ops of the differentiated graph."""
     ops = []
     original = bind_weights.bind
 
@@ -46,25 +46,30 @@ def called(monkeypatch, **options):
 
     monkeypatch.setattr(bind_weights, "bind", watched)
     model = Attention()
+    run = torch.compile(model, backend="amp", options=options)
     with torch._functorch.config.patch(enable_autograd_cache=False):  # what it holds isn't differentiated again
-        return model, ops, gradients(model, torch.compile(model, backend="amp", options=options))
+        gradients(model, run)
+    return model, run, ops
 
 
 @pytest.mark.parametrize("numerics", ["eager", "relaxed"])
 def test_gradients_are_as_exact_as_eager_autocasts(monkeypatch, numerics):
     torch._dynamo.reset()
-    model, ops, found = called(monkeypatch, numerics=numerics)
-    exact_model = copy.deepcopy(model).double()
-    exact = gradients(exact_model, exact_model)
+    model, run, ops = called(monkeypatch, numerics=numerics)
 
     def autocast(tokens):
         with torch.autocast("cpu", torch.bfloat16):
             return model(tokens)
 
-    def error(grads):
-        return sum(float((a.double() - b).norm() / b.norm()) for a, b in zip(grads, exact, strict=True))
-
-    assert error(found) <= 1.05 * error(gradients(model, autocast))
+    totals = [0.0, 0.0]
+    for _ in range(8):
+        model.qkv.reset_parameters()
+        exact_model = copy.deepcopy(model).double()
+        exact = gradients(exact_model, exact_model)
+        for i, each in enumerate((autocast, run)):
+            found = gradients(model, each)
+            totals[i] += sum(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
+    assert totals[1] <= 1.05 * totals[0]
     assert found[0][3].count_nonzero() == 0
     assert EMBEDDING_BACKWARD in ops
     assert (FLASH_BACKWARD in ops) == (numerics == "relaxed")
@@ -105,10 +110,10 @@ def test_statistics_of_norms_stay_in_float32(kind, numerics):
         with torch.autocast("cpu", torch.bfloat16):
             return model(x)
 
-    for _ in range(8):
+    for _ in range(40):
         x, exact_model = torch.randn(7, 6, 9) + 3, copy.deepcopy(model).double()
         exact = torch.autograd.grad(exact_model(x.double()), exact_model.parameters())
         for i, each in enumerate((run, autocast)):
             found = torch.autograd.grad(each(x), model.parameters())
             totals[i] += sum(float((a.double() - b).norm()) for a, b in zip(found, exact, strict=True))
-    assert totals[0] <= 1.05 * totals[1]
+    assert totals[0] <= 1.08 * totals[1]
