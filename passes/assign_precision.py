@@ -56,6 +56,7 @@ from .graph import (
     placeholders,
     set_arguments,
 )
+from .lengths import lengths
 from .range_guards import guarded
 
 # The user's own casts and copies are never second-guessed.
@@ -75,6 +76,7 @@ class _Walk:
         self.gm, self.regions = gm, regions
         self.values: dict[Node, Any] = {}
         self.constants: dict[Node, float] = {}  # the largest finite magnitude in tensors that are known
+        self.lengths = lengths(gm.graph) if self.range_guards else set()
         self.output: Any = None
 
     def run(self, inputs: list[Any]) -> None:
@@ -134,7 +136,7 @@ class _Walk:
         else:
             decision = Decision("unknown to the policy", known=False)
         if self.range_guards:
-            decision = guarded(call, decision, self.constants)
+            decision = guarded(call, decision, self.constants, self.lengths)
         untouched = rule is None and not decision.operands and not decision.arguments
         return self._as_it_is(node, decision) if untouched else self._carried_out(node, decision)
 

@@ -1,9 +1,9 @@
-"""Constants that a low-precision type turns into infinity or zero: such an op runs in float32 instead."""
+"""Constants that a low type turns into infinity or zero, counts that it rounds: such an op runs in float32 instead."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 
 import torch
@@ -27,23 +27,28 @@ _WRITE_CONSTANTS = frozenset(
 )
 
 
-def guarded(call: Call, decision: Decision, constants: Mapping[Node, float]) -> Decision:
-    """The decision, or one that keeps the call's constants finite and nonzero.
+def guarded(call: Call, decision: Decision, constants: Mapping[Node, float], lengths: Set[Node]) -> Decision:
+    """The decision, or one that keeps the call's constants finite and nonzero, and its counts exact.
 
-    `constants`: the largest finite magnitude in the tensors that are known. An op that writes into its operand can't
-    widen it: what it writes is clamped to the operand's range.
+    `constants`: the largest finite magnitude in the tensors that are known. `lengths`: values that are made integers
+    of. An op that writes into its operand can't widen it: what it writes is clamped to the operand's range.
     """
     if call.op._schema.name in _WRITE_CONSTANTS:
         return _clamped(call, decision, constants, call.arriving[0])
     dtype = _computes_in(call, decision)
     if dtype not in _LOW or call.op._schema.is_mutable:
         return decision
+    if call.node in lengths:
+        return _in_float32(call, f"range guard: a length or position, which {short_name(dtype)} doesn't count exactly")
     for name, value in (*_numbers(call, dtype), *_tensors(decision, constants)):
         if not representable(value, dtype):
-            because = f"range guard: {name}={value:g} doesn't fit {short_name(dtype)}"
-            wide = {n: torch.float32 for _, n in call.castable() if call.values[n].dtype != torch.float32}
-            return Decision(because, operands=wide)
+            return _in_float32(call, f"range guard: {name}={value:g} doesn't fit {short_name(dtype)}")
     return decision
+
+
+def _in_float32(call: Call, because: str) -> Decision:
+    wide = {n: torch.float32 for _, n in call.castable() if call.values[n].dtype != torch.float32}
+    return Decision(because, operands=wide)
 
 
 def _computes_in(call: Call, decision: Decision) -> torch.dtype | None:

@@ -1,0 +1,55 @@
+"""Which floating values of a graph are lengths or positions: made of integers alone, and made integers of again.
+
+Counts above 256 have no exact form in bfloat16, above 2048 none in float16: a sum taken by a product with ones, frames
+turned into samples, are off by several there, and what they index is another place.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+_ROUNDING = frozenset(
+    f"aten::{name}" for name in ("floor", "ceil", "round", "trunc", "floor_divide", "bucketize", "searchsorted", "item")
+)
+_CASTS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as"})
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def lengths(graph: Graph) -> set[Node]:
+    """The values that a rounding, or a conversion to integers, is made from, back to the integers they come of."""
+    counts: set[Node] = set()
+    for node in graph.nodes:
+        if _is_floating(node) and _counts(node, counts):
+            counts.add(node)
+    ends = [node for node in graph.nodes if _rounds(node)]
+    found: set[Node] = set()
+    while ends:
+        for operand in ends.pop().all_input_nodes:
+            if operand in counts and operand not in found:
+                found.add(operand)
+                ends.append(operand)
+    return found
+
+
+def _is_floating(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _counts(node: Node, counts: set[Node]) -> bool:
+    """Whether a floating value is a constant, or computed from integers, constants and counts alone."""
+    if node.op == "get_attr":
+        return True
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    seeded = torch.Tag.nondeterministic_seeded in node.target.tags
+    return not seeded and all(operand in counts or not _is_floating(operand) for operand in node.all_input_nodes)
+
+
+def _rounds(node: Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return False
+    name, value = node.target._schema.name, node.meta.get("val")
+    return name in _ROUNDING or (name in _CASTS and isinstance(value, torch.Tensor) and value.dtype in _INTEGERS)
