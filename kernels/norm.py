@@ -185,3 +185,4 @@ def _cast(grad: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
 
 norm.register_autograd(_backward, setup_context=_remember)
 NORM = torch.ops.ampcompile.norm.default
+COPIED = torch.ops.ampcompile.copied.default

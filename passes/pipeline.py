@@ -14,6 +14,7 @@ from .assign_precision import AssignPrecision
 from .base import Pass
 from .fold_casts import FoldCasts
 from .fuse_linear_cast import FuseLinearCast
+from .fuse_norm import FuseNorm
 from .fusing import FusePass, Worth
 from .graph import Regions
 from .hoist_weights import HoistWeights
@@ -59,5 +60,8 @@ def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
     if options.lower == "eager" or (options.fuse == "auto" and device_type != "cuda"):
         return ()
     worth = Worth(options.fuse)
-    passes: tuple[FusePass, ...] = (FuseLinearCast(worth, torch.is_grad_enabled()),)
+    passes: tuple[FusePass, ...] = (
+        FuseLinearCast(worth, torch.is_grad_enabled()),
+        FuseNorm(worth),
+    )
     return tuple(each for each in passes if worth.considers(each.family))
