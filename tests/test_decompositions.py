@@ -111,6 +111,8 @@ def test_statistics_of_norms_stay_in_float32(kind, numerics):
             return model(x)
 
     for _ in range(40):
+        model.first.reset_parameters()
+        model.last.reset_parameters()
         x, exact_model = torch.randn(7, 6, 9) + 3, copy.deepcopy(model).double()
         exact = torch.autograd.grad(exact_model(x.double()), exact_model.parameters())
         for i, each in enumerate((run, autocast)):
