@@ -1,12 +1,14 @@
 """How much of a cold compile is ours, and how that grows with the graph.
 
-python -m benchmarks.compile_time [--device cpu]
+python -m benchmarks.compile_time [--device cpu] [--placement bytes] [--deep]
+
+`--deep` compiles a graph of 10,000 nodes too, by which Inductor is busy for many minutes.
 """
 
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -17,12 +19,21 @@ from torch.fx import GraphModule
 
 from ampcompile import backend
 from ampcompile.config import Options
-from ampcompile.passes import bind_weights
+from ampcompile.passes import bind_weights, drop_casts, recompute_casts, share_casts
 from benchmarks.models import GPT, GPTConfig
 
 TWELVE_LAYERS = GPTConfig(layers=12, width=384, heads=6, vocab=2048, context=128)
 
 ONE_LAYER = GPTConfig(layers=1, width=16, heads=2, vocab=32, context=8)
+
+TEN_THOUSAND_NODES = replace(ONE_LAYER, layers=400)
+
+AFTER_DIFFERENTIATION = (
+    (bind_weights, "bind"),
+    (drop_casts, "drop_after_differentiation"),
+    (share_casts, "share_after_differentiation"),
+    (recompute_casts, "recompute_after_differentiation"),
+)
 
 
 @dataclass(frozen=True)
@@ -57,19 +68,18 @@ def our_seconds() -> Iterator[list[float]]:
 
         return call
 
-    with (
-        mock.patch.object(backend, "rewrite", timed(backend.rewrite)),
-        mock.patch.object(bind_weights, "bind", timed(bind_weights.bind)),
-    ):
+    with ExitStack() as stack:
+        for module, name in ((backend, "rewrite"), *AFTER_DIFFERENTIATION):
+            stack.enter_context(mock.patch.object(module, name, timed(getattr(module, name))))
         yield seconds
 
 
-def cold_compile(name: str, device: str, config: GPTConfig = TWELVE_LAYERS) -> Compile:
+def cold_compile(name: str, device: str, config: GPTConfig = TWELVE_LAYERS, placement: str = "eager") -> Compile:
     """First forward and backward of a fresh model with empty caches, less the time of a second one."""
     torch._dynamo.reset()
     model = GPT(config).to(device)
     tokens, targets = torch.randint(config.vocab, (2, 2, config.context), device=device)
-    run = torch.compile(model, backend=name)
+    run = torch.compile(model, backend=name, options={"placement": placement} if name == "amp" else None)
     by_hand = torch.autocast(device, torch.bfloat16, enabled=name == "inductor")
 
     def step() -> float:
@@ -86,7 +96,7 @@ def cold_compile(name: str, device: str, config: GPTConfig = TWELVE_LAYERS) -> C
         return Compile(name, first - step(), sum(ours))
 
 
-def growth(depths: Sequence[int] = (16, 32, 64, 128, 256), repeats: int = 3) -> list[Growth]:
+def growth(depths: Sequence[int] = (16, 32, 64, 128, 256), repeats: int = 3, placement: str = "eager") -> list[Growth]:
     """Best time of our passes on the graphs of deeper and deeper GPTs; the narrowest, since only nodes count."""
     found: list[Growth] = []
 
@@ -94,7 +104,7 @@ def growth(depths: Sequence[int] = (16, 32, 64, 128, 256), repeats: int = 3) -> 
         times = []
         for _ in range(repeats):
             start = perf_counter()
-            rewritten = backend.rewrite(gm, inputs, Options.parse())
+            rewritten = backend.rewrite(gm, inputs, Options.parse({"placement": placement}))
             times.append(perf_counter() - start)
         found.append(Growth(len(rewritten.graph.graph.nodes), min(times)))
         return gm
@@ -114,14 +124,18 @@ def exponent(points: Sequence[Growth]) -> float:
     return float((nodes * seconds).sum() / nodes.square().sum())
 
 
-def main(device: str) -> None:
+def main(device: str, placement: str, deep: bool) -> None:
     """Prints both measurements."""
     cold_compile("amp", device, ONE_LAYER)  # so that imports and probes of the processor are nobody's
-    for name in ("inductor", "amp"):
-        compiled = cold_compile(name, device)
-        share = 100 * compiled.ours / compiled.total
-        print(f"{name}: cold compile {compiled.total:.1f} s, of which our passes {share:.1f} %")
-    points = growth()
+    for config in (TWELVE_LAYERS, *([TEN_THOUSAND_NODES] if deep else [])):
+        for name in ("inductor", "amp"):
+            compiled = cold_compile(name, device, config, placement)
+            share = 100 * compiled.ours / compiled.total
+            print(
+                f"{config.layers} layers, {name}: cold compile {compiled.total:.1f} s, our passes {share:.1f} % of it",
+                flush=True,
+            )
+    points = growth(placement=placement)
     for point in points:
         print(f"{point.nodes} nodes: {point.seconds:.2f} s, {1e6 * point.seconds / point.nodes:.0f} µs a node")
     print(f"seconds grow as nodes to the power of {exponent(points):.2f}")
@@ -130,4 +144,7 @@ def main(device: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
-    main(parser.parse_args().device)
+    parser.add_argument("--placement", choices=("eager", "bytes"), default="eager")
+    parser.add_argument("--deep", action="store_true")
+    options = parser.parse_args()
+    main(options.device, options.placement, options.deep)

@@ -1,0 +1,102 @@
+"""Norms, softmax and losses on the fp32 list between low-precision ops: float32 inside their kernel, low outside.
+
+The CPU's own list has no norm, so the policy puts them there, as the GPU's list does. What Inductor generates is
+searched for kernels that do nothing but cast.
+"""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+from tests.compiling import LOW, compiled, gradients
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:dynamo_pgo force disabled", "ignore:Mismatch dtype between input and weight"
+)
+OPS = {
+    "rms_norm": lambda h, w: F.rms_norm(h, (32,), w),
+    "layer_norm": lambda h, w: F.layer_norm(h, (32,), w),
+    "softmax": lambda h, w: h.softmax(-1),
+}
+
+
+class Between(nn.Module):
+    """An op between two linear layers, with its weight in float32."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.op, self.first, self.last = op, nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+        self.weight = nn.Parameter(torch.rand(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(OPS[self.op](self.first(x), self.weight))
+
+
+class Loss(nn.Module):
+    """Cross entropy, which is on the CPU's own fp32 list, of what a linear layer gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.cross_entropy(self.first(x), torch.arange(len(x)))
+
+
+def casting_kernels(model: nn.Module, x: Tensor, train: bool, policy: str = "") -> int:
+    """Kernels of a call, and of its backward, that only cast."""
+    torch._dynamo.reset()
+    run, _ = compiled(model, lower="inductor", policy=policy)
+
+    def call() -> None:
+        with torch.set_grad_enabled(train):
+            if train:
+                gradients(model, lambda m: run(x).float().sum())
+            else:
+                run(x)
+
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(call)
+    called = [name for code in codes for name in re.findall(r"^\s+(\w*fused\w*)\(", code.split("def call")[-1], re.M)]
+    assert any("_to_copy_" in name or "layer_norm" in name for name in called)
+    return sum(re.fullmatch(r"cpp_fused__to_copy_\d+", name) is not None for name in called)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", *(pytest.param(n, marks=pytest.mark.slow) for n in OPS if n[0] != "r")])
+def test_no_kernel_only_casts_around_a_norm(name: str) -> None:
+    model, x = Between(name), torch.randn(16, 32).to(LOW)
+    policy = f"op {name}=fp32"
+    assert casting_kernels(model, x, False, policy) == 0
+    weights = 2  # gradients of the linear layers, in one kernel or two
+    assert casting_kernels(model, x, True, policy) <= weights
+
+
+@pytest.mark.slow
+def test_no_kernel_only_casts_around_a_loss() -> None:
+    model, x = Loss(), torch.randn(16, 32).to(LOW)
+    assert casting_kernels(model, x, False) == 0
+    assert casting_kernels(model, x, True) <= 1
+
+
+NATIVE = {"rms_norm": True, "layer_norm": False, "softmax over rows": False, "log_softmax": False}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_eagers_kernels_on_16_bit_numbers_and_float32_ones(name: str) -> None:
+    """Only a kernel whose bits are those of casting up, computing and casting down could take its place."""
+    f = {
+        "rms_norm": lambda x, w: F.rms_norm(x, (x.shape[-1],), w),
+        "layer_norm": lambda x, w: F.layer_norm(x, (x.shape[-1],), w),
+        "softmax over rows": lambda x, w: x.softmax(0),
+        "log_softmax": lambda x, w: x.log_softmax(-1),
+    }[name]
+    same = []
+    for rows, columns in ((7, 16), (5, 33), (16, 64), (4, 127), (64, 768), (3, 4097)):
+        for scale in (1, 30):
+            x, w = (scale * torch.randn(rows, columns)).to(LOW), torch.randn(columns)
+            same.append(torch.equal(f(x, w), f(x.float(), w).to(LOW)))
+    assert all(same) == NATIVE[name]
