@@ -18,7 +18,7 @@ _CHOICES = {
     "placement": ("eager", "bytes"),
     "lower": ("inductor", "aot_eager", "eager"),
 }
-FUSED = ("cross_entropy", "linear", "norm", "softmax")
+FUSED = ("cross_entropy", "linear", "linear_cross_entropy", "norm", "softmax")
 """The families of fused kernels."""
 
 

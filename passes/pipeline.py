@@ -13,7 +13,9 @@ from ampcompile.kernels import packed_linear
 from .assign_precision import AssignPrecision
 from .base import Pass
 from .fold_casts import FoldCasts
+from .fuse_cross_entropy import FuseCrossEntropy
 from .fuse_linear_cast import FuseLinearCast
+from .fuse_linear_cross_entropy import FuseLinearCrossEntropy
 from .fuse_norm import FuseNorm
 from .fusing import FusePass, Worth
 from .graph import Regions
@@ -61,6 +63,8 @@ def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
         return ()
     worth = Worth(options.fuse)
     passes: tuple[FusePass, ...] = (
+        FuseLinearCrossEntropy(worth),  # before what takes either of its two ops
+        FuseCrossEntropy(worth),
         FuseLinearCast(worth, torch.is_grad_enabled()),
         FuseNorm(worth),
     )

@@ -1,0 +1,170 @@
+"""A linear layer and the cross entropy of what it returns, a piece of the rows at a time: logits never exist whole.
+
+With N rows of D features and C classes: 2·N·D·C flops forward and 6·N·D·C backward, a third more than apart, since
+backward computes the logits again. Held at a time: `PIECE` bytes of logits, instead of 2·N·C or more; for backward
+x and 8 bytes a row are kept. Bytes moved: 14·N·C, where Inductor's own code moves 12·N·C; and the weight, 2·D·C bytes,
+three times a piece, and its float32 gradient.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ampcompile.kernels.cross_entropy import (
+    Coefficients,
+    Kind,
+    coefficients,
+    cross_entropy_reference,
+    gradient,
+    loss_of_rows,
+    picked_logits,
+    row_sums,
+)
+from ampcompile.kernels.linear_cast import weight_gradient
+
+PIECE = 2**28
+"""Bytes of logits at a time, about: 2048 rows of 50257 classes, enough to keep a GPU busy with one product."""
+FEWEST = 256
+"""Rows of a piece, at least."""
+
+
+@torch.library.custom_op("ampcompile::linear_cross_entropy", mutates_args=())
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    low_weight: Tensor,
+    low_bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """`cross_entropy(F.linear(x, low_weight, low_bias), target, ...)`; see `kernels.cross_entropy` for what it returns.
+
+    `x`: (rows, features), float16 or bfloat16, in which logits are rounded. `low_weight`: (classes, features), in that
+    type; `low_bias`: (classes,). Gradients reach `weight` and `bias`, of which those are copies, or which are the same
+    tensors: summed over all rows in float32, and in their type.
+    """
+    kind = Kind(reduction, ignore_index, label_smoothing, z_loss)
+    pieces = []
+    for rows in _pieces(x, low_weight):
+        logits = F.linear(x[rows], low_weight, low_bias)
+        sums = row_sums(logits, class_weight, label_smoothing != 0)
+        pieces.append((*sums, picked_logits(logits, target[rows], ignore_index)))
+        del logits
+    lse, weighted, picked = (None if of[0] is None else torch.cat(of, -1) for of in zip(*pieces, strict=True))
+    return loss_of_rows(lse, picked, weighted, target, class_weight, low_weight.shape[0], kind), lse
+
+
+def linear_cross_entropy_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    low_weight: Tensor,
+    low_bias: Tensor | None,
+    *rest: Any,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """The same in torch's own words, all logits at once."""
+    low = (None if t is None else t.to(x.dtype) for t in (weight, bias))
+    return cross_entropy_reference(F.linear(x, *low), *rest, **options)
+
+
+@linear_cross_entropy.register_fake
+def _(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    reduction = others[6] if len(others) > 6 else "mean"
+    rows = x.new_empty(x.shape[0], dtype=torch.float32)
+    return rows if reduction == "none" else rows.new_empty(()), rows.new_empty((2, x.shape[0]))
+
+
+@torch.library.custom_op("ampcompile::linear_cross_entropy_backward", mutates_args=())
+def linear_cross_entropy_backward(
+    grad: Tensor,
+    x: Tensor,
+    low_weight: Tensor,
+    low_bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    lse: Tensor,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `x`, in its type, and of weight and bias, float32; empty ones for those that aren't `wanted`."""
+    kind = Kind(reduction, ignore_index, label_smoothing, z_loss)
+    classes = low_weight.shape[0]
+    of_rows = coefficients(grad, lse, target, class_weight, classes, kind)
+    to_x, to_weight, to_bias = _gradients(x, low_weight, wanted)
+    for rows in _pieces(x, low_weight):
+        logits = F.linear(x[rows], low_weight, low_bias)
+        piece = Coefficients(*(None if part is None else part[rows] for part in of_rows))
+        logits = _gradient_(logits, lse[:, rows], target[rows], class_weight, piece)
+        if wanted[0]:
+            torch.mm(logits, low_weight, out=to_x[rows])
+        if wanted[1]:
+            to_weight += weight_gradient(logits, x[rows])
+        if wanted[2]:
+            to_bias += logits.sum(0, dtype=torch.float32)
+        del logits
+    return to_x, to_weight, to_bias
+
+
+@linear_cross_entropy_backward.register_fake
+def _(grad: Tensor, x: Tensor, low_weight: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _gradients(x, low_weight, others[-1])
+
+
+def _gradients(x: Tensor, low_weight: Tensor, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    to_x = x.new_empty(x.shape if wanted[0] else (0,))
+    to_weight = x.new_zeros(low_weight.shape if wanted[1] else (0,), dtype=torch.float32)
+    return to_x, to_weight, x.new_zeros(low_weight.shape[:1] if wanted[2] else (0,), dtype=torch.float32)
+
+
+def _gradient_(logits: Tensor, lse: Tensor, target: Tensor, weight: Tensor | None, rows: Coefficients) -> Tensor:
+    """The gradient of logits, on a GPU in their place."""
+    if not logits.is_cuda:
+        return gradient(logits, lse, target, weight, rows)
+    from ampcompile.kernels.triton import cross_entropy as gpu
+
+    gpu.gradient_(logits, lse, target, weight, *rows)
+    return logits
+
+
+def _pieces(x: Tensor, low_weight: Tensor) -> Iterator[slice]:
+    """The rows of one piece after the other; one empty piece if there are none."""
+    step = max(FEWEST, PIECE // (low_weight.shape[0] * x.itemsize) // 128 * 128)
+    return (slice(begin, begin + step) for begin in range(0, max(1, x.shape[0]), step))
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, low_weight, low_bias, target, class_weight, *kind = inputs
+    ctx.save_for_backward(x, low_weight, low_bias, target, class_weight, output[1])
+    ctx.kind = tuple(kind)
+    ctx.types = [weight.dtype, None if bias is None else bias.dtype]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 11
+    wanted = list(ctx.needs_input_grad[:3])
+    to_x, to_weight, to_bias = linear_cross_entropy_backward(grad, *ctx.saved_tensors, *ctx.kind, wanted)
+    of_weight, of_bias = ctx.types
+    return (
+        to_x if wanted[0] else None,
+        to_weight.to(of_weight) if wanted[1] else None,
+        to_bias.to(of_bias) if wanted[2] else None,
+        *[None] * 8,
+    )
+
+
+linear_cross_entropy.register_autograd(_backward, setup_context=_remember)
+LINEAR_CROSS_ENTROPY = torch.ops.ampcompile.linear_cross_entropy.default

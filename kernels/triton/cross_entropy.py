@@ -1,0 +1,176 @@
+"""One read of each row of logits, and gradients written over them; see `ampcompile.kernels.cross_entropy`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import wrap_triton
+
+from ampcompile.kernels.triton.rounding import narrowed
+
+BLOCK = 4096
+"""Logits that a program takes at a time, with `WARPS` warps: 32 bytes a thread of 16-bit numbers."""
+WARPS = 8
+VECTOR = tl.constexpr(8)
+"""16-bit numbers in 16 bytes. Rows of an odd width begin anywhere; from the first multiple on, accesses are whole."""
+
+
+@triton.jit
+def taken(logits, weight, at, there, top, total, weighted, WEIGHTED: tl.constexpr, HAS_WEIGHT: tl.constexpr):
+    """A row's running maximum, sum of exp below it and weighted sum, with more of its logits."""
+    x = tl.load(logits + at, mask=there, other=float("-inf")).to(tl.float32)
+    higher = tl.maximum(top, tl.max(x))
+    below = tl.where(higher == float("-inf"), 0.0, higher)  # else -inf less -inf would be NaN
+    total = total * tl.exp(top - below) + tl.sum(tl.exp(x - below))
+    if HAS_WEIGHT:
+        x *= tl.load(weight + at, mask=there, other=0.0)
+    if WEIGHTED:
+        weighted += tl.sum(tl.where(there, x, 0.0))
+    return higher, total, weighted
+
+
+@triton.jit
+def row_sums_kernel(
+    logits, weight, lse, sums, stride, width, WEIGHTED: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A program a row: what stands before the first multiple of 16 bytes, whole blocks, the rest."""
+    row = tl.program_id(0).to(tl.int64)
+    begin = row * stride
+    odd = tl.minimum(tl.cdiv(begin, VECTOR) * VECTOR - begin, width).to(tl.int32)
+    few, many = tl.arange(0, VECTOR), tl.arange(0, BLOCK)
+    first = begin + odd
+    straight = logits + tl.multiple_of(first, VECTOR)
+    scale = weight + odd
+    top, total, weighted = taken(logits + begin, weight, few, few < odd, float("-inf"), 0.0, 0.0, WEIGHTED, HAS_WEIGHT)
+    whole = (width - odd) // BLOCK * BLOCK
+    for at in range(0, whole, BLOCK):
+        top, total, weighted = taken(
+            straight, scale, at + many, at + many >= 0, top, total, weighted, WEIGHTED, HAS_WEIGHT
+        )
+    at = whole + many
+    top, total, weighted = taken(straight, scale, at, at < width - odd, top, total, weighted, WEIGHTED, HAS_WEIGHT)
+    tl.store(lse + row, top)
+    tl.store(lse + tl.num_programs(0) + row, tl.log(total))
+    if WEIGHTED:
+        tl.store(sums + row, weighted)
+
+
+@triton.jit
+def gradient_block(
+    logits,
+    weight,
+    at,
+    there,
+    target,
+    top,
+    rest,
+    probability,
+    hit,
+    smoothing,
+    SMOOTH: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+):
+    """Write the gradient of some logits of a row over them."""
+    x = tl.load(logits + at, mask=there, other=0.0).to(tl.float32)
+    out = tl.exp(x - top - rest) * probability
+    if SMOOTH:
+        if HAS_WEIGHT:
+            out -= smoothing * tl.load(weight + at, mask=there, other=0.0)
+        else:
+            out -= smoothing
+    out = tl.where(at == target, out - hit, out)
+    tl.store(logits + at, narrowed(out, logits.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def gradient_kernel(
+    logits,
+    weight,
+    target,
+    lse,
+    lse_stride,
+    probability,
+    hit,
+    smoothing,
+    stride,
+    width,
+    SMOOTH: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """As `row_sums_kernel`, writing."""
+    row = tl.program_id(0).to(tl.int64)
+    begin = row * stride
+    odd = tl.minimum(tl.cdiv(begin, VECTOR) * VECTOR - begin, width).to(tl.int32)
+    few, many = tl.arange(0, VECTOR), tl.arange(0, BLOCK)
+    first = begin + odd
+    straight = logits + tl.multiple_of(first, VECTOR)
+    scale = weight + odd
+    hot = tl.load(target + row)
+    top, rest = tl.load(lse + row), tl.load(lse + lse_stride + row)
+    p, h, s = tl.load(probability + row), tl.load(hit + row), tl.load(smoothing + row)
+    gradient_block(logits + begin, weight, few, few < odd, hot, top, rest, p, h, s, SMOOTH, HAS_WEIGHT)
+    whole = (width - odd) // BLOCK * BLOCK
+    for at in range(0, whole, BLOCK):
+        gradient_block(straight, scale, at + many, at + many >= 0, hot - odd, top, rest, p, h, s, SMOOTH, HAS_WEIGHT)
+    at = whole + many
+    gradient_block(straight, scale, at, at < width - odd, hot - odd, top, rest, p, h, s, SMOOTH, HAS_WEIGHT)
+
+
+def block_of(width: int) -> int:
+    """The one rule; depends on a row's width alone."""
+    return min(BLOCK, triton.next_power_of_2(width)) if isinstance(width, int) else BLOCK
+
+
+def row_sums(logits: Tensor, weight: Tensor | None, weighted: bool) -> tuple[Tensor, Tensor | None]:
+    """Log-sum-exp of each row in two parts, (2, rows), and its sum weighted by `weight`, in one launch."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    rows, width = logits.shape
+    lse = torch.empty((2, rows), dtype=torch.float32, device=logits.device)
+    sums = torch.empty(rows, dtype=torch.float32, device=logits.device) if weighted else None
+    weight = None if weight is None or not weighted else weight.float().contiguous()
+    wrap_triton(row_sums_kernel)[(rows,)](
+        logits,
+        lse if weight is None else weight,
+        lse,
+        lse if sums is None else sums,
+        logits.stride(0),
+        width,
+        WEIGHTED=weighted,
+        HAS_WEIGHT=weight is not None,
+        BLOCK=block_of(width),
+        num_warps=WARPS,
+    )
+    return lse, sums
+
+
+def gradient_(
+    logits: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    probability: Tensor,
+    hit: Tensor,
+    smoothing: Tensor | None,
+) -> None:
+    """Write the gradient of `logits` (rows, classes), whose rows are contiguous, over them, in one launch.
+
+    `lse` (2, rows) may be a part of a longer one.
+    """
+    rows, width = logits.shape
+    gradient_kernel[(rows,)](
+        logits,
+        lse if weight is None else weight.float().contiguous(),
+        target.contiguous(),
+        lse,
+        lse.stride(0),
+        probability.contiguous(),
+        hit.contiguous(),
+        hit if smoothing is None else smoothing.contiguous(),
+        logits.stride(0),
+        width,
+        SMOOTH=smoothing is not None,
+        HAS_WEIGHT=weight is not None,
+        BLOCK=block_of(width),
+        num_warps=WARPS,
+    )
