@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ampcompile.kernels.adam import AdamGroup, AdamTensors, adam_, adam_reference_
 from ampcompile.kernels.check_grads import check_grads, check_grads_reference
+from ampcompile.kernels.linear_cast import linear_cast, linear_cast_reference
 from ampcompile.kernels.unscale import unscale_, unscale_reference_
 from benchmarks.architectures import build
 from benchmarks.peers import AMP, liger_unusable
@@ -65,6 +66,23 @@ def step_kernels(model: str, device: str) -> Iterator[Kernel]:
             "torch: get_total_norm": lambda: torch.nn.utils.get_total_norm(grads),
         },
     )
+    low = [grad.bfloat16() for grad in grads]
+    wide = [torch.empty_like(grad) for grad in grads]
+
+    def copied_and_normed() -> Tensor:
+        torch._foreach_copy_(wide, low)
+        return torch.nn.utils.get_total_norm(wide)
+
+    yield Kernel(
+        "widen, check and norm of bfloat16 gradients",
+        6 * count,
+        3 * count,
+        {
+            AMP: lambda: check_grads(low, scale, None, 1.0, workspace, wide),
+            COMPILED: _compiled(check_grads_reference, low, scale, None, 1.0, wide),
+            "torch: foreach_copy, get_total_norm": copied_and_normed,
+        },
+    )
     # Multiplied by one: repeated division would drive the gradients into denormals.
     yield Kernel(
         "unscale gradients",
@@ -110,6 +128,32 @@ def norm_kernels(device: str) -> Iterator[Kernel]:
         candidates[LIGER] = partial(call, partial(liger_layer_norm, eps=1e-5))
     # Forward reads x and writes the result; backward reads x and upstream, and writes the gradient.
     yield Kernel("layer norm", 10 * x.numel(), 20 * x.numel(), candidates, {LIGER: why} if why else {})
+
+
+def linear_kernels(device: str) -> Iterator[Kernel]:
+    """A linear layer whose float32 weight is cast in every call: few rows, then many, then with the backward."""
+    features = 1024 if device == "cpu" else 8192
+    weight, bias = torch.randn(features, features, device=device), torch.randn(features, device=device)
+    unable = {AMP: "the kernel is one for GPUs: on the CPU it is its reference"} if device == "cpu" else {}
+    for rows in (1, 16, 512 if device == "cpu" else 8192):
+        x = torch.randn(rows, features, device=device, dtype=torch.bfloat16)
+        candidates: dict[str, Callable[[], object]] = {} if unable else {AMP: partial(linear_cast, x, weight, bias)}
+        candidates[COMPILED] = _compiled(linear_cast_reference, x, weight, bias)
+        bytes_moved = 4 * weight.numel() + 4 * x.numel()
+        yield Kernel(f"linear, weight cast, {rows} rows", bytes_moved, 2 * rows * weight.numel(), candidates, unable)
+    leaves = [x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    upstream = torch.randn_like(x)
+
+    def trained(layer: Callable[..., Tensor]) -> None:
+        torch.autograd.grad(layer(*leaves), leaves, upstream)
+
+    candidates = {} if unable else {AMP: partial(trained, linear_cast)}
+    candidates[COMPILED] = partial(trained, torch.compile(linear_cast_reference))
+    bytes_moved = (
+        12 * weight.numel() + 12 * x.numel()
+    )  # the weight twice and its gradient; x, the result, the gradients
+    name = f"linear, weight cast, {rows} rows, with its backward"
+    yield Kernel(name, bytes_moved, 6 * rows * weight.numel(), candidates, unable)
 
 
 def _adam_state(params: list[Tensor], grads: list[Tensor]) -> AdamTensors:

@@ -63,6 +63,7 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         "limits": partial(setup.call, kernel_cases.measure, kernel_cases.limits, setup.device),
         "step": partial(setup.call, kernel_cases.measure, kernel_cases.step_kernels, model, setup.device),
         "norm": partial(setup.call, kernel_cases.measure, kernel_cases.norm_kernels, setup.device),
+        "linear": partial(setup.call, kernel_cases.measure, kernel_cases.linear_kernels, setup.device),
     }
     stepped = "tiny GPT 23M" if setup.tiny else "GPT 23M" if setup.device == "cpu" else "GPT 124M"
     passes: Jobs = {"passes": partial(setup.call, pass_growth, (1, 3) if setup.tiny else (16, 32, 64, 128, 256))}
