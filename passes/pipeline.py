@@ -17,6 +17,7 @@ from .fuse_cross_entropy import FuseCrossEntropy
 from .fuse_linear_cast import FuseLinearCast
 from .fuse_linear_cross_entropy import FuseLinearCrossEntropy
 from .fuse_norm import FuseNorm
+from .fuse_softmax import FuseSoftmax
 from .fusing import FusePass, Worth
 from .graph import Regions
 from .hoist_weights import HoistWeights
@@ -67,5 +68,6 @@ def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
         FuseCrossEntropy(worth),
         FuseLinearCast(worth, torch.is_grad_enabled()),
         FuseNorm(worth),
+        FuseSoftmax(worth),
     )
     return tuple(each for each in passes if worth.considers(each.family))

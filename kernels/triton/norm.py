@@ -31,8 +31,10 @@ class Tile(NamedTuple):
 
 def tile_of(width: int) -> Tile:
     """The one rule; depends on a row's width alone."""
-    columns = min(triton.next_power_of_2(width), WHOLE)
-    return Tile(max(1, TILE // columns), columns, width <= WHOLE)
+    if width > WHOLE:
+        return Tile(1, WHOLE // 2, False)
+    columns = triton.next_power_of_2(width)
+    return Tile(max(1, TILE // columns), columns, True)
 
 
 @triton.jit

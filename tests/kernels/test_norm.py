@@ -59,7 +59,7 @@ def test_never_further_from_float64_than_eager_autocast(centered: bool, of_x: An
             assert [t.dtype for t in found] == [t.dtype for t in wanted]
             assert [t.shape for t in found] == [t.shape for t in wanted]
             totals[i] += error(results, reference) + error(found, exact_grads)
-    assert totals[0] <= 1.01 * totals[1] and totals[0] < 0.2
+    assert totals[0] <= 1.01 * totals[1] + 1e-5 and totals[0] < 0.2
 
 
 def test_the_normed_value_is_rounded_where_the_graph_rounds_it() -> None:
