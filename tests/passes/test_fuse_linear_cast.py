@@ -12,7 +12,8 @@ from ampcompile.kernels.linear_cast import LINEAR_CAST
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.fuse_linear_cast import FuseLinearCast
 from ampcompile.passes.fusing import Worth, fusions
-from tests.compiling import error
+from tests import tiny_models
+from tests.compiling import amp, error, gradients
 from tests.passes.rewriting import count, rewritten
 from tests.passes.tidied import inserted, ours, results
 
@@ -155,6 +156,32 @@ def test_a_hoisted_copy_stays_and_a_weight_cast_in_every_call_does_not():
     assert count(every_call, LINEAR_CAST) == 3  # the product of the low-rank weights, too
     (neither,) = rewritten(model, x, fuse="norm")
     assert count(neither, LINEAR_CAST) == 0
+
+
+@pytest.mark.parametrize(("name", "products"), [("llama", 15), ("gpt2", 9), ("bert", 14), ("vit", 13), ("t5", 33)])
+def test_every_product_with_a_weight_that_is_cast_in_every_call(name, products):
+    model, inputs = tiny_models.build(name)
+    with torch.no_grad():
+        (cached,) = rewritten(lambda: model(**inputs), fuse="linear")
+        torch._dynamo.reset()
+        (every_call,) = rewritten(lambda: model(**inputs), fuse="linear", weights="every_call")
+    assert count(cached, LINEAR_CAST) == 0
+    plain = (torch.ops.aten.linear.default, torch.ops.aten.addmm.default)
+    assert sum(count(cached, op) for op in plain) == count(every_call, LINEAR_CAST) == products
+    assert sum(count(every_call, op) for op in plain) == 0
+
+
+def test_a_model_trains_no_further_from_float64():
+    model, inputs = tiny_models.build("llama")
+    exact = gradients(copy.deepcopy(model).double(), lambda m: tiny_models.loss(m, inputs))
+
+    def under_autocast(m):
+        with torch.autocast("cpu", torch.bfloat16):
+            return tiny_models.loss(m, inputs)
+
+    reference = error(gradients(copy.deepcopy(model), under_autocast), exact)
+    run, _ = amp(lambda: tiny_models.loss(model, inputs), fuse="linear", weights="every_call")
+    assert error(gradients(model, lambda _: run()), exact) <= 1.05 * reference
 
 
 @pytest.mark.parametrize("lower", ["aot_eager", "inductor"])

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import ampcompile
 from ampcompile import compat_ops
 from ampcompile.passes.weight_gradients import widen_gradients
+from tests import tiny_models
 from tests.compiling import amp, error, gradients
 
 aten = torch.ops.aten
@@ -139,6 +140,21 @@ def test_a_model_trains_on_them(as_on_cuda, weights):
             assert not torch.equal(grad, grad.to(LOW).float()), f"{name}: a rounded gradient has 16 bits' digits"
     (joint_graph,) = ampcompile.explain(model, weights=weights)(x).graphs
     assert joint_graph.joint_code.count("mm.dtype(") == 5  # two uses of both layers, and the experts
+
+
+def test_all_of_a_language_models_weights(as_on_cuda):
+    model, inputs = tiny_models.build("llama")
+    exact = gradients(copy.deepcopy(model).double(), lambda m: tiny_models.loss(m, inputs))
+
+    def under_autocast(m):
+        with torch.autocast("cpu", LOW):
+            return tiny_models.loss(m, inputs)
+
+    reference = gradients(copy.deepcopy(model), under_autocast)
+    run, _ = amp(lambda: tiny_models.loss(model, inputs))
+    assert error(gradients(model, lambda _: run()), exact) <= 1.02 * error(reference, exact)
+    (graph,) = ampcompile.explain(lambda: tiny_models.loss(model, inputs))().graphs
+    assert graph.joint_code.count("mm.dtype(") == 15
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
