@@ -149,7 +149,8 @@ def gradient(logits: Tensor, lse: Tensor, target: Tensor, weight: Tensor | None,
     if rows.smoothing is not None:
         out = out - (rows.smoothing[:, None] if weight is None else rows.smoothing[:, None] * weight)
     here = torch.arange(logits.shape[1], device=logits.device) == target[:, None]
-    return torch.where(here, out - rows.hit[:, None], out).to(logits.dtype)
+    # `out` is used once: used twice, Inductor would take it for a result of its own, and not write over the logits.
+    return (out - torch.where(here, rows.hit[:, None], 0.0)).to(logits.dtype)
 
 
 def _index(target: Tensor, ignore_index: int) -> Tensor:

@@ -78,7 +78,7 @@ def gradient_block(
             out -= smoothing * tl.load(weight + at, mask=there, other=0.0)
         else:
             out -= smoothing
-    out = tl.where(at == target, out - hit, out)
+    out -= tl.where(at == target, hit, 0.0)
     tl.store(logits + at, narrowed(out, logits.dtype.element_ty), mask=there)
 
 
