@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,13 +13,15 @@ from torch.fx import GraphModule, Node
 from . import ambient, compat, compat_modules, compat_tracing, logs, weights
 from .config import Options
 from .double_backward import kept
+from .estimate import estimate
 from .lower import lower
 from .mixed_operands import here
 from .module_names import module_names
+from .passes.assign_precision import AssignPrecision
 from .passes.base import Applied, Watch, run_passes
 from .passes.capture import capture
 from .passes.fusing import UNFUSED
-from .passes.graph import Regions, modules_named
+from .passes.graph import Regions, modules_named, placeholders
 from .passes.pipeline import fusion, pipeline
 
 
@@ -55,15 +57,33 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
             here.seen.add(graph)
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(compat.autocast_states())
+    is_weight = _weight_test(example_inputs)
+    if options.policy.where_it_pays and _alone() and not _pays(graph, options, regions, is_weight):
+        modules = (*options.policy.modules, ("*", "fp32"))
+        options = replace(options, policy=replace(options.policy, modules=modules))
     logged = logs.watcher(example_inputs)
     watch = logs.both(watch, None if logged is None else logged.watch)
-    history = [captured, *run_passes(pipeline(options, regions, _weight_test(example_inputs)), graph, watch)]
+    history = [captured, *run_passes(pipeline(options, regions, is_weight), graph, watch)]
     if fuse := fusion(options, device_type):
         graph.meta[UNFUSED] = kept(graph)
         history += run_passes(fuse, graph, watch)
     if logged is not None:
         logs.say(logged.record(gm, graph, history))
     return Rewritten(gm, graph, options, tuple(history))
+
+
+def _alone() -> bool:
+    """Whether no other process must decide alike."""
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not together or torch.distributed.get_world_size() == 1
+
+
+def _pays(graph: GraphModule, options: Options, regions: Regions, is_weight: Callable[[int, Node], bool]) -> bool:
+    """Whether low precision is worth its casts, as estimated."""
+    copied = {n for i, n in enumerate(placeholders(graph)) if options.weights == "cached" and is_weight(i, n)}
+    run_passes([AssignPrecision(options.policy, regions, options.range_guards)], graph)
+    estimated = estimate(graph, copied)
+    return estimated is None or estimated.pays
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:

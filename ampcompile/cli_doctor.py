@@ -18,6 +18,7 @@ from rich.console import Console
 from . import compat_cli
 from .cli_table import render_table
 from .dtypes import short_name
+from .estimate import gains_from
 from .kernels import native
 from .report_table import human_bytes
 
@@ -153,7 +154,9 @@ def _advice(device: str, products: list[dict[str, Any]]) -> list[str]:
         speed = f"{gain:.2g} times as fast" if gain >= 1 else f"{1 / gain:.2g} times as slow"
         verdict = "is likely to pay" if gain >= 1.2 else "may pay a little" if gain >= 1.05 else "is not likely to pay"
         lines.append(f"{device}, {product['work']}: {low} is {speed} as float32; low precision {verdict}")
-    return lines
+    width = gains_from(device, torch.get_autocast_dtype(device))
+    gains = "no square product is faster" if width is None else f"square products from {width} wide on are faster"
+    return [*lines, f"{device}: {gains} in {low}"]
 
 
 def table(found: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import compat_ops
 
@@ -182,6 +183,13 @@ def on_fakes_of(gm: GraphModule) -> Iterator[None]:
 def computing_for_real() -> Iterator[None]:
     """Compute with real tensors, also inside where fake ones are computed with."""
     with unset_fake_temporarily():
+        yield
+
+
+@contextlib.contextmanager
+def on_real_tensors() -> Iterator[None]:
+    """Compute for real in the midst of tracing, autocast and gradients off."""
+    with _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad():
         yield
 
 

@@ -18,6 +18,7 @@ MODULE_VALUES = ("low", "bf16", "fp16", "fp32", "default")
 _CATEGORIES = {"low": "lower_precision_fp", "bf16": "lower_precision_fp", "fp16": "lower_precision_fp"}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _STATISTICS = ("running_mean", "running_var")  # norms update them in place; their schemas don't say so
+_PAYS = "where it pays"
 
 Overrides = tuple[tuple[str, str], ...]
 
@@ -33,11 +34,16 @@ class Policy:
     `("encoder.*.norm", "fp32")`. A path stands for all inside it; `*` matches dots too. There, every op that computes
     runs in that dtype, whatever its own rule.
 
+    `where_it_pays`: graphs whose products would not be faster in low precision on this machine, by a measurement of
+    some 10 ms, run in float32. Its results then depend on the machine; with several processes it does nothing, since
+    they must decide alike.
+
     Of several matches the last wins, a module beats an op, and `"default"` goes back to the table.
     """
 
     ops: Overrides = ()
     modules: Overrides = ()
+    where_it_pays: bool = False
 
     def __post_init__(self) -> None:
         _check("op", self.ops, OP_VALUES)
@@ -46,22 +52,25 @@ class Policy:
     def __str__(self) -> str:
         entries = [f"op {glob}={value}" for glob, value in self.ops]
         entries += [f"module {glob}={value}" for glob, value in self.modules]
-        return ", ".join(entries) or "default"
+        return ", ".join([*entries, *([_PAYS] if self.where_it_pays else [])]) or "default"
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """The policy that `str` wrote: `"op softmax*=low, module encoder.*.norm=fp32"`, or `"default"`."""
         found: dict[str, list[tuple[str, str]]] = {"op": [], "module": []}
-        for entry in [] if text.strip() in ("", "default") else text.split(","):
-            kind, _, override = entry.strip().partition(" ")
+        entries = [entry.strip() for entry in text.split(",")] if text.strip() not in ("", "default") else []
+        for entry in entries:
+            if entry == _PAYS:
+                continue
+            kind, _, override = entry.partition(" ")
             glob, equals, value = override.partition("=")
             if kind not in found or not equals:
                 raise PolicyError(
-                    f"policy entry {entry.strip()!r} is neither 'op <glob>=<rule>' nor 'module <glob>=<dtype>'. "
+                    f"policy entry {entry!r} is neither 'op <glob>=<rule>' nor 'module <glob>=<dtype>' nor '{_PAYS}'. "
                     "Write entries with commas between them, as 'op softmax*=low, module encoder.*.norm=fp32'."
                 )
             found[kind].append((glob.strip(), value.strip()))
-        return cls(tuple(found["op"]), tuple(found["module"]))
+        return cls(tuple(found["op"]), tuple(found["module"]), _PAYS in entries)
 
     def rule_for(self, op: OpOverload, device_type: str, module_path: str = "") -> Rule | None:
         """The rule of an op called in the module at `module_path`; None: it runs in whatever dtype arrives."""

@@ -20,6 +20,7 @@ from .passes.weight_copy import WEIGHT_COPY
 from .report_totals import Total, hint
 
 if TYPE_CHECKING:
+    from .estimate import Estimate
     from .report_graph import NodeRecord
 
 Shape = tuple[int | str, ...]
@@ -97,6 +98,8 @@ class GraphRecord:
     totals: tuple[Total, ...]
     """Conversions in eager autocast, then in the graph after each pass, then after differentiation."""
     fusions: tuple[FusionRecord, ...] = ()
+    estimate: Estimate | None = None
+    """Whether low precision is worth its casts here; None where nothing is low."""
     joint_code: str = ""
     """Forward and backward as one graph, after the passes on it; without gradients, forward alone."""
     final_code: str = ""

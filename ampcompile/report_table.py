@@ -46,6 +46,9 @@ def render(
         console.print()
         console.print(_total_table(totals))
     console.print(_summary(graphs), markup=False)
+    for graph in graphs:
+        if graph.estimate is not None and graph.estimate.products:
+            console.print(str(graph.estimate), markup=False)
     if any(graph.fusions for graph in graphs):
         console.print(_fused(graphs), markup=False)
     text = console.file.getvalue()  # type: ignore[attr-defined]

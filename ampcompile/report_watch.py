@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .dtypes import short_name
+from .estimate import Estimate, estimate
 from .passes.base import Applied
 from .passes.graph import placeholders
 from .report_graph import NodeRecord, nodes_of
@@ -30,10 +31,13 @@ class Watcher:
         self.ops: tuple[OpRecord, ...] = ()
         self.nodes: tuple[NodeRecord, ...] = ()
         self.totals: list[Total] = []
+        self.estimate: Estimate | None = None
         self._there: set[int] = set()  # numbers of the casts that the graph still holds
 
     def watch(self, name: str, gm: GraphModule) -> None:
         """Called after each pass on the captured graph."""
+        if name == "assign_precision":
+            self.estimate = estimate(gm, _weights(gm, self.example_inputs))
         if name in ("assign_precision", "place_casts"):  # casts nothing yet
             return
         self.totals.append(total_of(name, gm))
@@ -63,6 +67,7 @@ class Watcher:
             nodes=self.nodes,
             history=tuple(history),
             totals=tuple(self.totals),
+            estimate=self.estimate,
             fusions=tuple(fusions_of(rewritten)),
         )
 

@@ -183,7 +183,7 @@ def test_doctor_measures_and_advises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["devices"][0]["device"] == "cpu" and found["devices"][0]["threads"] == torch.get_num_threads()
     assert {p["work"]: p["shape"][0] for p in found["products"]} == {"one row": 1, "many rows": 1024}
     assert all(seconds > 0 for p in found["products"] for seconds in p["seconds"].values())
-    assert len(found["advice"]) == 2 and "low precision" in found["advice"][0]
+    assert len(found["advice"]) == 3 and "low precision" in found["advice"][0]
     json.dumps(found)
     text = cli_doctor.table(found)
     assert torch.__version__ in text and found["advice"][0] in text
@@ -195,8 +195,8 @@ def test_doctor_measures_and_advises(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_advice_follows_what_was_measured(gain: float, words: str) -> None:
     product = {"device": "cpu", "work": "many rows", "seconds": {"f32": 1.0, "bf16": 1 / gain, "f16": 1.0}}
-    [line] = cli_doctor._advice("cpu", [product])
-    assert words in line
+    line, width = cli_doctor._advice("cpu", [product])
+    assert words in line and "square product" in width
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

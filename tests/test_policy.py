@@ -57,7 +57,7 @@ def test_a_string_that_is_no_policy(text):
     with pytest.raises(PolicyError) as error:
         Policy.parse(text)
     assert str(error.value) == (
-        f"policy entry {wrong!r} is neither 'op <glob>=<rule>' nor 'module <glob>=<dtype>'. "
+        f"policy entry {wrong!r} is neither 'op <glob>=<rule>' nor 'module <glob>=<dtype>' nor 'where it pays'. "
         "Write entries with commas between them, as 'op softmax*=low, module encoder.*.norm=fp32'."
     )
 
