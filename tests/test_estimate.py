@@ -47,11 +47,11 @@ def test_a_device_without_units_for_a_type_doesnt_pay(machine):
     assert estimate.gains_from("cpu", HALF) is None and estimate.gains_from("cpu", LOW) == 16
 
 
-def test_where_memory_is_slow_half_the_bytes_pay(machine, monkeypatch):
+def test_where_memory_is_slow_half_the_bytes_pay_but_not_on_a_cpu(machine, monkeypatch):
     monkeypatch.setattr(estimate, "bandwidth", lambda device: 1e6)
-    found = estimated(torch.nn.Linear(64, 64), torch.randn(1, 64))
-    assert found.wide == pytest.approx(4 * (64 * 64 + 3 * 64) / 1e6)
-    assert found.pays
+    for dtype in (HIGH, LOW):
+        assert estimate._seconds("cuda", dtype, 1.0, 1000) == pytest.approx(1000 * dtype.itemsize / 1e6)
+        assert estimate._seconds("cpu", dtype, 1.0, 1000) == estimate.speed("cpu", dtype).seconds(1.0)
 
 
 @pytest.mark.parametrize("f", [torch.sin, lambda x: x.softmax(-1), lambda x: torch.mm(x.double(), x.double())])
@@ -99,3 +99,9 @@ def test_a_machine_is_really_measured():
         assert 0 < found.start < 1 and found.flops > 0
     assert estimate.bandwidth("cpu") > 0
     assert Estimate("cpu", LOW, 0, 0.0, 0.0, 1.0).pays, "without products there is nothing to gain or lose"
+
+
+def test_a_device_that_is_not_here_is_not_measured(monkeypatch):
+    monkeypatch.setattr(estimate, "device_type_of", lambda values: "cuda")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert estimated(torch.nn.Linear(4, 4), torch.randn(2, 4)) is None
