@@ -81,18 +81,18 @@ def row_sums(logits: Tensor, weight: Tensor | None, weighted: bool) -> tuple[Ten
 def _parts(wide: Tensor) -> tuple[Tensor, Tensor]:
     top = wide.amax(1)
     below = top.where(top != -torch.inf, 0.0)
-    return top, (wide - below[:, None]).exp().sum(1).log()
+    return top, (wide - below.unsqueeze(1)).exp().sum(1).log()
 
 
 def picked_logits(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     """The logit of each row's target, float32; any of them in rows that are ignored."""
-    return logits.gather(1, _index(target, ignore_index)[:, None])[:, 0].float()
+    return logits.gather(1, _index(target, ignore_index).unsqueeze(1)).squeeze(1).float()
 
 
 def row_weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """The weight of each row's class, float32; 0 in rows that are ignored."""
     seen = target != ignore_index
-    return seen.float() if weight is None else weight.float()[_index(target, ignore_index)].where(seen, 0.0)
+    return seen.float() if weight is None else weight.float().gather(0, _index(target, ignore_index)).where(seen, 0.0)
 
 
 def loss_of_rows(
@@ -145,12 +145,14 @@ def coefficients(
 
 def gradient(logits: Tensor, lse: Tensor, target: Tensor, weight: Tensor | None, rows: Coefficients) -> Tensor:
     """The gradient of the logits, in their type. `target` is of rows that are ignored, too, where `hit` is 0."""
-    out = (logits.float() - lse[0, :, None] - lse[1, :, None]).exp() * rows.probability[:, None]
-    if rows.smoothing is not None:
-        out = out - (rows.smoothing[:, None] if weight is None else rows.smoothing[:, None] * weight)
-    here = torch.arange(logits.shape[1], device=logits.device) == target[:, None]
+    top, rest = lse.unsqueeze(2)
+    probability, hit, smoothing = (None if part is None else part.unsqueeze(1) for part in rows)
+    out = (logits.float() - top - rest).exp() * probability
+    if smoothing is not None:
+        out = out - (smoothing if weight is None else smoothing * weight)
+    here = torch.arange(logits.shape[1], device=logits.device) == target.unsqueeze(1)
     # `out` is used once: used twice, Inductor would take it for a result of its own, and not write over the logits.
-    return (out - torch.where(here, rows.hit[:, None], 0.0)).to(logits.dtype)
+    return (out - torch.where(here, hit, 0.0)).to(logits.dtype)
 
 
 def _index(target: Tensor, ignore_index: int) -> Tensor:
