@@ -78,7 +78,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     wrap_triton(multiply_kernel)[(triton.cdiv(rows, tile.rows) * triton.cdiv(features, tile.features),)](
         x,
         weight,
-        weight if bias is None else bias,
+        weight if bias is None else bias.contiguous(),
         out,
         rows,
         features,
