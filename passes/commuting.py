@@ -57,6 +57,8 @@ def _constants(node: Node, op: OpOverload) -> list[Any]:
     name = op._schema.name
     if name == "aten::clamp":
         return [bound if bound != 0 else "a zero of some sign" for bound in (*node.args[1:], *node.kwargs.values())]
+    if name == "aten::masked_fill":
+        return [node.kwargs.get("value", node.args[2] if len(node.args) > 2 else None)]
     if name == "aten::pad":
         mode = node.kwargs.get("mode", node.args[2] if len(node.args) > 2 else "constant")
         value = node.kwargs.get("value", node.args[3] if len(node.args) > 3 else None)

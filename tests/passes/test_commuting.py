@@ -8,6 +8,7 @@ from ampcompile.passes.commuting import kind, rebuilt, runs_in, same_layout
 from tests.compiling import HALF, HIGH, LOW
 from tests.passes.captured import captured
 
+MASK = torch.rand(8, 8) > 0.5
 MOVING = {
     "t": lambda x: x.t(),
     "permute": lambda x: x.permute(1, 0),
@@ -19,12 +20,28 @@ MOVING = {
     "pad": lambda x: F.pad(x, (1, 2), value=-0.25),
     "flip": lambda x: x.flip(0),
     "contiguous": lambda x: x.t().contiguous(),
+    "masked": lambda x: x.masked_fill(MASK, float("-inf")),
+    "triangle": lambda x: x.tril(1),
+    "diagonal": lambda x: x.diagonal(),
+    "pixel shuffle": lambda x: F.pixel_shuffle(x.view(4, 4, 4), 2),
 }
-REPEATING = {"expand": lambda x: x.expand(3, 8, 8), "index_select": lambda x: x.index_select(0, torch.tensor([1, 1]))}
+TWICE = torch.tensor([1, 1])
+REPEATING = {
+    "expand": lambda x: x.expand(3, 8, 8),
+    "index_select": lambda x: x.index_select(0, TWICE),
+    "index": lambda x: x[:, TWICE],
+    "gather": lambda x: x.gather(0, torch.zeros(8, 8, dtype=torch.long)),
+    "embedding": lambda x: F.embedding(TWICE, x),
+    "take": lambda x: x.take(TWICE),
+    "repeat_interleave": lambda x: x.repeat_interleave(2, 0),
+    "reflected": lambda x: F.pad(x[None], (1, 2), mode="reflect"),
+    "replicated": lambda x: F.pad(x[None], (1, 2), mode="replicate"),
+}
 OTHERS = {
     "sin": torch.sin,
     "sum": lambda x: x.sum(0),
     "bits": lambda x: x.view(torch.int32),
+    "a maximum, which may": lambda x: x.amax(0),
     "max pooling, which may return a zero of another sign": lambda x: F.max_pool1d(x, 2),
 }
 
@@ -54,6 +71,8 @@ def test_constants_must_be_the_same_in_both_types():
     assert runs_in(last(lambda x: x.clamp(-2.0, 0.5)), LOW)
     assert not runs_in(last(lambda x: x.clamp(0, 1)), LOW), "which zero it returns is up to the kernel"
     assert not runs_in(last(lambda x: x.clamp(x, x)), LOW)
+    for value, fits in ((0, True), (-1e9, False), (0.1, False)):
+        assert runs_in(last(lambda x, v=value: x.masked_fill(MASK, v)), LOW) == fits
 
 
 def test_ops_are_rebuilt_on_another_operand():

@@ -11,6 +11,7 @@ from ampcompile.passes.base import run_passes
 from ampcompile.passes.fold_casts import FoldCasts
 from ampcompile.passes.move_casts import MoveCasts
 from ampcompile.passes.share_casts import ShareCasts
+from ampcompile.passes.spread_casts import SpreadCasts
 from tests.compiling import HALF, LOW, same_bits
 from tests.passes.tidied import inserted, results
 
@@ -31,6 +32,10 @@ OPS = {
     "write": lambda a, b: a.clone().mul_(2),
     "write a view": lambda a, b: (c := a.clone(), c[:2].add_(1), c)[2],
     "write what was read": lambda a, b: a.mul_(0.5) if not a.is_leaf and a._base is None else a + 1,
+    "join": lambda a, b: torch.cat([a[:3], b.to(a.dtype)[3:]]),
+    "stack": lambda a, b: torch.stack([a, b.to(a.dtype)])[1],
+    "mask": lambda a, b: a.masked_fill(b > 0, 0.25).tril(),
+    "index": lambda a, b: a[[0, 0, 1]].repeat(2, 1),
     "softmax": lambda a, b: a.softmax(-1),
     "loss": lambda a, b: torch.nn.functional.mse_loss(a, b, reduction="none"),
 }
@@ -73,7 +78,7 @@ def test_the_same_bits_before_and_after(gradients, dynamic):
         except RuntimeError as error:  # autograd refuses: a value it needs was written into
             assert "in-place operation" in str(error) or "mul_" in str(error)
             return
-        passes = [FoldCasts(gradients), MoveCasts(gradients), ShareCasts(gradients)]
+        passes = [SpreadCasts(), FoldCasts(gradients), MoveCasts(gradients), ShareCasts(gradients)]
         rewrites += sum(done.rewrites for done in run_passes(passes, gm))
         assert same_bits(results(gm, inputs, gradients), before)
 
