@@ -38,7 +38,12 @@ def kind(node: object) -> str:
     if not isinstance(op, OpOverload) or op._overloadname == "dtype":  # `view.dtype` reads bits as other numbers
         return ""
     assert isinstance(node, Node)
-    return _NAMES.get(op._schema.name, "") if isinstance(node.meta.get("val"), torch.Tensor) else ""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return ""
+    if op._schema.name == "aten::masked_fill" and _shape(value) != _shape(node.args[0].meta["val"]):  # type: ignore[union-attr]
+        return "repeats"
+    return _NAMES.get(op._schema.name, "")
 
 
 def runs_in(node: Node, dtype: torch.dtype) -> bool:
@@ -50,6 +55,10 @@ def runs_in(node: Node, dtype: torch.dtype) -> bool:
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two values have the same strides, as written: asking symbols whether they are equal would add a guard."""
     return [str(stride) for stride in a.stride()] == [str(stride) for stride in b.stride()]
+
+
+def _shape(value: torch.Tensor) -> list[str]:
+    return [str(size) for size in value.shape]
 
 
 def _constants(node: Node, op: OpOverload) -> list[Any]:

@@ -31,6 +31,7 @@ REPEATING = {
     "index_select": lambda x: x.index_select(0, TWICE),
     "index": lambda x: x[:, TWICE],
     "gather": lambda x: x.gather(0, torch.zeros(8, 8, dtype=torch.long)),
+    "a wider mask": lambda x: x.masked_fill(MASK.expand(3, 8, 8), 0),
     "embedding": lambda x: F.embedding(TWICE, x),
     "take": lambda x: x.take(TWICE),
     "repeat_interleave": lambda x: x.repeat_interleave(2, 0),
