@@ -41,7 +41,7 @@ def kind(node: object) -> str:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return ""
-    if op._schema.name == "aten::masked_fill" and _shape(value) != _shape(node.args[0].meta["val"]):  # type: ignore[union-attr]
+    if op._schema.name == "aten::masked_fill" and _shape(value) != _shape(node.args[0].meta["val"]):
         return "repeats"
     return _NAMES.get(op._schema.name, "")
 
