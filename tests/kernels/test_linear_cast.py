@@ -104,8 +104,10 @@ def test_compiled_for_every_number_of_rows(backend):
 TRACE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
+from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from ampcompile.kernels.linear_cast import linear_cast, weight_gradient
 
 class Driver:
@@ -122,10 +124,19 @@ with FakeTensorMode():
 print(code)
 assert code.count("triton_kernel_wrapper_functional(") == 2 and code.count("tensors_to_clone = ['out']") == 2
 assert code.count("aten.mm.dtype(") == 1 and "float32" in code and "_to_copy" not in code
+
+shapes = ShapeEnv()
+with FakeTensorMode(shape_env=shapes):
+    rows = shapes.create_symbol(5, ConstantSource("rows"), dynamic_dim=DimDynamic.DYNAMIC)
+    x = torch.empty(shapes.create_symintnode(rows, hint=5), 48, dtype=torch.bfloat16, device="cuda")
+    weight = torch.empty(32, 48, device="cuda")
+    code = aot_export_joint_simple(lambda *given: (linear_cast(*given, None),), (x, weight), trace_joint=False).code
+print(code)
+assert "grid = [(floordiv, 1, 1)]" in code and "'rows': sym_size_int," in code and not shapes.guards
 """
 
 
-def test_traced_for_cuda_it_is_two_kernels_and_one_product_of_float32():
+def test_traced_for_cuda_it_is_kernels_and_a_product_of_float32_for_any_number_of_rows():
     pytest.importorskip("triton")
     result = subprocess.run([sys.executable, "-c", TRACE], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
