@@ -51,8 +51,8 @@ def norm(
 
         rows = x.reshape(-1, width).contiguous()
         added = None if residual is None else residual.reshape(-1, width).contiguous()
-        vectors = [None if v is None else v.reshape(-1).contiguous() for v in (weight, bias)]
-        found = gpu.forward(rows, added, *vectors, eps, centered, inner, wide, low if lows else None)
+        scale, shift = (None if v is None else v.reshape(-1).contiguous() for v in (weight, bias))
+        found = gpu.forward(rows, added, scale, shift, eps, centered, inner, wide, low if lows else None)
     else:
         found = norm_reference(x, residual, weight, bias, width, eps, centered, inner, wide, low if lows else None)
     *statistics, h, wide_out, low_out = found

@@ -103,7 +103,7 @@ def _addends(h: Node, norm: Node, inside: set[Node], memory: Memory) -> tuple[No
     written = any(map(memory.is_written, (h, *h.all_input_nodes)))
     if not alike or written or not _is_dense(values[0]) or any(user < norm for user in h.users if user not in inside):
         return None
-    return h.args  # type: ignore[return-value]
+    return h.args
 
 
 def _low_readers(node: Node) -> list[Node]:
@@ -121,7 +121,7 @@ def _before_views(cast: Node, source: Node) -> Node:
     """A cast of `source` itself, whose views are what `cast` was."""
     path: list[Node] = []
     while (step := cast.args[0] if not path else path[0].args[0]) is not source:
-        path.insert(0, step)  # type: ignore[arg-type]
+        path.insert(0, step)
     if not path:
         return cast
     with cast.graph.inserting_before(cast):

@@ -85,7 +85,7 @@ def _rewrite(node: Node, memory: Memory) -> bool:
 
 
 def _read_by(softmax: Node) -> Scores:
-    found = _unwidened(Scores(softmax.args[0]))  # type: ignore[arg-type]
+    found = _unwidened(Scores(softmax.args[0]))
     found = _unwidened(_unmasked(found))
     return _unwidened(_unscaled(found))
 
@@ -112,7 +112,7 @@ def _unwidened(found: Scores) -> Scores:
     """Through casts that change no number."""
     node = found.operand
     if node.target is CAST and _inside(found, node.args[0]):
-        same = node.meta["val"].dtype is node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+        same = node.meta["val"].dtype is node.args[0].meta["val"].dtype
         if same or is_upcast(node):
             return _unwidened(replace(found, operand=node.args[0], inside=(*found.inside, node)))
     return found
@@ -149,7 +149,7 @@ def _unmasked(found: Scores) -> Scores:
 def _replacing(node: Node) -> tuple[Any, Any, Any, bool]:
     """Value, mask, constant, and whether the mask names what is kept."""
     if node.target is ATEN.masked_fill.Scalar:
-        return (*node.args, False)  # type: ignore[return-value]
+        return (*node.args, False)
     if node.target is ATEN.where.ScalarOther:
         return node.args[1], node.args[0], node.args[2], True
     if node.target is ATEN.where.ScalarSelf:

@@ -57,11 +57,11 @@ def _whole(node: Node) -> Norm | None:
         (argument(node, 3, "bias"), argument(node, 4, "eps", 1e-5)) if centered else (None, argument(node, 3, "eps"))
     )
     operand = node.args[0]
-    if eps is None and operand.meta["val"].dtype is torch.float32:  # type: ignore[union-attr]
+    if eps is None and operand.meta["val"].dtype is torch.float32:
         eps = torch.finfo(torch.float32).eps
-    if eps is None or not all(isinstance(size, int) for size in shape):  # type: ignore[union-attr]
+    if eps is None or not all(isinstance(size, int) for size in shape):
         return None
-    return Norm(node, operand, weight, bias, math.prod(shape), eps, centered)  # type: ignore[arg-type]
+    return Norm(node, operand, weight, bias, math.prod(shape), eps, centered)
 
 
 def _by_hand(rsqrt: Node) -> Norm | None:
@@ -123,7 +123,7 @@ def _only(node: Any, inside: list[Node], *targets: Any) -> Node | None:
     if not _calls(node, *targets) or len(node.users) != 1:
         return None
     inside.append(node)
-    return node  # type: ignore[no-any-return]
+    return node
 
 
 def _operand(node: Node | None, index: int) -> Any:

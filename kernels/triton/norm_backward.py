@@ -163,10 +163,11 @@ def backward(
     other = None if second is None else torch.empty_like(h, dtype=second)
     # A symbol would have to be guarded.
     programs = min(PROGRAMS, triton.cdiv(rows, tile.rows)) if isinstance(rows, int) else PROGRAMS
-    make = torch.empty if tile.whole else torch.zeros
-    shape, kind = (programs, width), {"dtype": torch.float32, "device": h.device}
-    weight_sums = make(shape, **kind) if to_weight else None
-    bias_sums = make(shape, **kind) if to_bias else None
+    blank = torch.empty if tile.whole else torch.zeros  # programs that read a row in parts add to what is there
+    sums = [
+        blank((programs, width), dtype=torch.float32, device=h.device) if wanted else None
+        for wanted in (to_weight, to_bias)
+    ]
     wrap_triton(backward_kernel)[(programs,)](
         *(grads[min(i, len(grads) - 1)] for i in range(GRADS)),
         h if grad_sum is None else grad_sum,
@@ -176,8 +177,7 @@ def backward(
         rstd,
         first,
         first if other is None else other,
-        rstd if weight_sums is None else weight_sums,
-        rstd if bias_sums is None else bias_sums,
+        *(rstd if each is None else each for each in sums),
         rows,
         width,
         COUNT=len(grads),
@@ -193,5 +193,4 @@ def backward(
         WHOLE=tile.whole,
         num_warps=tile.warps,
     )
-    sums = [partial.sum(0) for partial in (weight_sums, bias_sums) if partial is not None]
-    return [first, *([] if other is None else [other]), *sums]
+    return [first, *([] if other is None else [other]), *(each.sum(0) for each in sums if each is not None)]

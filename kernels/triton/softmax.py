@@ -188,7 +188,8 @@ def _launch(
     """Grid, arguments after the tensors, constants."""
     width = x.shape[-1]
     tile = tile_of(width)
-    sizes, strides = (1, 1, 1, width), (0, 0, 0, 0)
+    sizes: tuple[int, ...] = (1, 1, 1, width)
+    strides: tuple[int, ...] = (0, 0, 0, 0)
     if mask is not None:
         sizes = (1,) * (4 - x.dim()) + tuple(x.shape)
         strides = (0,) * (4 - x.dim()) + mask.expand(x.shape).stride()

@@ -17,3 +17,7 @@ def test_numbers_in_the_interpreter():
 @pytest.mark.parametrize("capability", ["80", "90", "100"])
 def test_machine_code(capability):
     python("-m", "tests.kernels.triton.compiled_norm", capability, TRITON_INTERPRET="0")
+
+
+def test_torch_sees_one_launch_an_op():
+    python("-m", "tests.kernels.triton.traced_rows", TRITON_INTERPRET="0")
