@@ -92,7 +92,8 @@ def test_what_is_suggested_meets_the_tolerance(name: str) -> None:
     modules = {op.module for op in audit.ops}
     kept = {m for m in modules for path, _ in policy.modules if m == path or m.startswith(f"{path}.")}
     assert 0 < len(kept) < len(modules)
-    assert {op.dtype for op in again.ops if op.module in kept and not op.backward} == {torch.float32}
+    computing = [op for op in again.ops if op.op != "aten.zeros"]  # T5 asks for zeros in the dtype it had when traced
+    assert {op.dtype for op in computing if op.module in kept and not op.backward} == {torch.float32}
 
 
 def meets_with(needed: set[str]) -> Any:

@@ -25,7 +25,10 @@ class Limits:
 
     def __str__(self) -> str:
         products = (f"{most / 1e9:.0f} Gflop/s in {dtype}" for dtype, most in self.products.items())
-        return f"A copy moves {self.bandwidth / 1e9:.1f} GB/s; matrix products reach {' and '.join(products)}."
+        return (
+            f"A copy moves {self.bandwidth / 1e9:.1f} GB/s; matrix products reach {' and '.join(products)}. "
+            "What is written over its own input can go beyond the copy, which on a CPU also fetches what it overwrites."
+        )
 
 
 def measured_limits(records: Records) -> Limits | None:

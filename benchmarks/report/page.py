@@ -84,7 +84,14 @@ def hardware(records: Records) -> str:
 
 def promises(records: Records) -> str:
     """Targets and losses, kept or not."""
-    kept = [(t.promise, t.case, f"{t.measured:.3g}", "yes" if t.kept else "**no**") for t in targets(records)]
+    told: dict[tuple[str, ...], list[str]] = {}
+    for t in targets(records):
+        verdict = ("yes",) if t.kept else ("**no**", t.case)  # each one that is missed has a row
+        told.setdefault((t.promise, f"{t.measured:.3g}", *verdict), []).append(t.case)
+    kept = [
+        (promise, cases[0] if len(cases) == 1 else f"{len(cases)} cases", measured, verdict)
+        for (promise, measured, verdict, *_), cases in told.items()
+    ]
     lost = [(f"{x.case}: {x.peer}", f"{x.faster:.2f}" if x.faster else "doesn't run", x.cause) for x in losses(records)]
     text = table(["target", "case", "measured", "kept"], kept) if kept else ""
     return text + ("\nWhere others are faster:\n\n" + table(["", "times as fast", "why"], lost) if lost else "")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import NullFormatter
 
 from benchmarks.peers import AMP, LIMIT
 from benchmarks.records import Records
@@ -28,5 +29,6 @@ def _lines(axes: Axes, points: Points, unit: float) -> None:
         sizes, seconds = zip(*line, strict=True)
         axes.plot(sizes, [unit * value for value in seconds], label=peer, **looks(peer))
     axes.set_xscale("log")
+    axes.xaxis.set_minor_formatter(NullFormatter())  # they would overlap
     if set(points) - {AMP}:
         axes.legend()
