@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,8 +45,20 @@ def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, wa
     names = module_names(here.called)
     if options.policy.modules:
         compat_modules.guard_modules_of_frame(gm, names)
-    with modules_named(names):
+    with modules_named(names), _without_collector():
         return _rewrite(gm, example_inputs, options, watch)
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Python's collector would walk Dynamo's whole heap again and again meanwhile: a quarter of the time."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, watch: Watch | None) -> Rewritten:
