@@ -14,7 +14,7 @@ from ampcompile.kernels.check_grads import check_grads, check_grads_reference
 from ampcompile.kernels.linear_cast import linear_cast, linear_cast_reference
 from ampcompile.kernels.unscale import unscale_, unscale_reference_
 from benchmarks.architectures import build
-from benchmarks.peers import AMP, liger_unusable
+from benchmarks.peers import AMP
 from benchmarks.records import Row
 
 ROUNDS = 9
@@ -105,29 +105,6 @@ def step_kernels(model: str, device: str) -> Iterator[Kernel]:
             "torch: fused": _torch_adamw(params, grads).step,
         },
     )
-
-
-def norm_kernels(device: str) -> Iterator[Kernel]:
-    """A layer norm between two low-precision layers, forward and backward; Liger-Kernel's beside it on a GPU."""
-    rows, width = (512, 512) if device == "cpu" else (8192, 4096)
-    x = torch.randn(rows, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-    weight, bias = (torch.randn(width, device=device, requires_grad=True) for _ in range(2))
-    upstream = torch.randn_like(x)
-
-    def call(norm: Callable[..., Tensor]) -> None:
-        torch.autograd.grad(norm(x, weight, bias), (x, weight, bias), upstream)
-
-    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return torch.nn.functional.layer_norm(x.float(), (width,), weight, bias).bfloat16()
-
-    candidates: dict[str, Callable[[], object]] = {COMPILED: partial(call, torch.compile(plain))}
-    why = liger_unusable(device)
-    if why is None:
-        from liger_kernel.transformers.functional import liger_layer_norm
-
-        candidates[LIGER] = partial(call, partial(liger_layer_norm, eps=1e-5))
-    # Forward reads x and writes the result; backward reads x and upstream, and writes the gradient.
-    yield Kernel("layer norm", 10 * x.numel(), 20 * x.numel(), candidates, {LIGER: why} if why else {})
 
 
 def linear_kernels(device: str) -> Iterator[Kernel]:

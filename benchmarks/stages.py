@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks import kernel_cases, scaler_step
+from benchmarks import kernel_cases, row_cases, scaler_step
 from benchmarks.apart import apart
 from benchmarks.candidate import Candidate
 from benchmarks.compile_time import growth
@@ -62,7 +62,8 @@ def stages(setup: Setup) -> dict[str, Jobs]:
     kernels: Jobs = {
         "limits": partial(setup.call, kernel_cases.measure, kernel_cases.limits, setup.device),
         "step": partial(setup.call, kernel_cases.measure, kernel_cases.step_kernels, model, setup.device),
-        "norm": partial(setup.call, kernel_cases.measure, kernel_cases.norm_kernels, setup.device),
+        "norm": partial(setup.call, kernel_cases.measure, row_cases.norm_kernels, setup.device),
+        "softmax": partial(setup.call, kernel_cases.measure, row_cases.softmax_kernels, setup.device),
         "linear": partial(setup.call, kernel_cases.measure, kernel_cases.linear_kernels, setup.device),
     }
     stepped = "tiny GPT 23M" if setup.tiny else "GPT 23M" if setup.device == "cpu" else "GPT 124M"

@@ -1,0 +1,108 @@
+"""Norms and softmax between 16-bit layers: our kernels, Inductor's and Liger-Kernel's, and the bytes to be moved."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ampcompile.kernels.norm import norm
+from ampcompile.kernels.softmax import softmax
+from benchmarks.kernel_cases import COMPILED, LIGER, Kernel
+from benchmarks.peers import AMP, liger_unusable
+
+LOW = torch.bfloat16
+ON_CPU = "the kernel is one for GPUs: on the CPU it is its reference"
+Results = Sequence[Tensor]
+
+
+def norm_kernels(device: str) -> Iterator[Kernel]:
+    """A layer norm, and an RMS norm behind a residual addition, forward and backward."""
+    rows, width = (512, 512) if device == "cpu" else (8192, 4096)
+    x, residual = (torch.randn(rows, width, device=device, dtype=LOW, requires_grad=True) for _ in range(2))
+    weight, bias = (torch.randn(width, device=device, requires_grad=True) for _ in range(2))
+
+    def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Results:
+        return [torch.nn.functional.layer_norm(x.float(), (width,), weight, bias).to(LOW)]
+
+    def our_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Results:
+        return norm(x, None, weight, bias, width, 1e-5, True, False, False, LOW, 1)[2:]
+
+    def added(x: Tensor, residual: Tensor, weight: Tensor) -> Results:
+        h = x + residual
+        return [h, (torch.nn.functional.rms_norm(h.float(), (width,), weight, 1e-6)).to(LOW)]
+
+    def our_added(x: Tensor, residual: Tensor, weight: Tensor) -> Results:
+        return norm(x, residual, weight, None, width, 1e-6, False, False, False, LOW, 1)[1:]
+
+    # Forward reads x and writes the result; backward reads x and the gradient, and writes one.
+    yield _case("layer norm", 10 * x.numel(), 24 * x.numel(), (x, weight, bias), layer, our_layer, _liger_layer)
+    # Forward reads x and the residual, writes sum and result; backward reads sum and two gradients, and writes one.
+    given = x, residual, weight
+    yield _case("RMS norm of a sum", 16 * x.numel(), 24 * x.numel(), given, added, our_added, _liger_added)
+
+
+def softmax_kernels(device: str) -> Iterator[Kernel]:
+    """Scores scaled, a causal mask added, softmax, rounded; forward and backward."""
+    heads, length = (4, 128) if device == "cpu" else (128, 2048)
+    scores = torch.randn(1, heads, length, length, device=device, dtype=LOW, requires_grad=True)
+    mask = torch.full((length, length), torch.finfo(LOW).min, device=device, dtype=LOW).triu(1)
+
+    def plain(scores: Tensor) -> Results:
+        return [torch.softmax(scores * 0.125 + mask, -1, dtype=torch.float32).to(LOW)]
+
+    def ours(scores: Tensor) -> Results:
+        return softmax(scores, mask, 0.125, None, False, True, True, LOW)[:1]
+
+    # Forward reads and writes, backward reads two and writes one, and each reads the mask.
+    moved = 10 * scores.numel() + 4 * mask.numel()
+    yield _case("masked softmax", moved, 14 * scores.numel(), (scores,), plain, ours, partial(_liger_softmax, mask))
+
+
+def _case(
+    name: str,
+    moved: int,
+    flops: int,
+    given: tuple[Tensor, ...],
+    plain: Callable[..., Results],
+    ours: Callable[..., Results],
+    theirs: Callable[[], Callable[..., Results]],
+) -> Kernel:
+    device = given[0].device.type
+    gradients = [torch.randn_like(result) for result in plain(*given)]
+
+    def trained(function: Callable[..., Results]) -> None:
+        torch.autograd.grad(function(*given), given, gradients)
+
+    candidates: dict[str, Callable[[], object]] = {COMPILED: partial(trained, torch.compile(plain))}
+    unable = {}
+    if device == "cpu":
+        unable[AMP] = ON_CPU
+    else:
+        candidates[AMP] = partial(trained, ours)
+    if (why := liger_unusable(device)) is None:
+        try:
+            candidates[LIGER] = partial(trained, theirs())
+        except ImportError as error:  # an older release has fewer kernels
+            why = str(error)
+    unable |= {LIGER: why} if why else {}
+    return Kernel(name, moved, flops, candidates, unable)
+
+
+def _liger_layer() -> Callable[..., Results]:
+    from liger_kernel.transformers.functional import liger_layer_norm
+
+    return lambda x, weight, bias: [liger_layer_norm(x, weight, bias, 1e-5)]
+
+
+def _liger_added() -> Callable[..., Results]:
+    from liger_kernel.transformers.functional import liger_fused_add_rms_norm
+
+    return lambda x, residual, weight: liger_fused_add_rms_norm(x, residual, weight, 1e-6, in_place=False)[::-1]
+
+
+def _liger_softmax(mask: Tensor) -> Callable[..., Results]:
+    """Its softmax knows neither scale nor mask: torch does that before, as for any user of it."""
+    from liger_kernel.transformers.functional import liger_softmax
+
+    return lambda scores: [liger_softmax(scores * 0.125 + mask)]
