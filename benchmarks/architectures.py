@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.models import GPT, GPT_1_3B, GPT_23M, GPT_124M, GPTConfig
+from benchmarks.models import GPT, GPT_1_3B, GPT_23M, GPT_124M, GPT_124M_ODD, GPTConfig
 from benchmarks.tiny_linears import TinyLinears
 from benchmarks.unet import UNet
 
 Built = tuple[nn.Module, tuple[Tensor, ...]]
 
-GPTS = {"GPT 23M": GPT_23M, "GPT 124M": GPT_124M, "GPT 1.3B": GPT_1_3B}
+GPTS = {"GPT 23M": GPT_23M, "GPT 124M": GPT_124M, "GPT 124M/50257": GPT_124M_ODD, "GPT 1.3B": GPT_1_3B}
 TINY = "tiny "
 LABELS = 1000
 # Dropout is off everywhere: its random numbers differ from peer to peer, and then so would the losses.

@@ -1,6 +1,6 @@
 """Plain PyTorch models to measure and train: nothing in them knows about precision."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ class GPTConfig:
 GPT_13M = GPTConfig(layers=4, width=512, heads=8, vocab=256, context=128)
 GPT_23M = GPTConfig(layers=6, width=512, heads=8, vocab=8192, context=256)
 GPT_124M = GPTConfig(layers=12, width=768, heads=12, vocab=50304, context=1024)
+GPT_124M_ODD = replace(GPT_124M, vocab=50257)
 GPT_1_3B = GPTConfig(layers=24, width=2048, heads=16, vocab=50304, context=2048)
 
 

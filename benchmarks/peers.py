@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampcompile.config import FUSED
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -89,6 +91,8 @@ def liger_unusable(device: str) -> str | None:
 
 AMP = "amp"
 BASELINE = "Inductor + autocast"
+FUSING = tuple(f"{AMP}, fuse={family}" for family in ("none", *FUSED))
+"""Each family of fused kernels on, and all off; without a word the cost rule decides."""
 LIMIT = "Inductor, converted"
 """The whole model in the low type: fast, and not mixed precision any more."""
 
@@ -108,5 +112,6 @@ PEERS = {
         Peer(AMP, "amp", "compiled"),
         Peer(f"{AMP}, max-autotune", "amp", "compiled", mode="max-autotune"),
         Peer(f"{AMP}, reduce-overhead", "amp", "compiled", mode="reduce-overhead"),
+        *(Peer(name, "amp", "compiled", options=(("fuse", name.partition("=")[2]),)) for name in FUSING),
     )
 }

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks import kernel_cases, row_cases, scaler_step
+from benchmarks import kernel_cases, loss_cases, row_cases, scaler_step
 from benchmarks.apart import apart
 from benchmarks.candidate import Candidate
 from benchmarks.compile_time import growth
@@ -65,6 +65,7 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         "norm": partial(setup.call, kernel_cases.measure, row_cases.norm_kernels, setup.device),
         "softmax": partial(setup.call, kernel_cases.measure, row_cases.softmax_kernels, setup.device),
         "linear": partial(setup.call, kernel_cases.measure, kernel_cases.linear_kernels, setup.device),
+        "loss": partial(setup.call, kernel_cases.measure, loss_cases.loss_kernels, setup.device),
     }
     stepped = "tiny GPT 23M" if setup.tiny else "GPT 23M" if setup.device == "cpu" else "GPT 124M"
     passes: Jobs = {"passes": partial(setup.call, pass_growth, (1, 3) if setup.tiny else (16, 32, 64, 128, 256))}

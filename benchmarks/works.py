@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from benchmarks.architectures import TINY
-from benchmarks.peers import AMP, BASELINE, LIMIT, PEERS
+from benchmarks.peers import AMP, BASELINE, FUSING, LIMIT, PEERS
 
-ALL = tuple(PEERS)
+ALL = tuple(name for name in PEERS if name not in FUSING)
 CORE = ("eager fp32", "eager autocast", "Inductor fp32", BASELINE, LIMIT, AMP)
 RIVALS = ("eager autocast", BASELINE, LIMIT, AMP)
 MIXED = ("eager autocast", BASELINE, AMP)
@@ -95,6 +95,11 @@ def on_cuda() -> dict[str, tuple[Work, ...]]:
         "inference-float16": (Work("GPT 124M", 1, 16, CORE, dtype="float16"),),
         "training": (Work("GPT 124M", 8, 1024, CORE, EVERY),),
         "training-modes": (Work("GPT 124M", 8, 1024, (BASELINE, LIMIT, AMP, *modes), (CLIPPED,)),),
+        "training-fused": (
+            # With the vocabulary as it is: rows of logits begin anywhere. Their peak of memory is the logits'.
+            Work("GPT 124M/50257", 16, 1024, ("eager autocast", BASELINE, AMP, *FUSING), (PLAIN,)),
+            Work("T5", 16, 256, (BASELINE, AMP, *FUSING), (PLAIN,)),
+        ),
         "training-checkpoint": (Work("GPT 124M", 8, 1024, RIVALS, (CLIPPED,), checkpoint=True),),
         "training-large": (Work("GPT 1.3B", 1, 2048, MIXED, (CLIPPED, ACCUMULATED), checkpoint=True),),
         "training-float16": (Work("GPT 124M", 8, 1024, MIXED, (SCALED,), dtype="float16"),),

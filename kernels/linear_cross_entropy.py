@@ -28,7 +28,7 @@ from ampcompile.kernels.linear_cast import weight_gradient
 PIECE = 2**28
 """Bytes of logits at a time, about: 2048 rows of 50257 classes, enough to keep a GPU busy with one product."""
 FEWEST = 256
-"""Rows of a piece, at least."""
+"""Rows of a piece, at least; on the CPU all, for plain torch computes on several float32 copies of it."""
 
 
 @torch.library.custom_op("ampcompile::linear_cross_entropy", mutates_args=())
@@ -140,7 +140,7 @@ def _gradient_(logits: Tensor, lse: Tensor, target: Tensor, weight: Tensor | Non
 
 def _pieces(x: Tensor, low_weight: Tensor) -> Iterator[slice]:
     """The rows of one piece after the other; one empty piece if there are none."""
-    step = max(FEWEST, PIECE // (low_weight.shape[0] * x.itemsize) // 128 * 128)
+    step = max(FEWEST, PIECE // (low_weight.shape[0] * x.itemsize) // 128 * 128) if x.is_cuda else FEWEST
     return (slice(begin, begin + step) for begin in range(0, max(1, x.shape[0]), step))
 
 

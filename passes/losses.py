@@ -83,4 +83,4 @@ def _leaves_rows_whole(node: Node) -> bool:
     if name in ("slice", "select"):
         dim = argument(node, 1, "dim", 0)
         return dim % before.dim() != before.dim() - 1
-    return name in ("view", "_unsafe_view", "reshape", "contiguous", "clone", "alias")
+    return name in ("view", "_unsafe_view", "reshape", "flatten", "contiguous", "clone", "alias")

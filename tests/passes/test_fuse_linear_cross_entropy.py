@@ -14,6 +14,7 @@ from ampcompile.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from ampcompile.passes import fusing
 from ampcompile.passes.fuse_linear_cross_entropy import FuseLinearCrossEntropy
 from ampcompile.passes.fusing import Worth
+from benchmarks.architectures import build
 from tests.compiling import amp, error, gradients, training_errors
 
 from .rewriting import count, rewritten
@@ -160,3 +161,9 @@ def test_every_number_of_rows_is_one_graph() -> None:
             loss.backward()
         with torch.autocast("cpu", torch.bfloat16):
             torch.testing.assert_close(loss, head(given), rtol=1e-5, atol=0)
+
+
+def test_fires_in_the_benchmarks_gpt() -> None:
+    model, inputs = build("tiny GPT 124M/50257", 2, 16, training=True)
+    (graph,) = rewritten(model, *inputs, **ASKED)
+    assert count(graph, LINEAR_CROSS_ENTROPY) == 1

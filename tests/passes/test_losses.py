@@ -92,6 +92,8 @@ def _value(node: Any, source: Node, x: Tensor) -> Any:
     [
         (lambda x: x[1:].reshape(-1, 5), True),
         (lambda x: x[1].contiguous(), True),
+        (lambda x: x.flatten(0, 1), True),
+        (lambda x: x.flatten(1, 2), False),
         (lambda x: x.reshape(-1, 10)[:, :5], False),
         (lambda x: x.transpose(0, 2).reshape(-1, 3)[:, 1:], False),
         (lambda x: x[..., 1:].reshape(-1, 4), False),
