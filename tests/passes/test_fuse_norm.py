@@ -122,7 +122,7 @@ def test_fires_with_values_and_gradients_no_further_from_float64(f: Any) -> None
     (record,) = [record for _, record in fusions(fused)]
     assert record.family == "norm"
     assert run_passes([FUSE], fused)[0].rewrites == 0, "idempotent"
-    for _ in range(6):
+    for _ in range(12):
         args = tuple(torch.randn_like(a) * a.std() for a in (X, W, V, B))
         before, after = (results(graph, args, gradients=True) for graph in (unfused, fused))
         exact = in_float64(f, args, before)
@@ -132,7 +132,7 @@ def test_fires_with_values_and_gradients_no_further_from_float64(f: Any) -> None
         read = [best if a is not None else None for a, best in zip(after, exact, strict=True)]
         totals[0] += error(after, read)
         totals[1] += error(before, read)
-    assert totals[0] <= 1.03 * totals[1] + 1e-6
+    assert totals[0] <= 1.05 * totals[1] + 1e-6
 
 
 def fused(f: Any, *args: Tensor) -> tuple[Any, ...]:
