@@ -126,6 +126,11 @@ class Coefficients(NamedTuple):
     hit: Tensor
     smoothing: Tensor | None
 
+    def of(self, rows: slice) -> "Coefficients":
+        """Those of some of the rows."""
+        smoothing = None if self.smoothing is None else self.smoothing[rows]
+        return Coefficients(self.probability[rows], self.hit[rows], smoothing)
+
 
 def coefficients(
     grad: Tensor, lse: Tensor, target: Tensor, weight: Tensor | None, classes: int, kind: Kind
@@ -146,13 +151,13 @@ def coefficients(
 def gradient(logits: Tensor, lse: Tensor, target: Tensor, weight: Tensor | None, rows: Coefficients) -> Tensor:
     """The gradient of the logits, in their type. `target` is of rows that are ignored, too, where `hit` is 0."""
     top, rest = lse.unsqueeze(2)
-    probability, hit, smoothing = (None if part is None else part.unsqueeze(1) for part in rows)
-    out = (logits.float() - top - rest).exp() * probability
-    if smoothing is not None:
+    out = (logits.float() - top - rest).exp() * rows.probability.unsqueeze(1)
+    if rows.smoothing is not None:
+        smoothing = rows.smoothing.unsqueeze(1)
         out = out - (smoothing if weight is None else smoothing * weight)
     here = torch.arange(logits.shape[1], device=logits.device) == target.unsqueeze(1)
     # `out` is used once: used twice, Inductor would take it for a result of its own, and not write over the logits.
-    return (out - torch.where(here, hit, 0.0)).to(logits.dtype)
+    return (out - torch.where(here, rows.hit.unsqueeze(1), 0.0)).to(logits.dtype)
 
 
 def _index(target: Tensor, ignore_index: int) -> Tensor:

@@ -52,14 +52,16 @@ def linear_cross_entropy(
     tensors: summed over all rows in float32, and in their type.
     """
     kind = Kind(reduction, ignore_index, label_smoothing, z_loss)
-    pieces = []
+    lse, picked, weighted = [], [], []
     for rows in _pieces(x, low_weight):
         logits = F.linear(x[rows], low_weight, low_bias)
-        sums = row_sums(logits, class_weight, label_smoothing != 0)
-        pieces.append((*sums, picked_logits(logits, target[rows], ignore_index)))
+        sums, total = row_sums(logits, class_weight, label_smoothing != 0)
+        lse.append(sums)
+        picked.append(picked_logits(logits, target[rows], ignore_index))
+        weighted += [] if total is None else [total]
         del logits
-    lse, weighted, picked = (None if of[0] is None else torch.cat(of, -1) for of in zip(*pieces, strict=True))
-    return loss_of_rows(lse, picked, weighted, target, class_weight, low_weight.shape[0], kind), lse
+    of_rows = torch.cat(lse, 1), torch.cat(picked), torch.cat(weighted) if weighted else None
+    return loss_of_rows(*of_rows, target, class_weight, low_weight.shape[0], kind), of_rows[0]
 
 
 def linear_cross_entropy_reference(
@@ -72,8 +74,8 @@ def linear_cross_entropy_reference(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """The same in torch's own words, all logits at once."""
-    low = (None if t is None else t.to(x.dtype) for t in (weight, bias))
-    return cross_entropy_reference(F.linear(x, *low), *rest, **options)
+    logits = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return cross_entropy_reference(logits, *rest, **options)
 
 
 @linear_cross_entropy.register_fake
@@ -105,8 +107,7 @@ def linear_cross_entropy_backward(
     to_x, to_weight, to_bias = _gradients(x, low_weight, wanted)
     for rows in _pieces(x, low_weight):
         logits = F.linear(x[rows], low_weight, low_bias)
-        piece = Coefficients(*(None if part is None else part[rows] for part in of_rows))
-        logits = _gradient_(logits, lse[:, rows], target[rows], class_weight, piece)
+        logits = _gradient_(logits, lse[:, rows], target[rows], class_weight, of_rows.of(rows))
         if wanted[0]:
             torch.mm(logits, low_weight, out=to_x[rows])
         if wanted[1]:

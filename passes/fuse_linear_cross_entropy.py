@@ -47,7 +47,7 @@ class FuseLinearCrossEntropy:
         if record is None or not (is_low(x) and is_low(weight) and (bias is None or is_low(bias))):
             return False
         with loss.node.graph.inserting_before(loss.node):
-            rows = repeated(path, x, x.meta["val"].shape[-1])  # type: ignore[arg-type, union-attr]
+            rows = repeated(path, x, x.meta["val"].shape[-1])
         (master, low), (master_bias, low_bias) = _master_and_copy(weight), _master_and_copy(bias)
         given = (rows, master, master_bias, low, low_bias, loss.target, loss.weight, *loss.kind)
         fuse(loss.node, LINEAR_CROSS_ENTROPY, given, record, [loss.node])
@@ -58,7 +58,7 @@ class FuseLinearCrossEntropy:
     def _record(self, loss: Loss, linear: Node) -> Fusion | None:
         """None if it isn't worth it."""
         value = linear.meta["val"]
-        sizes = [elements_hint(value), elements_hint(linear.args[1].meta["val"])]  # type: ignore[union-attr]
+        sizes = [elements_hint(value), elements_hint(linear.args[1].meta["val"])]
         logits, weight = (None if size is None else size * value.itemsize for size in sizes)
         if logits is None or weight is None:
             again, freed, moved = 0, 0, None
@@ -74,7 +74,7 @@ def _layer(loss: Loss) -> tuple[Node | None, list[Node]]:
     path, node = list(loss.path), loss.logits
     while is_view(node) and len(node.users) == 1:
         path.insert(0, node)
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return (node if node.target is LINEAR and len(node.users) == 1 else None), path
 
 

@@ -108,7 +108,7 @@ def is_low(node: Any) -> bool:
 
 def is_view(node: Any) -> bool:
     """Whether a node gives its first operand's numbers, or some of them, each once, in other places."""
-    return isinstance(node, Node) and kind(node) == "moves" and node.target._schema.name in _VIEWS  # type: ignore[union-attr]
+    return isinstance(node, Node) and kind(node) == "moves" and node.target._schema.name in _VIEWS
 
 
 def low_source(value: Any) -> tuple[Node, list[Node]] | None:
@@ -120,7 +120,7 @@ def low_source(value: Any) -> tuple[Node, list[Node]] | None:
     while isinstance(value, Node) and len(value.users) == 1 and (is_upcast(value) or is_view(value)):
         path.insert(0, value)
         if is_upcast(value):
-            return value.args[0], path  # type: ignore[return-value]
+            return value.args[0], path
         value = value.args[0]
     return None
 

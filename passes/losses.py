@@ -76,10 +76,10 @@ def leave_rows_whole(path: Sequence[Node]) -> bool:
 
 
 def _leaves_rows_whole(node: Node) -> bool:
-    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    before, after = node.args[0].meta["val"], node.meta["val"]
     if before.shape[-1] is not after.shape[-1] and str(before.shape[-1]) != str(after.shape[-1]):
         return False
-    name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
+    name = node.target._schema.name.removeprefix("aten::")
     if name in ("slice", "select"):
         dim = argument(node, 1, "dim", 0)
         return dim % before.dim() != before.dim() - 1

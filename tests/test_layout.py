@@ -29,7 +29,7 @@ LAW = [
     {"weights", "packing", "scaler"},
     {"passes.graph", "passes.verify", "passes.base", "passes.higher_order", "passes.opaque", "passes.weight_copy"},
     {"passes.aliasing", "passes.commuting", "passes.gradients", "passes.lengths", "passes.minimum_cut", "passes.sizes"},
-    {"passes.decisions", "passes.fusing", "passes.norm_spellings", "passes.range_guards"},
+    {"passes.decisions", "passes.fusing", "passes.losses", "passes.norm_spellings", "passes.range_guards"},
     {"passes"},
     {"passes.pipeline"},
     {"lower", "ambient", "backend", ""},
