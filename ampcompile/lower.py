@@ -103,6 +103,4 @@ def _with_copies(compiled: Callable[..., Any], slots: Sequence[Slot], options: O
 
 def _shaped(weight: torch.Tensor, slot: Slot) -> torch.Tensor:
     copy = torch.empty_like(weight, dtype=slot.dtype, requires_grad=False)
-    if slot.layout == "strided":
-        return copy
-    return (copy.t() if slot.layout == "packed_t" else copy).contiguous()
+    return copy if slot.layout == "strided" else copy.contiguous()

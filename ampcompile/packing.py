@@ -12,45 +12,38 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .kernels.packed_linear import pack
 
-PAYS = {"packed": 3, "packed_t": 8}
+PAYS = 3
 """How often a copy is read before it is packed. Packing costs what it saves in as many calls: a weight that changes at
 every call is never packed, and nobody pays more than twice what would have been best."""
 
-# Each layout of `passes.weight_copy.Slot` as a view of the copy; oneDNN's product takes a plain second operand too.
-_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
-    "strided": lambda copy: copy,
-    "packed": lambda copy: copy,
-    "packed_t": Tensor.t,
-}
-_forms: Any = WeakTensorKeyDictionary()  # copy -> (its version, {layout: packed form})
+_forms: Any = WeakTensorKeyDictionary()  # copy -> (its version, its packed form)
 _lock = threading.Lock()
 
 
-def packed_form(copy: Tensor, layout: str, reads: int) -> Tensor | None:
-    """`copy` packed, if someone has packed it already or `reads` are enough. A copy that changed gets new forms: old
-    ones are never written, so a backward still waiting for one keeps the weights of its own forward."""
-    if layout == "strided":
-        return None
+def packed_form(copy: Tensor, reads: int) -> Tensor | None:
+    """`copy` packed, if someone has packed it already or `reads` are enough. A copy that changed gets a new form: old
+    ones are never written, so whoever still computes with one keeps the weights that it began with."""
     with _lock, torch.inference_mode(False), torch.no_grad():
-        version, forms = _forms.get(copy, (None, {}))
-        if version != copy._version:
-            _forms[copy] = (copy._version, forms := {})
-        if layout not in forms and reads >= PAYS[layout]:
-            forms[layout] = pack(_PLAIN[layout](copy).contiguous())
-        return forms.get(layout)
+        version, form = _forms.get(copy, (None, None))
+        if version == copy._version:
+            return form
+        if reads < PAYS:
+            return None
+        _forms[copy] = (copy._version, form := pack(copy.contiguous()))
+        return form
 
 
 def packed_bytes() -> int:
     """What all packed forms weigh."""
     with _lock:
-        return sum(form.numel() * form.itemsize for _, forms in list(_forms.values()) for form in forms.values())
+        return sum(form.numel() * form.itemsize for _, form in list(_forms.values()))
 
 
 def reader(indices: Sequence[int], layouts: Sequence[str]) -> Callable[[list[Tensor]], list[Tensor]]:
     """A function from a graph's copies to the forms it reads: form i is copy `indices[i]` in `layouts[i]`.
 
     A `weights.Binding` returns the same list for as long as nothing in it changed. The list and packed forms are kept
-    between calls, but no copy and no view of one: a reference to a copy would look like a pending backward.
+    between calls, but no copy: a reference to a copy would look like a pending backward.
     """
     places = list(zip(indices, layouts, strict=True))
     last: tuple[Any, ...] = ([], [], 0, [], [])
@@ -62,15 +55,15 @@ def reader(indices: Sequence[int], layouts: Sequence[str]) -> Callable[[list[Ten
             now = [(id(copy), copy._version) for copy in copies]
             reads = reads if now == stamps else 0
             stamps = now
-        if known is not copies or reads < max(PAYS.values()):
+        if known is not copies or reads < PAYS:
             reads += 1
-            if known is not copies or reads in PAYS.values():
-                packed = [packed_form(copies[i], layout, reads) for i, layout in places]
-                plain = [(at, i, _PLAIN[layout]) for at, (i, layout) in enumerate(places) if packed[at] is None]
+            if known is not copies or reads == PAYS:
+                packed = [None if layout == "strided" else packed_form(copies[i], reads) for i, layout in places]
+                plain = [(at, i) for at, (i, _) in enumerate(places) if packed[at] is None]
             last = (copies, stamps, reads, packed, plain)
         forms = packed.copy()
-        for at, i, view in plain:
-            forms[at] = view(copies[i])
+        for at, i in plain:
+            forms[at] = copies[i]
         return forms
 
     return read

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _LIBRARY = torch.library.Library("ampcompile", "FRAGMENT")
-_LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor packed, Tensor packed_t, Tensor? bias) -> Tensor")
+_LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor packed, Tensor? bias) -> Tensor")
 MULTIPLY = torch.ops.mkldnn._linear_pointwise.default
 PACKED_LINEAR = torch.ops.ampcompile.packed_linear.default
 
@@ -32,14 +32,13 @@ def pack(copy: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(copy.detach(), None)
 
 
-def packed_linear(x: Tensor, weight: Tensor, packed: Tensor, packed_t: Tensor, bias: Tensor | None) -> Tensor:
+def packed_linear(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ weight.t() + bias` in the dtype of `x` (..., in_features), bfloat16; the result is (..., out_features).
 
-    `packed` and `packed_t` hold the bfloat16 copy of `weight` and its transpose, packed: forward reads the first,
-    the gradient of `x` the second. `weight` itself is not read; its gradient is computed in bfloat16, as autocast
-    does, and cast to its dtype.
+    `packed` holds the bfloat16 copy of `weight`, packed or plain; `weight` itself is not read. No gradient flows: a
+    weight that is trained changes before packing it has paid.
     """
-    return PACKED_LINEAR(x, weight, packed, packed_t, bias)
+    return PACKED_LINEAR(x, weight, packed, bias)
 
 
 def packed_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -47,35 +46,17 @@ def packed_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> T
     return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
 
-def multiply_arguments(x: Any, weight: Any, packed: Any, packed_t: Any, bias: Any) -> tuple[Any, ...]:
-    """What oneDNN's operator `MULTIPLY` is called with for a `PACKED_LINEAR`: forward or backward, no epilogue."""
+def multiply_arguments(x: Any, weight: Any, packed: Any, bias: Any) -> tuple[Any, ...]:
+    """What oneDNN's operator `MULTIPLY` is called with for a `PACKED_LINEAR`."""
     return x, packed, bias, "none", [], ""
 
 
 @torch.library.impl(_LIBRARY, "packed_linear", "CPU")
 @torch.library.impl(_LIBRARY, "packed_linear", "MkldnnCPU")
-def _forward(x: Tensor, weight: Tensor, packed: Tensor, packed_t: Tensor, bias: Tensor | None) -> Tensor:
-    return MULTIPLY(*multiply_arguments(x, weight, packed, packed_t, bias))
+def _multiply(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return MULTIPLY(*multiply_arguments(x, weight, packed, bias))
 
 
 @torch.library.register_fake(PACKED_LINEAR, lib=_LIBRARY)
-def _(x: Tensor, weight: Tensor, packed: Tensor, packed_t: Tensor, bias: Tensor | None) -> Tensor:
+def _(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, packed, packed_t, _ = inputs
-    ctx.save_for_backward(x, packed, packed_t)
-    ctx.dtype = weight.dtype
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, packed, packed_t = ctx.saved_tensors
-    wants_x, wants_weight, _, _, wants_bias = ctx.needs_input_grad
-    rows = grad.reshape(-1, grad.shape[-1])
-    to_x = PACKED_LINEAR(grad, packed_t, packed_t, packed, None) if wants_x else None
-    to_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(ctx.dtype) if wants_weight else None
-    return to_x, to_weight, None, None, rows.sum(0) if wants_bias else None
-
-
-torch.library.register_autograd(PACKED_LINEAR, _backward, setup_context=_remember, lib=_LIBRARY)

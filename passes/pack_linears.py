@@ -1,8 +1,8 @@
 """On the CPU: linear layers read their hoisted weight in the blocks that oneDNN's matrix product wants.
 
-Packing changes no bit of a product that is worth packing. It happens when the weight changes instead of at every call,
-so it needs a copy that lives across calls: this pass takes the `weight_copy` reads that `hoist_weights` left in front
-of `aten.linear`.
+Packing changes no bit of a product that is worth packing. It happens once instead of at every call, so it needs a copy
+that lives across calls: this pass takes the `weight_copy` reads that `hoist_weights` left in front of `aten.linear`.
+It is for graphs without gradients: a weight that is trained changes before packing it has paid.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ def _packable(read: object, dtypes: frozenset[torch.dtype]) -> bool:
 
 @dataclass(frozen=True)
 class PackLinears:
-    """`dtypes`: what this machine multiplies packed. `gradients`: whether a backward may follow, which wants the
-    transpose too."""
+    """`dtypes`: what this machine multiplies packed."""
 
     dtypes: frozenset[torch.dtype]
-    gradients: bool
     name = "pack_linears"
     exact = True
 
@@ -50,9 +48,8 @@ class PackLinears:
                 if not _packable(read, self.dtypes):
                     continue
                 weight, copy = read.args
-                layouts = ("packed", "packed_t") if self.gradients else ("packed", "packed")
-                forms = [self._input(gm, inputs, copy, replace(copy.meta["amp_copy"], layout=form)) for form in layouts]
-                linear.target, linear.args = PACKED_LINEAR, (x, weight, *forms, linear.kwargs.get("bias", bias))
+                form = self._input(gm, inputs, copy, replace(copy.meta["amp_copy"], layout="packed"))
+                linear.target, linear.args = PACKED_LINEAR, (x, weight, form, linear.kwargs.get("bias", bias))
                 linear.kwargs = {}
                 gm.graph.erase_node(read)
                 packed += 1
@@ -65,8 +62,6 @@ class PackLinears:
         if slot not in inputs:
             with gm.graph.inserting_after(placeholders(gm)[-1]):
                 inputs[slot] = gm.graph.placeholder(f"{copy.name}_{slot.layout}")
-            plain = copy.meta["val"]
-            inputs[slot].meta = {**copy.meta, "amp_copy": slot}
-            inputs[slot].meta["val"] = plain.t().contiguous() if slot.layout == "packed_t" else plain.contiguous()
+            inputs[slot].meta = {**copy.meta, "amp_copy": slot, "val": copy.meta["val"].contiguous()}
             inputs[slot]._dynamo_source = None
         return inputs[slot]

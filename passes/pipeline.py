@@ -46,8 +46,8 @@ def pipeline(options: Options, regions: Regions, is_weight: Callable[[int, Node]
     )
     if options.weights == "cached":
         tidy += (HoistWeights(is_weight),)  # needs every cast in place: what is left to cast is a weight's own
-        if options.lower == "inductor" and packed_linear.available(torch.bfloat16):
-            tidy += (PackLinears(frozenset({torch.bfloat16}), gradients),)  # needs hoisted weights
+        if options.lower == "inductor" and not gradients and packed_linear.available(torch.bfloat16):
+            tidy += (PackLinears(frozenset({torch.bfloat16})),)  # needs hoisted weights
     elif gradients:
         tidy += (RecomputeCasts(is_weight),)  # needs the casts where they will be done
     tidy += (ShareCasts(gradients),)  # last: a weight's copy is packed for one reader

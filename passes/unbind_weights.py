@@ -1,6 +1,6 @@
 """For a graph that runs again under torch's own autograd: reads of weight copies become the casts they stand for.
 
-Copies, packed or not, have no history: with them a gradient of a gradient would miss what the weights contribute.
+Copies have no history: with them a gradient of a gradient would miss what the weights contribute.
 """
 
 from __future__ import annotations
@@ -8,21 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, GraphModule, Node
-
-from ampcompile.kernels.packed_linear import PACKED_LINEAR
+from torch.fx import GraphModule
 
 from .graph import bodies
 from .weight_copy import WEIGHT_COPY
 
 CAST = torch.ops.aten.to.dtype
-LINEAR = torch.ops.aten.linear.default
-
-
-def _cast(graph: Graph, weight: Node, copy: Node) -> Node:
-    cast = graph.call_function(CAST, (weight, copy.meta["val"].dtype))
-    cast.meta = dict(copy.meta)
-    return cast
 
 
 @dataclass(frozen=True)
@@ -39,17 +30,11 @@ class UnbindWeights:
         graph = gm.graph
         reads = graph.find_nodes(op="call_function", target=WEIGHT_COPY)
         for read in reads:
-            with graph.inserting_before(read):
-                read.replace_all_uses_with(_cast(graph, *read.args))
-            graph.erase_node(read)
-        products = graph.find_nodes(op="call_function", target=PACKED_LINEAR)
-        for product in products:
-            x, weight, packed, _, bias = product.args
-            with graph.inserting_before(product):
-                product.target, product.args = LINEAR, (x, _cast(graph, weight, packed), bias)
+            weight, copy = read.args
+            read.target, read.args = CAST, (weight, copy.meta["val"].dtype)
         for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
             body, _, *operands = node.args
             node.op, node.target, node.args = "call_module", body.target, tuple(operands)
         inner = sum(self.apply(body) for _, body in bodies(gm))
         gm.recompile()
-        return len(reads) + len(products) + inner
+        return len(reads) + inner

@@ -15,7 +15,7 @@ class Slot:
     weight: int
     dtype: torch.dtype
     layout: str = "strided"
-    """"strided" as the weight; "packed" or, its transpose, "packed_t" as `ampcompile.kernels.packed_linear` has it."""
+    """"strided" as the weight, or "packed" as `ampcompile.kernels.packed_linear` has it."""
 
 
 @torch.library.custom_op("ampcompile::weight_copy", mutates_args=())

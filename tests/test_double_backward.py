@@ -104,7 +104,7 @@ def test_it_is_as_exact_as_eager_autocast(loss):
     assert all(r is None or torch.isfinite(r).all() for r in found)
 
 
-def test_the_default_lowering_with_packed_weights():
+def test_the_default_lowering():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 1))
     _, ours, eagers = compared(model, penalty, torch.randn(64, 64), lower="inductor")

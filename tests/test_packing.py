@@ -21,17 +21,17 @@ def opaque(tensors):
 
 
 def test_a_copy_is_packed_once_it_was_read_often_enough():
-    held, read = copies(), reader([0, 0, 1], ["packed", "packed_t", "strided"])
-    for reads in range(1, 12):
+    held, read = copies(), reader([0, 1], ["packed", "strided"])
+    for reads in range(1, 8):
         forms = read(held)
-        assert opaque(forms) == [reads >= PAYS["packed"], reads >= PAYS["packed_t"], False]
-        assert [form.shape for form in forms] == [(70, 80), (80, 70), (70,)]
-    assert all(a is b for a, b in zip(read(held)[:2], read(held)[:2], strict=True))
+        assert opaque(forms) == [reads >= PAYS, False]
+        assert [form.shape for form in forms] == [(70, 80), (70,)]
+    assert read(held)[0] is read(held)[0]
 
 
 def test_a_changed_copy_starts_again():
     held, read = copies(), reader([0], ["packed"])
-    for _ in range(PAYS["packed"]):
+    for _ in range(PAYS):
         old = read(held)
     held[0].zero_()
     assert opaque(read(list(held))) == [False]
@@ -40,14 +40,14 @@ def test_a_changed_copy_starts_again():
 
 def test_another_list_of_the_same_copies_goes_on_counting():
     held, read = copies(), reader([0], ["packed"])
-    for _ in range(PAYS["packed"] - 1):
+    for _ in range(PAYS - 1):
         read(list(held))
     assert opaque(read(list(held))) == [True]
 
 
 def test_readers_share_forms_and_forms_go_with_their_copy():
     held, before = copies(), packed_bytes()
-    form = packed_form(held[0], "packed", PAYS["packed"])
+    form = packed_form(held[0], PAYS)
     assert reader([0], ["packed"])(held)[0] is form
     assert packed_bytes() == before + 70 * 80 * 2
     del held, form
@@ -55,7 +55,7 @@ def test_readers_share_forms_and_forms_go_with_their_copy():
 
 
 def test_no_reference_to_a_copy_stays():
-    held, read = copies(), reader([0, 0, 1], ["packed", "packed_t", "strided"])
+    held, read = copies(), reader([0, 1], ["packed", "strided"])
 
     def references():
         return [(sys.getrefcount(copy), storage_users(storage_key(copy))) for copy in held]

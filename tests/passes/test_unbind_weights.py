@@ -1,12 +1,10 @@
-"""Reads of copies become casts of the weights again, in bodies and in packed products too; the bits stay."""
+"""Reads of copies become casts of the weights again, in bodies too; the bits stay."""
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampcompile.double_backward import kept
-from ampcompile.kernels.packed_linear import PACKED_LINEAR, available
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import placeholders
 from ampcompile.passes.unbind_weights import UnbindWeights
@@ -45,11 +43,3 @@ def test_fires_in_bodies_too_and_leaves_the_original_alone():
     with torch.autocast("cpu"):
         assert torch.equal(result, model(x))
     assert UnbindWeights().apply(twin) == 0
-
-
-@pytest.mark.skipif(not available(torch.bfloat16), reason="this machine's oneDNN multiplies no packed bfloat16")
-def test_packed_products_are_unpacked():
-    _, _, found, twin, _, _ = unbound(64, lower="inductor")
-    assert count(found, PACKED_LINEAR) == 1
-    assert not twin.graph.find_nodes(op="call_function", target=PACKED_LINEAR)
-    assert twin.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
