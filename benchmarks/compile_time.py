@@ -26,7 +26,7 @@ TWELVE_LAYERS = GPTConfig(layers=12, width=384, heads=6, vocab=2048, context=128
 
 ONE_LAYER = GPTConfig(layers=1, width=16, heads=2, vocab=32, context=8)
 
-TEN_THOUSAND_NODES = replace(ONE_LAYER, layers=400)
+TEN_THOUSAND_NODES = replace(ONE_LAYER, layers=212)
 
 AFTER_DIFFERENTIATION = (
     (bind_weights, "bind"),
