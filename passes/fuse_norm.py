@@ -20,6 +20,7 @@ from ampcompile.kernels.norm import NORM
 from .aliasing import Memory
 from .commuting import CAST, rebuilt, same_layout
 from .fusing import Fusion, Worth, drop_unread, fuse, graphs, is_low, is_view, low_source
+from .gradients import stretches
 from .graph import op_name
 from .norm_spellings import Norm, norms
 
@@ -42,16 +43,16 @@ class FuseNorm:
         return sum(self._fuse(graph) for graph in graphs(gm))
 
     def _fuse(self, gm: GraphModule) -> int:
-        memory, fused = Memory(gm.graph), 0
+        memory, stretch, fused = Memory(gm.graph), stretches(gm.graph), 0
         with compat_tracing.on_fakes_of(gm), torch.no_grad():
             for norm in norms(gm.graph):
-                if _suits(norm, memory) and self.worth(norm.node.meta["val"].device, *SAVED):
-                    fused += _rewrite(norm, memory)
+                if _suits(norm, memory, stretch) and self.worth(norm.node.meta["val"].device, *SAVED):
+                    fused += _rewrite(norm, memory, stretch)
         return fused
 
 
-def _suits(norm: Norm, memory: Memory) -> bool:
-    """Whether the kernel takes such operands, and nobody writes into them."""
+def _suits(norm: Norm, memory: Memory, stretch: dict[Node, int]) -> bool:
+    """Whether the kernel takes such operands, nobody writes into them, and all of it has a gradient or none."""
     given = [node for node in (norm.node, norm.operand, norm.weight, norm.bias) if node is not None]
     values = [node.meta["val"] for node in given]
     return (
@@ -59,6 +60,7 @@ def _suits(norm: Norm, memory: Memory) -> bool:
         and norm.width > 0
         and _is_dense(values[0])
         and not any(map(memory.is_written, given))
+        and all(stretch[node] == stretch[norm.node] for node in norm.inside)
     )
 
 
@@ -66,15 +68,16 @@ def _is_dense(value: torch.Tensor) -> bool:
     return same_layout(value, value.new_empty(value.shape))
 
 
-def _rewrite(norm: Norm, memory: Memory) -> bool:
+def _rewrite(norm: Norm, memory: Memory, stretch: dict[Node, int]) -> bool:
     node, casts = norm.node, _low_readers(norm.node)
     operand, inside = norm.operand, [*norm.inside, node]
     before = low_source(operand)
-    if before is not None and not memory.is_written(before[0]):
+    here = stretch[node]
+    if before is not None and not memory.is_written(before[0]) and all(stretch[n] == here for n in before[1]):
         inside = [*before[1], *inside]
         with node.graph.inserting_before(node):
             operand = rebuilt([step for step in before[1] if step.target is not CAST], before[0])
-    addends = _addends(operand, node, {*inside}, memory)
+    addends = _addends(operand, node, {*inside}, memory) if stretch.get(operand) == here else None
     x, residual = addends or (operand, None)
     own = is_low(node)
     if not own and not casts and not any(map(is_low, (x, residual))):

@@ -19,6 +19,7 @@ from ampcompile.kernels.softmax import SOFTMAX
 from .aliasing import Memory
 from .commuting import CAST, same_layout
 from .fusing import Fusion, Worth, argument, drop_unread, fuse, graphs, is_low, is_upcast
+from .gradients import stretches
 from .graph import op_name
 
 ATEN = torch.ops.aten
@@ -54,15 +55,15 @@ class FuseSoftmax:
         return sum(self._fuse(graph) for graph in graphs(gm))
 
     def _fuse(self, gm: GraphModule) -> int:
-        memory, fused = Memory(gm.graph), 0
+        memory, stretch, fused = Memory(gm.graph), stretches(gm.graph), 0
         with compat_tracing.on_fakes_of(gm), torch.no_grad():
             for node in list(gm.graph.find_nodes(op="call_function", target=ATEN.softmax.int)):
                 if self.worth(node.meta["val"].device, *SAVED):
-                    fused += _rewrite(node, memory)
+                    fused += _rewrite(node, memory, stretch)
         return fused
 
 
-def _rewrite(node: Node, memory: Memory) -> bool:
+def _rewrite(node: Node, memory: Memory, stretch: dict[Node, int]) -> bool:
     found = _read_by(node)
     x, out = found.operand.meta["val"], node.meta["val"]
     result = _narrowing(node)
@@ -75,6 +76,7 @@ def _rewrite(node: Node, memory: Memory) -> bool:
         or not same_layout(out, out.new_empty(out.shape))
         or any(map(memory.is_written, (*given, *found.inside)))
         or any(n.meta["val"].device != x.device for n in given)
+        or any(stretch[n] != stretch[node] for n in (*found.inside, result))  # some of it has no gradient
     ):
         return False
     kinds = found.scale, found.fill, found.keep, found.scaled_low, found.masked_low

@@ -8,6 +8,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from .graph import changes_state
+
 _ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode
 _EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode
 
@@ -32,6 +34,15 @@ def differentiable(graph: Graph, enabled: bool) -> set[Node]:
                 found.add(node)
         elif enabled and not found.isdisjoint(node.all_input_nodes) and _is_floating(node.meta.get("val")):
             found.add(node)
+    return found
+
+
+def stretches(graph: Graph) -> dict[Node, int]:
+    """A number for each node: equal where grad mode is sure to be the same, since nothing between changes it."""
+    number, found = 0, {}
+    for node in graph.nodes:
+        number += changes_state(node)
+        found[node] = number
     return found
 
 

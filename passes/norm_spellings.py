@@ -89,6 +89,8 @@ def _by_hand(rsqrt: Node) -> Norm | None:
     widened = [n for read in (square.args[0], other, factors[0]) for n in _widening(read)]
     closed = {*inside, product, *widened}
     inside += [node for node in dict.fromkeys(widened) if closed.issuperset(node.users)]
+    if any(is_upcast(node) and node not in inside for node in widened):
+        return None  # float32 is read elsewhere: the gradients of both meet there
     return _weighted(Norm(product, x, None, None, shape[-1], eps, False, inside=tuple(inside)))
 
 

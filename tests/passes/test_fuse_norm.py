@@ -206,7 +206,14 @@ def in_float64_itself(x, w, v, b):
     return F.layer_norm(x.double(), (32,)).float() @ w
 
 
+def constant_variance(x, w, v, b):
+    with torch.no_grad():
+        share = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (x * share) @ w
+
+
 DECLINES = [
+    constant_variance,
     written,
     nothing_low,
     users_cast,
@@ -236,6 +243,15 @@ def test_a_sum_that_is_read_before_the_norm_stays() -> None:
 
     x, added, *_ = fused(in_order(f), X, W, V, B)
     assert added is None and x.target is torch.ops.aten.add.Tensor
+
+
+def test_a_sum_without_a_gradient_stays() -> None:
+    def f(x, w, v, b):
+        with torch.no_grad():
+            h = x + x @ w
+        return F.layer_norm(h, (32,), v, b) @ w
+
+    assert fused(f, X, W, V, B)[1] is None
 
 
 def test_a_sum_that_broadcasts_stays() -> None:

@@ -164,7 +164,13 @@ def asked_for_float64(q, k, bias, chosen):
     return torch.softmax(q @ k, -1, dtype=torch.float64)
 
 
-DECLINES = [another_dimension, nothing_low, written, asked_for_float64]
+def constant_scores(q, k, bias, chosen):
+    with torch.no_grad():
+        scores = (q @ k) * 0.25
+    return torch.softmax(scores, -1) @ k.mT
+
+
+DECLINES = [constant_scores, another_dimension, nothing_low, written, asked_for_float64]
 
 
 @pytest.mark.parametrize("f", DECLINES, ids=lambda f: f.__name__)
