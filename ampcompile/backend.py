@@ -79,7 +79,8 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     watch = logs.both(watch, None if logged is None else logged.watch)
     history = [captured, *run_passes(pipeline(options, regions, is_weight), graph, watch)]
     if fuse := fusion(options, device_type):
-        graph.meta[UNFUSED] = kept(graph)
+        if torch.is_grad_enabled():
+            graph.meta[UNFUSED] = kept(graph)
         history += run_passes(fuse, graph, watch)
     if logged is not None:
         logs.say(logged.record(gm, graph, history))

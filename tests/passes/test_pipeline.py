@@ -6,7 +6,7 @@ import torch
 from ampcompile.config import Options
 from ampcompile.kernels import packed_linear
 from ampcompile.passes.graph import Regions
-from ampcompile.passes.pipeline import pipeline
+from ampcompile.passes.pipeline import fusion, pipeline
 
 BASE = ["assign_precision", "insert_casts", "spread_casts", "fold_casts", "move_casts"]
 PACKED = ["pack_linears"] if packed_linear.available(torch.bfloat16) else []
@@ -28,3 +28,13 @@ def test_the_order(options: dict[str, str], names: list[str]) -> None:
     assert [each.name for each in inference if each.name not in names] == ([] if options else PACKED)
     # The only pass that rounds is the one that says so.
     assert [each.name for each in passes if not each.exact] == ["insert_casts"]
+
+
+def test_fused_kernels_are_looked_for_on_a_gpu_or_by_name() -> None:
+    names = [each.name for each in fusion(Options(), "cuda")]
+    # A layer and its loss go before the passes that take either of the two.
+    assert names[:2] == ["fuse_linear_cross_entropy", "fuse_cross_entropy"]
+    assert all(name.startswith("fuse_") for name in names)
+    assert fusion(Options(), "cpu") == fusion(Options(fuse="none"), "cuda") == ()
+    assert [each.name for each in fusion(Options(fuse="cross_entropy"), "cpu")] == ["fuse_cross_entropy"]
+    assert fusion(Options(fuse="cross_entropy", lower="eager"), "cpu") == ()
