@@ -124,3 +124,19 @@ def test_the_op_is_registered_as_torch_wants_it(centered: bool) -> None:
     plain = [None if t is None else t.detach() for t in given]
     arguments = grads, None, plain[1], plain[2], mean, torch.rand(3), 8, False, True, True, LOW
     torch.library.opcheck(norm_backward, arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [1, 33, 768, 8192, 20000])
+@pytest.mark.parametrize("centered", [True, False])
+def test_on_a_gpu_it_is_what_the_reference_is(width: int, centered: bool) -> None:
+    given = operands((300, width), HIGH, LOW)
+    there = [t.detach().cuda().requires_grad_() for t in given]
+    here, over = fused(given, centered, LOW), fused(there, centered, LOW)
+    grads = [torch.randn_like(t) for t in here]
+    found = torch.autograd.grad(over, there, [grad.cuda() for grad in grads])
+    assert error([t.cpu() for t in over], [t.double() for t in here]) < 1e-3
+    exact = torch.autograd.grad(here, given, grads)
+    assert error([t.cpu() for t in found], [t.double() for t in exact]) < 1e-3
+    again = torch.autograd.grad(fused(there, centered, LOW), there, [grad.cuda() for grad in grads])
+    assert all(map(torch.equal, found, again)), "the same bits in every run"

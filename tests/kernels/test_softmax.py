@@ -99,3 +99,18 @@ def test_the_op_is_registered_as_torch_wants_it() -> None:
     rows = torch.rand(2, 6) + 1
     given = torch.randn(2, 3, 8), x.detach(), mask, *rows, 0.5, None, False, True, False
     torch.library.opcheck(softmax_backward, given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [1, 33, 768, 8192, 20000])
+def test_on_a_gpu_it_is_what_the_reference_is(width: int) -> None:
+    for mask, fill, keep in masks((2, 3, 5, width), LOW):
+        kinds = 0.3, fill, keep, True, mask is not None and mask.dtype == LOW, LOW
+        x, grad = torch.randn(2, 3, 5, width).to(LOW), torch.randn(2, 3, 5, width).to(LOW)
+        results = []
+        for device in ("cpu", "cuda"):
+            leaf = x.to(device).requires_grad_()
+            out, *_ = softmax(leaf, None if mask is None else mask.to(device), *kinds)
+            results.append([out.cpu(), torch.autograd.grad(out, leaf, grad.to(device))[0].cpu()])
+        for ours, theirs in zip(*reversed(results), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=1e-3, equal_nan=True)
