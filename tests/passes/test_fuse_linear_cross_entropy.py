@@ -167,3 +167,22 @@ def test_fires_in_the_benchmarks_gpt() -> None:
     model, inputs = build("tiny GPT 124M/50257", 2, 16, training=True)
     (graph,) = rewritten(model, *inputs, **ASKED)
     assert count(graph, LINEAR_CROSS_ENTROPY) == 1
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_late_backward_is_through_the_weights_of_before_the_step(lower: str) -> None:
+    given, plain = tokens(), Head()
+    found = []
+    for step in (False, True):
+        head = copy.deepcopy(plain)
+        compiled = torch.compile(head, backend="amp", options={"lower": lower, **ASKED})
+        compiled(given).backward()
+        late = compiled(given)
+        if step:
+            torch.optim.SGD(head.parameters(), lr=0.5).step()
+            compiled(given)
+        head.zero_grad()
+        late.backward()
+        found.append([parameter.grad for parameter in head.parameters()])
+    for stepped, not_stepped in zip(*found, strict=True):
+        assert torch.equal(stepped, not_stepped)
