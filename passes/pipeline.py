@@ -25,7 +25,6 @@ from .insert_casts import InsertCasts
 from .move_casts import MoveCasts
 from .pack_linears import PackLinears
 from .place_casts import PlaceCasts
-from .recompute_casts import RecomputeCasts
 from .share_casts import ShareCasts
 from .spread_casts import SpreadCasts
 
@@ -48,8 +47,6 @@ def pipeline(options: Options, regions: Regions, is_weight: Callable[[int, Node]
         tidy += (HoistWeights(is_weight),)  # needs every cast in place: what is left to cast is a weight's own
         if options.lower == "inductor" and not gradients and packed_linear.available(torch.bfloat16):
             tidy += (PackLinears(frozenset({torch.bfloat16})),)  # needs hoisted weights
-    elif gradients:
-        tidy += (RecomputeCasts(is_weight),)  # needs the casts where they will be done
     tidy += (ShareCasts(gradients),)  # last: a weight's copy is packed for one reader
     return decide + act + tidy
 

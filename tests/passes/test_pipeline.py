@@ -15,7 +15,7 @@ PACKED = ["pack_linears"] if packed_linear.available(torch.bfloat16) else []
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ({"weights": "every_call"}, [*BASE, "recompute_casts", "share_casts"]),
+        ({"weights": "every_call"}, [*BASE, "share_casts"]),
         ({"lower": "eager"}, [*BASE, "hoist_weights", "share_casts"]),
         ({}, [*BASE, "hoist_weights", "share_casts"]),
     ],
