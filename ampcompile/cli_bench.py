@@ -158,9 +158,7 @@ def table(results: Results) -> str:
     """The results as text."""
     baseline = results.candidates[0].median
     rows = [
-        (c.name, c.failed, "", "", "")
-        if c.failed
-        else (
+        (
             c.name,
             f"{1e3 * c.median:.3g} ms",
             f"{1e3 * min(c.seconds):.3g} to {1e3 * max(c.seconds):.3g}",
@@ -168,7 +166,9 @@ def table(results: Results) -> str:
             f"{c.first_call:.1f} s",
         )
         for c in results.candidates
+        if not c.failed
     ]
+    failures = "".join(f"\n{c.name} failed: {c.failed}" for c in results.candidates if c.failed)
     headings = ("", "median of one call", "range", "times as fast as eager", "first call")
     about = "forward and backward, weights new in each call" if results.work == "training" else "inference"
-    return f"{about}, {results.device} in {results.dtype}\n\n{render_table(headings, rows)}"
+    return f"{about}, {results.device} in {results.dtype}\n\n{render_table(headings, rows)}{failures}"

@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-import os
 import sys
 import traceback
 import warnings
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ampcompile import GradScaler, weight_stats
 from tests.compiling import LOW
 from tests.distributed_model import Model, alone, amp, batch, checkpointed, full, gradients, loss_of, same, selectively
+from tests.ranks import join
 
 CASES = {}
 
@@ -222,11 +222,11 @@ def a_checkpoint_moves_between_world_sizes():
         scaler.step(optimizer)
         scaler.update()
     state = {"model": get_model_state_dict(model), "scaler": scaler.state_dict()}
-    dcp.save(state, checkpoint_id=os.environ["CHECKPOINT"])
+    dcp.save(state, checkpoint_id=Path(sys.argv[1], "checkpoint"))
     with torch.autocast("cpu", LOW), torch.no_grad():
         outputs = model(batch(0, rank=0)).float()
     if dist.get_rank() == 0:
-        torch.save(outputs, Path(os.environ["CHECKPOINT"], "outputs.pt"))
+        torch.save(outputs, Path(sys.argv[1], "checkpoint", "outputs.pt"))
 
 
 def load(folder):
@@ -248,7 +248,7 @@ def load(folder):
 
 
 def main():
-    dist.init_process_group("gloo")
+    join()
     outcomes = {}
     chosen = {name: run for name, run in CASES.items() if not sys.argv[2:] or name in sys.argv[2:]}
     for name, run in chosen.items():
@@ -265,7 +265,7 @@ def main():
     dist.all_gather_object(gathered, outcomes)
     if dist.get_rank() == 0:
         joined = {name: "".join(outcome[name] for outcome in gathered) for name in chosen}
-        Path(sys.argv[1]).write_text(json.dumps(joined))
+        Path(sys.argv[1], "outcomes.json").write_text(json.dumps(joined))
     dist.destroy_process_group()
 
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompile.scaler import GradScaler
+from tests.ranks import join
 from tests.scaler_cases import assert_close
 
 
@@ -61,7 +62,7 @@ def full(param: torch.Tensor) -> torch.Tensor:
 
 
 def main(wrapper: str, kind: str, how: str) -> None:
-    dist.init_process_group("gloo")
+    join()
     optimizers = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD, "RMSprop": torch.optim.RMSprop}
     net = model()
     if wrapper == "fsdp":

@@ -1,11 +1,6 @@
 """Two processes (gloo): DDP and FSDP2 give what one process gives, skip together, and checkpoints move both ways."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,40 +9,12 @@ if not torch.distributed.is_available():
     pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
 
 from tests import distributed_ranks
-
-ROOT = Path(__file__).parents[1]
+from tests.ranks import run_ranks
 
 
 def outcomes(folder):
     """What went wrong in each case, empty text where all is well. One pair of processes runs them all."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "CHECKPOINT": str(folder / "checkpoint"),
-    }
-    command = [sys.executable, "-m", "tests.distributed_ranks", str(folder / "outcomes.json")]
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **world, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=550)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)[-4000:]
+    run_ranks("tests.distributed_ranks", str(folder), folder=folder, timeout=550)
     return json.loads((folder / "outcomes.json").read_text())
 
 
