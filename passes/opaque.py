@@ -29,15 +29,17 @@ class LeftAlone(torch.nn.Module):
         super().__init__()
         self.graph_module = graph
         self.regions: Regions | None = None  # None: the autocast state of the caller, as while capturing
+        self.grad = True  # the grad mode that it was captured in
 
     def forward(self, *args: Any) -> Any:
         return self.graph_module(*args) if self.regions is None else self.run(self.regions, *args)
 
     def run(self, regions: Regions, *args: Any) -> Any:
-        """Call the graph under the autocast state of `regions`, for the device of its first tensor."""
+        """Call the graph in its grad mode, under the autocast state of `regions` for the device of its first tensor."""
         device_type = next((a.device.type for a in pytree.tree_leaves(args) if isinstance(a, torch.Tensor)), "cpu")
         precision = regions.precision(device_type)
-        with torch.autocast(device_type, precision, enabled=precision is not None, cache_enabled=False):
+        region = torch.autocast(device_type, precision, enabled=precision is not None, cache_enabled=False)
+        with region, torch.set_grad_enabled(self.grad):
             return self.graph_module(*args)
 
 
@@ -84,6 +86,11 @@ def outline(gm: GraphModule) -> GraphModule:
             alone.add(current)
         depth += _opens(node)
         part[node] = current
+        if _name(node) == "_autograd_grad":  # of what may have been computed in a stretch that was closed: one with it
+            outputs_and_inputs = pytree.arg_tree_leaves(*node.args[:2])
+            begins = min((part[n] for n in outputs_and_inputs if n in part), default=current)
+            part.update((n, begins) for n, p in part.items() if p > begins)
+            alone.add(current := begins)
         depth -= _closes(node)
         if depth == 0 and current in alone:
             current += 1

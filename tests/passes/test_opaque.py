@@ -118,3 +118,27 @@ def test_two_stretches_and_what_is_between_them_keep_their_order():
     run, recorder = amp(f)
     assert same_bits(run(a), f(b)) and torch.equal(a, b)
     assert len(left_alone(recorder)) == 2
+
+
+def jacobian(x, w):
+    return torch.func.jacrev(lambda row: (row @ w).sum(0))(x)
+
+
+def vjp(x, w):
+    out, pull = torch.func.vjp(lambda row: (row @ w).sum(0), x)
+    between = out @ w
+    return between, pull(torch.ones_like(out))[0], pull(between)[0] @ w
+
+
+def hessian(x, w):
+    return torch.func.hessian(lambda row: (row @ w).square().sum())(x[:2])
+
+
+@pytest.mark.parametrize("f", [jacobian, vjp, hessian])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_gradient_asked_for_later_is_in_one_stretch_with_what_it_is_of(f, grad):
+    x, w = torch.randn(4, 8, requires_grad=grad), torch.randn(8, 8, requires_grad=grad)
+    run, recorder = amp(f)
+    with torch.set_grad_enabled(grad):
+        assert same_bits(run(x, w), eager(f, x, w))
+    assert len(left_alone(recorder)) == 1
