@@ -81,6 +81,7 @@ class _Capture(Interpreter):
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.fetch_attr(target)
         if isinstance(module, opaque.LeftAlone):
+            module.grad = torch.is_grad_enabled()
             with compat_tracing.untraced():
                 result = module(*args)
             name = self.bodies.attach(module, opaque.OUTLINED)
@@ -176,6 +177,7 @@ def _finish(captured: GraphModule, original: GraphModule) -> GraphModule:
         node._rename(source.name)
         node.target = node.name
         node.meta = {**source.meta, "val": node.meta.get("val")}
+        node.meta.pop("grapharg", None)  # a weak reference to the real input, which `swap_tensors` would then refuse
         if hasattr(source, "_dynamo_source"):
             node._dynamo_source = source._dynamo_source
     for name, constant in list(captured._buffers.items()):  # AOTAutograd takes a buffer for an input that Dynamo named
