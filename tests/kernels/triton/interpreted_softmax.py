@@ -8,6 +8,7 @@ import torch
 from ampcompile.kernels.softmax import softmax_backward_reference, softmax_reference
 from ampcompile.kernels.triton import norm as tiles
 from ampcompile.kernels.triton import softmax as gpu
+from tests.kernels.triton.interpreting import as_on_a_gpu
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of arithmetic with infinity and NaN
@@ -19,6 +20,7 @@ WIDTHS = (1, 7, 16, 33, 64, 65, 66, 97)  # several rows a program, one, and rows
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """A program takes milliseconds here: few of them. Results start as NaN."""
+    as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(tiles, "WHOLE", WHOLE)
     monkeypatch.setattr(tiles, "TILE", 32)
     monkeypatch.setattr(gpu, "wrap_triton", lambda kernel: kernel)
