@@ -3,6 +3,7 @@
 import contextlib
 import gc
 
+import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -118,6 +119,15 @@ STEPS = st.lists(
     min_size=4,
     max_size=40,
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_here_stays():
+    """Each program ends with a collection, which needn't look at what other tests have left: seconds, later on."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
