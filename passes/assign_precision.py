@@ -106,7 +106,7 @@ class _Walk:
     def _call(self, node: Node) -> Decision:
         if node.op == "call_module":
             regions = self.regions.copy()
-            result = self.gm.get_submodule(str(node.target)).run(regions, *self._arguments(node.args))
+            result = self.gm.get_submodule(str(node.target)).run_on_fakes(regions, self._arguments(node.args))
             return Decision("left to the dispatcher's own autocast", result, regions=regions, known=False)
         if isinstance(node.target, HigherOrderOperator):
             return self._higher_order(node, node.target)

@@ -81,7 +81,7 @@ class _Capture(Interpreter):
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.fetch_attr(target)
         if isinstance(module, opaque.LeftAlone):
-            module.grad = torch.is_grad_enabled()
+            module.note(args)
             with compat_tracing.untraced():
                 result = module(*args)
             name = self.bodies.attach(module, opaque.OUTLINED)

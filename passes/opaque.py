@@ -30,6 +30,12 @@ class LeftAlone(torch.nn.Module):
         self.graph_module = graph
         self.regions: Regions | None = None  # None: the autocast state of the caller, as while capturing
         self.grad = True  # the grad mode that it was captured in
+        self.differentiated: list[bool] = []  # which arguments had gradients then
+
+    def note(self, args: tuple[Any, ...]) -> None:
+        """Keep what it is captured with."""
+        self.grad = torch.is_grad_enabled()
+        self.differentiated = [isinstance(a, torch.Tensor) and a.requires_grad for a in args]
 
     def forward(self, *args: Any) -> Any:
         return self.graph_module(*args) if self.regions is None else self.run(self.regions, *args)
@@ -41,6 +47,13 @@ class LeftAlone(torch.nn.Module):
         region = torch.autocast(device_type, precision, enabled=precision is not None, cache_enabled=False)
         with region, torch.set_grad_enabled(self.grad):
             return self.graph_module(*args)
+
+    def run_on_fakes(self, regions: Regions, args: tuple[Any, ...]) -> Any:
+        """`run`, on values that were computed without gradients."""
+        with torch.set_grad_enabled(self.grad):
+            # A clone, since a leaf can't be written in place.
+            pairs = zip(args, self.differentiated, strict=True)
+            return self.run(regions, *(a.detach().requires_grad_().clone() if grad else a for a, grad in pairs))
 
 
 def _name(node: Node) -> str:

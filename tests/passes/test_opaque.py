@@ -142,3 +142,16 @@ def test_a_gradient_asked_for_later_is_in_one_stretch_with_what_it_is_of(f, grad
     with torch.set_grad_enabled(grad):
         assert same_bits(run(x, w), eager(f, x, w))
     assert len(left_alone(recorder)) == 1
+
+
+class Hooked(Layers):
+    def forward(self, x):
+        h = self.layers[0](x)
+        h.register_hook(lambda gradient: gradient * 3)
+        return self.layers[1](h)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo 2.11 does it itself
+def test_a_hook_on_an_activation_acts():
+    theirs, ours, _ = training_errors(Hooked(), loss, [torch.randn(4, 8)])
+    assert 0 < ours <= 1.1 * theirs
