@@ -33,6 +33,13 @@ GROUPS = (
         "scatter_add_ scatter_reduce_.two",
     ),
     Group(
+        "lower_precision_fp",
+        ("cpu",),
+        "what nn.TransformerEncoderLayer calls without gradients; eager autocast lowers the products inside it",
+        "_transformer_encoder_layer_fwd",
+        keeps=("norm_weight_1", "norm_bias_1", "norm_weight_2", "norm_bias_2"),
+    ),
+    Group(
         "fp32",
         ACCELERATORS,
         "made of log_softmax and nll_loss, both in float32 under autocast; kept whole, one kernel can do it",

@@ -1,5 +1,6 @@
 """The tables against eager autocast: each op run both ways, on real CPU tensors and on fake ones of other devices."""
 
+import copy
 import itertools
 import warnings
 from collections import Counter
@@ -186,6 +187,22 @@ def test_lstm_for_inference(bidirectional):
         ours = ByRule(traced, "cpu").run(x)
     assert ours.dtype == eager.dtype == LOW
     assert torch.equal(ours, eager)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_an_encoder_layer_for_inference(norm_first):
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=norm_first).eval()
+    x = torch.randn(3, 5, 16)
+    with torch.no_grad():
+        exact = copy.deepcopy(layer).double()(x.double())
+        with autocast("cpu", True):
+            eager = layer(x)
+            traced = trace(layer, (x,), {}, taken_apart("cpu"))
+        with autocast("cpu", False):
+            ours = ByRule(traced, "cpu").run(x)
+    assert traced.graph.find_nodes(op="call_function", target=op_named("aten::_transformer_encoder_layer_fwd"))
+    assert ours.dtype == eager.dtype == LOW
+    assert 0 < (ours - exact).norm() < 1.5 * (eager - exact).norm()
 
 
 # torch's operator database --------------------------------------------------------------------------------------
