@@ -19,6 +19,7 @@ from ampcompile import compat_ops
 from ampcompile.compat_ops import op_named
 from ampcompile.rules import composite_needs_decomposition, rule_for, table
 from ampcompile.rules_composite import CONTENTS
+from tests.compiling import amp
 from tests.op_calls import (
     LOW,
     Call,
@@ -193,14 +194,14 @@ def test_lstm_for_inference(bidirectional):
 def test_an_encoder_layer_for_inference(norm_first):
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=norm_first).eval()
     x = torch.randn(3, 5, 16)
+    run, recorder = amp(layer)
     with torch.no_grad():
         exact = copy.deepcopy(layer).double()(x.double())
         with autocast("cpu", True):
             eager = layer(x)
-            traced = trace(layer, (x,), {}, taken_apart("cpu"))
-        with autocast("cpu", False):
-            ours = ByRule(traced, "cpu").run(x)
-    assert traced.graph.find_nodes(op="call_function", target=op_named("aten::_transformer_encoder_layer_fwd"))
+        ours = run(x)
+    fast_path = op_named("aten::_transformer_encoder_layer_fwd")
+    assert recorder.graphs[0].graph.graph.find_nodes(op="call_function", target=fast_path)
     assert ours.dtype == eager.dtype == LOW
     assert 0 < (ours - exact).norm() < 1.5 * (eager - exact).norm()
 
