@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ampcompile import dtypes
 from ampcompile.dtypes import FLOATS
@@ -111,13 +112,12 @@ class Regions:
 
 def castable(value: Any) -> bool:
     """Whether autocast may cast a value: a dense float32, bfloat16 or float16 tensor, no quantized subclass."""
-    if not isinstance(value, torch.Tensor) or value.dtype not in FLOATS or value.layout is not torch.strided:
+    if not isinstance(value, torch.Tensor) or value.dtype not in FLOATS:
         return False
-    return not torch.utils._python_dispatch.is_traceable_wrapper_subclass(value) or _is_dtensor(value)
-
-
-def _is_dtensor(value: torch.Tensor) -> bool:
-    return type(value).__name__ == "DTensor"
+    if value.layout not in (torch.strided, torch.jagged):
+        return False
+    # Of the tensors that hold others, those that hold the same numbers.
+    return not is_traceable_wrapper_subclass(value) or type(value).__name__ in ("DTensor", "NestedTensor")
 
 
 def in_dtype(value: Any, dtype: torch.dtype | None) -> Any:

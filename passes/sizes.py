@@ -5,6 +5,7 @@ Nothing here asks a symbol for its value, which would add a guard; only for its 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -13,12 +14,17 @@ import torch
 from ampcompile.dtypes import FLOATS
 
 
+def _sizes(value: Any) -> Sequence[int | torch.SymInt]:
+    """What to multiply: a nested tensor's sizes are those of the rows that it holds, one behind the other."""
+    if not isinstance(value, torch.Tensor):
+        return ()
+    return (value.values() if value.is_nested else value).shape
+
+
 def elements(value: Any) -> sympy.Expr:
     """The number of elements of a tensor, 1 for anything else."""
-    if not isinstance(value, torch.Tensor):
-        return sympy.Integer(1)
     product: sympy.Expr = sympy.Integer(1)
-    for size in value.shape:
+    for size in _sizes(value):
         product *= size.node.expr if isinstance(size, torch.SymInt) else size
     return product
 
@@ -26,7 +32,7 @@ def elements(value: Any) -> sympy.Expr:
 def elements_hint(value: Any) -> int | None:
     """The same as the number it was traced with; None if it depends on data."""
     product = 1
-    for size in value.shape if isinstance(value, torch.Tensor) else ():
+    for size in _sizes(value):
         if isinstance(size, torch.SymInt):
             if not size.node.has_hint():
                 return None

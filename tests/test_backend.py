@@ -183,3 +183,22 @@ def test_nothing_is_compiled_twice():
     run, recorder = compiled(model)
     run(x)
     assert counters["stats"]["unique_graphs"] == len(recorder.graphs) == 1
+
+
+class Ragged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)).relu()).values()
+
+
+def test_rows_of_several_lengths_run_in_low_precision():
+    model = Ragged()
+    x = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
+    run, _ = compiled(model)
+    assert dtypes(run(x)) == [LOW] and same_bits(run(x), eager(model, x))
+    theirs = gradients(model, lambda _: eager(model, x).float().square().sum())
+    ours = gradients(model, lambda _: run(x).float().square().sum())
+    assert error(ours, theirs) < 1e-2

@@ -62,6 +62,10 @@ def test_subclasses_that_hold_other_tensors_are_not_cast():
     assert not castable(TwoTensor(torch.ones(2), torch.ones(2)))
 
 
+def test_nested_tensors_are_cast():
+    assert castable(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged))
+
+
 def test_an_accelerators_autocast_acts_before_the_cpus():
     cpu, meta = torch.ones(1), torch.ones(1, device="meta")
     assert device_type_of([1, cpu, meta]) == "meta" and device_type_of([cpu]) == "cpu"
