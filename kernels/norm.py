@@ -5,7 +5,7 @@ the sum and each result once, 2 or 4 bytes a number as their types are; backward
 and writes one. Kept for backward: the sum (or x), in its own type, and 4 or 8 bytes a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def norm(
     float32 (rows); the sum, if there is a `residual`, in the type that torch's addition gives; the result in float32,
     if `wide`; the result in `low`, `lows` times, each for one reader: their gradients are added up in float32.
     """
-    if _on_gpu(x):
+    if on_gpu(x):
         from ampcompile.kernels.triton import norm as gpu
 
         rows = x.reshape(-1, width).contiguous()
@@ -61,7 +61,7 @@ def norm(
     return [*(t for t in statistics if t is not None), *shaped]
 
 
-def _on_gpu(x: Tensor) -> bool:
+def on_gpu(x: Tensor) -> bool:
     """Whether there is something to launch a kernel for. An unknown size is at least two."""
     return x.is_cuda and not (isinstance(x.numel(), int) and x.numel() == 0)
 
@@ -110,17 +110,14 @@ def norm_backward(
     `grads`: of the results, in any type, added up in float32; `grad_sum`: what reaches `h` past the norm. `mean` and
     `rstd` (rows) are forward's, no `mean` stands for an RMS norm. `to_weight`, `to_bias`: whether theirs are wanted.
     """
-    if not _on_gpu(h):
+    if not on_gpu(h):
         return norm_backward_reference(grads, grad_sum, h, weight, mean, rstd, width, inner, to_weight, to_bias, second)
     from ampcompile.kernels.triton import norm_backward as gpu
 
-    first, *more = (grad.reshape(-1, width).contiguous() for grad in grads)
-    if len(more) >= gpu.GRADS:  # as for keys and values of many layers
-        more = [*more[: gpu.GRADS - 2], torch.stack([grad.float() for grad in more[gpu.GRADS - 2 :]]).sum(0)]
     added = None if grad_sum is None else grad_sum.reshape(-1, width).contiguous()
     scale = None if weight is None else weight.reshape(-1).contiguous()
     rows = h.reshape(-1, width).contiguous()
-    found = gpu.backward([first, *more], added, rows, scale, mean, rstd, inner, to_weight, to_bias, second)
+    found = gpu.backward(grads, added, rows, scale, mean, rstd, inner, to_weight, to_bias, second)
     own = 1 + (second is not None)
     return [*(t.view(h.shape) for t in found[:own]), *found[own:]]
 
@@ -153,30 +150,52 @@ def norm_backward_reference(
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, residual, weight, bias, width, _, centered, inner, *_ = inputs
+    _, _, _, _, width, _, centered, inner, *_ = inputs
+    remember(ctx, inputs[:4], output, centered)
+    ctx.how = width, inner
+
+
+def remember(ctx: Any, inputs: Sequence[Any], output: list[Tensor], centered: bool, *more: Tensor | None) -> None:
+    """Keep for backward, of a norm's first four operands: what was normed, the weight, mean, reciprocal deviation."""
+    x, residual, weight, bias = inputs
     mean = output[0] if centered else None
-    ctx.save_for_backward(x if residual is None else output[1 + centered], weight, mean, output[centered])
+    ctx.save_for_backward(x if residual is None else output[1 + centered], weight, mean, output[centered], *more)
     ctx.results = 1 + centered + (residual is not None)
-    ctx.width, ctx.inner, ctx.of = width, inner, [None if t is None else t.dtype for t in (x, residual, weight, bias)]
+    ctx.of = [None if t is None else t.dtype for t in inputs]
     ctx.shapes = [None if t is None else t.shape for t in (weight, bias)]
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, received: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     h, weight, mean, rstd = ctx.saved_tensors
+
+    def backward(grads: list[Tensor], grad_sum: Tensor | None, *wanted: Any) -> list[Tensor]:
+        return norm_backward(grads, grad_sum, h, weight, mean, rstd, *ctx.how, *wanted)
+
+    return *differentiated(ctx, received, h.dtype, backward), *[None] * 7
+
+
+def differentiated(
+    ctx: Any, received: list[Tensor | None], of_h: torch.dtype, backward: Callable[..., list[Tensor]]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a norm's first four operands, of the types they have.
+
+    `backward` gets the gradients of the results and of the sum, whether those of weight and bias are wanted, and the
+    second type for that of the sum.
+    """
     of_x, of_residual, of_weight, of_bias = ctx.of
     grads = [grad for grad in received[ctx.results :] if grad is not None]
     grad_sum = None if of_residual is None else received[ctx.results - 1]
     to_x, to_residual, to_weight, to_bias = ctx.needs_input_grad[:4]
     if not grads:
-        return _cast(grad_sum, of_x), _cast(grad_sum, of_residual), *[None] * 9
-    second = next((dtype for dtype in (of_x, of_residual) if dtype not in (h.dtype, None)), None)
-    found = norm_backward(grads, grad_sum, h, weight, mean, rstd, ctx.width, ctx.inner, to_weight, to_bias, second)
-    by_type = {h.dtype: found.pop(0)} | ({} if second is None else {second: found.pop(0)})
+        return _cast(grad_sum, of_x), _cast(grad_sum, of_residual), None, None
+    second = next((dtype for dtype in (of_x, of_residual) if dtype not in (of_h, None)), None)
+    found = backward(grads, grad_sum, to_weight, to_bias, second)
+    by_type = {of_h: found.pop(0)} | ({} if second is None else {second: found.pop(0)})
     grad_weight = found.pop(0).to(of_weight).view(ctx.shapes[0]) if to_weight else None
     grad_bias = found.pop(0).to(of_bias).view(ctx.shapes[1]) if to_bias else None
     x, residual = by_type[of_x] if to_x else None, by_type[of_residual] if to_residual else None
-    return x, residual, grad_weight, grad_bias, *[None] * 7
+    return x, residual, grad_weight, grad_bias
 
 
 def _cast(grad: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:

@@ -1,8 +1,9 @@
 """Residual addition, norm and casts in one kernel: float32 stays in its registers.
 
-What is fused: `cast(norm(cast(x + residual)))`, less what isn't there. A cast of ours behind the norm becomes a result
-of the kernel, one for each reader, whose gradients the kernel adds up in float32; a cast to float32 in front of it, and
-the addition, become part of its load. The sum, and the norm in float32, are results too where somebody else reads them.
+What is fused: `cast(norm(cast(x + residual)))`, less what isn't there; behind a group norm, SiLU before the cast. A
+cast of ours behind the norm becomes a result of the kernel, one for each reader, whose gradients the kernel adds up in
+float32; a cast to float32 in front of it, and the addition, become part of its load. The sum, and the norm in float32,
+are results too where somebody else reads them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from ampcompile import compat_tracing
 from ampcompile.dtypes import FLOATS
+from ampcompile.kernels.group_norm import GROUP_NORM
 from ampcompile.kernels.norm import NORM
 
 from .aliasing import Memory
@@ -58,7 +60,7 @@ def _suits(norm: Norm, memory: Memory, stretch: dict[Node, int]) -> bool:
     return (
         all(value.dtype in FLOATS and value.device == values[0].device for value in values)
         and norm.width > 0
-        and _is_dense(values[0])
+        and all(map(_is_dense, values[: 2 if norm.groups else 1]))
         and not any(map(memory.is_written, given))
         and all(stretch[node] == stretch[norm.node] for node in norm.inside)
     )
@@ -88,10 +90,11 @@ def _rewrite(norm: Norm, memory: Memory, stretch: dict[Node, int]) -> bool:
     results = [None, *([None] if norm.centered else []), *([operand] if addends else [])]
     results += [node] if wide or own else []
     arguments = (
-        *(x, residual, *map(_narrow, (norm.weight, norm.bias)), norm.width, norm.eps),
-        *(norm.centered, norm.inner, wide, low, own + len(casts)),
+        *(x, residual, *map(_narrow, (norm.weight, norm.bias)), norm.groups or norm.width, norm.eps),
+        *(norm.silu if norm.groups else norm.centered, norm.inner, wide, low, own + len(casts)),
     )
-    fuse(node, NORM, arguments, Fusion("norm", op_name(node.target), 0), [*results, *casts])
+    op, record = GROUP_NORM if norm.groups else NORM, Fusion("norm", op_name(norm.what), 0)
+    fuse(node, op, arguments, record, [*results, *casts])
     drop_unread(sorted({*inside, *casts, *([operand] if addends else [])}))
     return True
 

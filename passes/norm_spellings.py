@@ -1,13 +1,14 @@
-"""How graphs spell a norm: torch's two ops, and the RMS norm that most language models write by hand."""
+"""How graphs spell a norm: torch's three ops, and the RMS norm that most language models write by hand."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from .commuting import CAST
@@ -15,6 +16,7 @@ from .fusing import argument, is_low, is_upcast
 
 ATEN = torch.ops.aten
 LAYER_NORM = ATEN.layer_norm.default
+GROUP_NORM = ATEN.group_norm.default
 RMS_NORM = ATEN.rms_norm.default if hasattr(ATEN, "rms_norm") else None
 _SUMS = (ATEN.add.Tensor, ATEN.add.Scalar)
 _ROUNDINGS = (CAST, ATEN.type_as.default)
@@ -30,13 +32,23 @@ class Norm:
     weight: Node | None
     bias: Node | None
     width: int
-    """How many numbers a row has."""
+    """How many numbers a row has; of a group norm, how many channels a group has."""
     eps: float
     centered: bool
     inner: bool = False
-    """Whether the normed value is rounded to the operand's type before it is multiplied by the weight."""
+    """Whether the normed value is rounded to the operand's type: before it is multiplied by the weight, or before
+    SiLU."""
     inside: tuple[Node, ...] = ()
     """The nodes between operand and result, which nothing else reads."""
+    groups: int = 0
+    """Of channels, if it is a group norm."""
+    silu: bool = False
+    """Whether SiLU of the norm is the result."""
+
+    @property
+    def what(self) -> OpOverload:
+        """The op that it is, or its last by hand."""
+        return GROUP_NORM if self.groups else self.node.target
 
 
 def norms(graph: Graph) -> Iterator[Norm]:
@@ -44,6 +56,8 @@ def norms(graph: Graph) -> Iterator[Norm]:
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in (LAYER_NORM, RMS_NORM):
             found = _whole(node)
+        elif _calls(node, GROUP_NORM):
+            found = _grouped(node)
         else:
             found = _by_hand(node) if _calls(node, ATEN.rsqrt.default) else None
         if found is not None:
@@ -62,6 +76,20 @@ def _whole(node: Node) -> Norm | None:
     if eps is None or not all(isinstance(size, int) for size in shape):
         return None
     return Norm(node, operand, weight, bias, math.prod(shape), eps, centered)
+
+
+def _grouped(node: Node) -> Norm | None:
+    """A group norm, and SiLU if that alone reads it."""
+    operand, groups = node.args[:2]
+    weight, bias, eps = argument(node, 2, "weight"), argument(node, 3, "bias"), argument(node, 4, "eps", 1e-5)
+    shape = operand.meta["val"].shape
+    channels = shape[1]
+    if not isinstance(channels, int) or any(isinstance(size, int) and size == 0 for size in shape):
+        return None
+    norm = Norm(node, operand, weight, bias, channels // groups, eps, True, groups=groups)
+    if len(node.users) != 1 or not _calls(silu := next(iter(node.users)), ATEN.silu.default):
+        return norm
+    return replace(norm, node=silu, inner=is_low(node), inside=(node,), silu=True)
 
 
 def _by_hand(rsqrt: Node) -> Norm | None:

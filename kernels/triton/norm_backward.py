@@ -144,6 +144,14 @@ def backward_kernel(
             tl.store(to_bias + column, tl.sum(bias_sum, 0), mask=inside)
 
 
+def at_most_four(grads: Sequence[Tensor], shape: Sequence[int]) -> list[Tensor]:
+    """As many gradients as a kernel takes, contiguous: those of further results are summed before; repeated if few."""
+    first, *more = (grad.reshape(shape).contiguous() for grad in grads)
+    if len(more) >= GRADS:  # as for keys and values of many layers
+        more = [*more[: GRADS - 2], torch.stack([grad.float() for grad in more[GRADS - 2 :]]).sum(0)]
+    return [first, *more, *[first] * (GRADS - 1 - len(more))]
+
+
 def backward(
     grads: Sequence[Tensor],
     grad_sum: Tensor | None,
@@ -169,7 +177,7 @@ def backward(
         for wanted in (to_weight, to_bias)
     ]
     wrap_triton(backward_kernel)[(programs,)](
-        *(grads[min(i, len(grads) - 1)] for i in range(GRADS)),
+        *at_most_four(grads, h.shape),
         h if grad_sum is None else grad_sum,
         h,
         h if weight is None else weight,
@@ -180,7 +188,7 @@ def backward(
         *(rstd if each is None else each for each in sums),
         rows,
         width,
-        COUNT=len(grads),
+        COUNT=min(len(grads), GRADS),
         HAS_SUM=grad_sum is not None,
         HAS_WEIGHT=weight is not None,
         HAS_SECOND=other is not None,
