@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+FUSED_ON = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "vit", "t5")] + ["gpt2", "bert"]
+"""The architectures on which fusions are counted; three of them where minutes don't matter."""
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,

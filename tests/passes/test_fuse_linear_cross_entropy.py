@@ -15,6 +15,7 @@ from ampcompile.passes import fusing
 from ampcompile.passes.fuse_linear_cross_entropy import FuseLinearCrossEntropy
 from ampcompile.passes.fusing import Worth
 from benchmarks.architectures import build
+from tests import tiny_models
 from tests.compiling import amp, error, gradients, training_errors
 
 from .rewriting import count, rewritten
@@ -47,7 +48,7 @@ def tokens(rows: int = 3) -> Tensor:
     return torch.randint(40, (rows, 9))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit", "t5"])
+@pytest.mark.parametrize("name", tiny_models.FUSED_ON)
 def test_fires_once_in_models_that_return_their_loss_alone(name: str) -> None:
     model, call = with_labels(name)
     (graph,) = rewritten(lambda: call(model).loss, **ASKED)
@@ -58,7 +59,7 @@ def test_fires_once_in_models_that_return_their_loss_alone(name: str) -> None:
     assert count(graph, LINEAR_CROSS_ENTROPY) == 0, "nothing is fused on the CPU unless asked for"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("weights", ["cached", "every_call"])
 def test_loss_and_gradients_are_no_further_from_float64_than_eager_autocasts(name: str, weights: str) -> None:
     model, call = with_labels(name)

@@ -195,7 +195,7 @@ def test_what_others_read_stays() -> None:
 COUNTS = {"llama": 2, "gpt2": 2, "bert": 2, "vit": 2, "t5": 2}
 
 
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("name", tiny_models.FUSED_ON)
 def test_fires_on_architectures(name: str) -> None:
     """Written out, as transformers does it where attention is asked to be "eager"."""
     pytest.importorskip("transformers")
