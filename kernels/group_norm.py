@@ -48,8 +48,9 @@ def group_norm(
     if on_gpu(x):
         from ampcompile.kernels.triton import group_norm as gpu
 
-        given = (None if each is None else each.contiguous() for each in (x, residual, weight, bias))
-        found = gpu.forward(*given, groups, eps, silu, inner, wide, low if lows else None)
+        added, scale, shift = map(_contiguous, (residual, weight, bias))
+        narrow = low if lows else None
+        found = gpu.forward(x.contiguous(), added, scale, shift, groups, eps, silu, inner, wide, narrow)
     else:
         found = group_norm_reference(x, residual, weight, bias, groups, eps, silu, inner, wide, low if lows else None)
     results = [each for each in found if each is not None]
@@ -76,6 +77,10 @@ def group_norm_reference(
     out = _scaled(value.view(h.shape), weight, bias, h.dtype if inner else None)
     out = torch.nn.functional.silu(out) if silu else out
     return mean, rstd, None if residual is None else h, out if wide else None, None if low is None else out.to(low)
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _rows(x: Tensor, groups: int) -> Tensor:
@@ -119,8 +124,10 @@ def group_norm_backward(
         )
     from ampcompile.kernels.triton import group_norm_backward as gpu
 
-    given = (None if each is None else each.contiguous() for each in (grad_sum, h, weight, bias))
-    return gpu.backward(grads, *given, mean, rstd, groups, silu, inner, to_weight, to_bias, second)
+    added, scale, shift = map(_contiguous, (grad_sum, weight, bias))
+    return gpu.backward(
+        grads, added, h.contiguous(), scale, shift, mean, rstd, groups, silu, inner, to_weight, to_bias, second
+    )
 
 
 def group_norm_backward_reference(

@@ -16,7 +16,7 @@ from torch.library import wrap_triton
 from ampcompile.kernels.triton.norm import moments, summed
 from ampcompile.kernels.triton.rounding import narrowed
 
-TILE = 4096
+TILE = 2048
 """Numbers that a program takes at a time at most."""
 PLACES = 512
 """Places of a channel in a tile, where their number is a symbol."""
@@ -32,8 +32,8 @@ class Row(NamedTuple):
 
     @property
     def warps(self) -> int:
-        """So many that a thread has sixteen numbers: twice 16 bytes of a 16-bit type."""
-        return max(1, self.channels_tile * self.places_tile // 512)
+        """So many that a thread has eight numbers: 16 bytes of a 16-bit type. Backward keeps two sums for each."""
+        return max(1, self.channels_tile * self.places_tile // 256)
 
 
 def row_of(x: Tensor, groups: int) -> Row:
@@ -69,12 +69,13 @@ def forward_kernel(
     row = tl.program_id(0).to(tl.int64)
     width = per_group * places
     start = row * width
+    x, residual, h, wide, low = x + start, residual + start, h + start, wide + start, low + start
     mean = tl.zeros([1], tl.float32)
     squares = tl.zeros([1], tl.float32)
     for begin in range(0, width, TILE):
         column = begin + tl.arange(0, TILE)
         there = (column < width)[None, :]
-        value = summed(x, residual, start + column[None, :], there, HAS_RESIDUAL, SUM)
+        value = summed(x, residual, column[None, :], there, HAS_RESIDUAL, SUM)
         mean, squares = moments(value, there, begin, tl.minimum(width - begin, TILE), mean, squares, True)
     rstd = 1.0 / tl.sqrt(squares / width + eps)
     for first in range(0, per_group, CHANNELS):
@@ -83,7 +84,7 @@ def forward_kernel(
         for begin in range(0, places, PLACES):
             place = begin + tl.arange(0, PLACES)
             there = exists[:, None] & (place < places)[None, :]
-            at = start + channel[:, None] * places + place[None, :]
+            at = channel[:, None] * places + place[None, :]
             value = summed(x, residual, at, there, HAS_RESIDUAL, SUM)
             if HAS_RESIDUAL:
                 tl.store(h + at, narrowed(value, SUM), mask=there)

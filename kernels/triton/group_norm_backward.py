@@ -35,6 +35,8 @@ def backward_kernel(
     TO: tl.constexpr = h.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     start = row * per_group * places
+    h, grad_sum, first, second = h + start, grad_sum + start, first + start, second + start
+    g0, g1, g2, g3 = g0 + start, g1 + start, g2 + start, g3 + start
     one = tl.arange(0, 1)
     mean = tl.load(means + row + one)
     rstd = tl.load(rstds + row + one)
@@ -49,7 +51,7 @@ def backward_kernel(
         for begin in range(0, places, PLACES):
             place = begin + tl.arange(0, PLACES)
             there = exists[:, None] & (place < places)[None, :]
-            at = start + channel[:, None] * places + place[None, :]
+            at = channel[:, None] * places + place[None, :]
             grad = incoming(g0, g1, g2, g3, at, there, COUNT)
             value = normed(h, mean, rstd, at, there)
             grad = through_silu(grad, value, weight, bias, vector, exists, TO, HAS_WEIGHT, HAS_BIAS, SILU, INNER)
@@ -76,7 +78,7 @@ def backward_kernel(
         for begin in range(0, places, PLACES):
             place = begin + tl.arange(0, PLACES)
             there = exists[:, None] & (place < places)[None, :]
-            at = start + channel[:, None] * places + place[None, :]
+            at = channel[:, None] * places + place[None, :]
             grad = incoming(g0, g1, g2, g3, at, there, COUNT)
             value = normed(h, mean, rstd, at, there)
             grad = through_silu(grad, value, weight, bias, vector, exists, TO, HAS_WEIGHT, HAS_BIAS, SILU, INNER)
