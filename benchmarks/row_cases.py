@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ampcompile.kernels.group_norm import group_norm
 from ampcompile.kernels.norm import norm
 from ampcompile.kernels.softmax import softmax
 from benchmarks.kernel_cases import COMPILED, LIGER, Kernel
@@ -17,7 +18,7 @@ Results = Sequence[Tensor]
 
 
 def norm_kernels(device: str) -> Iterator[Kernel]:
-    """A layer norm, and an RMS norm behind a residual addition, forward and backward."""
+    """A layer norm, an RMS norm behind a residual addition, a group norm before SiLU; forward and backward."""
     rows, width = (512, 512) if device == "cpu" else (8192, 4096)
     x, residual = (torch.randn(rows, width, device=device, dtype=LOW, requires_grad=True) for _ in range(2))
     weight, bias = (torch.randn(width, device=device, requires_grad=True) for _ in range(2))
@@ -40,6 +41,23 @@ def norm_kernels(device: str) -> Iterator[Kernel]:
     # Forward reads x and the residual, writes sum and result; backward reads sum and two gradients, and writes one.
     given = x, residual, weight
     yield _case("RMS norm of a sum", 16 * x.numel(), 24 * x.numel(), given, added, our_added, _liger_added)
+    yield _group_norm(device)
+
+
+def _group_norm(device: str) -> Kernel:
+    """As in a UNet: 32 groups, SiLU behind."""
+    shape = (2, 64, 16, 16) if device == "cpu" else (16, 320, 64, 64)
+    x = torch.randn(shape, device=device, dtype=LOW, requires_grad=True)
+    weight, bias = (torch.randn(shape[1], device=device, requires_grad=True) for _ in range(2))
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Results:
+        return [torch.nn.functional.silu(torch.nn.functional.group_norm(x.float(), 32, weight, bias)).to(LOW)]
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Results:
+        return group_norm(x, None, weight, bias, 32, 1e-5, True, False, False, LOW, 1)[2:]
+
+    # Forward reads x and writes the result; backward reads x and the gradient, and writes one.
+    return _case("group norm and SiLU", 10 * x.numel(), 37 * x.numel(), (x, weight, bias), plain, ours, _liger_groups)
 
 
 def softmax_kernels(device: str) -> Iterator[Kernel]:
@@ -99,6 +117,17 @@ def _liger_added() -> Callable[..., Results]:
     from liger_kernel.transformers.functional import liger_fused_add_rms_norm
 
     return lambda x, residual, weight: liger_fused_add_rms_norm(x, residual, weight, 1e-6, in_place=False)[::-1]
+
+
+def _liger_groups() -> Callable[..., Results]:
+    """Its group norm knows no SiLU, and wants a channel's places in one dimension."""
+    from liger_kernel.transformers.functional import liger_group_norm
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Results:
+        normed = liger_group_norm(x.flatten(2), weight, bias, x.shape[1], 32, 1e-5)
+        return [torch.nn.functional.silu(normed).view(x.shape)]
+
+    return run
 
 
 def _liger_softmax(mask: Tensor) -> Callable[..., Results]:

@@ -29,7 +29,8 @@ from .norm_spellings import Norm, norms
 ADD = torch.ops.aten.add.Tensor
 SAVED = 0, 0
 """Bytes saved of those moved: Inductor, too, adds, norms and casts in one kernel, backward included
-(`triton.mix_order_reduction`, on in every release from 2.11). What a kernel gains beyond, only a GPU can tell."""
+(`triton.mix_order_reduction`, on in every release from 2.11). What a kernel gains beyond, only a GPU can tell; so for
+group norm's backward, which Inductor runs in two, but whose kernel holds on to a layout."""
 
 
 @dataclass(frozen=True)
