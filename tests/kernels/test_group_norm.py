@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from ampcompile.kernels.group_norm import GROUP_NORM, group_norm, group_norm_backward
 from tests.compiling import HALF, HIGH, LOW, error
 
-SHAPES = [(5, 6, 3, 7), (3, 4), (1, 10, 1), (2, 6, 2, 3, 4)]
+SHAPES = [(5, 6, 3, 7), (3, 20), (1, 30, 1), (2, 6, 2, 3, 4)]
 TYPES = [(LOW, None), (HALF, None), (LOW, LOW), (HALF, HIGH), (HIGH, LOW), (HIGH, HIGH)]
 GROUPS = 2
 
@@ -58,9 +58,11 @@ def test_never_further_from_float64_than_eager_autocast(silu: bool, of_x: Any, o
 
 def test_the_value_is_rounded_before_silu_where_the_graph_rounds_it() -> None:
     x, weight, bias = torch.randn(3, 6, 50, dtype=LOW, requires_grad=True), torch.randn(6), torch.randn(6)
-    rounded = F.group_norm(x.float(), GROUPS, weight, bias).to(LOW)
+    plain = F.group_norm(x.float(), GROUPS, weight, bias)
+    rounded = plain.to(LOW)
     _, _, low = group_norm(x, None, weight, bias, GROUPS, 1e-5, True, True, False, LOW, 1)
-    assert torch.equal(low, F.silu(rounded))
+    unequal = [(low != F.silu(other).to(LOW)).float().mean() for other in (rounded, plain)]
+    assert unequal[0] < 0.01 < 0.05 < unequal[1]  # float32 sums of another order may round to the other side
     grad = torch.randn_like(low)
     ours, theirs = (torch.autograd.grad(out, x, grad)[0] for out in (low, F.silu(rounded)))
     assert error([ours], [theirs.double()]) < 2**-7
