@@ -29,9 +29,9 @@ class Tile(NamedTuple):
         return self.rows * self.columns // 512
 
 
-def tile_of(width: int) -> Tile:
-    """The one rule; depends on a row's width alone."""
-    if width > WHOLE:
+def tile_of(width: int, values: int = 1) -> Tile:
+    """The one rule; depends on a row's width alone, and on how many values a column has that stay in registers."""
+    if width > WHOLE // values:
         return Tile(1, WHOLE // 2, False)
     columns = triton.next_power_of_2(width)
     return Tile(max(1, TILE // columns), columns, True)

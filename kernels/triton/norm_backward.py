@@ -166,7 +166,7 @@ def backward(
 ) -> list[Tensor]:
     """See `ampcompile.kernels.norm.norm_backward`; all operands are contiguous, `h` is (rows, width)."""
     rows, width = h.shape
-    tile = tile_of(width)
+    tile = tile_of(width, 2)  # the row, and its share of the sums
     first = torch.empty_like(h)
     other = None if second is None else torch.empty_like(h, dtype=second)
     # A symbol would have to be guarded.

@@ -9,10 +9,13 @@ from tests.kernels.triton.compiled_step import compiled
 LOW, HIGH = "*bf16", "*fp32"
 
 
+def sizes(tile: norm.Tile) -> dict[str, int]:
+    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "WHOLE": tile.whole}
+
+
 def check(capability: int) -> None:
     for width, of_h in product((768, 4096, 8192, 16384), (LOW, HIGH)):
         tile = norm.tile_of(width)
-        sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns, "WHOLE": tile.whole}
         code = compiled(
             norm.forward_kernel,
             {
@@ -21,16 +24,17 @@ def check(capability: int) -> None:
             },
             {
                 **dict.fromkeys(("HAS_RESIDUAL", "HAS_WEIGHT", "HAS_BIAS", "CENTERED", "HAS_LOW"), True),
-                **{"INNER": False, "HAS_WIDE": False, **sizes},
+                **{"INNER": False, "HAS_WIDE": False, **sizes(tile)},
             },
             capability,
             tile.warps,
             multiples_of_16=("width",),
         )
         reads = 1 if tile.whole else 2
-        assert code.stack == 0 and code.registers <= 64
+        assert code.stack == 0 and code.registers <= 80
         assert code.count("ld.global*.v4.") >= 2 * reads + 2 and code.count("ld.global*.v2.") == 0
         assert code.count("st.global*.v4.") >= 2 and code.count("st.global*.v2.") == 0
+        tile = norm.tile_of(width, 2)
         code = compiled(
             norm_backward.backward_kernel,
             {
@@ -40,13 +44,14 @@ def check(capability: int) -> None:
             },
             {
                 **dict.fromkeys(("HAS_SUM", "HAS_WEIGHT", "TO_WEIGHT", "TO_BIAS", "CENTERED"), True),
-                **{"COUNT": 3, "HAS_SECOND": of_h == HIGH, "INNER": False, **sizes},
+                **{"COUNT": 3, "HAS_SECOND": of_h == HIGH, "INNER": False, **sizes(tile)},
             },
             capability,
             tile.warps,
             multiples_of_16=("width",),
         )
-        assert code.stack == 0 and code.registers <= 128
+        reads = 1 if tile.whole else 2
+        assert code.stack == 0 and code.registers <= 136
         assert code.count("ld.global*.v4.") >= 4 * reads + 2 and code.count("ld.global*.v2.") == 0
         assert code.count("st.global*.v4.") >= 3 and code.count("st.global*.v2.") == 0
 

@@ -9,6 +9,7 @@ import torch
 from ampcompile.kernels.norm import norm_backward_reference, norm_reference
 from ampcompile.kernels.triton import norm as gpu
 from ampcompile.kernels.triton import norm_backward as gpu_backward
+from tests.kernels.triton.interpreting import as_on_a_gpu
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of arithmetic with infinity and NaN
@@ -20,6 +21,7 @@ WIDTHS = (1, 5, 16, 33, 64, 65, 97)  # several rows a program, one, and rows tha
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """A program takes milliseconds here: few of them, so that each has several tiles."""
+    as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(gpu, "WHOLE", WHOLE)
     monkeypatch.setattr(gpu, "TILE", 32)
     monkeypatch.setattr(gpu_backward, "PROGRAMS", 2)
@@ -53,7 +55,7 @@ def test_forward_and_backward(width, centered):
     kinds = [(LOW, None, HIGH), (HALF, HALF, HALF), (HIGH, LOW, HIGH), (HALF, HIGH, None)]
     for (of_x, of_residual, of_weight), wide, inner in product(kinds, (True, False), (True, False)):
         low = HALF if HALF in (of_x, of_residual) else LOW
-        x, residual, weight, bias = operands(width, of_x, of_residual, of_weight, 5 if width <= WHOLE else 3)
+        x, residual, weight, bias = operands(width, of_x, of_residual, of_weight, 5 if width <= WHOLE // 2 else 3)
         arguments = x, residual, weight, bias
         found = gpu.forward(*arguments, 1e-5, centered, inner, wide, low)
         expected = norm_reference(*arguments, width, 1e-5, centered, inner, wide, low)
