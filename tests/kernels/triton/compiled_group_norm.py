@@ -50,7 +50,8 @@ def check(capability: int) -> None:
             row.warps,
             multiples_of_16=("places",),
         )
-        assert code.stack == 0 and code.registers <= 80
+        # Triton 3.9 for sm_80 puts 8 bytes aside and takes 48 registers instead of 58: one more program a processor.
+        assert code.stack <= 8 and code.registers <= 80
         assert code.count("ld.global*.v4.") >= 7 and code.count("ld.global*.v2.") == 0
         assert code.count("st.global*.v4.") >= 1 and code.count("st.global*.v2.") == 0
 
