@@ -4,6 +4,7 @@ The CPU's own list has no norm, so the policy puts them there, as the GPU's list
 searched for kernels that do nothing but cast.
 """
 
+import itertools
 import re
 
 import pytest
@@ -94,9 +95,11 @@ def test_eagers_kernels_on_16_bit_numbers_and_float32_ones(name: str) -> None:
         "softmax over rows": lambda x, w: x.softmax(0),
         "log_softmax": lambda x, w: x.log_softmax(-1),
     }[name]
-    same = []
-    for rows, columns in ((7, 16), (5, 33), (16, 64), (4, 127), (64, 768), (3, 4097)):
-        for scale in (1, 30):
-            x, w = (scale * torch.randn(rows, columns)).to(LOW), torch.randn(columns)
-            same.append(torch.equal(f(x, w), f(x.float(), w).to(LOW)))
-    assert all(same) == NATIVE[name]
+
+    def same(rows: int, columns: int, scale: int) -> bool:
+        x, w = (scale * torch.randn(rows, columns)).to(LOW), torch.randn(columns)
+        return torch.equal(f(x, w), f(x.float(), w).to(LOW))
+
+    sizes = ((7, 16), (5, 33), (16, 64), (4, 127), (64, 768), (3, 4097))
+    draws = itertools.product(range(20), sizes, (1, 30))  # many: a layer norm differs in one of ten
+    assert all(same(*size, scale) for _, size, scale in draws) == NATIVE[name]
