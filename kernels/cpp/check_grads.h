@@ -46,10 +46,16 @@ inline bool scale_in_place(int64_t tensors, const int64_t* numel, const int64_t*
       auto* g = at<decltype(type)>(grads[c.tensor], c.begin);
       const int64_t n = c.end - c.begin;
       uint32_t largest = 0;  // magnitudes order like their bits, infinity and NaN last
-      for (int64_t k = 0; k < n; ++k) {
-        if (multiplier != 1) narrow(widen(g[k]) * multiplier, g[k]);
-        largest = std::max(largest, bits<uint32_t>(widen(g[k])) & 0x7fffffff);
-      }
+      const auto look = [&](float x) { largest = std::max(largest, bits<uint32_t>(x) & 0x7fffffff); };
+      if (multiplier == 1)
+        for (int64_t k = 0; k < n; ++k) look(widen(g[k]));
+      else
+        for (int64_t k = 0; k < n; ++k) {
+          auto product = g[k];
+          narrow(widen(product) * multiplier, product);
+          g[k] = product;
+          look(widen(product));
+        }
       bad[i] = largest >= 0x7f800000;
     });
   });
