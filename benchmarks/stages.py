@@ -62,11 +62,15 @@ def stages(setup: Setup) -> dict[str, Jobs]:
     kernels: Jobs = {
         "limits": partial(setup.call, kernel_cases.measure, kernel_cases.limits, setup.device),
         "step": partial(setup.call, kernel_cases.measure, kernel_cases.step_kernels, model, setup.device),
+    }
+    fused: Jobs = {
         "norm": partial(setup.call, kernel_cases.measure, row_cases.norm_kernels, setup.device),
         "softmax": partial(setup.call, kernel_cases.measure, row_cases.softmax_kernels, setup.device),
         "linear": partial(setup.call, kernel_cases.measure, kernel_cases.linear_kernels, setup.device),
         "loss": partial(setup.call, kernel_cases.measure, loss_cases.loss_kernels, setup.device),
     }
+    if setup.device != "cpu" or setup.tiny:  # a fused op on the CPU is its reference, there to be compared with
+        kernels |= fused
     stepped = "tiny GPT 23M" if setup.tiny else "GPT 23M" if setup.device == "cpu" else "GPT 124M"
     passes: Jobs = {"passes": partial(setup.call, pass_growth, (1, 3) if setup.tiny else (16, 32, 64, 128, 256))}
     return {
