@@ -83,15 +83,15 @@ def step_kernels(model: str, device: str) -> Iterator[Kernel]:
             "torch: foreach_copy, get_total_norm": copied_and_normed,
         },
     )
-    # By minus one: repeated division would drive the gradients into denormals, and one changes nothing.
+    flip = -one  # repeated division would drive the gradients into denormals, and one changes nothing
     yield Kernel(
         "unscale gradients",
         8 * count,
         count,
         {
-            AMP: lambda: unscale_(grads, -one, found_inf, workspace),
-            COMPILED: _compiled(unscale_reference_, grads, -one, found_inf),
-            "torch: foreach": lambda: torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, -one),
+            AMP: lambda: unscale_(grads, flip, found_inf, workspace),
+            COMPILED: _compiled(unscale_reference_, grads, flip, found_inf),
+            "torch: foreach": lambda: torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, flip),
         },
     )
     ours, theirs = _adam_state(params, grads), _adam_state(params, grads)
