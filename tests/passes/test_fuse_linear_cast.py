@@ -90,18 +90,21 @@ def test_fires_with_values_and_gradients_no_further_from_float64(name):
     f, args, expected = FIRES[name]
     f = in_order(f)
     gm = inserted(f, *args)
-    unfused, casts = results(copy.deepcopy(gm), args, gradients=True), len(ours(gm))
+    original, casts = copy.deepcopy(gm), len(ours(gm))
     assert run_passes([FUSE], gm)[0].rewrites == expected
     assert count_of(gm) == expected and len(ours(gm)) <= casts - expected
     assert run_passes([FUSE], gm)[0].rewrites == 0, "idempotent"
-    fused = results(gm, args, gradients=True)
-    exact = in_float64(f, args, unfused)
-    assert [None if v is None else v.dtype for v in fused] == [None if v is None else v.dtype for v in unfused]
-    found = [each for each in zip(fused, unfused, exact, strict=True) if each[0] is not None and each[2].norm() > 0]
-    for after, before, best in found:  # one of nine numbers may be further by chance
-        assert error([after], [best]) <= 3 * error([before], [best]) + 1e-7
-    after, before, best = zip(*found, strict=True)
-    assert error(after, best) <= 1.05 * error(before, best)
+    errors = []
+    for _ in range(40):  # of a few numbers either may be nearer by chance
+        args = [torch.randn_like(a) for a in args]
+        unfused, fused = (results(copy.deepcopy(graph), args, gradients=True) for graph in (original, gm))
+        exact = in_float64(f, args, unfused)
+        assert [v is None or v.dtype for v in fused] == [v is None or v.dtype for v in unfused]
+        found = [each for each in zip(fused, unfused, exact, strict=True) if each[0] is not None and each[2].norm() > 0]
+        errors.append([(error([after], [best]), error([before], [best])) for after, before, best in found])
+    for of_one in zip(*errors, strict=True):
+        after, before = map(sum, zip(*of_one, strict=True))
+        assert after <= 1.05 * before + 1e-6
 
 
 def count_of(gm):
