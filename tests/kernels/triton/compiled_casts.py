@@ -1,7 +1,6 @@
-"""Run by test_casts.py: compiles the kernels that cast weights for a GPU that need not be there, reads the result."""
+"""Run by test_families.py: compiles the kernels that cast weights for a GPU that need not be there."""
 
 import re
-import sys
 
 import torch
 import triton.language as tl
@@ -9,7 +8,7 @@ import triton.language as tl
 from ampcompile.kernels import recheck
 from ampcompile.kernels.triton import cast_many
 from ampcompile.kernels.triton import recheck as gpu
-from tests.kernels.triton.compiled_step import compiled
+from tests.kernels.triton.compiling import compiled
 
 WIDE = {torch.float64: "ld.global.v2.b64", torch.float32: "ld.global.v4.b32"}
 
@@ -31,7 +30,3 @@ def check(capability: int) -> None:
                     capability,
                 )
                 assert code.stack == 0 and code.registers <= 48
-
-
-if __name__ == "__main__":
-    check(int(sys.argv[1]))

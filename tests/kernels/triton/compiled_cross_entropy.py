@@ -1,9 +1,7 @@
-"""Run by test_cross_entropy.py: compiles the kernels on rows of logits for a GPU that need not be there."""
-
-import sys
+"""Run by test_families.py: compiles the kernels on rows of logits for a GPU that need not be there."""
 
 from ampcompile.kernels.triton import cross_entropy as gpu
-from tests.kernels.triton.compiled_step import compiled
+from tests.kernels.triton.compiling import compiled
 
 SIZES = {"stride": "i32", "width": "i32"}  # of any value: a row of 50257 begins anywhere
 OF_ROWS = ("lse", "probability", "hit", "smoothing")
@@ -31,7 +29,3 @@ def check(capability: int) -> None:
             )
             assert code.count("ld.global*.v4.") == code.count("st.global*.v4.") == 2
             assert code.stack == 0 and code.registers <= 128 and code.count("bar.sync") == 0
-
-
-if __name__ == "__main__":
-    check(int(sys.argv[1]))

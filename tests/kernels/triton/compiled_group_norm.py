@@ -1,12 +1,11 @@
-"""Run by test_group_norm.py: compiles group norm for a GPU that need not be there, and reads the result."""
+"""Run by test_families.py: compiles group norm for a GPU that need not be there, and reads the result."""
 
-import sys
 from itertools import product
 
 import torch
 
 from ampcompile.kernels.triton import group_norm, group_norm_backward
-from tests.kernels.triton.compiled_step import compiled
+from tests.kernels.triton.compiling import PINNED, compiled
 
 LOW, HIGH = "*bf16", "*fp32"
 # Channels and places of a group as UNets have them, from the widest places to one.
@@ -32,7 +31,7 @@ def check(capability: int) -> None:
             row.warps,
             multiples_of_16=("places",),
         )
-        assert code.stack == 0 and code.registers <= 80
+        assert code.stack == 0 and code.registers <= (64 if PINNED else 80)
         assert code.count("ld.global*.v4.") >= 4 and code.count("ld.global*.v2.") == 0
         assert code.count("st.global*.v4.") >= 2 and code.count("st.global*.v2.") == 0
         code = compiled(
@@ -51,10 +50,6 @@ def check(capability: int) -> None:
             multiples_of_16=("places",),
         )
         # Triton 3.9 for sm_80 puts 8 bytes aside and takes 48 registers instead of 58: one more program a processor.
-        assert code.stack <= 8 and code.registers <= 80
+        assert code.stack <= (0 if PINNED else 8) and code.registers <= (64 if PINNED else 80)
         assert code.count("ld.global*.v4.") >= 7 and code.count("ld.global*.v2.") == 0
         assert code.count("st.global*.v4.") >= 1 and code.count("st.global*.v2.") == 0
-
-
-if __name__ == "__main__":
-    check(int(sys.argv[1]))

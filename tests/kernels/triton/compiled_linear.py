@@ -1,13 +1,12 @@
-"""Run by test_linear.py: compiles the product with a weight rounded on the way for a GPU that need not be there."""
+"""Run by test_families.py: compiles the product with a weight rounded on the way for a GPU that need not be there."""
 
 import re
-import sys
 
 import triton.language as tl
 
 from ampcompile.kernels.linear_cast import ROWS_FEW, ROWS_SHARED
 from ampcompile.kernels.triton import linear_cast as gpu
-from tests.kernels.triton.compiled_step import compiled
+from tests.kernels.triton.compiling import compiled
 
 STAGE = "cp.async.cg.shared.global"
 PRODUCT = {80: "mma.sync.aligned.m16n8k16", 90: "wgmma.mma_async.sync.aligned.m64n128k16", 100: "tcgen05.mma"}
@@ -41,7 +40,3 @@ def check(capability: int) -> None:
                 assert code.count(f"cvt.rn.{'bf16' if low == tl.bfloat16 else 'f16'}x2.f32") > 0
                 wide = "st.global*.v4." if tile is gpu.MANY else "st.global*.v2."
                 assert code.count("st.global") == code.count(wide) > 0
-
-
-if __name__ == "__main__":
-    check(int(sys.argv[1]))

@@ -1,10 +1,9 @@
-"""Run by test_norm.py: compiles the norms for a GPU that need not be there, and reads the result."""
+"""Run by test_families.py: compiles the norms for a GPU that need not be there, and reads the result."""
 
-import sys
 from itertools import product
 
 from ampcompile.kernels.triton import norm, norm_backward
-from tests.kernels.triton.compiled_step import compiled
+from tests.kernels.triton.compiling import PINNED, compiled
 
 LOW, HIGH = "*bf16", "*fp32"
 
@@ -31,7 +30,7 @@ def check(capability: int) -> None:
             multiples_of_16=("width",),
         )
         reads = 1 if tile.whole else 2
-        assert code.stack == 0 and code.registers <= 80
+        assert code.stack == 0 and code.registers <= (64 if PINNED else 80)
         assert code.count("ld.global*.v4.") >= 2 * reads + 2 and code.count("ld.global*.v2.") == 0
         assert code.count("st.global*.v4.") >= 2 and code.count("st.global*.v2.") == 0
         tile = norm.tile_of(width, 2)
@@ -51,10 +50,6 @@ def check(capability: int) -> None:
             multiples_of_16=("width",),
         )
         reads = 1 if tile.whole else 2
-        assert code.stack == 0 and code.registers <= 136
+        assert code.stack == 0 and code.registers <= (128 if PINNED else 136)
         assert code.count("ld.global*.v4.") >= 4 * reads + 2 and code.count("ld.global*.v2.") == 0
         assert code.count("st.global*.v4.") >= 3 and code.count("st.global*.v2.") == 0
-
-
-if __name__ == "__main__":
-    check(int(sys.argv[1]))

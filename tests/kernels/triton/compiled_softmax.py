@@ -1,11 +1,10 @@
-"""Run by test_softmax.py: compiles the softmax for a GPU that need not be there, and reads the result."""
+"""Run by test_families.py: compiles the softmax for a GPU that need not be there, and reads the result."""
 
-import sys
 from itertools import product
 
 from ampcompile.kernels.triton import softmax as gpu
 from ampcompile.kernels.triton.norm import tile_of
-from tests.kernels.triton.compiled_step import compiled
+from tests.kernels.triton.compiling import compiled
 
 LOW, HIGH = "*bf16", "*fp32"
 SIZES = dict.fromkeys(("rows", "width", "size_1", "size_2", "stride_0", "stride_1", "stride_2"), "i32")
@@ -28,7 +27,3 @@ def check(capability: int) -> None:
             assert code.stack == 0 and code.registers <= 128
             assert code.count("ld.global*.v4.") >= reads * (1 if tile.whole else 2) + (kind == gpu.ADDED)
             assert code.count("st.global*.v4.") >= 1
-
-
-if __name__ == "__main__":
-    check(int(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Run by test_casts.py in a process with TRITON_INTERPRET=1: the GPU's casts of weights, on CPU tensors."""
+"""Run by test_families.py in a process with TRITON_INTERPRET=1: the GPU's casts of weights, on CPU tensors."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Run by test_cross_entropy.py in a process with TRITON_INTERPRET=1: rows of logits, read once, and written over."""
+"""Run by test_families.py in a process with TRITON_INTERPRET=1: rows of logits, read once, and written over."""
 
 import os
 from typing import Any

@@ -1,4 +1,4 @@
-"""Run by test_group_norm.py in a process with TRITON_INTERPRET=1: the GPU's group norm, on CPU tensors."""
+"""Run by test_families.py in a process with TRITON_INTERPRET=1: the GPU's group norm, on CPU tensors."""
 
 import os
 

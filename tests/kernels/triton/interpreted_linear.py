@@ -1,4 +1,4 @@
-"""Run by test_linear.py in a process with TRITON_INTERPRET=1: a product with a weight that is rounded on the way."""
+"""Run by test_families.py in a process with TRITON_INTERPRET=1: a product with a weight that is rounded on the way."""
 
 import os
 

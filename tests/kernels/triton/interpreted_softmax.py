@@ -1,4 +1,4 @@
-"""Run by test_softmax.py in a process with TRITON_INTERPRET=1: the GPU's softmax, on CPU tensors."""
+"""Run by test_families.py in a process with TRITON_INTERPRET=1: the GPU's softmax, on CPU tensors."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Run by test_step.py in a process with TRITON_INTERPRET=1: the scaler's GPU kernels on CPU tensors.
+"""Run by test_families.py in a process with TRITON_INTERPRET=1: the scaler's GPU kernels on CPU tensors.
 
 The interpreter truncates float32 to bfloat16 where a GPU rounds, so bfloat16 results are compared to one step of it.
 """

@@ -1,4 +1,4 @@
-"""Run by test_norm.py: what torch makes of the fused ops on a GPU, seen on fake tensors, since none need be there."""
+"""Run by test_families.py: what torch makes of the fused ops on a GPU, seen on fake tensors."""
 
 import re
 
@@ -8,6 +8,7 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._subclasses import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
+from ampcompile.kernels.cross_entropy import Kind, coefficients, cross_entropy, gradient
 from ampcompile.kernels.group_norm import group_norm, group_norm_backward
 from ampcompile.kernels.norm import norm, norm_backward
 from ampcompile.kernels.softmax import softmax, softmax_backward
@@ -31,14 +32,24 @@ def ops(wide, low, weight, channel, mask, rows):
     )
 
 
-if __name__ == "__main__":
-    triton.runtime.driver.set_active(Driver())
+def loss_and_gradient(logits, target):
+    loss, lse = cross_entropy(logits, target)
+    rows = coefficients(loss, lse, target, None, 50257, Kind("mean", -100, 0.0, 0.0))
+    return loss, gradient(logits, lse, target, None, rows)
+
+
+def traced(f, *given):
+    code = aot_export_joint_simple(f, given, trace_joint=False).code
+    print(code)
+    return code
+
+
+def check_norms_and_softmax():
     with FakeTensorMode():
         wide, rows = torch.empty(3, 5, 48, device="cuda"), torch.empty(15, device="cuda")
         low, mask = wide.to(LOW), torch.empty(5, 48, dtype=torch.bool, device="cuda")
         given = wide, low, torch.empty(48, device="cuda"), torch.empty(5, device="cuda"), mask, rows
-        code = aot_export_joint_simple(ops, given, trace_joint=False).code
-    print(code)
+        code = traced(ops, *given)
     # Each is one launch that writes its results and nothing else; gradients of weights are summed after it.
     assert re.findall(r"tensors_to_clone = \[([^]]*)\]", code) == [
         "'h', 'low', 'means', 'rstds'",
@@ -50,3 +61,18 @@ if __name__ == "__main__":
     ]
     assert code.count("aten.sum.dim_IntList(") == 4 and code.count("ampcompile.copied") == 2
     assert "_to_copy" not in code and "aten.mul" not in code
+
+
+def check_cross_entropy():
+    """Forward is one kernel, backward plain torch."""
+    with FakeTensorMode():
+        logits = torch.empty(6, 50257, dtype=LOW, device="cuda")
+        code = traced(loss_and_gradient, logits, torch.empty(6, dtype=torch.long, device="cuda"))
+    assert code.count("triton_kernel_wrapper_functional(") == 1 and "tensors_to_clone = ['lse']" in code
+    assert code.count("aten.exp.") == 1 and "logsumexp" not in code
+
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(Driver())
+    check_norms_and_softmax()
+    check_cross_entropy()

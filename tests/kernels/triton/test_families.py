@@ -1,0 +1,39 @@
+"""Each family of Triton kernels: its numbers in Triton's interpreter, its machine code from Triton's compiler."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+HERE = Path(__file__).parent
+FAMILIES = [path.stem.removeprefix("interpreted_") for path in sorted(HERE.glob("interpreted_*.py"))]
+
+
+def python(*arguments: str, **environment: str) -> None:
+    """Run in a process of its own: the interpreter is chosen before Triton is imported, and a bad pointer kills."""
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=HERE.parents[2],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_numbers_in_the_interpreter(family: str) -> None:
+    python("-m", "pytest", "-p", "no:cacheprovider", str(HERE / f"interpreted_{family}.py"), TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_machine_code(family: str) -> None:
+    python("-m", "tests.kernels.triton.compiling", family, TRITON_INTERPRET="0")
+
+
+def test_what_torch_traces_for_a_gpu() -> None:
+    python("-m", "tests.kernels.triton.traced_rows", TRITON_INTERPRET="0")
