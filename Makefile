@@ -22,7 +22,7 @@ NEEDS_BASE = @test -n "$(BASE)" || { echo "found no Python 3.11 to 3.14 with ens
 
 JOBS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 PYTEST := -P -m pytest
-SLOW := # make test SLOW=1 runs the tests that take minutes too
+SLOW := # make test SLOW=1 runs the tests marked slow or ci too
 ARGS :=
 MATRIX := 2.11 2.15
 CORE := --ignore=tests/benchmarks --ignore=tests/examples
@@ -33,7 +33,7 @@ help: ## this list
 demo: $(READY) ## train a small GPT on the standard library's source, beside eager autocast and Inductor
 	$(PYTHON) -m examples.train_gpt $(ARGS)
 
-test: $(READY) ## the test suite; SLOW=1 adds the tests that take minutes
+test: $(READY) ## the test suite; SLOW=1 adds what is marked slow (an hour) or ci
 	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PYTHON) $(PYTEST) -n $(JOBS) --timeout=600 $(if $(SLOW),-m "") $(ARGS)
 
 check: lint types test ## formatting, lint, types, tests

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._dynamo import eval_frame
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._ops import HigherOrderOperator
 
 _INERT_DEVICE = "ipu"  # has autocast state, and no kernels in any torch build since 2.3
 
@@ -156,6 +157,22 @@ def inductor(
     patches = {**config, "joint_custom_pre_pass": _JointGraphPass(on_joint_graph, [*ours, lower_as_call])}
     compiled: Any = compile_fx(gm, list(inputs), config_patches=patches, decompositions=decompositions)
     return compiled
+
+
+_CALLED_IN_COMPILED_CODE = ("associative_scan", "cond", "invoke_subgraph", "map_impl", "scan", "while_loop")
+
+
+def config_for_bodies(gm: torch.fx.GraphModule) -> dict[str, bool]:
+    """Inductor's settings for a graph with loops, branches or nested regions: each buffer is written once.
+
+    It would write over what caller or body still reads, and gradients are off by their own size: `while_loop` in 2.11
+    and 2.13, nested regions in all versions. In part known as https://github.com/pytorch/pytorch/pull/193960.
+    """
+    graphs = (module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule))
+    calls = (node.target for graph in graphs for node in graph.nodes if node.op == "call_function")
+    if any(isinstance(f, HigherOrderOperator) and f.name() in _CALLED_IN_COMPILED_CODE for f in calls):
+        return {"inplace_buffers": False, "allow_buffer_reuse": False}
+    return {}
 
 
 def aot_eager(

@@ -41,7 +41,7 @@ def lower(
             compiled = compat.aot_eager(gm, inputs, _watched(_on_joint_graph(), watch))
         else:
             compat.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
-            config = _inductor_config(options, slots)
+            config = _inductor_config(gm, options, slots)
             compiled = compat.inductor(gm, inputs, config, _on_joint_graph(), decompositions(options))
     run = _with_copies(compiled, slots, options) if slots else compiled
     if rewritten is None or not functions:
@@ -76,8 +76,8 @@ def _watched(acts: Sequence[compat.OnJointGraph], watch: Watch | None) -> Sequen
     return [before, *(then_watch(act.__module__.rpartition(".")[2], act) for act in acts)]
 
 
-def _inductor_config(options: Options, slots: Sequence[Slot]) -> dict[str, Any]:
-    config: dict[str, Any] = {"emulate_precision_casts": options.numerics == "eager"}
+def _inductor_config(gm: GraphModule, options: Options, slots: Sequence[Slot]) -> dict[str, Any]:
+    config: dict[str, Any] = {"emulate_precision_casts": options.numerics == "eager", **compat.config_for_bodies(gm)}
     if any(slot.layout != "strided" for slot in slots):
         config["size_asserts"] = False  # a packed tensor has no strides to assert
     return config | dict(options.inductor)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ampcompile import GradScaler, weight_stats
 from tests.compiling import LOW
 from tests.distributed_model import Model, alone, amp, batch, checkpointed, full, gradients, loss_of, same, selectively
-from tests.ranks import join
+from tests.ranks import join, leave
 
 CASES = {}
 
@@ -266,7 +266,7 @@ def main():
     if dist.get_rank() == 0:
         joined = {name: "".join(outcome[name] for outcome in gathered) for name in chosen}
         Path(sys.argv[1], "outcomes.json").write_text(json.dumps(joined))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

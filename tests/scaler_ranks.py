@@ -1,8 +1,7 @@
 """Run by test_scaler_distributed.py: what each rank does."""
 
 import math
-import os
-import sys
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompile.scaler import GradScaler
-from tests.ranks import join
+from tests.ranks import join, leave
 from tests.scaler_cases import assert_close
 
 
@@ -61,8 +60,7 @@ def full(param: torch.Tensor) -> torch.Tensor:
     return param.full_tensor().detach() if hasattr(param, "full_tensor") else param.detach()
 
 
-def main(wrapper: str, kind: str, how: str) -> None:
-    join()
+def check(wrapper: str, kind: str, how: str) -> None:
     optimizers = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD, "RMSprop": torch.optim.RMSprop}
     net = model()
     if wrapper == "fsdp":
@@ -77,9 +75,11 @@ def main(wrapper: str, kind: str, how: str) -> None:
     expected = model()
     plain(expected, optimizers[kind](expected.parameters(), lr=0.01), how == "clip_grad_norm_")
     assert_close([full(param) for param in net.parameters()], [param.detach() for param in expected.parameters()])
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(*sys.argv[1:])
+    join()
+    for case in product(("fsdp", "ddp"), (("AdamW", "clip_grad_norm_"), ("SGD", "step"), ("RMSprop", "unscale_"))):
+        print(case)
+        check(case[0], *case[1])
+    leave()

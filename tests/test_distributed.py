@@ -18,6 +18,7 @@ def outcomes(folder):
     return json.loads((folder / "outcomes.json").read_text())
 
 
+@pytest.mark.ci
 def test_two_ranks_do_what_one_process_does_and_one_goes_on_from_their_checkpoint(tmp_path):
     found = outcomes(tmp_path)
     assert found.keys() == distributed_ranks.CASES.keys()

@@ -11,6 +11,7 @@ from examples.recipes.everything import RECIPES
 from examples.recipes.recipe import Way, compare, distance, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+QUICK = ("typical", "gradient_penalty", "decoding", "validation")
 COMPILED, EAGER = Way(compiled=True, lower="aot_eager"), Way(compiled=False)
 
 
@@ -37,7 +38,7 @@ def alive() -> tuple[int, int]:
     return sum(o.nbytes for o in tensors if o.layout == torch.strided), len(objects)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.ci) for n in RECIPES])
 def test_memory_is_flat_and_graphs_are_few(name):
     counters.clear()
     recipe = RECIPES[name](COMPILED)

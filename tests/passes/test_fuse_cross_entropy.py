@@ -53,7 +53,7 @@ def test_fires_once_in_models_that_return_their_logits_too(name: str) -> None:
     assert count(graph, CROSS_ENTROPY) == 0, "nothing is fused on the CPU unless asked for"
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "bert"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.ci), "bert"])
 def test_loss_and_gradients_are_no_further_from_float64_than_eager_autocasts(name: str) -> None:
     model, call = with_labels(name)
     exact_model = copy.deepcopy(model).double()

@@ -261,7 +261,7 @@ def test_a_sum_that_broadcasts_stays() -> None:
 COUNTS = {"llama": 5, "gpt2": 5, "bert": 5, "vit": 5, "t5": 12}
 
 
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("name", tiny_models.FUSED_ON)
 def test_fires_on_architectures(name: str) -> None:
     """Every norm but BERT's first, which stands between float32 and dropout."""
     pytest.importorskip("transformers")

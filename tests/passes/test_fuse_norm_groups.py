@@ -199,6 +199,7 @@ def test_a_block_trains_and_nothing_is_further_from_float64(weights: str) -> Non
     assert ours <= 1.02 * eager
 
 
+@pytest.mark.ci
 def test_a_unet_trains_with_all_its_group_norms_fused() -> None:
     eager, ours, graphs = errors_of_draws(
         4, lambda: (UNet(8, (1, 2)), lambda model, x: model(x, x), (torch.randn(8, 3, 16, 16),))

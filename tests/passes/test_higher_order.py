@@ -155,7 +155,7 @@ def sizes_that_depend_on_data():
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
 def test_gradients_are_as_exact_as_eager_autocasts(name, lower):
     model, x = MODELS[name](), torch.randn(4, 8)
     theirs, ours, recorder = training_errors(model, loss, [x], lower=lower)
