@@ -45,20 +45,19 @@ def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, wa
     names = module_names(here.called)
     if options.policy.modules:
         compat_modules.guard_modules_of_frame(gm, names)
-    with modules_named(names), _without_collector():
+    with modules_named(names), _collecting_rarely():
         return _rewrite(gm, example_inputs, options, watch)
 
 
 @contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Python's collector would walk Dynamo's whole heap again and again meanwhile: a quarter of the time."""
-    on = gc.isenabled()
-    gc.disable()
+def _collecting_rarely() -> Iterator[None]:
+    """Python's collector would walk Dynamo's whole heap again and again meanwhile: a quarter of the passes' time."""
+    young, *older = gc.get_threshold()
+    gc.set_threshold(50 * young, *older)
     try:
         yield
     finally:
-        if on:
-            gc.enable()
+        gc.set_threshold(young, *older)
 
 
 def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, watch: Watch | None) -> Rewritten:
@@ -121,7 +120,8 @@ def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callab
     """Dynamo backend. `mode` and `options` are those of `torch.compile`; see `ampcompile.config.Options`."""
     options = Options.parse(**kwargs)
     rewritten = rewrite(gm, example_inputs, options)
-    return lower(rewritten.graph, example_inputs, options)
+    with _collecting_rarely():
+        return lower(rewritten.graph, example_inputs, options)
 
 
 amp.amp_options = lambda **kwargs: Options.parse(**kwargs)  # type: ignore[attr-defined]  # how `ambient` knows us

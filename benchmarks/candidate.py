@@ -1,5 +1,6 @@
 """One peer on one work: prepared, checked, then timed round by round."""
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from time import perf_counter
@@ -62,6 +63,7 @@ class Candidate:
             with counting.CastsRun() as mode:
                 self._result(self.run, self._around)
             return {"casts": mode.casts.count, "cast_bytes": mode.casts.bytes}
+        gc.collect()  # a full collection takes 0.2 s: whether one falls due must not depend on what was imported before
         with counting.casts_compiled() as casts, our_seconds() as ours:
             first = self._seconds()
         figures = {"compile_seconds": first - self._seconds()}
