@@ -21,7 +21,7 @@ def places(weight: Tensor) -> np.ndarray:
     count = (weight.data_ptr() + weight.nbytes) // _WORD - begin
     if weight.device.type != "cpu" or count <= 0:
         return np.empty(0, np.int64)
-    return begin - 1 + np.unique(np.linspace(0, count - 1, WORDS).astype(np.int64))
+    return begin - 1 + np.array(sorted({i * (count - 1) // (WORDS - 1) for i in range(WORDS)}))
 
 
 def words(places: np.ndarray) -> bytes:

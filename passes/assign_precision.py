@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -58,6 +57,7 @@ from .graph import (
 )
 from .lengths import lengths
 from .range_guards import guarded
+from .repeats import Repeats, traced_if_alike
 
 # The user's own casts and copies are never second-guessed.
 _CASTS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as"})
@@ -73,6 +73,7 @@ class _Walk:
         self.policy: Policy = parent.policy
         self.range_guards: bool = parent.range_guards
         self.walks: dict[GraphModule, dict[Any, _Walk]] = parent.walks if isinstance(parent, _Walk) else {}
+        self.repeats: Repeats = parent.repeats if isinstance(parent, _Walk) else Repeats()
         self.gm, self.regions = gm, regions
         self.values: dict[Node, Any] = {}
         self.constants: dict[Node, float] = {}  # the largest finite magnitude in tensors that are known
@@ -83,7 +84,7 @@ class _Walk:
         arriving = iter(inputs)
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
-                decision = Decision("graph input", _traced_if_alike(node, next(arriving)))
+                decision = Decision("graph input", traced_if_alike(node, next(arriving)))
             elif node.op == "get_attr":
                 decision = Decision("constant", self._constant(node))
             elif node.op == "output":
@@ -197,17 +198,21 @@ class _Walk:
 
     def _carried_out(self, node: Node, decision: Decision) -> Decision:
         """The decision with the fake value that comes of it."""
-        args, kwargs = self._arguments((node.args, node.kwargs), decision.operands)
-        target = decision.target or node.target
-        if decision.arguments:
-            args, kwargs = set_arguments(target, args, kwargs, decision.arguments)
-        if node.op == "call_method":
-            result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            result = target(*args, **kwargs)
-        if decision.narrow is not None:
-            result = pytree.tree_map(lambda v: in_dtype(v, decision.narrow) if castable(v) else v, result)
-        return replace(decision, result=_traced_if_alike(node, result))
+
+        def compute() -> Any:
+            args, kwargs = self._arguments((node.args, node.kwargs), decision.operands)
+            target = decision.target or node.target
+            if decision.arguments:
+                args, kwargs = set_arguments(target, args, kwargs, decision.arguments)
+            if node.op == "call_method":
+                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                result = target(*args, **kwargs)
+            if decision.narrow is None:
+                return result
+            return pytree.tree_map(lambda v: in_dtype(v, decision.narrow) if castable(v) else v, result)
+
+        return replace(decision, result=self.repeats.result(node, decision, self.values, compute))
 
     def _arguments(self, structure: Any, casts: Mapping[Node, torch.dtype] | None = None) -> Any:
         return map_arg(structure, lambda n: in_dtype(self.values[n], (casts or {}).get(n)))
@@ -218,17 +223,6 @@ class _Walk:
             return value
         self.constants[node] = compat_tracing.largest_magnitude(value)
         return node.meta["val"]
-
-
-def _traced_if_alike(node: Node, value: Any) -> Any:
-    """The value a node had while tracing if only its identity differs: what follows is then known to be unchanged."""
-    traced = node.meta.get("val")
-    pairs = list(zip_longest(pytree.tree_leaves(traced), pytree.tree_leaves(value)))
-    return traced if pairs and all(_dtype(a) == _dtype(b) for a, b in pairs) else value
-
-
-def _dtype(value: Any) -> Any:
-    return value.dtype if isinstance(value, torch.Tensor) else type(value)
 
 
 @dataclass(frozen=True)

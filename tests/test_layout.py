@@ -30,6 +30,7 @@ LAW = [
     {"passes.graph", "passes.verify", "passes.base", "passes.higher_order", "passes.opaque", "passes.weight_copy"},
     {"passes.aliasing", "passes.commuting", "passes.gradients", "passes.lengths", "passes.minimum_cut", "passes.sizes"},
     {"passes.decisions", "passes.fusing", "passes.losses", "passes.norm_spellings", "passes.range_guards"},
+    {"passes.repeats"},
     {"passes"},
     {"passes.pipeline"},
     {"lower", "ambient", "backend", ""},
