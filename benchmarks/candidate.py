@@ -63,8 +63,8 @@ class Candidate:
             with counting.CastsRun() as mode:
                 self._result(self.run, self._around)
             return {"casts": mode.casts.count, "cast_bytes": mode.casts.bytes}
-        gc.collect()  # a full collection takes 0.2 s: whether one falls due must not depend on what was imported before
         with counting.casts_compiled() as casts, our_seconds() as ours:
+            gc.collect()  # a full collection takes 0.2 s: whether one falls due must not depend on earlier imports
             first = self._seconds()
         figures = {"compile_seconds": first - self._seconds()}
         if self.peer.compiler == "thunder":
