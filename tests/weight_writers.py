@@ -247,6 +247,8 @@ def _(net: Net) -> None:
         with torch.no_grad():
             net.linear.weight[unsampled(net.linear.weight)] += 1
         net.look()
+    with torch.no_grad():
+        net.linear.parametrizations.weight.original0.mul_(2)  # else rounding alone would make the weight another one
     parametrize.remove_parametrizations(net.linear, "weight")
 
 
