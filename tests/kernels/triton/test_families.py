@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
 FAMILIES = [path.stem.removeprefix("interpreted_") for path in sorted(HERE.glob("interpreted_*.py"))]
-
 ASKED_FOR = ("group_norm", "norm", "softmax")  # with default options none of these is launched
 
 
