@@ -90,6 +90,11 @@ def interpose(op: OpOverload, device_type: str, kernel: Callable[..., Any]) -> C
     return before or partial(op._op_dk, resolved)
 
 
+AS_A_FUNCTION = torch.ops.higher_order.auto_functionalized
+"""Calls a custom op that returns nothing and writes to arguments, on copies unless Inductor finds that nobody else
+reads them; its result is None and those arguments, in order. This first version takes them by name, in 2.11 to 2.15."""
+
+
 def multiplies_into_float32(device: torch.device) -> bool:
     """Whether `mm` and `bmm` of 16-bit matrices can write float32 there, by their overloads `dtype`.
 

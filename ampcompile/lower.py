@@ -13,7 +13,15 @@ from . import compat, compat_backward, compat_tracing, double_backward, packing,
 from .config import Options
 from .decompositions import decompositions
 from .kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
-from .passes import bind_weights, drop_casts, merge_copies, recompute_casts, share_casts, weight_gradients
+from .passes import (
+    add_embeddings,
+    bind_weights,
+    drop_casts,
+    merge_copies,
+    recompute_casts,
+    share_casts,
+    weight_gradients,
+)
 from .passes.base import Watch, run_passes
 from .passes.fusing import UNFUSED
 from .passes.weight_copy import Slot
@@ -57,6 +65,7 @@ def _on_joint_graph() -> list[compat.OnJointGraph]:
         drop_casts.drop_after_differentiation,
         share_casts.share_after_differentiation,
         weight_gradients.widen_gradients,
+        add_embeddings.add_embeddings,
         recompute_casts.recompute_after_differentiation,
     ]
 

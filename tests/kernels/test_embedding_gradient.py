@@ -1,0 +1,47 @@
+"""An embedding's gradient added in place is the one that autograd adds."""
+
+import pytest
+import torch
+
+from ampcompile.kernels.embedding_gradient import add_embedding_gradient_, embedding_gradient_reference
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("padding_idx", [-1, 0, 5])
+@pytest.mark.parametrize(("shape", "vocabulary", "features"), [((3, 7), 9, 5), ((1,), 6, 1), ((64, 40), 300, 67)])
+def test_adds_what_autograd_adds(shape, vocabulary, features, padding_idx, dtype):
+    indices = torch.randint(vocabulary, shape, dtype=dtype)
+    indices[0] = 5
+    grad, x = torch.randn(*shape, features), torch.randn(vocabulary, features)
+    exact = embedding_gradient_reference(x.double(), grad.double(), indices, padding_idx)
+    size = embedding_gradient_reference(x.abs(), grad.abs(), indices, padding_idx)
+    found = x.clone()
+    add_embedding_gradient_(found, grad, indices, padding_idx)
+    most = 1 + int(indices.flatten().bincount(minlength=vocabulary).max())
+    assert ((found - exact).abs() <= most * 2**-24 * size).all()
+    untouched = torch.ones(vocabulary, dtype=torch.bool)
+    untouched[indices.flatten().long()] = False
+    untouched |= torch.arange(vocabulary) == padding_idx
+    assert torch.equal(found[untouched], x[untouched])
+
+
+def test_reads_transposed_rows_and_what_padding_holds_does_not_matter():
+    indices = torch.tensor([[1, 2], [0, 2]])
+    grad, x = torch.randn(3, 2, 2).permute(1, 2, 0), torch.zeros(4, 3)
+    grad[0, 0] = torch.nan
+    add_embedding_gradient_(x, grad, indices, 1)
+    assert torch.equal(x, torch.stack([grad[1, 0], torch.zeros(3), grad[0, 1] + grad[1, 1], torch.zeros(3)]))
+
+
+def test_sums_are_the_same_whatever_the_threads():
+    indices, grad, x = torch.randint(7, (4096,)), torch.randn(4096, 32), torch.randn(7, 32)
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(x.clone())
+            add_embedding_gradient_(found[-1], grad, indices)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
