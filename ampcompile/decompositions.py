@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from . import compat
-from .config import Options
 from .kernels.attention_backward import FLASH_BACKWARD, attention_backward
 
 ATEN = torch.ops.aten
@@ -26,8 +25,8 @@ NORMS = (
 )
 
 
-def decompositions(options: Options) -> dict[Any, Callable[..., Any]]:
-    """Inductor's table with ours in it. In relaxed mode attention stays Inductor's own."""
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's table with ours in it."""
     table = compat.inductors_decompositions(kept=[EMBEDDING_BACKWARD])
     embedding_backward = table[EMBEDDING_BACKWARD]
 
@@ -37,8 +36,7 @@ def decompositions(options: Options) -> dict[Any, Callable[..., Any]]:
 
     table[EMBEDDING_BACKWARD] = embedding_dense_backward
     table |= {norm: _with_exact_statistics(table[norm]) for norm in NORMS if norm in table}
-    if options.numerics == "eager":
-        table[FLASH_BACKWARD] = attention_backward
+    table[FLASH_BACKWARD] = attention_backward
     return table
 
 

@@ -50,7 +50,7 @@ def lower(
         else:
             compat.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
             config = _inductor_config(gm, options, slots)
-            compiled = compat.inductor(gm, inputs, config, _on_joint_graph(), decompositions(options))
+            compiled = compat.inductor(gm, inputs, config, _on_joint_graph(), decompositions())
     run = _with_copies(compiled, slots, options) if slots else compiled
     if rewritten is None or not functions:
         return run

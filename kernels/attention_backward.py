@@ -1,24 +1,44 @@
-"""The backward of short attention on the CPU, with float32 between its products.
+"""The backward of attention on the CPU, where torch's flash kernel is slow.
 
-torch's flash kernel multiplies one head's tile after the other; at 128 tokens the calls cost more than the products.
-Written as whole products over all heads, compiled by Inductor, it takes half the time, and its gradients are closer to
-float64: the probabilities and their gradients are not rounded to 16 bits. Forward stays torch's kernel, bit for bit.
+torch multiplies one head's tile after the other, and at some hundred tokens the calls cost more than the products. On
+processors with AVX512-BF16 a kernel of ours (`cpp/attention.h`) does the same arithmetic in a sixth of the time: scores
+and their gradients in float32, rounded to 16 bits as operands only. Elsewhere short attention is written as whole
+products over all heads, in float32, and compiled by Inductor: half the flash kernel's time. Either way gradients are no
+further from float64 than the flash kernel's. Forward stays torch's kernel, bit for bit.
 
-Flops: 10·B·H·L·S·D, as the flash kernel's. Bytes: 4·B·H·L·S for each of three matrices more, which is why it is for
-short sequences.
+Flops: 10·B·H·L·S·D, as the flash kernel's. Written as whole products, 4·B·H·L·S bytes for each of three matrices more,
+which is why that is for short sequences.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from . import native
+
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 LONGEST = 128
-"""Tokens up to which this was faster than the flash kernel, with 64 features a head, on a CPU with AVX-512."""
+"""Tokens up to which whole products were faster than the flash kernel, with 64 features a head, with AVX-512."""
+
+_LIBRARY = torch.library.Library("ampcompile", "FRAGMENT")
+_LIBRARY.define(
+    "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+    "bool is_causal, float scale) -> (Tensor, Tensor, Tensor)"
+)
+ATTENTION_BACKWARD = torch.ops.ampcompile.attention_backward.default
+
+
+@functools.cache
+def available() -> bool:
+    """Whether this processor has a kernel of ours: AVX512-BF16, and no AMX, with which torch's wasn't measured."""
+    library = native.library()
+    return library is not None and bool(library.attention_available())
 
 
 def attention_backward(
@@ -38,9 +58,13 @@ def attention_backward(
 
     `out` is forward's result, `logsumexp` (B, H, L) is float32. NotImplemented where the flash kernel is to run.
     """
-    if attn_mask is not None or dropout_p != 0 or not _short(query, key) or query.itemsize != 2:
+    if attn_mask is not None or dropout_p != 0 or query.itemsize != 2 or query.shape[:-2] != key.shape[:-2]:
         return NotImplemented
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if _fits(query) and available():
+        return ATTENTION_BACKWARD(grad_out, query, key, value, out, logsumexp, is_causal, scale)
+    if not _short(query, key):
+        return NotImplemented
     q, k, v, grad = query.float(), key.float(), value.float(), grad_out.float()
     probabilities = (q @ k.mT * scale - logsumexp[..., None]).exp()
     if is_causal:
@@ -51,7 +75,57 @@ def attention_backward(
     return tuple(result.to(query.dtype) for result in results)
 
 
+def _fits(query: Tensor) -> bool:
+    features = query.shape[-1]
+    return query.dtype == torch.bfloat16 and isinstance(features, int) and features % 16 == 0
+
+
 def _short(query: Tensor, key: Tensor) -> bool:
     lengths = query.shape[-2], key.shape[-2]
-    known = all(isinstance(length, int) for length in lengths)  # a symbol would have to be guarded
-    return known and max(lengths) <= LONGEST and query.shape[:-2] == key.shape[:-2]
+    return all(isinstance(length, int) for length in lengths) and max(lengths) <= LONGEST  # a symbol would be guarded
+
+
+def _empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In the tensors' layouts, where features lie side by side."""
+    contiguous = torch.contiguous_format
+    return tuple(
+        torch.empty_like(t) if t.stride(-1) == 1 else torch.empty_like(t, memory_format=contiguous) for t in tensors
+    )
+
+
+@torch.library.register_fake(ATTENTION_BACKWARD, lib=_LIBRARY)
+def _(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, s: float
+) -> tuple[Tensor, ...]:
+    return _empty_like(query, key, value)
+
+
+@torch.library.impl(_LIBRARY, "attention_backward", "CPU")
+def _differentiate(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    results = _empty_like(query, key, value)
+    if not available():  # compiled on another machine
+        found = FLASH_BACKWARD(grad_out, query, key, value, out, logsumexp, 0.0, is_causal, scale=scale)
+        for result, value in zip(results, found, strict=True):
+            result.copy_(value)
+        return results
+    operands = [t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value, grad_out, out)]
+    batch, heads, queries, features = query.shape
+    tensors = [*operands, *results, logsumexp]
+    native.call(
+        "attention_backward",
+        batch * heads,
+        np.array([batch, heads, queries, key.shape[2], features, is_causal], dtype=np.int64),
+        native.addresses(tensors),
+        np.array([t.stride()[:3] for t in tensors], dtype=np.int64),
+        np.array(scale, dtype=np.float32),
+    )
+    return results

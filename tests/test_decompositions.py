@@ -9,21 +9,21 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampcompile import compat
-from ampcompile.config import Options
 from ampcompile.decompositions import EMBEDDING_BACKWARD, decompositions
-from ampcompile.kernels.attention_backward import FLASH_BACKWARD
+from ampcompile.kernels.attention_backward import ATTENTION_BACKWARD, FLASH_BACKWARD, available
 from ampcompile.passes import bind_weights
 
 
 class Attention(nn.Module):
-    def __init__(self):
+    def __init__(self, heads):
         super().__init__()
+        self.heads = heads
         self.tokens = nn.Embedding(11, 16, padding_idx=3)
         self.qkv = nn.Linear(16, 48)
 
     def forward(self, tokens):
         x = self.tokens(tokens)
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 16 // self.heads)).permute(2, 0, 3, 1, 4)
         return (x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)).square().sum()
 
 
@@ -35,7 +35,7 @@ def gradients(model, run):
     return torch.autograd.grad(run(TOKENS), list(model.parameters()))
 
 
-def called(monkeypatch, **options):
+def called(monkeypatch, heads, **options):
     """A model, what is compiled of it, and the ops of the differentiated graph."""
     ops = []
     original = bind_weights.bind
@@ -45,17 +45,18 @@ def called(monkeypatch, **options):
         return original(graph)
 
     monkeypatch.setattr(bind_weights, "bind", watched)
-    model = Attention()
+    model = Attention(heads)
     run = torch.compile(model, backend="amp", options=options)
     with torch._functorch.config.patch(enable_autograd_cache=False):  # what it holds isn't differentiated again
         gradients(model, run)
     return model, run, ops
 
 
+@pytest.mark.parametrize("heads", [1, 2], ids=["our kernel", "whole products"])
 @pytest.mark.parametrize("numerics", ["eager", "relaxed"])
-def test_gradients_are_as_exact_as_eager_autocasts(monkeypatch, numerics):
+def test_gradients_are_as_exact_as_eager_autocasts(monkeypatch, numerics, heads):
     torch._dynamo.reset()
-    model, run, ops = called(monkeypatch, numerics=numerics)
+    model, run, ops = called(monkeypatch, heads, numerics=numerics)
 
     def autocast(tokens):
         with torch.autocast("cpu", torch.bfloat16):
@@ -72,11 +73,12 @@ def test_gradients_are_as_exact_as_eager_autocasts(monkeypatch, numerics):
     assert totals[1] <= 1.05 * totals[0]
     assert found[0][3].count_nonzero() == 0
     assert EMBEDDING_BACKWARD in ops
-    assert (FLASH_BACKWARD in ops) == (numerics == "relaxed")
+    assert FLASH_BACKWARD not in ops
+    assert (ATTENTION_BACKWARD in ops) == (heads == 1 and available())
 
 
 def test_other_devices_keep_inductors_own_choice():
-    table, theirs = decompositions(Options.parse({})), compat.inductors_decompositions([])
+    table, theirs = decompositions(), compat.inductors_decompositions([])
     arguments = torch.zeros(2, 4, device="meta"), torch.zeros(2, dtype=torch.int64, device="meta"), 5, -1, False
     assert table[EMBEDDING_BACKWARD](*arguments).shape == theirs[EMBEDDING_BACKWARD](*arguments).shape == (5, 4)
 
