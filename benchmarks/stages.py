@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks import kernel_cases, loss_cases, row_cases, scaler_step
+from benchmarks import attention_cases, kernel_cases, loss_cases, row_cases, scaler_step
 from benchmarks.apart import apart
 from benchmarks.candidate import Candidate
 from benchmarks.compile_time import growth
@@ -63,6 +63,8 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         "limits": partial(setup.call, kernel_cases.measure, kernel_cases.limits, setup.device),
         "step": partial(setup.call, kernel_cases.measure, kernel_cases.step_kernels, model, setup.device),
     }
+    if setup.device == "cpu":
+        kernels["attention"] = partial(setup.call, kernel_cases.measure, attention_cases.attention_kernels)
     fused: Jobs = {
         "norm": partial(setup.call, kernel_cases.measure, row_cases.norm_kernels, setup.device),
         "softmax": partial(setup.call, kernel_cases.measure, row_cases.softmax_kernels, setup.device),

@@ -65,6 +65,20 @@ def attention_backward(
         return ATTENTION_BACKWARD(grad_out, query, key, value, out, logsumexp, is_causal, scale)
     if not _short(query, key):
         return NotImplemented
+    return attention_backward_reference(grad_out, query, key, value, out, logsumexp, is_causal, scale)
+
+
+def attention_backward_reference(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """The same as whole products, in float32 until the end."""
     q, k, v, grad = query.float(), key.float(), value.float(), grad_out.float()
     probabilities = (q @ k.mT * scale - logsumexp[..., None]).exp()
     if is_causal:

@@ -3,7 +3,7 @@
 CAUSES: dict[str, str] = {
     r"cpu growth \d+ weights": "weights of 16 x 16: to ask whether one was written since its last cast takes 0.3 µs, "
     "to cast its 256 numbers takes less",
-    r"compile .* cold": "our passes take 0.2 s; Inductor's code for the float32 backward of short attention and for "
-    'roundings in registers (`numerics="eager"`) takes longer to compile than what it replaces',
+    r"compile .* cold": 'our passes take 0.2 s; Inductor\'s code for roundings in registers (`numerics="eager"`) takes '
+    "longer to compile than what it replaces",
     r"compile .* warm": "our passes take 0.2 s and run again in each process, before Inductor's caches are asked",
 }
