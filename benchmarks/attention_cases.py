@@ -21,7 +21,7 @@ def attention_kernels() -> Iterator[Kernel]:
         given = grad, q, k, v, out, logsumexp
         compiled = torch.compile(ours.attention_backward_reference)
         candidates: dict[str, Callable[[], object]] = {
-            AMP: partial(ours.ATTENTION_BACKWARD, *given, True, 0.125),
+            AMP: partial(ours.ATTENTION_BACKWARD, *given, None, True, 0.125),
             FLASH: partial(ours.FLASH_BACKWARD, *given, 0.0, True, scale=0.125),
             COMPILED: partial(compiled, *given, True, 0.125),
         }

@@ -88,14 +88,14 @@ def main() -> None:
         "Ops with Python scalars differ where eager rounds the scalar to the tensor's type and the kernel does not, "
         "or the other way round. On torch 2.11 Inductor ignores the setting on the CPU: there the `relaxed` column "
         "holds for both. What the rounding costs in time is in the benchmarks (amp against amp relaxed).\n\n"
-        "The backward of `scaled_dot_product_attention` on the CPU, without mask or dropout, isn't torch's flash "
-        "kernel: with AVX512-BF16, without AMX, it is a kernel of ours (bfloat16, 16 dividing the features of a "
-        "head), and elsewhere, up to 128 tokens, products over all heads in float32. Both start from torch's own "
-        "forward result, and their gradients are no further from float64 than the flash kernel's, not the same bits. "
-        "The kernel rounds what the flash kernel rounds, but adds up the gradients of keys and values in float32 to "
-        "the end; its times are in the benchmarks. Norms are another place: with 16-bit input and float32 weights, "
-        "Inductor on the CPU rounds the mean and deviation that it keeps for the backward; here, in both modes, they "
-        "stay in float32, as in eager's kernels.\n"
+        "The backward of `scaled_dot_product_attention` on the CPU, without dropout, isn't torch's flash kernel: with "
+        "AVX512-BF16, without AMX, it is a kernel of ours (bfloat16, 16 dividing the features of a head), and "
+        "elsewhere, up to 128 tokens and without a mask, products over all heads in float32. Both start from torch's "
+        "own forward result, and their gradients are no further from float64 than the flash kernel's, not the same "
+        "bits. The kernel rounds what the flash kernel rounds, but adds up the gradients of keys and values in "
+        "float32 to the end; its times are in the benchmarks. Norms are another place: with 16-bit input and float32 "
+        "weights, Inductor on the CPU rounds the mean and deviation that it keeps for the backward; here, in both "
+        "modes, they stay in float32, as in eager's kernels.\n"
     )
     print(PAGE.read_text())
 

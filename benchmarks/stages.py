@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from ampcompile.kernels import native
 from benchmarks import attention_cases, kernel_cases, loss_cases, row_cases, scaler_step
 from benchmarks.apart import apart
 from benchmarks.candidate import Candidate
@@ -31,7 +32,7 @@ class Setup:
     """Seconds that the timing of one case takes, or so."""
     tiny: bool
     seed: Path
-    """Caches that hold what is compiled once per machine, such as the probes of the processor's vector units."""
+    """Caches that hold what is compiled once per machine: probes of the processor's vector units, our C++ kernels."""
 
     @contextmanager
     def caches(self) -> Iterator[Path]:
@@ -117,3 +118,4 @@ def sow(setup: Setup) -> None:
 
 def _compile_something(device: str) -> None:
     torch.compile(lambda x: (x + 1).relu())(torch.ones(64, 64, device=device))
+    native.available()

@@ -29,7 +29,7 @@ LONGEST = 128
 _LIBRARY = torch.library.Library("ampcompile", "FRAGMENT")
 _LIBRARY.define(
     "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
-    "bool is_causal, float scale) -> (Tensor, Tensor, Tensor)"
+    "Tensor? attn_mask, bool is_causal, float scale) -> (Tensor, Tensor, Tensor)"
 )
 ATTENTION_BACKWARD = torch.ops.ampcompile.attention_backward.default
 
@@ -56,14 +56,15 @@ def attention_backward(
 ) -> Any:
     """Gradients of `query` (B, H, L, D), `key` and `value` (B, H, S, D), in their 16-bit dtype; as `FLASH_BACKWARD`.
 
-    `out` is forward's result, `logsumexp` (B, H, L) is float32. NotImplemented where the flash kernel is to run.
+    `out` is forward's result, `logsumexp` (B, H, L) is float32; `attn_mask`, if given, is added to the scores, and
+    broadcast to (B, H, L, S). NotImplemented where the flash kernel is to run.
     """
-    if attn_mask is not None or dropout_p != 0 or query.itemsize != 2 or query.shape[:-2] != key.shape[:-2]:
+    if dropout_p != 0 or query.itemsize != 2 or query.shape[:-2] != key.shape[:-2]:
         return NotImplemented
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if _fits(query) and available():
-        return ATTENTION_BACKWARD(grad_out, query, key, value, out, logsumexp, is_causal, scale)
-    if not _short(query, key):
+        return ATTENTION_BACKWARD(grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale)
+    if attn_mask is not None or not _short(query, key):
         return NotImplemented
     return attention_backward_reference(grad_out, query, key, value, out, logsumexp, is_causal, scale)
 
@@ -108,9 +109,7 @@ def _empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 @torch.library.register_fake(ATTENTION_BACKWARD, lib=_LIBRARY)
-def _(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, s: float
-) -> tuple[Tensor, ...]:
+def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return _empty_like(query, key, value)
 
 
@@ -122,24 +121,28 @@ def _differentiate(
     value: Tensor,
     out: Tensor,
     logsumexp: Tensor,
+    attn_mask: Tensor | None,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
     results = _empty_like(query, key, value)
     if not available():  # compiled on another machine
-        found = FLASH_BACKWARD(grad_out, query, key, value, out, logsumexp, 0.0, is_causal, scale=scale)
-        for result, value in zip(results, found, strict=True):
-            result.copy_(value)
+        given = grad_out, query, key, value, out, logsumexp
+        found = FLASH_BACKWARD(*given, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
+        for result, gradient in zip(results, found, strict=True):
+            result.copy_(gradient)
         return results
     operands = [t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value, grad_out, out)]
-    batch, heads, queries, features = query.shape
-    tensors = [*operands, *results, logsumexp]
+    (batch, heads, queries, features), keys = query.shape, key.shape[2]
+    mask = None if attn_mask is None else attn_mask.expand(batch, heads, queries, keys)
+    tensors = [*operands, *results, logsumexp.unsqueeze(-1), mask]
     native.call(
         "attention_backward",
         batch * heads,
-        np.array([batch, heads, queries, key.shape[2], features, is_causal], dtype=np.int64),
+        np.array([heads, queries, keys, features, is_causal], dtype=np.int64),
         native.addresses(tensors),
-        np.array([t.stride()[:3] for t in tensors], dtype=np.int64),
+        np.array([(0, 0, 0, 0) if t is None else t.stride() for t in tensors], dtype=np.int64),
+        native.dtype_codes([mask]),
         np.array(scale, dtype=np.float32),
     )
     return results

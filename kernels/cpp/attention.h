@@ -8,7 +8,11 @@
 #include "bfloat16.h"
 
 #if AMPCOMPILE_BFLOAT16
-struct Head { Rows q, k, v, grad, out, dq, dk, dv; const float* logsumexp; int64_t logsumexp_stride; };
+struct Mask {  // added to scores; null without one
+  int64_t address, dtype, offset, query_stride, key_stride;
+};
+
+struct Head { Rows q, k, v, grad, out, dq, dk, dv; const float* logsumexp; int64_t logsumexp_stride; Mask mask; };
 
 // With what a thread needs for heads of the same sizes; 16 divides the features.
 class HeadBackward {
@@ -16,7 +20,7 @@ class HeadBackward {
   HeadBackward(int64_t queries, int64_t keys, int64_t features, bool causal, float scale)
       : l(queries), s(keys), d(features), lp((l + 15) / 16 * 16), causal(causal), scale(scale), query_pairs(lp / 2 * d),
         grad_pairs(lp / 2 * d), query_columns(d / 2 * lp), grad_columns(d / 2 * lp), key_pairs((s + 1) / 2 * d),
-        scores(kTile), score_grads(kTile), p(kTile / 2), g(kTile / 2), g_pairs(kTile / 2), dq(lp * d), dk(kKeys * d),
+        scores(kTile), score_grads(kTile), added(kTile), p(kTile / 2), g(kTile / 2), g_pairs(kTile / 2), dq(lp * d), dk(kKeys * d),
         dv(kKeys * d), logsumexp(lp, std::numeric_limits<float>::infinity()), means(lp) {}
 
   void run(const Head& h) {
@@ -49,20 +53,31 @@ class HeadBackward {
   bool causal;
   float scale;
   std::vector<Pair> query_pairs, grad_pairs, query_columns, grad_columns, key_pairs;
-  std::vector<float> scores, score_grads;  // a tile, [keys][queries]
-  std::vector<Pair> p, g, g_pairs;         // probabilities, scores' gradients: rounded; and in pairs of keys
+  std::vector<float> scores, score_grads, added;  // a tile, [keys][queries]; the last what the mask adds
+  std::vector<Pair> p, g, g_pairs;                // probabilities, scores' gradients: rounded; and in pairs of keys
   std::vector<float> dq, dk, dv, logsumexp, means;
 
   void tile(const Head& h, int64_t key, int64_t keys, int64_t query, int64_t queries) {
     multiply(keys, queries, d / 2, Left(h.k.below(key)), {&query_columns[query], lp}, {scores.data(), kQueries, false});
     multiply(keys, queries, d / 2, Left(h.v.below(key)), {&grad_columns[query], lp},
              {score_grads.data(), kQueries, false});
+    if (h.mask.address) read_mask(h.mask, key, keys, query, std::min(queries, l - query));
     differentiate(key, keys, query, queries);
     const int64_t pairs = query / 2 * d;
     multiply(keys, d, queries / 2, {p.data(), 2 * kQueries, 4}, {&grad_pairs[pairs], d}, {dv.data(), d, true});
     multiply(keys, d, queries / 2, {g.data(), 2 * kQueries, 4}, {&query_pairs[pairs], d}, {dk.data(), d, true});
     multiply(queries, d, (keys + 1) / 2, {g_pairs.data(), 4, 4 * kQueries}, {&key_pairs[key / 2 * d], d},
              {&dq[query * d], d, true});
+  }
+
+  void read_mask(const Mask& mask, int64_t key, int64_t keys, int64_t query, int64_t queries) {
+    with_dtype(mask.dtype, [&](auto type) {
+      const auto* from = at<decltype(type)>(
+          mask.address, mask.offset + key * mask.key_stride + query * mask.query_stride);
+      for (int64_t i = 0; i < keys; ++i)
+        for (int64_t j = 0; j < queries; ++j)
+          added[i * kQueries + j] = widen(from[i * mask.key_stride + j * mask.query_stride]);
+    });
   }
 
   // From a tile's scores, and the gradients of its probabilities: probabilities, and gradients of scores.
@@ -76,8 +91,9 @@ class HeadBackward {
         for (int64_t k = i; k < std::min(i + 2, keys); ++k) {
           const int64_t at = k * kQueries + j;
           const __mmask16 seen = causal ? _mm512_cmpge_epi32_mask(position, _mm512_set1_epi32(int(key + k))) : 0xffff;
-          const __m512 exponent =
-              _mm512_fmsub_ps(_mm512_loadu_ps(&scores[at]), factor, _mm512_loadu_ps(&logsumexp[query + j]));
+          // As in forward, where a mask of the lowest number swallows the scores.
+          const __m512 score = _mm512_fmadd_ps(_mm512_loadu_ps(&scores[at]), factor, _mm512_loadu_ps(&added[at]));
+          const __m512 exponent = _mm512_sub_ps(score, _mm512_loadu_ps(&logsumexp[query + j]));
           const __m512 probability = _mm512_maskz_mov_ps(seen, exponential(exponent));
           const __m512 apart = _mm512_sub_ps(_mm512_loadu_ps(&score_grads[at]), _mm512_loadu_ps(&means[query + j]));
           const __m512 grad = _mm512_maskz_mul_ps(seen, _mm512_mul_ps(probability, apart), factor);

@@ -71,19 +71,20 @@ void sgd(int64_t tensors, const int64_t* numel, const int64_t* table, const int6
 int attention_available() { return AMPCOMPILE_BFLOAT16; }
 
 #if AMPCOMPILE_BFLOAT16
-// See `attention_backward.attention_backward`. sizes: batch, heads, queries, keys, features, causal. addresses and
-// strides (batch, head, row): query, key, value, grad_out, out, three gradients, logsumexp.
+// See `attention_backward.attention_backward`. sizes: heads, queries, keys, features, causal. addresses and strides
+// (batch, head, row, column): query, key, value, grad_out, out, three gradients, logsumexp, mask.
 void attention_backward(int64_t batch_times_heads, const int64_t* sizes, const int64_t* addresses,
-                        const int64_t* strides, const float* scale, int threads) {
+                        const int64_t* strides, const int64_t* mask_dtype, const float* scale, int threads) {
 #pragma omp parallel num_threads(threads)
   {
-    HeadBackward backward(sizes[2], sizes[3], sizes[4], sizes[5] != 0, *scale);
+    HeadBackward backward(sizes[1], sizes[2], sizes[3], sizes[4] != 0, *scale);
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < batch_times_heads; ++i) {
-      const auto offset = [&](int t) { return i / sizes[1] * strides[3 * t] + i % sizes[1] * strides[3 * t + 1]; };
-      const auto matrix = [&](int t) { return Rows{at<BFloat16>(addresses[t], offset(t)), strides[3 * t + 2]}; };
-      backward.run({matrix(0), matrix(1), matrix(2), matrix(3), matrix(4), matrix(5), matrix(6), matrix(7),
-                    at<float>(addresses[8], offset(8)), strides[26]});
+      const auto offset = [&](int t) { return i / sizes[0] * strides[4 * t] + i % sizes[0] * strides[4 * t + 1]; };
+      const auto rows = [&](int t) { return Rows{at<BFloat16>(addresses[t], offset(t)), strides[4 * t + 2]}; };
+      const Mask mask{addresses[9], *mask_dtype, offset(9), strides[38], strides[39]};
+      backward.run({rows(0), rows(1), rows(2), rows(3), rows(4), rows(5), rows(6), rows(7),
+                    at<float>(addresses[8], offset(8)), strides[34], mask});
     }
   }
 }

@@ -26,18 +26,20 @@ def error(found, exact):
     return float((found.double() - exact).norm())
 
 
-def both(q, k, v, grad, causal, scale=None):
+def both(q, k, v, grad, causal, scale=None, mask=None):
     """Ours, the flash kernel's, and in float64."""
-    out, logsumexp = FORWARD(q, k, v, 0.0, causal, scale=scale)
+    options = {"attn_mask": mask, "scale": scale}
+    out, logsumexp = FORWARD(q, k, v, 0.0, causal, **options)
     inputs = [t.double().requires_grad_() for t in (q, k, v)]
-    exact_out = F.scaled_dot_product_attention(*inputs, is_causal=causal, scale=scale)
+    exact_mask = None if mask is None else mask.double()
+    exact_out = F.scaled_dot_product_attention(*inputs, exact_mask, is_causal=causal, scale=scale)
     exact = torch.autograd.grad(exact_out, inputs, grad.double())
-    ours = attention_backward(grad, q, k, v, out, logsumexp, 0.0, causal, scale=scale)
-    return ours, FLASH_BACKWARD(grad, q, k, v, out, logsumexp, 0.0, causal, scale=scale), exact
+    given = grad, q, k, v, out, logsumexp, 0.0, causal
+    return attention_backward(*given, **options), FLASH_BACKWARD(*given, **options), exact
 
 
-def check(q, k, v, grad, causal, scale=None):
-    ours, flash, exact = both(q, k, v, grad, causal, scale)
+def check(q, k, v, grad, causal, scale=None, mask=None):
+    ours, flash, exact = both(q, k, v, grad, causal, scale, mask)
     for mine, theirs, right in zip(ours, flash, exact, strict=True):
         assert mine.dtype == q.dtype and mine.shape == right.shape
         assert error(mine, right) <= 1.01 * error(theirs, right) + 1e-3 * float(grad.double().norm())
@@ -63,6 +65,32 @@ def test_our_kernel(length, other, causal, features):
     check(*operands(length, other, features=features), causal, None if length % 2 else 0.2)
 
 
+MASKS = {
+    "padding": lambda: torch.zeros(2, 1, 1, 140).index_fill(3, torch.arange(90, 140), -torch.inf),
+    "padding, its lowest number": lambda: torch.zeros(2, 1, 1, 140).index_fill(3, torch.arange(90), LOWEST),
+    "a bias of each head": lambda: torch.randn(1, 3, 130, 140),
+    "for all": lambda: torch.randn(130, 140).clamp(min=0),
+    "a query that sees nothing": lambda: torch.zeros(130, 140).index_fill(0, torch.tensor([129]), -torch.inf),
+    "expanded": lambda: torch.randn(2, 1, 130, 1).expand(2, 3, 130, 140),
+}
+LOWEST = torch.finfo(LOW).min
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@pytest.mark.parametrize("mask", MASKS)
+def test_our_kernel_adds_masks(mask, dtype):
+    check(*operands(130, 140, features=32), causal=False, scale=0.1, mask=MASKS[mask]().to(dtype))
+
+
+@needs_kernel
+def test_our_kernel_takes_a_query_whose_keys_all_have_the_lowest_number_as_forward_does():
+    mask = torch.zeros(40, 70, dtype=LOW).index_fill(0, torch.tensor([7]), LOWEST)
+    ours, flash, _ = both(*operands(40, 70, features=16), causal=False, mask=mask)
+    for mine, theirs in zip(ours, flash, strict=True):
+        assert error(mine, theirs) < 0.01 * float(theirs.double().norm())
+
+
 @needs_kernel
 def test_our_kernel_gives_masked_keys_no_gradient():
     ours, _, _ = both(*operands(20, 90, features=16), causal=True)
@@ -85,9 +113,9 @@ def test_our_kernel_reads_any_layout(layout):
     plain = [t.contiguous() for t in tensors]
     q, k, v, grad = plain
     out, logsumexp = FORWARD(q, k, v, 0.0, True)
-    expected = ATTENTION_BACKWARD(grad, q, k, v, out, logsumexp, True, 0.2)
+    expected = ATTENTION_BACKWARD(grad, q, k, v, out, logsumexp, None, True, 0.2)
     q, k, v, grad = tensors
-    found = ATTENTION_BACKWARD(grad, q, k, v, LAYOUTS["a slice"](out), logsumexp.mT.contiguous().mT, True, 0.2)
+    found = ATTENTION_BACKWARD(grad, q, k, v, LAYOUTS["a slice"](out), logsumexp.mT.contiguous().mT, None, True, 0.2)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -99,7 +127,7 @@ def test_our_kernel_keeps_its_bits_whatever_the_threads():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(ATTENTION_BACKWARD(grad, q, k, v, out, logsumexp, True, 0.3))
+            found.append(ATTENTION_BACKWARD(grad, q, k, v, out, logsumexp, None, True, 0.3))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
@@ -119,14 +147,14 @@ def test_our_kernel_survives_large_scores_and_passes_on_what_is_not_finite():
 def test_our_kernel_is_an_op_that_torch_can_trace():
     q, k, v, grad = operands(9, 5, features=16)
     out, logsumexp = FORWARD(q, k, v, 0.0, False)
-    arguments = (grad, q, k, v, out, logsumexp, False, 0.25)
+    arguments = (grad, q, k, v, out, logsumexp, torch.zeros(5), False, 0.25)
     torch.library.opcheck(ATTENTION_BACKWARD, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_what_was_compiled_for_it_runs_without_it(whole_products):
     q, k, v, grad = operands(9, 9, features=16)
     out, logsumexp = FORWARD(q, k, v, 0.0, True)
-    ours = ATTENTION_BACKWARD(grad, q, k, v, out, logsumexp, True, 0.25)
+    ours = ATTENTION_BACKWARD(grad, q, k, v, out, logsumexp, None, True, 0.25)
     flash = FLASH_BACKWARD(grad, q, k, v, out, logsumexp, 0.0, True, scale=0.25)
     for mine, theirs, like in zip(ours, flash, (q, k, v), strict=True):
         assert torch.equal(mine, theirs) and mine.stride() == like.stride()
