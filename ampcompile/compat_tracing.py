@@ -75,7 +75,8 @@ def trace_pre_dispatch(run: Callable[..., Any], fakes: Sequence[Any], takes_apar
 
 def trace_body(run: Callable[..., Any], fakes: Sequence[Any], takes_apart: TakesApart) -> GraphModule:
     """Trace the body of a higher-order op from inside `trace_pre_dispatch`, as a graph of its own."""
-    with proxy_tensor._temp_remove_pre_dispatch_torch_function_mode():
+    # Outside of the trace around it: with symbolic sizes, what is computed once the body is traced would be recorded.
+    with proxy_tensor._temp_remove_pre_dispatch_torch_function_mode(), proxy_tensor.disable_proxy_modes_tracing():
         return reenter_make_fx(_recording(run, takes_apart))(*fakes)
 
 

@@ -81,7 +81,7 @@ class _Walk:
         self.output: Any = None
 
     def run(self, inputs: list[Any]) -> None:
-        arriving = iter(inputs)
+        arriving = iter(pytree.tree_leaves(inputs))  # a size that a custom function keeps comes as a tuple
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 decision = Decision("graph input", traced_if_alike(node, next(arriving)))

@@ -141,7 +141,8 @@ class _Bodies:
 
     def captured(self, graph: GraphModule, inputs: list[Any], body: higher_order.Body) -> GraphModule:
         """The capture of a body. One body called with other dtypes or under another region is another capture."""
-        leaves = tuple((t.dtype, tuple(t.shape)) if isinstance(t, torch.Tensor) else str(t) for t in inputs)
+        # Sizes as text: symbols can't be looked up.
+        leaves = tuple((t.dtype, str(tuple(t.shape))) if isinstance(t, torch.Tensor) else str(t) for t in inputs)
         states = tuple(
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
         )

@@ -42,7 +42,7 @@ class Body:
 def _backward_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Any]) -> list[Any]:
     out, saved = outputs[0]
     outs = list(out) if isinstance(out, tuple | list) else [out]
-    return [o.detach() if isinstance(o, torch.Tensor) else o for o in outs] + list(saved)
+    return [o.detach() if isinstance(o, torch.Tensor) else None for o in outs] + list(saved)
 
 
 def _score_inputs(other: int, score: bool) -> Inputs:
