@@ -59,14 +59,18 @@ def attention_backward(
     `out` is forward's result, `logsumexp` (B, H, L) is float32; `attn_mask`, if given, is added to the scores, and
     broadcast to (B, H, L, S). NotImplemented where the flash kernel is to run.
     """
-    if dropout_p != 0 or query.itemsize != 2 or query.shape[:-2] != key.shape[:-2]:
+    batch, heads, queries, features = query.shape
+    if dropout_p != 0 or query.itemsize != 2 or not isinstance(features, int):  # a symbol would be guarded
         return NotImplemented
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    if _fits(query) and available():
-        return ATTENTION_BACKWARD(grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale)
-    if attn_mask is not None or not _short(query, key):
+    if key.shape[:2] != (batch, heads) or value.shape != key.shape:
         return NotImplemented
-    return attention_backward_reference(grad_out, query, key, value, out, logsumexp, is_causal, scale)
+    given = grad_out, query, key, value, out, logsumexp
+    if query.dtype == torch.bfloat16 and features % 16 == 0 < features and available():
+        return ATTENTION_BACKWARD(*given, attn_mask, is_causal, _scale(scale, features))
+    lengths = queries, key.shape[2]
+    if attn_mask is not None or not all(isinstance(n, int) and n <= LONGEST for n in lengths) or features == 0:
+        return NotImplemented
+    return attention_backward_reference(*given, is_causal, _scale(scale, features))
 
 
 def attention_backward_reference(
@@ -90,22 +94,14 @@ def attention_backward_reference(
     return tuple(result.to(query.dtype) for result in results)
 
 
-def _fits(query: Tensor) -> bool:
-    features = query.shape[-1]
-    return query.dtype == torch.bfloat16 and isinstance(features, int) and features % 16 == 0
-
-
-def _short(query: Tensor, key: Tensor) -> bool:
-    lengths = query.shape[-2], key.shape[-2]
-    return all(isinstance(length, int) for length in lengths) and max(lengths) <= LONGEST  # a symbol would be guarded
+def _scale(scale: float | None, features: int) -> float:
+    return 1 / math.sqrt(features) if scale is None else scale
 
 
 def _empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In the tensors' layouts, where features lie side by side."""
-    contiguous = torch.contiguous_format
-    return tuple(
-        torch.empty_like(t) if t.stride(-1) == 1 else torch.empty_like(t, memory_format=contiguous) for t in tensors
-    )
+    """In the tensors' layouts, where features lie side by side in them."""
+    alike = map(torch.empty_like, tensors)
+    return tuple(t if t.stride(-1) == 1 else t.new_empty(t.shape) for t in alike)
 
 
 @torch.library.register_fake(ATTENTION_BACKWARD, lib=_LIBRARY)

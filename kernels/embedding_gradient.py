@@ -31,7 +31,8 @@ def embedding_gradient_reference(x: Tensor, grad: Tensor, indices: Tensor, paddi
 
 @torch.library.impl(_LIBRARY, "add_embedding_gradient_", "CPU")
 def _add(x: Tensor, grad: Tensor, indices: Tensor, padding_idx: int) -> None:
-    rows, indices = grad.reshape(-1, x.shape[1]), indices.reshape(-1)
+    # index_add_ adds in float32 and in parallel, but with int32 it rounds 16-bit sums after every row.
+    rows, indices = grad.reshape(indices.numel(), x.shape[1]), indices.reshape(-1).long()
     if padding_idx >= 0:
         rows = rows.masked_fill((indices == padding_idx)[:, None], 0)
     x.index_add_(0, indices, rows)

@@ -30,8 +30,14 @@ def add_embeddings(graph: Graph) -> int:
 def _added_to(gradient: Node) -> Node | None:
     """The other term of a sum, if it may be written over and the gradient is used for nothing else."""
     scale_grad_by_freq = gradient.args[4]
-    total = next(iter(gradient.users))
-    if len(gradient.users) > 1 or total.target is not torch.ops.aten.add.Tensor or total.kwargs or scale_grad_by_freq:
+    total = next(iter(gradient.users), None)
+    if (
+        total is None
+        or len(gradient.users) > 1
+        or total.target is not torch.ops.aten.add.Tensor
+        or total.kwargs
+        or scale_grad_by_freq
+    ):
         return None
     other = total.args[0] if total.args[1] is gradient else total.args[1]
     return other if other is not gradient and _is_fresh(other) and _alike(other, gradient) else None

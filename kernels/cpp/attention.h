@@ -3,8 +3,6 @@
 // Scores and their gradients are float32, rounded only as operands, as in torch's flash kernel. They are computed
 // transposed, keys by queries: so operands of products lie in memory the way that the instruction wants them.
 #pragma once
-#include <limits>
-
 #include "bfloat16.h"
 
 #if AMPCOMPILE_BFLOAT16
@@ -21,7 +19,7 @@ class HeadBackward {
       : l(queries), s(keys), d(features), lp((l + 15) / 16 * 16), causal(causal), scale(scale), query_pairs(lp / 2 * d),
         grad_pairs(lp / 2 * d), query_columns(d / 2 * lp), grad_columns(d / 2 * lp), key_pairs((s + 1) / 2 * d),
         scores(kTile), score_grads(kTile), added(kTile), p(kTile / 2), g(kTile / 2), g_pairs(kTile / 2), dq(lp * d), dk(kKeys * d),
-        dv(kKeys * d), logsumexp(lp, std::numeric_limits<float>::infinity()), means(lp) {}
+        dv(kKeys * d), logsumexp(lp), means(lp) {}
 
   void run(const Head& h) {
     pair_rows(h.q, l, d, query_pairs.data());
@@ -49,7 +47,7 @@ class HeadBackward {
  private:
   static constexpr int64_t kQueries = 128, kKeys = 64, kTile = kQueries * kKeys;
 
-  int64_t l, s, d, lp;  // queries, keys, features; queries padded, with probability 0
+  int64_t l, s, d, lp;  // queries, keys, features; queries padded
   bool causal;
   float scale;
   std::vector<Pair> query_pairs, grad_pairs, query_columns, grad_columns, key_pairs;
@@ -87,10 +85,12 @@ class HeadBackward {
     for (int64_t i = 0; i < keys; i += 2)
       for (int64_t j = 0; j < queries; j += 16) {
         const __m512i position = _mm512_add_epi32(lanes, _mm512_set1_epi32(int(query + j)));
+        const __mmask16 inside = _mm512_cmplt_epi32_mask(position, _mm512_set1_epi32(int(l)));
         __m256i rounded[2] = {};
         for (int64_t k = i; k < std::min(i + 2, keys); ++k) {
           const int64_t at = k * kQueries + j;
-          const __mmask16 seen = causal ? _mm512_cmpge_epi32_mask(position, _mm512_set1_epi32(int(key + k))) : 0xffff;
+          const __mmask16 seen =
+              causal ? _mm512_mask_cmpge_epi32_mask(inside, position, _mm512_set1_epi32(int(key + k))) : inside;
           // As in forward, where a mask of the lowest number swallows the scores.
           const __m512 score = _mm512_fmadd_ps(_mm512_loadu_ps(&scores[at]), factor, _mm512_loadu_ps(&added[at]));
           const __m512 exponent = _mm512_sub_ps(score, _mm512_loadu_ps(&logsumexp[query + j]));

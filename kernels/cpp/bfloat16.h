@@ -117,7 +117,7 @@ inline float dot(const BFloat16* a, const BFloat16* b, int64_t n) {
   return _mm512_reduce_add_ps(sum);
 }
 
-// e^x to 2 units in the last place; 0 below -104. NaN stays.
+// e^x to 3 units in the last place; 0 below -104. NaN stays.
 inline __m512 exponential(__m512 x) {
   x = _mm512_max_ps(_mm512_set1_ps(-110), x);  // the second operand if one is NaN
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);

@@ -9,6 +9,7 @@ from ampcompile.kernels.attention_backward import ATTENTION_BACKWARD, FLASH_BACK
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 LOW = torch.bfloat16
+DRAWS = 6
 needs_kernel = pytest.mark.skipif(not module.available(), reason="this processor has no kernel of ours")
 
 
@@ -38,12 +39,19 @@ def both(q, k, v, grad, causal, scale=None, mask=None):
     return attention_backward(*given, **options), FLASH_BACKWARD(*given, **options), exact
 
 
-def check(q, k, v, grad, causal, scale=None, mask=None):
-    ours, flash, exact = both(q, k, v, grad, causal, scale, mask)
-    for mine, theirs, right in zip(ours, flash, exact, strict=True):
-        assert mine.dtype == q.dtype and mine.shape == right.shape
-        assert error(mine, right) <= 1.01 * error(theirs, right) + 1e-3 * float(grad.double().norm())
-        assert error(mine, right) < 0.02 * float(grad.double().norm())
+def check(make, causal, scale=None, mask=None):
+    """Over several draws gradients are no further from float64; one draw may be by chance."""
+    totals = [[0.0, 0.0, 0.0, 0.0] for _ in range(3)]
+    for _ in range(DRAWS):
+        q, k, v, grad = make()
+        ours, flash, exact = both(q, k, v, grad, causal, scale, mask)
+        for total, mine, theirs, right in zip(totals, ours, flash, exact, strict=True):
+            assert mine.dtype == q.dtype and mine.shape == right.shape
+            sizes = error(mine, right), error(theirs, right), float(right.norm()), float(grad.double().norm())
+            total[:] = (a + b for a, b in zip(total, sizes, strict=True))
+    for mine, theirs, exact, given in totals:
+        assert mine <= 1.1 * theirs + 1e-6 * given
+        assert mine <= 0.02 * exact + 0.002 * given
 
 
 @pytest.mark.parametrize("dtype", [LOW, torch.float16])
@@ -52,7 +60,7 @@ def check(q, k, v, grad, causal, scale=None, mask=None):
 )
 @pytest.mark.parametrize("scale", [None, 0.2])
 def test_whole_products(whole_products, dtype, length, other, causal, scale):
-    check(*operands(length, other, dtype), causal, scale)
+    check(lambda: operands(length, other, dtype), causal, scale)
 
 
 @needs_kernel
@@ -62,7 +70,7 @@ def test_whole_products(whole_products, dtype, length, other, causal, scale):
 )
 @pytest.mark.parametrize("causal", [True, False])
 def test_our_kernel(length, other, causal, features):
-    check(*operands(length, other, features=features), causal, None if length % 2 else 0.2)
+    check(lambda: operands(length, other, features=features), causal, None if length % 2 else 0.25)
 
 
 MASKS = {
@@ -80,7 +88,7 @@ LOWEST = torch.finfo(LOW).min
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @pytest.mark.parametrize("mask", MASKS)
 def test_our_kernel_adds_masks(mask, dtype):
-    check(*operands(130, 140, features=32), causal=False, scale=0.1, mask=MASKS[mask]().to(dtype))
+    check(lambda: operands(130, 140, features=32), causal=False, scale=0.125, mask=MASKS[mask]().to(dtype))
 
 
 @needs_kernel
@@ -92,8 +100,11 @@ def test_our_kernel_takes_a_query_whose_keys_all_have_the_lowest_number_as_forwa
 
 
 @needs_kernel
-def test_our_kernel_gives_masked_keys_no_gradient():
-    ours, _, _ = both(*operands(20, 90, features=16), causal=True)
+@pytest.mark.parametrize("unseen", [0.0, torch.inf, torch.nan])
+def test_our_kernel_gives_masked_keys_no_gradient(unseen):
+    q, k, v, grad = operands(20, 90, features=16)
+    k[:, :, 20:] += unseen
+    ours, _, _ = both(q, k, v, grad, causal=True)
     assert all(grad[:, :, :20].count_nonzero() and not grad[:, :, 20:].count_nonzero() for grad in ours[1:])
 
 
@@ -119,6 +130,23 @@ def test_our_kernel_reads_any_layout(layout):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+WINDOWS = {
+    "windows": lambda: torch.randn(2, 3, 40, dtype=LOW).unfold(2, 32, 1),
+    "one row for all": lambda: torch.randn(2, 32, 1, dtype=LOW).mT.unsqueeze(1).expand(2, 3, 9, 32),
+}
+
+
+@needs_kernel
+@pytest.mark.parametrize("place", [1, 2], ids=["keys", "values"])
+@pytest.mark.parametrize("layout", WINDOWS)
+def test_our_kernel_writes_gradients_of_overlapping_rows(layout, place):
+    tensors = operands(9, 9, features=32)
+    tensors[place] = WINDOWS[layout]()
+    ours, _, exact = both(*tensors, causal=False)
+    for mine, right in zip(ours, exact, strict=True):
+        assert error(mine, right) <= 0.02 * float(right.norm()) + 0.01 * float(tensors[3].double().norm())
+
+
 @needs_kernel
 def test_our_kernel_keeps_its_bits_whatever_the_threads():
     q, k, v, grad = operands(150, 150, features=32)
@@ -135,8 +163,8 @@ def test_our_kernel_keeps_its_bits_whatever_the_threads():
 
 @needs_kernel
 def test_our_kernel_survives_large_scores_and_passes_on_what_is_not_finite():
+    check(lambda: [t * s for t, s in zip(operands(70, 70, features=16), (30, 30, 1, 1), strict=True)], causal=False)
     q, k, v, grad = operands(70, 70, features=16)
-    check(q * 30, k * 30, v, grad, causal=False)
     grad[0, 0, 5, 3] = torch.inf
     ours, _, _ = both(q, k, v, grad, causal=True)
     for mine in ours:
@@ -178,3 +206,11 @@ def test_leaves_the_rest_to_the_flash_kernel(change):
         grad, q, k, v, out, logsumexp, options["dropout_p"], False, attn_mask=options["attn_mask"]
     )
     assert result is NotImplemented
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_leaves_keys_and_values_of_different_sizes_to_the_flash_kernel(batch):
+    q, k, v, grad = operands(17, 17, features=16)
+    fewer = v[:batch, :, :5]
+    assert attention_backward(grad, q, k, fewer, q, q[..., 0].float(), 0.0, False) is NotImplemented
+    assert attention_backward(grad[..., :0], q[..., :0], k[..., :0], v[..., :0], q, q, 0.0, False) is NotImplemented

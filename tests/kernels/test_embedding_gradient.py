@@ -25,6 +25,27 @@ def test_adds_what_autograd_adds(shape, vocabulary, features, padding_idx, dtype
     assert torch.equal(found[untouched], x[untouched])
 
 
+@pytest.mark.parametrize("index", [torch.int64, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_sums_are_rounded_once(dtype, index):
+    indices, grad, x = (
+        torch.zeros(200, dtype=index),
+        torch.full((200, 3), 0.01, dtype=dtype),
+        torch.ones(4, 3, dtype=dtype),
+    )
+    expected = x[0] + 200 * grad[0].float()
+    add_embedding_gradient_(x, grad, indices)
+    assert torch.equal(x[0], expected.to(dtype)) and torch.equal(x[1:], torch.ones(3, 3, dtype=dtype))
+
+
+def test_no_features_no_tokens():
+    x = torch.randn(5, 0)
+    add_embedding_gradient_(x, torch.randn(2, 0), torch.tensor([1, 2]))
+    x = torch.ones(5, 2)
+    add_embedding_gradient_(x, torch.randn(0, 2), torch.tensor([], dtype=torch.int64))
+    assert torch.equal(x, torch.ones(5, 2))
+
+
 def test_reads_transposed_rows_and_what_padding_holds_does_not_matter():
     indices = torch.tensor([[1, 2], [0, 2]])
     grad, x = torch.randn(3, 2, 2).permute(1, 2, 0), torch.zeros(4, 3)
