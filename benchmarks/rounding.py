@@ -91,11 +91,11 @@ def main() -> None:
         "The backward of `scaled_dot_product_attention` on the CPU, without dropout, isn't torch's flash kernel: with "
         "AVX512-BF16, without AMX, it is a kernel of ours (bfloat16, 16 dividing the features of a head), and "
         "elsewhere, up to 128 tokens and without a mask, products over all heads in float32. Both start from torch's "
-        "own forward result, and their gradients are no further from float64 than the flash kernel's, not the same "
-        "bits. The kernel rounds what the flash kernel rounds, but adds up the gradients of keys and values in "
-        "float32 to the end; its times are in the benchmarks. Norms are another place: with 16-bit input and float32 "
-        "weights, Inductor on the CPU rounds the mean and deviation that it keeps for the backward; here, in both "
-        "modes, they stay in float32, as in eager's kernels.\n"
+        "own forward result, and their gradients are on average no further from float64 than the flash kernel's, not "
+        "the same bits. The kernel rounds what the flash kernel rounds, but adds up the gradients of keys and values "
+        "in float32 to the end; its times are in the benchmarks. Norms are another place: with 16-bit input and "
+        "float32 weights, Inductor on the CPU rounds the mean and deviation that it keeps for the backward; here, in "
+        "both modes, they stay in float32, as in eager's kernels.\n"
     )
     print(PAGE.read_text())
 
