@@ -18,8 +18,8 @@ class HeadBackward {
   HeadBackward(int64_t queries, int64_t keys, int64_t features, bool causal, float scale)
       : l(queries), s(keys), d(features), lp((l + 15) / 16 * 16), causal(causal), scale(scale), query_pairs(lp / 2 * d),
         grad_pairs(lp / 2 * d), query_columns(d / 2 * lp), grad_columns(d / 2 * lp), key_pairs((s + 1) / 2 * d),
-        scores(kTile), score_grads(kTile), added(kTile), p(kTile / 2), g(kTile / 2), g_pairs(kTile / 2), dq(lp * d), dk(kKeys * d),
-        dv(kKeys * d), logsumexp(lp), means(lp) {}
+        scores(kTile), score_grads(kTile), added(kTile), p(kTile / 2), g(kTile / 2), g_pairs(kTile / 2), dq(lp * d),
+        dk(kKeys * d), dv(kKeys * d), logsumexp(lp), means(lp) {}
 
   void run(const Head& h) {
     pair_rows(h.q, l, d, query_pairs.data());
@@ -70,8 +70,8 @@ class HeadBackward {
 
   void read_mask(const Mask& mask, int64_t key, int64_t keys, int64_t query, int64_t queries) {
     with_dtype(mask.dtype, [&](auto type) {
-      const auto* from = at<decltype(type)>(
-          mask.address, mask.offset + key * mask.key_stride + query * mask.query_stride);
+      const int64_t offset = mask.offset + key * mask.key_stride + query * mask.query_stride;
+      const auto* from = at<decltype(type)>(mask.address, offset);
       for (int64_t i = 0; i < keys; ++i)
         for (int64_t j = 0; j < queries; ++j)
           added[i * kQueries + j] = widen(from[i * mask.key_stride + j * mask.query_stride]);
