@@ -64,7 +64,8 @@ class FoldCasts:
         source = first.args[0]
         assert isinstance(source, Node)
         gone = source.meta["val"].dtype == second.meta["val"].dtype
-        if memory.is_written(source) or (gone and (memory.is_written(second) or memory.is_seen(second))):
+        written = any(memory.is_written(node) for node in _between(source, second))
+        if written or (gone and (memory.is_written(second) or memory.is_seen(second))):
             return False
         with graph.inserting_before(second):
             if gone:
@@ -101,6 +102,14 @@ def _above(second: Node, recorded: bool) -> tuple[Node | None, list[Node]]:
             break
         node = node.args[0]
     return None, []
+
+
+def _between(source: Node, second: Node) -> list[Node]:
+    """The values that `second` comes from, back to `source`."""
+    values = [second.args[0]]
+    while values[-1] is not source:
+        values.append(values[-1].args[0])
+    return values
 
 
 def _does_nothing(node: Node) -> bool:

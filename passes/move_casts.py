@@ -57,7 +57,7 @@ def _up(graph: Graph, cast: Node, memory: Memory, recorded: set[Node]) -> bool:
         node = node.args[0]
         if isinstance(node, Node) and is_smaller(node.meta["val"], least.meta["val"]):
             best, least = list(path), node
-    if not best or memory.is_written(least) or memory.is_written(cast) or memory.is_seen(cast):
+    if not best or any(map(memory.is_written, (least, *best, cast))) or memory.is_seen(cast):
         return False
     with graph.inserting_before(cast):
         last = rebuilt(best, _cast_of(least, cast))

@@ -31,6 +31,7 @@ OPS = {
     "clamp": lambda a, b: a.clamp(-0.5, 2.0),
     "write": lambda a, b: a.clone().mul_(2),
     "write a view": lambda a, b: (c := a.clone(), c[:2].add_(1), c)[2],
+    "write what is repeated": lambda a, b: (c := a[:1].expand(a.shape).clone().view(a.shape), c[:2].add_(1), c)[2],
     "write what was read": lambda a, b: a.mul_(0.5) if not a.is_leaf and a._base is None else a + 1,
     "join": lambda a, b: torch.cat([a.float()[:3], b.float()[3:]]),
     "stack": lambda a, b: torch.stack([a.float(), b.float()])[1],
@@ -62,6 +63,8 @@ def test_the_same_bits_before_and_after(gradients, dynamic):
     @settings(max_examples=12, deadline=None)
     @given(STEPS)
     @example([("float", 1, 0), ("mm", 0, 3), ("sin", 0, 0), ("sin", 0, 0)])  # folds, so that something is compared
+    @example([("write a view", 0, 0), ("add", 0, 0), ("add", 0, 0), ("add", 0, 0), ("mm", 0, 3)])  # of a clone, cast
+    @example([("write what is repeated", 0, 0), ("mm", 0, 3)])
     def holds(steps):
         nonlocal rewrites
         args = torch.randn(6, 6), torch.randn(6, 6)
