@@ -64,7 +64,7 @@ class FoldCasts:
         source = first.args[0]
         assert isinstance(source, Node)
         gone = source.meta["val"].dtype == second.meta["val"].dtype
-        written = any(memory.is_written(node) for node in _between(source, second))
+        written = any(map(memory.is_written, _between(source, second)))
         if written or (gone and (memory.is_written(second) or memory.is_seen(second))):
             return False
         with graph.inserting_before(second):

@@ -80,11 +80,12 @@ void attention_backward(int64_t batch_times_heads, const int64_t* sizes, const i
     HeadBackward backward(sizes[1], sizes[2], sizes[3], sizes[4] != 0, *scale);
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < batch_times_heads; ++i) {
-      const auto offset = [&](int t) { return i / sizes[0] * strides[4 * t] + i % sizes[0] * strides[4 * t + 1]; };
-      const auto rows = [&](int t) { return Rows{at<BFloat16>(addresses[t], offset(t)), strides[4 * t + 2]}; };
-      const Mask mask{addresses[9], *mask_dtype, offset(9), strides[38], strides[39]};
+      const auto stride = [&](int t, int dim) { return strides[4 * t + dim]; };
+      const auto offset = [&](int t) { return i / sizes[0] * stride(t, 0) + i % sizes[0] * stride(t, 1); };
+      const auto rows = [&](int t) { return Rows{at<BFloat16>(addresses[t], offset(t)), stride(t, 2)}; };
+      const Mask mask{addresses[9], *mask_dtype, offset(9), stride(9, 2), stride(9, 3)};
       backward.run({rows(0), rows(1), rows(2), rows(3), rows(4), rows(5), rows(6), rows(7),
-                    at<float>(addresses[8], offset(8)), strides[34], mask});
+                    at<float>(addresses[8], offset(8)), stride(8, 2), mask});
     }
   }
 }
