@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from . import compat_weights as compat
 from . import weights_gpu as gpu
 from . import weights_memory as memory
 from . import weights_writers as writers
-from .weights_census import find_sharers
+from .weights_census import unexplained
 from .weights_copy import TRIAL, Copy, Weight, copies, copies_of, copy_of, interrupted, passes, recover, refresh
 from .weights_memory import Memory, lock, moment
 from .weights_set import CopySet
@@ -94,12 +93,9 @@ class Binding:
 
 def _doubtful(members: Sequence[Copy], held: Sequence[Weight]) -> set[Memory]:
     """The memories of which nothing can be proven now: what is cast from them is cast again in the next call."""
-    aliases = Counter(copy.memory for copy in members)
-    unexplained = [each for each, count in aliases.items() if each.examine(count)]
-    if unexplained:
-        find_sharers(unexplained, [weight.tensor for weight in held])
-        unexplained = [each for each in unexplained if each.examine(aliases[each])]
-    for each in unexplained:
+    memories = [copy.memory for copy in members]
+    found = unexplained(memories, [weight.tensor for weight in held])
+    for each in found:
         if not each.reported:
             each.reported = True
             _log.warning(
@@ -108,8 +104,8 @@ def _doubtful(members: Sequence[Copy], held: Sequence[Weight]) -> set[Memory]:
                 each.end - each.begin,
             )
     if writers.step_is_running():
-        return {*aliases}
-    return {*unexplained, *(each for each in aliases if each.step_open or (each.trainable and writers.compiled_steps))}
+        return {*memories}
+    return {*found, *(each for each in memories if each.step_open)}
 
 
 def bind(

@@ -4,32 +4,46 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from .weights_memory import Memory, copied_memory_at
 
-_SHARE = 0.02
-_AT_FIRST = 0.5
+_SHARE = 0.05
+_AT_FIRST = 1.0
 _began = time.monotonic()
 _spent = 0.0
 
 
-def find_sharers(memories: Iterable[Memory], aliases: Iterable[Tensor]) -> None:
-    """Make the tensors known that share these memories: kept views, a state_dict, the flat buffer of an optimizer.
+def unexplained(memories: Sequence[Memory], aliases: Sequence[Tensor]) -> list[Memory]:
+    """Those of some memories, one for each of the caller's aliases, that are shared by more than can be found.
 
-    `aliases` are the caller's, which nobody else has. Walking the heap takes a tenth of a second where it holds a
-    million objects: beyond the first half second, all searches together may take a fiftieth of the process's time.
-    Weights are cast at each call until then.
+    Found are kept views, a state_dict, the flat buffer of an optimizer: what is a tensor in Python. Walking the whole
+    heap takes a tenth of a second where it holds a million objects. So no search goes beyond what was made lately once
+    all searches took a second and a twentieth of the process's time; weights are cast at each call until then.
     """
     global _spent
+    counts = {memory: 0 for memory in memories}
+    for memory in memories:
+        counts[memory] += 1
+    left = [memory for memory in counts if memory.examine(counts[memory])]
     start = time.monotonic()
-    if _spent > _AT_FIRST + _SHARE * (start - _began):
-        return
-    known = {memory.key: {sharer.key for sharer in memory.sharers} | set(map(id, aliases)) for memory in memories}
-    for found in [each for each in gc.get_objects() if issubclass(type(each), Tensor)]:
-        memory = copied_memory_at(found)
-        if memory is not None and id(found) not in known.get(memory.key, (id(found),)):
-            memory.admit(found)
+    for generation in range(3):
+        if not left or (generation == 2 and _spent > _AT_FIRST + _SHARE * (start - _began)):
+            break
+        _admit_tensors(gc.get_objects(generation), left, set(map(id, aliases)))
+        left = [memory for memory in left if memory.examine(counts[memory])]
     _spent += time.monotonic() - start
+    return left
+
+
+def _admit_tensors(objects: list[object], memories: Iterable[Memory], but: set[int]) -> None:
+    """Know the tensors among some objects that share one of some memories."""
+    wanted = {memory.key: but.union(sharer.key for sharer in memory.sharers) for memory in memories}
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
+    for found in [each for each in objects if type(each) in kinds]:
+        assert isinstance(found, Tensor)
+        memory = copied_memory_at(found)
+        if memory is not None and id(found) not in wanted.get(memory.key, (id(found),)):
+            memory.admit(found)

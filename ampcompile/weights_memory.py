@@ -28,6 +28,9 @@ sets: weakref.WeakSet[Any] = weakref.WeakSet()
 _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
 on_last_freed: list[Callable[[], None]] = []
 """Called once, when no memory with copies is left."""
+ticks = torch.zeros(1, dtype=torch.int64)
+"""Written where an optimizer's step was compiled, hooks and all: its version tells that it ran."""
+_ticks_seen = ticks._version
 _moment = object()
 _ranges: list[int] = []
 _freed = False
@@ -35,6 +38,12 @@ _freed = False
 
 def moment() -> object:
     """The same object for as long as no write to a weight's memory was reported, and no alias was handed out."""
+    global _ticks_seen
+    if ticks._version != _ticks_seen:
+        for memory in memories():
+            if memory.trainable:
+                memory.written()
+        _ticks_seen = ticks._version
     return _moment
 
 

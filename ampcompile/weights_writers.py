@@ -18,10 +18,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import compat_weights as compat
-from .weights_memory import copied_memory_at, everything_written, known_memory, memories, on_last_freed, sets
+from .weights_memory import copied_memory_at, everything_written, known_memory, memories, on_last_freed, sets, ticks
 
-compiled_steps = False
-"""Whether a fused optimizer's step was compiled: nobody can tell when it runs, since hooks are compiled away."""
 _running: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _get_data = compat.read_data
 _scripts: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -48,7 +46,7 @@ def _hand_out_data(self: Tensor) -> Tensor:
 
 
 def _give_data(self: Tensor, value: Tensor) -> None:
-    if (memory := copied_memory_at(self)) is not None:
+    if (memory := copied_memory_at(self)) is not None and not compat.same_place(self, value):
         memory.forget(self)
     compat.write_data(self, value)
 
@@ -180,10 +178,7 @@ def _hook_optimizers() -> None:
 def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Optimizers write their parameters; sharded ones, others as well: every trainable weight is suspect."""
     if torch.compiler.is_compiling():
-        for group in optimizer.param_groups:
-            if group.get("fused"):
-                _step_is_compiled()
-        return
+        return _tick(optimizer)
     _running.add(optimizer)
     copied = memories()
     owned: set[int] = set()
@@ -196,15 +191,17 @@ def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if not torch.compiler.is_compiling():
-        _running.discard(optimizer)
+    if torch.compiler.is_compiling():
+        return _tick(optimizer)
+    _running.discard(optimizer)
 
 
-@compat.run_while_traced
-def _step_is_compiled() -> None:
-    """Dynamo compiles an optimizer that raises no versions."""
-    global compiled_steps
-    compiled_steps = True
+def _tick(optimizer: torch.optim.Optimizer) -> None:
+    """In a compiled step, an operation that shows when it ran. Optimizers that aren't fused raise versions anyway."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            ticks.add_(1)
+            return
 
 
 def step_is_running() -> bool:
