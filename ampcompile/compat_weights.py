@@ -15,7 +15,6 @@ __all__ = ["FakeTensor", "is_dense"]
 
 _DATA: Any = torch._C.TensorBase.data
 _SET_DATA = _DATA.__set__
-_DETACH: Any = torch._C.TensorBase.detach
 _NOTHING: dict[torch.device, Tensor] = {}
 
 read_data = _DATA.__get__  # `tensor.data` as torch does it
@@ -78,20 +77,6 @@ def counter_of(tensor: Tensor) -> Tensor | None:
         return None
     counter = alias(tensor)
     write_data(counter, nothing_on(tensor.device))
-    return counter
-
-
-def counter_of_new(tensor: Tensor, nothing: Tensor) -> Tensor | None:
-    """`counter_of` in a fifth of the time, for a plain tensor without history; None while anything may be traced."""
-    if (
-        torch._C._is_torch_function_mode_enabled()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or tensor.is_inference()
-    ):
-        return None
-    counter = _DETACH(tensor)
-    _SET_DATA(counter, nothing)
     return counter
 
 

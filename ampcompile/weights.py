@@ -61,7 +61,7 @@ class Binding:
         with lock, torch.inference_mode(False), torch.no_grad():
             writers.watch()
             if interrupted():
-                memory.everything_written()
+                memory.passed()
                 recover()
             now = moment()
             held = [Weight(key, compat.alias(weight)) for key, weight in zip(ids, weights, strict=True)]
@@ -99,8 +99,8 @@ def _doubtful(members: Sequence[Copy], held: Sequence[Weight]) -> set[Memory]:
         if not each.reported:
             each.reported = True
             _log.warning(
-                "a weight of %d bytes is cast at every call: something that isn't known shares its memory and may "
-                "write there (a view kept by C++ code or a pending backward, an UntypedStorage, a tensor on a trace)",
+                "a weight of %d bytes is compared or cast at every call: something that isn't known shares its memory "
+                "and may write there (a view that C++ code or a pending backward keeps, a storage, another process)",
                 each.end - each.begin,
             )
     if writers.step_is_running():

@@ -38,14 +38,15 @@ class Weight(NamedTuple):
 class Copy:
     """A weight in low precision, shared by all graphs that read it; freed with the last of them, or with the weight.
 
-    `mark` is the memory's at the last cast: the copy is fresh while both are the same object. None: it never is.
+    `mark` and `doubt` are the memory's at the last cast, which may have been written since if one is another object.
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self.memory: Memory = memory_of(weight)
         self.memory.copies.add(self)
         self.dtype = dtype
-        self.mark: object = None
+        self.mark: object = None  # as long as the buffer holds nothing
+        self.doubt: object = None
         self.sample, self.words = Sample(places(weight)), b""
         self.in_place = False
         self.lent = False
@@ -71,32 +72,49 @@ class Copy:
         """Whether the buffer may be overwritten: no backward that is still to come saved it or a view of it."""
         return self.tensor is not None and (self.in_place or self._owners() == self._idle)
 
-    def fresh(self, strided: bool) -> bool:
-        """Whether the copy holds what the weight holds; `strided`: in the weight's strides."""
-        return (
-            self.mark is self.memory.mark
-            and (self.tensor is not None or (self.packed is not None and not strided))
-            and self.sample.read() == self.words
-        )
+    def _unwritten(self) -> bool:
+        """Whether there is no sign of a write since the cast."""
+        return self.mark is self.memory.mark and self.sample.read() == self.words
 
-    def prepare(self, weight: Weight) -> tuple[object, bytes]:
+    def fresh(self, strided: bool) -> bool:
+        """Whether the copy is known to hold what the weight holds; `strided`: in the weight's strides."""
+        held = self.tensor is not None or (self.packed is not None and not strided)
+        return held and self.doubt is self.memory.doubt and self._unwritten()
+
+    def compare(self, weight: Weight, doubtful: bool) -> bool:
+        """Whether the copy holds what the weight holds, by all their bits, if there is no sign of a write.
+
+        It costs as much as a cast, but the buffer and its packed form stay. Not on GPUs: the host would have to wait.
+        """
+        doubt = self.memory.doubt
+        if self.tensor is None or self.tensor.is_cuda or not self._unwritten():
+            return False
+        if not torch.equal(self.tensor.view(torch.int16), weight.tensor.to(self.dtype).view(torch.int16)):
+            return False
+        self.trial = max(self.trial - 1, 0)
+        self.doubt = None if doubtful or self.trial else doubt
+        return True
+
+    def prepare(self, weight: Weight) -> tuple[object, object, bytes]:
         """Have a buffer that may be overwritten, and hold nothing. Returns what the weight is now, for `settle`."""
         if not self.fresh(strided=False):
             self.packed, self.reads = None, 0
         self.mark = None
         if not self.writable():
             self._allocate(weight.tensor)
-        return self.memory.mark, self.sample.read()
+        if self.trial:
+            self.trial = TRIAL
+        return self.memory.mark, self.memory.doubt, self.sample.read()
 
-    def settle(self, mark: object, sampled: bytes) -> None:
-        """The buffer holds what the weight held when it had this mark and these words."""
-        self.words = sampled
+    def settle(self, mark: object, doubt: object, sampled: bytes) -> None:
+        """The buffer holds what the weight held when it had this mark and these words; `doubt` None: for now."""
+        self.doubt, self.words = doubt, sampled
         self.mark = mark
 
     def rewritten(self) -> None:
-        """The buffer holds what the weight holds now, at the memory's latest mark."""
+        """The buffer holds what the weight holds now."""
         self.packed, self.reads = None, 0
-        self.settle(self.memory.mark, self.sample.read())
+        self.settle(self.memory.mark, self.memory.doubt, self.sample.read())
 
     def pack(self) -> None:
         """Take the packed form too, and instead of the other one where nobody reads that."""
@@ -141,29 +159,23 @@ def refresh(reads: Iterable[tuple[Copy, Weight, bool]], every: bool, doubtful: C
     """Cast the weights whose copies are out of date, or `every` one, all in one pass.
 
     A read is a copy, its weight, and whether it is read in the weight's strides. What lies in `doubtful` memory is
-    cast, and isn't taken for fresh afterwards.
+    right for now only.
     """
     global _passes, _casting
-    stale = list({id(copy): (copy, weight) for copy, weight, s in reads if every or not copy.fresh(s)}.values())
+    read = {id(copy): (copy, weight) for copy, weight, strided in reads if every or not copy.fresh(strided)}.values()
+    stale = [(c, weight) for c, weight in read if every or not c.compare(weight, c.memory in doubtful)]
     if not stale:
         return
     _casting = True
-    states = [_state(copy, weight) for copy, weight in stale]
+    states = [copy.prepare(weight) for copy, weight in stale]
     written = [copy.tensor for copy, _ in stale if copy.tensor is not None]
     cast_many_(written, [weight.tensor for _, weight in stale])
     gpu.cast_done(written)
-    for (copy, _), state in zip(stale, states, strict=True):
-        if not every and copy.memory not in doubtful and not copy.trial:
-            copy.settle(*state)
+    for (copy, _), (mark, doubt, sampled) in zip(stale, states, strict=True):
+        if not every:
+            copy.settle(mark, None if copy.trial or copy.memory in doubtful else doubt, sampled)
     _passes += 1
     _casting = False
-
-
-def _state(copy: Copy, weight: Weight) -> tuple[object, bytes]:
-    if copy.trial and copy.tensor is not None:
-        same = torch.equal(copy.tensor.view(torch.int16), weight.tensor.to(copy.dtype).view(torch.int16))
-        copy.trial = copy.trial - 1 if same else TRIAL
-    return copy.prepare(weight)
 
 
 def interrupted() -> bool:

@@ -2,8 +2,8 @@
 
 Every tensor on a weight's storage is a sharer, and every sharer may write. PyTorch counts those that hold the storage;
 we watch the version counters of the ones we know. A copy counts as fresh only while the two agree: all sharers are
-known, and no counter moved. One sharer too many, whoever it is, and the weight is cast at every call until it is gone
-or found out.
+known, and no counter moved. One sharer too many, whoever it is, and the weight is compared or cast at every call
+until it is gone or found out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import Any
 
@@ -28,11 +28,15 @@ sets: weakref.WeakSet[Any] = weakref.WeakSet()
 _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
 on_last_freed: list[Callable[[], None]] = []
 """Called once, when no memory with copies is left."""
+handed_out: list[int] = []
+"""Addresses in copied memory for which somebody got an alias with a counter of its own, as `.data` has."""
 ticks = torch.zeros(1, dtype=torch.int64)
 """Written where an optimizer's step was compiled, hooks and all: its version tells that it ran."""
 _ticks_seen = ticks._version
 _moment = object()
-_ranges: list[int] = []
+ranges: list[int] = []
+"""Where the memory lies that `copied_memory_at` is asked for, as ends of ranges, in order. What was freed may be among
+it."""
 _freed = False
 
 
@@ -44,12 +48,25 @@ def moment() -> object:
             if memory.trainable:
                 memory.written()
         _ticks_seen = ticks._version
+    if handed_out:
+        doubt_handed_out()
     return _moment
 
 
-def _passed() -> None:
+def passed() -> None:
+    """Have every call look closely."""
     global _moment
     _moment = object()
+
+
+def doubt_handed_out() -> None:
+    """What aliases were handed out for may have been written through them."""
+    addresses = sorted(handed_out)
+    for memory in memories():
+        first = bisect_left(addresses, memory.begin)
+        if first < len(addresses) and addresses[first] < memory.end:
+            memory.doubted()
+    del handed_out[: len(addresses)]
 
 
 class Sharer:
@@ -63,14 +80,17 @@ class Sharer:
 
 
 class Memory:
-    """One storage that copies were cast from. `mark` is another object after each write."""
+    """One storage that copies were cast from.
+
+    `mark` is another object after each write, `doubt` whenever there may have been one.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         self.key = storage._cdata
         self.storage = weakref.ref(storage, functools.partial(_storage_freed, weakref.ref(self)))
         self.begin, self.end = 0, 0  # its addresses
-        self.mark = object()
+        self.mark, self.doubt = object(), object()
         self.sharers: list[Sharer] = []
         self.weights: dict[int, Sharer] = {}  # those that graphs read, by id of the tensor
         self.trainable = False
@@ -78,23 +98,16 @@ class Memory:
         self.step_open = False  # a fused step of ours writes here, or began to and failed
         self._examined: object = None
         self.copies: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._limit = 100
-        self._nothing = compat.nothing_on(tensor.device)
 
     def written(self) -> None:
-        """Something may have written this memory."""
+        """Something has written this memory."""
         self.mark = object()
-        _passed()
+        passed()
 
-    def hand_out(self, alias: Tensor) -> None:
-        """Somebody got an alias with a counter of its own, as `.data` has."""
-        if (counter := compat.counter_of_new(alias, self._nothing)) is None:
-            return self.written()
-        self.sharers.append(Sharer(alias, counter))
-        _passed()
-        if len(self.sharers) > self._limit:
-            with lock:
-                self.examine()
+    def doubted(self) -> None:
+        """Something may have written this memory."""
+        self.doubt = object()
+        passed()
 
     def admit(self, weight: Tensor) -> Sharer | None:
         """Know a tensor that a graph reads; None for one without a counter. A new one may have written before."""
@@ -102,7 +115,7 @@ class Memory:
         self.trainable |= weight.requires_grad
         known = self.weights.get(id(weight))
         if known is None or known.handle.expired():
-            self.mark = object()
+            self.doubt = object()
             if (counter := compat.counter_of(weight)) is None:
                 return None
             known = self.weights[id(weight)] = Sharer(weight, counter)
@@ -115,7 +128,7 @@ class Memory:
         begin, size = storage.data_ptr(), storage.nbytes()
         if (begin, begin + size) != (self.begin, self.end):
             self.begin, self.end = begin, begin + size
-            self.mark = object()
+            self.doubt = object()
 
     def examine(self, aliases: int = 0) -> int:
         """Notice what was written through known sharers. Returns how many others there are: their writes go unnoticed.
@@ -126,13 +139,11 @@ class Memory:
             if sharer.seen != (now := sharer.counter._version):
                 self.mark = object()  # first: who is interrupted here must not find it seen and unreported
                 sharer.seen = now
-        count = len(self.sharers)  # more may come meanwhile, in other threads
-        self.sharers[:count] = [sharer for sharer in self.sharers[:count] if not sharer.handle.expired()]
+        self.sharers = [sharer for sharer in self.sharers if not sharer.handle.expired()]
         self.weights = {key: sharer for key, sharer in self.weights.items() if not sharer.handle.expired()}
-        self._limit = 2 * len(self.sharers) + 100
         unknown = compat.storage_users(self.key) - self.users() - aliases
         if unknown:  # one may have the counter of a sharer that is no more
-            self.mark = object()
+            self.doubt = object()
         if unknown < 0:  # a sharer went elsewhere
             self.forget_sharers()
         return unknown
@@ -145,7 +156,7 @@ class Memory:
         if self._examined is not _moment:
             self.examine()
             self.step_open = True
-            _passed()
+            passed()
             self._examined = _moment
 
     def close_step(self) -> bool:
@@ -160,14 +171,14 @@ class Memory:
         return _held_by_python() + len(self.sharers)
 
     def forget(self, sharer: Tensor) -> None:
-        """A sharer is about to leave, or to lie otherwise: it may come back, and write meanwhile."""
-        self.written()
+        """A sharer is about to leave, or to lie otherwise."""
+        self.doubted()
         self.weights.pop(id(sharer), None)
-        self.sharers[:] = [known for known in self.sharers if known.key != id(sharer)]
+        self.sharers = [known for known in self.sharers if known.key != id(sharer)]
 
     def forget_sharers(self) -> None:
         """Know nobody any more, so that nothing counts as fresh until graphs have read the weights again."""
-        self.written()
+        self.doubted()
         self.weights = {}
         self.sharers.clear()
 
@@ -192,9 +203,8 @@ def _storage_freed(memory: weakref.ref[Memory], _: object) -> None:
 
 
 def _forget_ranges_with_the_last() -> None:
-    global _ranges
     if not _memories:
-        _ranges = []
+        ranges.clear()
         while on_last_freed:
             on_last_freed.pop()()
 
@@ -224,28 +234,27 @@ def memories() -> list[Memory]:
     return [memory for ref in _memories.valuerefs() if (memory := ref()) is not None]
 
 
-def everything_written() -> None:
+def everything_doubted() -> None:
     """Any weight may have been written."""
     for memory in memories():
-        memory.written()
+        memory.doubted()
 
 
 def update_ranges() -> None:
-    """Learn where the memory lies that `copied_memory_at` is asked for. What was freed may be still among it."""
-    global _ranges
+    """Have `ranges` hold all memory with copies."""
     merged: list[int] = []
     for begin, end in sorted((memory.begin, memory.end) for memory in memories()):
         if merged and begin <= merged[-1]:
             merged[-1] = max(merged[-1], end)
         elif begin < end:
             merged += (begin, end)
-    _ranges = merged
+    ranges[:] = merged
 
 
 def copied_memory_at(tensor: Tensor) -> Memory | None:
     """The record of a tensor's storage, for any tensor and cheap for those that lie elsewhere."""
     try:
-        if bisect_right(_ranges, compat.address(tensor)) & 1:
+        if bisect_right(ranges, compat.address(tensor)) & 1:
             with compat.NoTorchFunction():
                 return _memories.get(compat.storage_key(tensor))
     except RuntimeError:  # wrapped by a transform, or without memory: nothing there was copied

@@ -57,8 +57,8 @@ class CopySet:
     def _settle(self, ids: Sequence[int], now: object) -> None:
         """Note what must stay: the sharers of the weights' memory, and their versions."""
         known = [copy.memory.weights.get(key) for copy, key in zip(self.members, ids, strict=True)]
-        proven = all(copy.mark is copy.memory.mark for copy in self.members) and None not in known
-        self._moment = now if proven else None
+        proven = all(c.mark is c.memory.mark and c.doubt is c.memory.doubt for c in self.members)
+        self._moment = now if proven and None not in known else None
         self._versions = [sharer.seen for sharer in known if sharer is not None]
         sharers = [sharer for each in self.memories for sharer in each.sharers]
         others = [sharer for sharer in sharers if sharer not in known]

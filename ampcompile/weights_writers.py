@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,19 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import compat_weights as compat
-from .weights_memory import copied_memory_at, everything_written, known_memory, memories, on_last_freed, sets, ticks
+from .compat_weights import address
+from .weights_memory import (
+    copied_memory_at,
+    doubt_handed_out,
+    everything_doubted,
+    handed_out,
+    known_memory,
+    memories,
+    on_last_freed,
+    ranges,
+    sets,
+    ticks,
+)
 
 _running: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _get_data = compat.read_data
@@ -40,8 +53,13 @@ def _data(_: Any) -> property:
 
 def _hand_out_data(self: Tensor) -> Tensor:
     data = _get_data(self)
-    if type(data) is Tensor and (memory := copied_memory_at(data)) is not None:
-        memory.hand_out(data)
+    try:
+        if bisect_right(ranges, at := address(data)) & 1:
+            handed_out.append(at)
+            if len(handed_out) > 1000:
+                doubt_handed_out()
+    except (RuntimeError, TypeError):  # wrapped by a transform, without memory, or what a mode returned
+        pass
     return data
 
 
@@ -60,7 +78,7 @@ def _moves(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
             memory.forget(self)
         result = method(self, *args, **kwargs)
         if (memory := copied_memory_at(self)) is not None:
-            memory.hand_out(self)
+            memory.doubted()
         return result
 
     return moving
@@ -104,7 +122,7 @@ def _scripted(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(self, *args, **kwargs)
         finally:
             if takes_data:
-                everything_written()
+                everything_doubted()
 
     return calling
 
@@ -113,7 +131,7 @@ def _ends(leave: Callable[..., Any]) -> Callable[..., Any]:
     """The end of a region in which in-place operations raise no version."""
 
     def leaving(self: Any, *args: Any) -> Any:
-        everything_written()
+        everything_doubted()
         return leave(self, *args)
 
     return leaving
