@@ -197,6 +197,10 @@ def gather_adam(tensors: AdamTensors, states: Any, param: Tensor, group: Mapping
 
 def gather_sgd(tensors: SgdTensors, states: Any, param: Tensor, group: Mapping[str, Any]) -> None:
     """Add a parameter's momentum, zeros if there is none: with them, the first step is as torch's."""
+    assert param.grad is not None
+    mixed = param.grad.dtype != param.dtype and not group["fused"]  # torch's fused step raises
+    if mixed and group["weight_decay"] and group["maximize"]:
+        raise NotFusedError(f"torch decays weights in {param.grad.dtype}, the gradients' type")
     if group["momentum"] == 0:
         tensors.momentum_buffers.append(None)
         return
@@ -204,8 +208,7 @@ def gather_sgd(tensors: SgdTensors, states: Any, param: Tensor, group: Mapping[s
     if state.get("momentum_buffer") is None:
         if group["dampening"] != 0:
             raise NotFusedError("a first step with dampening isn't like the others")
-        assert param.grad is not None
-        if param.grad.dtype != param.dtype and not (group["fused"] or group["weight_decay"]):
-            raise NotFusedError(f"torch keeps momentum as {param.grad.dtype}, the gradients' type")
+        if mixed and not group["weight_decay"]:
+            raise NotFusedError(f"torch keeps momentum in {param.grad.dtype}, the gradients' type")
         state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
     tensors.momentum_buffers.append(require_state(state["momentum_buffer"], param))
