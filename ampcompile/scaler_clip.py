@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError
 from ampcompile.scaler_fused import FusedStep
-from ampcompile.scaler_pending import factors, leave, pending
+from ampcompile.scaler_pending import PerDevice, factors, leave, pending
 
 
 def require_one_iteration(optimizer: Any, state: dict[str, Any] | None) -> None:
@@ -37,7 +37,8 @@ def clip_in_step(
 
     `state`: the scaler's, of an optimizer that wasn't unscaled so far.
     """
-    found_infs, norm, failed = {}, torch.zeros(()), False
+    found_infs: PerDevice = {}
+    norm, failed = torch.zeros(()), False
     if fused.work:
         before = factors(fused.optimizer)
         found_infs, clipping, norm = fused.check(scale, before, max_norm)

@@ -121,9 +121,9 @@ def collect(optimizer: Any, workspaces: dict[torch.device, dict[str, Any]], only
     groups = [read(group) for group in optimizer.param_groups]
     for device in devices:
         workspaces.setdefault(device, {})
-    if kind is AdamTensors and not (only_grads or all(map(counts_on_device, optimizer.param_groups))):
-        if any(device.type != "cpu" for device in devices):
-            lend_steps(optimizer)
+    counts_on_cpu = kind is AdamTensors and not all(map(counts_on_device, optimizer.param_groups))
+    if counts_on_cpu and not only_grads and any(device.type != "cpu" for device in devices):
+        lend_steps(optimizer)
     step = FusedStep(optimizer, {device: kind(groups) for device in devices}, workspaces)  # type: ignore[arg-type]
     for param, grad, index in entries:
         tensors = step.work[param.device]
