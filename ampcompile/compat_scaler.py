@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp import grad_scaler
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -38,5 +39,5 @@ def mark(tensor: Tensor) -> tuple[int, int, int] | None:
 
 
 def weak_storages(tensors: Iterable[Tensor]) -> list[StorageWeakRef]:
-    """The storages of dense tensors, whose ids aren't given to others while this is held."""
-    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if mark(tensor) is not None]
+    """The storages of strided tensors, whose ids aren't given to others while this is held."""
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if tensor.layout is torch.strided]

@@ -14,7 +14,7 @@ from ampcompile.scaler_clip import clip_in_step, require_one_iteration
 from ampcompile.scaler_conditions import NotFusedError
 from ampcompile.scaler_fused import FusedStep, PerDevice, amp_aware, collect
 from ampcompile.scaler_generic import generic_step
-from ampcompile.scaler_pending import Gradients, drop, factors, parameters, settle
+from ampcompile.scaler_pending import Gradients, drop, factors, parameters, pending, settle
 from ampcompile.scaler_records import Record, Records, has_grads
 from ampcompile.scaler_skips import SkipWatch
 from ampcompile.scaler_unscale import unscale_grads
@@ -103,7 +103,8 @@ class GradScaler(torch.amp.GradScaler):
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
         finally:
             if state is not None and (ready or "clipped" in state) and state["stage"] is OptState.UNSCALED:
-                state["clipped"] = Gradients(optimizer)
+                left = pending(optimizer)
+                state["clipped"] = Gradients(optimizer) if left is None else left.gradients
 
     @torch.compiler.disable
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:

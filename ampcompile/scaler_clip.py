@@ -19,7 +19,7 @@ def require_one_iteration(optimizer: Any, state: dict[str, Any] | None) -> None:
     `state`: the scaler's, of this optimizer; None where it doesn't scale. What is pending then goes with its gradients.
     """
     if state is None:
-        if (left := pending(optimizer)) is not None and (left.over or not left.still(optimizer)):
+        if (left := pending(optimizer)) is not None and (left.over or not left.gradients.still(optimizer)):
             left.drop()
     elif state["stage"] is OptState.STEPPED:
         raise RuntimeError("clip_grad_norm_() is being called after step().")

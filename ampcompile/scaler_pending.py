@@ -20,6 +20,10 @@ class Gradients:
     """The gradients of an optimizer as they are now, recognized later without being kept alive."""
 
     def __init__(self, optimizer: Any) -> None:
+        self.note(optimizer)
+
+    def note(self, optimizer: Any) -> None:
+        """Take the gradients as they are now."""
         grads = gradients(optimizer)
         self._storages = compat_scaler.weak_storages(grads)  # while they are held, no other storage gets their ids
         self._marks = set(map(compat_scaler.mark, grads))
@@ -36,12 +40,9 @@ class Pending:
         self.factors = factors
         self.over = False
         """Whether the iteration has ended: gradients that changed since aren't meant any more."""
-        self._gradients = Gradients(optimizer)
+        self.gradients = Gradients(optimizer)
+        """Those that were clipped."""
         self._hook = optimizer.register_step_pre_hook(self)
-
-    def still(self, optimizer: Any) -> bool:
-        """Whether the gradients are those that were clipped."""
-        return self._gradients.still(optimizer)
 
     def drop(self) -> None:
         """Forget the factors."""
@@ -73,7 +74,7 @@ def factors(optimizer: Any) -> PerDevice:
     """What a step has to multiply the gradients by; an error if they aren't those that were clipped."""
     if (left := pending(optimizer)) is None:
         return {}
-    if left.still(optimizer):
+    if left.gradients.still(optimizer):
         return left.factors
     if not left.over:
         raise ClipError(
@@ -87,10 +88,15 @@ def factors(optimizer: Any) -> PerDevice:
 
 def settle(optimizer: Any) -> None:
     """Multiply the gradients themselves by what is pending: the step won't be a fused one."""
+    clipped = factors(optimizer)
+    if (left := pending(optimizer)) is None:
+        return
+    grads = gradients(optimizer)
     with torch.no_grad():
-        for device, factor in factors(optimizer).items():
-            torch._foreach_mul_([grad for grad in gradients(optimizer) if grad.device == device], factor)
-    drop(optimizer)
+        for device, factor in clipped.items():
+            torch._foreach_mul_([grad for grad in grads if grad.device == device], factor)
+    left.gradients.note(optimizer)
+    left.drop()
 
 
 def gradients(optimizer: Any) -> list[Tensor]:
