@@ -154,7 +154,8 @@ class Twins:
 
     def torchs_clip(self, which: int) -> None:
         if not self.waits(which):
-            self.do(lambda side: float(torch.nn.utils.clip_grad_norm_(side.params(which), 0.5)))
+            norms = [torch.nn.utils.clip_grad_norm_(side.params(which), 0.5) for side in (self.ours, self.stock)]
+            torch.testing.assert_close(*norms, rtol=1e-5, atol=0, equal_nan=True)
             self.changed(which)
 
     def our_clip(self, which: int, max_norm: float = 0.5, norm_type: float = 2.0, strict: bool = False) -> None:
