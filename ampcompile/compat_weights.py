@@ -10,21 +10,27 @@ import torch
 from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch._subclasses import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["FakeTensor", "StorageWeakRef", "is_dense"]
+__all__ = ["FakeTensor", "is_dense"]
 
 _DATA: Any = torch._C.TensorBase.data
-_NOTHING: dict[str, Tensor] = {}
+_SET_DATA = _DATA.__set__
+_DETACH: Any = torch._C.TensorBase.detach
+_NOTHING: dict[torch.device, Tensor] = {}
+
+read_data = _DATA.__get__  # `tensor.data` as torch does it
 
 version = attrgetter("_version")
-# Of a `StorageWeakRef.cdata`: whether it was freed; the storage, held, or None; how many hold it.
-storage_is_gone = torch.UntypedStorage._expired
-hold_storage = torch.UntypedStorage._new_with_weak_ptr
-storage_users = torch._C._storage_Use_Count
-
+storage_users = torch._C._storage_Use_Count  # of a `storage_key`: how many hold the storage
+# A weak reference to a tensor's C++ object, which `torch.utils.swap_tensors` doesn't mind as it would Python's:
+# `expired()` tells whether the tensor was freed.
+TensorHandle = torch._C._WeakTensorRef
+swap_tensor_impl: tuple[Any, str] = (torch._C, "_swap_tensor_impl")  # what `torch.utils.swap_tensors` ends in
+ScriptFunction, ScriptMethod = torch._C.ScriptFunction, torch._C.ScriptMethod
+BelowADInplaceOrView: Any = torch._C._AutoDispatchBelowADInplaceOrView
 
 NoTorchFunction = torch._C.DisableTorchFunction  # modes of the user don't see what happens inside
+address = torch._C._data_address  # of a tensor's first element; no mode sees it, no copy-on-write ends by it
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -45,19 +51,22 @@ def tensor_users(tensor: Tensor) -> int:
     return tensor._use_count()  # type: ignore[attr-defined]
 
 
-def read_data(tensor: Tensor) -> Tensor:
-    """`tensor.data` as torch does it."""
-    return _DATA.__get__(tensor)
-
-
 def write_data(tensor: Tensor, value: Tensor) -> None:
     """`tensor.data = value` as torch does it."""
-    _DATA.__set__(tensor, value)
+    _SET_DATA(tensor, value)
 
 
 def alias(tensor: Tensor) -> Tensor:
     """`tensor.detach()` below all modes and traces: the same memory and version counter, whatever becomes of it."""
     return Tensor._make_subclass(Tensor, tensor)
+
+
+def nothing_on(device: torch.device) -> Tensor:
+    """An empty tensor on a device."""
+    if (nothing := _NOTHING.get(device)) is None:
+        with torch.inference_mode(False), NoTorchFunction():
+            nothing = _NOTHING[device] = torch.empty(0, device=device)
+    return nothing
 
 
 def counter_of(tensor: Tensor) -> Tensor | None:
@@ -67,16 +76,33 @@ def counter_of(tensor: Tensor) -> Tensor | None:
     """
     if tensor.is_inference() or tensor.layout != torch.strided:
         return None
-    device = tensor.device.type
-    if device not in _NOTHING:
-        with torch.inference_mode(False):
-            _NOTHING[device] = torch.empty(0, device=device)
-    try:
-        counter = alias(tensor)
-        write_data(counter, _NOTHING[device])
-    except RuntimeError:  # fake, or wrapped by a transform: memory that no compiled graph keeps a copy of
-        return None
+    counter = alias(tensor)
+    write_data(counter, nothing_on(tensor.device))
     return counter
+
+
+def counter_of_new(tensor: Tensor, nothing: Tensor) -> Tensor | None:
+    """`counter_of` in a fifth of the time, for a plain tensor without history; None while anything may be traced."""
+    if (
+        torch._C._is_torch_function_mode_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or tensor.is_inference()
+    ):
+        return None
+    counter = _DETACH(tensor)
+    _SET_DATA(counter, nothing)
+    return counter
+
+
+def same_place(one: Tensor, other: Tensor) -> bool:
+    """Whether two plain tensors show the same elements of the same storage."""
+    with NoTorchFunction():
+        return (
+            address(one) == address(other)
+            and storage_key(one) == storage_key(other)
+            and (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        )
 
 
 def current_stream(device: torch.device) -> int:

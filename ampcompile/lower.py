@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from . import compat, compat_backward, compat_tracing, double_backward, packing, weights
+from . import compat, compat_backward, compat_tracing, double_backward, weights
 from .config import Options
 from .decompositions import decompositions
 from .kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
@@ -93,18 +93,22 @@ def _inductor_config(gm: GraphModule, options: Options, slots: Sequence[Slot]) -
 
 def _with_copies(compiled: Callable[..., Any], slots: Sequence[Slot], options: Options) -> Callable[..., Any]:
     """Hand the graph its copies, up to date, after its own inputs."""
-    kept = list(dict.fromkeys((slot.weight, slot.dtype) for slot in slots))
     # CUDA graphs record addresses: their copies are refreshed in place, always.
     replayed = dict(options.inductor).get("triton.cudagraphs", False)
-    copies = weights.bind([None] * len(kept), [dtype for _, dtype in kept], in_place=replayed).copies
-    forms = packing.reader([kept.index((s.weight, s.dtype)) for s in slots], [s.layout for s in slots])
-    indices = [weight for weight, _ in kept]
+    binding = weights.bind(
+        [None] * len(slots),
+        [slot.dtype for slot in slots],
+        in_place=replayed,
+        packed=[slot.layout == "packed" for slot in slots],
+        on_trial=[slot.on_trial for slot in slots],
+    )
+    indices = [slot.weight for slot in slots]
     pick = itemgetter(*indices) if len(indices) > 1 else lambda args: (args[indices[0]],)
 
     def run(*args: Any) -> Any:
         if compat_tracing.fakes_only():  # Dynamo's DDP splitter asks what the next part will get
             return compiled(*args, *(_shaped(args[slot.weight], slot) for slot in slots))
-        return compiled(*args, *forms(copies(pick(args))))
+        return compiled(*args, *binding.copies(pick(args)))
 
     return run
 

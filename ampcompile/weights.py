@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
+import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -13,16 +12,15 @@ from torch import Tensor
 
 from . import compat_weights as compat
 from . import weights_gpu as gpu
-from . import weights_writers as weights_writers  # its import sets the signals up
-from .packing import packed_bytes
-from .weights_copy import Weight, copies, copies_of, copy_of, lock, passes, refresh
-from .weights_memory import known_memory_of, moment
+from . import weights_memory as memory
+from . import weights_writers as writers
+from .weights_census import unexplained
+from .weights_copy import TRIAL, Copy, Weight, copies, copies_of, copy_of, interrupted, passes, recover, refresh
+from .weights_memory import Memory, lock, moment
 from .weights_set import CopySet
 
-_MAX_SETS = 4  # sets of weights that one graph keeps copies of, when it is called with several in turn
 _CLASSES = (Tensor, torch.nn.Parameter, compat.FakeTensor)
-
-_bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
+_log = logging.getLogger("ampcompile")
 
 
 class WeightStats(NamedTuple):
@@ -36,64 +34,96 @@ class WeightStats(NamedTuple):
 class Binding:
     """The copies that one compiled graph reads: slot i holds weight i of each call in `dtypes[i]`. Thread-safe.
 
-    A slot's weight keeps its shape and strides from call to call, as Dynamo's guards see to. Which tensor it is,
-    and where its memory lies, may change.
+    One set of copies lives for each set of weights that the graph is called with, as blocks compiled one by one share
+    a graph, for as long as the weights do. A slot's weight keeps its shape and strides from call to call, as Dynamo's
+    guards see to. Which tensor it is, and where its memory lies, may change.
     """
 
-    def __init__(self, dtypes: Sequence[torch.dtype], in_place: bool) -> None:
+    def __init__(
+        self, dtypes: Sequence[torch.dtype], in_place: bool, packed: Sequence[bool], on_trial: Sequence[bool]
+    ) -> None:
         self._dtypes, self._in_place = tuple(dtypes), in_place
-        self._recent: tuple[CopySet, ...] = ()
-        _bindings.add(self)
+        self._packed, self._on_trial = tuple(packed), tuple(on_trial)
+        self._sets: dict[tuple[int, ...], CopySet] = {}  # by the ids of the weights
+        self._sweep_at = 8
 
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """The copies of this call's weights, up to date. Casts those that were not, all in one pass.
+        """What the graph reads for this call's weights, up to date. Casts those that were not, all in one pass."""
+        ids = tuple(map(id, weights))
+        known = self._sets.get(ids)
+        if known is None or not known.fresh(weights):
+            known = self._refresh(ids, weights)
+        if known.rechecks:
+            known.look(weights)
+        return known.forms()
 
-        The list is the binding's own, to be read only; it is the same list for as long as nothing in it changed.
-        """
-        for known in self._recent:
-            if known.fresh(weights):
-                if known.rechecks:
-                    known.look(weights)
-                return known.tensors
-        return self._refresh(weights)
-
-    def _refresh(self, weights: Sequence[Tensor]) -> list[Tensor]:
+    def _refresh(self, ids: tuple[int, ...], weights: Sequence[Tensor]) -> CopySet:
         with lock, torch.inference_mode(False), torch.no_grad():
-            _forget_freed()
+            writers.watch()
+            if interrupted():
+                memory.everything_written()
+                recover()
             now = moment()
-            held = list(map(Weight.of, weights))
+            held = [Weight(key, compat.alias(weight)) for key, weight in zip(ids, weights, strict=True)]
             members = [copy_of(weight.tensor, dtype) for weight, dtype in zip(held, self._dtypes, strict=True)]
-            for copy, weight in zip(members, weights, strict=True):
+            for copy, weight, on_trial in zip(members, weights, self._on_trial, strict=True):
                 copy.in_place |= self._in_place
-                copy.memory.trainable |= weight.requires_grad
+                if on_trial and copy.tensor is None and copy.packed is None:
+                    copy.trial = TRIAL
+                copy.memory.admit(weight)
+            memory.update_ranges()
             captured = gpu.capturing(weights)
-            refresh(zip(members, held, strict=True), every=captured)
-            if captured:  # nothing has run: the copies hold their old values until the graph is replayed
-                for copy in members:
-                    copy.forget()
-            ids = [weight.key for weight in held]
-            before = next((other for other in self._recent if other.ids == ids), None)
-            known = CopySet(held, members, None if captured else now, before)
-            if not captured:
-                known.look(weights)
-            others = [other for other in self._recent if other is not before]
-            self._recent = (known, *others[: _MAX_SETS - 1])
-            return known.tensors
+            strided = [not packed for packed in self._packed]
+            refresh(zip(members, held, strided, strict=True), captured, _doubtful(members, held))
+            before = self._sets.get(ids)
+            known = CopySet(held, members, self._packed, None if captured else now, before)
+            if before is None:
+                self._make_room()
+            self._sets[ids] = known
+            return known
 
-    def forget_freed(self) -> None:
-        """Let go of the copies of weights that are no more."""
-        if any(known.gone() for known in self._recent):
-            self._recent = tuple(known for known in self._recent if not known.gone())
+    def _make_room(self) -> None:
+        """Let go of sets whose weights are no more, each time that the number of sets has doubled, or on a hint."""
+        if len(self._sets) >= self._sweep_at or memory.take_freed():
+            for ids, known in list(self._sets.items()):
+                if known.gone():
+                    del self._sets[ids]
+            self._sweep_at = 2 * len(self._sets) + 8
 
 
-def bind(weights: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], in_place: bool = False) -> Binding:
+def _doubtful(members: Sequence[Copy], held: Sequence[Weight]) -> set[Memory]:
+    """The memories of which nothing can be proven now: what is cast from them is cast again in the next call."""
+    memories = [copy.memory for copy in members]
+    found = unexplained(memories, [weight.tensor for weight in held])
+    for each in found:
+        if not each.reported:
+            each.reported = True
+            _log.warning(
+                "a weight of %d bytes is cast at every call: something that isn't known shares its memory and may "
+                "write there (a view kept by C++ code or a pending backward, an UntypedStorage, a tensor on a trace)",
+                each.end - each.begin,
+            )
+    if writers.step_is_running():
+        return {*memories}
+    return {*found, *(each for each in memories if each.step_open)}
+
+
+def bind(
+    weights: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype],
+    in_place: bool = False,
+    packed: Sequence[bool] | None = None,
+    on_trial: Sequence[bool] | None = None,
+) -> Binding:
     """A binding for one compiled graph. Copies are made at its first call: `weights` may be fake or unknown here.
 
     `in_place`: copies keep their addresses whatever happens, for replayed CUDA graphs; a backward that is still to
-    come and saved one then raises autograd's error.
+    come and saved one then raises autograd's error. `packed`: slots that are read packed once that pays. `on_trial`:
+    slots whose weights aren't known to be weights, and are cast at each call until they stayed the same for some.
     """
     assert len(weights) == len(dtypes)
-    return Binding(dtypes, in_place)
+    nowhere = [False] * len(dtypes)
+    return Binding(dtypes, in_place, packed or nowhere, on_trial or nowhere)
 
 
 def hoistable(tensor: Any) -> bool:
@@ -114,66 +144,66 @@ def hoistable(tensor: Any) -> bool:
 
 
 def invalidate(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
-    """Have the next call cast these weights again: for writes that PyTorch can't know of (see docs/weights.md)."""
+    """Have the next call cast these weights again: for writes that PyTorch can't know of (see docs/weights.md).
+
+    With a graph that reads one of them, all tensors that it keeps copies of are cast again: its buffers, and what it
+    reads from attributes, closures and globals.
+    """
     with lock:
-        for tensor in _tensors(model_or_params):
-            if compat.place(tensor) is not None and (memory := known_memory_of(tensor)) is not None:
-                memory.written()
+        named = {memory.copied_memory_at(tensor) for tensor in _tensors(model_or_params)} - {None}
+        for each in list(memory.sets):
+            if not named.isdisjoint(each.memories):
+                for copied in each.memories:
+                    copied.written()
+        for copied in named:
+            if copied is not None:
+                copied.written()
 
 
 def weight_stats() -> WeightStats:
     """What the copies cost now: see `WeightStats`."""
     with lock:
-        _forget_freed()
-        held = list(copies.values())
-        return WeightStats(sum(copy.tensor.nbytes for copy in held) + packed_bytes(), len(held), passes())
+        held = [size for copy in list(copies.values()) if (size := copy.nbytes())]
+        return WeightStats(sum(held), len(held), passes())
 
 
 def writable_copies(param: Tensor) -> tuple[Tensor, ...]:
     """The copies of a parameter that may be overwritten now: no backward that is still to come saved them.
 
-    For an optimizer that writes them together with the weight. It raises their versions, then calls `wrote`.
+    For an optimizer that writes them together with the weight. It raises their versions, then calls `wrote`; until
+    then nothing that shares the parameter's memory counts as fresh.
     """
     with lock:
         found = copies_of(param)
+        if found:
+            found[0].memory.open_step()
         for copy in found:
-            copy.lent = copy.writable()
-        return tuple(copy.tensor for copy in found if copy.lent)
+            # A step may turn out to be skipped on the device: what is lent must be right without it.
+            copy.lent = copy.writable() and copy.fresh(strided=True)
+            if copy.lent:
+                copy.mark = None
+        return tuple(copy.tensor for copy in found if copy.lent and copy.tensor is not None)
 
 
 def wrote(params: Iterable[Tensor]) -> None:
-    """All that `writable_copies` gave for these parameters was just rewritten from the parameters' new values."""
+    """All that `writable_copies` gave for these parameters was just rewritten from the parameters' new values.
+
+    What else shares their memory (a tied weight's copy that could not be written, slices of a flat buffer) is out of
+    date.
+    """
     with lock, torch.inference_mode(False):
-        moment()
-        written: list[Tensor] = []
-        for param in params:
-            for copy in copies_of(param):
-                if copy.lent:
-                    copy.settle(Weight.of(param))
-                    copy.lent = False
-                    written.append(copy.tensor)
-        gpu.cast_done(written)
+        found = [copy for param in params for copy in copies_of(param)]
+        proven = {each: each.close_step() for each in {copy.memory for copy in found}}
+        written = [copy for copy in found if copy.lent]
+        for copy in written:
+            copy.lent = False
+            if proven[copy.memory]:
+                copy.rewritten()
+        gpu.cast_done([copy.tensor for copy in written if copy.tensor is not None])
 
 
 def _tensors(found: torch.nn.Module | Tensor | Iterable[Tensor]) -> Iterable[Tensor]:
     if isinstance(found, torch.nn.Module):
-        return [*found.parameters(), *found.buffers()]
+        attributes = [value for module in found.modules() for value in vars(module).values()]
+        return [*found.parameters(), *found.buffers(), *(value for value in attributes if isinstance(value, Tensor))]
     return [found] if isinstance(found, Tensor) else found
-
-
-def _forget_freed() -> None:
-    for binding in list(_bindings):
-        binding.forget_freed()
-
-
-def _collected(phase: str, info: dict[str, int]) -> None:
-    """After a full collection: freed weights take their copies along."""
-    if phase == "stop" and info["generation"] == 2 and lock.acquire(blocking=False):
-        try:
-            _forget_freed()
-        finally:
-            lock.release()
-
-
-gc.callbacks.append(_collected)
-atexit.register(gc.callbacks.remove, _collected)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Container, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,24 +13,17 @@ from torch import Tensor
 from . import compat_weights as compat
 from . import weights_gpu as gpu
 from .kernels.cast_many import cast_many_
-from .weights_memory import memory_of
-from .weights_sample import places, words
+from .kernels.packed_linear import pack
+from .weights_memory import Memory, memory_of
+from .weights_sample import Sample, places
 
-_MAX_OBJECTS = 8  # tensors with the same memory that are told apart
+TRIAL = 8
+"""How many calls must find a tensor unwritten that is neither parameter nor buffer before its copy lives on."""
 _DTYPES = (torch.bfloat16, torch.float16)
 
-
-class Holder(Protocol):
-    """Who keeps references to buffers that are no sign of a pending backward."""
-
-    def references_to(self, buffer: Tensor) -> int: ...
-
-
-lock = threading.RLock()
-"""Held by whoever changes copies."""
 copies: weakref.WeakValueDictionary[tuple, Copy] = weakref.WeakValueDictionary()
-holders: dict[int, weakref.ref[Holder]] = {}
 _passes = 0
+_casting = False
 
 
 class Weight(NamedTuple):
@@ -42,74 +34,92 @@ class Weight(NamedTuple):
     tensor: Tensor
     """An alias of it: it stays in its memory, and holds it, even if another thread gives the weight other data."""
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> Weight:
-        return cls(id(tensor), compat.alias(tensor))
-
 
 class Copy:
-    """A weight in low precision, shared by all graphs that read it and freed with the last."""
+    """A weight in low precision, shared by all graphs that read it; freed with the last of them, or with the weight.
+
+    `mark` is the memory's at the last cast: the copy is fresh while both are the same object. None: it never is.
+    """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self.memory = memory_of(weight)
-        self.memory.watch()
-        self.mark: object = None  # the memory's at the last cast; None: out of date, or of a tensor without version
-        self.counters: dict[int, tuple[Tensor, int]] = {}  # by id of a tensor: its counter, the version cast
-        self.places, self.words = places(weight), b""
+        self.memory: Memory = memory_of(weight)
+        self.memory.copies.add(self)
+        self.dtype = dtype
+        self.mark: object = None
+        self.sample, self.words = Sample(places(weight)), b""
         self.in_place = False
         self.lent = False
-        self._allocate(weight, dtype)
+        self.trial = 0
+        self.strided_readers = 0
+        self.reads = 0
+        self.tensor: Tensor | None = None  # of the weight's strides; its one reference in Python while it is idle
+        self.packed: Tensor | None = None  # the same numbers in the blocks of oneDNN's products
 
-    def _allocate(self, weight: Tensor, dtype: torch.dtype) -> None:
+    def _allocate(self, weight: Tensor) -> None:
         """Take a fresh buffer; the old one stays with whoever saved it."""
-        self.tensor = torch.empty_strided(weight.shape, weight.stride(), dtype=dtype, device=weight.device)
+        self.tensor = torch.empty_strided(weight.shape, weight.stride(), dtype=self.dtype, device=weight.device)
         self._storage = compat.storage_key(self.tensor)
         self._idle = self._owners()
 
     def _owners(self) -> tuple[int, int, int]:
         """Owners of the buffer: of its tensor in C++, of its storage (views are), of its tensor in Python."""
-        ours = sum(holder.references_to(self.tensor) for ref in list(holders.values()) if (holder := ref()))
-        python = sys.getrefcount(self.tensor) - ours
-        return compat.tensor_users(self.tensor), compat.storage_users(self._storage), python
+        tensor = self.tensor
+        assert tensor is not None
+        return compat.tensor_users(tensor), compat.storage_users(self._storage), sys.getrefcount(tensor)
 
     def writable(self) -> bool:
         """Whether the buffer may be overwritten: no backward that is still to come saved it or a view of it."""
-        return self.in_place or self._owners() == self._idle
+        return self.tensor is not None and (self.in_place or self._owners() == self._idle)
 
-    def fresh(self, weight: Weight) -> bool:
-        """Whether the buffer holds what the weight holds."""
+    def fresh(self, strided: bool) -> bool:
+        """Whether the copy holds what the weight holds; `strided`: in the weight's strides."""
         return (
             self.mark is self.memory.mark
-            and weight.key in self.counters
-            and all(counter._version == seen for counter, seen in self.counters.values())
-            and words(self.places) == self.words
+            and (self.tensor is not None or (self.packed is not None and not strided))
+            and self.sample.read() == self.words
         )
 
-    def prepare(self, weight: Weight) -> None:
-        """Have a buffer that may be overwritten, and note what the weight is now: it is about to be cast."""
-        if not self.writable():
-            self._allocate(weight.tensor, self.tensor.dtype)
-        self.settle(weight)
-
-    def settle(self, weight: Weight) -> None:
-        """The buffer holds, or is about to hold, what the weight holds now."""
-        counter = compat.counter_of(weight.tensor)
-        self.mark = self.memory.mark if counter is not None else None
-        if counter is not None:
-            others = self.counters if len(self.counters) < _MAX_OBJECTS else {}
-            known = {**others, weight.key: (counter, 0)}
-            self.counters = {key: (each, each._version) for key, (each, _) in known.items()}
-        self.words = words(self.places)
-
-    def forget(self) -> None:
-        """The buffer does not hold what the weight holds."""
+    def prepare(self, weight: Weight) -> tuple[object, bytes]:
+        """Have a buffer that may be overwritten, and hold nothing. Returns what the weight is now, for `settle`."""
+        if not self.fresh(strided=False):
+            self.packed, self.reads = None, 0
         self.mark = None
+        if not self.writable():
+            self._allocate(weight.tensor)
+        return self.memory.mark, self.sample.read()
+
+    def settle(self, mark: object, sampled: bytes) -> None:
+        """The buffer holds what the weight held when it had this mark and these words."""
+        self.words = sampled
+        self.mark = mark
+
+    def rewritten(self) -> None:
+        """The buffer holds what the weight holds now, at the memory's latest mark."""
+        self.packed, self.reads = None, 0
+        self.settle(self.memory.mark, self.sample.read())
+
+    def pack(self) -> None:
+        """Take the packed form too, and instead of the other one where nobody reads that."""
+        assert self.tensor is not None
+        with torch.inference_mode(False), torch.no_grad():
+            self.packed = pack(self.tensor.contiguous())
+        if not self.strided_readers:
+            self.tensor = None
+
+    def free(self) -> None:
+        """The weight is gone."""
+        self.mark = self.tensor = self.packed = None
+
+    def nbytes(self) -> int:
+        """What the buffers weigh that are held now."""
+        strided = 0 if self.tensor is None else self.tensor.nbytes
+        return strided + (0 if self.packed is None else self.packed.numel() * self.packed.itemsize)
 
 
 def copy_of(weight: Tensor, dtype: torch.dtype) -> Copy:
     """The one copy of a weight in a dtype, made if there is none yet."""
     key = _place(weight), dtype
-    if (copy := copies.get(key)) is None:
+    if (copy := copies.get(key)) is None or copy.memory.storage() is None:
         copy = copies[key] = Copy(weight, dtype)
     return copy
 
@@ -127,23 +137,44 @@ def _place(weight: Tensor) -> tuple:
     return compat.storage_key(weight), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
 
 
-def refresh(pairs: Iterable[tuple[Copy, Weight]], every: bool) -> None:
-    """Cast the weights whose copies are out of date, or `every` one, all in one pass."""
-    global _passes
-    stale = list({id(copy): (copy, weight) for copy, weight in pairs if every or not copy.fresh(weight)}.values())
+def refresh(reads: Iterable[tuple[Copy, Weight, bool]], every: bool, doubtful: Container[Memory]) -> None:
+    """Cast the weights whose copies are out of date, or `every` one, all in one pass.
+
+    A read is a copy, its weight, and whether it is read in the weight's strides. What lies in `doubtful` memory is
+    cast, and isn't taken for fresh afterwards.
+    """
+    global _passes, _casting
+    stale = list({id(copy): (copy, weight) for copy, weight, s in reads if every or not copy.fresh(s)}.values())
     if not stale:
         return
-    try:
-        for copy, weight in stale:
-            copy.prepare(weight)
-        written = [copy.tensor for copy, _ in stale]
-        cast_many_(written, [weight.tensor for _, weight in stale])
-        gpu.cast_done(written)
-    except BaseException:
-        for copy, _ in stale:
-            copy.forget()
-        raise
+    _casting = True
+    states = [_state(copy, weight) for copy, weight in stale]
+    written = [copy.tensor for copy, _ in stale if copy.tensor is not None]
+    cast_many_(written, [weight.tensor for _, weight in stale])
+    gpu.cast_done(written)
+    for (copy, _), state in zip(stale, states, strict=True):
+        if not every and copy.memory not in doubtful and not copy.trial:
+            copy.settle(*state)
     _passes += 1
+    _casting = False
+
+
+def _state(copy: Copy, weight: Weight) -> tuple[object, bytes]:
+    if copy.trial and copy.tensor is not None:
+        same = torch.equal(copy.tensor.view(torch.int16), weight.tensor.to(copy.dtype).view(torch.int16))
+        copy.trial = copy.trial - 1 if same else TRIAL
+    return copy.prepare(weight)
+
+
+def interrupted() -> bool:
+    """Whether a pass has begun and not ended: what its copies hold is unknown."""
+    return _casting
+
+
+def recover() -> None:
+    """After a pass that was interrupted: its copies have no mark, and are cast when they are read again."""
+    global _casting
+    _casting = False
 
 
 def passes() -> int:

@@ -8,8 +8,8 @@ then the comparison reports, and the next call that learns of it raises.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from . import compat_weights as compat
 from .errors import StaleWeightError
 from .kernels.recheck import recheck_
+
+if TYPE_CHECKING:
+    from .weights_copy import Copy
 
 _reports: dict[torch.device, Report] = {}
 _casts: dict[torch.device, tuple[int, torch.cuda.Event]] = {}
@@ -46,10 +49,9 @@ class Report:
 class Recheck:
     """Looks at the copies on one device that one set of weights has."""
 
-    def __init__(self, device: torch.device, tensors: Sequence[Tensor], writable: Callable[[], bool]) -> None:
+    def __init__(self, device: torch.device, members: Sequence[Copy]) -> None:
         self.device = device
-        self._writable = writable
-        self._storages = [compat.storage_key(tensor) for tensor in tensors]
+        self._storages = [compat.storage_key(_buffer(copy)) for copy in members]
         self._owners: Any = None
         self._workspace: dict[str, Any] = {}
         self._repaired = torch.zeros(1, dtype=torch.int32, device=device)
@@ -57,26 +59,28 @@ class Recheck:
         if device not in _reports:
             _reports[device] = Report(device)
 
-    def look(self, tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        """Before each call; `tensors` are the copies."""
+    def look(self, members: Sequence[Copy], weights: Sequence[Tensor]) -> None:
+        """Before each call; `members` are the copies of `weights`."""
         report = _reports[self.device]
         report.check()
+        free = self._nobody_waits(members)
+        tensors = list(map(_buffer, members))
         self._follow(tensors)
-        if self._nobody_waits(tensors):
+        if free:
             recheck_(tensors, weights, self._repaired, True, self._workspace)
         else:
             recheck_(tensors, weights, report.device_flag, False, self._workspace)
             report.host_flag.copy_(report.device_flag, non_blocking=True)
 
-    def _nobody_waits(self, tensors: Sequence[Tensor]) -> bool:
+    def _nobody_waits(self, members: Sequence[Copy]) -> bool:
         """Whether all buffers may be written: at most a look at how many own each, while that stays the same."""
         owners = [
-            list(map(compat.tensor_users, tensors)),
+            [compat.tensor_users(_buffer(copy)) for copy in members],
             list(map(compat.storage_users, self._storages)),
-            list(map(sys.getrefcount, tensors)),
+            [sys.getrefcount(_buffer(copy)) for copy in members],
         ]
         if owners != self._owners:
-            if not self._writable():
+            if not all(copy.writable() for copy in members):
                 return False
             self._owners = owners
         return True
@@ -92,6 +96,11 @@ class Recheck:
                 self._streams.add(here)
                 for tensor in tensors:
                     tensor.record_stream(torch.cuda.current_stream(self.device))
+
+
+def _buffer(copy: Copy) -> Tensor:
+    assert copy.tensor is not None, "copies are packed on CPUs only"
+    return copy.tensor
 
 
 def cast_done(tensors: Sequence[Tensor]) -> None:

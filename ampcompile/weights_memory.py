@@ -1,123 +1,253 @@
-"""Which memory weights live in, and who else can write there: the version counters of its other tensors."""
+"""Which memory weights live in, and the proof that nobody wrote there since a cast.
+
+Every tensor on a weight's storage is a sharer, and every sharer may write. PyTorch counts those that hold the storage;
+we watch the version counters of the ones we know. A copy counts as fresh only while the two agree: all sharers are
+known, and no counter moved. One sharer too many, whoever it is, and the weight is cast at every call until it is gone
+or found out.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Hashable
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import compat_weights as compat
 
-_MAX_ADOPTED = 4  # per storage
+lock = threading.RLock()
+"""Held by whoever changes what is known of weights and copies."""
 
-_creating = threading.RLock()
+sets: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Every `CopySet`."""
 _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
-_aliases: dict[Hashable, Alias] = {}
-_watched_aliases: dict[Hashable, Alias] = {}
-_sweep_at = 1000
+on_last_freed: list[Callable[[], None]] = []
+"""Called once, when no memory with copies is left."""
+ticks = torch.zeros(1, dtype=torch.int64)
+"""Written where an optimizer's step was compiled, hooks and all: its version tells that it ran."""
+_ticks_seen = ticks._version
 _moment = object()
+_ranges: list[int] = []
+_freed = False
 
 
 def moment() -> object:
-    """The same object for as long as no write to watched memory was reported, nor made through a known alias."""
-    if _watched_aliases:
-        for alias in list(_watched_aliases.values()):
-            alias.look()
+    """The same object for as long as no write to a weight's memory was reported, and no alias was handed out."""
+    global _ticks_seen
+    if ticks._version != _ticks_seen:
+        for memory in memories():
+            if memory.trainable:
+                memory.written()
+        _ticks_seen = ticks._version
     return _moment
 
 
+def _passed() -> None:
+    global _moment
+    _moment = object()
+
+
+class Sharer:
+    """A tensor on a weight's storage: whether it is alive, and its version counter, which its views share."""
+
+    __slots__ = ("counter", "handle", "key", "seen")
+
+    def __init__(self, tensor: Tensor, counter: Tensor) -> None:
+        self.key, self.handle = id(tensor), compat.TensorHandle(tensor)
+        self.counter, self.seen = counter, counter._version
+
+
 class Memory:
-    """One storage that has copies or known aliases. `mark` is a new object after each write reported here."""
+    """One storage that copies were cast from. `mark` is another object after each write."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.storage = compat.StorageWeakRef(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        self.key = storage._cdata
+        self.storage = weakref.ref(storage, functools.partial(_storage_freed, weakref.ref(self)))
+        self.begin, self.end = 0, 0  # its addresses
         self.mark = object()
-        self.watched = False
+        self.sharers: list[Sharer] = []
+        self.weights: dict[int, Sharer] = {}  # those that graphs read, by id of the tensor
         self.trainable = False
-        self.adopted: list[Alias] = []
-
-    def watch(self) -> None:
-        """From now on `moment` tells of writes to this memory."""
-        if not self.watched:
-            self.watched = True
-            _watched_aliases.update({a.key: a for a in list(_aliases.values()) if a.memory is self})
-        if self.adopted and compat.storage_users(self.storage.cdata) <= 2:
-            self.release()  # the weight, and who asks
+        self.reported = False  # in the log, that it is cast at every call
+        self.step_open = False  # a fused step of ours writes here, or began to and failed
+        self._examined: object = None
+        self.copies: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._limit = 100
+        self._nothing = compat.nothing_on(tensor.device)
 
     def written(self) -> None:
         """Something may have written this memory."""
-        global _moment
         self.mark = object()
-        if self.watched:
-            _moment = object()
+        _passed()
 
-    def adopt(self, key: Hashable, counter: Tensor) -> None:
-        """Keep looking at a counter of which no tensor is known to be alive."""
-        if (same := _aliases.get(key)) in self.adopted:
-            self.adopted.remove(same)
-            same.forget()
-        self.adopted.append(Alias(key, counter, self))
-        if len(self.adopted) > _MAX_ADOPTED:
-            self.adopted.pop(0).forget()
-        _sweep()
+    def hand_out(self, alias: Tensor) -> None:
+        """Somebody got an alias with a counter of its own, as `.data` has."""
+        if (counter := compat.counter_of_new(alias, self._nothing)) is None:
+            return self.written()
+        self.sharers.append(Sharer(alias, counter))
+        _passed()
+        if len(self.sharers) > self._limit:
+            with lock:
+                self.examine()
 
-    def release(self) -> None:
-        """No adopted counter can write here any more."""
-        while self.adopted:
-            self.adopted.pop().forget()
+    def admit(self, weight: Tensor) -> Sharer | None:
+        """Know a tensor that a graph reads; None for one without a counter. A new one may have written before."""
+        self._follow(weight)
+        self.trainable |= weight.requires_grad
+        known = self.weights.get(id(weight))
+        if known is None or known.handle.expired():
+            self.mark = object()
+            if (counter := compat.counter_of(weight)) is None:
+                return None
+            known = self.weights[id(weight)] = Sharer(weight, counter)
+            self.sharers.append(known)
+        return known
+
+    def _follow(self, weight: Tensor) -> None:
+        """The storage may have been resized, and lie elsewhere now."""
+        storage = weight.untyped_storage()
+        begin, size = storage.data_ptr(), storage.nbytes()
+        if (begin, begin + size) != (self.begin, self.end):
+            self.begin, self.end = begin, begin + size
+            self.mark = object()
+
+    def examine(self, aliases: int = 0) -> int:
+        """Notice what was written through known sharers. Returns how many others there are: their writes go unnoticed.
+
+        `aliases`: how many the caller has made.
+        """
+        for sharer in self.sharers:
+            if sharer.seen != (now := sharer.counter._version):
+                self.mark = object()  # first: who is interrupted here must not find it seen and unreported
+                sharer.seen = now
+        count = len(self.sharers)  # more may come meanwhile, in other threads
+        self.sharers[:count] = [sharer for sharer in self.sharers[:count] if not sharer.handle.expired()]
+        self.weights = {key: sharer for key, sharer in self.weights.items() if not sharer.handle.expired()}
+        self._limit = 2 * len(self.sharers) + 100
+        unknown = compat.storage_users(self.key) - self.users() - aliases
+        if unknown:  # one may have the counter of a sharer that is no more
+            self.mark = object()
+        if unknown < 0:  # a sharer went elsewhere
+            self.forget_sharers()
+        return unknown
+
+    def __del__(self) -> None:
+        _forget_ranges_with_the_last()
+
+    def open_step(self) -> None:
+        """From now to `close_step` nothing here counts as fresh. Tells what was written before, as `examine` does."""
+        if self._examined is not _moment:
+            self.examine()
+            self.step_open = True
+            _passed()
+            self._examined = _moment
+
+    def close_step(self) -> bool:
+        """A step has written the memory. Returns whether it is known that nobody else did."""
+        self.written()
+        proven = not self.examine()
+        self.step_open = False
+        return proven
+
+    def users(self) -> int:
+        """How many hold the storage if there are no others than the known sharers."""
+        return _held_by_python() + len(self.sharers)
+
+    def forget(self, sharer: Tensor) -> None:
+        """A sharer is about to leave, or to lie otherwise: it may come back, and write meanwhile."""
+        self.written()
+        self.weights.pop(id(sharer), None)
+        self.sharers[:] = [known for known in self.sharers if known.key != id(sharer)]
+
+    def forget_sharers(self) -> None:
+        """Know nobody any more, so that nothing counts as fresh until graphs have read the weights again."""
+        self.written()
+        self.weights = {}
+        self.sharers.clear()
 
 
-class Alias:
-    """A version counter whose tensors share a weight's memory but not its counter, as `weight.data` does."""
+@functools.cache
+def _held_by_python() -> int:
+    """How often a storage that has a Python object is held, its tensors aside."""
+    tensor = torch.empty(1)
+    return compat.storage_users(compat.storage_key(tensor)) - 1
 
-    def __init__(self, key: Hashable, counter: Tensor, memory: Memory) -> None:
-        self.key, self.counter, self.memory = key, counter, memory
-        self.seen = counter._version
-        self.death: weakref.ref[Tensor] | None = None  # of the one tensor that is known to use it
-        _aliases[key] = self
-        if memory.watched:
-            _watched_aliases[key] = self
 
-    def look(self) -> None:
-        """Report what was written since the last look."""
-        if self.seen != (now := self.counter._version):
-            self.memory.written()  # first: another thread that looks now must not find it seen and unreported
-            self.seen = now
+def _storage_freed(memory: weakref.ref[Memory], _: object) -> None:
+    """The weights are gone: their copies go with them, at once."""
+    global _freed
+    if (found := memory()) is not None:
+        for copy in list(found.copies):
+            copy.free()
+        _freed = True
+        if _memories.get(found.key) is found:
+            del _memories[found.key]
+        _forget_ranges_with_the_last()
 
-    def forget(self) -> None:
-        """Nothing uses the counter any more."""
-        self.look()
-        _aliases.pop(self.key, None)
-        _watched_aliases.pop(self.key, None)
+
+def _forget_ranges_with_the_last() -> None:
+    global _ranges
+    if not _memories:
+        _ranges = []
+        while on_last_freed:
+            on_last_freed.pop()()
+
+
+def take_freed() -> bool:
+    """Whether a storage with copies was freed since the last question."""
+    global _freed
+    found, _freed = _freed, False
+    return found
 
 
 def memory_of(tensor: Tensor) -> Memory:
     """The one record of the tensor's storage."""
-    key = compat.storage_key(tensor)
-    if (found := _memories.get(key)) is None:
-        with _creating:
-            if (found := _memories.get(key)) is None:
-                found = _memories[key] = Memory(tensor)
+    if (found := known_memory(compat.storage_key(tensor))) is None:
+        found = Memory(tensor)
+        _memories[found.key] = found
     return found
 
 
-def known_memory_of(tensor: Tensor) -> Memory | None:
-    """The record of the tensor's storage, if there is one."""
-    return _memories.get(compat.storage_key(tensor))
+def known_memory(storage: int) -> Memory | None:
+    """The record of a storage, if there is one."""
+    return _memories.get(storage)
 
 
-def watched_memories() -> list[Memory]:
+def memories() -> list[Memory]:
     """All memory that copies are kept of."""
-    return [memory for ref in _memories.valuerefs() if (memory := ref()) is not None and memory.watched]
+    return [memory for ref in _memories.valuerefs() if (memory := ref()) is not None]
 
 
-def _sweep() -> None:
-    """Drop what belongs to freed storages, each time that the number of aliases has doubled."""
-    global _sweep_at
-    if len(_aliases) > _sweep_at:
-        for alias in list(_aliases.values()):
-            if compat.storage_is_gone(alias.memory.storage.cdata):
-                alias.memory.release()
-        _sweep_at = 2 * len(_aliases) + 1000
+def everything_written() -> None:
+    """Any weight may have been written."""
+    for memory in memories():
+        memory.written()
+
+
+def update_ranges() -> None:
+    """Learn where the memory lies that `copied_memory_at` is asked for. What was freed may be still among it."""
+    global _ranges
+    merged: list[int] = []
+    for begin, end in sorted((memory.begin, memory.end) for memory in memories()):
+        if merged and begin <= merged[-1]:
+            merged[-1] = max(merged[-1], end)
+        elif begin < end:
+            merged += (begin, end)
+    _ranges = merged
+
+
+def copied_memory_at(tensor: Tensor) -> Memory | None:
+    """The record of a tensor's storage, for any tensor and cheap for those that lie elsewhere."""
+    try:
+        if bisect_right(_ranges, compat.address(tensor)) & 1:
+            with compat.NoTorchFunction():
+                return _memories.get(compat.storage_key(tensor))
+    except RuntimeError:  # wrapped by a transform, or without memory: nothing there was copied
+        pass
+    return None

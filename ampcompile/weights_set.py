@@ -2,100 +2,118 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections import Counter
 from collections.abc import Sequence
-from operator import is_
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from . import compat_weights as compat
 from . import weights_gpu as gpu
-from .weights_copy import Copy, Weight, holders, passes
-from .weights_memory import moment
-from .weights_sample import words
+from . import weights_memory as memory
+from .packing import Packed, count_reads
+from .weights_copy import Copy, Weight, interrupted
+from .weights_sample import Sample
 
 Rechecks = list[tuple[list[int], gpu.Recheck]]
-_NO_VERSION = (None, -1)  # of a tensor without a counter, which always looks changed
+_form = attrgetter("tensor")
 
 
 class CopySet:
     """Fresh copies of some weights, and everything that has to stay as it is for them to stay fresh.
 
-    `now`: the `moment` before any of the weights was looked at; None: fresh for this once only.
-    `before`: the set that this one takes the place of.
+    `packed`: which weights are read packed. `now`: the `moment` before any of the weights was looked at; None: the
+    copies are fresh for this once only. `before`: the set that this one takes the place of.
     """
 
     def __init__(
-        self, weights: Sequence[Weight], members: Sequence[Copy], now: object, before: CopySet | None = None
+        self,
+        weights: Sequence[Weight],
+        members: Sequence[Copy],
+        packed: Sequence[bool],
+        now: object,
+        before: CopySet | None = None,
     ) -> None:
-        self.ids = [weight.key for weight in weights]
         self.members = members
-        self.tensors = [copy.tensor for copy in members]
-        self._references = Counter(map(id, self.tensors))
-        self._passes = passes()
-        self._versions = [copy.counters.get(key, _NO_VERSION)[1] for copy, key in zip(members, self.ids, strict=True)]
-        self._moment = None if -1 in self._versions else now
-        distinct = list({id(copy): copy for copy in members}.values())
-        tied = [pair for copy in distinct if len(copy.counters) > 1 for pair in copy.counters.values()]
-        self._tied, self._tied_versions = [counter for counter, _ in tied], [seen for _, seen in tied]
-        self._storages = list({copy.memory.storage.cdata for copy in distinct})
+        self._slots: list[Any] = [Packed(c) if p else c for c, p in zip(members, packed, strict=True)]
+        self._strided = {copy for copy, p in zip(members, packed, strict=True) if not p}
+        for copy in self._strided:
+            copy.strided_readers += 1
+        self._unpacked = [c for c, p in zip(members, packed, strict=True) if p and c.packed is None]
+        distinct = list(dict.fromkeys(members))
+        self.memories = list(dict.fromkeys(copy.memory for copy in distinct))
+        self._settle([weight.key for weight in weights], now)
         self._addresses = [weight.tensor.data_ptr() for weight in weights]
-        self._places = np.concatenate([np.empty(0, np.int64), *(copy.places for copy in distinct)])
+        self._sample = Sample(np.concatenate([np.empty(0, np.int64), *(copy.sample.places for copy in distinct)]))
         self._words = b"".join(copy.words for copy in distinct)
-        alike = before and before._addresses == self._addresses and all(map(is_, before.tensors, self.tensors))
+        self._buffers = list(map(id, map(_form, members)))
+        alike = before and before._addresses == self._addresses and before._buffers == self._buffers
         self.rechecks: Rechecks = (
             before.rechecks if before and alike else self._find_rechecks([weight.tensor for weight in weights])
         )
-        holders[id(self)] = weakref.ref(self, functools.partial(_dropped, id(self)))
+        memory.sets.add(self)
+
+    def _settle(self, ids: Sequence[int], now: object) -> None:
+        """Note what must stay: the sharers of the weights' memory, and their versions."""
+        known = [copy.memory.weights.get(key) for copy, key in zip(self.members, ids, strict=True)]
+        proven = all(copy.mark is copy.memory.mark for copy in self.members) and None not in known
+        self._moment = now if proven else None
+        self._versions = [sharer.seen for sharer in known if sharer is not None]
+        sharers = [sharer for each in self.memories for sharer in each.sharers]
+        others = [sharer for sharer in sharers if sharer not in known]
+        self._others, self._others_versions = [s.counter for s in others], [s.seen for s in others]
+        self._weights = [sharer.handle for sharer in known if sharer is not None]
+        self._handles = [sharer.handle for sharer in sharers]
+        self._storages = [each.key for each in self.memories]
+        self._users = [each.users() for each in self.memories]
 
     def fresh(self, weights: Sequence[Tensor]) -> bool:
-        """Whether these are the same weights and none was written. About 0.2 us a weight."""
-        if self._moment is not moment() or self._passes != passes() or self.ids != list(map(id, weights)):
+        """Whether none of the weights was written; they are the ones that the set was made of. 0.2 us a weight."""
+        if self._moment is not memory.moment() or interrupted():
             return False
         try:
             if self._versions != list(map(compat.version, weights)):
                 return False
         except RuntimeError:  # an inference tensor where another tensor had been
             return False
-        if self._tied and self._tied_versions != list(map(compat.version, self._tied)):
-            return False
-        held = list(map(compat.hold_storage, self._storages))  # the words that follow are in memory that stays
-        if None in held or self._addresses != list(map(Tensor.data_ptr, weights)):
-            return False
-        return words(self._places) == self._words and not (self.rechecks and gpu.capturing(weights))
+        return (
+            self._users == list(map(compat.storage_users, self._storages))
+            and self._addresses == list(map(Tensor.data_ptr, weights))
+            and True not in map(compat.TensorHandle.expired, self._handles)
+            and self._others_versions == list(map(compat.version, self._others))
+            and self._sample.read() == self._words
+            and not (self.rechecks and gpu.capturing(weights))
+        )
+
+    def forms(self) -> list[Any]:
+        """What the graph reads in this call."""
+        if self._unpacked:
+            with memory.lock:
+                self._unpacked = count_reads(self._unpacked)
+        return list(map(_form, self._slots))
 
     def look(self, weights: Sequence[Tensor]) -> None:
         """On GPUs, look for writes that left no trace, and cast what was written, ahead of the call that follows."""
         for places, recheck in self.rechecks:
-            if len(places) == len(self.tensors):
-                recheck.look(self.tensors, weights)
-            else:
-                recheck.look([self.tensors[i] for i in places], [weights[i] for i in places])
+            recheck.look([self.members[i] for i in places], [weights[i] for i in places])
 
     def _find_rechecks(self, weights: Sequence[Tensor]) -> Rechecks:
         found: Rechecks = []
         for device in dict.fromkeys(weight.device for weight in weights if weight.is_cuda):
             places = [i for i, weight in enumerate(weights) if weight.device == device]
-            members = [self.members[i] for i in places]
-            recheck = gpu.Recheck(device, [copy.tensor for copy in members], functools.partial(_all_writable, members))
-            found.append((places, recheck))
+            found.append((places, gpu.Recheck(device, [self.members[i] for i in places])))
         return found
 
+    def forget(self) -> None:
+        """Nothing is known of the weights any more."""
+        self._moment = None
+        self._handles = self._weights = []
+
     def gone(self) -> bool:
-        """Whether a weight was freed."""
-        return any(map(compat.storage_is_gone, self._storages))
+        """Whether a weight was freed, as an object or with its memory."""
+        return any(handle.expired() for handle in self._weights) or any(m.storage() is None for m in self.memories)
 
-    def references_to(self, buffer: Tensor) -> int:
-        """How many references to a buffer are this set's."""
-        return self._references[id(buffer)]
-
-
-def _all_writable(members: Sequence[Copy]) -> bool:
-    return all(copy.writable() for copy in members)
-
-
-def _dropped(key: int, _: object) -> None:
-    del holders[key]
+    def __del__(self) -> None:
+        for copy in self._strided:
+            copy.strided_readers -= 1

@@ -1,80 +1,209 @@
-"""Writes that leave no trace on the weight they change: by optimizers, and through `.data`.
+"""Writes that leave no trace on the weight they change, and what makes them known.
 
-Importing this module has every `optimizer.step()` and every `.data` of this process report to `weights_memory`.
-Through a `.data` that was taken earlier a weight can be written unseen.
+torch's own writers that raise no version counter report here: `.data` hands out aliases with counters of their own,
+fused optimizers write below the counters, and a handful of methods never heard of them. While copies are alive, torch
+is patched at the places in `PATCHES`; with the last copy the patches go. The hooks on `optimizer.step()` are torch's
+own and stay.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import compat_weights as compat
-from .weights_memory import Alias, memory_of, watched_memories
+from .weights_memory import copied_memory_at, everything_written, known_memory, memories, on_last_freed, sets, ticks
+
+_running: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_get_data = compat.read_data
+_scripts: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
-def _get_data(self: Tensor) -> Tensor:
-    data = compat.read_data(self)
-    if type(data) is Tensor:
-        with compat.NoTorchFunction():
-            _hand_out(data)
+class Patch(NamedTuple):
+    """An attribute of torch that is replaced while copies are alive: by what `wrap` makes of it."""
+
+    owner: Any
+    name: str
+    wrap: Callable[[Any], Any]
+    why: str
+
+
+def _data(_: Any) -> property:
+    return property(_hand_out_data, _give_data, doc=torch._C.TensorBase.data.__doc__)
+
+
+def _hand_out_data(self: Tensor) -> Tensor:
+    data = _get_data(self)
+    if type(data) is Tensor and (memory := copied_memory_at(data)) is not None:
+        memory.hand_out(data)
     return data
 
 
-def _set_data(self: Tensor, value: Tensor) -> None:
-    with compat.NoTorchFunction():
-        before = compat.place(self)
+def _give_data(self: Tensor, value: Tensor) -> None:
+    if (memory := copied_memory_at(self)) is not None and not compat.same_place(self, value):
+        memory.forget(self)
     compat.write_data(self, value)
-    with compat.NoTorchFunction():
-        if compat.place(self) != before:
-            _hand_in(self, value)
 
 
-def _hand_out(tensor: Tensor) -> None:
-    """Look at a new alias for as long as anything uses its counter."""
-    if (counter := compat.counter_of(tensor)) is None:
-        return
-    memory = memory_of(tensor)
-    alias = Alias(id(tensor), counter, memory)
-    storage = memory.storage.cdata
-    users = compat.storage_users(storage)
+def _moves(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A method that gives a tensor other memory, in which it has a version counter that memory's tensors don't share."""
 
-    def died(_: Any) -> None:
-        if compat.storage_users(storage) > users:  # `detach` and `nn.Parameter` share a counter, not the tensor
-            memory.adopt(alias, counter)
-        alias.forget()
+    @functools.wraps(method)
+    def moving(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if (memory := copied_memory_at(self)) is not None:
+            memory.forget(self)
+        result = method(self, *args, **kwargs)
+        if (memory := copied_memory_at(self)) is not None:
+            memory.hand_out(self)
+        return result
 
-    alias.death = weakref.ref(tensor, died)
+    return moving
 
 
-def _hand_in(tensor: Tensor, value: Tensor) -> None:
-    """`tensor` now shares the memory of `value`, which may go on writing there."""
-    if (counter := compat.counter_of(value)) is not None:
-        memory = memory_of(tensor)
-        memory.written()
-        memory.adopt((id(value), memory.storage.cdata), counter)
+def _writes(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A method that writes a tensor without raising its version."""
+
+    @functools.wraps(method)
+    def writing(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            if (memory := copied_memory_at(self)) is not None:
+                memory.written()
+
+    return writing
 
 
-@torch.compiler.disable  # compiled optimizers call it too
-def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _writes_storage(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a storage, typed or not, that writes it."""
+
+    @functools.wraps(method)
+    def writing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            if (memory := known_memory(getattr(self, "_untyped_storage", self)._cdata)) is not None:
+                memory.written()
+
+    return writing
+
+
+def _scripted(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call into TorchScript, whose `.data` is C++ and can't be seen."""
+
+    def calling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (takes_data := _scripts.get(self)) is None:
+            takes_data = _scripts[self] = "prim::data" in str(self.inlined_graph)
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            if takes_data:
+                everything_written()
+
+    return calling
+
+
+def _ends(leave: Callable[..., Any]) -> Callable[..., Any]:
+    """The end of a region in which in-place operations raise no version."""
+
+    def leaving(self: Any, *args: Any) -> Any:
+        everything_written()
+        return leave(self, *args)
+
+    return leaving
+
+
+def _swaps(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+    """The exchange of two tensors' insides, which has to find no weak reference of ours."""
+
+    def swapping(first: Tensor, second: Tensor) -> None:
+        for tensor in (first, second):
+            if (memory := copied_memory_at(tensor)) is not None:
+                memory.forget_sharers()
+                for each in list(sets):
+                    if memory in each.memories:
+                        each.forget()
+        swap(first, second)
+
+    return swapping
+
+
+_NO_VERSION = "writes without raising the version counter"
+PATCHES = (
+    Patch(Tensor, "data", _data, "gives out an alias with a version counter of its own"),
+    Patch(Tensor, "set_", _moves, "shares another tensor's memory, not its version counter"),
+    *(Patch(Tensor, name, _writes, _NO_VERSION) for name in ("apply_", "map_", "map2_")),
+    *(Patch(torch.UntypedStorage, name, _writes_storage, _NO_VERSION) for name in ("__setitem__", "copy_", "fill_")),
+    Patch(torch.TypedStorage, "_setitem", _writes_storage, _NO_VERSION),
+    Patch(compat.ScriptFunction, "__call__", _scripted, "takes `.data` in C++"),
+    Patch(compat.ScriptMethod, "__call__", _scripted, "takes `.data` in C++"),
+    Patch(compat.BelowADInplaceOrView, "__exit__", _ends, "operations inside raise no version counter"),
+    Patch(*compat.swap_tensor_impl, _swaps, "refuses tensors with weak references, as we have them"),
+)
+_MISSING = object()
+_replaced: list[tuple[Patch, Any]] = []
+
+
+def watch() -> None:
+    """Install what isn't yet: hooks on optimizers for good, patches until the last copied weight is freed."""
+    _hook_optimizers()
+    if not _replaced:
+        for patch in PATCHES:
+            _replaced.append((patch, vars(patch.owner).get(patch.name, _MISSING)))
+            setattr(patch.owner, patch.name, patch.wrap(getattr(patch.owner, patch.name)))
+        on_last_freed.append(_unpatch)
+
+
+def _unpatch() -> None:
+    while _replaced:
+        patch, original = _replaced.pop()
+        if original is _MISSING:
+            delattr(patch.owner, patch.name)
+        else:
+            setattr(patch.owner, patch.name, original)
+
+
+@functools.cache
+def _hook_optimizers() -> None:
+    register_optimizer_step_pre_hook(_step_begins)
+    register_optimizer_step_post_hook(_step_ended)
+
+
+def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Optimizers write their parameters; sharded ones, others as well: every trainable weight is suspect."""
-    watched = watched_memories()
+    if torch.compiler.is_compiling():
+        return _tick(optimizer)
+    _running.add(optimizer)
+    copied = memories()
     owned: set[int] = set()
-    if not all(memory.trainable for memory in watched):
+    if not all(memory.trainable for memory in copied):
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        owned = {place[0] for place in map(compat.place, params) if place is not None}
-    for memory in watched:
-        if memory.trainable or memory.storage.cdata in owned:
+        owned = {memory.key for memory in map(copied_memory_at, params) if memory is not None}
+    for memory in copied:
+        if memory.trainable or memory.key in owned:
             memory.written()
 
 
-def _install() -> None:
-    Tensor.data = property(_get_data, _set_data, doc=torch._C.TensorBase.data.__doc__)  # type: ignore[assignment]
-    register_optimizer_step_post_hook(_stepped)
+def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return _tick(optimizer)
+    _running.discard(optimizer)
 
 
-_install()
+def _tick(optimizer: torch.optim.Optimizer) -> None:
+    """In a compiled step, an operation that shows when it ran. Optimizers that aren't fused raise versions anyway."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            ticks.add_(1)
+            return
+
+
+def step_is_running() -> bool:
+    """Whether an optimizer is in its step, or left it by an error: weights may have been written since."""
+    return bool(_running)

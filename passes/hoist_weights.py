@@ -159,14 +159,25 @@ class HoistWeights:
         copies: dict[Slot, Node] = {}
 
         def copy_of(weight: Node, dtype: torch.dtype) -> Node:
-            slot = Slot(inputs[weight], dtype)
+            slot = Slot(inputs[weight], dtype, on_trial=_on_trial(weight))
             if slot not in copies:
                 copies[slot] = _new_input(gm, weight, dtype)
                 copies[slot].meta["amp_copy"] = slot
             return copies[slot]
 
         with compat_tracing.on_fakes_of(gm):
-            return _hoist(gm, {node for node, index in inputs.items() if self.is_weight(index, node)}, copy_of)
+            weights = {node for node, index in inputs.items() if self.is_weight(index, node)}
+            return _hoist(gm, {node for node in weights if not _must_wait(node)}, copy_of)
+
+
+def _on_trial(weight: Node) -> bool:
+    """Whether a tensor that stays put may still be an input, refilled for each call, as attributes of modules are."""
+    return not (compat_tracing.is_registered(weight) or weight.meta["val"].requires_grad)
+
+
+def _must_wait(weight: Node) -> bool:
+    """Whether a trial would have the host wait for the device."""
+    return weight.meta["val"].is_cuda and _on_trial(weight)
 
 
 def _new_input(gm: GraphModule, weight: Node, dtype: torch.dtype) -> Node:

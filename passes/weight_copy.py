@@ -16,6 +16,9 @@ class Slot:
     dtype: torch.dtype
     layout: str = "strided"
     """"strided" as the weight, or "packed" as `ampcompile.kernels.packed_linear` has it."""
+    on_trial: bool = False
+    """Whether the tensor is neither a parameter nor a registered buffer: its copy is kept once it has stayed the same
+    for some calls."""
 
 
 @torch.library.custom_op("ampcompile::weight_copy", mutates_args=())

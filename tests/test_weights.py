@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from operator import is_
 
 import pytest
 import torch
@@ -119,12 +120,21 @@ def test_alternating_sets_of_weights_cast_nothing_again() -> None:
     assert weight_stats().casts == casts + 1
 
 
-def test_many_sets_of_weights_keep_few_copies() -> None:
+def test_every_set_of_weights_keeps_its_copies_for_as_long_as_it_lives() -> None:
     binding = bind([None] * 3, [BF16] * 3)
-    sets = [parameters() for _ in range(10)]
+    sets = [parameters() for _ in range(100)]
+    for params in sets:
+        assert same(binding.copies(params), low(params))
+    casts = weight_stats().casts
     for params in sets * 2:
         assert same(binding.copies(params), low(params))
-        assert weight_stats().copies <= 4 * 3
+    assert weight_stats().casts == casts and weight_stats().copies == 300
+    del sets[1:]
+    del params
+    assert weight_stats().copies == 3
+    for _ in range(20):
+        binding.copies(parameters())
+    assert len(binding._sets) <= 18, "sets whose weights are gone are let go of"
 
 
 def test_functional_call_with_new_tensors_every_time() -> None:
@@ -204,11 +214,11 @@ def test_a_new_weight_at_the_address_and_id_of_a_freed_one() -> None:
     assert len(set(places)) < len(places), "the allocator never gave the same place again: nothing was tested"
 
 
-def test_the_list_stays_the_same_while_nothing_changes() -> None:
+def test_the_copies_stay_the_same_while_nothing_changes() -> None:
     params = parameters()
     binding = bind(params, [BF16] * 3)
     got = binding.copies(params)
-    assert binding.copies(tuple(params)) is got
+    assert all(map(is_, binding.copies(tuple(params)), got))
 
 
 def test_refreshed_in_place_when_no_backward_waits() -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 
-import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ampcompile.weights import Binding, bind, invalidate, weight_stats, writable_copies, wrote
+from tests.searching import searches_are_cheap as searches_are_cheap
 
 BF16 = torch.bfloat16
 MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
@@ -119,15 +119,6 @@ STEPS = st.lists(
     min_size=4,
     max_size=40,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def what_is_here_stays():
-    """Each program ends with a collection, which needn't look at what other tests have left: seconds, later on."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ampcompile.weights import Binding, bind, invalidate, weight_stats
+from tests.searching import searches_are_cheap as searches_are_cheap
 from tests.weight_writers import EXACT, SAMPLED, Net, read, unsampled
 
 MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}

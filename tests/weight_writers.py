@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 def unsampled(weight: torch.Tensor) -> tuple[int, ...]:
     """The index of an element that the sample does not look at."""
-    words = {int(place) + 1 for place in places(weight)}
+    words = set(places(weight).tolist())
     for index in np.ndindex(*weight.shape):
         offset = sum(i * s for i, s in zip(index, weight.stride(), strict=True)) * weight.element_size()
         if (weight.data_ptr() + offset) // 4 not in words:
