@@ -85,7 +85,10 @@ def test_state_and_weights_are_those_of_torchs_own_step(kind, options, mode, det
         assert_equal([mine, *states[0]], [theirs, *states[1]])
 
 
-@pytest.mark.parametrize("mode", ["for-loop", "foreach"])
+MIXED = ["for-loop", "foreach"] if torch.__version__ >= "2.12" else ["for-loop"]  # where torch's own step takes them
+
+
+@pytest.mark.parametrize("mode", MIXED)
 @pytest.mark.parametrize("options", SGDS, ids=str)
 def test_sgd_on_bfloat16_gradients_keeps_momentum_as_torch_does(mode, options):
     """In the gradients' type, unless weight decay makes them float32."""
