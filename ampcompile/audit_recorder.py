@@ -23,8 +23,8 @@ from .explain_recorder import beside, options_of, uncompiled
 from .mixed_operands import here
 from .module_names import module_names, modules_of
 from .passes.base import run_passes
+from .passes.bind_weights import BindWeightsEagerly
 from .passes.graph import placeholders
-from .passes.unbind_weights import UnbindWeights
 from .policy import Policy
 from .untouched import untouched
 
@@ -107,7 +107,7 @@ class _Call:
                 names.get(id(value), node.name) if isinstance(value, Tensor) and value.is_leaf else None
                 for node, value in zip(placeholders(gm), example_inputs, strict=True)
             ]
-            run_passes([UnbindWeights()], rewritten)
+            run_passes([BindWeightsEagerly()], rewritten)
             compat.forget_output_values(rewritten)
             forward, backward = interpreters(session, module_names(here.called or self.f), inputs)
             return compat_audit.aot_interpreted(rewritten, example_inputs, forward, backward)

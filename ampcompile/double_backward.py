@@ -3,6 +3,9 @@
 What it compiles has no derivative of its own backward. So each call leaves its inputs with its autograd node, and a
 backward that is to be differentiated again (`create_graph=True`) runs the rewritten graph once more, op by op, on
 those inputs, and has autograd differentiate that. Whoever never asks pays for a tuple of references.
+
+Copies of weights are among the inputs: a weight written since, which the copy isn't, gives the gradients of the call
+all the same. The node drops them with what autograd saved, so they keep no later call from refreshing them in place.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from torch.utils import _pytree as pytree
 
 from . import compat, compat_backward, compat_tracing
 from .passes.base import run_passes
+from .passes.bind_weights import BindWeightsEagerly
 from .passes.graph import bodies, placeholders
 from .passes.open_backwards import OpenBackwards, closed
-from .passes.unbind_weights import UnbindWeights
+from .passes.weight_copy import WEIGHT_COPY
 from .plain_graph import CLOSED, differentiated, refused, stand_in
 from .rerun import Drawn, drawing_nothing, writes_unread
 
@@ -106,7 +110,8 @@ class Twice:
         if None in written or not all(writes_unread(placeholders(self._gm)[i]) for i in written if i is not None):
             self.refusal = _READS_OLD
         self._written = [i for i in written if i is not None]
-        self._watched = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and i not in written]
+        read = [not all(user.target is WEIGHT_COPY for user in node.users) for node in placeholders(self._gm)]
+        self._watched = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and read[i] and i not in written]
         self._sources = sources
 
     def _backward(self, original: Run, ctx: Any, gradients: Any) -> Any:
@@ -120,17 +125,19 @@ class Twice:
         if call.versions != _versions(call.args, self._watched):
             return self._once(original, ctx, gradients, _WRITTEN)
         try:
-            return self._replayed(call.args, ctx.needs_input_grad, list(gradients))
+            found = self._replayed(call.args, ctx.needs_input_grad, list(gradients))
         except Drawn:
             self.refusal = _DRAWS
             return self._once(original, ctx, gradients, self.refusal)
+        if not compat.graph_is_kept():
+            ctx.amp_call = None
+        return found
 
     @cached_property
     def _plain(self) -> Run:
-        """The graph with torch's own autograd, its weights cast where they are used. Takes the graph's inputs."""
-        run_passes([UnbindWeights()], self._gm)
-        copies = [None] * sum("amp_copy" in node.meta for node in placeholders(self._gm))
-        return lambda *args: self._gm(*args, *copies)
+        """The graph with torch's own autograd. Takes the graph's inputs."""
+        run_passes([BindWeightsEagerly()], self._gm)
+        return self._gm
 
     def _replayed(self, args: tuple[Any, ...], needed: Sequence[bool], gradients: list[Tensor | None]) -> Any:
         """The gradients of the function's arguments, as functions of the graph's inputs and of `gradients`."""

@@ -37,6 +37,10 @@ class ScalerError(AmpError, ValueError):
     """A `GradScaler` was given bounds that make no sense, or asked for what it can't know yet."""
 
 
+class ClipError(AmpError, RuntimeError):
+    """A clipping that is part of the step to come was about to meet other gradients than it was made for."""
+
+
 class StaleWeightError(AmpError, RuntimeError):
     """A weight was written unseen while a backward waited for its old value, and a call used the old value too."""
 

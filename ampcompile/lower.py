@@ -51,10 +51,9 @@ def lower(
             compat.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
             config = _inductor_config(gm, options, slots)
             compiled = compat.inductor(gm, inputs, config, _on_joint_graph(), decompositions())
-    run = _with_copies(compiled, slots, options) if slots else compiled
-    if rewritten is None or not functions:
-        return run
-    return double_backward.Twice(rewritten, functions[-1])(run)
+    if rewritten is not None and functions:
+        compiled = double_backward.Twice(rewritten, functions[-1])(compiled)
+    return _with_copies(compiled, slots, options) if slots else compiled
 
 
 def _on_joint_graph() -> list[compat.OnJointGraph]:

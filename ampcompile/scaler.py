@@ -10,10 +10,12 @@ from torch.amp.grad_scaler import OptState
 from ampcompile import compat_scaler
 from ampcompile.errors import ScalerError
 from ampcompile.kernels.update_scale import update_scale_
+from ampcompile.scaler_clip import clip_in_step, require_one_iteration
 from ampcompile.scaler_conditions import NotFusedError
 from ampcompile.scaler_fused import FusedStep, PerDevice, amp_aware, collect
 from ampcompile.scaler_generic import generic_step
-from ampcompile.scaler_records import Record, Records, has_grads, parameters
+from ampcompile.scaler_pending import Gradients, drop, factors, parameters, pending, settle
+from ampcompile.scaler_records import Record, Records, has_grads
 from ampcompile.scaler_skips import SkipWatch
 from ampcompile.scaler_unscale import unscale_grads
 
@@ -27,6 +29,9 @@ class GradScaler(torch.amp.GradScaler):
     is listed in docs/scaler.md.
     """
 
+    _min_scale = 2.0**-24  # for pickles of scalers that had no bounds
+    _max_scale = 2.0**64
+
     def __init__(
         self,
         device: str = "cuda",
@@ -36,8 +41,8 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        min_scale: float = 2.0**-24,
-        max_scale: float = 2.0**64,
+        min_scale: float = _min_scale,
+        max_scale: float = _max_scale,
     ) -> None:
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if not 0 <= min_scale <= max_scale:
@@ -63,35 +68,43 @@ class GradScaler(torch.amp.GradScaler):
         self._forget()
 
     @torch.compiler.disable
-    def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip the gradients of `optimizer`, unscaled, to a global L2 norm of `max_norm` in its next `step`.
+    def clip_grad_norm_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip the gradients of `optimizer`, unscaled, to a global norm of `max_norm` in its next `step`.
 
         Call it once gradients are complete, instead of `unscale_` and `torch.nn.utils.clip_grad_norm_`; like
-        `unscale_`, it is the moment at which overflows are looked for. Returns the norm before clipping, 0-dim
-        on the gradients' device, without a host sync. On the fused path `.grad` itself stays as it is.
+        `unscale_`, it is the moment at which overflows are looked for, and it belongs to one iteration. Returns the
+        norm before clipping, 0-dim on the gradients' device. No host sync, unless `error_if_nonfinite` asks for an
+        error where torch's function raises one. With the fused path's L2 norm `.grad` itself stays as it is, and
+        `foreach` makes no difference; other norms are taken by torch's function, in place.
         """
         state: dict[str, Any] | None = None
         if self._enabled:
             self._check_scale_growth_tracker("clip_grad_norm_")
             state = self._per_optimizer_states[id(optimizer)]
-            if state["stage"] is OptState.STEPPED:
-                raise RuntimeError("clip_grad_norm_() is being called after step().")
-        record = self._records[optimizer]
-        fused = self._fused(optimizer, record, only_grads=True)
+        require_one_iteration(optimizer, state)
         ready = state is not None and state["stage"] is OptState.READY
-        if fused is None:
+        record = self._records[optimizer]
+        fused = self._fused(optimizer, record, only_grads=True) if float(norm_type) == 2 else None
+        try:
+            if fused is not None:
+                scale, fresh = (self._scale, state) if ready else (None, None)
+                return clip_in_step(fused, scale, fresh, float(max_norm), error_if_nonfinite)
             if ready:
                 self.unscale_(optimizer)
-            record.settle()
-            return torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm)
-        found_infs: PerDevice = {}
-        norm = torch.zeros(())
-        if fused.work:
-            scale = self._scale if ready else None
-            found_infs, record.multipliers, norm = fused.check(scale, record.multipliers, float(max_norm))
-        if state is not None and ready:
-            state.update(stage=OptState.UNSCALED, found_inf_per_device=found_infs)
-        return norm
+            settle(optimizer)
+            params = parameters(optimizer)
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+        finally:
+            if state is not None and (ready or "clipped" in state) and state["stage"] is OptState.UNSCALED:
+                left = pending(optimizer)
+                state["clipped"] = Gradients(optimizer) if left is None else left.gradients
 
     @torch.compiler.disable
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -105,10 +118,10 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             fused = self._fused(optimizer, record) if plain else None
             if fused is None:
-                record.settle()
+                settle(optimizer)
                 result = optimizer.step(*args, **kwargs)
             else:
-                fused.run(record.multipliers, ())
+                fused.run(factors(optimizer), ())
                 result = None
             self._stepped(record, ())
             return result
@@ -122,12 +135,12 @@ class GradScaler(torch.amp.GradScaler):
         result = None
         fused = self._fused(optimizer, record) if plain else None
         if fused is not None and fused.work and (state["stage"] is OptState.READY or state["found_inf_per_device"]):
+            multipliers = factors(optimizer)
             if state["stage"] is OptState.READY:
-                found_infs, record.multipliers, _ = fused.check(self._scale, record.multipliers)
-                state["found_inf_per_device"] = found_infs
-            fused.run(record.multipliers, state["found_inf_per_device"].values())
+                state["found_inf_per_device"], multipliers, _ = fused.check(self._scale, multipliers)
+            fused.run(multipliers, state["found_inf_per_device"].values())
         elif has_grads(optimizer) or amp_aware(optimizer):
-            record.settle()
+            settle(optimizer)
             result = generic_step(self, optimizer, state, args, kwargs)
         state["stage"] = OptState.STEPPED
         state["idle"] = not has_grads(optimizer)
@@ -147,8 +160,9 @@ class GradScaler(torch.amp.GradScaler):
         return fused
 
     def _stepped(self, record: Record, found_infs: tuple[Tensor, ...]) -> None:
-        record.found_infs, record.multipliers = found_infs, {}
+        record.found_infs = found_infs
         self._latest = record
+        drop(record.optimizer())
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -159,9 +173,11 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale, or set it to `new_scale`, and begin a new iteration; no host sync.
 
-        An iteration in which no optimizer had a gradient leaves the scale and its growth as they are.
+        An iteration in which no optimizer had a gradient leaves the scale and its growth as they are. The scale ends
+        up between `min_scale` and `max_scale`, a `new_scale` too.
         """
         if not self._enabled:
+            self._records.end_iteration(scaled=False)
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         states = self._per_optimizer_states.values()
@@ -170,6 +186,7 @@ class GradScaler(torch.amp.GradScaler):
         ]
         if new_scale is not None or not (found or any(state.get("idle") for state in states)):
             super().update(new_scale)
+            scale.clamp_(self._min_scale, self._max_scale)
         elif found:
             if self._watch is None:
                 self._watch = SkipWatch(scale.device)
@@ -186,7 +203,17 @@ class GradScaler(torch.amp.GradScaler):
             )
             self._watch.look()
         self._per_optimizer_states = compat_scaler.fresh_optimizer_states()
-        self._records.end_iteration()
+        self._records.end_iteration(scaled=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned, of this class or of torch's; the scale is kept within its bounds."""
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            if self._enabled and self._scale is not None:
+                self._scale.clamp_(self._min_scale, self._max_scale)
+            elif self._enabled:
+                self._init_scale = min(max(self._init_scale, self._min_scale), self._max_scale)
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Whether the latest `step` of this optimizer was skipped: 0-dim bool on the device, no host sync."""

@@ -32,9 +32,9 @@ def require_torchs_own_step(optimizer: Any) -> None:
         if code is None or not code.co_filename.startswith(TORCH_OPTIM):
             raise NotFusedError(f"its step is wrapped by {layer}")
     hooks = [
-        *optimizer._optimizer_step_pre_hooks.values(),
-        *optimizer._optimizer_step_post_hooks.values(),
-        *(hook for hook in compat_scaler.global_step_hooks() if not str(hook.__module__).startswith("ampcompile.")),
+        hook
+        for hook in compat_scaler.step_hooks(optimizer)
+        if not str(getattr(hook, "__module__", "")).startswith("ampcompile.")
     ]
     if hooks:
         raise NotFusedError(f"a step hook is registered: {hooks[0]}")

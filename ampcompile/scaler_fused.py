@@ -20,9 +20,9 @@ from ampcompile.scaler_conditions import (
     require_torchs_own_step,
     same_layout,
 )
+from ampcompile.scaler_pending import PerDevice
+from ampcompile.scaler_steps import counts_on_device, lend_steps, new_step
 from ampcompile.weights import writable_copies, wrote
-
-PerDevice = dict[torch.device, Tensor]
 
 
 @dataclass
@@ -121,6 +121,9 @@ def collect(optimizer: Any, workspaces: dict[torch.device, dict[str, Any]], only
     groups = [read(group) for group in optimizer.param_groups]
     for device in devices:
         workspaces.setdefault(device, {})
+    counts_on_cpu = kind is AdamTensors and not all(map(counts_on_device, optimizer.param_groups))
+    if counts_on_cpu and not only_grads and any(device.type != "cpu" for device in devices):
+        lend_steps(optimizer)
     step = FusedStep(optimizer, {device: kind(groups) for device in devices}, workspaces)  # type: ignore[arg-type]
     for param, grad, index in entries:
         tensors = step.work[param.device]
@@ -175,16 +178,16 @@ def sgd_group(group: Mapping[str, Any]) -> SgdGroup:
 
 
 def gather_adam(tensors: AdamTensors, states: Any, param: Tensor, group: Mapping[str, Any]) -> None:
-    """Add a parameter's state, created if there is none."""
+    """Add a parameter's state, created as torch does it if there is none."""
     state = states[param]
     if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        state["step"] = new_step(param, group)
         for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
             state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
     step = state.get("step")
     if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.numel() != 1:
         raise NotFusedError("its step counts aren't float32 tensors")
-    if step.device != param.device:  # where torch's own optimizers keep it if they aren't fused or capturable
+    if step.device != param.device:
         step = state["step"] = step.to(param.device, non_blocking=True)
     tensors.steps.append(step)
     tensors.exp_avgs.append(require_state(state.get("exp_avg"), param))
@@ -194,6 +197,10 @@ def gather_adam(tensors: AdamTensors, states: Any, param: Tensor, group: Mapping
 
 def gather_sgd(tensors: SgdTensors, states: Any, param: Tensor, group: Mapping[str, Any]) -> None:
     """Add a parameter's momentum, zeros if there is none: with them, the first step is as torch's."""
+    assert param.grad is not None
+    mixed = param.grad.dtype != param.dtype and not group["fused"]  # torch's fused step raises
+    if mixed and group["weight_decay"] and group["maximize"]:
+        raise NotFusedError(f"torch decays weights in {param.grad.dtype}, the gradients' type")
     if group["momentum"] == 0:
         tensors.momentum_buffers.append(None)
         return
@@ -201,5 +208,7 @@ def gather_sgd(tensors: SgdTensors, states: Any, param: Tensor, group: Mapping[s
     if state.get("momentum_buffer") is None:
         if group["dampening"] != 0:
             raise NotFusedError("a first step with dampening isn't like the others")
+        if mixed and not group["weight_decay"]:
+            raise NotFusedError(f"torch keeps momentum in {param.grad.dtype}, the gradients' type")
         state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
     tensors.momentum_buffers.append(require_state(state["momentum_buffer"], param))

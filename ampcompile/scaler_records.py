@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import ScalerError
-from ampcompile.scaler_fused import PerDevice, any_set
+from ampcompile.scaler_fused import any_set
+from ampcompile.scaler_pending import drop, parameters, pending
 
 
 @dataclass
@@ -19,8 +20,6 @@ class Record:
     optimizer: Callable[[], Any]
     workspaces: dict[torch.device, dict[str, Any]] = field(default_factory=dict)
     """What kernels keep between calls."""
-    multipliers: PerDevice = field(default_factory=dict)
-    """What a fused `clip_grad_norm_` left for the step to multiply gradients by."""
     found_infs: tuple[Tensor, ...] | None = None
     """Overflow flags of the latest step; None before the first."""
     detour: str | None = None
@@ -35,14 +34,6 @@ class Record:
             return found_inf.reshape(()).ne(0)
         optimizer = self.optimizer()
         return torch.zeros((), dtype=torch.bool, device=None if optimizer is None else parameters(optimizer)[0].device)
-
-    def settle(self) -> None:
-        """Multiply the gradients themselves by what the step was to multiply them by: it won't be a fused one."""
-        grads = [param.grad for param in parameters(self.optimizer()) if param.grad is not None]
-        with torch.no_grad():
-            for device, multiplier in self.multipliers.items():
-                torch._foreach_mul_([grad for grad in grads if grad.device == device], multiplier)
-        self.multipliers = {}
 
 
 class Records:
@@ -61,15 +52,13 @@ class Records:
             by_id[key] = Record(reference)
         return by_id[key]
 
-    def end_iteration(self) -> None:
-        """Drop what was left for steps that weren't taken."""
-        for record in self._by_id.values():
-            record.multipliers = {}
-
-
-def parameters(optimizer: Any) -> list[Tensor]:
-    """All parameters of an optimizer."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
+    def end_iteration(self, scaled: bool) -> None:
+        """What was left for steps that weren't taken is dropped if it unscales, else if the gradients change."""
+        for optimizer in [record.optimizer() for record in self._by_id.values()]:
+            if scaled:
+                drop(optimizer)
+            elif (left := pending(optimizer)) is not None:
+                left.over = True
 
 
 def has_grads(optimizer: Any) -> bool:

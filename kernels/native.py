@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 SOURCES = Path(__file__).with_name("cpp")
 # Nothing that lets the compiler assume finite numbers: looking for the others is what these kernels are for.
-FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC"]
+FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS += ["-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
 
 
 def available() -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampcompile.errors import DoubleBackwardError
+from ampcompile.scaler import GradScaler
 from tests.compiling import HALF, LOW, amp, compiled, eager, error, same_bits
 
 
@@ -328,6 +329,96 @@ def test_copies_of_weights_are_refreshed_in_place_as_ever():
     seen = set()
     for _ in range(4):
         penalty(run, model, torch.randn(8, 4))
+        optimizer.step()
+        seen.add(tuple(sorted(c.tensor.data_ptr() for c in copies.values())))
+    assert len(seen) == 1
+
+
+def fused_step(model):
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    torch.optim.SGD(model.parameters(), lr=1.0, fused=True).step()
+    model.zero_grad()
+
+
+def scaler_step(model):
+    scaler, optimizer = GradScaler("cpu", init_scale=1.0), torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler.scale(torch.ones(()))
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    scaler.step(optimizer)
+    model.zero_grad()
+
+
+def in_place(model):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(3)
+
+
+def through_data(model):
+    for param in model.parameters():
+        param.data.mul_(3)
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "inductor", "eager"])
+@pytest.mark.parametrize("write", [fused_step, scaler_step, in_place, through_data])
+@pytest.mark.parametrize("called_between", [False, True])
+def test_both_passes_see_the_weights_of_the_call_whatever_is_written_then(write, called_between, lower):
+    """As eager autocast, whose own low-precision weights stay as they were."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    old, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    run, _ = compiled(model, lower=lower)
+    x = torch.randn(32, 8, requires_grad=True)
+
+    def twice(outputs, weights, between):
+        between()
+        first = torch.autograd.grad(outputs.float().sum(), x, retain_graph=True)
+        second = torch.autograd.grad(outputs.float().sum(), x, create_graph=True)
+        third = torch.autograd.grad((second[0].norm(dim=1) - 1).square().mean(), [x, *weights], allow_unused=True)
+        return [outputs, *first, *second, *third]
+
+    def write_and_call():
+        write(model)
+        if called_between:
+            run(x.detach())
+
+    found = twice(run(x), model.parameters(), write_and_call)
+    reference = twice(eager(old, x), old.parameters(), lambda: None)
+    best = twice(exact(x.double()), exact.parameters(), lambda: None)
+    assert torch.equal(found[1], found[2]) or error(found[1:2], found[2:3]) < 0.01
+    assert [value is None for value in found] == [value is None for value in reference]
+    assert error(found, best) <= 1.2 * error(reference, best)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_weight_read_in_float32_is_autograds_affair(create_graph):
+    """A norm's: eager autograd saved the weight itself and raises, too."""
+    model = Smooth()
+    run, _ = compiled(model)
+    x = torch.randn(8, 4, requires_grad=True)
+    for outputs in (eager(model, x), run(x)):
+        in_place(model)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(outputs.float().sum(), x, create_graph=create_graph)
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("differentiate", ["backward", "kept, then freed", "grad with create_graph, then backward"])
+def test_a_loss_that_lives_on_keeps_no_copy_from_being_refreshed_in_place(differentiate, lower):
+    from ampcompile.weights_copy import copies
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    run, _ = compiled(model, lower=lower)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen, losses = set(), []
+    for _ in range(4):
+        losses.append(run(torch.randn(8, 8, requires_grad=True)).float().square().mean())
+        if differentiate == "kept, then freed":
+            losses[-1].backward(retain_graph=True)
+        if differentiate.startswith("grad"):
+            torch.autograd.grad(losses[-1], [*model.parameters()], create_graph=True)
+        losses[-1].backward()
         optimizer.step()
         seen.add(tuple(sorted(c.tensor.data_ptr() for c in copies.values())))
     assert len(seen) == 1

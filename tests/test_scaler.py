@@ -51,6 +51,33 @@ def test_bounds_in_the_wrong_order_are_refused(bounds):
         GradScaler("cpu", min_scale=bounds[0], max_scale=bounds[1])
 
 
+@pytest.mark.parametrize(("given", "kept"), [(0.0, 4.0), (1e30, 16.0), (math.inf, 16.0), (8.0, 8.0)])
+def test_scales_that_are_given_or_loaded_are_kept_within_the_bounds(given, kept):
+    for value in (given, torch.tensor(given)):
+        scaler = scaled(min_scale=4.0, max_scale=16.0)
+        scaler.update(value)
+        assert scaler.get_scale() == kept
+    state = {**scaler.state_dict(), "scale": given}
+    scaler.load_state_dict(state)
+    early = GradScaler("cpu", min_scale=4.0, max_scale=16.0)
+    early.load_state_dict(state)
+    assert scaler.get_scale() == early.get_scale() == early.scale(torch.ones(())).item() == kept
+    with pytest.raises(KeyError):
+        scaler.load_state_dict({"scale": given})
+    assert scaler.get_scale() == kept
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_state_of_a_scaler_without_bounds_gets_the_default_ones(enabled):
+    """torch's own, or one of an earlier version."""
+    state = torch.amp.GradScaler("cpu", init_scale=2.0**-24, enabled=enabled).__getstate__()
+    scaler = GradScaler.__new__(GradScaler)
+    scaler.__setstate__(state)
+    scaler.scale(torch.ones(()))
+    iterate(scaler, torch.optim.SGD(params_with(1.0), lr=0.1), math.inf if enabled else 1.0)
+    assert scaler.get_scale() == (2.0**-24 if enabled else 1.0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_hundred_overflows_then_a_good_step(kind):
     """torch's scale is 0 by then, and the good step makes every weight NaN."""

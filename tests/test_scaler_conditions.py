@@ -145,7 +145,7 @@ def test_an_lr_scheduler_and_our_own_hooks_are_no_reason(monkeypatch, caplog):
         raise AssertionError("the fused step brings the copies up to date itself")
 
     ours.__module__ = "ampcompile.weights"
-    monkeypatch.setattr(compat_scaler, "global_step_hooks", lambda: [ours])
+    monkeypatch.setattr(compat_scaler, "step_hooks", lambda _: [ours])
     optimizer = adamw(weight(3))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=5)
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)

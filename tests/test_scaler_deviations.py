@@ -80,6 +80,47 @@ def test_gradients_stay_scaled_after_a_fused_step(kind):
     assert (param.grad == 2).all()
 
 
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_without_zero_grad_old_and_new_gradients_count_alike(kind):
+    """As in training without a scaler; torch's old gradients are unscaled by then, and count for nothing."""
+    ours, plain = kind(params_with(None)), kind(params_with(None))
+    scaler = scaled(init_scale=2.0**16)
+    for value in (1.0, 3.0, -2.0):
+        for optimizer, scale in ((ours, scaler.get_scale()), (plain, 1.0)):
+            (optimizer.param_groups[0]["params"][0].sum() * value * scale).backward()
+        scaler.step(ours)
+        scaler.update()
+        plain.step()
+    torch.testing.assert_close(ours.param_groups[0]["params"], plain.param_groups[0]["params"])
+
+
+@pytest.mark.parametrize("first", KINDS[:3])
+@pytest.mark.parametrize("second", KINDS[:3])
+def test_a_parameter_of_two_optimizers_is_unscaled_once_for_each(first, second):
+    """torch's second step divides by the scale twice."""
+    ours, plain = params_with(4.0), params_with(1.0)
+    scaler = scaled(init_scale=4.0)
+    for optimizer in (first(ours), second(ours)):
+        scaler.step(optimizer)
+    scaler.update()
+    for optimizer in (first(plain), second(plain)):
+        optimizer.step()
+    torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_a_parameter_of_two_optimizers_may_be_clipped_for_each(kind):
+    """Each with its own norm, of gradients that nobody has clipped; torch's second norm is that of clipped ones."""
+    shared = params_with(4.0)
+    scaler, optimizers = scaled(init_scale=4.0), [kind(shared), kind(shared)]
+    norms = [
+        scaler.clip_grad_norm_(optimizer, max_norm) for optimizer, max_norm in zip(optimizers, (0.1, 1), strict=True)
+    ]
+    assert [norm.item() for norm in norms] == [pytest.approx(3**0.5)] * 2
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+
+
 def test_a_skipped_first_step_leaves_zeroed_state_and_counts_for_the_scheduler():
     scaler, optimizer = scaled(), torch.optim.AdamW(params_with(math.inf), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)

@@ -23,6 +23,21 @@ void update_chunk(const Chunk& c, bool skip, int64_t param, int64_t copy, int64_
 
 struct AdamGroup { double lr, beta1, beta2, epsilon, weight_decay, decoupled, maximize; };
 
+// a * b + c. Rounded once where torch's kernels round once, so that results have the bits of its foreach and for-loop
+// optimizers; native.py keeps the compiler from choosing.
+inline float multiply_add(float a, float b, float c) {
+#ifdef FP_FAST_FMAF
+  return std::fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// As torch's lerp: exact at both ends.
+inline float lerp(float from, float to, float weight) {
+  return weight < 0.5f ? multiply_add(weight, to - from, from) : multiply_add(weight - 1, to - from, to);
+}
+
 struct AdamScalars {
   float multiplier, l2, keep, beta2, new_mean, new_square, step_size, root_correction, epsilon;
 
@@ -43,9 +58,9 @@ void adam_block(const AdamScalars& h, const G* __restrict g, float* __restrict p
                 float* __restrict v, float* __restrict peak, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     float grad = widen(g[i]) * h.multiplier;
-    if (h.l2 != 0) grad += h.l2 * p[i];
-    m[i] += h.new_mean * (grad - m[i]);
-    v[i] = h.beta2 * v[i] + h.new_square * grad * grad;
+    if (h.l2 != 0) grad = multiply_add(h.l2, p[i], grad);
+    m[i] = lerp(m[i], grad, h.new_mean);
+    v[i] = multiply_add(h.new_square * grad, grad, h.beta2 * v[i]);
     float square = v[i];
     if (amsgrad) square = peak[i] = v[i] > peak[i] || v[i] != v[i] ? v[i] : peak[i];  // NaN stays, as in torch
     p[i] = p[i] * h.keep - h.step_size * m[i] / (std::sqrt(square) / h.root_correction + h.epsilon);
@@ -71,11 +86,11 @@ template <bool momentum, typename G>
 void sgd_block(const SgdScalars& h, const G* __restrict g, float* __restrict p, float* __restrict buffer, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     float grad = widen(g[i]) * h.multiplier;
-    if (h.l2 != 0) grad += h.l2 * p[i];
+    if (h.l2 != 0) grad = multiply_add(h.l2, p[i], grad);
     if (momentum) {
-      buffer[i] = h.momentum * buffer[i] + h.new_buffer * grad;
-      grad = h.nesterov ? grad + h.momentum * buffer[i] : buffer[i];
+      buffer[i] = multiply_add(h.new_buffer, grad, h.momentum * buffer[i]);
+      grad = h.nesterov ? multiply_add(h.momentum, buffer[i], grad) : buffer[i];
     }
-    p[i] -= h.lr * grad;
+    p[i] = multiply_add(-h.lr, grad, p[i]);
   }
 }

@@ -75,7 +75,7 @@ def update(scalars, grad, param, mean, square, peak, copy, offset, mask, AMSGRAD
     m = tl.load(mean + offset, mask=mask)
     v = tl.load(square + offset, mask=mask)
     g = tl.where(l2 != 0.0, g + l2 * p, g)
-    m += new_mean * (g - m)
+    m = tl.where(new_mean < 0.5, m + new_mean * (g - m), g - (g - m) * (1.0 - new_mean))  # torch's lerp
     v = beta2 * v + new_square * g * g
     largest = v
     if AMSGRAD:

@@ -13,6 +13,9 @@ GROUPS = [
     AdamGroup(0.01, 0.9, 0.99, 1e-3, weight_decay, decoupled, maximize)
     for weight_decay, decoupled, maximize in product((0.0, 0.1), (False, True), (False, True))
 ]
+GROUPS += [
+    AdamGroup(0.01, beta1, beta2, 1e-3, 0.1, True, False) for beta1, beta2 in ((0.0, 0.0), (0.3, 0.5), (0.5, 0.0))
+]
 LISTS = ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps")
 
 
@@ -75,6 +78,16 @@ def test_a_skipped_step_changes_nothing_but_stale_copies(found_inf):
             assert copy is None or torch.equal(copy, param.to(copy.dtype))
             if copy is not None:
                 copy.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("step", [adam_, adam_reference_])
+def test_without_memory_the_mean_is_the_gradient_itself(step):
+    """torch's lerp is exact where it ends: means that were large leave nothing behind."""
+    ours = adam_tensors([AdamGroup(0.01, 0.0, 0.0, 1e-3, 0.0, True, False)])
+    for mean in ours.exp_avgs:
+        mean.mul_(1e6)
+    step(ours)
+    assert_equal(ours.exp_avgs, ours.grads)
 
 
 def test_nan_reaches_the_largest_square_as_in_torch():
