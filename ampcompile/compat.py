@@ -69,6 +69,8 @@ def wrap_compiled_callables(wrap: Callable[[Any, Any, Any], Any]) -> None:
             wrapped._torchdynamo_wrapper_id = id(wrapped)
         return wrapped
 
+    # As Dynamo passes over torch's own frames: compiled autograd calls `torch.compile` where Dynamo traces what is called.
+    eval_frame.skip_code(call.__code__)
     eval_frame.OptimizeContext.__call__ = call  # type: ignore[method-assign]
 
 

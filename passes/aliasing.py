@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ampcompile import compat_ops
 
-from .graph import bodies
+from .graph import below_autograd, bodies
 
 # Composite ops that give memory of their own, though their schema could as well be silent about an alias.
 _FRESH_NAMES = """
@@ -39,7 +39,7 @@ class Memory:
                 self._hand_over(node, writes or not any(operand in inner for operand in node.all_input_nodes))
             elif isinstance(node.target, OpOverload):
                 self._op(node, node.target)
-            elif node.target is operator.getitem:
+            elif node.target is operator.getitem or below_autograd(node.target):
                 self._join(node, node.args[0])
         self._written = {self._of(node) for node in self._written}
         self._outside = {self._of(node) for node in self._outside}

@@ -50,6 +50,7 @@ from .graph import (
     castable,
     changes_state,
     device_type_of,
+    held_tensors,
     in_dtype,
     module_path,
     placeholders,
@@ -221,7 +222,8 @@ class _Walk:
         value = getattr(self.gm, str(node.target))
         if not isinstance(value, torch.Tensor):
             return value
-        self.constants[node] = compat_tracing.largest_magnitude(value)
+        if node.target not in held_tensors(self.gm):
+            self.constants[node] = compat_tracing.largest_magnitude(value)
         return node.meta["val"]
 
 
