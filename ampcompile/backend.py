@@ -119,9 +119,9 @@ def _weight_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], bool]:
 def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """Dynamo backend. `mode` and `options` are those of `torch.compile`; see `ampcompile.config.Options`."""
     options = Options.parse(**kwargs)
-    rewritten = rewrite(gm, example_inputs, options)
+    graph = gm if compat.is_backward(example_inputs) else rewrite(gm, example_inputs, options).graph
     with _collecting_rarely():
-        return lower(rewritten.graph, example_inputs, options)
+        return lower(graph, example_inputs, options)
 
 
 amp.amp_options = lambda **kwargs: Options.parse(**kwargs)  # type: ignore[attr-defined]  # how `ambient` knows us
