@@ -22,6 +22,7 @@ from .passes import (
     share_casts,
     weight_gradients,
 )
+from .passes.aliasing import written_below_autograd
 from .passes.base import Watch, run_passes
 from .passes.fusing import UNFUSED
 from .passes.weight_copy import Slot
@@ -39,10 +40,15 @@ def lower(
     slots = [node.meta["amp_copy"] for node in copies]
     inputs = [*example_inputs, *(node.meta["val"] for node in copies)]
     compat.forget_output_values(gm)
+    written = written_below_autograd(gm)
+
+    def around(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        run = _with_copies(compiled, slots, options) if slots else compiled
+        return _then_cast_again(run, written) if written else run
+
     if options.lower == "eager":
         run_passes([bind_weights.BindWeightsEagerly()], gm)
-        compiled = without_autocast(gm)
-        return _with_copies(compiled, slots, options) if slots else compiled
+        return around(without_autocast(gm))
     rewritten = (gm.meta.pop(UNFUSED, None) or double_backward.kept(gm)) if torch.is_grad_enabled() else None
     with compat.lowering_without_autocast(), compat_backward.functions_made() as functions:
         if options.lower == "aot_eager":
@@ -51,7 +57,7 @@ def lower(
             compat.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
             config = _inductor_config(gm, options, slots)
             compiled = compat.inductor(gm, inputs, config, _on_joint_graph(), decompositions())
-    run = _with_copies(compiled, slots, options) if slots else compiled
+    run = around(compiled)
     if rewritten is None or not functions:
         return run
     return double_backward.Twice(rewritten, functions[-1])(run)
@@ -108,6 +114,18 @@ def _with_copies(compiled: Callable[..., Any], slots: Sequence[Slot], options: O
         return compiled(*args, *forms(copies(pick(args))))
 
     return run
+
+
+def _then_cast_again(run: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:
+    """A graph that writes to inputs in a way that nothing tells, `weights` included: copies of these are out of date."""
+
+    def run_and_tell(*args: Any) -> Any:
+        try:
+            return run(*args)
+        finally:
+            weights.invalidate([args[i] for i in written])
+
+    return run_and_tell
 
 
 def _shaped(weight: torch.Tensor, slot: Slot) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ampcompile import compat_ops
 
-from .graph import below_autograd, bodies
+from .graph import below_autograd, bodies, placeholders
 
 # Composite ops that give memory of their own, though their schema could as well be silent about an alias.
 _FRESH_NAMES = """
@@ -84,6 +84,18 @@ class Memory:
         while node is not root:
             node, self._group[node] = self._group.get(node, node), root
         return root
+
+
+def written_below_autograd(gm: GraphModule) -> list[int]:
+    """The inputs that may be written through `.data`, or given other data: their versions don't tell."""
+    if not _reads_data(gm):
+        return []
+    memory = Memory(gm.graph)
+    return [i for i, node in enumerate(placeholders(gm)) if memory.is_written(node)]
+
+
+def _reads_data(gm: GraphModule) -> bool:
+    return any(below_autograd(node.target) for node in gm.graph.nodes) or any(_reads_data(b) for _, b in bodies(gm))
 
 
 def _writes(body: GraphModule) -> bool:

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from ampcompile import compat_tracing
 from ampcompile.dtypes import short_name
 
-from .graph import placeholders
+from .graph import below_autograd, placeholders
 from .weight_copy import WEIGHT_COPY, Slot
 
 CAST = torch.ops.aten.to.dtype
@@ -69,7 +69,7 @@ def _uses(value: Node) -> Iterator[str]:
 def _use(user: Node, value: Node) -> str:
     if user.op == "output":
         return "returned"
-    if user.target is operator.getitem:
+    if _hands_on(user):
         return "read"
     if isinstance(user.target, OpOverload):
         return (
@@ -82,12 +82,16 @@ def _use(user: Node, value: Node) -> str:
     return "written"  # another higher-order op, or a stretch left alone: it may do anything
 
 
+def _hands_on(user: Node) -> bool:
+    return user.target is operator.getitem or below_autograd(user.target)
+
+
 def _body(call: Node) -> GraphModule:
     return getattr(call.graph.owning_module, call.args[0].target)
 
 
 def _shares_memory(user: Node, value: Node) -> bool:
-    if user.target is operator.getitem:
+    if _hands_on(user):
         return True
     if not isinstance(user.target, OpOverload):
         return False
