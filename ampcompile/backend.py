@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from . import ambient, compat, compat_modules, compat_tracing, logs, weights
+from . import ambient, compat, compat_backward, compat_modules, compat_tracing, logs, weights
 from .config import Options
 from .double_backward import kept
 from .estimate import estimate
@@ -119,7 +119,7 @@ def _weight_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], bool]:
 def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """Dynamo backend. `mode` and `options` are those of `torch.compile`; see `ampcompile.config.Options`."""
     options = Options.parse(**kwargs)
-    graph = gm if compat.is_backward(example_inputs) else rewrite(gm, example_inputs, options).graph
+    graph = gm if compat_backward.is_backward(example_inputs) else rewrite(gm, example_inputs, options).graph
     with _collecting_rarely():
         return lower(graph, example_inputs, options)
 

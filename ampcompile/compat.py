@@ -99,11 +99,6 @@ def graph_is_kept() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def is_backward(example_inputs: Sequence[Any]) -> bool:
-    """Whether a graph is from compiled autograd, which hands all in one list: its casts are those of the forward."""
-    return any(isinstance(value, list) for value in example_inputs)
-
-
 def autocast_states() -> dict[str, tuple[bool, torch.dtype]]:
     """Per device type with autocast: whether it is on in this thread, and its dtype."""
     return {

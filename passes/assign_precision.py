@@ -54,6 +54,7 @@ from .graph import (
     in_dtype,
     module_path,
     placeholders,
+    reads_bits,
     set_arguments,
 )
 from .lengths import lengths
@@ -144,7 +145,7 @@ class _Walk:
 
     def _follow_constants(self, node: Node, op: OpOverload) -> None:
         source = next(iter(node.all_input_nodes), node)
-        if op.is_view or op._schema.name in _KEEP_VALUES:
+        if (op.is_view and not reads_bits(op)) or op._schema.name in _KEEP_VALUES:
             if source in self.constants:
                 self.constants[node] = self.constants[source]
         elif op._schema.is_mutable and source in self.constants:

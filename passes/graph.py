@@ -151,6 +151,11 @@ def below_autograd(target: Any) -> bool:
     return getattr(target, "__name__", "") in _BELOW_AUTOGRAD
 
 
+def reads_bits(op: OpOverload) -> bool:
+    """Whether an op gives the bits of one type as numbers of another: a view that moves no numbers, but makes others."""
+    return op.is_view and op._overloadname == "dtype"
+
+
 def held_tensors(gm: GraphModule) -> dict[str, torch.Tensor]:
     """The tensors that a graph holds as attributes though they change: parameters and state of compiled optimizers."""
     return {name: getattr(gm, name) for name in getattr(gm, "_param_name_to_source", ()) if hasattr(gm, name)}

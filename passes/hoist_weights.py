@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from ampcompile import compat_tracing
 from ampcompile.dtypes import short_name
 
-from .graph import below_autograd, placeholders
+from .graph import below_autograd, placeholders, reads_bits
 from .weight_copy import WEIGHT_COPY, Slot
 
 CAST = torch.ops.aten.to.dtype
@@ -51,7 +51,8 @@ def _chain(cast: Node) -> tuple[Node, list[Node]]:
 def _rearranges(node: Node) -> bool:
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and _rearranges(node.args[0])
-    return isinstance(node.target, OpOverload) and node.target._schema.name in _REARRANGING
+    op = node.target
+    return isinstance(op, OpOverload) and op._schema.name in _REARRANGING and not reads_bits(op)
 
 
 def _uses(value: Node) -> Iterator[str]:
