@@ -89,6 +89,8 @@ def _recording(run: Callable[..., Any], takes_apart: TakesApart) -> Callable[...
             if takes_apart(op, args, kwargs or {}):
                 with mode:
                     return op.decompose(*args, **(kwargs or {}))
+            if op is torch.ops.aten.detach_.default and args[0]._is_view():  # an alias of ours, see `_record_apart`
+                return record_call("call_function", op, args, {}, args[0], mode.tracer)
             return _record_apart(mode.tracer.tensor_tracker, record, op, types, args, kwargs or {})
 
         mode.__torch_dispatch__ = record_or_take_apart  # looked up on the instance, there and here
@@ -152,9 +154,11 @@ def tracer() -> Any:
     return mode.tracer
 
 
-def record_call(op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+def record_call(
+    op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, recorder: Any = None
+) -> Any:
     """Add a call to the graph being traced, by hand, and have its result stand for the node from now on."""
-    recorder = tracer()
+    recorder = recorder or tracer()
     arguments = pytree.tree_map(recorder.unwrap_proxy, (args, kwargs), is_leaf=lambda x: isinstance(x, GraphModule))
     recorder.graph.owning_module = recorder.root  # which its dead-code elimination asks about modules
     proxy = recorder.create_proxy(op, target, *arguments)

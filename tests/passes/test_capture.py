@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampcompile.passes.graph import module_path, source_line
-from tests.compiling import HALF, HIGH, LOW, amp, dtypes, eager, same_bits
+from tests.compiling import HALF, HIGH, LOW, amp, compiled, dtypes, eager, same_bits
 
 
 def on_both_sides_of(no_op):
@@ -165,3 +165,38 @@ def test_composites_are_taken_apart_where_rules_hide_inside_and_only_there():
     graph = recorder.traced[0]
     assert "einsum" not in graph and "multi_dot" not in graph
     assert "aten.cross_entropy_loss.default" in graph and "aten.softmax.int" in graph
+
+
+def test_a_tensor_made_of_sizes_and_of_numbers_that_are_read():
+    """`torch.tensor` detaches in place what a conversion may have returned as it was."""
+
+    def program(x, scale):
+        return x * torch.tensor([x.size(0), 2, 3, scale[0].item()]) + torch.tensor(scale.tolist()).sum()
+
+    x, scale = torch.ones(5, 4), torch.tensor([2, 3])
+    run, _ = compiled(program, fullgraph=True, dynamic=True)
+    assert torch.equal(run(x, scale), program(x, scale))
+
+
+def test_what_is_detached_in_place_after_a_conversion_that_changes_nothing():
+    def program(x):
+        h = x * 2
+        h.float().detach_()
+        return h + x
+
+    x = torch.ones(5, requires_grad=True)
+    run, _ = compiled(program, fullgraph=True)
+    run(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(5))
+
+
+def test_a_size_computed_by_a_tensor_op():
+    """Its number is known while tracing; reading it must not be asked for again."""
+
+    def program(x):
+        rows = torch.div(x.size(0), 2, rounding_mode="trunc")
+        wide = x.view(rows, -1)
+        return torch.utils.checkpoint.checkpoint(lambda w: w.view(rows, -1) @ w.t(), wide, use_reentrant=False)
+
+    x = torch.randn(4, 4)
+    assert same_bits(amp(program)[0](x), eager(program, x))
