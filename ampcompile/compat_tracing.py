@@ -199,9 +199,16 @@ def on_real_tensors() -> Iterator[None]:
 
 
 def largest_magnitude(constant: torch.Tensor) -> float:
-    """The largest finite magnitude in a real tensor, 0 if there is none, also where fake tensors are computed with."""
+    """The largest finite magnitude in a real tensor, 0 if there is none, also where fake tensors are computed with.
+
+    Also 0 for types that torch doesn't compute with: no guard acts on them.
+    """
     with computing_for_real():
-        finite = constant[constant.isfinite()].abs()
+        try:
+            magnitudes = constant.abs() if constant.is_complex() else constant.double().abs()
+            finite = magnitudes[magnitudes.isfinite()]
+        except RuntimeError:
+            return 0.0
         return float(finite.max()) if finite.numel() else 0.0
 
 
