@@ -106,12 +106,16 @@ def _device_type(example_inputs: Sequence[Any]) -> str:
 
 
 def _weight_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], bool]:
-    """Whether a graph input is a weight: a parameter, or a buffer or attribute that Dynamo marked as staying put."""
+    """Whether a graph input is a weight: a parameter, or a buffer or attribute that Dynamo marked as staying put.
+
+    One whose sizes are symbols changes its layout from call to call: it is cast in the graph.
+    """
 
     def is_weight(index: int, node: Node) -> bool:
         value = example_inputs[index]
         static = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
-        return (static or isinstance(value, torch.nn.Parameter)) and weights.hoistable(value)
+        marked = static or isinstance(value, torch.nn.Parameter)
+        return marked and compat_tracing.is_of_fixed_layout(node.meta["val"]) and weights.hoistable(value)
 
     return is_weight
 

@@ -56,6 +56,11 @@ def computing_on(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
+def is_of_fixed_layout(fake: torch.Tensor) -> bool:
+    """Whether a fake tensor's sizes and strides are numbers, none of them a symbol."""
+    return all(isinstance(number, int) for number in (*fake.shape, *fake.stride(), fake.storage_offset()))
+
+
 def fakes_only() -> bool:
     """Whether everything computed now is fake. About 0.1 us."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -87,11 +87,11 @@ class Memory:
 
 
 def written_below_autograd(gm: GraphModule) -> list[int]:
-    """The inputs that may be written through `.data`, or given other data: their versions don't tell."""
+    """The inputs, but for weights' copies, that may be written through `.data` or given other data: no version tells."""
     if not _reads_data(gm):
         return []
     memory = Memory(gm.graph)
-    return [i for i, node in enumerate(placeholders(gm)) if memory.is_written(node)]
+    return [i for i, n in enumerate(placeholders(gm)) if "amp_copy" not in n.meta and memory.is_written(n)]
 
 
 def _reads_data(gm: GraphModule) -> bool:
