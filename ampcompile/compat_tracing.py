@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ import torch._dynamo  # registers the higher-order ops
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode
 from torch._higher_order_ops.utils import reenter_make_fx
+from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._ops import OpOverload
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode, fake_impls
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.experimental import proxy_tensor
@@ -54,6 +56,28 @@ def computing_on(mode: FakeTensorMode) -> Iterator[None]:
                 stack.enter_context(enable_python_dispatcher())
         stack.enter_context(torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing())
         yield
+
+
+@cache
+def let_grouped_products_be_float32() -> None:
+    """Have fake tensors accept the dtypes that `_grouped_mm` computes in besides bfloat16: float32 and float16.
+
+    Eager mode runs them on all devices; the fake kernel of torch 2.11 to 2.15 raises. Once per process.
+    """
+    op = torch.ops.aten._grouped_mm.default
+    if op in fake_impls.op_implementations_dict:
+        return
+
+    @fake_impls.register_op_impl(op)
+    def shaped(fake_mode: FakeTensorMode, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        def result(
+            a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
+        ) -> torch.Tensor:
+            with fake_mode:
+                return _create_grouped_mm_output_tensor(a, b, offs, out_dtype)
+
+        dtypes = {operand.dtype for operand in args[:2]}
+        return result(*args, **kwargs) if dtypes in ({torch.float32}, {torch.float16}) else NotImplemented
 
 
 def is_of_fixed_layout(fake: torch.Tensor) -> bool:

@@ -33,7 +33,7 @@ checkpoint(lambda t: self.first(F.gelu(t)) + t, {a}, use_reentrant=False)|F.embe
 WRITTEN = """
 {a}.mul_(0.5)|{a}.add_({b})|{a}.relu_()|{a}[:, :4] = {b}[:, 4:]|{a}[1] = 0.5|{a}[..., ::2] += {b}[..., ::2]|{a}[index] = {b}[index]
 {a}.masked_fill_(mask, 0.25)|{a}.copy_({b})|{a}.view(-1)[3:9].zero_()|{a}.data.mul_(0.5)|{a}.t().add_(0.1)|{a}.detach().mul_(0.9)
-{a}[0].copy_({b}[1])|{a}.clamp_(-2, 2)|{a}.sub_({b}, alpha=0.1)|{a}.index_copy_(0, index, {b}.to({a}.dtype))|{a}[mask] = 0.0
+{a}[0].copy_({b}[1])|{a}.clamp_(-2, 2)|{a}.sub_({b}, alpha=0.1)|{a}.index_copy_(0, index, {b}.clone().to({a}.dtype))|{a}[mask] = 0.0
 self.average.mul_(0.9).add_({a}.detach().float().mean(0), alpha=0.1)|self.count += 1|self.average.copy_({a}.detach()[0])
 other.mul_(0.9)|other[0] = {a}.detach()[1]|other.add_({b}.detach().to(other.dtype))|self.average.data.lerp_({a}.data[2].float(), 0.2)
 """
