@@ -117,7 +117,7 @@ def _with_copies(compiled: Callable[..., Any], slots: Sequence[Slot], options: O
 
 
 def _then_cast_again(run: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:
-    """A graph that writes to inputs in a way that nothing tells, `weights` included: copies of these are out of date."""
+    """Copies of inputs that a graph writes to in a way that nothing tells: they are out of date once it has run."""
 
     def run_and_tell(*args: Any) -> Any:
         try:

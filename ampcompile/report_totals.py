@@ -39,7 +39,7 @@ def eager_totals(gm: GraphModule, example_inputs: Sequence[Any]) -> list[Total]:
     The ambient autocast state is used, with autocast's cache of weight casts on, as `torch.autocast` has it.
     """
     fakes, mode = compat_tracing.fake_inputs(example_inputs)
-    held = {name: mode.from_tensor(tensor) for name, tensor in held_tensors(gm).items()}
+    held: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in held_tensors(gm).items()}
     cached, watched = torch.is_autocast_cache_enabled(), _Watched()
     torch.set_autocast_cache_enabled(True)
     try:

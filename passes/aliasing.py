@@ -87,7 +87,7 @@ class Memory:
 
 
 def written_below_autograd(gm: GraphModule) -> list[int]:
-    """The inputs, but for weights' copies, that may be written through `.data` or given other data: no version tells."""
+    """The inputs, no copies of weights, that may be written through `.data` or given other data: no version tells."""
     if not _reads_data(gm):
         return []
     memory = Memory(gm.graph)

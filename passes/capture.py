@@ -242,7 +242,9 @@ def capture(gm: GraphModule, fakes: list[Any], mode: FakeTensorMode, policy: Pol
         stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))  # put back, whatever the graph did
         stack.enter_context(compat_tracing.computing_on(mode))
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
-        traced = compat_tracing.trace_pre_dispatch(_Capture(gm, _Bodies(takes_apart, held_tensors(gm))).run, fakes, takes_apart)
+        traced = compat_tracing.trace_pre_dispatch(
+            _Capture(gm, _Bodies(takes_apart, held_tensors(gm))).run, fakes, takes_apart
+        )
     for graph in [traced, *(body for _, body in bodies(traced))]:
         for node in graph.graph.find_nodes(op="get_attr"):
             assert not isinstance(getattr(graph, str(node.target), None), FakeTensor), f"fake constant {node}"

@@ -152,7 +152,7 @@ def below_autograd(target: Any) -> bool:
 
 
 def reads_bits(op: OpOverload) -> bool:
-    """Whether an op gives the bits of one type as numbers of another: a view that moves no numbers, but makes others."""
+    """Whether an op gives the bits of one type as numbers of another: a view that makes other numbers."""
     return op.is_view and op._overloadname == "dtype"
 
 
