@@ -19,6 +19,7 @@ from .passes import (
     drop_casts,
     merge_copies,
     recompute_casts,
+    save_old_values,
     share_casts,
     weight_gradients,
 )
@@ -73,6 +74,7 @@ def _on_joint_graph() -> list[compat.OnJointGraph]:
         weight_gradients.widen_gradients,
         add_embeddings.add_embeddings,
         recompute_casts.recompute_after_differentiation,
+        save_old_values.save_old_values,
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, GraphModule, Node
 
@@ -92,6 +93,19 @@ def written_below_autograd(gm: GraphModule) -> list[int]:
         return []
     memory = Memory(gm.graph)
     return [i for i, n in enumerate(placeholders(gm)) if "amp_copy" not in n.meta and memory.is_written(n)]
+
+
+def overwritten(graph: Graph) -> set[Node]:
+    """The inputs that a graph after differentiation writes to, as it does at its end."""
+    writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    return {write.args[0] for write in writes if write.args[0].op == "placeholder"}
+
+
+def behind_views(value: Node) -> Node:
+    """The value that a view, or a view of a view, is of; another value itself."""
+    while isinstance(value.target, OpOverload) and value.target.is_view and isinstance(value.args[0], Node):
+        value = value.args[0]
+    return value
 
 
 def _reads_data(gm: GraphModule) -> bool:

@@ -210,10 +210,9 @@ def _finish(captured: GraphModule, original: GraphModule) -> GraphModule:
             if name not in held:
                 delattr(graph, name)
                 graph.__dict__[name] = constant
-        for read in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
-            for node in graph.graph.find_nodes(op="call_function", target=read):
-                if node.meta.get("val") is None and not node.users:  # of a number that was known while tracing
-                    graph.graph.erase_node(node)
+        for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.item.default):
+            if node.meta.get("val") is None and not node.users:  # reads a number that was known while tracing
+                graph.graph.erase_node(node)
     captured.meta.update(original.meta)
     captured.meta[UNDECIDED] = True
     if hasattr(original, "_param_name_to_source"):
