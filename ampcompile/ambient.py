@@ -116,17 +116,21 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
 
     @functools.wraps(plain)
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
-        device_type = device_of(args, kwargs)
-        mixed_operands.install(device_type)
-        called, here.called = here.called, fn
+        looking = compat.set_frame_callback(None)
+        called = here.called
         try:
+            device_type = device_of(args, kwargs)
+            mixed_operands.install(device_type)
+            here.called = fn
             if disabled_by_user(device_type):
                 return compiled(*args, **kwargs)
             with _region(device_type, options):
                 return compiled(*args, **kwargs)
         finally:
             here.called = called
+            compat.set_frame_callback(looking)
 
+    compat.pass_over(under_autocast)
     under_autocast._torchdynamo_inline = _inlined(plain)  # type: ignore[attr-defined]
     return under_autocast
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from . import compat, compat_audit, compat_explain
+from . import compat, compat_audit, compat_backward, compat_explain
 from .audit_high import floating
 from .audit_numbers import ratio, relative_error
 from .audit_result import Audit
@@ -20,6 +20,7 @@ from .backend import rewrite
 from .config import Options
 from .errors import AuditError, OptionError
 from .explain_recorder import beside, options_of, uncompiled
+from .lower import lower
 from .mixed_operands import here
 from .module_names import module_names, modules_of
 from .passes.base import run_passes
@@ -102,6 +103,8 @@ class _Call:
         run_as = replace(self.options, weights="every_call", lower="aot_eager", fuse="none")
 
         def interpret(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            if compat_backward.is_backward(example_inputs):
+                return lower(gm, example_inputs, run_as)
             rewritten = rewrite(gm, example_inputs, run_as).graph
             inputs = [
                 names.get(id(value), node.name) if isinstance(value, Tensor) and value.is_leaf else None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from . import ambient, compat, compat_modules, compat_tracing, logs, weights
+from . import ambient, compat, compat_backward, compat_modules, compat_tracing, logs, weights
 from .config import Options
 from .double_backward import kept
 from .estimate import estimate
@@ -76,7 +76,7 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
         options = replace(options, policy=replace(options.policy, modules=modules))
     logged = logs.watcher(example_inputs)
     watch = logs.both(watch, None if logged is None else logged.watch)
-    history = [captured, *run_passes(pipeline(options, regions, is_weight), graph, watch)]
+    history = [captured, *run_passes(pipeline(options, regions, is_weight, _registered_test(example_inputs)), graph, watch)]
     if fuse := fusion(options, device_type):
         if torch.is_grad_enabled():
             graph.meta[UNFUSED] = kept(graph)
@@ -106,22 +106,38 @@ def _device_type(example_inputs: Sequence[Any]) -> str:
 
 
 def _weight_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], bool]:
-    """Whether a graph input is a weight: a parameter, or a buffer or attribute that Dynamo marked as staying put."""
+    """Whether a graph input is a weight: a parameter, or a buffer or attribute that Dynamo marked as staying put.
+
+    One whose sizes are symbols changes its layout from call to call: it is cast in the graph.
+    """
 
     def is_weight(index: int, node: Node) -> bool:
         value = example_inputs[index]
         static = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
-        return (static or isinstance(value, torch.nn.Parameter)) and weights.hoistable(value)
+        marked = static or isinstance(value, torch.nn.Parameter)
+        if marked and value.is_cuda and not is_registered(index, node):
+            return False  # the host would wait for the device to see whether it is refilled
+        return marked and compat_tracing.is_of_fixed_layout(node.meta["val"]) and weights.hoistable(value)
 
+    is_registered = _registered_test(example_inputs)
     return is_weight
+
+
+def _registered_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], bool]:
+    """Whether a graph input is a parameter or a module's buffer."""
+
+    def is_registered(index: int, node: Node) -> bool:
+        return isinstance(example_inputs[index], torch.nn.Parameter) or compat_tracing.is_registered(node)
+
+    return is_registered
 
 
 def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """Dynamo backend. `mode` and `options` are those of `torch.compile`; see `ampcompile.config.Options`."""
     options = Options.parse(**kwargs)
-    rewritten = rewrite(gm, example_inputs, options)
+    graph = gm if compat_backward.is_backward(example_inputs) else rewrite(gm, example_inputs, options).graph
     with _collecting_rarely():
-        return lower(rewritten.graph, example_inputs, options)
+        return lower(graph, example_inputs, options)
 
 
 amp.amp_options = lambda **kwargs: Options.parse(**kwargs)  # type: ignore[attr-defined]  # how `ambient` knows us

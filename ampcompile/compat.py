@@ -63,13 +63,30 @@ def wrap_compiled_callables(wrap: Callable[[Any, Any, Any], Any]) -> None:
         compiled = original(self, fn)
         if isinstance(fn, torch.nn.Module | type):
             return compiled
-        wrapped = wrap(innermost_backend(self), fn, compiled)
+        looking = set_frame_callback(None)
+        try:
+            wrapped = wrap(innermost_backend(self), fn, compiled)
+        finally:
+            set_frame_callback(looking)
         if wrapped is not compiled:
             # Dynamo follows `_torchdynamo_orig_callable`, copied by functools.wraps, only if this matches.
             wrapped._torchdynamo_wrapper_id = id(wrapped)
         return wrapped
 
+    pass_over(call)
     eval_frame.OptimizeContext.__call__ = call  # type: ignore[method-assign]
+
+
+def pass_over(function: Any) -> None:
+    """Have Dynamo run a function of ours as it is, as it does by torch's own, where it looks at each call that is made.
+
+    So it does in a compiled function after a graph break: a backward that runs there calls what compiled autograd
+    compiles. The functions that this one calls are looked at: `set_frame_callback(None)` ends it for a while.
+    """
+    eval_frame.skip_code(function.__code__)
+
+
+set_frame_callback = eval_frame.set_eval_frame  # returns the one before
 
 
 def any_autocast_enabled() -> bool:

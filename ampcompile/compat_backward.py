@@ -19,6 +19,11 @@ _FRESH = {OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_
 _WITH_BASE = {OutputType.alias_of_intermediate, OutputType.alias_of_intermediate_save_as_output}
 
 
+def is_backward(example_inputs: Sequence[Any]) -> bool:
+    """Whether a graph is from compiled autograd, which hands all in one list: its casts are those of the forward."""
+    return any(isinstance(value, list) for value in example_inputs)
+
+
 @contextlib.contextmanager
 def functions_made() -> Iterator[list[AutogradFunction]]:
     """Collect the functions that AOTAutograd makes meanwhile, or loads from its cache: one for a graph with gradients.

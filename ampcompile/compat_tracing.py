@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ import torch._dynamo  # registers the higher-order ops
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode
 from torch._higher_order_ops.utils import reenter_make_fx
+from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._ops import OpOverload
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode, fake_impls
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.experimental import proxy_tensor
@@ -56,6 +58,33 @@ def computing_on(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
+@cache
+def let_grouped_products_be_float32() -> None:
+    """Have fake tensors accept the dtypes that `_grouped_mm` computes in besides bfloat16: float32 and float16.
+
+    Eager mode runs them on all devices; the fake kernel of torch 2.11 to 2.15 raises. Once per process.
+    """
+    op = torch.ops.aten._grouped_mm.default
+    if op in fake_impls.op_implementations_dict:
+        return
+
+    @fake_impls.register_op_impl(op)
+    def shaped(fake_mode: FakeTensorMode, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        def result(
+            a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
+        ) -> torch.Tensor:
+            with fake_mode:
+                return _create_grouped_mm_output_tensor(a, b, offs, out_dtype)
+
+        dtypes = {operand.dtype for operand in args[:2]}
+        return result(*args, **kwargs) if dtypes in ({torch.float32}, {torch.float16}) else NotImplemented
+
+
+def is_of_fixed_layout(fake: torch.Tensor) -> bool:
+    """Whether a fake tensor's sizes and strides are numbers, none of them a symbol."""
+    return all(isinstance(number, int) for number in (*fake.shape, *fake.stride(), fake.storage_offset()))
+
+
 def fakes_only() -> bool:
     """Whether everything computed now is fake. About 0.1 us."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -89,6 +118,8 @@ def _recording(run: Callable[..., Any], takes_apart: TakesApart) -> Callable[...
             if takes_apart(op, args, kwargs or {}):
                 with mode:
                     return op.decompose(*args, **(kwargs or {}))
+            if op is torch.ops.aten.detach_.default and args[0]._is_view():  # an alias of ours, see `_record_apart`
+                return record_call("call_function", op, args, {}, args[0], mode.tracer)
             return _record_apart(mode.tracer.tensor_tracker, record, op, types, args, kwargs or {})
 
         mode.__torch_dispatch__ = record_or_take_apart  # looked up on the instance, there and here
@@ -152,9 +183,11 @@ def tracer() -> Any:
     return mode.tracer
 
 
-def record_call(op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+def record_call(
+    op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, recorder: Any = None
+) -> Any:
     """Add a call to the graph being traced, by hand, and have its result stand for the node from now on."""
-    recorder = tracer()
+    recorder = recorder or tracer()
     arguments = pytree.tree_map(recorder.unwrap_proxy, (args, kwargs), is_leaf=lambda x: isinstance(x, GraphModule))
     recorder.graph.owning_module = recorder.root  # which its dead-code elimination asks about modules
     proxy = recorder.create_proxy(op, target, *arguments)
@@ -195,9 +228,16 @@ def on_real_tensors() -> Iterator[None]:
 
 
 def largest_magnitude(constant: torch.Tensor) -> float:
-    """The largest finite magnitude in a real tensor, 0 if there is none, also where fake tensors are computed with."""
+    """The largest finite magnitude in a real tensor, 0 if there is none, also where fake tensors are computed with.
+
+    Also 0 for types that torch doesn't compute with: no guard acts on them.
+    """
     with computing_for_real():
-        finite = constant[constant.isfinite()].abs()
+        try:
+            magnitudes = constant.abs() if constant.is_complex() else constant.double().abs()
+            finite = magnitudes[magnitudes.isfinite()]
+        except RuntimeError:
+            return 0.0
         return float(finite.max()) if finite.numel() else 0.0
 
 

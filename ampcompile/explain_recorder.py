@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from . import compat_explain, compat_logs
+from . import compat_backward, compat_explain, compat_logs
 from .backend import rewrite
 from .config import Options
 from .lower import lower
@@ -70,6 +70,8 @@ def _recorder(options: Options, graphs: list[GraphRecord], through_inductor: boo
     run_as = replace(options, lower="eager" if options.lower == "eager" else "aot_eager")
 
     def record(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if compat_backward.is_backward(example_inputs):
+            return lower(gm, example_inputs, run_as)
         watcher = Watcher(example_inputs)
         watcher.totals += eager_totals(gm, example_inputs)
         rewritten = rewrite(gm, example_inputs, run_as, watcher.watch)

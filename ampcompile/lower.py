@@ -19,9 +19,11 @@ from .passes import (
     drop_casts,
     merge_copies,
     recompute_casts,
+    save_old_values,
     share_casts,
     weight_gradients,
 )
+from .passes.aliasing import written_below_autograd
 from .passes.base import Watch, run_passes
 from .passes.fusing import UNFUSED
 from .passes.weight_copy import Slot
@@ -39,10 +41,15 @@ def lower(
     slots = [node.meta["amp_copy"] for node in copies]
     inputs = [*example_inputs, *(node.meta["val"] for node in copies)]
     compat.forget_output_values(gm)
+    written = written_below_autograd(gm)
+
+    def around(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        run = _with_copies(compiled, slots, options) if slots else compiled
+        return _then_cast_again(run, written) if written else run
+
     if options.lower == "eager":
         run_passes([bind_weights.BindWeightsEagerly()], gm)
-        compiled = without_autocast(gm)
-        return _with_copies(compiled, slots, options) if slots else compiled
+        return around(without_autocast(gm))
     rewritten = (gm.meta.pop(UNFUSED, None) or double_backward.kept(gm)) if torch.is_grad_enabled() else None
     with compat.lowering_without_autocast(), compat_backward.functions_made() as functions:
         if options.lower == "aot_eager":
@@ -53,7 +60,7 @@ def lower(
             compiled = compat.inductor(gm, inputs, config, _on_joint_graph(), decompositions())
     if rewritten is not None and functions:
         compiled = double_backward.Twice(rewritten, functions[-1])(compiled)
-    return _with_copies(compiled, slots, options) if slots else compiled
+    return around(compiled)
 
 
 def _on_joint_graph() -> list[compat.OnJointGraph]:
@@ -66,6 +73,7 @@ def _on_joint_graph() -> list[compat.OnJointGraph]:
         weight_gradients.widen_gradients,
         add_embeddings.add_embeddings,
         recompute_casts.recompute_after_differentiation,
+        save_old_values.save_old_values,
     ]
 
 
@@ -111,6 +119,18 @@ def _with_copies(compiled: Callable[..., Any], slots: Sequence[Slot], options: O
         return compiled(*args, *binding.copies(pick(args)))
 
     return run
+
+
+def _then_cast_again(run: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:
+    """Copies of inputs that a graph writes to in a way that nothing tells: they are out of date once it has run."""
+
+    def run_and_tell(*args: Any) -> Any:
+        try:
+            return run(*args)
+        finally:
+            weights.invalidate([args[i] for i in written])
+
+    return run_and_tell
 
 
 def _shaped(weight: torch.Tensor, slot: Slot) -> torch.Tensor:

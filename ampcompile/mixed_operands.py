@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from . import compat_ops, rules
+from . import compat_ops, compat_tracing, rules
 from .dtypes import FLOATS
 from .rules import Rule
 
@@ -34,6 +34,7 @@ here = _Thread()
 @cache
 def install(device_type: str) -> int:
     """Give the ops of a device type whose rule promotes their kernels; how many there are. Once per process."""
+    compat_tracing.let_grouped_products_be_float32()
     promoting = {
         name: rule
         for name, rule in rules.table(device_type).items()

@@ -133,6 +133,7 @@ class _Backward(torch.autograd.Function):
         return tuple(result.detach() for result in inner)
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         reached = [(r, g) for r, g in zip(ctx.inner, gradients, strict=True) if g is not None]
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]

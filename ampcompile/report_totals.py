@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import compat_ops, compat_tracing
-from .passes.graph import bodies
+from .passes.graph import bodies, held_tensors
 
 _CONVERSIONS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as", "prims::convert_element_type"})
 
@@ -39,11 +39,12 @@ def eager_totals(gm: GraphModule, example_inputs: Sequence[Any]) -> list[Total]:
     The ambient autocast state is used, with autocast's cache of weight casts on, as `torch.autocast` has it.
     """
     fakes, mode = compat_tracing.fake_inputs(example_inputs)
+    held: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in held_tensors(gm).items()}
     cached, watched = torch.is_autocast_cache_enabled(), _Watched()
     torch.set_autocast_cache_enabled(True)
     try:
         with compat_tracing.computing_on(mode), watched, torch.random.fork_rng([]):
-            results = gm(*fakes)
+            results = torch.func.functional_call(gm, held, tuple(fakes))
             forward = watched.total("eager autocast, forward")
             watched.sizes.clear()
             _backward(results, fakes)

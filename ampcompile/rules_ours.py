@@ -19,9 +19,9 @@ GROUPS = (
         "promote",
         EVERY_DEVICE,
         MIXED,
-        "_chunk_cat addmv bilinear cartesian_prod convolution cross dot embedding_bag embedding_bag.padding_idx "
-        "heaviside histogram.bins_tensor isclose lerp.Scalar lerp.Tensor linalg_cross meshgrid "
-        "meshgrid.indexing mv vdot",
+        "_chunk_cat _grouped_mm addmv bilinear cartesian_prod convolution cross dot embedding_bag "
+        "embedding_bag.padding_idx heaviside histogram.bins_tensor isclose lerp.Scalar lerp.Tensor linalg_cross "
+        "meshgrid meshgrid.indexing mv vdot",
     ),
     Group("promote", ("mps",), MIXED, "binary_cross_entropy linalg_vecdot"),
     Group(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile import compat_ops
 
-from .graph import bodies
+from .graph import below_autograd, bodies, placeholders
 
 # Composite ops that give memory of their own, though their schema could as well be silent about an alias.
 _FRESH_NAMES = """
@@ -39,7 +40,7 @@ class Memory:
                 self._hand_over(node, writes or not any(operand in inner for operand in node.all_input_nodes))
             elif isinstance(node.target, OpOverload):
                 self._op(node, node.target)
-            elif node.target is operator.getitem:
+            elif node.target is operator.getitem or below_autograd(node.target):
                 self._join(node, node.args[0])
         self._written = {self._of(node) for node in self._written}
         self._outside = {self._of(node) for node in self._outside}
@@ -84,6 +85,31 @@ class Memory:
         while node is not root:
             node, self._group[node] = self._group.get(node, node), root
         return root
+
+
+def written_below_autograd(gm: GraphModule) -> list[int]:
+    """The inputs, no copies of weights, that may be written through `.data` or given other data: no version tells."""
+    if not _reads_data(gm):
+        return []
+    memory = Memory(gm.graph)
+    return [i for i, n in enumerate(placeholders(gm)) if "amp_copy" not in n.meta and memory.is_written(n)]
+
+
+def overwritten(graph: Graph) -> set[Node]:
+    """The inputs that a graph after differentiation writes to, as it does at its end."""
+    writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    return {write.args[0] for write in writes if write.args[0].op == "placeholder"}
+
+
+def behind_views(value: Node) -> Node:
+    """The value that a view, or a view of a view, is of; another value itself."""
+    while isinstance(value.target, OpOverload) and value.target.is_view and isinstance(value.args[0], Node):
+        value = value.args[0]
+    return value
+
+
+def _reads_data(gm: GraphModule) -> bool:
+    return any(below_autograd(node.target) for node in gm.graph.nodes) or any(_reads_data(b) for _, b in bodies(gm))
 
 
 def _writes(body: GraphModule) -> bool:

@@ -50,9 +50,11 @@ from .graph import (
     castable,
     changes_state,
     device_type_of,
+    held_tensors,
     in_dtype,
     module_path,
     placeholders,
+    reads_bits,
     set_arguments,
 )
 from .lengths import lengths
@@ -143,7 +145,7 @@ class _Walk:
 
     def _follow_constants(self, node: Node, op: OpOverload) -> None:
         source = next(iter(node.all_input_nodes), node)
-        if op.is_view or op._schema.name in _KEEP_VALUES:
+        if (op.is_view and not reads_bits(op)) or op._schema.name in _KEEP_VALUES:
             if source in self.constants:
                 self.constants[node] = self.constants[source]
         elif op._schema.is_mutable and source in self.constants:
@@ -221,7 +223,8 @@ class _Walk:
         value = getattr(self.gm, str(node.target))
         if not isinstance(value, torch.Tensor):
             return value
-        self.constants[node] = compat_tracing.largest_magnitude(value)
+        if node.target not in held_tensors(self.gm):
+            self.constants[node] = compat_tracing.largest_magnitude(value)
         return node.meta["val"]
 
 

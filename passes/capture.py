@@ -24,7 +24,17 @@ from ampcompile.dtypes import representable
 from ampcompile.policy import Policy
 
 from . import higher_order, opaque
-from .graph import ENTER, EXIT, UNDECIDED, bodies, current_module_path, device_type_of, placeholders
+from .graph import (
+    ENTER,
+    EXIT,
+    UNDECIDED,
+    below_autograd,
+    bodies,
+    current_module_path,
+    device_type_of,
+    held_tensors,
+    placeholders,
+)
 
 _ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode
 _EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode
@@ -73,6 +83,10 @@ class _Capture(Interpreter):
             return self.open.pop()()
         if isinstance(target, HigherOrderOperator):
             return self._higher_order(target, args, kwargs)
+        if below_autograd(target):
+            with compat_tracing.untraced():
+                result = target(*args, **kwargs)
+            return compat_tracing.record_call("call_function", target, args, kwargs, result)
         if target is operator.setitem and _overflows(args[2], args[0]):
             # torch would make a tensor of the number in the dtype of what it is written into: an infinity.
             args = (*args[:2], torch.tensor(float(args[2]), dtype=torch.float32, device=args[0].device))
@@ -98,7 +112,7 @@ class _Capture(Interpreter):
         assert mode is not None
         with compat_tracing.untraced():
             fake = mode.from_tensor(value)
-        return compat_tracing.record_call("get_attr", self.bodies.attach(value, "amp_constant_"), (), {}, fake)
+        return compat_tracing.record_call("get_attr", self.bodies.attach_tensor(value), (), {}, fake)
 
     def _higher_order(self, hop: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         replaced: dict[int, GraphModule] = {}
@@ -133,8 +147,9 @@ def _traced(value: Any) -> bool:
 class _Bodies:
     """The graphs and constants that captured nodes refer to, attached to the graph they are used in."""
 
-    def __init__(self, takes_apart: compat_tracing.TakesApart) -> None:
+    def __init__(self, takes_apart: compat_tracing.TakesApart, held: dict[str, torch.Tensor]) -> None:
         self._takes_apart = takes_apart
+        self._held = {id(tensor): name for name, tensor in held.items()}
         self._captured: dict[Any, GraphModule] = {}
         self._names: dict[GraphModule, str] = {}
         self._count = 0
@@ -164,6 +179,13 @@ class _Bodies:
         """The attribute that a captured body is."""
         return self._names[body]
 
+    def attach_tensor(self, value: torch.Tensor) -> str:
+        """The same for a tensor: one that Dynamo's graph holds for the user keeps its name."""
+        if (name := self._held.get(id(value))) is None:
+            return self.attach(value, "amp_constant_")
+        setattr(compat_tracing.tracer().root, name, value)
+        return name
+
     def attach(self, value: Any, prefix: str) -> str:
         """Make a value an attribute of the graph being traced; its name."""
         name = f"{prefix}{self._count}"
@@ -181,9 +203,16 @@ def _finish(captured: GraphModule, original: GraphModule) -> GraphModule:
         node.meta.pop("grapharg", None)  # a weak reference to the real input, which `swap_tensors` would then refuse
         if hasattr(source, "_dynamo_source"):
             node._dynamo_source = source._dynamo_source
-    for name, constant in list(captured._buffers.items()):  # AOTAutograd takes a buffer for an input that Dynamo named
-        delattr(captured, name)
-        setattr(captured, name, constant)
+    held = held_tensors(original)
+    for graph in [captured, *(body for _, body in bodies(captured))]:
+        # AOTAutograd takes parameters and buffers for inputs that Dynamo named.
+        for name, constant in [*graph._parameters.items(), *graph._buffers.items()]:
+            if name not in held:
+                delattr(graph, name)
+                graph.__dict__[name] = constant
+        for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.item.default):
+            if node.meta.get("val") is None and not node.users:  # reads a number that was known while tracing
+                graph.graph.erase_node(node)
     captured.meta.update(original.meta)
     captured.meta[UNDECIDED] = True
     if hasattr(original, "_param_name_to_source"):
@@ -212,7 +241,9 @@ def capture(gm: GraphModule, fakes: list[Any], mode: FakeTensorMode, policy: Pol
         stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))  # put back, whatever the graph did
         stack.enter_context(compat_tracing.computing_on(mode))
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
-        traced = compat_tracing.trace_pre_dispatch(_Capture(gm, _Bodies(takes_apart)).run, fakes, takes_apart)
+        traced = compat_tracing.trace_pre_dispatch(
+            _Capture(gm, _Bodies(takes_apart, held_tensors(gm))).run, fakes, takes_apart
+        )
     for graph in [traced, *(body for _, body in bodies(traced))]:
         for node in graph.graph.find_nodes(op="get_attr"):
             assert not isinstance(getattr(graph, str(node.target), None), FakeTensor), f"fake constant {node}"

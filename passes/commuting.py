@@ -9,6 +9,8 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Node, map_arg
 
+from .graph import reads_bits
+
 CAST = torch.ops.aten.to.dtype
 # Their gradient moves numbers back, or fills with zeros, so it commutes with casts too.
 _MOVING = """
@@ -35,7 +37,7 @@ _NAMES = {
 def kind(node: object) -> str:
     """How an op treats its first operand: "moves", "repeats" or "chooses" among its numbers; "" for all others."""
     op = node.target if isinstance(node, Node) else None
-    if not isinstance(op, OpOverload) or op._overloadname == "dtype":  # `view.dtype` reads bits as other numbers
+    if not isinstance(op, OpOverload) or reads_bits(op):
         return ""
     assert isinstance(node, Node)
     value = node.meta.get("val")

@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from ampcompile import compat_ops, compat_tracing
 from ampcompile.dtypes import is_lossless
 
+from .aliasing import behind_views, overwritten
 from .commuting import kind, rebuilt, runs_in, same_layout
 from .graph import bodies
 
@@ -28,9 +29,10 @@ def drop_after_differentiation(graph: Graph) -> int:
             if node.target in compat_ops.FAKES_OF_WRONG_DTYPE:
                 dropped += _as_computed(graph, node)
         returned = set(graph.output_node().all_input_nodes)  # what is returned twice is two tensors
+        written = overwritten(graph)
         for cast in list(graph.nodes):
             if _is_cast(cast) and cast not in returned:
-                dropped += _drop(graph, cast)
+                dropped += _drop(graph, cast, written)
     return dropped + sum(drop_after_differentiation(body.graph) for _, body in bodies(graph.owning_module))
 
 
@@ -43,8 +45,11 @@ def _is_cast(node: Node) -> bool:
     return floating and before.device == after.device and same_layout(before, after)
 
 
-def _drop(graph: Graph, second: Node) -> bool:
-    """Read the source of a lossless cast instead, if only ops that commute with it stand between."""
+def _drop(graph: Graph, second: Node, written: set[Node]) -> bool:
+    """Read the source of a lossless cast instead, if only ops that commute with it stand between.
+
+    Not an input that is written: backward may read it afterwards.
+    """
     path: list[Node] = []
     first = second.args[0]
     while isinstance(first, Node) and kind(first) and (len(first.users) == 1 or first.target.is_view):
@@ -54,7 +59,7 @@ def _drop(graph: Graph, second: Node) -> bool:
         return False
     source = first.args[0]
     a, b, c = (node.meta["val"].dtype for node in (source, first, second))
-    if a != c or not is_lossless(a, b) or not all(runs_in(node, a) for node in path):
+    if behind_views(source) in written or a != c or not is_lossless(a, b) or not all(runs_in(node, a) for node in path):
         return False
     with graph.inserting_before(second):
         second.replace_all_uses_with(rebuilt(path, source))

@@ -24,6 +24,7 @@ Precision = torch.dtype | None  # the low-precision dtype of a region; None wher
 ENTER = torch.amp.autocast_mode._enter_autocast
 EXIT = torch.amp.autocast_mode._exit_autocast
 _OURS = os.path.dirname(dtypes.__file__) + os.sep
+_BELOW_AUTOGRAD = frozenset({"_get_data_attr", "_lower_version_count_by_1"})
 UNDECIDED = "amp_undecided"  # in `gm.meta` as long as the values are those that autocast gave while tracing
 
 
@@ -140,6 +141,24 @@ def changes_state(node: Node) -> bool:
     """Whether a captured node is about no value: grad mode, inference mode, the choice of attention kernels."""
     of_op = isinstance(node.target, OpOverload | HigherOrderOperator)
     return node.op == "call_function" and not of_op and node.meta.get("val", node) is None
+
+
+def below_autograd(target: Any) -> bool:
+    """Whether a call is of what Dynamo makes of `tensor.data`, read or assigned: memory shared, unseen by autograd.
+
+    No tracer sees it. AOTAutograd, and a graph that runs as it is, do by it as eager mode does.
+    """
+    return getattr(target, "__name__", "") in _BELOW_AUTOGRAD
+
+
+def reads_bits(op: OpOverload) -> bool:
+    """Whether an op gives the bits of one type as numbers of another: a view that makes other numbers."""
+    return op.is_view and op._overloadname == "dtype"
+
+
+def held_tensors(gm: GraphModule) -> dict[str, torch.Tensor]:
+    """The tensors that a graph holds as attributes though they change: parameters and state of compiled optimizers."""
+    return {name: getattr(gm, name) for name in getattr(gm, "_param_name_to_source", ()) if hasattr(gm, name)}
 
 
 def bodies(gm: GraphModule) -> Iterator[tuple[Node, GraphModule]]:

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from ampcompile import compat_tracing
 from ampcompile.dtypes import short_name
 
-from .graph import placeholders
+from .graph import below_autograd, placeholders, reads_bits
 from .weight_copy import WEIGHT_COPY, Slot
 
 CAST = torch.ops.aten.to.dtype
@@ -51,7 +51,8 @@ def _chain(cast: Node) -> tuple[Node, list[Node]]:
 def _rearranges(node: Node) -> bool:
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and _rearranges(node.args[0])
-    return isinstance(node.target, OpOverload) and node.target._schema.name in _REARRANGING
+    op = node.target
+    return isinstance(op, OpOverload) and op._schema.name in _REARRANGING and not reads_bits(op)
 
 
 def _uses(value: Node) -> Iterator[str]:
@@ -69,7 +70,7 @@ def _uses(value: Node) -> Iterator[str]:
 def _use(user: Node, value: Node) -> str:
     if user.op == "output":
         return "returned"
-    if user.target is operator.getitem:
+    if _hands_on(user):
         return "read"
     if isinstance(user.target, OpOverload):
         return (
@@ -82,12 +83,16 @@ def _use(user: Node, value: Node) -> str:
     return "written"  # another higher-order op, or a stretch left alone: it may do anything
 
 
+def _hands_on(user: Node) -> bool:
+    return user.target is operator.getitem or below_autograd(user.target)
+
+
 def _body(call: Node) -> GraphModule:
     return getattr(call.graph.owning_module, call.args[0].target)
 
 
 def _shares_memory(user: Node, value: Node) -> bool:
-    if user.target is operator.getitem:
+    if _hands_on(user):
         return True
     if not isinstance(user.target, OpOverload):
         return False
@@ -147,37 +152,32 @@ def _hoist_in_body(body: GraphModule, sites: list[Node], weights: set[Node], cop
 class HoistWeights:
     """`is_weight(index, placeholder)`: whether a graph input is a weight whose copy may live across calls.
 
+    `is_registered`: whether a weight is a parameter or buffer; an attribute may be an input that is refilled for each
+    call, and its copy lives once it has stayed the same for some.
+
     The copies become inputs after all others, each with its `Slot` in `node.meta["amp_copy"]`.
     """
 
     is_weight: Callable[[int, Node], bool]
+    is_registered: Callable[[int, Node], bool] = lambda index, node: True
     name = "hoist_weights"
     exact = True
 
     def apply(self, gm: GraphModule) -> int:
         inputs = {node: index for index, node in enumerate(placeholders(gm))}
+        weights = {node for node, index in inputs.items() if self.is_weight(index, node)}
+        on_trial = {node for node in weights if not self.is_registered(inputs[node], node)}
         copies: dict[Slot, Node] = {}
 
         def copy_of(weight: Node, dtype: torch.dtype) -> Node:
-            slot = Slot(inputs[weight], dtype, on_trial=_on_trial(weight))
+            slot = Slot(inputs[weight], dtype, on_trial=weight in on_trial)
             if slot not in copies:
                 copies[slot] = _new_input(gm, weight, dtype)
                 copies[slot].meta["amp_copy"] = slot
             return copies[slot]
 
         with compat_tracing.on_fakes_of(gm):
-            weights = {node for node, index in inputs.items() if self.is_weight(index, node)}
-            return _hoist(gm, {node for node in weights if not _must_wait(node)}, copy_of)
-
-
-def _on_trial(weight: Node) -> bool:
-    """Whether a tensor that stays put may still be an input, refilled for each call, as attributes of modules are."""
-    return not (compat_tracing.is_registered(weight) or weight.meta["val"].requires_grad)
-
-
-def _must_wait(weight: Node) -> bool:
-    """Whether a trial would have the host wait for the device."""
-    return weight.meta["val"].is_cuda and _on_trial(weight)
+            return _hoist(gm, weights, copy_of)
 
 
 def _new_input(gm: GraphModule, weight: Node, dtype: torch.dtype) -> Node:

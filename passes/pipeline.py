@@ -29,8 +29,13 @@ from .share_casts import ShareCasts
 from .spread_casts import SpreadCasts
 
 
-def pipeline(options: Options, regions: Regions, is_weight: Callable[[int, Node], bool]) -> tuple[Pass, ...]:
-    """Passes on the captured graph; `regions` is the autocast state around it."""
+def pipeline(
+    options: Options,
+    regions: Regions,
+    is_weight: Callable[[int, Node], bool],
+    is_registered: Callable[[int, Node], bool] = lambda index, node: True,
+) -> tuple[Pass, ...]:
+    """Passes on the captured graph; `regions` is the autocast state around it. The others: see `HoistWeights`."""
     gradients = torch.is_grad_enabled()
     assign = AssignPrecision(options.policy, regions, options.range_guards)
     decide: tuple[Pass, ...] = (assign,)  # needs a captured graph with its fakes
@@ -44,7 +49,7 @@ def pipeline(options: Options, regions: Regions, is_weight: Callable[[int, Node]
         MoveCasts(gradients),  # after folding, which looks through the same ops
     )
     if options.weights == "cached":
-        tidy += (HoistWeights(is_weight),)  # needs every cast in place: what is left to cast is a weight's own
+        tidy += (HoistWeights(is_weight, is_registered),)  # needs every cast in place: what is left to cast is a weight's own
         if options.lower == "inductor" and not gradients and packed_linear.available(torch.bfloat16):
             tidy += (PackLinears(frozenset({torch.bfloat16})),)  # needs hoisted weights
     tidy += (ShareCasts(gradients),)  # last: a weight's copy is packed for one reader

@@ -7,7 +7,6 @@ needs it all the same: weights may be written before backward comes, by optimize
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ampcompile.dtypes import is_lossless
 
+from .aliasing import behind_views
 from .graph import bodies, placeholders
 from .sizes import in_floats
 
@@ -41,17 +41,11 @@ def _tag(cast: Node) -> bool:
     return tagged
 
 
-def _behind_views(value: Any) -> Node:
-    while isinstance(value.target, OpOverload) and value.target.is_view:
-        value = value.args[0]
-    return value
-
-
 def _widens(node: Node) -> bool:
     if node.target not in _AFTER:
         return False
     before, after = node.args[0].meta["val"], node.meta["val"]
-    made_here = _behind_views(node.args[0]).op != "placeholder"
+    made_here = behind_views(node.args[0]).op != "placeholder"
     return (
         made_here and in_floats(before) and after.itemsize > before.itemsize and is_lossless(before.dtype, after.dtype)
     )

@@ -1,11 +1,13 @@
 """Capture: one spelling, a fake on every node, and no op wired to another value than the user's."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ampcompile import compat_tracing
 from ampcompile.passes.graph import module_path, source_line
-from tests.compiling import HALF, HIGH, LOW, amp, dtypes, eager, same_bits
+from tests.compiling import HALF, HIGH, LOW, amp, compiled, dtypes, eager, same_bits
 
 
 def on_both_sides_of(no_op):
@@ -165,3 +167,64 @@ def test_composites_are_taken_apart_where_rules_hide_inside_and_only_there():
     graph = recorder.traced[0]
     assert "einsum" not in graph and "multi_dot" not in graph
     assert "aten.cross_entropy_loss.default" in graph and "aten.softmax.int" in graph
+
+
+def test_a_tensor_made_of_sizes_and_of_numbers_that_are_read():
+    """`torch.tensor` detaches in place what a conversion may have returned as it was."""
+
+    def program(x, scale):
+        return x * torch.tensor([x.size(0), 2, 3, scale[0].item()]) + torch.tensor(scale.tolist()).sum()
+
+    x, scale = torch.ones(5, 4), torch.tensor([2, 3])
+    run, _ = compiled(program, fullgraph=True, dynamic=True)
+    assert torch.equal(run(x, scale), program(x, scale))
+
+
+def test_what_is_detached_in_place_after_a_conversion_that_changes_nothing():
+    def program(x):
+        h = x * 2
+        h.float().detach_()
+        return h + x
+
+    x = torch.ones(5, requires_grad=True)
+    run, _ = compiled(program, fullgraph=True)
+    run(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(5))
+
+
+def test_a_size_computed_by_a_tensor_op():
+    """Its number is known while tracing; reading it must not be asked for again."""
+
+    def program(x):
+        rows = torch.div(x.size(0), 2, rounding_mode="trunc")
+        wide = x.view(rows, -1)
+        return torch.utils.checkpoint.checkpoint(lambda w: w.view(rows, -1) @ w.t(), wide, use_reentrant=False)
+
+    x = torch.randn(4, 4)
+    assert same_bits(amp(program)[0](x), eager(program, x))
+
+
+BIT = torch.tensor([[True, False], [True, True]])
+CONSTANTS = {
+    "bool": BIT,
+    "unsigned": torch.tensor([[1, 2], [3, 4]], dtype=torch.uint16),
+    "eight bits": torch.tensor([[1.0, 2.0], [3.0, 4.0]]).to(torch.float8_e4m3fn),
+    "complex": torch.tensor([[1 + 2j, 2j], [3, 4]]),
+    "sparse": torch.eye(2).to_sparse(),
+    "empty": torch.empty(2, 0),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_of_all_types(name):
+    """The range guards ask for their magnitudes."""
+    magnitude = compat_tracing.largest_magnitude(CONSTANTS[name])
+    assert magnitude == {"bool": 1.0, "unsigned": 4.0, "eight bits": 4.0, "complex": 4.0}.get(name, 0.0)
+
+
+def test_a_boolean_constant_in_a_graph():
+    def program(x):
+        return x.masked_fill(torch.tensor([[True, False], [True, True]]), 0.0) @ x
+
+    x = torch.randn(2, 2)
+    assert same_bits(amp(program)[0](x), eager(program, x))

@@ -1,0 +1,54 @@
+"""Gradients of what was computed from an input before the graph wrote to it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.compiling import LOW, amp
+
+COPIES = {
+    "clone": lambda x: x.clone(),
+    "there and back": lambda x: x.double().float(),
+    "with a view between": lambda x: x.double().t().float(),
+    "of a view": lambda x: x.t().double().float(),
+    "narrowed": lambda x: x.bfloat16(),
+    "computed": lambda x: x.cos(),
+}
+READERS = {"product": lambda h, w: h * w, "linear": F.linear, "cast": lambda h, w: h.float() * w}
+
+
+def run(f, weight, *args):
+    """A gradient, and what the written input holds afterwards."""
+    weight.grad = None
+    written = args[0].clone()
+    f(written, *args[1:]).float().sin().sum().backward()
+    return weight.grad, written
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("lower", ["aot_eager", "eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_backward_uses_the_values_of_before(copied, reader, lower):
+    weight, x = nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
+
+    def program(x):
+        h = COPIES[copied](x)
+        x.add_(1)
+        return READERS[reader](h, weight)
+
+    with torch.autocast("cpu", LOW):
+        expected = run(program, weight, x)
+    found = run(amp(program, lower=lower)[0], weight, x)
+    assert torch.equal(found[1], expected[1])
+    assert (found[0] - expected[0]).norm() < 0.01 * expected[0].norm()
+
+
+def test_batch_norms_statistics_are_written_and_its_gradient_stays():
+    norm, x = nn.BatchNorm1d(8), torch.randn(16, 8)
+    fresh = nn.BatchNorm1d(8)
+    for module, f in ((norm, norm), (fresh, amp(fresh)[0])):
+        with torch.autocast("cpu", LOW):
+            f(x).sin().sum().backward()
+        assert module.num_batches_tracked == 1
+    assert torch.equal(norm.weight.grad, fresh.weight.grad) and torch.equal(norm.running_mean, fresh.running_mean)

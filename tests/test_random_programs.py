@@ -1,0 +1,98 @@
+"""Random programs: what stock AOTAutograd gives under autocast, by bits or nearer to float64."""
+
+import pytest
+import torch
+
+from tests.compiling import LOW, same_bits
+from tests.random_programs import Outcome, outcome, program
+
+
+def stock(model, compiled=True):
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+
+    def under_autocast(*args):
+        with torch.autocast("cpu", LOW, cache_enabled=False):
+            return run(*args)
+
+    return under_autocast
+
+
+def norm(calls):
+    """Of all floating numbers together; what is not finite counts as 0."""
+    flat = [t.double().flatten() for call in calls for t in call if t.is_floating_point()]
+    return float(torch.cat(flat).nan_to_num(0.0, 0.0, 0.0).norm()) if flat else 0.0
+
+
+def distance(found, exact):
+    return norm(
+        [[f.double() - e.double() for f, e in zip(*calls, strict=True)] for calls in zip(found, exact, strict=True)]
+    )
+
+
+def differences(ours: Outcome, theirs: Outcome, exact: Outcome | None) -> list[str]:
+    """In what two outcomes differ, but for what comes as near to float64; without an outcome in it, within 1 %."""
+    found = []
+    if ours.shared != theirs.shared:
+        found.append(f"memory shared: {ours.shared}, stock {theirs.shared}")
+    for kind in ("results", "left", "gradients"):
+        a, b = getattr(ours, kind), getattr(theirs, kind)
+        dtypes = [[[t.dtype for t in call] for call in calls] for calls in (a, b)]
+        if dtypes[0] != dtypes[1]:
+            found.append(f"dtypes of {kind}: {dtypes[0]}, stock {dtypes[1]}")
+        elif not same_bits(a, b):
+            e = getattr(exact or theirs, kind)
+            mine, stocks = distance(a, e), distance(b, e) if exact else 0.01 * norm(b)
+            if mine > 1.1 * stocks + 1e-6:
+                found.append(f"{kind}: {mine} from float64, stock {stocks}")
+    return found
+
+
+def check(seed: int, lower: str) -> str:
+    """What is wrong with a program: nothing is "", "refused" that torch doesn't run it itself.
+
+    A graph that runs as it is is held against eager autocast: what AOTAutograd drops unread may raise there.
+    """
+    of = program(seed)
+    torch._dynamo.reset()
+    try:
+        theirs = outcome(of, lambda model: stock(model, compiled=lower != "eager"))
+    except Exception:
+        return "refused"
+    torch._dynamo.reset()
+    options = {"lower": lower}
+    try:
+        ours = outcome(of, lambda model: torch.compile(model, backend="amp", options=options))
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:500]}\n{of.source}"
+    try:
+        exact = outcome(of, lambda model: model, exact=True)
+    except Exception:
+        exact = None
+    found = differences(ours, theirs, exact)
+    return "\n".join([*found, of.source]) if found else ""
+
+
+@pytest.mark.parametrize("start", range(0, 96, 16))
+def test_a_few(start):
+    wrong = [found for seed in range(start, start + 16) if (found := check(seed, "aot_eager")) not in ("", "refused")]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_few_with_the_graph_as_it_is():
+    """Nothing is functionalized there: autograd itself sees what is written."""
+    wrong = [found for seed in range(8) if (found := check(seed, "eager")) not in ("", "refused")]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, 2000, 100))
+def test_two_thousand(start):
+    wrong = [found for seed in range(start, start + 100) if (found := check(seed, "aot_eager")) not in ("", "refused")]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_program_that_is_wrong_is_found():
+    right = outcome(program(1), stock)
+    wrong = outcome(program(1), stock)
+    wrong.results[0][0].flatten()[0] += 0.5
+    assert not differences(right, right, None) and differences(wrong, right, None)
