@@ -16,7 +16,7 @@ from torch import Tensor
 import ampcompile
 from tests.weight_writers import unsampled
 
-N = 24
+N = 64
 MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 
@@ -25,7 +25,7 @@ def one(x: Tensor, w: Tensor) -> Tensor:
 
 
 def two(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
-    return F.linear(x, v) + F.linear(x, w)
+    return torch.cat([F.linear(x, v), F.linear(x, w)], 1)
 
 
 @torch.jit.script
@@ -94,7 +94,7 @@ class Program:
         low = [w.detach().bfloat16() for w in weights]
         with MODES[mode]():
             got = self.compiled["two" if len(weights) == 2 else "one"](x, *weights)
-            expected = sum(F.linear(x.detach().bfloat16(), w) for w in low)
+            expected = torch.cat([F.linear(x.detach().bfloat16(), w) for w in low], 1)
         assert torch.equal(got.float(), expected.float()), f"stale: {self}"
         if mode == "grad" and len(weights) == 1:
             self.waiting.append((got.float().sum(), x, low[0].float().sum(0).expand(N, N)))
@@ -198,6 +198,13 @@ def _(program: Program) -> list[Tensor]:
     module.load_state_dict(state, assign=True)
     program.kept += state.values()
     return list(module.parameters())
+
+
+@layout
+def _(program: Program) -> list[Tensor]:
+    """A fused projection, its key rows, and a row of blocks of them."""
+    fused = nn.Parameter(torch.randn(3 * N, N))
+    return [fused, nn.Parameter(fused.data[N : 2 * N]), nn.Parameter(fused.detach()[: 2 * N])]
 
 
 ALIASES: dict[str, Callable[[Tensor], Tensor]] = {

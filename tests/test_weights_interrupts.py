@@ -1,0 +1,146 @@
+"""Interrupted or failed at any line, the bookkeeping of copies never leaves an old one that counts as fresh."""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+from ampcompile import weights
+from ampcompile.weights import Binding, bind, invalidate, writable_copies, wrote
+from tests.searching import searches_are_cheap as searches_are_cheap
+from tests.weight_writers import unsampled
+
+BF16 = torch.bfloat16
+OURS = str(Path(weights.__file__).parent / "weights")
+
+
+def interrupted(at: int, act: Callable[[], object]) -> bool:
+    """Run `act` with a KeyboardInterrupt before line `at` that it reaches in our files; whether it got that far."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(OURS) or frame.f_code.co_name == "__del__":
+            return None
+        if event == "line":
+            lines += 1
+            if lines == at:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return lines >= at
+
+
+class Case:
+    """Two weights, the first shared with a flat buffer and an alias; two graphs."""
+
+    def __init__(self) -> None:
+        self.flat = torch.randn(128)
+        self.weights = [nn.Parameter(self.flat[:64].view(8, 8)), nn.Parameter(torch.randn(8, 8))]
+        self.alias = nn.Parameter(self.weights[1].data)
+        self.bindings: list[Binding] = [bind([None] * 2, [BF16] * 2), bind([None], [BF16])]
+        self.call()
+        self.call()
+
+    def call(self) -> None:
+        self.bindings[0].copies(self.weights)
+        self.bindings[1].copies(self.weights[1:])
+
+    def check(self) -> None:
+        for _ in range(2):
+            for binding, read in zip(self.bindings, (self.weights, self.weights[1:]), strict=True):
+                for copy, weight in zip(binding.copies(read), read, strict=True):
+                    assert torch.equal(copy, weight.detach().to(BF16)), "stale"
+
+    def one(self, weight: torch.Tensor) -> None:
+        with torch.no_grad():
+            weight[unsampled(weight)] += 1
+
+
+def fused_step(case: Case) -> None:
+    """What our fused optimizer step does."""
+    found = [writable_copies(param) for param in case.weights]
+    for param, copies in zip(case.weights, found, strict=True):
+        param.detach().numpy()[unsampled(param)] += 1
+        for copy in copies:
+            torch.from_dlpack(copy).copy_(param.detach())
+        torch.autograd.graph.increment_version([param, *copies])
+    wrote(case.weights)
+
+
+def optimizer_step(case: Case) -> None:
+    for param in case.weights:
+        param.grad = torch.zeros_like(param)
+        param.grad[unsampled(param)] = 1.0
+    torch.optim.SGD(case.weights, lr=1.0, fused=True).step()
+
+
+def written_by_numpy(case: Case) -> None:
+    case.weights[1].detach().numpy()[unsampled(case.weights[1])] += 1
+    invalidate(case.weights)
+
+
+ACTS: dict[str, Callable[[Case], object]] = {
+    "in place": lambda case: case.one(case.weights[0]),
+    "the flat buffer": lambda case: case.one(case.flat),
+    "an alias": lambda case: case.one(case.alias),
+    ".data": lambda case: case.one(case.weights[1].data),
+    "a fused step with copies": fused_step,
+    "a fused optimizer": optimizer_step,
+    "announced": written_by_numpy,
+    "new data": lambda case: setattr(case.weights[1], "data", torch.randn(8, 8)),
+    "swap_tensors": lambda case: torch.utils.swap_tensors(case.weights[1], nn.Parameter(torch.randn(8, 8))),
+    "apply_": lambda case: case.weights[0].detach().apply_(lambda v: v + 1),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_an_interrupt_at_any_line(act: str) -> None:
+    at, reached = 1, True
+    while reached:
+        case = Case()
+        ACTS[act](case)
+        reached = interrupted(at, case.call)  # the refresh after the write
+        case.check()
+        case.one(case.alias)
+        case.check()
+
+        if act == "announced":
+            case.weights[1].detach().numpy()[unsampled(case.weights[1])] += 1
+            further = interrupted(at, lambda: invalidate(case.weights))
+            if further:
+                invalidate(case.weights)  # whoever is interrupted in it has to say it again
+        else:
+            further = interrupted(at, lambda: ACTS[act](case))  # the report of the write
+        case.check()
+        with contextlib.suppress(RuntimeError):
+            ACTS[act](case)
+        case.check()
+        reached = reached or further
+        at += 1
+    assert at > 20
+
+
+def test_a_cast_that_fails_leaves_nothing_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case()
+    case.one(case.weights[0])
+    with monkeypatch.context() as patch:
+        patch.setattr("ampcompile.weights_copy.cast_many_", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                case.call()
+    case.check()
