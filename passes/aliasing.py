@@ -103,9 +103,21 @@ def overwritten(graph: Graph) -> set[Node]:
 
 def behind_views(value: Node) -> Node:
     """The value that a view, or a view of a view, is of; another value itself."""
-    while isinstance(value.target, OpOverload) and value.target.is_view and isinstance(value.args[0], Node):
+    while _is_part(value) and isinstance(value.args[0], Node):
         value = value.args[0]
     return value
+
+
+def _is_part(value: Node) -> bool:
+    return value.target is operator.getitem or (isinstance(value.target, OpOverload) and value.target.is_view)
+
+
+def returned(graph: Graph) -> set[Node]:
+    """The values that a graph returns, and those that it returns views of."""
+    found: set[Node] = set()
+    for value in graph.output_node().all_input_nodes:
+        found.update((value, behind_views(value)))
+    return found
 
 
 def _reads_data(gm: GraphModule) -> bool:

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from ampcompile import compat_ops, compat_tracing
 from ampcompile.dtypes import is_lossless
 
-from .aliasing import behind_views, overwritten
+from .aliasing import behind_views, overwritten, returned
 from .commuting import kind, rebuilt, runs_in, same_layout
 from .graph import bodies
 
@@ -28,10 +28,9 @@ def drop_after_differentiation(graph: Graph) -> int:
         for node in list(graph.nodes):
             if node.target in compat_ops.FAKES_OF_WRONG_DTYPE:
                 dropped += _as_computed(graph, node)
-        returned = set(graph.output_node().all_input_nodes)  # what is returned twice is two tensors
-        written = overwritten(graph)
+        apart, written = returned(graph), overwritten(graph)  # what is returned twice is two tensors
         for cast in list(graph.nodes):
-            if _is_cast(cast) and cast not in returned:
+            if _is_cast(cast) and cast not in apart:
                 dropped += _drop(graph, cast, written)
     return dropped + sum(drop_after_differentiation(body.graph) for _, body in bodies(graph.owning_module))
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .aliasing import Memory
+from .aliasing import Memory, returned
 from .commuting import CAST
 from .gradients import differentiable
 from .graph import bodies
@@ -50,10 +50,10 @@ class ShareCasts:
 def share_after_differentiation(graph: Graph) -> int:
     """The same for a joint or inference graph, whose ops write nothing but inputs, at its end."""
     first: dict[Any, Node] = {}
-    returned = set(graph.output_node().all_input_nodes)
+    apart = returned(graph)
     shared = 0
     for cast in list(graph.nodes):
-        if cast.target not in _AFTER or cast in returned:  # what is returned twice is two tensors
+        if cast.target not in _AFTER or cast in apart:  # what is returned twice is two tensors
             continue
         # A checkpointed stretch that backward runs again keeps casts of its own.
         key = (cast.target, cast.args, str(cast.kwargs), cast.meta.get("recompute"), cast.meta.get("ac_graph_id"))

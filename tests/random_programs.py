@@ -29,7 +29,7 @@ torch.where(mask, {a}, {b})|{a}.chunk(2, 1)[0].repeat(1, 2)|{a}[index]|{a}.roll(
 {a} + {b}.sum(0)|{a} + self.average|{a} + F.cross_entropy({a}, index)|{a} * F.mse_loss({a}, {b})
 F.normalize({a}, dim=-1)|{a}.addmm({b}, self.weight)|{a} + self.scale
 F.scaled_dot_product_attention({a}.reshape(1, 2, 2, 8), {b}.reshape(1, 2, 2, 8), {a}.reshape(1, 2, 2, 8)).reshape(4, 8)
-checkpoint(lambda t: self.first(F.gelu(t)) + t, {a}, use_reentrant=False)|F.embedding(index, self.weight)
+checkpoint(lambda t: self.first(F.gelu(t)) + t, {a} * 1.0, use_reentrant=False)|F.embedding(index, self.weight)
 2 * self.second({b})
 """
 # Statements that write, into values, the input `other` and buffers.

@@ -120,6 +120,11 @@ CASES: dict[str, Case] = {
         {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "drop_path_rate": 0.0},
         lambda: picture(32),
     ),
+    "longformer": (  # sizes computed by tensor ops
+        "LongformerForMaskedLM",
+        BERT_LIKE | {"attention_window": [4, 4], "max_position_embeddings": 40, "pad_token_id": 0},
+        tokens,
+    ),
     "segformer": (
         "SegformerForSemanticSegmentation",
         {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16]}

@@ -75,3 +75,17 @@ def test_group_norms_gradients_are_eagers_without_a_copy():
     ours = gradients(model, lambda m: run(x).float().square().sum())
     theirs = gradients(model, lambda m: eager(m, x).float().square().sum())
     assert same_bits(ours, theirs)
+
+
+def test_views_of_what_is_returned_stay_apart_from_inputs_and_from_each_other():
+    """Two casts in a row that give the same numbers make a tensor of its own, of which a view is returned."""
+
+    def program(x):
+        return x.double().float()[1:], x.double().float().view(-1), x.double().float().chunk(2)[0], x.bfloat16().t()
+
+    x = torch.randn(4, 4)
+    results = amp(program)[0](x)
+    assert len({t.untyped_storage().data_ptr() for t in (x, *results)}) == 5
+    assert torch.equal(results[0], x[1:]) and torch.equal(results[2], x[:2])
+    first, second = amp(lambda x: (x.bfloat16()[1:], x.bfloat16()[:2]))[0](x)
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
