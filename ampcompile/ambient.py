@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from . import compat, compat_modules, mixed_operands, unmatched
+from . import compat, compat_modules, compat_returns, leaving, mixed_operands, unmatched
 from .config import Options
 from .errors import AmpWarning
 from .mixed_operands import here
@@ -109,7 +109,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
             AmpWarning,
             stacklevel=4,
         )
-    device_of = _device_finder(fn)
+    device_of, module, widens = _device_finder(fn), getattr(fn, "__self__", None), options.outputs == "float32"
     plain = compiled
     if options.policy != Policy():
         compiled = unmatched.checked(compiled, fn, options.policy)
@@ -122,8 +122,9 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
         try:
             if disabled_by_user(device_type):
                 return compiled(*args, **kwargs)
-            with _region(device_type, options):
-                return compiled(*args, **kwargs)
+            alone = called is None and not torch.is_autocast_enabled(device_type)
+            with _region(device_type, options) as region:
+                return leaving.call(compiled, args, kwargs, region.fast_dtype, widens and alone, module)
         finally:
             here.called = called
 
@@ -160,6 +161,7 @@ def install() -> bool:
     """Have torch.compile wrap what it compiles for a backend of ours; False, with one warning, if it can't be."""
     try:
         compat.wrap_compiled_callables(_wrap)
+        compat_returns.watch_returns(leaving.decide)
         compat_modules.watch_inlined_modules(lambda backend: _reader(backend) is not None, _inside_another)
     except AttributeError as error:
         warnings.warn(

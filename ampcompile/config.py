@@ -17,6 +17,7 @@ _CHOICES = {
     "numerics": ("eager", "relaxed"),
     "placement": ("eager", "bytes"),
     "lower": ("inductor", "aot_eager", "eager"),
+    "outputs": ("float32", "autocast"),
 }
 FUSED = ("cross_entropy", "linear", "linear_cross_entropy", "norm", "softmax")
 """The families of fused kernels."""
@@ -38,6 +39,8 @@ class Options:
     range_guards: bool = True
     placement: str = "eager"
     lower: str = "inductor"
+    outputs: str = "float32"
+    """In which type low-precision results leave the outermost compiled callable where no autocast is open around it."""
     fuse: str = "auto"
     """Which families of fused kernels are used: "auto" where counted bytes say that it pays, "none", or some of
     `FUSED`, joined by "+", wherever they match and on every device."""

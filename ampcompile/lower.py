@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from . import compat, compat_backward, compat_tracing, double_backward, packing, weights
+from . import compat, compat_backward, compat_tracing, double_backward, leaving, packing, weights
 from .config import Options
 from .decompositions import decompositions
 from .kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
@@ -35,6 +35,7 @@ def lower(
 
     `watch(name, graph)` sees the graph after differentiation, before and after each pass on it (`aot_eager` only).
     """
+    leaves = leaving.at_run_time(gm)
     copies = [node for node in gm.graph.find_nodes(op="placeholder") if "amp_copy" in node.meta]
     slots = [node.meta["amp_copy"] for node in copies]
     inputs = [*example_inputs, *(node.meta["val"] for node in copies)]
@@ -42,7 +43,7 @@ def lower(
     if options.lower == "eager":
         run_passes([bind_weights.BindWeightsEagerly()], gm)
         compiled = without_autocast(gm)
-        return _with_copies(compiled, slots, options) if slots else compiled
+        return leaves(_with_copies(compiled, slots, options) if slots else compiled)
     rewritten = (gm.meta.pop(UNFUSED, None) or double_backward.kept(gm)) if torch.is_grad_enabled() else None
     with compat.lowering_without_autocast(), compat_backward.functions_made() as functions:
         if options.lower == "aot_eager":
@@ -53,8 +54,8 @@ def lower(
             compiled = compat.inductor(gm, inputs, config, _on_joint_graph(), decompositions())
     run = _with_copies(compiled, slots, options) if slots else compiled
     if rewritten is None or not functions:
-        return run
-    return double_backward.Twice(rewritten, functions[-1])(run)
+        return leaves(run)
+    return leaves(double_backward.Twice(rewritten, functions[-1])(run))
 
 
 def _on_joint_graph() -> list[compat.OnJointGraph]:
