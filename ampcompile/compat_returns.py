@@ -42,17 +42,13 @@ def computed_and_returned(frame: Frame, dtype: torch.dtype) -> tuple[list[Any], 
     returned = list(_contents(frame, frame.stack[-1]))
     inputs = {_memory(node) for node in frame.output.graph.find_nodes(op="placeholder")}
     low = [v for v in returned if isinstance(v, TensorVariable) and v.dtype == dtype]
-    there = [v for v in low if v.source is not None or _memory(v.proxy.node) in inputs]
+    there = {id(v) for v in low if v.source is not None or _memory(v.proxy.node) in inputs}
     elsewhere = _kept_elsewhere(frame, {id(v) for v in returned}) if low else set()
-    computed = [
-        v
-        for v in low
-        if v not in there and type(v) is TensorVariable and _memory(v.proxy.node) and v.proxy.node not in elsewhere
-    ]
-    # Nobody knows what is in an object that was there before and that the frame has looked at: it may have changed.
-    unknown = [v for v in returned if v.source is not None and not isinstance(v, TensorVariable) and _is_seen(v)]
+    computed = [v for v in low if id(v) not in there and _is_plain(v) and v.proxy.node not in elsewhere]
+    # What was there before and has been looked at may have been changed.
+    unknown = [v for v in returned if v.source is not None and _is_seen(v) and holds_values(_type(v))]
     if frame.f_code.co_name.startswith(RESUMED):
-        unknown += [v for v in returned if v.source is not None]
+        unknown += [v for v in returned if id(v) in there or not _is_seen(v)]
     return computed, not unknown and len(computed) + len(there) == len(low)
 
 
@@ -97,6 +93,10 @@ def _contents(frame: Frame, value: Any, seen: set[int] | None = None) -> Iterato
     if value.source is None and _is_seen(value) and not isinstance(value, TensorVariable) and holds_values(_type(value)):
         for part in _parts(frame, value):
             yield from _contents(frame, part, seen)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is TensorVariable and _memory(value.proxy.node) is not None
 
 
 def _is_seen(value: Any) -> bool:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -39,20 +38,27 @@ def call(compiled: Callable[..., Any], args: Any, kwargs: Any, low: torch.dtype,
     """
     outer = here.low, here.widening
     here.low, here.widening, here.widened = low, widening, False
+    there = list(_tensors(args, kwargs)) if widening and any(map(_may_change, (*args, *kwargs.values()))) else None
     try:
         result = compiled(*args, **kwargs)
         if not widening or here.widened:
             return result
-        return widened(result, low, lambda: _there_before(args, kwargs, module))
+        return widened(result, low, lambda: (*(_tensors(args, kwargs) if there is None else there), *_state(module)))
     finally:
         here.low, here.widening = outer
 
 
-def _there_before(args: Any, kwargs: Any, module: Any) -> Iterator[Any]:
-    yield from pytree.arg_tree_leaves(*args, **kwargs)
-    if isinstance(module, torch.nn.Module):
-        yield from module.parameters()
-        yield from module.buffers()
+def _may_change(argument: Any) -> bool:
+    """Whether the call may put tensors into an argument."""
+    return isinstance(argument, list | MutableMapping) or is_dataclass(argument)
+
+
+def _tensors(args: Any, kwargs: Any) -> Iterable[Any]:
+    return pytree.arg_tree_leaves(*args, **kwargs)
+
+
+def _state(module: Any) -> Iterable[torch.Tensor]:
+    return (*module.parameters(), *module.buffers()) if isinstance(module, torch.nn.Module) else ()
 
 
 def widen(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,9 +137,8 @@ def _is_outermost(frame: FrameType | None, code: CodeType | None = None) -> bool
 
     So it is if between them are only frames of torch, and frames that end by calling what follows a graph break.
     """
-    while frame is not None and frame.f_code is not call.__code__:
-        caller = frame.f_code
-        if caller not in _CALLS_OF_MODULES and not _hands_on(caller.co_filename) and caller is not code:
+    while frame is not None and (caller := frame.f_code) is not call.__code__:
+        if not _HANDS_ON[caller.co_filename] and caller is not code and id(caller) not in _CALLS_OF_MODULES:
             if code is not None and not _resumes(code, caller):
                 return False
             code = caller
@@ -141,17 +146,19 @@ def _is_outermost(frame: FrameType | None, code: CodeType | None = None) -> bool
     return frame is not None
 
 
-# Without hooks: those run in a function inside.
-_CALLS_OF_MODULES = frozenset({torch.nn.Module._wrapped_call_impl.__code__, torch.nn.Module._call_impl.__code__})
-
-
-@cache
-def _hands_on(filename: str) -> bool:
+class _HandsOn(dict[str, bool]):
     """Whether functions of a file return what the function that they call returns: torch's but layers, and ours."""
-    ours, torchs = (str(Path(module.__file__ or "").parent) + "/" for module in (mixed_operands, torch))
-    if filename.startswith(f"{torchs}nn/modules/"):
-        return False
-    return filename.startswith((ours, torchs, "<eval_with_key>"))
+
+    def __missing__(self, filename: str) -> bool:
+        ours, torchs = (str(Path(module.__file__ or "").parent) + "/" for module in (mixed_operands, torch))
+        layers = filename.startswith(f"{torchs}nn/modules/")
+        self[filename] = not layers and filename.startswith((ours, torchs, "<eval_with_key>"))
+        return self[filename]
+
+
+_HANDS_ON = _HandsOn()
+# They do so without hooks: those run in a function inside.
+_CALLS_OF_MODULES = {id(f.__code__) for f in (torch.nn.Module._wrapped_call_impl, torch.nn.Module._call_impl)}
 
 
 def _resumes(code: CodeType, caller: CodeType) -> bool:

@@ -254,12 +254,12 @@ class Model(nn.Module):
     def encode(self, x):
         return self.linear(x).softmax(-1)
 
-    @torch.compile(backend="amp", options={"lower": "aot_eager"})
+    @torch.compile(backend="amp", options={"lower": "aot_eager", "outputs": "autocast"})
     def decode(self, x):
         return self.linear(x)
 
 
-OPTIONS = {"backend": "amp", "options": {"lower": "aot_eager"}}
+OPTIONS = {"backend": "amp", "options": {"lower": "aot_eager", "outputs": "autocast"}}
 
 
 def test_every_way_to_compile_is_under_autocast():
