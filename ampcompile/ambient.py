@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from . import compat, compat_modules, compat_returns, leaving, mixed_operands, unmatched
+from . import compat, compat_callables, compat_modules, compat_returns, leaving, mixed_operands, unmatched
 from .config import Options
-from .errors import AmpWarning
+from .errors import AmpWarning, OptionError
 from .mixed_operands import here
 from .policy import Policy
 
@@ -97,6 +97,18 @@ def _reader(backend: Any) -> Any:
     return getattr(getattr(backend, "compiler_fn", backend), "amp_options", None)
 
 
+def _shapes_and_breaks(backend: Any, dynamic: bool | None, fullgraph: bool) -> tuple[bool | None, bool]:
+    """`dynamic` and `fullgraph` as our options ask, else as torch.compile was told. Raises OptionError if both differ."""
+    read_options = _reader(backend)
+    if read_options is None:
+        return dynamic, fullgraph
+    options = read_options(**getattr(backend, "kwargs", {}))
+    for name, beside, ours in (("dynamic", dynamic, options.dynamic), ("fullgraph", fullgraph or None, options.fullgraph)):
+        if None not in (beside, ours) and beside != ours:
+            raise OptionError(f"{name}={beside} beside options={{{name!r}: {ours}}}: expected one of the two.")
+    return dynamic if options.dynamic is None else options.dynamic, bool(fullgraph or options.fullgraph)
+
+
 def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
     read_options = _reader(backend)
     if read_options is None:
@@ -160,7 +172,7 @@ def _inside_another(name: str) -> None:
 def install() -> bool:
     """Have torch.compile wrap what it compiles for a backend of ours; False, with one warning, if it can't be."""
     try:
-        compat.wrap_compiled_callables(_wrap)
+        compat_callables.wrap_compiled_callables(_wrap, _shapes_and_breaks)
         compat_returns.watch_returns(leaving.decide)
         compat_modules.watch_inlined_modules(lambda backend: _reader(backend) is not None, _inside_another)
     except AttributeError as error:

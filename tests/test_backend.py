@@ -136,6 +136,41 @@ def test_modes_and_inductors_own_options_go_on_to_inductor(monkeypatch):
     assert "lower" not in seen[1] and "numerics" not in seen[1]
 
 
+def sizes(backend_options, shapes=((4, 4), (5, 5), (6, 6)), **arguments):
+    """The number of graphs for squares of some sizes."""
+    counters.clear()
+    run = torch.compile(lambda x: x @ x, backend="amp", options={"lower": "aot_eager", **backend_options}, **arguments)
+    for shape in shapes:
+        run(torch.ones(shape))
+    return counters["stats"]["unique_graphs"]
+
+
+def test_what_torch_takes_beside_options_may_be_among_them():
+    assert (sizes({"dynamic": True}), sizes({"dynamic": False})) == (1, 3)
+    assert (sizes({}, dynamic=True), sizes({}, dynamic=False)) == (1, 3)
+
+    def breaks(x):
+        torch._dynamo.graph_break()
+        return x @ x
+
+    for options in ({"fullgraph": True}, {"fullgraph": True, "dynamic": True, "mode": "max-autotune"}):
+        run = torch.compile(breaks, backend="amp", options={"lower": "aot_eager", **options})
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            run(torch.ones(2, 2))
+        module = nn.Linear(2, 2)
+        module.forward = breaks
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(module, backend="amp", options={"lower": "aot_eager", **options})(torch.ones(2, 2))
+    assert torch.compile(breaks, backend="amp", options={"lower": "aot_eager", "fullgraph": False})(torch.ones(2, 2)).shape
+
+
+def test_a_setting_that_is_given_twice_must_agree():
+    assert sizes({"dynamic": True, "fullgraph": True}, dynamic=True, fullgraph=True) == 1
+    for arguments, options in (({"dynamic": True}, {"dynamic": False}), ({"fullgraph": True}, {"fullgraph": False})):
+        with pytest.raises(OptionError, match="beside options=.*expected one of the two"):
+            torch.compile(nn.Linear(2, 2), backend="amp", options=options, **arguments)
+
+
 def test_an_unknown_option_stops_at_once_with_the_nearest_names():
     with pytest.raises(OptionError, match=r"Did you mean 'weights'"):
         torch.compile(nn.Linear(2, 2), backend="amp", options={"weight": "cached"})
