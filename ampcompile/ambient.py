@@ -98,12 +98,15 @@ def _reader(backend: Any) -> Any:
 
 
 def _shapes_and_breaks(backend: Any, dynamic: bool | None, fullgraph: bool) -> tuple[bool | None, bool]:
-    """`dynamic` and `fullgraph` as our options ask, else as torch.compile was told. Raises OptionError if both differ."""
+    """`dynamic` and `fullgraph` as our options ask, else as torch.compile was told. Raises OptionError."""
     read_options = _reader(backend)
     if read_options is None:
         return dynamic, fullgraph
     options = read_options(**getattr(backend, "kwargs", {}))
-    for name, beside, ours in (("dynamic", dynamic, options.dynamic), ("fullgraph", fullgraph or None, options.fullgraph)):
+    for name, beside, ours in (
+        ("dynamic", dynamic, options.dynamic),
+        ("fullgraph", fullgraph or None, options.fullgraph),
+    ):
         if None not in (beside, ours) and beside != ours:
             raise OptionError(f"{name}={beside} beside options={{{name!r}: {ours}}}: expected one of the two.")
     return dynamic if options.dynamic is None else options.dynamic, bool(fullgraph or options.fullgraph)

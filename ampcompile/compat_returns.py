@@ -90,7 +90,12 @@ def _contents(frame: Frame, value: Any, seen: set[int] | None = None) -> Iterato
         return
     seen.add(id(value))
     yield value
-    if value.source is None and _is_seen(value) and not isinstance(value, TensorVariable) and holds_values(_type(value)):
+    if (
+        value.source is None
+        and _is_seen(value)
+        and not isinstance(value, TensorVariable)
+        and holds_values(_type(value))
+    ):
         for part in _parts(frame, value):
             yield from _contents(frame, part, seen)
 

@@ -165,9 +165,12 @@ def _resumes(code: CodeType, caller: CodeType) -> bool:
     """Whether Dynamo made `code` of what follows a graph break in `caller`."""
     if not code.co_name.startswith(RESUMED) or code.co_filename != caller.co_filename:
         return False
-    names = (c.co_name.removeprefix(RESUMED).rpartition("_at_") for c in (code, caller))
-    (resumed, *_), (broken, _, last) = names
-    return resumed == (broken if caller.co_name.startswith(RESUMED) else caller.co_name)
+    return _function_of(code.co_name) == _function_of(caller.co_name)
+
+
+def _function_of(name: str) -> str:
+    """The function that Dynamo took a frame's code from."""
+    return name.removeprefix(RESUMED).rpartition("_at_")[0] if name.startswith(RESUMED) else name
 
 
 def widened(result: Any, dtype: torch.dtype, of_user: Callable[[], Iterable[Any]]) -> Any:
@@ -199,7 +202,7 @@ class _Widening:
     def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.theirs is None:
             self.theirs = {memory_of(v) for v in self.of_user() if isinstance(v, torch.Tensor)} - {None}
-        whole = tensor._base if tensor._is_view() else tensor
+        whole = tensor if tensor._base is None else tensor._base
         parameter = whole.is_leaf and whole.requires_grad
         return tensor if parameter or memory_of(tensor) in self.theirs else tensor.float()
 

@@ -336,6 +336,8 @@ def test_other_backends_are_left_alone():
 
 def test_without_dynamos_hook_there_is_one_warning_and_ambient_autocast_still_works(monkeypatch):
     ambient = ampcompile.ambient
-    monkeypatch.setattr(compat_callables, "wrap_compiled_callables", lambda *_: (_ for _ in ()).throw(AttributeError("gone")))
+    monkeypatch.setattr(
+        compat_callables, "wrap_compiled_callables", lambda *_: (_ for _ in ()).throw(AttributeError("gone"))
+    )
     with pytest.warns(AmpWarning, match="open torch.autocast around the call yourself"):
         assert not ambient.install.__wrapped__()

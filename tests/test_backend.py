@@ -161,13 +161,15 @@ def test_what_torch_takes_beside_options_may_be_among_them():
         module.forward = breaks
         with pytest.raises(torch._dynamo.exc.Unsupported):
             torch.compile(module, backend="amp", options={"lower": "aot_eager", **options})(torch.ones(2, 2))
-    assert torch.compile(breaks, backend="amp", options={"lower": "aot_eager", "fullgraph": False})(torch.ones(2, 2)).shape
+    assert torch.compile(breaks, backend="amp", options={"lower": "aot_eager", "fullgraph": False})(
+        torch.ones(2, 2)
+    ).shape
 
 
 def test_a_setting_that_is_given_twice_must_agree():
     assert sizes({"dynamic": True, "fullgraph": True}, dynamic=True, fullgraph=True) == 1
     for arguments, options in (({"dynamic": True}, {"dynamic": False}), ({"fullgraph": True}, {"fullgraph": False})):
-        with pytest.raises(OptionError, match="beside options=.*expected one of the two"):
+        with pytest.raises(OptionError, match=r"beside options=.*expected one of the two"):
             torch.compile(nn.Linear(2, 2), backend="amp", options=options, **arguments)
 
 

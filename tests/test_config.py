@@ -70,7 +70,10 @@ def test_a_mode_is_inductors_settings():
         ({"policy": 3}, r"option policy=3: expected an ampcompile.Policy or its string form"),
         ({"dtpye": torch.float16}, r"option 'dtpye' is unknown. Did you mean 'dtype'"),
         ({"max_autotun": True}, r"Did you mean 'max_autotune'.*a key of torch._inductor.config"),
-        ({"zzzz": 1}, r"option 'zzzz' is unknown. Expected one of dtype, dynamic, fullgraph, fuse, lower, mode, numerics, outputs"),
+        (
+            {"zzzz": 1},
+            r"'zzzz' is unknown. Expected one of dtype, dynamic, fullgraph, fuse, lower, mode, numerics, outputs",
+        ),
     ],
 )
 def test_an_error_says_found_expected_and_the_nearest_match(options, message):

@@ -161,7 +161,9 @@ def test_what_becomes_of_casts() -> None:
             return torch.exp(both[:1].expand(4, 8)) + (wide @ y)  # the row is cast before it is spread
 
     with torch.no_grad():
-        report = ampcompile.explain(Model(), policy="op exp=fp32", outputs="autocast")(torch.randn(4, 8), torch.randn(8, 8))
+        report = ampcompile.explain(Model(), policy="op exp=fp32", outputs="autocast")(
+            torch.randn(4, 8), torch.randn(8, 8)
+        )
     fates = [cast.fate for cast in report.casts]
     assert {fate[0] for fate in fates} == {"inserted"}
     assert sorted(fate[1:] for fate in fates) == [
@@ -181,7 +183,9 @@ def test_what_becomes_of_casts() -> None:
 
 def test_the_options_of_a_compiled_function_are_used_and_keywords_beat_them() -> None:
     model = three_layers()
-    compiled = torch.compile(model, backend="amp", options={"dtype": torch.float16, "weights": "every_call", "outputs": "autocast"})
+    compiled = torch.compile(
+        model, backend="amp", options={"dtype": torch.float16, "weights": "every_call", "outputs": "autocast"}
+    )
     casts = ampcompile.explain(compiled)(torch.randn(2, 8)).casts
     assert {c.dtype_to for c in casts} == {torch.float16}
     assert {c.fate for c in casts} == {("inserted",)}

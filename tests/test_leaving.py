@@ -1,4 +1,4 @@
-"""What leaves the outermost compiled callable: float32 where no autocast is open around it, and nothing else changed."""
+"""What leaves the outermost compiled callable: float32 where no autocast is open around it."""
 
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
@@ -210,7 +210,9 @@ def test_the_users_own_tensors_and_views_of_them_stay(breaks, lower):
         *found, computed = call(low, written)
         assert computed.dtype == HIGH and torch.equal(computed, (low + 1).float())
         assert dtypes(found) == [LOW] * len(own)
-        assert all(a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() for a, b in zip(found, own, strict=True))
+        assert all(
+            a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() for a, b in zip(found, own, strict=True)
+        )
         assert all(found[i] is own[i] for i in (0, 2, 4, 5, 7))
     assert torch.equal(written, eager(LINEAR, low))
 
@@ -378,7 +380,7 @@ def test_the_cast_is_in_inductors_kernel():
         _, (code,) = run_and_get_code(run(f, lower="inductor"), torch.randn(64, 8))
         torch._dynamo.reset()
         _, (kept,) = run_and_get_code(run(f, lower="inductor", outputs="autocast"), torch.randn(64, 8))
-    assert code.count("extern \"C\"") == kept.count("extern \"C\"") >= 1
+    assert code.count('extern "C"') == kept.count('extern "C"') >= 1
 
 
 def test_explain_shows_the_cast_with_its_reason():

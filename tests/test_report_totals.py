@@ -87,7 +87,9 @@ def test_each_pass_is_counted() -> None:
 
 def test_without_gradients_there_is_no_backward_to_count() -> None:
     with torch.no_grad():
-        totals = {t.stage: t.casts for t in ampcompile.explain(nn.Linear(8, 4), outputs="autocast")(torch.randn(3, 8)).totals}
+        totals = {
+            t.stage: t.casts for t in ampcompile.explain(nn.Linear(8, 4), outputs="autocast")(torch.randn(3, 8)).totals
+        }
     assert totals["eager autocast, backward"] == 0
     assert totals["eager autocast, forward"] == totals["insert_casts"] == 3
 
