@@ -82,7 +82,7 @@ class Candidate:
 
     def _casts_unfrozen(self) -> int:
         """How many casts the same graphs hold without freezing; nothing of it stays compiled."""
-        with torch._inductor.config.patch(force_disable_caches=True), counting.casts_compiled() as casts:
+        with counting.nothing_from_caches(), counting.casts_compiled() as casts:
             self._result(replace(self.peer, freezing=False).compiled(self.model, self.dtype), self._around)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
