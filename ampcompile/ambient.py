@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from . import compat, compat_modules, mixed_operands, unmatched
+from . import compat, compat_callables, compat_modules, compat_returns, leaving, mixed_operands, unmatched
 from .config import Options
-from .errors import AmpWarning
+from .errors import AmpWarning, OptionError
 from .mixed_operands import here
 from .policy import Policy
 
@@ -97,6 +97,21 @@ def _reader(backend: Any) -> Any:
     return getattr(getattr(backend, "compiler_fn", backend), "amp_options", None)
 
 
+def _shapes_and_breaks(backend: Any, dynamic: bool | None, fullgraph: bool) -> tuple[bool | None, bool]:
+    """`dynamic` and `fullgraph` as our options ask, else as torch.compile was told. Raises OptionError."""
+    read_options = _reader(backend)
+    if read_options is None:
+        return dynamic, fullgraph
+    options = read_options(**getattr(backend, "kwargs", {}))
+    for name, beside, ours in (
+        ("dynamic", dynamic, options.dynamic),
+        ("fullgraph", fullgraph or None, options.fullgraph),
+    ):
+        if None not in (beside, ours) and beside != ours:
+            raise OptionError(f"{name}={beside} beside options={{{name!r}: {ours}}}: expected one of the two.")
+    return dynamic if options.dynamic is None else options.dynamic, bool(fullgraph or options.fullgraph)
+
+
 def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
     read_options = _reader(backend)
     if read_options is None:
@@ -109,14 +124,14 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
             AmpWarning,
             stacklevel=4,
         )
-    device_of = _device_finder(fn)
+    device_of, module, widens = _device_finder(fn), getattr(fn, "__self__", None), options.outputs == "float32"
     plain = compiled
     if options.policy != Policy():
         compiled = unmatched.checked(compiled, fn, options.policy)
 
     @functools.wraps(plain)
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
-        looking = compat.set_frame_callback(None)
+        looking = compat_callables.set_frame_callback(None)
         called = here.called
         try:
             device_type = device_of(args, kwargs)
@@ -124,13 +139,14 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
             here.called = fn
             if disabled_by_user(device_type):
                 return compiled(*args, **kwargs)
-            with _region(device_type, options):
-                return compiled(*args, **kwargs)
+            alone = called is None and not torch.is_autocast_enabled(device_type)
+            with _region(device_type, options) as region:
+                return leaving.call(compiled, args, kwargs, region.fast_dtype, widens and alone, module)
         finally:
             here.called = called
-            compat.set_frame_callback(looking)
+            compat_callables.set_frame_callback(looking)
 
-    compat.pass_over(under_autocast)
+    compat_callables.pass_over(under_autocast)
     under_autocast._torchdynamo_inline = _inlined(plain)  # type: ignore[attr-defined]
     return under_autocast
 
@@ -163,7 +179,8 @@ def _inside_another(name: str) -> None:
 def install() -> bool:
     """Have torch.compile wrap what it compiles for a backend of ours; False, with one warning, if it can't be."""
     try:
-        compat.wrap_compiled_callables(_wrap)
+        compat_callables.wrap_compiled_callables(_wrap, _shapes_and_breaks)
+        compat_returns.watch_returns(leaving.decide)
         compat_modules.watch_inlined_modules(lambda backend: _reader(backend) is not None, _inside_another)
     except AttributeError as error:
         warnings.warn(

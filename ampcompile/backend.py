@@ -16,6 +16,7 @@ from . import ambient, compat, compat_backward, compat_modules, compat_tracing, 
 from .config import Options
 from .double_backward import kept
 from .estimate import estimate
+from .leaving import LEAVING, leaving
 from .lower import lower
 from .mixed_operands import here
 from .module_names import module_names
@@ -68,6 +69,7 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
         graph = capture(gm, fakes, mode, options.policy)
         if here.seen is not None:
             here.seen.add(graph)
+        graph.meta[LEAVING] = leaving(gm, graph)
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(compat.autocast_states())
     is_weight = _weight_test(example_inputs)

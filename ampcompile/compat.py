@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo import eval_frame
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._ops import HigherOrderOperator
 
@@ -43,50 +42,6 @@ def lowering_without_autocast() -> Iterator[None]:
             yield
         finally:
             torch.set_autocast_enabled(_INERT_DEVICE, False)
-
-
-def innermost_backend(context: Any) -> Any:
-    """The backend behind Dynamo's chain of callbacks; `torch.compile` wraps it, with its mode and options."""
-    return eval_frame.innermost_backend(context.callback)
-
-
-def wrap_compiled_callables(wrap: Callable[[Any, Any, Any], Any]) -> None:
-    """Have `wrap(backend, fn, compiled)` stand in for every callable that Dynamo's optimize context returns.
-
-    torch offers no public hook around a compiled call: `backend_ctx_ctor` is dropped by torch.compile, and
-    since 2.13 `_ForceDispatchKeyGuard` undoes what it changes in the dispatch keys. Modules and classes come
-    back through this call with their methods, so only functions are wrapped.
-    """
-    original = eval_frame.OptimizeContext.__call__
-
-    def call(self: Any, fn: Any) -> Any:
-        compiled = original(self, fn)
-        if isinstance(fn, torch.nn.Module | type):
-            return compiled
-        looking = set_frame_callback(None)
-        try:
-            wrapped = wrap(innermost_backend(self), fn, compiled)
-        finally:
-            set_frame_callback(looking)
-        if wrapped is not compiled:
-            # Dynamo follows `_torchdynamo_orig_callable`, copied by functools.wraps, only if this matches.
-            wrapped._torchdynamo_wrapper_id = id(wrapped)
-        return wrapped
-
-    pass_over(call)
-    eval_frame.OptimizeContext.__call__ = call  # type: ignore[method-assign]
-
-
-def pass_over(function: Any) -> None:
-    """Have Dynamo run a function of ours as it is, as it does by torch's own, where it looks at each call that is made.
-
-    So it does in a compiled function after a graph break: a backward that runs there calls what compiled autograd
-    compiles. The functions that this one calls are looked at: `set_frame_callback(None)` ends it for a while.
-    """
-    eval_frame.skip_code(function.__code__)
-
-
-set_frame_callback = eval_frame.set_eval_frame  # returns the one before
 
 
 def any_autocast_enabled() -> bool:

@@ -11,7 +11,7 @@ from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.builder import VariableBuilder
 
-from .compat import innermost_backend
+from .compat_callables import innermost_backend
 
 
 def guard_modules_of_frame(gm: torch.fx.GraphModule, names: Mapping[str, str]) -> None:

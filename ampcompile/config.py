@@ -17,6 +17,7 @@ _CHOICES = {
     "numerics": ("eager", "relaxed"),
     "placement": ("eager", "bytes"),
     "lower": ("inductor", "aot_eager", "eager"),
+    "outputs": ("float32", "autocast"),
 }
 FUSED = ("cross_entropy", "linear", "linear_cross_entropy", "norm", "softmax")
 """The families of fused kernels."""
@@ -38,9 +39,16 @@ class Options:
     range_guards: bool = True
     placement: str = "eager"
     lower: str = "inductor"
+    outputs: str = "float32"
+    """In which type low-precision results leave the outermost compiled callable where no autocast is open around it."""
     fuse: str = "auto"
     """Which families of fused kernels are used: "auto" where counted bytes say that it pays, "none", or some of
     `FUSED`, joined by "+", wherever they match and on every device."""
+    dynamic: bool | None = None
+    """As torch.compile's. With `fullgraph` and `mode` it may stand among the options, since torch takes no `mode`
+    beside them."""
+    fullgraph: bool | None = None
+    """As torch.compile's."""
     inductor: tuple[tuple[str, Any], ...] = ()
     """Settings that go on to Inductor: a mode's, then those given by name."""
 
@@ -49,8 +57,9 @@ class Options:
         """Check what torch.compile was given. Raises OptionError."""
         ours = {f.name for f in fields(cls)} - {"inductor"}
         values: dict[str, Any] = {}
-        inductor = _of_mode(mode)
-        for key, value in (options or {}).items():
+        given = dict(options or {})
+        inductor = _of_mode(given.pop("mode", mode))
+        for key, value in given.items():
             if key in ours:
                 values[key] = _checked(key, value)
             else:
@@ -65,7 +74,10 @@ def _of_mode(mode: str | None) -> dict[str, Any]:
 
     modes = list_mode_options()
     if mode not in modes:
-        raise OptionError(f"mode={mode!r} is not a mode of torch.compile; expected one of {', '.join(modes)}.")
+        raise OptionError(
+            f"mode={mode!r} is not a mode of torch.compile; expected one of {', '.join(modes)}. Beside options of ours "
+            "it is one of them, since torch.compile takes either: options={'mode': 'max-autotune', 'dtype': ...}."
+        )
     return dict(modes[mode])
 
 
@@ -89,6 +101,9 @@ def _checked(key: str, value: Any) -> Any:
     elif key == "range_guards":
         if not isinstance(value, bool):
             raise OptionError(f"option range_guards={value!r}: expected True or False.")
+    elif key in ("dynamic", "fullgraph"):
+        if not isinstance(value, bool) and value is not None:
+            raise OptionError(f"option {key}={value!r}: expected True, False or None, as torch.compile's {key}.")
     elif not isinstance(value, Policy):
         raise OptionError(f"option policy={value!r}: expected an ampcompile.Policy or its string form.")
     return value
@@ -101,7 +116,7 @@ def _inductor_key(key: str, ours: set[str]) -> str:
     name = key.replace("-", "_")
     if name in known:
         return name
-    near = difflib.get_close_matches(name, [*ours, *known], n=3)
+    near = difflib.get_close_matches(name, [*ours, "mode", *known], n=3)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    expected = f"Expected one of {', '.join(sorted(ours))}, or a key of torch._inductor.config."
+    expected = f"Expected one of {', '.join(sorted({*ours, 'mode'}))}, or a key of torch._inductor.config."
     raise OptionError(f"option {key!r} is unknown.{hint} {expected}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from . import compat, compat_backward, compat_tracing, double_backward, weights
+from . import compat, compat_backward, compat_tracing, double_backward, leaving, weights
 from .config import Options
 from .decompositions import decompositions
 from .kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
@@ -37,6 +37,7 @@ def lower(
 
     `watch(name, graph)` sees the graph after differentiation, before and after each pass on it (`aot_eager` only).
     """
+    leaves = leaving.at_run_time(gm)
     copies = [node for node in gm.graph.find_nodes(op="placeholder") if "amp_copy" in node.meta]
     slots = [node.meta["amp_copy"] for node in copies]
     inputs = [*example_inputs, *(node.meta["val"] for node in copies)]
@@ -45,7 +46,7 @@ def lower(
 
     def around(compiled: Callable[..., Any]) -> Callable[..., Any]:
         run = _with_copies(compiled, slots, options) if slots else compiled
-        return _then_cast_again(run, written) if written else run
+        return leaves(_then_cast_again(run, written) if written else run)
 
     if options.lower == "eager":
         run_passes([bind_weights.BindWeightsEagerly()], gm)

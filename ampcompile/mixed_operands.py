@@ -24,11 +24,16 @@ from .rules import Rule
 class _Thread(threading.local):
     called: Any = None
     seen: Any = None
+    low: torch.dtype | None = None
+    widening: bool = False
+    widened: bool = False
 
 
 here = _Thread()
 """`called`: what torch.compile was given, while this thread is in a call of something compiled for us; else None.
-`seen`: collects what is compiled in the call, where somebody wants to know."""
+`seen`: collects what is compiled in the call, where somebody wants to know.
+`low`: the call's low-precision type; None where autocast is off by the user's wish, too.
+`widening`: whether what the call returns leaves it in float32. `widened`: whether a graph has seen to it."""
 
 
 @cache

@@ -7,6 +7,8 @@ from functools import cache
 import torch
 from torch._ops import OpOverload
 
+from . import compat_constants
+
 # What Dynamo of torch 2.15 calls torch.Tensor's reflected operators, as `2 - x`: the name inside their decorator.
 _REFLECTED = "wrapped"
 _CONVERSIONS = frozenset({"to", "type", "type_as", "clone", "contiguous", "detach", "float", "double", "half"})
@@ -32,10 +34,12 @@ def _computes(op: OpOverload) -> bool:
     return returns_tensors and not op.is_view and not op._schema.is_mutable
 
 
-@torch.compiler.assume_constant_result
 def computes(name: str) -> bool:
     """Whether a function of this `__name__` computes from its operands: `exp`, `linear`, `__matmul__`, `__radd__`."""
     if name.startswith("__") and name.endswith("__"):
         plain = name.strip("_")
         return not plain.startswith("i") and (plain in _computing() or plain.removeprefix("r") in _computing())
     return name in _computing()
+
+
+compat_constants.constant_when_traced(computes)

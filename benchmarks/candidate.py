@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -45,8 +46,11 @@ class Candidate:
         if self.peer.precision == "converted":
             self.model.to(self.dtype)
             self.inputs = tuple(v.to(self.dtype) if v.is_floating_point() else v for v in self.inputs)
+        unfrozen = self._casts_unfrozen() if self.peer.freezing else 0
         self.run = self.peer.compiled(self.model, self.dtype)
         figures = self._first_calls()
+        if self.peer.freezing and not figures["casts"] < unfrozen:
+            raise UnfairError(f"nothing was frozen: {figures['casts']} casts, and {unfrozen} without freezing")
         self.graphs = counting.graphs_compiled()
         found = self._result(self.run, self._around)
         error = relative_error(found, expected)
@@ -75,6 +79,14 @@ class Candidate:
             "cast_bytes": casts.bytes,
             "our_passes_seconds": sum(ours),
         }
+
+    def _casts_unfrozen(self) -> int:
+        """How many casts the same graphs hold without freezing; nothing of it stays compiled."""
+        with counting.nothing_from_caches(), counting.casts_compiled() as casts:
+            self._result(replace(self.peer, freezing=False).compiled(self.model, self.dtype), self._around)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        return casts.count
 
     def begin(self, case: str) -> float:
         """Warm up, start the peak of memory anew; returns the seconds of one call."""

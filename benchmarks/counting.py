@@ -50,6 +50,14 @@ def casts_compiled() -> Iterator[Casts]:
         yield casts
 
 
+@contextmanager
+def nothing_from_caches() -> Iterator[None]:
+    """Inductor lowers every graph meanwhile: what it takes from a cache can't be counted."""
+    inductor, functorch = torch._inductor.config, torch._functorch.config
+    with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
+        yield
+
+
 class CastsRun(TorchDispatchMode):
     """Counts the casts that eager operations do meanwhile, in backward too."""
 

@@ -24,6 +24,8 @@ class Peer:
     """"float32", "autocast" (by torch.autocast around the call), "converted" (the whole model) or "compiled"."""
     mode: str = "default"
     options: tuple[tuple[str, Any], ...] = ()
+    freezing: bool = False
+    """Whether weights become constants of the graph, cast once: for Inductor, without gradients."""
 
     @property
     def low(self) -> bool:
@@ -50,11 +52,11 @@ class Peer:
             return importlib.import_module("thunder").jit(model)
         if self.compiler == "inductor":
             mode = None if self.options else self.mode
+            # For the whole process, which is the peer's own: Dynamo reads it while it traces, and no option tells it.
+            torch._inductor.config.freezing = self.freezing
             return torch.compile(model, mode=mode, options=dict(self.options) or None)
-        from torch._inductor import list_mode_options
-
-        # Not by `mode`, which torch.compile doesn't take together with `options`.
-        options = {**list_mode_options(self.mode), **dict(self.options), "dtype": dtype}
+        # What they return is in autocast's types, as what the others do.
+        options = {"mode": self.mode, **dict(self.options), "dtype": dtype, "outputs": "autocast"}
         return torch.compile(model, backend="amp", options=options)
 
     def settings(self) -> dict[str, Any]:
@@ -62,6 +64,8 @@ class Peer:
         found: dict[str, Any] = {"compiler": self.compiler, "precision": self.precision}
         if self.compiler in ("inductor", "amp"):
             found |= {"mode": self.mode, "options": dict(self.options)}
+        if self.freezing:
+            found["torch._inductor.config.freezing"] = True
         return found
 
 
@@ -105,7 +109,7 @@ PEERS = {
         Peer(BASELINE, "inductor", "autocast"),
         Peer(f"{BASELINE}, max-autotune", "inductor", "autocast", mode="max-autotune"),
         Peer(f"{BASELINE}, reduce-overhead", "inductor", "autocast", mode="reduce-overhead"),
-        Peer(f"{BASELINE}, freezing", "inductor", "autocast", options=(("freezing", True),)),
+        Peer(f"{BASELINE}, freezing", "inductor", "autocast", freezing=True),
         Peer("Thunder + autocast", "thunder", "autocast"),
         Peer(LIMIT, "inductor", "converted"),
         Peer(f"{LIMIT}, reduce-overhead", "inductor", "converted", mode="reduce-overhead"),

@@ -60,8 +60,8 @@ def amp(f: Any, **options: Any) -> tuple[Any, Recorder]:
 
 
 def compiled(f: Any, fullgraph: bool = False, dynamic: bool | None = None, **options: Any) -> tuple[Any, Recorder]:
-    """The same; graph breaks are allowed."""
-    recorder = Recorder(Options.parse({"lower": "aot_eager", **options}))
+    """The same; graph breaks are allowed. Results keep eager autocast's dtypes, to be compared with."""
+    recorder = Recorder(Options.parse({"lower": "aot_eager", "outputs": "autocast", **options}))
     return torch.compile(f, backend=recorder, fullgraph=fullgraph, dynamic=dynamic), recorder
 
 

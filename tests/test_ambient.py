@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ampcompile.backend
-from ampcompile import compat
+from ampcompile import compat, compat_callables
 from ampcompile.errors import AmpWarning
 from tests.compiling import HALF, HIGH, LOW, amp, compiled, dtypes, eager, regions, same_bits
 
@@ -254,12 +254,12 @@ class Model(nn.Module):
     def encode(self, x):
         return self.linear(x).softmax(-1)
 
-    @torch.compile(backend="amp", options={"lower": "aot_eager"})
+    @torch.compile(backend="amp", options={"lower": "aot_eager", "outputs": "autocast"})
     def decode(self, x):
         return self.linear(x)
 
 
-OPTIONS = {"backend": "amp", "options": {"lower": "aot_eager"}}
+OPTIONS = {"backend": "amp", "options": {"lower": "aot_eager", "outputs": "autocast"}}
 
 
 def test_every_way_to_compile_is_under_autocast():
@@ -336,6 +336,8 @@ def test_other_backends_are_left_alone():
 
 def test_without_dynamos_hook_there_is_one_warning_and_ambient_autocast_still_works(monkeypatch):
     ambient = ampcompile.ambient
-    monkeypatch.setattr(compat, "wrap_compiled_callables", lambda wrap: (_ for _ in ()).throw(AttributeError("gone")))
+    monkeypatch.setattr(
+        compat_callables, "wrap_compiled_callables", lambda *_: (_ for _ in ()).throw(AttributeError("gone"))
+    )
     with pytest.warns(AmpWarning, match="open torch.autocast around the call yourself"):
         assert not ambient.install.__wrapped__()

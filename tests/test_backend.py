@@ -98,10 +98,10 @@ def test_one_graph_per_grad_mode_and_none_for_flipping_back_or_for_new_weights()
 def test_a_script_that_never_imports_us_finds_the_backend():
     script = (
         "import torch, sys; assert 'ampcompile' not in sys.modules; f = torch.compile(lambda x: x @ x, backend='amp', "
-        "options={'lower': 'aot_eager'}); print(f(torch.ones(2, 2)).dtype)"
+        "options={'lower': 'aot_eager'}); print(f(torch.full((2, 2), 1 + 2**-9)))"
     )
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=300)
-    assert done.stdout.split() == ["torch.bfloat16"], done.stderr
+    assert done.stdout == "tensor([[2., 2.],\n        [2., 2.]])\n", done.stderr
 
 
 @pytest.mark.parametrize("lower", ["inductor", "aot_eager", "eager"])
@@ -134,6 +134,43 @@ def test_modes_and_inductors_own_options_go_on_to_inductor(monkeypatch):
     assert seen[0]["max_autotune"] and seen[0]["coordinate_descent_tuning"] and seen[0]["emulate_precision_casts"]
     assert seen[1]["epilogue_fusion"] is False and not seen[1]["emulate_precision_casts"]
     assert "lower" not in seen[1] and "numerics" not in seen[1]
+
+
+def sizes(backend_options, shapes=((4, 4), (5, 5), (6, 6)), **arguments):
+    """The number of graphs for squares of some sizes."""
+    counters.clear()
+    run = torch.compile(lambda x: x @ x, backend="amp", options={"lower": "aot_eager", **backend_options}, **arguments)
+    for shape in shapes:
+        run(torch.ones(shape))
+    return counters["stats"]["unique_graphs"]
+
+
+def test_what_torch_takes_beside_options_may_be_among_them():
+    assert (sizes({"dynamic": True}), sizes({"dynamic": False})) == (1, 3)
+    assert (sizes({}, dynamic=True), sizes({}, dynamic=False)) == (1, 3)
+
+    def breaks(x):
+        torch._dynamo.graph_break()
+        return x @ x
+
+    for options in ({"fullgraph": True}, {"fullgraph": True, "dynamic": True, "mode": "max-autotune"}):
+        run = torch.compile(breaks, backend="amp", options={"lower": "aot_eager", **options})
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            run(torch.ones(2, 2))
+        module = nn.Linear(2, 2)
+        module.forward = breaks
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(module, backend="amp", options={"lower": "aot_eager", **options})(torch.ones(2, 2))
+    assert torch.compile(breaks, backend="amp", options={"lower": "aot_eager", "fullgraph": False})(
+        torch.ones(2, 2)
+    ).shape
+
+
+def test_a_setting_that_is_given_twice_must_agree():
+    assert sizes({"dynamic": True, "fullgraph": True}, dynamic=True, fullgraph=True) == 1
+    for arguments, options in (({"dynamic": True}, {"dynamic": False}), ({"fullgraph": True}, {"fullgraph": False})):
+        with pytest.raises(OptionError, match=r"beside options=.*expected one of the two"):
+            torch.compile(nn.Linear(2, 2), backend="amp", options=options, **arguments)
 
 
 def test_an_unknown_option_stops_at_once_with_the_nearest_names():

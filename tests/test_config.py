@@ -41,6 +41,10 @@ def test_ours_are_read_and_the_rest_goes_to_inductor():
 def test_a_mode_is_inductors_settings():
     assert dict(Options.parse(mode="reduce-overhead").inductor)["triton.cudagraphs"] is True
     assert dict(Options.parse(mode="max-autotune").inductor)["max_autotune"] is True
+    beside = Options.parse({"max_autotune": False, "mode": "max-autotune", "dtype": torch.float16})
+    assert beside.dtype == torch.float16 and dict(beside.inductor)["max_autotune"] is False  # given by name
+    assert dict(beside.inductor)["coordinate_descent_tuning"] is True
+    assert Options.parse({"mode": "default"}) == Options.parse({"mode": None}) == Options()
 
 
 @pytest.mark.parametrize(
@@ -58,10 +62,18 @@ def test_a_mode_is_inductors_settings():
         ),
         ({"fuse": "norm+auto"}, r"option fuse='norm\+auto'"),
         ({"fuse": ["norm"]}, r"option fuse=\['norm'\]"),
+        ({"outputs": "fp32"}, r"option outputs='fp32': expected one of 'float32', 'autocast'"),
+        ({"dynamic": 1}, r"option dynamic=1: expected True, False or None, as torch.compile's dynamic"),
+        ({"fullgraph": "yes"}, r"option fullgraph='yes': expected True, False or None"),
+        ({"mode": "fast"}, r"mode='fast' is not a mode of torch.compile; .* options=\{'mode': 'max-autotune', 'dtype'"),
+        ({"mod": "max-autotune"}, r"Did you mean 'mode'"),
         ({"policy": 3}, r"option policy=3: expected an ampcompile.Policy or its string form"),
         ({"dtpye": torch.float16}, r"option 'dtpye' is unknown. Did you mean 'dtype'"),
         ({"max_autotun": True}, r"Did you mean 'max_autotune'.*a key of torch._inductor.config"),
-        ({"zzzz": 1}, r"option 'zzzz' is unknown. Expected one of dtype, fuse, lower, numerics"),
+        (
+            {"zzzz": 1},
+            r"'zzzz' is unknown. Expected one of dtype, dynamic, fullgraph, fuse, lower, mode, numerics, outputs",
+        ),
     ],
 )
 def test_an_error_says_found_expected_and_the_nearest_match(options, message):

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 # How the models below spell an op, where they don't name it.
 WRITTEN = {
+    "output": "return",
     "linear": "self.",
     "conv2d": "self.conv",
     "batch_norm": "self.norm",
@@ -68,7 +69,7 @@ def test_which_layers_of_linear_linear_softmax_run_in_what_and_why() -> None:
 
 
 def test_a_policy_is_named_as_the_reason() -> None:
-    report = ampcompile.explain(three_layers(), policy="op softmax=fp32")(torch.randn(2, 8))
+    report = ampcompile.explain(three_layers(), policy="op softmax=fp32", outputs="autocast")(torch.randn(2, 8))
     assert report.ops[2].dtype == torch.float32
     assert report.ops[2].because == "policy: op softmax=fp32"
     assert [c.op for c in report.casts if c.dtype_to == torch.float32] == ["aten.softmax"]
@@ -85,7 +86,11 @@ def test_every_cast_is_listed_with_what_it_casts() -> None:
         ("aten.linear", "0", "weight", (8,), high, low, 8 * 6, kept),
         ("aten.linear", "1", "weight", (8, 8), high, low, 8 * 8 * 6, kept),
         ("aten.linear", "1", "weight", (8,), high, low, 8 * 6, kept),
+        ("output", "", "activation", (2, 8), low, high, 2 * 8 * 6, ("inserted",)),
     ]
+    assert report.casts[-1].because == "leaves the compiled call in float32: no autocast is open around it"
+    with torch.autocast("cpu", low):
+        assert [c.op for c in ampcompile.explain(three_layers())(torch.randn(2, 8)).casts] == ["aten.linear"] * 5
 
 
 @pytest.mark.parametrize(("model", "shape"), [(Attention(8), (2, 5, 8)), (ConvNet(), (2, 3, 6, 6))])
@@ -156,7 +161,9 @@ def test_what_becomes_of_casts() -> None:
             return torch.exp(both[:1].expand(4, 8)) + (wide @ y)  # the row is cast before it is spread
 
     with torch.no_grad():
-        report = ampcompile.explain(Model(), policy="op exp=fp32")(torch.randn(4, 8), torch.randn(8, 8))
+        report = ampcompile.explain(Model(), policy="op exp=fp32", outputs="autocast")(
+            torch.randn(4, 8), torch.randn(8, 8)
+        )
     fates = [cast.fate for cast in report.casts]
     assert {fate[0] for fate in fates} == {"inserted"}
     assert sorted(fate[1:] for fate in fates) == [
@@ -176,14 +183,16 @@ def test_what_becomes_of_casts() -> None:
 
 def test_the_options_of_a_compiled_function_are_used_and_keywords_beat_them() -> None:
     model = three_layers()
-    compiled = torch.compile(model, backend="amp", options={"dtype": torch.float16, "weights": "every_call"})
+    compiled = torch.compile(
+        model, backend="amp", options={"dtype": torch.float16, "weights": "every_call", "outputs": "autocast"}
+    )
     casts = ampcompile.explain(compiled)(torch.randn(2, 8)).casts
     assert {c.dtype_to for c in casts} == {torch.float16}
     assert {c.fate for c in casts} == {("inserted",)}
     assert torch.bfloat16 in {
         c.dtype_to for c in ampcompile.explain(compiled, dtype=torch.bfloat16)(torch.randn(2, 8)).casts
     }
-    model.compile(backend="amp", options={"dtype": torch.float16})
+    model.compile(backend="amp", options={"dtype": torch.float16, "outputs": "autocast"})
     assert {c.dtype_to for c in ampcompile.explain(model)(torch.randn(2, 8)).casts} == {torch.float16}
     function = torch.compile(lambda x: x @ x, backend="amp", options={"dtype": torch.float16})
     assert ampcompile.explain(function)(torch.randn(4, 4)).ops[0].dtype == torch.float16

@@ -16,7 +16,9 @@ from ampcompile.errors import PrecisionError
 LOW, HIGH = torch.bfloat16, torch.float32
 WAYS = {
     "eager": lambda f: f,
-    "amp": lambda f: torch.compile(f, backend="amp", fullgraph=True, options={"lower": "aot_eager"}),
+    "amp": lambda f: torch.compile(
+        f, backend="amp", fullgraph=True, options={"lower": "aot_eager", "outputs": "autocast"}
+    ),
     "another backend": lambda f: torch.compile(f, backend="aot_eager", fullgraph=True),
 }
 ways = pytest.mark.parametrize("compiled", WAYS.values(), ids=WAYS)

@@ -59,7 +59,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_eager_autocast_is_counted_as_it_runs(case: str) -> None:
     model, args = CASES[case]()
-    totals = {total.stage: total for total in ampcompile.explain(model)(*args).totals}
+    totals = {total.stage: total for total in ampcompile.explain(model, outputs="autocast")(*args).totals}
     with Counting() as forward, torch.autocast("cpu"):
         out = model(*args)
     with Counting() as backward:
@@ -72,7 +72,7 @@ def test_eager_autocast_is_counted_as_it_runs(case: str) -> None:
 
 
 def test_each_pass_is_counted() -> None:
-    report = ampcompile.explain(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)))(torch.randn(3, 8))
+    report = ampcompile.explain(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)), outputs="autocast")(torch.randn(3, 8))
     totals = {total.stage: (total.casts, total.bytes) for total in report.totals}
     weights = 6 * (8 * 4 + 4 + 4 * 8 + 8)
     assert totals["insert_casts"] == (5, 6 * 3 * 8 + weights)
@@ -81,13 +81,15 @@ def test_each_pass_is_counted() -> None:
         "the input, and four gradients of weights"
     )
     assert "hoist_weights" in str(report)
-    every_call = ampcompile.explain(nn.Linear(8, 4), weights="every_call")(torch.randn(3, 8)).totals
+    every_call = ampcompile.explain(nn.Linear(8, 4), weights="every_call", outputs="autocast")(torch.randn(3, 8)).totals
     assert "hoist_weights" not in {total.stage for total in every_call}
 
 
 def test_without_gradients_there_is_no_backward_to_count() -> None:
     with torch.no_grad():
-        totals = {t.stage: t.casts for t in ampcompile.explain(nn.Linear(8, 4))(torch.randn(3, 8)).totals}
+        totals = {
+            t.stage: t.casts for t in ampcompile.explain(nn.Linear(8, 4), outputs="autocast")(torch.randn(3, 8)).totals
+        }
     assert totals["eager autocast, backward"] == 0
     assert totals["eager autocast, forward"] == totals["insert_casts"] == 3
 
@@ -98,7 +100,7 @@ def test_graphs_are_added_up_and_the_users_own_casts_count() -> None:
         torch._dynamo.graph_break()
         return y.float() @ x
 
-    report = ampcompile.explain(f)(torch.randn(4, 4))
+    report = ampcompile.explain(f, outputs="autocast")(torch.randn(4, 4))
     assert {t.stage: t.casts for t in report.totals}["insert_casts"] == 2 + 1 + 1 + 2
     assert len(report.graphs) == 2
 
@@ -106,5 +108,5 @@ def test_graphs_are_added_up_and_the_users_own_casts_count() -> None:
 def test_random_state_and_autocast_cache_are_left_alone() -> None:
     model: Callable[..., Any] = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     state = torch.get_rng_state()
-    ampcompile.explain(model)(torch.randn(2, 4, generator=torch.Generator()))
+    ampcompile.explain(model, outputs="autocast")(torch.randn(2, 4, generator=torch.Generator()))
     assert torch.equal(torch.get_rng_state(), state)

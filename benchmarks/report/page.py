@@ -33,6 +33,7 @@ TITLES = {
     "training": "Training step",
     "scaler": "The step of GradScaler and optimizer",
     "compile": "Compile time",
+    "import": "Import time",
     "growth": "Growth",
     "kernels": "Kernels",
 }

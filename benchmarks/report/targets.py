@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.peers import AMP, BASELINE, LIMIT, PEERS
-from benchmarks.records import Records, Row, rival, times_faster
+from benchmarks.records import Records, Row, rival, spread, times_faster
 from benchmarks.report.known_losses import CAUSES
 from benchmarks.scaler_step import RECAST, STOCK
 
@@ -50,6 +50,9 @@ def _of_case(device: str, stage: str, case: str, rows: dict[str, Row]) -> Iterat
         most = 1.10 if case.endswith("cold start") else 1.15
         longer = 1 / times_faster(rows[AMP], rows[BASELINE]).middle
         yield Target(f"at most {most} times the compile time of {BASELINE}", case, longer, longer <= most)
+    if stage == "import":
+        seconds = spread(rows[AMP].figures["seconds"]).middle
+        yield Target("at most 0.05 s", case, seconds, seconds <= 0.05)
     if "host_syncs" in (figures := rows[AMP].figures):
         yield Target("no host sync", case, figures["host_syncs"], figures["host_syncs"] == 0)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks import counting
 from benchmarks.candidate import Candidate, UnfairError, check_fairness, relative_error
 from benchmarks.peers import PEERS
 from benchmarks.works import CLIPPED, Work
@@ -70,3 +71,19 @@ def test_compiled_peers(peer: str, training: tuple) -> None:
     figures = candidate.prepare()
     assert figures["graphs"] >= 1 and figures["compile_seconds"] > 0 and figures["error"] > 1e-4
     assert (figures["our_passes_seconds"] > 0) == (peer == "amp")
+
+
+def test_freezing_freezes_and_is_found_out_where_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work("tiny GPT 23M", 2, 8, ("eager fp32",))
+    frozen = PEERS["Inductor + autocast, freezing"]
+    monkeypatch.setattr(torch._inductor.config, "freezing", False)  # put back afterwards
+    with counting.nothing_from_caches():
+        plain = Candidate(work, PEERS["Inductor + autocast"], "cpu").prepare()
+        torch._dynamo.reset()
+        figures = Candidate(work, frozen, "cpu").prepare()
+    assert figures["casts"] < plain["casts"] / 2 and figures["cast_bytes"] < plain["cast_bytes"] / 2
+    assert frozen.settings()["torch._inductor.config.freezing"]
+    torch._dynamo.reset()
+    monkeypatch.setattr(Candidate, "_casts_unfrozen", lambda self: figures["casts"])
+    with pytest.raises(UnfairError, match="nothing was frozen"):
+        Candidate(work, frozen, "cpu").prepare()

@@ -34,6 +34,7 @@ def test_all_casts_of_a_captured_model() -> None:
         ("activation", "qkv", LOW),
         ("weight", "qkv", LOW),
         ("weight", "qkv", LOW),
+        ("activation", "", HIGH),  # what leaves the model
     ]
 
 

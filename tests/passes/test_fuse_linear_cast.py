@@ -195,7 +195,7 @@ def test_a_model_trains_no_further_from_float64():
 @pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
 def test_trains_compiled_and_the_report_says_so(lower):
     model, x = Merged(), matrix(5, 24)
-    run = torch.compile(model, backend="amp", options={"fuse": "linear", "lower": lower})
+    run = torch.compile(model, backend="amp", options={"outputs": "autocast", "fuse": "linear", "lower": lower})
     grads = torch.autograd.grad(run(x).float().square().sum(), list(model.parameters()))
     exact = copy.deepcopy(model).double()
     best = torch.autograd.grad(exact(x.double()).square().sum(), list(exact.parameters()))
@@ -218,7 +218,10 @@ def test_in_a_checkpointed_stretch():
 def test_one_graph_for_every_number_of_rows():
     w = matrix(20, 9).requires_grad_()
     run = torch.compile(
-        lambda x: x @ w.cos(), backend="amp", dynamic=True, options={"fuse": "linear", "lower": "aot_eager"}
+        lambda x: x @ w.cos(),
+        backend="amp",
+        dynamic=True,
+        options={"outputs": "autocast", "fuse": "linear", "lower": "aot_eager"},
     )
     for rows in (5, 7, 33):
         with torch._dynamo.config.patch(error_on_recompile=rows != 5):

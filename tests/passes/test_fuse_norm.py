@@ -294,7 +294,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
 def test_trains_compiled_and_the_report_says_so(lower: str) -> None:
     model, x = Block(), torch.randn(9, 32)
-    run = torch.compile(model, backend="amp", options={"fuse": "norm", "lower": lower})
+    run = torch.compile(model, backend="amp", options={"outputs": "autocast", "fuse": "norm", "lower": lower})
     grads = torch.autograd.grad(run(x).square().sum(), list(model.parameters()))
     exact = copy.deepcopy(model).double()
     best = torch.autograd.grad(exact(x.double()).square().sum(), list(exact.parameters()))
@@ -330,7 +330,9 @@ def test_nothing_is_fused_unless_asked_for() -> None:
 
 def test_one_graph_for_every_number_of_rows() -> None:
     model = Block()
-    run = torch.compile(model, backend="amp", dynamic=True, options={"fuse": "norm", "lower": "aot_eager"})
+    run = torch.compile(
+        model, backend="amp", dynamic=True, options={"outputs": "autocast", "fuse": "norm", "lower": "aot_eager"}
+    )
     for rows in (5, 7, 33):
         with torch._dynamo.config.patch(error_on_recompile=rows != 5):
             run(torch.randn(rows, 32)).sum().backward()

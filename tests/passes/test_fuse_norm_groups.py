@@ -211,7 +211,7 @@ def test_a_unet_trains_with_all_its_group_norms_fused() -> None:
 @pytest.mark.slow
 def test_trains_by_inductor() -> None:
     model = Block()
-    run = torch.compile(model, backend="amp", options={"fuse": "norm"})
+    run = torch.compile(model, backend="amp", options={"outputs": "autocast", "fuse": "norm"})
     exact, totals = copy.deepcopy(model).double(), [0.0, 0.0]
     for _ in range(6):
         given = torch.randn(2, 16, 6, 6), torch.randn(2, 8)
@@ -237,7 +237,9 @@ def test_nothing_is_fused_unless_asked_for() -> None:
 
 def test_one_graph_for_every_size() -> None:
     model = Block()
-    run = torch.compile(model, backend="amp", dynamic=True, options={"fuse": "norm", "lower": "aot_eager"})
+    run = torch.compile(
+        model, backend="amp", dynamic=True, options={"outputs": "autocast", "fuse": "norm", "lower": "aot_eager"}
+    )
     for samples, places in ((2, 5), (3, 7), (5, 4)):
         with torch._dynamo.config.patch(error_on_recompile=places != 5):
             run(torch.randn(samples, 16, places, places + 1), torch.randn(samples, 8)).sum().backward()

@@ -228,7 +228,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
 def test_trains_compiled_and_the_report_says_so(lower: str) -> None:
     model, x, mask = Attention(), torch.randn(3, 9, 16), torch.randn(9, 9).triu(1) * -1e4
-    run = torch.compile(model, backend="amp", options={"fuse": "softmax", "lower": lower})
+    run = torch.compile(model, backend="amp", options={"outputs": "autocast", "fuse": "softmax", "lower": lower})
     grads = torch.autograd.grad(run(x, mask).float().square().sum(), list(model.parameters()))
     exact = copy.deepcopy(model).double()
     best = torch.autograd.grad(exact(x.double(), mask.double()).square().sum(), list(exact.parameters()))
@@ -249,7 +249,9 @@ def test_nothing_is_fused_unless_asked_for() -> None:
 
 def test_one_graph_for_every_size() -> None:
     model = Attention()
-    run = torch.compile(model, backend="amp", dynamic=True, options={"fuse": "softmax", "lower": "aot_eager"})
+    run = torch.compile(
+        model, backend="amp", dynamic=True, options={"outputs": "autocast", "fuse": "softmax", "lower": "aot_eager"}
+    )
     for rows in (5, 7, 33):
         with torch._dynamo.config.patch(error_on_recompile=rows != 5):
             run(torch.randn(3, rows, 16), torch.zeros(rows, rows)).float().sum().backward()

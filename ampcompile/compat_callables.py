@@ -1,0 +1,78 @@
+"""What torch.compile returns, and how: Dynamo's optimize contexts. All private."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo import eval_frame
+
+
+def innermost_backend(context: Any) -> Any:
+    """The backend behind Dynamo's chain of callbacks; `torch.compile` wraps it, with its mode and options."""
+    return eval_frame.innermost_backend(context.callback)
+
+
+def wrap_compiled_callables(
+    wrap: Callable[[Any, Any, Any], Any], asked: Callable[[Any, bool | None, bool], tuple[bool | None, bool]]
+) -> None:
+    """Have `wrap(backend, fn, compiled)` stand in for every callable that Dynamo's optimize context returns.
+
+    `asked(backend, dynamic, fullgraph)` tells what those two are to be, given what torch.compile was told.
+
+    torch offers no public hook around a compiled call: `backend_ctx_ctor` is dropped by torch.compile, and
+    since 2.13 `_ForceDispatchKeyGuard` undoes what it changes in the dispatch keys. Modules and classes come
+    back through this call with their methods, so only functions are wrapped.
+    """
+    original = eval_frame.OptimizeContext.__call__
+
+    def call(self: Any, fn: Any) -> Any:
+        backend = innermost_backend(self)
+        wanted = asked(backend, self._dynamic, self.fullgraph)
+        if wanted != (self._dynamic, self.fullgraph):
+            self = _context_like(self, backend, *wanted)
+        compiled = original(self, fn)
+        if isinstance(fn, torch.nn.Module | type):
+            return compiled
+        looking = set_frame_callback(None)
+        try:
+            wrapped = wrap(backend, fn, compiled)
+        finally:
+            set_frame_callback(looking)
+        if wrapped is not compiled:
+            # Dynamo follows `_torchdynamo_orig_callable`, copied by functools.wraps, only if this matches.
+            wrapped._torchdynamo_wrapper_id = id(wrapped)
+        return wrapped
+
+    pass_over(call)
+    eval_frame.OptimizeContext.__call__ = call  # type: ignore[method-assign]
+
+
+def pass_over(function: Any) -> None:
+    """Have Dynamo run a function of ours as it is, as it does by torch's own, where it looks at each call that is made.
+
+    So it does in a compiled function after a graph break: a backward that runs there calls what compiled autograd
+    compiles. The functions that this one calls are looked at: `set_frame_callback(None)` ends it for a while.
+    """
+    eval_frame.skip_code(function.__code__)
+
+
+set_frame_callback = eval_frame.set_eval_frame  # returns the one before
+
+
+def _context_like(context: Any, backend: Any, dynamic: bool | None, fullgraph: bool) -> Any:
+    """An optimize context as the one given, but for the two settings that it holds in closures."""
+    hooks, convert = context._hooks, getattr(context.callback, "_torchdynamo_orig_backend", None)
+    others = {
+        "recompile_limit": getattr(convert, "_recompile_limit", None),
+        "isolate_recompiles": getattr(context, "_isolate_recompiles_id", -1) != -1,
+        "shapes_spec": getattr(context, "_shapes_spec", None),
+    }
+    return torch._dynamo.optimize(
+        backend,
+        nopython=fullgraph,
+        dynamic=dynamic,
+        guard_filter_fn=hooks.guard_filter_fn if hooks is not None else None,
+        **{name: value for name, value in others.items() if value},  # newer than 2.11
+    )

@@ -1,0 +1,162 @@
+"""What a frame returns, as Dynamo sees it before it compiles the graph that computes it. All private."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.source import AttrSource
+from torch._dynamo.variables import LazyVariableTracker, TensorVariable
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch.fx import Node
+
+Frame = Any
+"""Dynamo's translator of one frame."""
+RESUMED = "torch_dynamo_resume_in_"
+"""How the names begin of the functions that Dynamo makes of what follows a graph break."""
+
+
+def watch_returns(act: Callable[[Frame], None]) -> None:
+    """Have `act(frame)` called where Dynamo reaches the end of a frame that returns a value."""
+    original = OutputGraph.compile_subgraph
+
+    def compile_subgraph(self: Any, tx: Any, reason: Any, *args: Any, **kwargs: Any) -> Any:
+        if reason.reason == "return_value" and tx.current_instruction.opname == "RETURN_VALUE":
+            act(tx)
+        return original(self, tx, reason, *args, **kwargs)
+
+    OutputGraph.compile_subgraph = compile_subgraph  # type: ignore[method-assign]
+
+
+def computed_and_returned(frame: Frame, dtype: torch.dtype) -> tuple[list[Any], bool]:
+    """The tensors of a dtype that a frame computes, returns and leaves nowhere else; whether it returns no others.
+
+    What was there before the frame isn't meant, except after a graph break: frames before it may have computed that.
+    """
+    _forget_locals(frame)
+    returned = list(_contents(frame, frame.stack[-1]))
+    inputs = {_memory(node) for node in frame.output.graph.find_nodes(op="placeholder")}
+    low = [v for v in returned if isinstance(v, TensorVariable) and v.dtype == dtype]
+    there = {id(v) for v in low if v.source is not None or _memory(v.proxy.node) in inputs}
+    elsewhere = _kept_elsewhere(frame, {id(v) for v in returned}) if low else set()
+    computed = [v for v in low if id(v) not in there and _is_plain(v) and v.proxy.node not in elsewhere]
+    # What was there before and has been looked at may have been changed.
+    unknown = [v for v in returned if v.source is not None and _is_seen(v) and holds_values(_type(v))]
+    if frame.f_code.co_name.startswith(RESUMED):
+        unknown += [v for v in returned if id(v) in there or not _is_seen(v)]
+    return computed, not unknown and len(computed) + len(there) == len(low)
+
+
+def replace(frame: Frame, tensors: list[Any], function: Callable[[torch.Tensor], torch.Tensor], note: Any) -> None:
+    """Have the frame return `function` of some tensors instead; its nodes carry a note."""
+    made: dict[Node, Any] = {}
+    for tensor in tensors:
+        node = tensor.proxy.node
+        if node not in made:
+            made[node] = wrap_fx_proxy(frame, frame.output.create_proxy("call_function", function, (tensor.proxy,), {}))
+            made[node].proxy.node.meta["amp_note"] = note
+        tensor.proxy = made[node].proxy
+        tensor.synchronize_attributes(frame)
+
+
+def guard_on(frame: Frame, module: str, *path: str) -> None:
+    """Have what is compiled of the frame serve only calls in which a constant in a module is as it is now."""
+    source: Any = frame.import_source(module)
+    for name in path:
+        source = AttrSource(source, name)
+    install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
+
+
+def _forget_locals(frame: Frame) -> None:
+    """Have Dynamo drop the objects that only local variables hold, which end with the frame."""
+    kept = frame.symbolic_locals
+    frame.symbolic_locals = {name: v for name, v in kept.items() if name in frame.cell_and_freevars()}
+    try:
+        frame.output.side_effects.prune_dead_object_new(frame)
+    finally:
+        frame.symbolic_locals = kept
+
+
+def _contents(frame: Frame, value: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """A returned value and what is in it, where it is a tuple, a list, a mapping or a dataclass made in the frame."""
+    seen = set() if seen is None else seen
+    value = value.unwrap()
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    yield value
+    if (
+        value.source is None
+        and _is_seen(value)
+        and not isinstance(value, TensorVariable)
+        and holds_values(_type(value))
+    ):
+        for part in _parts(frame, value):
+            yield from _contents(frame, part, seen)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is TensorVariable and _memory(value.proxy.node) is not None
+
+
+def _is_seen(value: Any) -> bool:
+    return not isinstance(value, LazyVariableTracker) or value.is_realized()
+
+
+def holds_values(kind: type) -> bool:
+    """Whether tensors in an object of this type leave with it."""
+    return issubclass(kind, tuple | list | Mapping) or dataclasses.is_dataclass(kind)
+
+
+def _type(value: Any) -> type:
+    try:
+        return value.python_type()
+    except NotImplementedError:
+        return object
+
+
+def _parts(frame: Frame, value: Any) -> Iterator[Any]:
+    held = [part for name, part in vars(value).items() if name not in value._nonvar_fields]
+    held.append(frame.output.side_effects.store_attr_mutations.get(value, {}))
+    while held:
+        part = held.pop()
+        if isinstance(part, VariableTracker):
+            yield part
+        elif isinstance(part, list | tuple):
+            held += part
+        elif isinstance(part, dict):
+            held += part.values()
+
+
+def _kept_elsewhere(frame: Frame, returned: set[int]) -> set[Node]:
+    """The tensors that something else than the returned value holds when the frame ends, or that have hooks."""
+    effects = frame.output.side_effects
+    pending = [v for v in (*effects.id_to_variable.values(), *effects.store_attr_mutations) if id(v) not in returned]
+    pending += [hook[0] for hook in effects.tensor_hooks.values()]
+    found: set[Node] = set()
+    walked: dict[int, Any] = {}
+
+    def walk(value: Any) -> None:
+        if type(value) is TensorVariable:
+            found.add(value.proxy.node)
+        pending.extend(effects.store_attr_mutations.get(value, {}).values())
+
+    while pending:
+        VariableTracker.visit(walk, pending.pop(), walked)
+    return found
+
+
+def _memory(node: Node) -> Any:
+    return memory_of(node.meta.get("example_value"))
+
+
+def memory_of(value: Any) -> Any:
+    """What tells tensors that share memory, fake ones too; None where that can't be told."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    return value.untyped_storage()._cdata

@@ -1,0 +1,58 @@
+"""Importing the package loads little: no compiler, and nothing that only printing needs."""
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+import ampcompile
+
+HEAVY = ("functorch", "numpy", "rich", "sympy", "torch._dynamo", "torch._functorch", "torch._inductor", "triton")
+SCRIPT = """
+import sys, torch
+before = set(sys.modules)
+import ampcompile
+{use}
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def loaded(use: str) -> set[str]:
+    """The modules that the package loads beyond what torch itself loads."""
+    script = SCRIPT.format(use=use)
+    run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=300, check=True)
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "pass",
+        "ampcompile.precision(torch.float32)(torch.nn.Linear(2, 2))(torch.ones(2, 2))",
+        "ampcompile.Policy.parse('op softmax=fp32'), ampcompile.explain, ampcompile.audit",
+    ],
+)
+def test_nothing_heavy_is_loaded(use: str) -> None:
+    found = {name for name in loaded(use) for heavy in HEAVY if name == heavy or name.startswith(f"{heavy}.")}
+    assert not found
+
+
+def test_the_package_itself_is_a_handful_of_modules() -> None:
+    script = "import sys, torch; before = set(sys.modules); import ampcompile; print(*set(sys.modules) - before)"
+    run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=300, check=True)
+    assert len(run.stdout.split()) < 20
+
+
+def test_every_public_name_is_there() -> None:
+    star: dict[str, object] = {}
+    exec("from ampcompile import *", star)
+    assert set(ampcompile.__all__) <= set(star)
+    for name in ampcompile.__all__:
+        assert name in dir(ampcompile)
+        value = getattr(ampcompile, name)
+        assert value is not None and type(value).__name__ != "module", name
+    assert pickle.loads(pickle.dumps(ampcompile.Policy())) == ampcompile.Policy()
+    assert pickle.loads(pickle.dumps(ampcompile.GradScaler)) is ampcompile.GradScaler
+    with pytest.raises(AttributeError, match="has no attribute 'gradscaler'"):
+        _ = ampcompile.gradscaler
