@@ -78,7 +78,10 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
         options = replace(options, policy=replace(options.policy, modules=modules))
     logged = logs.watcher(example_inputs)
     watch = logs.both(watch, None if logged is None else logged.watch)
-    history = [captured, *run_passes(pipeline(options, regions, is_weight, _registered_test(example_inputs)), graph, watch)]
+    history = [
+        captured,
+        *run_passes(pipeline(options, regions, is_weight, _registered_test(example_inputs)), graph, watch),
+    ]
     if fuse := fusion(options, device_type):
         if torch.is_grad_enabled():
             graph.meta[UNFUSED] = kept(graph)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 

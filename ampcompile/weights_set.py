@@ -27,6 +27,8 @@ class CopySet:
     copies are fresh for this once only. `before`: the set that this one takes the place of.
     """
 
+    _strided: tuple[Copy, ...] = ()  # also while it is being made
+
     def __init__(
         self,
         weights: Sequence[Weight],
@@ -37,8 +39,8 @@ class CopySet:
     ) -> None:
         self.members = members
         self._slots: list[Any] = [Packed(c) if p else c for c, p in zip(members, packed, strict=True)]
-        self._strided = {copy for copy, p in zip(members, packed, strict=True) if not p}
-        for copy in self._strided:
+        for copy in {copy for copy, p in zip(members, packed, strict=True) if not p}:
+            self._strided = (*self._strided, copy)
             copy.strided_readers += 1
         self._unpacked = [c for c, p in zip(members, packed, strict=True) if p and c.packed is None]
         distinct = list(dict.fromkeys(members))

@@ -70,7 +70,7 @@ def _give_data(self: Tensor, value: Tensor) -> None:
 
 
 def _moves(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A method that gives a tensor other memory, in which it has a version counter that memory's tensors don't share."""
+    """A method that gives a tensor other memory: its counter is not that of the tensors there."""
 
     @functools.wraps(method)
     def moving(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -49,7 +49,8 @@ def pipeline(
         MoveCasts(gradients),  # after folding, which looks through the same ops
     )
     if options.weights == "cached":
-        tidy += (HoistWeights(is_weight, is_registered),)  # needs every cast in place: what is left to cast is a weight's own
+        # Needs every cast in place: what is left to cast is a weight's own.
+        tidy += (HoistWeights(is_weight, is_registered),)
         if options.lower == "inductor" and not gradients and packed_linear.available(torch.bfloat16):
             tidy += (PackLinears(frozenset({torch.bfloat16})),)  # needs hoisted weights
     tidy += (ShareCasts(gradients),)  # last: a weight's copy is packed for one reader

@@ -1,6 +1,7 @@
 """Interrupted or failed at any line, the bookkeeping of copies never leaves an old one that counts as fresh."""
 
 import contextlib
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -108,31 +109,38 @@ ACTS: dict[str, Callable[[Case], object]] = {
 }
 
 
-@pytest.mark.parametrize("act", ACTS)
-def test_an_interrupt_at_any_line(act: str) -> None:
-    at, reached = 1, True
-    while reached:
-        case = Case()
-        ACTS[act](case)
-        reached = interrupted(at, case.call)  # the refresh after the write
-        case.check()
-        case.one(case.alias)
-        case.check()
+def interrupted_refresh(act: str, at: int) -> bool:
+    """A write, then a call that is interrupted; another write."""
+    case = Case()
+    ACTS[act](case)
+    reached = interrupted(at, case.call)
+    case.check()
+    case.one(case.alias)
+    case.check()
+    return reached
 
-        if act == "announced":
-            case.weights[1].detach().numpy()[unsampled(case.weights[1])] += 1
-            further = interrupted(at, lambda: invalidate(case.weights))
-            if further:
-                invalidate(case.weights)  # whoever is interrupted in it has to say it again
-        else:
-            further = interrupted(at, lambda: ACTS[act](case))  # the report of the write
-        case.check()
-        with contextlib.suppress(RuntimeError):
-            ACTS[act](case)
-        case.check()
-        reached = reached or further
-        at += 1
-    assert at > 20
+
+def interrupted_report(act: str, at: int) -> bool:
+    """A write whose report is interrupted; the same again."""
+    case = Case()
+    reached = interrupted(at, lambda: ACTS[act](case))
+    if act == "announced":
+        invalidate(case.weights)  # whoever is interrupted in it has to say it again
+    case.check()
+    with contextlib.suppress(RuntimeError):
+        ACTS[act](case)
+    case.check()
+    return reached
+
+
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trial", [interrupted_refresh, interrupted_report])
+@pytest.mark.parametrize("act", ACTS)
+def test_an_interrupt_at_any_line(act: str, trial: Callable[[str, int], bool], stride: int) -> None:
+    at = random.randint(1, stride)
+    while trial(act, at):
+        at += stride
+    assert at > 20 or trial is interrupted_report
 
 
 def test_a_cast_that_fails_leaves_nothing_fresh(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,8 @@ class Program:
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
-            kind = self.random.choices((self.call, self.write, self.alias, self.drop, self.backward), (5, 5, 3, 1, 1))[0]
+            acts = (self.call, self.write, self.alias, self.drop, self.backward)
+            (kind,) = self.random.choices(acts, (5, 5, 3, 1, 1))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 kind()
