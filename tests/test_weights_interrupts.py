@@ -133,7 +133,7 @@ def interrupted_report(act: str, at: int) -> bool:
     return reached
 
 
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("trial", [interrupted_refresh, interrupted_report])
 @pytest.mark.parametrize("act", ACTS)
 def test_an_interrupt_at_any_line(act: str, trial: Callable[[str, int], bool], stride: int) -> None:
