@@ -1,4 +1,4 @@
-"""Packed forms are made when they pay, shared, renewed with the copy, and stand in for it where nobody else reads it."""
+"""Packed forms are made when they pay, renewed with the copy, and stand in for it where nobody else reads it."""
 
 import gc
 
