@@ -47,7 +47,8 @@ class Copy:
         self.dtype = dtype
         self.mark: object = None  # as long as the buffer holds nothing
         self.doubt: object = None
-        self.sample, self.words = Sample(places(weight)), b""
+        self.places = places(weight)
+        self.sample, self.words = Sample([self.places]), b""
         self.in_place = False
         self.lent = False
         self.trial = 0

@@ -206,7 +206,7 @@ def _forget_ranges_with_the_last() -> None:
 
 def memory_of(tensor: Tensor) -> Memory:
     """The one record of the tensor's storage."""
-    if (found := known_memory(compat.storage_key(tensor))) is None:
+    if (found := known_memory(compat.storage_key(tensor))) is None or found.storage() is None:
         found = Memory(tensor)
         _memories[found.key] = found
     return found

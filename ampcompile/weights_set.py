@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from . import compat_weights as compat
@@ -47,8 +46,9 @@ class CopySet:
         self.memories = list(dict.fromkeys(copy.memory for copy in distinct))
         self._settle([weight.key for weight in weights], now)
         self._addresses = [weight.tensor.data_ptr() for weight in weights]
-        self.sample = Sample(np.concatenate([np.empty(0, np.int64), *(copy.sample.places for copy in distinct)]))
-        self.words = b"".join(copy.words for copy in distinct)
+        in_order = sorted(distinct, key=lambda copy: not copy.places.runs.size)  # as a sample of several reads them
+        self.sample = Sample(copy.places for copy in in_order)
+        self.words = b"".join(copy.words for copy in in_order)
         self._buffers = list(map(id, map(_form, members)))
         alike = before and before._addresses == self._addresses and before._buffers == self._buffers
         self.rechecks: Rechecks = (

@@ -66,8 +66,8 @@ def _sample(name: str) -> list[Row]:
                 sum(_once(lambda each=each: each.sample.read() == each.words)[0] for each in weights_memory.sets)
             )
     figures = {"seconds": sample, "most": SAMPLE_MOST * median(call), "call_seconds": call}
-    words = sum(len(each.sample.places) for each in weights_memory.sets)
-    return [Row(f"sample of {words} words, {name}, 1x16", AMP, figures)]
+    places = sum(each.sample.places for each in weights_memory.sets)
+    return [Row(f"sample at {places} places, {name}, 1x16", AMP, figures)]
 
 
 def _once(call: Callable[[], Any]) -> list[float]:
@@ -87,5 +87,5 @@ def _data() -> list[Row]:
         seconds = _seconds(lambda tensor=tensor: tensor.data, 5000)
         most = median(alone) + DATA_MOST[where]
         rows.append(Row(f"tensor.data, {where}", AMP, {"seconds": seconds, "most": most}))
-    del weight
+    del weight, tensor
     return [*rows, Row("tensor.data, copies freed", AMP, {"seconds": _seconds(lambda: other.data, 5000)})]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from ampcompile import weights_copy, weights_gpu, weights_set
 from ampcompile.errors import StaleWeightError
 from ampcompile.weights import Binding, bind, weight_stats
+from ampcompile.weights_sample import Places
 
 BF16 = torch.bfloat16
 
@@ -23,7 +24,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return [(range(len(weights)), weights_gpu.Recheck(torch.device("cpu"), self.members))]
 
     monkeypatch.setattr(weights_set.CopySet, "_find_rechecks", rechecks)
-    monkeypatch.setattr(weights_copy, "places", lambda weight: np.empty(0, np.int64))
+    monkeypatch.setattr(weights_copy, "places", lambda weight: Places(np.empty(0, np.int64), np.empty(0, np.int64)))
     yield
     weights_gpu._reports.clear()
 

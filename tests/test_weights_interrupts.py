@@ -21,13 +21,23 @@ BF16 = torch.bfloat16
 OURS = str(Path(weights.__file__).parent / "weights")
 
 
+def swallowed(frame: FrameType | None) -> bool:
+    """Whether Python swallows what is raised in a frame: it was called where an object was freed."""
+    callbacks = ("__del__", "_storage_freed", "_forget_ranges_with_the_last")
+    while frame is not None and frame.f_code.co_filename.startswith(OURS):
+        if frame.f_code.co_name in callbacks:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def interrupted(at: int, act: Callable[[], object]) -> bool:
     """Run `act` with a KeyboardInterrupt before line `at` that it reaches in our files; whether it got that far."""
     lines = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal lines
-        if not frame.f_code.co_filename.startswith(OURS) or frame.f_code.co_name == "__del__":
+        if not frame.f_code.co_filename.startswith(OURS) or swallowed(frame):
             return None
         if event == "line":
             lines += 1
@@ -50,8 +60,8 @@ class Case:
     """Two weights, the first shared with a flat buffer and an alias; two graphs."""
 
     def __init__(self) -> None:
-        self.flat = torch.randn(128)
-        self.weights = [nn.Parameter(self.flat[:64].view(8, 8)), nn.Parameter(torch.randn(8, 8))]
+        self.flat = torch.randn(800)
+        self.weights = [nn.Parameter(self.flat[:400].view(20, 20)), nn.Parameter(torch.randn(20, 20))]
         self.alias = nn.Parameter(self.weights[1].data)
         self.bindings: list[Binding] = [bind([None] * 2, [BF16] * 2), bind([None], [BF16])]
         self.call()
@@ -103,8 +113,8 @@ ACTS: dict[str, Callable[[Case], object]] = {
     "a fused step with copies": fused_step,
     "a fused optimizer": optimizer_step,
     "announced": written_by_numpy,
-    "new data": lambda case: setattr(case.weights[1], "data", torch.randn(8, 8)),
-    "swap_tensors": lambda case: torch.utils.swap_tensors(case.weights[1], nn.Parameter(torch.randn(8, 8))),
+    "new data": lambda case: setattr(case.weights[1], "data", torch.randn(20, 20)),
+    "swap_tensors": lambda case: torch.utils.swap_tensors(case.weights[1], nn.Parameter(torch.randn(20, 20))),
     "apply_": lambda case: case.weights[0].detach().apply_(lambda v: v + 1),
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ampcompile.weights import Binding, bind, invalidate, weight_stats, writable_copies, wrote
 from tests.searching import searches_are_cheap as searches_are_cheap
+from tests.weight_writers import unsampled
 
 BF16 = torch.bfloat16
 MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
@@ -22,8 +23,13 @@ class World:
     """Four weights, the second and third tied; two graphs; forwards that wait, with the gradients they must give."""
 
     def __init__(self) -> None:
-        first = nn.Parameter(torch.randn(8, 8))
-        self.weights = [first, nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)]
+        first = nn.Parameter(torch.randn(20, 20))
+        self.weights = [
+            first,
+            nn.Parameter(torch.randn(20, 20)),
+            nn.Parameter(torch.randn(20, 20)),
+            torch.randn(20, 20),
+        ]
         self.weights[2] = nn.Parameter(self.weights[1].data)
         self.graphs: list[tuple[Binding, list[int]]] = [
             (bind([None] * 4, [BF16] * 4), [0, 1, 2, 3]),
@@ -41,7 +47,7 @@ class World:
             for copy, weight in zip(copies, weights, strict=True):
                 assert torch.equal(copy, weight.detach().to(BF16)), "stale"
         if mode == "grad":
-            x, expected = (torch.randn(2, 8, dtype=BF16) for _ in range(2))
+            x, expected = (torch.randn(2, 20, dtype=BF16) for _ in range(2))
             expected = x.clone().requires_grad_()
             x.requires_grad_()
             losses = [
@@ -61,34 +67,34 @@ class World:
         target = self.weights[weight]
         if how == "in place":
             with torch.no_grad():
-                target[3, 4] += 1
+                target[unsampled(target)] += 1
         elif how == ".data":
-            target.data[5, 1] += 1
+            target.data[unsampled(target)] += 1
         elif how == "keep an alias":
             self.aliases.append(target.data if len(self.aliases) % 2 else target.data.view(-1).detach())
         elif how == "write the aliases":
             for alias in self.aliases:
-                alias.view(-1)[33] += 1
+                alias.view(20, 20)[unsampled(alias.view(20, 20))] += 1
         elif how == "drop the aliases":
             self.aliases.clear()
         elif how == "data = new":
-            target.data = torch.randn(8, 8)
+            target.data = torch.randn(20, 20)
         elif how == "data = another's":
             target.data = self.weights[(weight + 1) % 4].data
         elif how == "numpy":
             target.detach().numpy()[...] += 1
         elif how == "new object":
-            self.weights[weight] = nn.Parameter(torch.randn(8, 8))
+            self.weights[weight] = nn.Parameter(torch.randn(20, 20))
         elif how == "new object, same memory":
             self.weights[weight] = nn.Parameter(target.data)
         elif how == "swap_tensors":
-            torch.utils.swap_tensors(target, type(target)(torch.randn(8, 8)))
+            torch.utils.swap_tensors(target, type(target)(torch.randn(20, 20)))
         elif how == "optimizer":
             with torch.no_grad():
                 trained = [w for w in self.weights if w.requires_grad]
             for param in trained:
                 param.grad = torch.zeros_like(param)
-                param.grad[6, 6] = 1.0
+                param.grad[unsampled(param)] = 1.0
             torch.optim.SGD(trained, lr=0.5, fused=True).step()
         elif how == "fused step with copies":
             # The next call must not read what this step could not write.
@@ -99,7 +105,7 @@ class World:
             torch.autograd.graph.increment_version([target, *found])
             wrote([target])
         elif how == "behind PyTorch's back, announced":
-            target.detach().numpy()[2, 7] += 1
+            target.detach().numpy()[unsampled(target)] += 1
             invalidate([target])
         elif how == "requires_grad":
             target.requires_grad_(not target.requires_grad)

@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters
 
-from ampcompile.weights_sample import places
+from ampcompile.weights_sample import RUN, places
 
 
 class Net(nn.Module):
@@ -43,7 +43,8 @@ class Net(nn.Module):
 
 def unsampled(weight: torch.Tensor) -> tuple[int, ...]:
     """The index of an element that the sample does not look at."""
-    words = set(places(weight).tolist())
+    found = places(weight)
+    words = {int(place) + i for place in found.runs for i in range(RUN)} | set(found.words.tolist())
     for index in np.ndindex(*weight.shape):
         offset = sum(i * s for i, s in zip(index, weight.stride(), strict=True)) * weight.element_size()
         if (weight.data_ptr() + offset) // 4 not in words:
@@ -188,7 +189,7 @@ def _(net: Net) -> None:
 def new_state(net: Net) -> dict[str, torch.Tensor]:
     state = copy.deepcopy(net.state_dict())
     for value in state.values():
-        if value.numel() > 16:
+        if value.numel() > 64:
             value[unsampled(value)] += 1
     return state
 
