@@ -132,7 +132,7 @@ def _registered_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], boo
     """Whether a graph input is a parameter or a module's buffer."""
 
     def is_registered(index: int, node: Node) -> bool:
-        return isinstance(example_inputs[index], torch.nn.Parameter) or compat_tracing.is_registered(node)
+        return isinstance(example_inputs[index], torch.nn.Parameter) or compat_modules.is_registered(node)
 
     return is_registered
 

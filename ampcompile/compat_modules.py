@@ -43,3 +43,10 @@ def watch_inlined_modules(is_ours: Callable[[Any], bool], tell: Callable[[str], 
         return original(self, value)
 
     VariableBuilder.wrap_module = wrap_module  # type: ignore[method-assign]
+
+
+def is_registered(placeholder: torch.fx.Node) -> bool:
+    """Whether a graph input is a parameter or buffer of a module, by where Dynamo found it; yes if it doesn't say."""
+    name = getattr(getattr(placeholder, "_dynamo_source", None), "name", "")
+    found = name() if callable(name) else name
+    return not found or "._parameters[" in found or "._buffers[" in found

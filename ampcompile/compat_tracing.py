@@ -246,10 +246,3 @@ def indexing_by_tensors() -> contextlib.AbstractContextManager[Any]:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()
-
-
-def is_registered(placeholder: torch.fx.Node) -> bool:
-    """Whether a graph input is a parameter or buffer of a module, by where Dynamo found it; yes if it doesn't say."""
-    name = getattr(getattr(placeholder, "_dynamo_source", None), "name", "")
-    found = name() if callable(name) else name
-    return not found or "._parameters[" in found or "._buffers[" in found

@@ -82,8 +82,8 @@ class Binding:
             return known
 
     def _make_room(self) -> None:
-        """Let go of sets whose weights are no more, each time that the number of sets has doubled, or on a hint."""
-        if len(self._sets) >= self._sweep_at or memory.take_freed():
+        """Let go of sets whose weights are no more, each time that the number of sets has doubled."""
+        if len(self._sets) >= self._sweep_at:
             for ids, known in list(self._sets.items()):
                 if known.gone():
                     del self._sets[ids]

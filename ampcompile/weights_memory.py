@@ -37,7 +37,6 @@ _moment = object()
 ranges: list[int] = []
 """Where the memory lies that `copied_memory_at` is asked for, as ends of ranges, in order. What was freed may be among
 it."""
-_freed = False
 
 
 def moment() -> object:
@@ -97,6 +96,7 @@ class Memory:
         self.reported = False  # in the log, that it is cast at every call
         self.step_open = False  # a fused step of ours writes here, or began to and failed
         self._examined: object = None
+        weakref.finalize(self, _forget_ranges_with_the_last).atexit = False
         self.copies: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def written(self) -> None:
@@ -148,9 +148,6 @@ class Memory:
             self.forget_sharers()
         return unknown
 
-    def __del__(self) -> None:
-        _forget_ranges_with_the_last()
-
     def open_step(self) -> None:
         """From now to `close_step` nothing here counts as fresh. Tells what was written before, as `examine` does."""
         if self._examined is not _moment:
@@ -192,28 +189,19 @@ def _held_by_python() -> int:
 
 def _storage_freed(memory: weakref.ref[Memory], _: object) -> None:
     """The weights are gone: their copies go with them, at once."""
-    global _freed
     if (found := memory()) is not None:
         for copy in list(found.copies):
             copy.free()
-        _freed = True
         if _memories.get(found.key) is found:
             del _memories[found.key]
         _forget_ranges_with_the_last()
 
 
 def _forget_ranges_with_the_last() -> None:
-    if not _memories:
+    if all(memory() is None for memory in _memories.valuerefs()):
         ranges.clear()
         while on_last_freed:
             on_last_freed.pop()()
-
-
-def take_freed() -> bool:
-    """Whether a storage with copies was freed since the last question."""
-    global _freed
-    found, _freed = _freed, False
-    return found
 
 
 def memory_of(tensor: Tensor) -> Memory:

@@ -15,7 +15,6 @@ STRIDE = 8192
 """One of so many elements is looked at."""
 
 _WORD = 4
-_GOLDEN = 0.6180339887498949
 
 
 def places(weight: Tensor) -> np.ndarray:
@@ -31,11 +30,10 @@ def places(weight: Tensor) -> np.ndarray:
         return np.empty(0, np.int64)
     slices = weight.shape[0] if weight.dim() > 2 else 1
     count = min(slices * ceil(max(FEWEST, prod(weight.shape) // STRIDE) / slices), MOST, size)
-    parts = np.arange(count)
-    spread = (parts + parts * _GOLDEN % 1) * (size / count)
-    found = spread.astype(np.int64)
+    within = np.random.default_rng(count).random(count)
+    found = ((np.arange(count) + within) * (size / count)).astype(np.int64)
     found[0], found[-1] = 0, size - 1
-    return begin + found
+    return begin + np.unique(found)
 
 
 class Sample:

@@ -1,6 +1,5 @@
 """Copies on a GPU: unreported writes found without waiting, streams, captures. The logic runs on the CPU too."""
 
-import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,8 +20,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """CPU memory treated as a GPU's: the host can't look into it, a kernel compares."""
 
     def rechecks(self, weights):
-        writable = functools.partial(weights_set._all_writable, self.members)
-        return [(range(len(weights)), weights_gpu.Recheck(torch.device("cpu"), self.tensors, writable))]
+        return [(range(len(weights)), weights_gpu.Recheck(torch.device("cpu"), self.members))]
 
     monkeypatch.setattr(weights_set.CopySet, "_find_rechecks", rechecks)
     monkeypatch.setattr(weights_copy, "places", lambda weight: np.empty(0, np.int64))
