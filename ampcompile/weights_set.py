@@ -47,8 +47,8 @@ class CopySet:
         self.memories = list(dict.fromkeys(copy.memory for copy in distinct))
         self._settle([weight.key for weight in weights], now)
         self._addresses = [weight.tensor.data_ptr() for weight in weights]
-        self._sample = Sample(np.concatenate([np.empty(0, np.int64), *(copy.sample.places for copy in distinct)]))
-        self._words = b"".join(copy.words for copy in distinct)
+        self.sample = Sample(np.concatenate([np.empty(0, np.int64), *(copy.sample.places for copy in distinct)]))
+        self.words = b"".join(copy.words for copy in distinct)
         self._buffers = list(map(id, map(_form, members)))
         alike = before and before._addresses == self._addresses and before._buffers == self._buffers
         self.rechecks: Rechecks = (
@@ -84,7 +84,7 @@ class CopySet:
             and self._addresses == list(map(Tensor.data_ptr, weights))
             and True not in map(compat.TensorHandle.expired, self._handles)
             and self._others_versions == list(map(compat.version, self._others))
-            and self._sample.read() == self._words
+            and self.sample.read() == self.words
             and not (self.rechecks and gpu.capturing(weights))
         )
 

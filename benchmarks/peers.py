@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -26,6 +26,8 @@ class Peer:
     options: tuple[tuple[str, Any], ...] = ()
     freezing: bool = False
     """Whether weights become constants of the graph, cast once: for Inductor, without gradients."""
+    by_block: bool = False
+    """Whether the model's `blocks` are compiled one by one, and what stands around them not at all."""
 
     @property
     def low(self) -> bool:
@@ -46,6 +48,10 @@ class Peer:
 
     def compiled(self, model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
         """The model, ready to be called; nothing is compiled before the first call."""
+        if self.by_block:
+            for name, block in model.get_submodule("blocks").named_children():
+                model.set_submodule(f"blocks.{name}", replace(self, by_block=False).compiled(block, dtype))  # type: ignore[arg-type]
+            return model
         if self.compiler == "eager":
             return model
         if self.compiler == "thunder":
@@ -97,6 +103,8 @@ AMP = "amp"
 BASELINE = "Inductor + autocast"
 FUSING = tuple(f"{AMP}, fuse={family}" for family in ("none", *FUSED))
 """Each family of fused kernels on, and all off; without a word the cost rule decides."""
+BY_BLOCK = (f"{BASELINE}, by block", f"{AMP}, by block")
+"""Regional compilation, the recommended way for large models."""
 LIMIT = "Inductor, converted"
 """The whole model in the low type: fast, and not mixed precision any more."""
 
@@ -116,6 +124,8 @@ PEERS = {
         Peer(AMP, "amp", "compiled"),
         Peer(f"{AMP}, max-autotune", "amp", "compiled", mode="max-autotune"),
         Peer(f"{AMP}, reduce-overhead", "amp", "compiled", mode="reduce-overhead"),
+        Peer(BY_BLOCK[0], "inductor", "autocast", by_block=True),
+        Peer(BY_BLOCK[1], "amp", "autocast", by_block=True),
         *(Peer(name, "amp", "compiled", options=(("fuse", name.partition("=")[2]),)) for name in FUSING),
     )
 }

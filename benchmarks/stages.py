@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from ampcompile.kernels import native
-from benchmarks import attention_cases, import_time, kernel_cases, loss_cases, row_cases, scaler_step
+from benchmarks import attention_cases, freshness, import_time, kernel_cases, loss_cases, row_cases, scaler_step
 from benchmarks.apart import apart
 from benchmarks.candidate import Candidate
 from benchmarks.compile_time import growth
@@ -83,6 +83,7 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         "growth": passes | racing["growth"],
         "compile": {compiling.name: partial(cold_and_warm, compiling, setup)},
         "import": {"import": import_time.measure},
+        "freshness": {"freshness": partial(setup.call, freshness.measure, stepped if setup.tiny else "GPT 124M")},
     }
 
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from benchmarks.architectures import TINY
-from benchmarks.peers import AMP, BASELINE, FUSING, LIMIT, PEERS
+from benchmarks.peers import AMP, BASELINE, BY_BLOCK, FUSING, LIMIT, PEERS
 
-ALL = tuple(name for name in PEERS if name not in FUSING)
+ALL = tuple(name for name in PEERS if name not in (*FUSING, *BY_BLOCK))
 CORE = ("eager fp32", "eager autocast", "Inductor fp32", BASELINE, LIMIT, AMP)
 RIVALS = ("eager autocast", BASELINE, LIMIT, AMP)
 MIXED = ("eager autocast", BASELINE, AMP)
@@ -66,7 +66,7 @@ def on_cpu() -> dict[str, tuple[Work, ...]]:
     """Works of the racing stages, small enough for two cores."""
     return {
         "inference": (
-            Work("GPT 23M", 1, 16, ALL),
+            Work("GPT 23M", 1, 16, (*ALL, *BY_BLOCK)),
             Work("GPT 23M", 1, 1, CORE),
             Work("GPT 23M", 8, 128, CORE),
         ),
@@ -75,7 +75,7 @@ def on_cpu() -> dict[str, tuple[Work, ...]]:
             Work("GPT 23M", 4, 128, (BASELINE, AMP), (CLIPPED,), checkpoint=True),
         ),
         "architectures": (
-            Work("GPT 124M", 1, 16, RIVALS),
+            Work("GPT 124M", 1, 16, (*RIVALS, *BY_BLOCK)),
             *(Work(model, 1, length, RIVALS) for model, length in ARCHITECTURES.items()),
         ),
         "growth": (
@@ -89,7 +89,7 @@ def on_cuda() -> dict[str, tuple[Work, ...]]:
     """Works of the racing stages, each stage some minutes on one GPU."""
     modes = tuple(name for name in ALL if name.endswith(("max-autotune", "reduce-overhead")))
     return {
-        "inference": (Work("GPT 124M", 1, 16, ALL),),
+        "inference": (Work("GPT 124M", 1, 16, (*ALL, *BY_BLOCK)),),
         "inference-shapes": (Work("GPT 124M", 1, 1, CORE), Work("GPT 124M", 16, 1024, CORE)),
         "inference-large": tuple(Work("GPT 1.3B", *shape, RIVALS) for shape in ((1, 1), (1, 16), (8, 2048))),
         "inference-float16": (Work("GPT 124M", 1, 16, CORE, dtype="float16"),),

@@ -34,6 +34,7 @@ TITLES = {
     "scaler": "The step of GradScaler and optimizer",
     "compile": "Compile time",
     "import": "Import time",
+    "freshness": "What freshness costs",
     "growth": "Growth",
     "kernels": "Kernels",
 }

@@ -9,7 +9,7 @@ from benchmarks.report.ink import TEXT, looks, picture
 from benchmarks.report.plot_growth import draw_growth
 from benchmarks.report.plot_roofline import draw_roofline
 
-UNRACED = ("kernels", "scaler", "growth", "compile", "import")
+UNRACED = ("kernels", "scaler", "growth", "compile", "import", "freshness")
 """Stages with pictures of their own, or with a table only."""
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.peers import AMP, BASELINE, LIMIT, PEERS
+from benchmarks.peers import AMP, BASELINE, BY_BLOCK, LIMIT, PEERS
 from benchmarks.records import Records, Row, rival, spread, times_faster
 from benchmarks.report.known_losses import CAUSES
 from benchmarks.scaler_step import RECAST, STOCK
@@ -41,6 +41,13 @@ def _of_case(device: str, stage: str, case: str, rows: dict[str, Row]) -> Iterat
     if stage.startswith("inference") and small:
         yield from at_least(f"at least {{}} times as fast as {BASELINE}", 1.9, BASELINE)
         yield from at_least(f"at least {{}} times as fast as {LIMIT}", 0.95, LIMIT)
+    if all(name in rows and not rows[name].why for name in (BASELINE, *BY_BLOCK)):
+        whole, blocks = (
+            times_faster(rows[ours], rows[theirs]).middle for ours, theirs in ((AMP, BASELINE), BY_BLOCK[::-1])
+        )
+        yield Target(
+            "by block at least 0.9 of what is gained on the whole model", case, blocks / whole, blocks >= 0.9 * whole
+        )
     if stage.startswith("training"):
         yield from at_least(f"at least {{}} times as fast as {BASELINE}", 1.15 if device == "cpu" else 1.1, BASELINE)
     if stage == "scaler":
@@ -53,6 +60,9 @@ def _of_case(device: str, stage: str, case: str, rows: dict[str, Row]) -> Iterat
     if stage == "import":
         seconds = spread(rows[AMP].figures["seconds"]).middle
         yield Target("at most 0.05 s", case, seconds, seconds <= 0.05)
+    if stage == "freshness" and "most" in rows[AMP].figures:
+        seconds, most = spread(rows[AMP].figures["seconds"]).middle, rows[AMP].figures["most"]
+        yield Target(f"at most {1e6 * most:.2g} us", case, 1e6 * seconds, seconds <= most)
     if "host_syncs" in (figures := rows[AMP].figures):
         yield Target("no host sync", case, figures["host_syncs"], figures["host_syncs"] == 0)
 
