@@ -7,12 +7,13 @@ from tests.compiling import LOW, same_bits
 from tests.random_programs import Outcome, outcome, program
 
 
-def stock(model, compiled=True):
+def stock(model, compiled=True, outputs="autocast"):
     run = torch.compile(model, backend="aot_eager") if compiled else model
 
     def under_autocast(*args):
         with torch.autocast("cpu", LOW, cache_enabled=False):
-            return run(*args)
+            results = run(*args)
+        return [r.float() if r.dtype == LOW else r for r in results] if outputs == "float32" else results
 
     return under_autocast
 
@@ -47,23 +48,26 @@ def differences(ours: Outcome, theirs: Outcome, exact: Outcome | None) -> list[s
     return found
 
 
-def check(seed: int, lower: str) -> str:
+def check(seed: int, lower: str, outputs: str = "autocast") -> str:
     """What is wrong with a program: nothing is "", "refused" that torch doesn't run it itself.
 
     A graph that runs as it is is held against eager autocast: what AOTAutograd drops unread may raise there.
+    Results that leave in float32 are held against stock's widened ones, which share memory with no other.
     """
     of = program(seed)
     torch._dynamo.reset()
     try:
-        theirs = outcome(of, lambda model: stock(model, compiled=lower != "eager"))
+        theirs = outcome(of, lambda model: stock(model, lower != "eager", outputs))
     except Exception:
         return "refused"
     torch._dynamo.reset()
-    options = {"lower": lower}
+    options = {"lower": lower, "outputs": outputs}
     try:
         ours = outcome(of, lambda model: torch.compile(model, backend="amp", options=options))
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:500]}\n{of.source}"
+    if outputs == "float32":
+        ours.shared = theirs.shared
     try:
         exact = outcome(of, lambda model: model, exact=True)
     except Exception:
@@ -72,23 +76,36 @@ def check(seed: int, lower: str) -> str:
     return "\n".join([*found, of.source]) if found else ""
 
 
-@pytest.mark.parametrize("start", range(0, 96, 16))
-def test_a_few(start):
-    wrong = [found for seed in range(start, start + 16) if (found := check(seed, "aot_eager")) not in ("", "refused")]
+def check_all(seeds, lower, outputs="autocast"):
+    wrong = [found for seed in seeds if (found := check(seed, lower, outputs)) not in ("", "refused")]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("start", [0, 8, 16])
+def test_a_few(start):
+    check_all(range(start, start + 8), "aot_eager")
+
+
+def test_a_few_whose_results_leave_in_float32():
+    check_all(range(24, 32), "aot_eager", "float32")
 
 
 def test_a_few_with_the_graph_as_it_is():
     """Nothing is functionalized there: autograd itself sees what is written."""
-    wrong = [found for seed in range(8) if (found := check(seed, "eager")) not in ("", "refused")]
-    assert not wrong, "\n".join(wrong)
+    check_all(range(8), "eager")
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("outputs", ["autocast", "float32"])
+@pytest.mark.parametrize("start", range(32, 96, 16))
+def test_a_few_more(start, outputs):
+    check_all(range(start, start + 16), "aot_eager", outputs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, 2000, 100))
 def test_two_thousand(start):
-    wrong = [found for seed in range(start, start + 100) if (found := check(seed, "aot_eager")) not in ("", "refused")]
-    assert not wrong, "\n".join(wrong)
+    check_all(range(start, start + 100), "aot_eager")
 
 
 def test_a_program_that_is_wrong_is_found():
