@@ -64,7 +64,8 @@ def _hand_out_data(self: Tensor) -> Tensor:
 
 
 def _give_data(self: Tensor, value: Tensor) -> None:
-    if (memory := copied_memory_at(self)) is not None and not compat.same_place(self, value):
+    memory = copied_memory_at(self)
+    if memory is not None and isinstance(value, Tensor) and not compat.same_place(self, value):
         memory.forget(self)
     compat.write_data(self, value)
 
@@ -166,25 +167,33 @@ PATCHES = (
 )
 _MISSING = object()
 _replaced: list[tuple[Patch, Any]] = []
+_watching = False
 
 
 def watch() -> None:
     """Install what isn't yet: hooks on optimizers for good, patches until the last copied weight is freed."""
+    global _watching
+    if _watching:
+        return
     _hook_optimizers()
-    if not _replaced:
-        for patch in PATCHES:
-            _replaced.append((patch, vars(patch.owner).get(patch.name, _MISSING)))
-            setattr(patch.owner, patch.name, patch.wrap(getattr(patch.owner, patch.name)))
-        on_last_freed.append(_unpatch)
+    _unpatch()  # what an interrupt left
+    for patch in PATCHES:
+        _replaced.append((patch, vars(patch.owner).get(patch.name, _MISSING)))
+        setattr(patch.owner, patch.name, patch.wrap(getattr(patch.owner, patch.name)))
+    on_last_freed.append(_unpatch)
+    _watching = True
 
 
 def _unpatch() -> None:
+    global _watching
+    _watching = False
     while _replaced:
-        patch, original = _replaced.pop()
-        if original is _MISSING:
-            delattr(patch.owner, patch.name)
-        else:
+        patch, original = _replaced[-1]
+        if original is not _MISSING:
             setattr(patch.owner, patch.name, original)
+        elif patch.name in vars(patch.owner):
+            delattr(patch.owner, patch.name)
+        _replaced.pop()
 
 
 @functools.cache

@@ -59,13 +59,14 @@ def interrupted(at: int, act: Callable[[], object]) -> bool:
 class Case:
     """Two weights, the first shared with a flat buffer and an alias; two graphs."""
 
-    def __init__(self) -> None:
+    def __init__(self, called: bool = True) -> None:
         self.flat = torch.randn(800)
         self.weights = [nn.Parameter(self.flat[:400].view(20, 20)), nn.Parameter(torch.randn(20, 20))]
         self.alias = nn.Parameter(self.weights[1].data)
         self.bindings: list[Binding] = [bind([None] * 2, [BF16] * 2), bind([None], [BF16])]
-        self.call()
-        self.call()
+        if called:
+            self.call()
+            self.call()
 
     def call(self) -> None:
         self.bindings[0].copies(self.weights)
@@ -151,6 +152,21 @@ def test_an_interrupt_at_any_line(act: str, trial: Callable[[str, int], bool], s
     while trial(act, at):
         at += stride
     assert at > 20 or trial is interrupted_report
+
+
+def test_an_interrupt_of_the_first_call() -> None:
+    at, reached = 1, True
+    while reached:
+        case = Case(called=False)
+        reached = interrupted(at, case.call)
+        case.check()
+        for act in (".data", "apply_", "a fused optimizer", "swap_tensors"):
+            ACTS[act](case)
+            case.check()
+        del case
+        assert "data" not in vars(torch.Tensor)
+        at += 2
+    assert at > 200
 
 
 def test_a_cast_that_fails_leaves_nothing_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
