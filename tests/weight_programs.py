@@ -305,33 +305,37 @@ def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
         target[at] += 1
 
 
-def _gradient(target: Tensor, at: tuple[int, ...]) -> nn.Parameter:
+@contextlib.contextmanager
+def _gradient(target: Tensor, at: tuple[int, ...]) -> Iterator[nn.Parameter]:
+    """A parameter, the target itself if it may be, with a gradient for one step."""
     param = target if isinstance(target, nn.Parameter) and target.requires_grad else nn.Parameter(target.detach())
     param.grad = torch.zeros_like(param)
     param.grad[at] = 1.0
-    return param
+    yield param
+    param.grad = None
 
 
 @writer("a fused optimizer")
 def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    torch.optim.SGD([_gradient(target, at)], lr=1.0, fused=True).step()
+    with _gradient(target, at) as param:
+        torch.optim.SGD([param], lr=1.0, fused=True).step()
 
 
 @writer("a fused optimizer that fails")
 def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    with contextlib.suppress(ArithmeticError):
-        Broken([_gradient(target, at)], lr=1.0, fused=True).step()
+    with _gradient(target, at) as param, contextlib.suppress(ArithmeticError):
+        Broken([param], lr=1.0, fused=True).step()
 
 
 @writer("the fused scaler step")
 def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
     scaler = ampcompile.GradScaler("cpu", init_scale=1.0)
     scaler.scale(torch.ones(()))
-    param = _gradient(target, at)
-    if program.random.random() < 0.2:
-        param.grad[at] = torch.inf
-    scaler.step(torch.optim.SGD([param], lr=1.0))
-    scaler.update()
+    with _gradient(target, at) as param:
+        if program.random.random() < 0.2:
+            param.grad[at] = torch.inf
+        scaler.step(torch.optim.SGD([param], lr=1.0))
+        scaler.update()
 
 
 @writer("NumPy, announced")
