@@ -62,12 +62,18 @@ def _sample(name: str) -> list[Row]:
         for _ in range(ROUNDS):
             call += _once(lambda: run(*inputs))
             # Right after a call, whose weights have left few of the sampled words in the caches.
-            sample.append(
-                sum(_once(lambda each=each: each.sample.read() == each.words)[0] for each in weights_memory.sets)
-            )
+            sample.append(sum(_once(_sampling(each))[0] for each in weights_memory.sets))
     figures = {"seconds": sample, "most": SAMPLE_MOST * median(call), "call_seconds": call}
     places = sum(each.sample.places for each in weights_memory.sets)
     return [Row(f"sample at {places} places, {name}, 1x16", AMP, figures)]
+
+
+def _sampling(copies: Any) -> Callable[[], Any]:
+    return lambda: copies.sample.read() == copies.words
+
+
+def _taking_data(tensor: torch.Tensor) -> Callable[[], Any]:
+    return lambda: tensor.data
 
 
 def _once(call: Callable[[], Any]) -> list[float]:
@@ -79,13 +85,13 @@ def _once(call: Callable[[], Any]) -> list[float]:
 def _data() -> list[Row]:
     gc.collect()
     weight, other = nn.Parameter(torch.randn(64, 64)), torch.randn(8)
-    alone = _seconds(lambda: other.data, 5000)
+    alone = _seconds(_taking_data(other), 5000)
     binding = bind([None], [torch.bfloat16])
     binding.copies([weight])
     rows = [Row("tensor.data, no copy alive", AMP, {"seconds": alone})]
     for where, tensor in (("elsewhere", other), ("copied", weight)):
-        seconds = _seconds(lambda tensor=tensor: tensor.data, 5000)
+        seconds = _seconds(_taking_data(tensor), 5000)
         most = median(alone) + DATA_MOST[where]
         rows.append(Row(f"tensor.data, {where}", AMP, {"seconds": seconds, "most": most}))
     del weight, tensor
-    return [*rows, Row("tensor.data, copies freed", AMP, {"seconds": _seconds(lambda: other.data, 5000)})]
+    return [*rows, Row("tensor.data, copies freed", AMP, {"seconds": _seconds(_taking_data(other), 5000)})]
