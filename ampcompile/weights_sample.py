@@ -78,11 +78,17 @@ class _Windows:
     def __init__(self, places: np.ndarray, words: int) -> None:
         first = int(places.min())
         self.offsets = places - first
+        self.memory = np.asarray(_Memory(first, int(self.offsets.max()) + 1, words))
+
+
+class _Memory:
+    """What an array keeps alive, so it must not hold the array: Python's collector sees no cycle through one."""
+
+    def __init__(self, first: int, items: int, words: int) -> None:
         self.__array_interface__ = {
             "data": (first * _WORD, True),
-            "shape": (int(self.offsets.max()) + 1,),
+            "shape": (items,),
             "strides": (_WORD,),
             "typestr": f"|V{words * _WORD}",
             "version": 3,
         }
-        self.memory = np.asarray(self)
