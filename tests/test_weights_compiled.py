@@ -180,3 +180,84 @@ def test_fifty_calls_in_a_step_keep_one_copy(lower: str) -> None:
     assert weights.weight_stats() == held
     sum(out.float().sum() for out in outs).backward()
     assert held.copies == 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).float()
+
+
+def test_a_hundred_blocks_compiled_one_by_one_are_cast_once() -> None:
+    blocks = nn.ModuleList(Block() for _ in range(100))
+    for block in blocks:
+        block.compile(backend="amp", options={"lower": "aot_eager"})
+    x = torch.randn(2, 8)
+
+    def run() -> Tensor:
+        h = x
+        with torch.no_grad():
+            for block in blocks:
+                h = block(h)
+        return h
+
+    first = run()
+    before = casts()
+    for _ in range(3):
+        assert torch.equal(run(), first)
+    assert casts() == before
+    with torch.no_grad():
+        blocks[41].linear.weight.mul_(2)
+    assert not torch.equal(run(), first) and casts() == before + 1
+
+
+@pytest.mark.parametrize("gone", ["deleted", "on meta", "replaced"])
+def test_copies_go_with_their_weights_at_once(gone: str) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    compiled = amp(model, "aot_eager")
+    gc.collect()
+    before = weights.weight_stats()
+    with torch.no_grad():
+        for _ in range(2):
+            compiled(torch.randn(2, 64))
+    assert weights.weight_stats().bytes == before.bytes + 4 * 64 * 64 * 2
+    gc.disable()
+    try:
+        if gone == "replaced":
+            for layer in model:
+                layer.weight = nn.Parameter(torch.randn(64, 64))
+        elif gone == "on meta":
+            model.to("meta")
+        else:
+            for layer in model:
+                del layer.weight
+        assert weights.weight_stats().bytes == before.bytes
+    finally:
+        gc.enable()
+    left = [t for t in gc.get_objects() if type(t) is Tensor and t.dtype == torch.bfloat16 and t.shape == (64, 64)]
+    assert not left
+
+
+def test_invalidate_reaches_what_a_models_graphs_read() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64, bias=False)
+            self.tables = [torch.randn(64, 64)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.linear(x), self.tables[0])
+
+    model = Reads()
+    compiled = amp(model, "aot_eager")
+    x = torch.eye(64)
+    with torch.no_grad():
+        for _ in range(12):
+            compiled(x)
+        model.tables[0].numpy()[31, 7] += 1
+        weights.invalidate(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(compiled(x), model(x))
