@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch._subclasses import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["FakeTensor", "is_dense"]
+__all__ = ["FakeTensor", "StorageWeakRef", "is_dense"]
 
 _DATA: Any = torch._C.TensorBase.data
 _SET_DATA = _DATA.__set__

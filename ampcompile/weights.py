@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,9 +17,11 @@ from . import weights_writers as writers
 from .weights_census import unexplained
 from .weights_copy import TRIAL, Copy, Weight, copies, copies_of, copy_of, interrupted, passes, recover, refresh
 from .weights_memory import Memory, lock, moment
+from .weights_ranges import set_ranges
 from .weights_set import CopySet
 
 _CLASSES = (Tensor, torch.nn.Parameter, compat.FakeTensor)
+_bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
 _log = logging.getLogger("ampcompile")
 
 
@@ -44,6 +47,7 @@ class Binding:
         self._dtypes, self._in_place = tuple(dtypes), in_place
         self._packed, self._on_trial = tuple(packed), tuple(on_trial)
         self._sets: dict[tuple[int, ...], CopySet] = {}  # by the ids of the weights
+        _bindings.add(self)
         self._sweep_at = 8
 
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -58,7 +62,6 @@ class Binding:
 
     def _refresh(self, ids: tuple[int, ...], weights: Sequence[Tensor]) -> CopySet:
         with lock, torch.inference_mode(False), torch.no_grad():
-            writers.watch()
             if interrupted():
                 memory.passed()
                 recover()
@@ -70,7 +73,8 @@ class Binding:
                 if on_trial and copy.tensor is None and copy.packed is None:
                     copy.trial = TRIAL
                 copy.memory.admit(weight)
-            memory.update_ranges()
+            set_ranges((each.begin, each.end) for each in memory.memories())
+            writers.watch()  # now that there is memory to watch: what dies meanwhile can't be the last
             captured = gpu.capturing(weights)
             strided = [not packed for packed in self._packed]
             refresh(zip(members, held, strided, strict=True), captured, _doubtful(members, held))
@@ -173,6 +177,7 @@ def writable_copies(param: Tensor) -> tuple[Tensor, ...]:
     then nothing that shares the parameter's memory counts as fresh.
     """
     with lock:
+        moment()
         found = copies_of(param)
         if found:
             found[0].memory.open_step()

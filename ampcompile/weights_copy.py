@@ -54,12 +54,14 @@ class Copy:
         self.trial = 0
         self.strided_readers = 0
         self.reads = 0
+        self.buffer: object = None  # another one for each buffer
         self.tensor: Tensor | None = None  # of the weight's strides; its one reference in Python while it is idle
         self.packed: Tensor | None = None  # the same numbers in the blocks of oneDNN's products
 
     def _allocate(self, weight: Tensor) -> None:
         """Take a fresh buffer; the old one stays with whoever saved it."""
         self.tensor = torch.empty_strided(weight.shape, weight.stride(), dtype=self.dtype, device=weight.device)
+        self.buffer = object()
         self._storage = compat.storage_key(self.tensor)
         self._idle = self._owners()
 
@@ -163,7 +165,11 @@ def refresh(reads: Iterable[tuple[Copy, Weight, bool]], every: bool, doubtful: C
     right for now only.
     """
     global _passes, _casting
-    read = {id(copy): (copy, weight) for copy, weight, strided in reads if every or not copy.fresh(strided)}.values()
+    read = {
+        id(copy): (copy, weight)
+        for copy, weight, strided in reads
+        if every or copy.memory in doubtful or not copy.fresh(strided)
+    }.values()
     stale = [(c, weight) for c, weight in read if every or not c.compare(weight, c.memory in doubtful)]
     if not stale:
         return

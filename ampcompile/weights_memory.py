@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import compat_weights as compat
+from .weights_ranges import covered, set_ranges
 
 lock = threading.RLock()
 """Held by whoever changes what is known of weights and copies."""
@@ -34,9 +35,6 @@ ticks = torch.zeros(1, dtype=torch.int64)
 """Written where an optimizer's step was compiled, hooks and all: its version tells that it ran."""
 _ticks_seen = ticks._version
 _moment = object()
-ranges: list[int] = []
-"""Where the memory lies that `copied_memory_at` is asked for, as ends of ranges, in order. What was freed may be among
-it."""
 
 
 def moment() -> object:
@@ -60,12 +58,13 @@ def passed() -> None:
 
 def doubt_handed_out() -> None:
     """What aliases were handed out for may have been written through them."""
-    addresses = sorted(handed_out)
-    for memory in memories():
-        first = bisect_left(addresses, memory.begin)
-        if first < len(addresses) and addresses[first] < memory.end:
-            memory.doubted()
-    del handed_out[: len(addresses)]
+    with lock:
+        addresses = sorted(handed_out)
+        for memory in memories():
+            first = bisect_left(addresses, memory.begin)
+            if first < len(addresses) and addresses[first] < memory.end:
+                memory.doubted()
+        del handed_out[: len(addresses)]
 
 
 class Sharer:
@@ -87,6 +86,7 @@ class Memory:
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         self.key = storage._cdata
+        self._reserved = compat.StorageWeakRef(storage)  # no other storage gets the key
         self.storage = weakref.ref(storage, functools.partial(_storage_freed, weakref.ref(self)))
         self.begin, self.end = 0, 0  # its addresses
         self.mark, self.doubt = object(), object()
@@ -198,10 +198,15 @@ def _storage_freed(memory: weakref.ref[Memory], _: object) -> None:
 
 
 def _forget_ranges_with_the_last() -> None:
-    if all(memory() is None for memory in _memories.valuerefs()):
-        ranges.clear()
-        while on_last_freed:
-            on_last_freed.pop()()
+    if not lock.acquire(blocking=False):
+        return  # somebody is making copies
+    try:
+        if all(memory() is None for memory in _memories.valuerefs()):
+            set_ranges(())
+            while on_last_freed:
+                on_last_freed.pop()()
+    finally:
+        lock.release()
 
 
 def memory_of(tensor: Tensor) -> Memory:
@@ -228,23 +233,18 @@ def everything_doubted() -> None:
         memory.doubted()
 
 
-def update_ranges() -> None:
-    """Have `ranges` hold all memory with copies."""
-    merged: list[int] = []
-    for begin, end in sorted((memory.begin, memory.end) for memory in memories()):
-        if merged and begin <= merged[-1]:
-            merged[-1] = max(merged[-1], end)
-        elif begin < end:
-            merged += (begin, end)
-    ranges[:] = merged
-
-
 def copied_memory_at(tensor: Tensor) -> Memory | None:
     """The record of a tensor's storage, for any tensor and cheap for those that lie elsewhere."""
     try:
-        if bisect_right(ranges, compat.address(tensor)) & 1:
-            with compat.NoTorchFunction():
-                return _memories.get(compat.storage_key(tensor))
+        return copied_memory_of(tensor) if covered(compat.address(tensor)) else None
     except RuntimeError:  # wrapped by a transform, or without memory: nothing there was copied
-        pass
-    return None
+        return None
+
+
+def copied_memory_of(tensor: Tensor) -> Memory | None:
+    """The same, also where a storage was resized and lies elsewhere now."""
+    try:
+        with compat.NoTorchFunction():
+            return _memories.get(compat.storage_key(tensor))
+    except RuntimeError:
+        return None

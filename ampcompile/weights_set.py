@@ -49,7 +49,7 @@ class CopySet:
         in_order = sorted(distinct, key=lambda copy: not copy.places.runs.size)  # as a sample of several reads them
         self.sample = Sample(copy.places for copy in in_order)
         self.words = b"".join(copy.words for copy in in_order)
-        self._buffers = list(map(id, map(_form, members)))
+        self._buffers = [copy.buffer for copy in members]
         alike = before and before._addresses == self._addresses and before._buffers == self._buffers
         self.rechecks: Rechecks = (
             before.rechecks if before and alike else self._find_rechecks([weight.tensor for weight in weights])
@@ -80,9 +80,9 @@ class CopySet:
         except RuntimeError:  # an inference tensor where another tensor had been
             return False
         return (
-            self._users == list(map(compat.storage_users, self._storages))
+            True not in map(compat.TensorHandle.expired, self._handles)
+            and self._users == list(map(compat.storage_users, self._storages))
             and self._addresses == list(map(Tensor.data_ptr, weights))
-            and True not in map(compat.TensorHandle.expired, self._handles)
             and self._others_versions == list(map(compat.version, self._others))
             and self.sample.read() == self.words
             and not (self.rechecks and gpu.capturing(weights))

@@ -22,16 +22,17 @@ from . import compat_weights as compat
 from .compat_weights import address
 from .weights_memory import (
     copied_memory_at,
+    copied_memory_of,
     doubt_handed_out,
     everything_doubted,
     handed_out,
     known_memory,
     memories,
     on_last_freed,
-    ranges,
     sets,
     ticks,
 )
+from .weights_ranges import covered, ranges
 
 _running: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _get_data = compat.read_data
@@ -64,7 +65,7 @@ def _hand_out_data(self: Tensor) -> Tensor:
 
 
 def _give_data(self: Tensor, value: Tensor) -> None:
-    memory = copied_memory_at(self)
+    memory = copied_memory_of(self)
     if memory is not None and isinstance(value, Tensor) and not compat.same_place(self, value):
         memory.forget(self)
     compat.write_data(self, value)
@@ -75,10 +76,10 @@ def _moves(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(method)
     def moving(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if (memory := copied_memory_at(self)) is not None:
+        if (memory := copied_memory_of(self)) is not None:
             memory.forget(self)
         result = method(self, *args, **kwargs)
-        if (memory := copied_memory_at(self)) is not None:
+        if (memory := copied_memory_of(self)) is not None:
             memory.doubted()
         return result
 
@@ -107,8 +108,11 @@ def _writes_storage(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs)
         finally:
-            if (memory := known_memory(getattr(self, "_untyped_storage", self)._cdata)) is not None:
-                memory.written()
+            storage = getattr(self, "_untyped_storage", self)
+            if (memory := known_memory(storage._cdata)) is not None:
+                memory.doubted()
+            elif covered(at := storage.data_ptr()):  # a slice is a storage of its own
+                handed_out.append(at)
 
     return writing
 
@@ -143,7 +147,7 @@ def _swaps(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor],
 
     def swapping(first: Tensor, second: Tensor) -> None:
         for tensor in (first, second):
-            if (memory := copied_memory_at(tensor)) is not None:
+            if (memory := copied_memory_of(tensor)) is not None:
                 memory.forget_sharers()
                 for each in list(sets):
                     if memory in each.memories:
@@ -179,7 +183,12 @@ def watch() -> None:
     _unpatch()  # what an interrupt left
     for patch in PATCHES:
         _replaced.append((patch, vars(patch.owner).get(patch.name, _MISSING)))
-        setattr(patch.owner, patch.name, patch.wrap(getattr(patch.owner, patch.name)))
+        replacement = patch.wrap(getattr(patch.owner, patch.name))
+        if not isinstance(replacement, property):  # so that it pickles as what it stands for
+            owner = getattr(patch.owner, "__qualname__", "")
+            replacement.__qualname__ = f"{owner}.{patch.name}".strip(".")
+            replacement.__module__ = patch.owner.__module__ if owner else patch.owner.__name__
+        setattr(patch.owner, patch.name, replacement)
     on_last_freed.append(_unpatch)
     _watching = True
 
@@ -207,6 +216,17 @@ def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return _tick(optimizer)
     _running.add(optimizer)
+    _written_by(optimizer)
+
+
+def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return _tick(optimizer)
+    _written_by(optimizer)  # once more, for what another thread has cast meanwhile
+    _running.discard(optimizer)
+
+
+def _written_by(optimizer: torch.optim.Optimizer) -> None:
     copied = memories()
     owned: set[int] = set()
     if not all(memory.trainable for memory in copied):
@@ -215,12 +235,6 @@ def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for memory in copied:
         if memory.trainable or memory.key in owned:
             memory.written()
-
-
-def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if torch.compiler.is_compiling():
-        return _tick(optimizer)
-    _running.discard(optimizer)
 
 
 def _tick(optimizer: torch.optim.Optimizer) -> None:

@@ -57,11 +57,9 @@ def isolated(request: pytest.FixtureRequest) -> Iterator[None]:
     seed = random.Random(os.environ[SEED] + request.node.nodeid).randrange(2**32)
     random.seed(seed)
     torch.manual_seed(seed)
-    if memory := sys.modules.get("ampcompile.weights_memory"):
-        for known in list(memory.sets):  # graphs that an earlier test left behind keep no copies
-            known.forget()
-            for copy in known.members:
-                copy.free()
+    if weights := sys.modules.get("ampcompile.weights"):
+        for binding in list(weights._bindings):  # graphs that an earlier test left behind keep no copies
+            binding._sets.clear()
     before = modes()
     yield
     if dynamo := sys.modules.get("torch._dynamo"):
