@@ -3,8 +3,10 @@
 import copy
 import gc
 import importlib
+import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,9 +18,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampcompile import compat_weights
 from ampcompile.weights import Binding, bind, weight_stats
 from ampcompile.weights_writers import PATCHES
 from tests.searching import searches_are_cheap as searches_are_cheap
+from tests.weight_writers import unsampled
 
 BF16 = torch.bfloat16
 MISSING = object()
@@ -230,3 +234,87 @@ def test_copies_of_modules_share_nothing(copied: tuple[nn.Parameter, Binding]) -
         twin.add_(1)
     binding.copies([weight])
     assert weight_stats().casts == casts
+
+
+def test_patched_methods_pickle_as_torchs_own(copied: tuple[nn.Parameter, Binding]) -> None:
+    for name in ("set_", "apply_", "map_", "map2_"):
+        assert pickle.loads(pickle.dumps(getattr(Tensor, name))) is getattr(Tensor, name)
+
+
+def test_the_last_copy_dies_while_another_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    others, binding = [nn.Parameter(torch.randn(6, 8))], bind([None], [BF16])
+    binding.copies(others)
+    alias = compat_weights.alias
+
+    def dies(tensor: Tensor) -> Tensor:
+        others.clear()
+        return alias(tensor)
+
+    weight = nn.Parameter(torch.randn(20, 20))
+    with monkeypatch.context() as patch:
+        patch.setattr(compat_weights, "alias", dies)
+        binding.copies([weight])
+    assert "data" in vars(Tensor)
+    weight.data[unsampled(weight)] += 1
+    assert torch.equal(binding.copies([weight])[0], weight.detach().to(BF16))
+
+
+def test_a_sharer_that_leaves_resized_memory_as_another_comes() -> None:
+    weight, binding = nn.Parameter(torch.randn(20, 20)), bind([None], [BF16])
+    binding.copies([weight])
+    leaves = weight.data
+    binding.copies([weight])
+    weight.untyped_storage().resize_(1 << 22)
+    leaves.data = torch.zeros(3)
+    comes = weight.data
+    for _ in range(2):
+        binding.copies([weight])
+        comes[unsampled(weight)] += 1
+        assert torch.equal(binding.copies([weight])[0], weight.detach().to(BF16))
+
+
+def test_slices_of_a_storage_that_are_written() -> None:
+    weight, binding = nn.Parameter(torch.randn(20, 20)), bind([None], [BF16])
+    row, column = unsampled(weight)
+    at = 4 * (20 * row + column)
+    for write in (
+        lambda part: part.fill_(1),
+        lambda part: part.copy_(torch.tensor([99.0]).untyped_storage()),
+    ):
+        binding.copies([weight])
+        write(weight.untyped_storage()[at : at + 4])
+        assert torch.equal(binding.copies([weight])[0], weight.detach().to(BF16))
+
+
+@pytest.mark.parametrize("writer", ["fused step", ".data"])
+def test_a_thread_that_writes_while_another_calls(writer: str) -> None:
+    weights, binding = [nn.Parameter(torch.randn(20, 20)) for _ in range(20)], bind([None] * 20, [BF16] * 20)
+    at, stop = unsampled(weights[0]), threading.Event()
+    optimizer = torch.optim.SGD(weights, lr=1.0, fused=True)
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+        weight.grad[at] = 1.0
+
+    def call() -> None:
+        while not stop.is_set():
+            binding.copies(weights)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    callers = [threading.Thread(target=call) for _ in range(2)]
+    try:
+        for caller in callers:
+            caller.start()
+        for _ in range(150):
+            if writer == "fused step":
+                optimizer.step()
+            else:
+                for weight in weights:
+                    weight.data[at] += 1
+            for copied, weight in zip(binding.copies(weights), weights, strict=True):
+                assert copied[at] == weight.detach()[at].to(BF16), "stale"
+    finally:
+        stop.set()
+        for caller in callers:
+            caller.join()
+        sys.setswitchinterval(interval)
