@@ -16,7 +16,7 @@ FEWEST = 4
 """Places in each weight at least, its first and its last words among them."""
 MOST = 4096
 """And at most."""
-STRIDE = 65536
+STRIDE = 131072
 """Elements for each place."""
 RUN = 16
 """Words of four bytes that are looked at in each place."""
