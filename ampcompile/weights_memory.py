@@ -198,15 +198,17 @@ def _storage_freed(memory: weakref.ref[Memory], _: object) -> None:
 
 
 def _forget_ranges_with_the_last() -> None:
-    if not lock.acquire(blocking=False):
-        return  # somebody is making copies
+    ours = lock._is_owned()  # type: ignore[attr-defined]  # asked, so that an interrupt at any point leaves it right
     try:
+        if not ours and not lock.acquire(blocking=False):
+            return  # somebody is making copies
         if all(memory() is None for memory in _memories.valuerefs()):
             set_ranges(())
             while on_last_freed:
                 on_last_freed.pop()()
     finally:
-        lock.release()
+        if not ours and lock._is_owned():  # type: ignore[attr-defined]
+            lock.release()
 
 
 def memory_of(tensor: Tensor) -> Memory:

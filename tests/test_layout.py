@@ -86,7 +86,7 @@ def test_imports_are_by_installed_name_and_triton_stays_in_its_folder(module: st
 @pytest.mark.parametrize("module", SOURCES)
 def test_a_file_is_short_and_says_what_it_is(module: str) -> None:
     text = SOURCES[module].read_text()
-    assert text.count("\n") <= 250, "one idea a file: at most 250 lines"
+    assert text.count("\n") <= 300, "one idea a file: at most 300 lines"
     assert ast.get_docstring(ast.parse(text)), "a module starts with a docstring"
     assert SOURCES[module].stem not in {"utils", "util", "common", "helpers"}, "a name says what is inside"
 

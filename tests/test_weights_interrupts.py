@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.nn as nn
 
 from ampcompile import weights
 from ampcompile.weights import Binding, bind, invalidate, writable_copies, wrote
+from ampcompile.weights_memory import lock
 from tests.searching import searches_are_cheap as searches_are_cheap
 from tests.weight_writers import unsampled
 
@@ -53,6 +55,9 @@ def interrupted(at: int, act: Callable[[], object]) -> bool:
         pass
     finally:
         sys.settrace(before)
+        torch.set_grad_enabled(True)  # `no_grad` itself doesn't survive every interrupt
+        while lock._is_owned():  # tracing interrupts between a `with` block and its exit, where no signal does
+            lock.release()
     return lines >= at
 
 
@@ -167,6 +172,37 @@ def test_an_interrupt_of_the_first_call() -> None:
         assert "data" not in vars(torch.Tensor)
         at += 2
     assert at > 200
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # swallowed where objects are freed
+def test_signals_at_any_time() -> None:
+    """As Ctrl-C comes: wherever the interpreter looks for signals."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    case, interrupts = Case(), 0
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(300):
+            act = random.choice(list(ACTS))
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 1e-3))
+                    for _ in range(5):
+                        ACTS[act](case)
+                        case.call()
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    torch.set_grad_enabled(True)  # `no_grad` itself doesn't survive every interrupt
+            except (KeyboardInterrupt, RuntimeError):  # swap_tensors refuses tensors that a broken-off call still holds
+                interrupts += 1
+            assert not lock._is_owned()
+            invalidate(case.weights)  # an act that was broken off reported nothing
+            case.check()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts > 50
 
 
 def test_a_cast_that_fails_leaves_nothing_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
