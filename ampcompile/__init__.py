@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .audit import audit
-from .explain import explain
+from .auditing.audit import audit
+from .explaining.explain import explain
 from .precision import keep_fp32, precision
 
 if TYPE_CHECKING:

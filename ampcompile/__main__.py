@@ -2,6 +2,6 @@
 
 import sys
 
-from .cli import main
+from ampcompile.command_line.main import main
 
 sys.exit(main())

@@ -9,9 +9,10 @@ from typing import Self
 import torch
 from torch._ops import OpOverload
 
-from . import rules
+from ampcompile.rules.table import Rule
+
 from .errors import PolicyError
-from .rules import Rule
+from .rules import table as rules
 
 OP_VALUES = ("low", "fp32", "promote", "fp32_inside", "as_arrives", "default")
 MODULE_VALUES = ("low", "bf16", "fp16", "fp32", "default")

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch._ops import OpOverload
 
-from . import compat_constants
+from .torch_private import constants
 
 # What Dynamo of torch 2.15 calls torch.Tensor's reflected operators, as `2 - x`: the name inside their decorator.
 _REFLECTED = "wrapped"
@@ -42,4 +42,4 @@ def computes(name: str) -> bool:
     return name in _computing()
 
 
-compat_constants.constant_when_traced(computes)
+constants.constant_when_traced(computes)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import ampcompile
-from ampcompile.backend import rewrite
+from ampcompile.compiler.backend import rewrite
 from ampcompile.config import Options
-from ampcompile.passes import place_casts
+from ampcompile.passes.decide import place_casts
 from benchmarks.architectures import build
 from benchmarks.counting import CastsRun, casts_compiled
 

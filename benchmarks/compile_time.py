@@ -17,9 +17,10 @@ from unittest import mock
 import torch
 from torch.fx import GraphModule
 
-from ampcompile import backend
+from ampcompile.compiler import backend
 from ampcompile.config import Options
-from ampcompile.passes import bind_weights, drop_casts, recompute_casts, share_casts
+from ampcompile.passes.after import bind_weights, drop_casts, recompute_casts
+from ampcompile.passes.before import share_casts
 from benchmarks.models import GPT, GPTConfig
 
 TWELVE_LAYERS = GPTConfig(layers=12, width=384, heads=6, vocab=2048, context=128)

@@ -23,7 +23,7 @@ with torch.no_grad():
     warm(torch.randn(2, 4))  # what is imported and probed at the first compilation
     explained = 0.0
     if sys.argv[1] != "not loaded":
-        import ampcompile.explain_recorder
+        import ampcompile.explaining.recorder
     if sys.argv[1] == "asked":
         start = time.process_time()
         str(ampcompile.explain(model)(tokens))
@@ -37,7 +37,7 @@ with torch.no_grad():
     for _ in range(300):
         run(tokens)
     call = (time.process_time() - start) / 300
-assert ("ampcompile.explain_recorder" in sys.modules) == (sys.argv[1] != "not loaded")
+assert ("ampcompile.explaining.recorder" in sys.modules) == (sys.argv[1] != "not loaded")
 print(json.dumps([compiled, call, explained]))
 """
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampcompile import weights_memory
-from ampcompile.weights import bind
+from ampcompile.weights import memory as weights_memory
+from ampcompile.weights.binding import bind
 from benchmarks.architectures import build
 from benchmarks.peers import AMP, PEERS
 from benchmarks.records import Row

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampcompile import weights
 from ampcompile.kernels.adam import AdamGroup, AdamTensors, adam_reference_
 from ampcompile.kernels.check_grads import check_grads_reference
-from ampcompile.scaler import GradScaler
+from ampcompile.scaler.grad_scaler import GradScaler
+from ampcompile.weights import binding as weights
 from benchmarks import machine
 from benchmarks.architectures import build
 from benchmarks.peers import AMP

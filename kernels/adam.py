@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ampcompile.kernels import native
+from . import native
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def adam_(
     t = tensors
     rows = (t.grads, t.params, t.exp_avgs, t.exp_avg_sqs, t.max_exp_avg_sqs, t.steps, t.copies)
     if t.params[0].is_cuda:
-        from ampcompile.kernels.triton import adam as gpu
+        from .triton import adam as gpu
 
         lrs = [group.lr for group in t.groups]
         workspace = {} if workspace is None else workspace

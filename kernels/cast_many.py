@@ -26,7 +26,7 @@ def cast_many_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor]) ->
 def _cast_on(device: torch.device, copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     # A capture keeps addresses as arguments of its launches, but not the memory of a table of addresses.
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        from ampcompile.kernels.triton import cast_many as gpu
+        from .triton import cast_many as gpu
 
         gpu.cast_many_(copies, weights)
         torch.autograd.graph.increment_version(list(copies))

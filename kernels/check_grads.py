@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampcompile.kernels import native
+from . import native
 
 
 class Checked(NamedTuple):
@@ -37,7 +37,7 @@ def check_grads(
     multiplied. Reads the size of a gradient per element; writes nothing, or 4 bytes.
     """
     if grads[0].is_cuda:
-        from ampcompile.kernels.triton import check_grads as gpu
+        from .triton import check_grads as gpu
 
         found = gpu.check_grads(grads, scale, multiplier, max_norm, {} if workspace is None else workspace, into)
         return Checked(*found)

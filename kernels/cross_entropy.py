@@ -71,7 +71,7 @@ def cross_entropy_reference(
 def row_sums(logits: Tensor, weight: Tensor | None, weighted: bool) -> tuple[Tensor, Tensor | None]:
     """Of each row of (rows, classes): log-sum-exp in two parts, (2, rows), and the `weight`ed sum, if asked for."""
     if logits.is_cuda:
-        from ampcompile.kernels.triton import cross_entropy as gpu
+        from .triton import cross_entropy as gpu
 
         return gpu.row_sums(logits, weight, weighted)
     wide = logits.float()

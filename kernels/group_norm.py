@@ -13,14 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompile.kernels.norm import (
-    copied,
-    differentiated,
-    norm_backward_reference,
-    norm_reference,
-    on_gpu,
-    remember,
-)
+from .norm import copied, differentiated, norm_backward_reference, norm_reference, on_gpu, remember
 
 
 @torch.library.triton_op("ampcompile::group_norm", mutates_args=())
@@ -46,7 +39,7 @@ def group_norm(
     `lows` times, each for one reader: their gradients are added up in float32.
     """
     if on_gpu(x):
-        from ampcompile.kernels.triton import group_norm as gpu
+        from .triton import group_norm as gpu
 
         added, scale, shift = map(_contiguous, (residual, weight, bias))
         narrow = low if lows else None
@@ -122,7 +115,7 @@ def group_norm_backward(
         return group_norm_backward_reference(
             grads, grad_sum, h, weight, bias, mean, rstd, groups, silu, inner, to_weight, to_bias, second
         )
-    from ampcompile.kernels.triton import group_norm_backward as gpu
+    from .triton import group_norm_backward as gpu
 
     added, scale, shift = map(_contiguous, (grad_sum, weight, bias))
     return gpu.backward(

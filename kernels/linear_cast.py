@@ -28,7 +28,7 @@ def linear_cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     if not x.is_cuda:
         return linear_cast_reference(x, weight, bias)
-    from ampcompile.kernels.triton import linear_cast as gpu
+    from .triton import linear_cast as gpu
 
     rows = x.reshape(-1, x.shape[-1])
     return gpu.multiply(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ampcompile.kernels.cross_entropy import (
+from .cross_entropy import (
     Coefficients,
     Kind,
     coefficients,
@@ -23,7 +23,7 @@ from ampcompile.kernels.cross_entropy import (
     picked_logits,
     row_sums,
 )
-from ampcompile.kernels.linear_cast import weight_gradient
+from .linear_cast import weight_gradient
 
 PIECE = 2**28
 """Bytes of logits at a time, about: 2048 rows of 50257 classes, enough to keep a GPU busy with one product."""
@@ -133,7 +133,7 @@ def _gradient_(logits: Tensor, lse: Tensor, target: Tensor, weight: Tensor | Non
     """The gradient of logits, on a GPU in their place."""
     if not logits.is_cuda:
         return gradient(logits, lse, target, weight, rows)
-    from ampcompile.kernels.triton import cross_entropy as gpu
+    from .triton import cross_entropy as gpu
 
     gpu.gradient_(logits, lse, target, weight, *rows)
     return logits

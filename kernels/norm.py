@@ -47,7 +47,7 @@ def norm(
     if `wide`; the result in `low`, `lows` times, each for one reader: their gradients are added up in float32.
     """
     if on_gpu(x):
-        from ampcompile.kernels.triton import norm as gpu
+        from .triton import norm as gpu
 
         rows = x.reshape(-1, width).contiguous()
         added = None if residual is None else residual.reshape(-1, width).contiguous()
@@ -112,7 +112,7 @@ def norm_backward(
     """
     if not on_gpu(h):
         return norm_backward_reference(grads, grad_sum, h, weight, mean, rstd, width, inner, to_weight, to_bias, second)
-    from ampcompile.kernels.triton import norm_backward as gpu
+    from .triton import norm_backward as gpu
 
     added = None if grad_sum is None else grad_sum.reshape(-1, width).contiguous()
     scale = None if weight is None else weight.reshape(-1).contiguous()

@@ -26,7 +26,7 @@ def recheck_(
     calls with the same tensors. Reads 6 bytes of each 384 (of float32), and rewrites nothing as a rule.
     """
     if copies[0].is_cuda:
-        from ampcompile.kernels.triton import recheck as gpu
+        from .triton import recheck as gpu
 
         gpu.recheck_(copies, weights, changed, rewrite, {} if workspace is None else workspace, CHUNK, SAMPLE)
     else:

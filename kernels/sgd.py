@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ampcompile.kernels import native
+from . import native
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def sgd_(
     t = tensors
     rows = (t.grads, t.params, t.momentum_buffers, t.copies)
     if t.params[0].is_cuda:
-        from ampcompile.kernels.triton import sgd as gpu
+        from .triton import sgd as gpu
 
         lrs = [group.lr for group in t.groups]
         workspace = {} if workspace is None else workspace

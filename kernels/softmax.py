@@ -31,7 +31,7 @@ def softmax(
     """
     if not on_gpu(x):
         return softmax_reference(x, mask, scale, fill, keep, scaled_low, masked_low, dtype)
-    from ampcompile.kernels.triton import softmax as gpu
+    from .triton import softmax as gpu
 
     return gpu.forward(x.contiguous(), mask, scale, fill, keep, scaled_low, masked_low, dtype)
 
@@ -91,7 +91,7 @@ def softmax_backward(
     """The gradient of `x`, in its type. `grad`: of the result, in any type; all others are forward's."""
     if not on_gpu(x):
         return softmax_backward_reference(grad, x, mask, maximum, total, scale, fill, keep, scaled_low, masked_low)
-    from ampcompile.kernels.triton import softmax as gpu
+    from .triton import softmax as gpu
 
     kinds = scale, fill, keep, scaled_low, masked_low
     return gpu.backward(grad.contiguous(), x.contiguous(), mask, maximum, total, *kinds)

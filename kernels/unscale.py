@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompile.kernels import native
+from . import native
 
 
 def unscale_(
@@ -20,7 +20,7 @@ def unscale_(
     Reads and writes the size of a gradient per element.
     """
     if grads[0].is_cuda:
-        from ampcompile.kernels.triton import unscale as gpu
+        from .triton import unscale as gpu
 
         gpu.unscale_(grads, multiplier, found_inf, {} if workspace is None else workspace)
         return

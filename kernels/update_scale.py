@@ -23,7 +23,7 @@ def update_scale_(
     All are one element on one device. An overflow is a `found_infs` that isn't 0; they are or'ed, not summed.
     """
     if scale.is_cuda:
-        from ampcompile.kernels.triton import update_scale as gpu
+        from .triton import update_scale as gpu
 
         gpu.update_scale_(
             scale,

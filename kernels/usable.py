@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from ampcompile import compat_tracing
+from ampcompile.torch_private import tracing
 
 log = logging.getLogger("ampcompile")
 
@@ -20,10 +20,10 @@ def usable() -> bool:
     Without a GPU, as where graphs are traced for one, it is enough that Triton can be imported.
     """
     try:
-        from ampcompile.kernels.triton import probe
+        from .triton import probe
 
         if torch.cuda.is_available():
-            with compat_tracing.computing_for_real():
+            with tracing.computing_for_real():
                 probe.probe()
     except Exception as error:  # whatever is wrong with an installation
         log.warning("Triton kernels can't be used, Inductor's own code is: %s: %s", type(error).__name__, error)

@@ -9,24 +9,24 @@ from torch.fx import Node
 
 from ampcompile.config import Options
 from ampcompile.kernels import packed_linear
+from ampcompile.passes.before.fold_casts import FoldCasts
+from ampcompile.passes.before.hoist_weights import HoistWeights
+from ampcompile.passes.before.insert_casts import InsertCasts
+from ampcompile.passes.before.move_casts import MoveCasts
+from ampcompile.passes.before.pack_linears import PackLinears
+from ampcompile.passes.before.share_casts import ShareCasts
+from ampcompile.passes.before.split_casts_over_cat import SpreadCasts
+from ampcompile.passes.decide.assign_precision import AssignPrecision
+from ampcompile.passes.decide.place_casts import PlaceCasts
+from ampcompile.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
+from ampcompile.passes.fuse.fuse_linear_cast import FuseLinearCast
+from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy
+from ampcompile.passes.fuse.fuse_norm import FuseNorm
+from ampcompile.passes.fuse.fuse_softmax import FuseSoftmax
+from ampcompile.passes.fuse.matching import FusePass, Worth
 
-from .assign_precision import AssignPrecision
 from .base import Pass
-from .fold_casts import FoldCasts
-from .fuse_cross_entropy import FuseCrossEntropy
-from .fuse_linear_cast import FuseLinearCast
-from .fuse_linear_cross_entropy import FuseLinearCrossEntropy
-from .fuse_norm import FuseNorm
-from .fuse_softmax import FuseSoftmax
-from .fusing import FusePass, Worth
 from .graph import Regions
-from .hoist_weights import HoistWeights
-from .insert_casts import InsertCasts
-from .move_casts import MoveCasts
-from .pack_linears import PackLinears
-from .place_casts import PlaceCasts
-from .share_casts import ShareCasts
-from .spread_casts import SpreadCasts
 
 
 def pipeline(

@@ -8,7 +8,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, map_arg
 
-from ampcompile import compat_tracing
+from ampcompile.torch_private import tracing
 
 from .graph import UNDECIDED, bodies, source_line
 
@@ -20,7 +20,7 @@ def verify(gm: GraphModule) -> None:
     """
     if UNDECIDED in gm.meta:
         return
-    with compat_tracing.on_fakes_of(gm), torch.no_grad():
+    with tracing.on_fakes_of(gm), torch.no_grad():
         for graph in (gm, *(body for _, body in bodies(gm))):
             _verify(graph)
 

@@ -10,9 +10,9 @@ import torch
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from ampcompile.backend import Rewritten, rewrite
+from ampcompile.compiler.backend import Rewritten, rewrite
+from ampcompile.compiler.lower import lower
 from ampcompile.config import Options
-from ampcompile.lower import lower
 from ampcompile.passes.graph import bodies
 
 LOW, HALF, HIGH = torch.bfloat16, torch.float16, torch.float32

@@ -57,7 +57,7 @@ def isolated(request: pytest.FixtureRequest) -> Iterator[None]:
     seed = random.Random(os.environ[SEED] + request.node.nodeid).randrange(2**32)
     random.seed(seed)
     torch.manual_seed(seed)
-    if weights := sys.modules.get("ampcompile.weights"):
+    if weights := sys.modules.get("ampcompile.weights.binding"):
         for binding in list(weights._bindings):  # graphs that an earlier test left behind keep no copies
             binding._sets.clear()
     before = modes()

@@ -16,9 +16,9 @@ from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from ampcompile.compat_ops import op_named
 from ampcompile.dtypes import FLOATS
-from ampcompile.rules import Rule
+from ampcompile.rules.table import Rule
+from ampcompile.torch_private.dispatcher import op_named
 
 LOW = torch.bfloat16
 aten = torch.ops.aten

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from ampcompile.errors import PolicyError
 from ampcompile.policy import MODULE_VALUES, OP_VALUES, Policy
-from ampcompile.rules import rule_for, table
+from ampcompile.rules.table import rule_for, table
 
 aten = torch.ops.aten
 SOFTMAX, NORM, LINEAR = aten.softmax.int, aten.layer_norm.default, aten.linear.default

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
-from ampcompile.report import Report
+from ampcompile.explaining.report import Report
 
 
 class Encoder(nn.Module):

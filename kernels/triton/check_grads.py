@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ampcompile.kernels.triton import tables
-from ampcompile.kernels.triton.copies import TYPES
+from . import tables
+from .copies import TYPES
 
 BLOCK = 1024
 PROGRAMS_PER_PROCESSOR = 4

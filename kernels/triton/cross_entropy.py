@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from ampcompile.kernels.triton.rounding import narrowed
+from .rounding import narrowed
 
 BLOCK = 4096
 """Logits that a program takes at a time, with `WARPS` warps: 32 bytes a thread of 16-bit numbers."""

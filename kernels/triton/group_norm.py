@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from ampcompile.kernels.triton.norm import moments, summed
-from ampcompile.kernels.triton.rounding import narrowed
+from .norm import moments, summed
+from .rounding import narrowed
 
 TILE = 2048
 """Numbers that a program takes at a time at most."""

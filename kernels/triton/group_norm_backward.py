@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from ampcompile.kernels.triton.group_norm import row_of, scaled
-from ampcompile.kernels.triton.norm_backward import GRADS, at_most_four, incoming, normed, pass_on
+from .group_norm import row_of, scaled
+from .norm_backward import GRADS, at_most_four, incoming, normed, pass_on
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from ampcompile.kernels.triton.rounding import narrowed
+from .rounding import narrowed
 
 WHOLE = 8192
 """Up to here a program keeps a row in registers; a wider one it reads twice, the second time from the cache."""

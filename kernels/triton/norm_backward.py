@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from ampcompile.kernels.triton.norm import tile_of
-from ampcompile.kernels.triton.rounding import narrowed
+from .norm import tile_of
+from .rounding import narrowed
 
 PROGRAMS = 256
 """Each adds up its rows' share of the weight's gradient, in an order that no device changes."""

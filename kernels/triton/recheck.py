@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ampcompile.kernels.triton import tables
-from ampcompile.kernels.triton.cast_many import BLOCK, TYPES, cast_chunk, rounded, row_tables
+from . import tables
+from .cast_many import BLOCK, TYPES, cast_chunk, rounded, row_tables
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import os
 import triton
 import triton.language as tl
 
-from ampcompile.kernels.triton.cast_many import rounded
+from .cast_many import rounded
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 

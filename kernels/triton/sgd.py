@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ampcompile.kernels.triton import tables
-from ampcompile.kernels.triton.copies import TYPES, launches, refresh
+from . import tables
+from .copies import TYPES, launches, refresh
 
 BLOCK = 512  # with 4 warps: 4 elements of each tensor a thread, one 16-byte access
 

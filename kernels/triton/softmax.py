@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from ampcompile.kernels.triton.norm import tile_of
-from ampcompile.kernels.triton.rounding import narrowed
+from .norm import tile_of
+from .rounding import narrowed
 
 NONE, ADDED, FILLED, KEPT = range(4)
 """What a mask does: nothing, it is added, what it names is replaced, what it doesn't name is replaced."""

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ampcompile.kernels.triton import tables
+from . import tables
 
 
 @triton.jit

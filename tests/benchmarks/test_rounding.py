@@ -2,13 +2,13 @@
 
 import pytest
 
-from ampcompile import compat_ops
+from ampcompile.torch_private import dispatcher
 from benchmarks.rounding import OPS, differing
 
 PROMISED = ("a + b", "a * b", "a / b", "a * b + b", "a * sigmoid(b)", "sigmoid", "tanh", "exp", "silu", "relu")
 
 
-@pytest.mark.skipif(compat_ops.TORCH < (2, 13), reason="Inductor 2.11 rounds only on CUDA, whatever it is told")
+@pytest.mark.skipif(dispatcher.TORCH < (2, 13), reason="Inductor 2.11 rounds only on CUDA, whatever it is told")
 def test_promised_ops_are_equal_on_normal_numbers() -> None:
     shares = differing("eager")
     assert shares.keys() == OPS.keys()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ampcompile.kernels.adam import AdamGroup, adam_, adam_reference_
-from tests.scaler_cases import GRAD_DTYPES, adam_tensors, assert_close, assert_equal
+from tests.scaler.cases import GRAD_DTYPES, adam_tensors, assert_close, assert_equal
 
 GROUPS = [
     AdamGroup(0.01, 0.9, 0.99, 1e-3, weight_decay, decoupled, maximize)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ampcompile.kernels.check_grads import check_grads, check_grads_reference
-from tests.scaler_cases import GRAD_DTYPES, SIZES, assert_close, assert_equal, odd_tensors
+from tests.scaler.cases import GRAD_DTYPES, SIZES, assert_close, assert_equal, odd_tensors
 
 
 @pytest.mark.parametrize("dtype", GRAD_DTYPES)

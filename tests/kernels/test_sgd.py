@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ampcompile.kernels.sgd import SgdGroup, sgd_, sgd_reference_
-from tests.scaler_cases import GRAD_DTYPES, assert_close, assert_equal, sgd_tensors
+from tests.scaler.cases import GRAD_DTYPES, assert_close, assert_equal, sgd_tensors
 
 GROUPS = [
     SgdGroup(0.1, 0.0, 0.0, False, 0.0, False),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ampcompile.kernels.unscale import unscale_, unscale_reference_
-from tests.scaler_cases import GRAD_DTYPES, SIZES, assert_equal, odd_tensors
+from tests.scaler.cases import GRAD_DTYPES, SIZES, assert_equal, odd_tensors
 
 
 @pytest.mark.parametrize("dtype", GRAD_DTYPES)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from ampcompile import compat_tracing
-from ampcompile.passes.capture import capture
+from ampcompile.passes.capture.capture import capture
 from ampcompile.passes.graph import UNDECIDED, Regions
 from ampcompile.policy import Policy
+from ampcompile.torch_private import tracing
 from tests.compiling import LOW
 
 
@@ -24,7 +24,7 @@ def captured(f: Callable[..., Any], *args: torch.Tensor, dtype: torch.dtype | No
     found: list[GraphModule] = []
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        fakes, mode = compat_tracing.fake_inputs(example_inputs)
+        fakes, mode = tracing.fake_inputs(example_inputs)
         found.append(capture(gm, fakes, mode, Policy()))
         return lambda *args: [torch.zeros(()) for _ in gm.graph.output_node().args[0]]  # nothing runs
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from ampcompile.backend import Rewritten, rewrite
+from ampcompile.compiler.backend import Rewritten, rewrite
+from ampcompile.compiler.lower import lower
 from ampcompile.config import Options
-from ampcompile.lower import lower
 
 
 def rewritten(f: Callable[..., Any], *args: Any, **options: Any) -> list[Rewritten]:

@@ -8,10 +8,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ampcompile.passes.base import run_passes
-from ampcompile.passes.fold_casts import FoldCasts
-from ampcompile.passes.move_casts import MoveCasts
-from ampcompile.passes.share_casts import ShareCasts
-from ampcompile.passes.spread_casts import SpreadCasts
+from ampcompile.passes.before.fold_casts import FoldCasts
+from ampcompile.passes.before.move_casts import MoveCasts
+from ampcompile.passes.before.share_casts import ShareCasts
+from ampcompile.passes.before.split_casts_over_cat import SpreadCasts
 from tests.compiling import HALF, LOW, same_bits
 from tests.passes.tidied import inserted, results
 

@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 
 import ampcompile
-from ampcompile.passes.assign_precision import AssignPrecision
 from ampcompile.passes.base import run_passes
-from ampcompile.passes.fold_casts import FoldCasts, is_cast
+from ampcompile.passes.before.fold_casts import FoldCasts, is_cast
+from ampcompile.passes.before.insert_casts import InsertCasts
+from ampcompile.passes.before.move_casts import MoveCasts
+from ampcompile.passes.before.share_casts import ShareCasts
+from ampcompile.passes.before.split_casts_over_cat import SpreadCasts
+from ampcompile.passes.decide.assign_precision import AssignPrecision
+from ampcompile.passes.decide.place_casts import PlaceCasts
 from ampcompile.passes.graph import Regions
-from ampcompile.passes.insert_casts import InsertCasts
-from ampcompile.passes.move_casts import MoveCasts
-from ampcompile.passes.place_casts import PlaceCasts
-from ampcompile.passes.share_casts import ShareCasts
-from ampcompile.passes.spread_casts import SpreadCasts
 from ampcompile.policy import Policy
 from tests.compiling import HALF, HIGH, LOW, amp, dtypes, eager, gradients, same_bits
 from tests.passes.captured import captured

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
-from ampcompile.passes.assign_precision import AssignPrecision
 from ampcompile.passes.base import Pass, run_passes
+from ampcompile.passes.before.insert_casts import InsertCasts
+from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.graph import bodies
-from ampcompile.passes.insert_casts import InsertCasts
 from ampcompile.policy import Policy
 from tests.compiling import LOW, same_bits
 from tests.passes.captured import captured, on

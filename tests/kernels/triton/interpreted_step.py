@@ -12,7 +12,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ampcompile import scaler, scaler_fused, scaler_unscale
 from ampcompile.kernels.adam import adam_reference_
 from ampcompile.kernels.adam import group_values as adam_settings
 from ampcompile.kernels.check_grads import Checked, check_grads_reference
@@ -20,10 +19,13 @@ from ampcompile.kernels.sgd import group_values as sgd_settings
 from ampcompile.kernels.sgd import sgd_reference_
 from ampcompile.kernels.triton import adam, check_grads, sgd, tables, unscale, update_scale
 from ampcompile.kernels.unscale import unscale_reference_
+from ampcompile.scaler import fused as scaler_fused
+from ampcompile.scaler import grad_scaler as scaler
+from ampcompile.scaler import unscale as scaler_unscale
 from tests.kernels.test_adam import GROUPS as ADAM_GROUPS
 from tests.kernels.test_sgd import GROUPS as SGD_GROUPS
-from tests.scaler_cases import GRAD_DTYPES, adam_tensors, assert_close, assert_equal, odd_tensors, sgd_tensors
-from tests.test_scaler_differential import OPTIMIZERS, run
+from tests.scaler.cases import GRAD_DTYPES, adam_tensors, assert_close, assert_equal, odd_tensors, sgd_tensors
+from tests.scaler.test_differential import OPTIMIZERS, run
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of arithmetic with infinity and NaN

@@ -1,0 +1,36 @@
+"""How wrong a mixed run is, and where: `ampcompile.audit(f)(*args)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .result import Audit
+
+
+def audit(
+    f: Callable[..., Any],
+    *,
+    against: torch.dtype = torch.float64,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    backward: bool = True,
+    cumulative: bool = True,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    **options: Any,
+) -> Callable[..., Audit]:
+    """Audit one call: `audit(f)(*args, **kwargs)` runs `f` in mixed and in high precision and returns an `Audit`.
+
+    `f`, `mode`, `dynamic` and the options are those of `ampcompile.explain`. `against` is torch.float64 or
+    torch.float32. Gradients are those of `loss(result)`; without `loss` of the first scalar that `f` returns, else of
+    the mean square of all it returns; `backward=False` leaves them out. With `cumulative=False` there is no second run:
+    each op is compared alone, which takes no more memory than the tensors of one op.
+    The call is a real one: gradients, buffers and random states are put back afterwards. Raises what `f` raises,
+    OptionError and AuditError.
+    """
+    from .recorder import Settings, audited  # it imports Dynamo, and `import ampcompile` must not
+
+    return audited(f, Settings(against, loss, backward, cumulative), options, mode, dynamic)

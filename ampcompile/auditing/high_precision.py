@@ -1,0 +1,127 @@
+"""Ops of a mixed graph in high precision: operands raised, every floating dtype in their arguments replaced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from ampcompile.torch_private.joint_graphs import draws_random_numbers
+
+from .attention import attention, is_attention
+
+aten = torch.ops.aten
+_REFUSED = (RuntimeError, NotImplementedError, TypeError, ValueError)  # what kernels raise for dtypes they don't know
+_OUT_DTYPE = {aten.mm.dtype: aten.mm.default, aten.addmm.dtype: aten.addmm.default, aten.bmm.dtype: aten.bmm.default}
+_SOFTMAX = (aten._softmax.default, aten._log_softmax.default)
+
+
+def raised(value: Any, dtype: torch.dtype) -> Any:
+    """A structure with every floating and complex tensor in high precision."""
+
+    def raise_tensor(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(dtype.to_complex())
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return pytree.tree_map_only(Tensor, raise_tensor, value)
+
+
+def in_high(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any, dtype: torch.dtype) -> Any:
+    """The result of a node on raised operands, laid out as `mixed`, its result in the mixed run. None: there is none.
+
+    Where an op doesn't know `dtype` it runs in float32.
+    """
+    for attempt in dict.fromkeys((dtype, torch.float32)):
+        try:
+            high_args, high_kwargs = raised(_retyped((args, kwargs), attempt), attempt)
+            result = _call(node, high_args, high_kwargs, mixed, attempt)
+        except torch.OutOfMemoryError:
+            raise
+        except _REFUSED:
+            continue
+        return None if result is None else _laid_out(raised(result, dtype), mixed)
+    return None
+
+
+def _call(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any, dtype: torch.dtype) -> Any:
+    target: Any = node.target
+    if target is aten.native_dropout.default:
+        scale = 1 / (1 - args[1]) if args[2] is not False and args[1] < 1 else 1.0
+        return args[0] * mixed[1] * scale, mixed[1]
+    if is_attention(target):
+        return attention(target, args, kwargs, raised(mixed, dtype))
+    if draws_random_numbers(node) or target is aten.view.dtype:  # a view of bits
+        return None
+    if target in _OUT_DTYPE:
+        names = [argument.name for argument in target._schema.arguments]
+        args = tuple(arg for name, arg in zip(names, args, strict=False) if name != "out_dtype")
+        return _OUT_DTYPE[target](*args, **{k: v for k, v in kwargs.items() if k != "out_dtype"})
+    if target in _SOFTMAX:
+        return target(args[0], args[1], False)  # its flag makes float32 of a 16-bit operand
+    return target(*args, **kwargs)
+
+
+def _retyped(arguments: Any, dtype: torch.dtype) -> Any:
+    """Arguments with every floating dtype replaced; bodies of higher-order ops likewise, each as a copy."""
+
+    def retype(leaf: Any) -> Any:
+        if isinstance(leaf, torch.dtype):
+            return dtype if leaf.is_floating_point else dtype.to_complex() if leaf.is_complex else leaf
+        return _body(leaf, dtype) if isinstance(leaf, GraphModule) else leaf
+
+    return pytree.tree_map(retype, arguments)
+
+
+def _body(body: GraphModule, dtype: torch.dtype) -> GraphModule:
+    twin = GraphModule(body, copy.deepcopy(body.graph))
+    replace: Callable[[Any], Any] = lambda value: _retyped(value, dtype)  # noqa: E731
+    for node in twin.graph.nodes:
+        if node.op == "call_function":
+            node.args, node.kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), replace)
+        elif node.op == "get_attr":
+            setattr(twin, str(node.target), raised(_retyped(getattr(body, str(node.target)), dtype), dtype))
+    twin.recompile()
+    return twin
+
+
+def _laid_out(result: Any, mixed: Any) -> Any:
+    """A result with the strides of another; None if the shapes differ."""
+    values, spec = pytree.tree_flatten(result)
+    others = pytree.tree_leaves(mixed)
+    if len(values) != len(others):
+        return None
+    for index, (value, other) in enumerate(zip(values, others, strict=True)):
+        if not isinstance(value, Tensor) or not isinstance(other, Tensor):
+            values[index] = other
+        elif value.shape != other.shape:
+            return None
+        elif value.stride() != other.stride() and value.numel() and all(other.stride()):
+            values[index] = torch.empty_strided(
+                other.shape, other.stride(), dtype=value.dtype, device=value.device
+            ).copy_(value)
+    return pytree.tree_unflatten(values, spec)
+
+
+def rounds(node: Node, result: Any) -> bool:
+    """Whether an op computes floating values: no view, no copy, no choice among values."""
+    target = node.target
+    if not isinstance(target, OpOverload | torch._ops.HigherOrderOperator):
+        return False
+    if isinstance(target, OpOverload) and (target.is_view or target in _MOVES):
+        return False
+    return any(floating(value) for value in pytree.tree_leaves(result))
+
+
+def floating(value: Any) -> bool:
+    """Whether a value is a tensor of floating or complex numbers."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+_MOVES = (aten.clone.default, aten._unsafe_view.default, aten.view_copy.default, aten.lift_fresh_copy.default)

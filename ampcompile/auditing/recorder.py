@@ -1,0 +1,149 @@
+"""Run a call, and its backward, with a backend that interprets every graph in two precisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from ampcompile.compiler.backend import rewrite
+from ampcompile.compiler.lower import lower
+from ampcompile.compiler.mixed_operands import here
+from ampcompile.compiler.module_names import module_names, modules_of
+from ampcompile.config import Options
+from ampcompile.errors import AuditError, OptionError
+from ampcompile.explaining.recorder import beside, options_of, uncompiled
+from ampcompile.explaining.untouched import untouched
+from ampcompile.passes.after.bind_weights import BindWeightsEagerly
+from ampcompile.passes.base import run_passes
+from ampcompile.passes.graph import placeholders
+from ampcompile.policy import Policy
+from ampcompile.torch_private import compiled_functions, dynamo_caches, joint_graphs, lowering
+
+from .high_precision import floating
+from .numbers import ratio, relative_error
+from .result import Audit
+from .run import Session, interpreters
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `ampcompile.audit` was asked for, beside the options of compilation."""
+
+    against: torch.dtype
+    loss: Callable[[Any], Tensor] | None
+    backward: bool
+    cumulative: bool
+    local: bool = True
+
+    def __post_init__(self) -> None:
+        if self.against not in (torch.float64, torch.float32):
+            raise OptionError(f"audit got against={self.against!r}: expected torch.float64 or torch.float32.")
+
+
+def audited(
+    f: Any, settings: Settings, options: dict[str, Any], mode: str | None, dynamic: bool | None
+) -> Callable[..., Audit]:
+    """What `ampcompile.audit` returns; its arguments are checked here and now."""
+    compiled = dynamo_caches.how_compiled(f)
+    chosen = Options.parse(options, mode)
+    if compiled is not None:
+        f, dynamic = compiled.original, compiled.dynamic if dynamic is None else dynamic
+        chosen = beside(options_of(compiled), chosen, set(options))
+
+    def audit_call(*args: Any, **kwargs: Any) -> Audit:
+        random_state = joint_graphs.random_state()
+
+        def with_policy(policy: Policy, local: bool) -> Audit:
+            call = _Call(f, replace(settings, local=local), replace(chosen, policy=policy), dynamic)
+            with untouched(f, args, kwargs):
+                joint_graphs.start_from(random_state)
+                return replace(call(args, kwargs), policy=policy, with_policy=with_policy)
+
+        return with_policy(chosen.policy, True)
+
+    return audit_call
+
+
+@dataclass(frozen=True)
+class _Call:
+    f: Any
+    settings: Settings
+    options: Options
+    dynamic: bool | None
+
+    def __call__(self, args: Any, kwargs: Any) -> Audit:
+        session = Session(self.settings.against, self.settings.cumulative, self.settings.local)
+        backend = self._backend(session, _tensor_names(self.f, args, kwargs))
+        with dynamo_caches.dynamo_as_it_was(backend), uncompiled(self.f):
+            result = torch.compile(self.f, backend=backend, dynamic=self.dynamic)(*args, **kwargs)
+            if not session.ran:
+                raise AuditError(
+                    "audit found no op to compare: Dynamo compiled nothing of the call. Pass a module or function that "
+                    "computes with tensors; TORCH_LOGS=graph_breaks says why Dynamo left it alone."
+                )
+            outputs = self._output_errors(session, result)
+            if self.settings.backward and (loss := self._loss(result, backend)) is not None:
+                loss.backward()
+        gradients = session.gradient_errors()
+        return Audit(
+            ops=session.ops,
+            outputs=outputs,
+            gradients={name: ratio(*squares) for name, squares in gradients.items()},
+            gradient_error=ratio(*map(sum, zip(*gradients.values(), strict=True))) if gradients else None,
+            unmeasured=sorted(session.unmeasured),
+            against=self.settings.against,
+        )
+
+    def _backend(self, session: Session, names: dict[int, str]) -> Any:
+        run_as = replace(self.options, weights="every_call", lower="aot_eager", fuse="none")
+
+        def interpret(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            if compiled_functions.is_backward(example_inputs):
+                return lower(gm, example_inputs, run_as)
+            rewritten = rewrite(gm, example_inputs, run_as).graph
+            inputs = [
+                names.get(id(value), node.name) if isinstance(value, Tensor) and value.is_leaf else None
+                for node, value in zip(placeholders(gm), example_inputs, strict=True)
+            ]
+            run_passes([BindWeightsEagerly()], rewritten)
+            lowering.forget_output_values(rewritten)
+            forward, backward = interpreters(session, module_names(here.called or self.f), inputs)
+            return joint_graphs.aot_interpreted(rewritten, example_inputs, forward, backward)
+
+        interpret.amp_options = lambda **_: self.options  # type: ignore[attr-defined]
+        return interpret
+
+    def _output_errors(self, session: Session, result: Any) -> list[float]:
+        """Of each floating tensor that `f` returned, or if no graph made them, of those that the last graph made."""
+        if not self.settings.cumulative:
+            return []
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if floating(leaf)]
+        known = [leaf for leaf in leaves if leaf in session.exact] or session.returned
+        return [relative_error(leaf.detach(), session.exact[leaf]) for leaf in known]
+
+    def _loss(self, result: Any, backend: Any) -> Tensor | None:
+        """What is differentiated. Compiled like `f`: gradients may be lost to underflow where they enter the graph."""
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if floating(leaf) and leaf.requires_grad]
+        scalar = next((leaf for leaf in leaves if leaf.numel() == 1), None)
+        if self.settings.loss is None and (scalar is not None or not leaves):
+            return None if scalar is None else scalar.sum()
+        # Patterns of the policy that match nothing in the loss are no mistake.
+        backend.amp_options = lambda **_: replace(self.options, policy=Policy())
+        loss, argument = (_mean_squares, leaves) if self.settings.loss is None else (self.settings.loss, result)
+        return torch.compile(loss, backend=backend, dynamic=self.dynamic)(argument)
+
+
+def _mean_squares(values: list[Tensor]) -> Tensor:
+    return torch.stack([value.float().abs().square().mean() for value in values]).sum()
+
+
+def _tensor_names(f: Any, args: Any, kwargs: Any) -> dict[int, str]:
+    """`id` of a parameter or argument to its name; parameters are named as `named_parameters` does."""
+    modules = [*modules_of(f), *(m for m in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(m, torch.nn.Module))]
+    return {id(parameter): name for module in modules for name, parameter in module.named_parameters()}

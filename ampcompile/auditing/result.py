@@ -1,0 +1,87 @@
+"""What `ampcompile.audit` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ampcompile.dtypes import short_name
+from ampcompile.errors import AuditError
+from ampcompile.policy import Policy
+
+from . import suggest, table
+from .records import ModuleNumbers, OpNumbers, Place, by_module
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The numbers of one call and its backward. `str(audit)` is a table that fits the terminal."""
+
+    ops: Sequence[OpNumbers]
+    """Every op that computes floating values, in the order in which they ran."""
+    outputs: Sequence[float]
+    """Relative error of each floating tensor returned, against the exact run. Empty without `cumulative`."""
+    gradients: Mapping[str, float]
+    """Relative error of the gradient of each parameter, and of each input that wants one, by name."""
+    gradient_error: float | None
+    """Relative error of all gradients together; None if there are none."""
+    unmeasured: Sequence[str]
+    """Ops that don't run in high precision: the exact run goes on with the mixed run's numbers after them."""
+    against: torch.dtype
+    policy: Policy = Policy()  # noqa: RUF009
+    with_policy: Callable[[Policy, bool], Audit] | None = None
+
+    @property
+    def modules(self) -> list[ModuleNumbers]:
+        """Of each module, the ops that it calls itself."""
+        return by_module(self.ops)
+
+    @property
+    def first_overflow(self) -> Place | None:
+        """The first op that made an infinity or NaN out of finite numbers where float32 would not."""
+        return next((op.place for op in self.ops if op.numbers.overflowed), None)
+
+    @property
+    def first_underflow(self) -> Place | None:
+        """The first op that flushed a number to zero that float32 would have kept."""
+        return next((op.place for op in self.ops if op.numbers.flushed), None)
+
+    @property
+    def error(self) -> float:
+        """The worst of the errors of the outputs and of all gradients together. Raises AuditError if there is none."""
+        found = [*self.outputs, *([self.gradient_error] if self.gradient_error is not None else [])]
+        if not found:
+            raise AuditError(
+                "audit has no error of the whole run: it was made with cumulative=False, or the call returned no "
+                "floating tensor. Audit with cumulative=True a call that returns what matters."
+            )
+        return max(found)
+
+    def suggest(self, tolerance: float, trials: int = 60, progress: Callable[[str], None] | None = None) -> Policy:
+        """A policy that keeps as few modules as it can in float32 so that `error` is at most `tolerance`.
+
+        Audits the call anew, at most `trials` times; `progress` is told of each. With enough of them, none of the
+        modules kept can be left out alone. Raises AuditError if everything in float32 doesn't meet the tolerance.
+        """
+        return suggest.suggest(self, tolerance, trials, progress or (lambda _: None))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "against": short_name(self.against),
+            "policy": str(self.policy),
+            "outputs": list(self.outputs),
+            "gradient_error": self.gradient_error,
+            "gradients": dict(self.gradients),
+            "first_overflow": asdict(self.first_overflow) if self.first_overflow else None,
+            "first_underflow": asdict(self.first_underflow) if self.first_underflow else None,
+            "unmeasured": list(self.unmeasured),
+            "modules": [{"module": m.module, "ops": m.ops, **asdict(m.numbers)} for m in self.modules],
+            "ops": [{**asdict(o.place), "dtype": short_name(o.dtype), **asdict(o.numbers)} for o in self.ops],
+        }
+
+    def __str__(self) -> str:
+        return table.render(self)

@@ -1,0 +1,207 @@
+"""The two runs side by side: every op of a graph in mixed precision, alone in high precision, and in the exact run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from ampcompile.passes.graph import module_path, modules_named, op_name, source_line
+from ampcompile.torch_private import joint_graphs
+
+from .high_precision import floating, in_high, raised, rounds
+from .numbers import numbers, squares
+from .records import OpNumbers, Place
+
+
+class Session:
+    """One audited call. Its graphs hand each other the exact run's values here.
+
+    `cumulative`: whether there is an exact run. `local`: whether each op also runs alone, and is recorded.
+    """
+
+    def __init__(self, against: torch.dtype, cumulative: bool, local: bool) -> None:
+        self.against, self.cumulative, self.local = against, cumulative, local
+        self.ran = False  # whether there was any graph
+        self.ops: list[OpNumbers] = []
+        self.unmeasured: set[str] = set()
+        self.exact = joint_graphs.by_tensor()  # a value that left a graph: the exact run's
+        self.returned: list[Tensor] = []  # by the graph that ran last
+        self.pending: list[_Saved] = []  # forward runs whose backward hasn't run
+        self.gradients: dict[str, tuple[Tensor, Tensor]] = {}  # mixed and exact, summed over all uses
+
+    def exact_of(self, value: Any) -> Any:
+        """The exact run's value of a graph input; one that no graph made is taken as exact."""
+        known = self.exact.get(value) if isinstance(value, Tensor) else None
+        return raised(value, self.against) if known is None else known
+
+    def add_gradient(self, name: str, mixed: Tensor, exact: Tensor) -> None:
+        """A gradient of an input; one that is used in several graphs has several."""
+        mixed = raised(mixed, self.against)
+        before = self.gradients.get(name)
+        self.gradients[name] = (mixed, exact) if before is None else (before[0] + mixed, before[1] + exact)
+
+    def gradient_errors(self) -> dict[str, tuple[float, float]]:
+        """Squared distance and squared norm of every gradient."""
+        return {name: squares(mixed, exact) for name, (mixed, exact) in self.gradients.items()}
+
+
+class _Saved:
+    """What a forward run leaves to its backward: the exact run's values, by the names they have in both graphs."""
+
+    def __init__(self, values: dict[str, Any], exact: dict[str, Any]) -> None:
+        self.memory = {name: _memory(value) for name, value in values.items()}
+        self.exact = exact
+
+    def belongs_to(self, values: dict[str, Any]) -> bool:
+        return all(self.memory.get(name) == _memory(value) for name, value in values.items() if name in self.memory)
+
+
+def _memory(value: Any) -> int | None:
+    return value.data_ptr() if isinstance(value, Tensor) and value.numel() else None
+
+
+def interpreters(
+    session: Session, names: dict[str, str], inputs: list[str | None]
+) -> tuple[joint_graphs.Interpret, joint_graphs.Interpret]:
+    """How forward and backward of one graph run.
+
+    `names`: paths of modules. `inputs`: what the graph's inputs are called, None for those that another graph made.
+    """
+
+    def forward(gm: GraphModule) -> joint_graphs.Run:
+        run = _Beside(gm, session, names, backward=False)
+
+        def forward_run(args: list[Any]) -> Any:
+            session.ran = True
+            exact = [session.exact_of(arg) for arg in args] if session.cumulative else []
+            values, exact_values = run(args, exact)
+            if session.cumulative:
+                for value, known in zip(values, exact_values, strict=True):
+                    if floating(value):
+                        session.exact[value] = known
+                kept = [n.name if isinstance(n, Node) else "" for n in run.outputs]
+                session.pending.append(
+                    _Saved(dict(zip(kept, values, strict=True)), dict(zip(kept, exact_values, strict=True)))
+                )
+            session.returned = [value for value in values if floating(value)]
+            return values
+
+        return forward_run
+
+    def backward(gm: GraphModule) -> joint_graphs.Run:
+        joint_graphs.name_backward_nodes(gm.graph)
+        run = _Beside(gm, session, names, backward=True)
+        placeholders = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+
+        def backward_run(args: list[Any]) -> Any:
+            given = dict(zip(placeholders, args, strict=True))
+            saved = next((s for s in reversed(session.pending) if s.belongs_to(given)), None)
+            known = saved.exact if saved is not None else {}
+            if saved is not None:
+                session.pending.remove(saved)
+            exact = [known.get(name) for name in placeholders]
+            exact = [session.exact_of(arg) if e is None else e for arg, e in zip(args, exact, strict=True)]
+            values, exact_values = run(args, exact if session.cumulative else [])
+            if session.cumulative and len(values) == len(inputs):
+                for name, value, reference in zip(inputs, values, exact_values, strict=True):
+                    if floating(value):
+                        session.exact[value] = reference
+                        if name is not None:
+                            session.add_gradient(name, value, reference)
+            return values
+
+        return backward_run
+
+    return forward, backward
+
+
+class _Beside:
+    """Runs one functional graph in mixed precision, and compares every op."""
+
+    def __init__(self, gm: GraphModule, session: Session, names: dict[str, str], backward: bool) -> None:
+        self.gm, self.session = gm, session
+        self.outputs: list[Any] = pytree.tree_leaves(gm.graph.output_node().args[0])
+        with modules_named(names):
+            self.places = {n: _place(n, backward) for n in gm.graph.nodes if n.op == "call_function"}
+        self.last_uses: dict[Node, list[Node]] = {}
+        seen: set[Node] = set()
+        for node in reversed(gm.graph.nodes):
+            unused = [n for n in node.all_input_nodes if n not in seen]
+            self.last_uses[node] = unused
+            seen.update(unused)
+
+    @torch.no_grad()
+    def __call__(self, args: list[Any], exact: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The results of both runs. `exact` are the exact run's inputs, empty if there is no such run."""
+        values: dict[Node, Any] = {}
+        exact_values: dict[Node, Any] = {}
+        inputs = iter(args)
+        exact_inputs = iter(exact)
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder":
+                values[node], exact_values[node] = next(inputs), next(exact_inputs, None)
+            elif node.op == "get_attr":
+                values[node] = _attribute(self.gm, str(node.target))
+                exact_values[node] = raised(values[node], self.session.against)
+            elif node.op == "output":
+                break
+            else:
+                assert node.op == "call_function", f"unexpected {node.op} in a functional graph"
+                values[node], exact_values[node] = self._step(node, values, exact_values)
+            for unused in self.last_uses[node]:
+                if unused not in self.outputs:
+                    del values[unused], exact_values[unused]
+        results, exact_results = (
+            [found[o] if isinstance(o, Node) else o for o in self.outputs] for found in (values, exact_values)
+        )
+        return results, exact_results
+
+    def _step(self, node: Node, values: dict[Node, Any], exact_values: dict[Node, Any]) -> tuple[Any, Any]:
+        session = self.session
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        result = node.target(*args, **kwargs)
+        exact = None
+        if session.cumulative:
+            exact_args, exact_kwargs = map_arg((node.args, node.kwargs), exact_values.__getitem__)
+            exact = self._in_high(node, exact_args, exact_kwargs, result)
+        if session.local and rounds(node, result):
+            self._record(node, result, self._in_high(node, args, kwargs, result), exact)
+        if session.cumulative and exact is None:
+            exact = raised(result, session.against)
+        return result, exact
+
+    def _in_high(self, node: Node, args: Any, kwargs: Any, result: Any) -> Any:
+        if not any(isinstance(value, Tensor) for value in pytree.tree_leaves(result)):
+            return result  # sizes and numbers: those of the mixed run
+        return in_high(node, args, kwargs, result, self.session.against)
+
+    def _record(self, node: Node, result: Any, alone: Any, exact: Any) -> None:
+        found, local, cumulative = (
+            None if value is None else [leaf for leaf in pytree.tree_leaves(value) if floating(leaf)]
+            for value in (result, alone, exact)
+        )
+        assert found is not None
+        place = self.places[node]
+        if alone is None and any(map(_is_floating_node, node.all_input_nodes)):
+            self.session.unmeasured.add(place.op)
+        self.session.ops.append(OpNumbers(place, found[0].dtype, numbers(found, local, cumulative)))
+
+
+def _place(node: Node, backward: bool) -> Place:
+    return Place(op_name(node.target), module_path(node), source_line(node), backward)
+
+
+def _is_floating_node(node: Node) -> bool:
+    return floating(node.meta.get("val"))
+
+
+def _attribute(gm: GraphModule, target: str) -> Any:
+    value: Any = gm
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value

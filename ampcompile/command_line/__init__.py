@@ -1,0 +1,1 @@
+"""`python -m ampcompile`: explain, audit, bench and doctor from a shell."""

@@ -1,0 +1,176 @@
+"""What this machine has and can do, and whether low precision is likely to pay on it: measured, not guessed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import statistics
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ampcompile.dtypes import short_name
+from ampcompile.explaining.table import human_bytes
+from ampcompile.kernels import native
+from ampcompile.passes.analysis.product_cost import gains_from
+from ampcompile.torch_private import backends
+
+from .table import render_table
+
+PACKAGES = ("ampcompile", "torch", "triton", "numpy", "rich")
+_UNITS = {
+    "amx_bf16": "AMX bf16",
+    "amx_fp16": "AMX fp16",
+    "avx512_bf16": "AVX512 bf16",
+    "avx512_fp16": "AVX512 fp16",
+    "bf16": "bf16 (Arm)",
+    "asimdhp": "fp16 (Arm)",
+}
+# Rows of a product with a square matrix: a token at a time reads memory, many rows compute.
+_ROWS = {"one row": 1, "many rows": 1024}
+_WIDTH = {"cpu": 1024, "cuda": 4096}
+ENOUGH = 0.5  # seconds for one product in one dtype: without units for it, it takes hundreds of times as long
+
+
+def examine(console: Console | None = None, rounds: int = 15) -> dict[str, Any]:
+    """Everything that is found, as plain values."""
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    versions = {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__}
+    found: dict[str, Any] = {
+        "versions": {"python": platform.python_version(), **versions},
+        "devices": [_cpu(), *(_gpu(i) for i in range(torch.cuda.device_count()))],
+    }
+    with (console or Console(quiet=True)).status("multiplying matrices"):
+        found["products"] = [p for device in devices for p in _products(device, rounds)]
+    found["caches"] = {
+        name: {"folder": str(folder), "bytes": _bytes(folder)}
+        for name, folder in (("Inductor", backends.inductor_cache()), ("ampcompile", native.cache_folder()))
+    }
+    found["missing"] = _missing("cuda" in devices)
+    found["advice"] = [line for device in devices for line in _advice(device, found["products"])]
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> dict[str, Any]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    words = {word for line in lines for word in line.split()}
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "device": "cpu",
+        "name": name or platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "low_precision_units": [unit for flag, unit in _UNITS.items() if flag in words],
+    }
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    about = torch.cuda.get_device_properties(index)
+    units = [
+        *(["fp16 tensor cores"] if about.major >= 7 and torch.version.hip is None else []),
+        *(["bf16 tensor cores"] if about.major >= 8 and torch.version.hip is None else []),
+    ]
+    return {
+        "device": f"cuda:{index}",
+        "name": about.name,
+        "capability": f"{about.major}.{about.minor}",
+        "memory": about.total_memory,
+        "low_precision_units": units,
+    }
+
+
+def _products(device: str, rounds: int) -> list[dict[str, Any]]:
+    """Medians of matrix products in each dtype, the dtypes in turn."""
+    width = _WIDTH[device]
+    results = []
+    for name, rows in _ROWS.items():
+        operands = {
+            dtype: (
+                torch.randn(rows, width, device=device).to(dtype),
+                torch.randn(width, width, device=device).to(dtype),
+            )
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        }
+        seconds: dict[torch.dtype, list[float]] = {dtype: [] for dtype in operands}
+        for _ in range(rounds):
+            for dtype, (a, b) in operands.items():
+                if sum(seconds[dtype]) < ENOUGH:
+                    seconds[dtype].append(_seconds(a, b, device))
+        # Medians leave out the first call, which packs, tunes and wakes up.
+        medians = {short_name(d): statistics.median(times[1:] or times) for d, times in seconds.items()}
+        results.append({"device": device, "work": name, "shape": [rows, width, width], "seconds": medians})
+    return results
+
+
+def _seconds(a: torch.Tensor, b: torch.Tensor, device: str) -> float:
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    torch.mm(a, b)
+    wait()
+    return time.perf_counter() - start
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
+
+
+def _missing(cuda: bool) -> list[str]:
+    found = []
+    compilers = [os.environ.get("CXX"), "g++", "clang++", "c++"]
+    if not any(name and shutil.which(name) for name in compilers):
+        found.append(
+            "no C++ compiler ($CXX, g++, clang++, c++): Inductor needs one to compile for the CPU. Install g++ "
+            '(Debian: apt install g++), or run with options={"lower": "aot_eager"}.'
+        )
+    if cuda and importlib.util.find_spec("triton") is None:
+        found.append("no triton: Inductor needs it to compile for a GPU. Install the triton that fits this torch.")
+    if not backends.backend_is_found():
+        found.append('torch.compile(backend="amp") is not found: install the package with pip, entry points included.')
+    return found
+
+
+def _advice(device: str, products: list[dict[str, Any]]) -> list[str]:
+    """A line for each kind of product: whether the device's low-precision type is faster than float32."""
+    low = short_name(torch.get_autocast_dtype(device))
+    lines = []
+    for product in (p for p in products if p["device"] == device):
+        gain = product["seconds"]["f32"] / product["seconds"][low]
+        speed = f"{gain:.2g} times as fast" if gain >= 1 else f"{1 / gain:.2g} times as slow"
+        verdict = "is likely to pay" if gain >= 1.2 else "may pay a little" if gain >= 1.05 else "is not likely to pay"
+        lines.append(f"{device}, {product['work']}: {low} is {speed} as float32; low precision {verdict}")
+    width = gains_from(device, torch.get_autocast_dtype(device))
+    gains = "no square product is faster" if width is None else f"square products from {width} wide on are faster"
+    return [*lines, f"{device}: {gains} in {low}"]
+
+
+def table(found: dict[str, Any]) -> str:
+    """What was found as text."""
+    rows = [(name, number or "not installed") for name, number in found["versions"].items()]
+    for device in found["devices"]:
+        units = ", ".join(device["low_precision_units"]) or "no low-precision units"
+        rows.append((device["device"], f"{device['name']}, {device.get('vectors') or device['capability']}, {units}"))
+    rows += [(f"{name} cache", f"{c['folder']}, {human_bytes(c['bytes'])}") for name, c in found["caches"].items()]
+    products = [
+        (p["device"], p["work"], "x".join(map(str, p["shape"])), *(f"{1e6 * s:.0f} us" for s in p["seconds"].values()))
+        for p in found["products"]
+    ]
+    parts = [render_table(("", ""), rows), render_table(("matrix products", "", "", "f32", "bf16", "f16"), products)]
+    missing = [f"missing: {words}" for words in found["missing"]] or ["nothing is missing"]
+    return "\n\n".join([*parts, "\n".join([*found["advice"], *missing])])

@@ -1,0 +1,130 @@
+"""The command line: arguments, and what is printed. Results go to stdout, progress and errors to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ampcompile.auditing.audit import audit
+from ampcompile.dtypes import short_name
+from ampcompile.errors import AmpError
+from ampcompile.explaining.explain import explain
+
+from .bench import bench
+from .bench import table as bench_table
+from .doctor import examine
+from .doctor import table as doctor_table
+from .target import load
+
+_TARGET = """PACKAGE.MODULE:FACTORY names a function without arguments that returns what is to be run:
+(model, args) or (model, args, kwargs), where model is a module or any function, args a tuple, kwargs a dict."""
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_AGAINST = {"float64": torch.float64, "float32": torch.float32}
+
+Result = tuple[Any, Callable[[], str]]
+"""What `--json` prints, and what is printed without it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, or 2 for what the user got wrong."""
+    arguments = _parser().parse_args(argv)
+    progress = Console(stderr=True)
+    try:
+        value, text = arguments.command(arguments, progress)
+    except AmpError as error:
+        progress.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    print(json.dumps(value, default=_plain, indent=1) if arguments.json else text())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m ampcompile", description="Mixed precision as a compiler pass.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    target = argparse.ArgumentParser(add_help=False, parents=[common])
+    target.add_argument("target", metavar="PACKAGE.MODULE:FACTORY", help="see above")
+    target.add_argument("--dtype", choices=_DTYPES, help="the low-precision type (default: the device's)")
+    target.add_argument("--policy", default="default", help="such as 'op softmax=low, module head=fp32'")
+
+    def add(name: str, command: Any, words: str, parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        about = f"{words}\n\n{_TARGET}" if parent is target else words
+        form = argparse.RawDescriptionHelpFormatter
+        added = commands.add_parser(name, help=words, description=about, formatter_class=form, parents=[parent])
+        added.set_defaults(command=command)
+        return added
+
+    page = add("explain", _explain, "every cast and op of one call, with its reason", target)
+    page.add_argument("--html", metavar="FILE", help="write the report as a page, too")
+    numbers = add("audit", _audit, "how wrong one call and its gradients are, and where", target)
+    numbers.add_argument("--against", choices=_AGAINST, default="float64", help="what is exact (default: float64)")
+    numbers.add_argument("--forward-only", action="store_true", help="no gradients")
+    numbers.add_argument("--suggest", type=float, metavar="TOLERANCE", help="find what to keep in float32")
+    race = add("bench", _bench, "the model under eager autocast, Inductor with autocast, and amp", target)
+    race.add_argument("--forward-only", action="store_true", help="no gradients, though the model is in training mode")
+    race.add_argument(
+        "--seconds", type=float, default=10.0, help="how long to measure, compilation aside (default: 10)"
+    )
+    add("doctor", _doctor, "versions, what the devices can do, whether low precision pays here", common)
+    return parser
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"policy": arguments.policy} | ({"dtype": _DTYPES[arguments.dtype]} if arguments.dtype else {})
+
+
+def _explain(arguments: argparse.Namespace, progress: Console) -> Result:
+    target = load(arguments.target)
+    with progress.status("explaining"):
+        report = explain(target.f, **_options(arguments))(*target.args, **target.kwargs)
+    if arguments.html:
+        report.save(arguments.html)
+    return {
+        "graphs": [{"precision": graph.precision, "break": graph.reason} for graph in report.graphs],
+        "casts": [asdict(cast) for cast in report.casts],
+        "ops": [asdict(op) for op in report.ops],
+        "unknown_ops": report.unknown_ops,
+        "totals": [asdict(total) for total in report.totals],
+    }, lambda: str(report)
+
+
+def _audit(arguments: argparse.Namespace, progress: Console) -> Result:
+    target = load(arguments.target)
+    against, backward = _AGAINST[arguments.against], not arguments.forward_only
+    with progress.status("auditing") as status:
+        run = audit(target.f, against=against, backward=backward, **_options(arguments))
+        result = run(*target.args, **target.kwargs)
+        if arguments.suggest is None:
+            return result.as_dict(), lambda: str(result)
+        policy = result.suggest(arguments.suggest, progress=lambda words: status.update(f"searching: {words}"))
+        after = audit(target.f, against=against, backward=backward, **_options(arguments) | {"policy": policy})
+        error = after(*target.args, **target.kwargs).error
+    line = f"error {error:.2g}, at most {arguments.suggest:.2g}, with the policy\n{policy}"
+    return {**result.as_dict(), "suggested": str(policy), "suggested_error": error}, lambda: f"{result}\n\n{line}"
+
+
+def _bench(arguments: argparse.Namespace, progress: Console) -> Result:
+    target = load(arguments.target)
+    results = bench(target, _options(arguments), not arguments.forward_only, arguments.seconds, progress)
+    return results.as_dict(), lambda: bench_table(results)
+
+
+def _doctor(arguments: argparse.Namespace, progress: Console) -> Result:
+    found = examine(progress)
+    return found, lambda: doctor_table(found)
+
+
+def _plain(value: Any) -> Any:
+    return short_name(value) if isinstance(value, torch.dtype) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

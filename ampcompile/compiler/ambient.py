@@ -1,0 +1,195 @@
+"""Every call of an amp-compiled callable runs, and Dynamo traces it, under autocast.
+
+Code that reads a dtype (`.to(h.dtype)`, `finfo(h.dtype).min`, a branch) then sees eager autocast's dtypes, pieces
+between graph breaks are autocast too, and a disabled region that begins a graph is told from no autocast at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ampcompile.config import Options
+from ampcompile.errors import AmpWarning, OptionError
+from ampcompile.policy import Policy
+from ampcompile.torch_private import dynamo_modules, frame_returns, lowering, optimize_contexts
+
+from . import mixed_operands, unmatched, widen_outputs
+from .mixed_operands import here
+
+
+def disabled_by_user(device_type: str) -> bool:
+    """Whether the call stands in a `torch.autocast(device_type, enabled=False)` region: it then runs in float32.
+
+    Told by elimination, since nothing records which device a region was opened for: autocast is off for this
+    device, some region is open, and no other device's is on.
+    """
+    if torch.is_autocast_enabled(device_type) or lowering.autocast_nesting() == 0:
+        return False
+    return not lowering.any_autocast_enabled()
+
+
+@contextlib.contextmanager
+def autocast_for(device_type: str, options: Options) -> Iterator[None]:
+    """The autocast state that a graph is rewritten in.
+
+    In a call of an amp-compiled callable that is the state as it is: the call's own, or that of a region of the
+    user's in which the graph is called. Elsewhere: the options' dtype beats an ambient one beats the device's default.
+    """
+    mixed_operands.install(device_type)
+    if here.called is not None:
+        yield
+        return
+    here.called = options
+    try:
+        with contextlib.nullcontext() if disabled_by_user(device_type) else _region(device_type, options):
+            yield
+    finally:
+        here.called = None
+
+
+def _region(device_type: str, options: Options) -> torch.autocast:
+    dtype = options.dtype or torch.get_autocast_dtype(device_type)
+    return torch.autocast(device_type, dtype, cache_enabled=False)
+
+
+def device_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The device type of the first tensor among the arguments; without one the accelerator's, or the CPU's."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+    for value in pytree.arg_tree_leaves(*args, **kwargs):
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def _device_finder(fn: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], str]:
+    """How to tell a callable's device at each call: a module's first parameter says it, else its arguments do."""
+    module = getattr(fn, "__self__", None)
+    owner, name = _first_parameter(module) if isinstance(module, torch.nn.Module) else (None, "")
+    if owner is None:
+        return device_of_arguments
+
+    def of_parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        parameter = owner._parameters.get(name)
+        return device_of_arguments(args, kwargs) if parameter is None else parameter.device.type
+
+    return of_parameter
+
+
+def _first_parameter(module: torch.nn.Module) -> tuple[torch.nn.Module | None, str]:
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                return owner, name
+    return None, ""
+
+
+def _reader(backend: Any) -> Any:
+    """What reads the options of a backend of ours; None for others."""
+    return getattr(getattr(backend, "compiler_fn", backend), "amp_options", None)
+
+
+def _shapes_and_breaks(backend: Any, dynamic: bool | None, fullgraph: bool) -> tuple[bool | None, bool]:
+    """`dynamic` and `fullgraph` as our options ask, else as torch.compile was told. Raises OptionError."""
+    read_options = _reader(backend)
+    if read_options is None:
+        return dynamic, fullgraph
+    options = read_options(**getattr(backend, "kwargs", {}))
+    for name, beside, ours in (
+        ("dynamic", dynamic, options.dynamic),
+        ("fullgraph", fullgraph or None, options.fullgraph),
+    ):
+        if None not in (beside, ours) and beside != ours:
+            raise OptionError(f"{name}={beside} beside options={{{name!r}: {ours}}}: expected one of the two.")
+    return dynamic if options.dynamic is None else options.dynamic, bool(fullgraph or options.fullgraph)
+
+
+def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
+    read_options = _reader(backend)
+    if read_options is None:
+        return compiled
+    options = read_options(**getattr(backend, "kwargs", {}))
+    if inspect.isgeneratorfunction(inspect.unwrap(fn)):
+        warnings.warn(
+            f"{getattr(fn, '__qualname__', fn)} is a generator function: torch.compile compiles nothing of it, and its "
+            "body runs after backend 'amp' has switched autocast off again. Compile the functions it calls.",
+            AmpWarning,
+            stacklevel=4,
+        )
+    device_of, module, widens = _device_finder(fn), getattr(fn, "__self__", None), options.outputs == "float32"
+    plain = compiled
+    if options.policy != Policy():
+        compiled = unmatched.checked(compiled, fn, options.policy)
+
+    @functools.wraps(plain)
+    def under_autocast(*args: Any, **kwargs: Any) -> Any:
+        looking = optimize_contexts.set_frame_callback(None)
+        called = here.called
+        try:
+            device_type = device_of(args, kwargs)
+            mixed_operands.install(device_type)
+            here.called = fn
+            if disabled_by_user(device_type):
+                return compiled(*args, **kwargs)
+            alone = called is None and not torch.is_autocast_enabled(device_type)
+            with _region(device_type, options) as region:
+                return widen_outputs.call(compiled, args, kwargs, region.fast_dtype, widens and alone, module)
+        finally:
+            here.called = called
+            optimize_contexts.set_frame_callback(looking)
+
+    optimize_contexts.pass_over(under_autocast)
+    under_autocast._torchdynamo_inline = _inlined(plain)  # type: ignore[attr-defined]
+    return under_autocast
+
+
+def _inlined(compiled: Any) -> Any:
+    """What Dynamo traces of a callable of ours that is called inside another function that it compiles."""
+    name, fn = getattr(compiled, "__qualname__", repr(compiled)), compiled._torchdynamo_inline
+
+    def inlined(*args: Any, **kwargs: Any) -> Any:
+        _inside_another(name)
+        return fn(*args, **kwargs)
+
+    return inlined
+
+
+@torch.compiler.assume_constant_result
+def _inside_another(name: str) -> None:
+    """Warn if Dynamo is compiling for another backend, which then gets what was compiled for us."""
+    if here.called is None:
+        warnings.warn(
+            f"{name} was compiled with backend 'amp' and is called inside a function that another backend compiles: "
+            "that one compiles it too, and without autocast it runs in float32. Compile the outer function with "
+            "backend 'amp', or keep this one out of it by torch.compiler.disable.",
+            AmpWarning,
+            stacklevel=2,
+        )
+
+
+@functools.cache
+def install() -> bool:
+    """Have torch.compile wrap what it compiles for a backend of ours; False, with one warning, if it can't be."""
+    try:
+        optimize_contexts.wrap_compiled_callables(_wrap, _shapes_and_breaks)
+        frame_returns.watch_returns(widen_outputs.decide)
+        dynamo_modules.watch_inlined_modules(lambda backend: _reader(backend) is not None, _inside_another)
+    except AttributeError as error:
+        warnings.warn(
+            f"ampcompile can't reach Dynamo's compiled callables in torch {torch.__version__} ({error}): open "
+            "torch.autocast around the call yourself, or code that reads dtypes sees float32.",
+            AmpWarning,
+            stacklevel=2,
+        )
+        return False
+    return True

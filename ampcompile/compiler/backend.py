@@ -1,0 +1,153 @@
+"""The backend itself: `torch.compile(model, backend="amp")` ends here, once per graph that Dynamo finds."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ampcompile import weights
+from ampcompile.config import Options
+from ampcompile.passes.analysis.product_cost import estimate
+from ampcompile.passes.base import Applied, Watch, run_passes
+from ampcompile.passes.capture.capture import capture
+from ampcompile.passes.decide.assign_precision import AssignPrecision
+from ampcompile.passes.fuse.matching import UNFUSED
+from ampcompile.passes.graph import Regions, modules_named, placeholders
+from ampcompile.passes.pipeline import fusion, pipeline
+from ampcompile.records import logs
+from ampcompile.torch_private import compiled_functions, dynamo_modules, lowering, tracing
+
+from . import ambient
+from .double_backward import kept
+from .lower import lower
+from .mixed_operands import here
+from .module_names import module_names
+from .widen_outputs import LEAVING, leaving
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """One graph as Dynamo gave it and as it is lowered; `history` says what each pass did, `capture` first."""
+
+    original: GraphModule
+    graph: GraphModule
+    options: Options
+    history: tuple[Applied, ...]
+
+
+def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, watch: Watch | None = None) -> Rewritten:
+    """Decide and insert every cast of one Dynamo graph, under the autocast state of the call.
+
+    `watch(name, graph)` is called after each pass.
+    """
+    names = module_names(here.called)
+    if options.policy.modules:
+        dynamo_modules.guard_modules_of_frame(gm, names)
+    with modules_named(names), _collecting_rarely():
+        return _rewrite(gm, example_inputs, options, watch)
+
+
+@contextlib.contextmanager
+def _collecting_rarely() -> Iterator[None]:
+    """Python's collector would walk Dynamo's whole heap again and again meanwhile: a quarter of the passes' time."""
+    young, *older = gc.get_threshold()
+    gc.set_threshold(50 * young, *older)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, *older)
+
+
+def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, watch: Watch | None) -> Rewritten:
+    device_type = _device_type(example_inputs)
+    fakes, mode = tracing.fake_inputs(example_inputs)
+    with ambient.autocast_for(device_type, options):
+        start = time.perf_counter()
+        graph = capture(gm, fakes, mode, options.policy)
+        if here.seen is not None:
+            here.seen.add(graph)
+        graph.meta[LEAVING] = leaving(gm, graph)
+        captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
+        regions = Regions(lowering.autocast_states())
+    is_weight = _weight_test(example_inputs)
+    if options.policy.where_it_pays and _alone() and not _pays(graph, options, regions, is_weight):
+        modules = (*options.policy.modules, ("*", "fp32"))
+        options = replace(options, policy=replace(options.policy, modules=modules))
+    logged = logs.watcher(example_inputs)
+    watch = logs.both(watch, None if logged is None else logged.watch)
+    history = [
+        captured,
+        *run_passes(pipeline(options, regions, is_weight, _registered_test(example_inputs)), graph, watch),
+    ]
+    if fuse := fusion(options, device_type):
+        if torch.is_grad_enabled():
+            graph.meta[UNFUSED] = kept(graph)
+        history += run_passes(fuse, graph, watch)
+    if logged is not None:
+        logs.say(logged.record(gm, graph, history))
+    return Rewritten(gm, graph, options, tuple(history))
+
+
+def _alone() -> bool:
+    """Whether no other process must decide alike."""
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not together or torch.distributed.get_world_size() == 1
+
+
+def _pays(graph: GraphModule, options: Options, regions: Regions, is_weight: Callable[[int, Node], bool]) -> bool:
+    """Whether low precision is worth its casts, as estimated."""
+    copied = {n for i, n in enumerate(placeholders(graph)) if options.weights == "cached" and is_weight(i, n)}
+    run_passes([AssignPrecision(options.policy, regions, options.range_guards)], graph)
+    estimated = estimate(graph, copied)
+    return estimated is None or estimated.pays
+
+
+def _device_type(example_inputs: Sequence[Any]) -> str:
+    devices = [v.device.type for v in example_inputs if isinstance(v, torch.Tensor)]
+    return next((d for d in devices if d != "cpu"), "cpu")
+
+
+def _weight_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], bool]:
+    """Whether a graph input is a weight: a parameter, or a buffer or attribute that Dynamo marked as staying put.
+
+    One whose sizes are symbols changes its layout from call to call: it is cast in the graph.
+    """
+
+    def is_weight(index: int, node: Node) -> bool:
+        value = example_inputs[index]
+        static = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
+        marked = static or isinstance(value, torch.nn.Parameter)
+        if marked and value.is_cuda and not is_registered(index, node):
+            return False  # the host would wait for the device to see whether it is refilled
+        return marked and tracing.is_of_fixed_layout(node.meta["val"]) and weights.hoistable(value)
+
+    is_registered = _registered_test(example_inputs)
+    return is_weight
+
+
+def _registered_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], bool]:
+    """Whether a graph input is a parameter or a module's buffer."""
+
+    def is_registered(index: int, node: Node) -> bool:
+        return isinstance(example_inputs[index], torch.nn.Parameter) or dynamo_modules.is_registered(node)
+
+    return is_registered
+
+
+def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """Dynamo backend. `mode` and `options` are those of `torch.compile`; see `ampcompile.config.Options`."""
+    options = Options.parse(**kwargs)
+    graph = gm if compiled_functions.is_backward(example_inputs) else rewrite(gm, example_inputs, options).graph
+    with _collecting_rarely():
+        return lower(graph, example_inputs, options)
+
+
+amp.amp_options = lambda **kwargs: Options.parse(**kwargs)  # type: ignore[attr-defined]  # how `ambient` knows us
+ambient.install()

@@ -1,0 +1,181 @@
+"""Gradients of gradients through a graph that AOTAutograd compiled.
+
+What it compiles has no derivative of its own backward. So each call leaves its inputs with its autograd node, and a
+backward that is to be differentiated again (`create_graph=True`) runs the rewritten graph once more, op by op, on
+those inputs, and has autograd differentiate that. Whoever never asks pays for a tuple of references.
+
+Copies of weights are among the inputs: a weight written since, which the copy isn't, gives the gradients of the call
+all the same. The node drops them with what autograd saved, so they keep no later call from refreshing them in place.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from ampcompile.passes.after.bind_weights import BindWeightsEagerly
+from ampcompile.passes.base import run_passes
+from ampcompile.passes.graph import bodies, placeholders
+from ampcompile.passes.replay.enable_second_backward import OpenBackwards, closed
+from ampcompile.passes.weight_copy import WEIGHT_COPY
+from ampcompile.torch_private import compiled_functions, lowering, tracing
+
+from .plain_graph import CLOSED, differentiated, refused, stand_in
+from .rerun import Drawn, drawing_nothing, writes_unread
+
+Run = Callable[..., Any]
+_EAGERLY = (
+    ': expected one that gives the same numbers when it runs again; compile it with options={"lower": "eager"}, which '
+    "keeps what autograd needs"
+)
+_DRAWS = "draws random numbers, as dropout does" + _EAGERLY
+_READS_OLD = "reads an input that it also writes to" + _EAGERLY
+_WRITES = "writes to an input in place" + _EAGERLY
+_SUBCLASSES = "takes or returns tensor subclasses" + _EAGERLY
+_ELSEWHERE = "was called by other means than torch.compile" + _EAGERLY
+_WRITTEN = "read an input that was written since: expected it as it was; take the gradient before the write"
+
+
+class _Call(NamedTuple):
+    """The graph's inputs in one call, and the versions of those that it doesn't write itself."""
+
+    args: tuple[Any, ...]
+    versions: list[int]
+
+
+def kept(gm: GraphModule) -> GraphModule:
+    """A copy of a graph, bodies included, that later changes of `gm` leave alone. Constants are shared."""
+    twin = GraphModule(gm, copy.deepcopy(gm.graph))
+    for node, body in bodies(gm):
+        setattr(twin, str(node.target), kept(body))
+    return twin
+
+
+class Twice:
+    """The second way to differentiate one compiled graph: `function` is AOTAutograd's, `gm` the graph as rewritten."""
+
+    def __init__(self, gm: GraphModule, function: compiled_functions.AutogradFunction) -> None:
+        self._gm, self._function = gm, function
+        self._here = threading.local()  # .args: of the call that this thread is in
+        self._places = compiled_functions.places(function)
+        self._sources: list[int | None] | None = None  # which input of the graph an argument of the function is
+        self._watched: list[int] = []  # the inputs whose versions are kept
+        self.refusal = self._refusal()
+        compiled_functions.survive_kept_graphs(function)
+        compiled_functions.intercept(function, self._remember, self._backward)
+
+    def __call__(self, run: Run) -> Run:
+        """`run`, which takes the graph's inputs, with each call remembered."""
+        here = self._here
+
+        def remembered(*args: Any) -> Any:
+            here.args = args
+            try:
+                return run(*args)
+            finally:
+                here.args = None
+
+        return remembered
+
+    def _refusal(self) -> str | None:
+        """Why the graph can't be run again; None if it can, as far as one can tell without running it."""
+        if compiled_functions.writes_to_differentiated_inputs(self._function):
+            return _WRITES
+        if compiled_functions.takes_apart_subclasses(self._function):
+            return _SUBCLASSES
+        run_passes([OpenBackwards()], self._gm)
+        return CLOSED if closed(self._gm) else None
+
+    def _remember(self, ctx: Any, arguments: Sequence[Any]) -> None:
+        args = getattr(self._here, "args", None)
+        if args is None or self.refusal or (self._sources is None and tracing.fakes_only()):
+            ctx.amp_call = None
+            return
+        if self._sources is None:
+            self._meet(args, arguments)
+        ctx.amp_call = _Call(args, _versions(args, self._watched))
+
+    def _meet(self, args: tuple[Any, ...], arguments: Sequence[Any]) -> None:
+        """Learn at the first call what stays true of all: AOTAutograd drops inputs given twice, and may add some."""
+        index = {id(arg): i for i, arg in reversed(list(enumerate(args)))}
+        sources = [index.get(id(argument)) if isinstance(argument, Tensor) else None for argument in arguments]
+        written = {sources[i] for i in compiled_functions.written(self._function)}
+        if None in written or not all(writes_unread(placeholders(self._gm)[i]) for i in written if i is not None):
+            self.refusal = _READS_OLD
+        self._written = [i for i in written if i is not None]
+        read = [not all(user.target is WEIGHT_COPY for user in node.users) for node in placeholders(self._gm)]
+        self._watched = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and read[i] and i not in written]
+        self._sources = sources
+
+    def _backward(self, original: Run, ctx: Any, gradients: Any) -> Any:
+        call: _Call | None = ctx.amp_call
+        if not torch.is_grad_enabled():
+            if not lowering.graph_is_kept():
+                ctx.amp_call = None
+            return original(ctx, gradients)
+        if call is None or self.refusal:
+            return self._once(original, ctx, gradients, self.refusal or _ELSEWHERE)
+        if call.versions != _versions(call.args, self._watched):
+            return self._once(original, ctx, gradients, _WRITTEN)
+        try:
+            found = self._replayed(call.args, ctx.needs_input_grad, list(gradients))
+        except Drawn:
+            self.refusal = _DRAWS
+            return self._once(original, ctx, gradients, self.refusal)
+        if not lowering.graph_is_kept():
+            ctx.amp_call = None
+        return found
+
+    @cached_property
+    def _plain(self) -> Run:
+        """The graph with torch's own autograd. Takes the graph's inputs."""
+        run_passes([BindWeightsEagerly()], self._gm)
+        return self._gm
+
+    def _replayed(self, args: tuple[Any, ...], needed: Sequence[bool], gradients: list[Tensor | None]) -> Any:
+        """The gradients of the function's arguments, as functions of the graph's inputs and of `gradients`."""
+        assert self._sources is not None
+        wanted = {i: args[i] for i, need in zip(self._sources, needed, strict=True) if need and i is not None}
+        inside = {i: stand_in(tensor) for i, tensor in wanted.items()}
+        again = [inside.get(i, arg) for i, arg in enumerate(args)]
+        for i in self._written:
+            again[i] = args[i].clone()
+        with drawing_nothing(args), torch.enable_grad(), lowering.autocast_off():
+            results = pytree.tree_leaves(self._plain(*again), is_leaf=lambda value: value is None)
+        reached = list(self._reached(results, gradients))
+        by_input: dict[int, Tensor | None] = {}
+        if reached:
+            found = differentiated(reached, [*wanted.values()], [*inside.values()], keep=True)
+            by_input = dict(zip(wanted, found, strict=True))
+        return tuple(
+            by_input.get(i) if need and i is not None else None for i, need in zip(self._sources, needed, strict=True)
+        )
+
+    def _reached(self, results: list[Any], gradients: Sequence[Tensor | None]) -> Any:
+        for place, gradient in zip(self._places, gradients, strict=False):
+            if place is not None and gradient is not None:
+                result = results[place.output]
+                result = result._base if place.kind == "base" else result
+                if result.requires_grad:
+                    yield result, gradient
+
+    def _once(self, original: Run, ctx: Any, gradients: Any, reason: str) -> Any:
+        """The compiled backward's gradients, which raise an error if they are differentiated."""
+        with torch.no_grad():
+            found = original(ctx, gradients)
+        return refused(reason, found)
+
+
+def _versions(args: tuple[Any, ...], watched: list[int]) -> list[int]:
+    try:
+        return [args[i]._version for i in watched]
+    except RuntimeError:  # inference tensors have none
+        return [-1 if args[i].is_inference() else args[i]._version for i in watched]

@@ -1,0 +1,142 @@
+"""Who runs the rewritten graph: Inductor, AOTAutograd with eager kernels, or the graph itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from ampcompile import weights
+from ampcompile.config import Options
+from ampcompile.kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
+from ampcompile.passes.after import (
+    add_embedding_gradients,
+    bind_weights,
+    drop_casts,
+    merge_copies,
+    recompute_casts,
+    save_old_values,
+    widen_weight_gradients,
+)
+from ampcompile.passes.analysis.aliasing import written_below_autograd
+from ampcompile.passes.base import Watch, run_passes
+from ampcompile.passes.before import share_casts
+from ampcompile.passes.fuse.matching import UNFUSED
+from ampcompile.passes.weight_copy import Slot
+from ampcompile.torch_private import compiled_functions, lowering, tracing
+
+from . import double_backward, widen_outputs
+from .decompositions import decompositions
+from .plain_graph import without_autocast
+
+
+def lower(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, watch: Watch | None = None
+) -> Callable[..., Any]:
+    """The callable that Dynamo installs. Casts are explicit in `gm`: no autocast acts while it is lowered or runs.
+
+    `watch(name, graph)` sees the graph after differentiation, before and after each pass on it (`aot_eager` only).
+    """
+    leaves = widen_outputs.at_run_time(gm)
+    copies = [node for node in gm.graph.find_nodes(op="placeholder") if "amp_copy" in node.meta]
+    slots = [node.meta["amp_copy"] for node in copies]
+    inputs = [*example_inputs, *(node.meta["val"] for node in copies)]
+    lowering.forget_output_values(gm)
+    written = written_below_autograd(gm)
+
+    def around(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        run = _with_copies(compiled, slots, options) if slots else compiled
+        return leaves(_then_cast_again(run, written) if written else run)
+
+    if options.lower == "eager":
+        run_passes([bind_weights.BindWeightsEagerly()], gm)
+        return around(without_autocast(gm))
+    rewritten = (gm.meta.pop(UNFUSED, None) or double_backward.kept(gm)) if torch.is_grad_enabled() else None
+    with lowering.lowering_without_autocast(), compiled_functions.functions_made() as functions:
+        if options.lower == "aot_eager":
+            compiled = lowering.aot_eager(gm, inputs, _watched(_on_joint_graph(), watch))
+        else:
+            lowering.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
+            config = _inductor_config(gm, options, slots)
+            compiled = lowering.inductor(gm, inputs, config, _on_joint_graph(), decompositions())
+    if rewritten is not None and functions:
+        compiled = double_backward.Twice(rewritten, functions[-1])(compiled)
+    return around(compiled)
+
+
+def _on_joint_graph() -> list[lowering.OnJointGraph]:
+    """What is done after differentiation, when merging two casts no longer merges their gradients."""
+    return [
+        bind_weights.bind,
+        merge_copies.merge_copies,
+        drop_casts.drop_after_differentiation,
+        share_casts.share_after_differentiation,
+        widen_weight_gradients.widen_gradients,
+        add_embedding_gradients.add_embeddings,
+        recompute_casts.recompute_after_differentiation,
+        save_old_values.save_old_values,
+    ]
+
+
+def _watched(acts: Sequence[lowering.OnJointGraph], watch: Watch | None) -> Sequence[lowering.OnJointGraph]:
+    if watch is None:
+        return acts
+
+    def then_watch(name: str, act: lowering.OnJointGraph) -> lowering.OnJointGraph:
+        def watched(graph: Graph) -> None:
+            act(graph)
+            watch(name, graph.owning_module)
+
+        return watched
+
+    before = then_watch("differentiated: forward and backward", lambda graph: None)
+    return [before, *(then_watch(act.__module__.rpartition(".")[2], act) for act in acts)]
+
+
+def _inductor_config(gm: GraphModule, options: Options, slots: Sequence[Slot]) -> dict[str, Any]:
+    config: dict[str, Any] = {"emulate_precision_casts": options.numerics == "eager", **lowering.config_for_bodies(gm)}
+    if any(slot.layout != "strided" for slot in slots):
+        config["size_asserts"] = False  # a packed tensor has no strides to assert
+    return config | dict(options.inductor)
+
+
+def _with_copies(compiled: Callable[..., Any], slots: Sequence[Slot], options: Options) -> Callable[..., Any]:
+    """Hand the graph its copies, up to date, after its own inputs."""
+    # CUDA graphs record addresses: their copies are refreshed in place, always.
+    replayed = dict(options.inductor).get("triton.cudagraphs", False)
+    binding = weights.bind(
+        [None] * len(slots),
+        [slot.dtype for slot in slots],
+        in_place=replayed,
+        packed=[slot.layout == "packed" for slot in slots],
+        on_trial=[slot.on_trial for slot in slots],
+    )
+    indices = [slot.weight for slot in slots]
+    pick = itemgetter(*indices) if len(indices) > 1 else lambda args: (args[indices[0]],)
+
+    def run(*args: Any) -> Any:
+        if tracing.fakes_only():  # Dynamo's DDP splitter asks what the next part will get
+            return compiled(*args, *(_shaped(args[slot.weight], slot) for slot in slots))
+        return compiled(*args, *binding.copies(pick(args)))
+
+    return run
+
+
+def _then_cast_again(run: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:
+    """Copies of inputs that a graph writes to in a way that nothing tells: they are out of date once it has run."""
+
+    def run_and_tell(*args: Any) -> Any:
+        try:
+            return run(*args)
+        finally:
+            weights.invalidate([args[i] for i in written])
+
+    return run_and_tell
+
+
+def _shaped(weight: torch.Tensor, slot: Slot) -> torch.Tensor:
+    copy = torch.empty_like(weight, dtype=slot.dtype, requires_grad=False)
+    return copy if slot.layout == "strided" else copy.contiguous()

@@ -1,0 +1,79 @@
+"""Ops that eager autocast refuses when floating dtypes are mixed promote them, while a graph is traced for us.
+
+Dynamo runs every op on fake tensors under autocast before a backend is asked, and raises what eager autocast would
+(`scatter` of a float32 source into a bfloat16 tensor). So those ops get a kernel in the Python dispatcher, which
+only tracing goes through: eager execution never sees it. It applies the op's rule if the thread is in a call of an
+amp-compiled callable, and steps aside otherwise.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from ampcompile.dtypes import FLOATS
+from ampcompile.rules import table as rules
+from ampcompile.rules.table import Rule
+from ampcompile.torch_private import dispatcher, tracing
+
+
+class _Thread(threading.local):
+    called: Any = None
+    seen: Any = None
+    low: torch.dtype | None = None
+    widening: bool = False
+    widened: bool = False
+
+
+here = _Thread()
+"""`called`: what torch.compile was given, while this thread is in a call of something compiled for us; else None.
+`seen`: collects what is compiled in the call, where somebody wants to know.
+`low`: the call's low-precision type; None where autocast is off by the user's wish, too.
+`widening`: whether what the call returns leaves it in float32. `widened`: whether a graph has seen to it."""
+
+
+@cache
+def install(device_type: str) -> int:
+    """Give the ops of a device type whose rule promotes their kernels; how many there are. Once per process."""
+    tracing.let_grouped_products_be_float32()
+    promoting = {
+        name: rule
+        for name, rule in rules.table(device_type).items()
+        if rule.category in ("promote", "follow_destination") and name.startswith("aten::")
+    }
+    return sum(_install(dispatcher.op_named(name), rule, device_type) for name, rule in promoting.items())
+
+
+def _install(op: OpOverload, rule: Rule, device_type: str) -> bool:
+    def promoted(*args: Any, **kwargs: Any) -> Any:
+        assert as_before is not None
+        if here.called is None or not dispatcher.autocast_acts(device_type):
+            return as_before(*args, **kwargs)
+        arriving = [v.dtype for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        low = torch.get_autocast_dtype(device_type)
+        if not _refused(arriving, low):
+            return as_before(*args, **kwargs)
+        dtype = rule.operand_dtype(arriving, low)
+        with torch._C._DisableAutocast():
+            return op(*_cast(args, dtype), **_cast(kwargs, dtype))
+
+    as_before = dispatcher.interpose(op, device_type, promoted)
+    return as_before is not None
+
+
+def _refused(arriving: list[torch.dtype], low: torch.dtype) -> bool:
+    """Whether eager autocast may refuse operands: they are mixed, or of the other 16-bit type."""
+    floating = FLOATS.intersection(arriving)
+    return len(floating) > 1 or not floating <= {torch.float32, low}
+
+
+def _cast(arguments: Any, dtype: torch.dtype | None) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if dtype is not None and tensor.dtype in FLOATS else tensor
+
+    return pytree.tree_map_only(torch.Tensor, cast, arguments)

@@ -1,0 +1,198 @@
+"""A rewritten graph that runs as it is, differentiable any number of times, autocast acting nowhere in it.
+
+AOTAutograd bakes a backward that excludes autocast. Here autograd's own nodes run, and a region that is open around
+`loss.backward()` would act on the operations in them. So the graph's backward is one node for the outside, which
+has autograd run the nodes inside with autocast excluded. Inside, stand-ins take the place of the inputs: one input
+may be a function of another, and what flows between them is the outside's affair. What the node computes with
+`create_graph=True` is differentiable again, and has a node again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from ampcompile.errors import DoubleBackwardError
+from ampcompile.passes.base import run_passes
+from ampcompile.passes.graph import bodies
+from ampcompile.passes.replay.enable_second_backward import OpenBackwards, closed
+from ampcompile.torch_private import lowering
+
+CLOSED = (
+    "calls a custom autograd function whose backward reads what its forward computed along the way: expected one that "
+    "saves only inputs and outputs; or keep the function out of the graph with torch.compiler.disable"
+)
+
+
+def without_autocast(gm: GraphModule) -> Callable[..., Any]:
+    """`gm` as a callable of the same arguments and results, with autocast excluded forward and backward."""
+    run_passes([OpenBackwards()], gm)
+    writes, refusal = writes_to_inputs(gm), CLOSED if closed(gm) else None
+
+    def run(*args: Any) -> Any:
+        inputs = {id(arg): arg for arg in args if _wants_gradient(arg)} if torch.is_grad_enabled() else {}
+        if writes or not inputs or torch._C._are_functorch_transforms_active():
+            return _run(gm, args)  # inputs written in place have their history inside
+        inside = {key: stand_in(tensor) for key, tensor in inputs.items()}
+        results = _run(gm, [inside.get(id(arg), arg) for arg in args])
+        leaves, spec = pytree.tree_flatten(results)
+        return pytree.tree_unflatten(outside(leaves, [*inputs.values()], [*inside.values()], refusal), spec)
+
+    return run
+
+
+def _run(gm: GraphModule, args: Sequence[Any]) -> Any:
+    grad_enabled = torch.is_grad_enabled()
+    try:
+        with lowering.autocast_off():
+            return gm(*args)
+    except BaseException:
+        torch._C._set_grad_enabled(grad_enabled)  # the graph sets it at nodes of its own
+        raise
+
+
+def _wants_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and not value.is_inference()
+
+
+def stand_in(tensor: Tensor) -> Tensor:
+    """The same memory without history."""
+    return tensor.detach().requires_grad_()
+
+
+def outside(
+    results: Sequence[Any],
+    inputs: Sequence[Tensor],
+    inside: Sequence[Tensor],
+    refusal: str | None = None,
+    shared: bool = False,
+) -> list[Any]:
+    """What a graph computed from stand-ins, as functions of the inputs they stand for, behind one autograd node.
+
+    `refusal`: why their gradients can't be differentiated again. `shared`: the graph reaches into another one that is
+    behind a node of its own.
+    """
+    roots = [r._base if r._is_view() else r for r in results if _wants_gradient(r)]
+    known = dict(zip(map(id, inside), inputs, strict=True))
+    inner = list({id(root): root for root in roots if id(root) not in known}.values())
+    if inner:
+        known |= zip(map(id, inner), _Backward.apply(inner, inside, refusal, shared, *inputs), strict=True)
+
+    def of_inputs(result: Any) -> Any:
+        if not _wants_gradient(result):
+            return result
+        if not result._is_view():
+            return known[id(result)]
+        return known[id(result._base)].as_strided(result.shape, result.stride(), result.storage_offset())
+
+    return [of_inputs(result) for result in results]
+
+
+def differentiated(
+    reached: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor], inside: Sequence[Tensor], keep: bool
+) -> Sequence[Tensor | None]:
+    """The gradients of `inputs`, given (result, gradient) of what a graph computed from their stand-ins.
+
+    Autocast is excluded. With gradients enabled they are functions of `inputs` and of the gradients that came; else
+    `keep` tells whether the graph stays.
+    """
+    again = torch.is_grad_enabled()
+    gradients = [gradient for _, gradient in reached]
+    wanted = [gradient for gradient in gradients if again and _wants_gradient(gradient)]
+    standing = {id(gradient): stand_in(gradient) for gradient in wanted}
+    with lowering.autocast_off():
+        found: Sequence[Tensor | None] = torch.autograd.grad(
+            [result for result, _ in reached],
+            list(inside),
+            [standing.get(id(gradient), gradient) for gradient in gradients],
+            retain_graph=keep or again,
+            create_graph=again,
+            allow_unused=True,
+        )
+    if not again:
+        return found
+    return outside(found, [*inputs, *wanted], [*inside, *(standing[id(g)] for g in wanted)], shared=True)
+
+
+class _Backward(torch.autograd.Function):
+    """Results of a graph as functions of its inputs; their backward runs the graph's own with autocast excluded."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inner: list[Tensor], inside: Sequence[Tensor], refusal: str | None, shared: bool, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.inner, ctx.inside, ctx.inputs, ctx.refusal, ctx.shared = inner, inside, inputs, refusal, shared
+        return tuple(result.detach() for result in inner)
+
+    @staticmethod
+    @torch.compiler.disable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        reached = [(r, g) for r, g in zip(ctx.inner, gradients, strict=True) if g is not None]
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
+        found: dict[int, Tensor | None] = {}
+        if reached and wanted:
+            ctx.shared |= torch.is_grad_enabled()  # by the gradients' own graph, from now on
+            inputs, inside = ([tensors[i] for i in wanted] for tensors in (ctx.inputs, ctx.inside))
+            keep = ctx.shared or lowering.graph_is_kept()
+            again = torch.is_grad_enabled()
+            with torch.set_grad_enabled(again and not ctx.refusal):
+                computed = differentiated(reached, inputs, inside, keep)
+            found = dict(
+                zip(wanted, refused(ctx.refusal, computed) if again and ctx.refusal else computed, strict=True)
+            )
+        return (None, None, None, None, *map(found.get, range(len(ctx.inputs))))
+
+
+def refused(reason: str, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Gradients that raise an error when they are differentiated."""
+    return _Refused.apply(reason, torch.empty(0, requires_grad=True), *gradients)
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, reason: str, _: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.reason = reason
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise DoubleBackwardError(f"found a gradient of a gradient through a compiled graph that {ctx.reason}")
+
+
+def writes_to_inputs(gm: GraphModule) -> bool:
+    """Whether an op of the graph, or of a body it calls, writes to an input in place, as far as schemas tell."""
+    if any(_begins_as_input(value) for node in gm.graph.nodes for value in _written(node)):
+        return True
+    return any(writes_to_inputs(body) for _, body in bodies(gm))
+
+
+def _written(node: Node) -> Iterator[Node]:
+    for value, alias in _arguments(node):
+        if alias is not None and alias.is_write:
+            yield value
+
+
+def _begins_as_input(value: Node) -> bool:
+    """Whether a value is an input, or shares its memory."""
+    if value.op == "placeholder" or value.target is getitem:
+        return value.op == "placeholder" or _begins_as_input(value.args[0])
+    return any(alias is not None and _begins_as_input(source) for source, alias in _arguments(value))
+
+
+def _arguments(node: Node) -> Iterator[tuple[Node, Any]]:
+    """The values that an op takes, each with what its schema says of memory shared or written."""
+    if not isinstance(node.target, OpOverload):
+        return
+    for place, argument in enumerate(node.target._schema.arguments):
+        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        for value in given if isinstance(given, list | tuple) else [given]:
+            if isinstance(value, Node):
+                yield value, argument.alias_info

@@ -1,0 +1,69 @@
+"""Warn, once, of policy patterns that matched nothing in the first call of what was compiled with them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch._ops import OpOverload
+from torch.fx import GraphModule
+
+from ampcompile.errors import AmpWarning
+from ampcompile.passes.graph import bodies, module_path
+from ampcompile.policy import Policy
+
+from .mixed_operands import here
+from .module_names import module_names
+
+
+@dataclass
+class Seen:
+    """Names of the ops, and paths of the modules, of the graphs compiled in a call."""
+
+    ops: set[str] = field(default_factory=set)
+    modules: set[str] = field(default_factory=set)
+
+    def add(self, gm: GraphModule) -> None:
+        """Remember a captured graph and its bodies."""
+        for node in gm.graph.nodes:
+            if isinstance(node.target, OpOverload):
+                self.ops.add(node.target.name())
+                self.modules.add(module_path(node))
+        for _, body in bodies(gm):
+            self.add(body)
+
+
+def checked(compiled: Callable[..., Any], fn: Any, policy: Policy) -> Callable[..., Any]:
+    """`compiled`, made from `fn`, whose first call is followed by a look at what `policy` has matched."""
+    waiting = True
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal waiting
+        if not waiting:
+            return compiled(*args, **kwargs)
+        here.seen, outer = Seen(), here.seen
+        try:
+            result = compiled(*args, **kwargs)
+            seen = here.seen
+        finally:
+            here.seen = outer
+        waiting = not seen.ops  # nothing was compiled: Dynamo had it already, or ran it eagerly
+        if not waiting:
+            _warn(policy, seen.ops, seen.modules | set(module_names(fn).values()))
+        return result
+
+    return call
+
+
+def _warn(policy: Policy, ops: set[str], modules: set[str]) -> None:
+    for glob, near in policy.unmatched(ops, modules).items():
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        kind = "op" if glob in dict(policy.ops) else "module"
+        warnings.warn(
+            f"policy pattern {glob!r} matches no {kind} of the first call.{hint} ampcompile.explain lists the names of "
+            "ops and modules.",
+            AmpWarning,
+            stacklevel=4,
+        )

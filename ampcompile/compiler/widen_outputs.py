@@ -1,0 +1,231 @@
+"""Low-precision results leave the outermost compiled callable in float32 where no autocast is open around the call.
+
+What follows the call may then be anything: a loss, an eager layer, NumPy. Pieces between graph breaks hand each other
+low precision, as in eager autocast; so do compiled callables inside others.
+
+The cast is part of the graph that computes what is returned: at the end of a frame Dynamo tells what it returns, and
+guards tell calls that widen from those that don't. Where a graph finds, when it runs, that something else than the
+outermost callable gets its results, it casts back, which loses nothing. What no graph has cast, `widened` does.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from ampcompile import dtypes
+from ampcompile.passes.graph import Cast
+from ampcompile.torch_private import frame_returns, tracing
+from ampcompile.torch_private.frame_returns import RESUMED, holds_values, memory_of
+
+from . import mixed_operands
+from .mixed_operands import here
+
+LEAVING = "amp_leaving"  # in `gm.meta`, a graph's `Leaving`
+BECAUSE = "leaves the compiled call in float32: no autocast is open around it"
+
+
+def call(compiled: Callable[..., Any], args: Any, kwargs: Any, low: torch.dtype, widening: bool, module: Any) -> Any:
+    """Call what was compiled under autocast of type `low`; if `widening`, what it returns leaves it in float32.
+
+    `module`: the one it is of, if any.
+    """
+    outer = here.low, here.widening
+    here.low, here.widening, here.widened = low, widening, False
+    there = list(_tensors(args, kwargs)) if widening and any(map(_may_change, (*args, *kwargs.values()))) else None
+    try:
+        result = compiled(*args, **kwargs)
+        if not widening or here.widened:
+            return result
+        return widened(result, low, lambda: (*(_tensors(args, kwargs) if there is None else there), *_state(module)))
+    finally:
+        here.low, here.widening = outer
+
+
+def _may_change(argument: Any) -> bool:
+    """Whether the call may put tensors into an argument."""
+    return isinstance(argument, list | MutableMapping) or is_dataclass(argument)
+
+
+def _tensors(args: Any, kwargs: Any) -> Iterable[Any]:
+    return pytree.arg_tree_leaves(*args, **kwargs)
+
+
+def _state(module: Any) -> Iterable[torch.Tensor]:
+    return (*module.parameters(), *module.buffers()) if isinstance(module, torch.nn.Module) else ()
+
+
+def widen(tensor: torch.Tensor) -> torch.Tensor:
+    """What stands for the cast in Dynamo's graph."""
+    return tensor.to(torch.float32)
+
+
+def decide(frame: frame_returns.Frame) -> None:
+    """At the end of a frame of the outermost callable: what it computes in the call's low type leaves in float32."""
+    if here.low is None or not _is_outermost(sys._getframe(), frame.f_code):
+        return
+    tensors, are_all = frame_returns.computed_and_returned(frame, here.low)
+    if tensors:
+        frame_returns.guard_on(frame, mixed_operands.__name__, "here", "widening")
+        if here.widening:
+            frame_returns.replace(frame, tensors, widen, are_all)
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The results of a graph, by place, that leave the call widened from `dtype`."""
+
+    places: tuple[int, ...]
+    dtype: torch.dtype
+    all: bool
+    """Nothing else that the call returns is to be widened, if the results have the dtypes that Dynamo saw."""
+    seen: tuple[torch.dtype | None, ...]
+    """Those dtypes; None for what is no tensor."""
+
+
+def leaving(original: GraphModule, captured: GraphModule) -> Leaving | None:
+    """What leaves a graph of Dynamo's widened, None if nothing does; in the captured graph the casts become ours."""
+    results = original.graph.output_node().args[0]
+    places = [i for i, result in enumerate(results) if getattr(result, "target", None) is widen]
+    if not places:
+        return None
+    made = captured.graph.output_node().args[0]
+    for cast in {made[i]: None for i in places}:
+        cast.meta["amp_cast"] = Cast("output", BECAUSE)
+    low = made[places[0]].args[0].meta["val"].dtype
+    return Leaving(tuple(places), low, results[places[0]].meta["amp_note"], _dtypes(captured))
+
+
+def _dtypes(gm: GraphModule) -> tuple[torch.dtype | None, ...]:
+    values = (getattr(result, "meta", {}).get("val") for result in gm.graph.output_node().args[0])
+    return tuple(value.dtype if isinstance(value, torch.Tensor) else None for value in values)
+
+
+def at_run_time(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What is done to `gm`, once it is compiled, so that it serves other callers than the outermost one too.
+
+    Where its results don't leave the call they are cast back. Where nothing else is to be widened the call is told so.
+    """
+    leaves: Leaving | None = gm.meta.get(LEAVING)
+    if leaves is None:
+        return lambda run: run
+    places, dtype, whole = leaves.places, leaves.dtype, leaves.all and leaves.seen == _dtypes(gm)
+
+    def for_any_caller(run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_and_look(*args: Any) -> Any:
+            results = run(*args)
+            if tracing.fakes_only():
+                return results
+            if here.widening and _is_outermost(sys._getframe(1)):
+                here.widened = whole
+                return results
+            return [result.to(dtype) if i in places else result for i, result in enumerate(results)]
+
+        return run_and_look
+
+    return for_any_caller
+
+
+def _is_outermost(frame: FrameType | None, code: CodeType | None = None) -> bool:
+    """Whether what a frame returns is what the call of ours that it is in returns; `code`: of a frame not there yet.
+
+    So it is if between them are only frames of torch, and frames that end by calling what follows a graph break.
+    """
+    while frame is not None and (caller := frame.f_code) is not call.__code__:
+        if not _HANDS_ON[caller.co_filename] and caller is not code and id(caller) not in _CALLS_OF_MODULES:
+            if code is not None and not _resumes(code, caller):
+                return False
+            code = caller
+        frame = frame.f_back
+    return frame is not None
+
+
+class _HandsOn(dict[str, bool]):
+    """Whether functions of a file return what the function that they call returns: torch's but layers, and ours."""
+
+    def __missing__(self, filename: str) -> bool:
+        ours, torchs = (str(Path(module.__file__ or "").parent) + "/" for module in (dtypes, torch))
+        layers = filename.startswith(f"{torchs}nn/modules/")
+        self[filename] = not layers and filename.startswith((ours, torchs, "<eval_with_key>"))
+        return self[filename]
+
+
+_HANDS_ON = _HandsOn()
+# They do so without hooks: those run in a function inside.
+_CALLS_OF_MODULES = {id(f.__code__) for f in (torch.nn.Module._wrapped_call_impl, torch.nn.Module._call_impl)}
+
+
+def _resumes(code: CodeType, caller: CodeType) -> bool:
+    """Whether Dynamo made `code` of what follows a graph break in `caller`."""
+    if not code.co_name.startswith(RESUMED) or code.co_filename != caller.co_filename:
+        return False
+    return _function_of(code.co_name) == _function_of(caller.co_name)
+
+
+def _function_of(name: str) -> str:
+    """The function that Dynamo took a frame's code from."""
+    return name.removeprefix(RESUMED).rpartition("_at_")[0] if name.startswith(RESUMED) else name
+
+
+def widened(result: Any, dtype: torch.dtype, of_user: Callable[[], Iterable[Any]]) -> Any:
+    """What a call returned, its tensors of `dtype` as float32, nested in tuples, lists, mappings and dataclasses too.
+
+    `of_user()`: what was there before the call. Tensors in that memory, and whatever holds nothing that changes, stay
+    the same objects; what holds something that does is copied.
+    """
+    if isinstance(result, torch.Tensor) and result.dtype != dtype:
+        return result
+    return _Widening(dtype, of_user).of(result)
+
+
+class _Widening:
+    def __init__(self, dtype: torch.dtype, of_user: Callable[[], Iterable[Any]]) -> None:
+        self.dtype, self.of_user = dtype, of_user
+        self.done: dict[int, tuple[Any, Any]] = {}  # by id: a value, which stays alive, and what becomes of it
+        self.theirs: set[Any] | None = None
+
+    def of(self, value: Any) -> Any:
+        tensor = isinstance(value, torch.Tensor)
+        if (tensor and value.dtype != self.dtype) or not (tensor or holds_values(type(value))):
+            return value
+        if id(value) not in self.done:
+            self.done[id(value)] = value, value  # for what holds itself
+            self.done[id(value)] = value, self._of_tensor(value) if tensor else self._of_container(value)
+        return self.done[id(value)][1]
+
+    def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.theirs is None:
+            self.theirs = {memory_of(v) for v in self.of_user() if isinstance(v, torch.Tensor)} - {None}
+        whole = tensor if tensor._base is None else tensor._base
+        parameter = whole.is_leaf and whole.requires_grad
+        return tensor if parameter or memory_of(tensor) in self.theirs else tensor.float()
+
+    def _of_container(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            parts = dict(value)
+        elif isinstance(value, tuple | list):
+            parts = dict(enumerate(value))
+        else:
+            parts = {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
+        changed = {key: new for key, part in parts.items() if (new := self.of(part)) is not part}
+        if not changed:
+            return value
+        if isinstance(value, tuple):
+            items = (parts | changed).values()
+            return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
+        made = copy.copy(value)
+        for key, new in changed.items():
+            if isinstance(value, list | MutableMapping):
+                made[key] = new
+            elif is_dataclass(value):
+                object.__setattr__(made, key, new)
+        return made

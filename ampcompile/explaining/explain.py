@@ -1,0 +1,27 @@
+"""Which cast stands where, and why: `ampcompile.explain(f)(*args)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .report import Report
+
+
+def explain(
+    f: Callable[..., Any], *, mode: str | None = None, dynamic: bool | None = None, **options: Any
+) -> Callable[..., Report]:
+    """Explain one call: `explain(f)(*args, **kwargs)` runs `f` once and returns a `Report` of every cast in it.
+
+    `f` is a module or function, compiled (the options it was compiled with are used) or not. Keywords are options of
+    `torch.compile(f, backend="amp", options=...)`, `mode` and `dynamic`; they beat those that `f` was compiled with.
+    Nothing is lowered through Inductor, unless `lower="inductor"` is among the keywords: then `report.final_code` is
+    what Inductor generates code from, and explaining takes as long as compiling. What is compiled already stays as it
+    is. The call itself is a real one: gradients, buffers and random states are put back afterwards, but an optimizer
+    that steps inside `f` has stepped.
+    Raises what `f` raises, and OptionError.
+    """
+    from .recorder import recorded  # it imports Dynamo, and `import ampcompile` must not
+
+    return recorded(f, options, mode, dynamic)

@@ -1,0 +1,94 @@
+"""A report as one self-contained page: the graph by module, searchable, every cast with its size and its reason."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from typing import Any
+
+from ampcompile.dtypes import short_name
+from ampcompile.records.casts import CastRecord, GraphRecord
+from ampcompile.records.totals import Total
+
+
+def page(graphs: Sequence[GraphRecord], totals: Sequence[Total], unknown: Sequence[str]) -> str:
+    """The page's text. It loads nothing, so it opens from a disk or an attachment."""
+    folder = files(__package__) / "page"
+    data = json.dumps(_data(graphs, totals, unknown), separators=(",", ":"))
+    parts = {"data": data.replace("<", "\\u003c")}  # what is inside a script element may not end it
+
+    def part(found: re.Match[str]) -> str:
+        return parts.get(found[1]) or (folder / found[1]).read_text(encoding="utf-8")
+
+    # In one go: what is filled in may look like a place to fill.
+    return re.sub(r"/\*([a-z.]+)\*/", part, (folder / "page.html").read_text(encoding="utf-8"))
+
+
+def _data(graphs: Sequence[GraphRecord], totals: Sequence[Total], unknown: Sequence[str]) -> dict[str, Any]:
+    texts = _Texts()
+    numbered = {number: cast for graph in graphs for number, cast in graph.numbered_casts.items()}
+    index = {number: i for i, number in enumerate(numbered)}
+    drawn = [
+        {"precision": graph.precision, "reason": graph.reason, "ops": list(_ops(graph, index, texts))}
+        for graph in graphs
+    ]
+    sources = {node.source for graph in graphs for node in graph.nodes} | {cast.source for cast in numbered.values()}
+    return {
+        "graphs": drawn,
+        "casts": [_cast(cast, texts) for cast in numbered.values()],
+        "totals": [asdict(total) for total in totals],
+        "unknown": list(unknown),
+        "lines": {source: line for source in sources if (line := _line(source))},
+        "texts": list(texts.numbers),
+    }
+
+
+class _Texts:
+    """Texts that many records share, by number."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        return self.numbers.setdefault(text, len(self.numbers))
+
+
+def _ops(graph: GraphRecord, index: dict[int, int], texts: _Texts) -> Iterator[dict[str, Any]]:
+    """What is drawn as a row: a cast is part of what its readers read."""
+    nodes = {node.name: node for node in graph.nodes}
+    shown = [node for node in graph.nodes if node.kind in ("op", "output")]
+    rows = {node.name: i for i, node in enumerate(shown)}
+
+    def read(name: str) -> list[Any]:
+        casts = []
+        while (node := nodes[name]).cast is not None:
+            casts.append(index[node.cast])
+            name = node.inputs[0]
+        return [rows.get(name, -1), name, casts]
+
+    for node in shown:
+        yield {
+            "name": node.name,
+            "op": node.op or "returned",
+            "module": texts(node.module),
+            "source": texts(node.source),
+            "dtype": node.dtype,
+            "shape": node.shape,
+            "because": texts(node.because),
+            "reads": [read(name) for name in node.inputs if name in nodes],
+        }
+
+
+def _cast(cast: CastRecord, texts: _Texts) -> dict[str, Any]:
+    fields = asdict(cast) | {"because": texts(cast.because), "runs": cast.runs}
+    dtypes = {"from": short_name(fields.pop("dtype_from")), "to": short_name(fields.pop("dtype_to"))}
+    return fields | dtypes
+
+
+def _line(source: str) -> str:
+    path, _, number = source.rpartition(":")
+    return linecache.getline(path, int(number)).strip() if path else ""

@@ -1,0 +1,106 @@
+"""Run a call with a backend that records every graph, and lower nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from ampcompile.compiler.backend import rewrite
+from ampcompile.compiler.lower import lower
+from ampcompile.config import Options
+from ampcompile.records.casts import GraphRecord
+from ampcompile.records.totals import eager_totals
+from ampcompile.records.watch import JointWatcher, Watcher
+from ampcompile.torch_private import compiled_functions, dynamo_caches, structured_trace
+
+from .report import Report
+from .untouched import untouched
+
+
+def recorded(f: Any, options: dict[str, Any], mode: str | None, dynamic: bool | None) -> Callable[..., Report]:
+    """What `ampcompile.explain` returns; its arguments are checked here and now."""
+    compiled = dynamo_caches.how_compiled(f)
+    chosen = Options.parse(options, mode)
+    if compiled is not None:
+        f, dynamic = compiled.original, compiled.dynamic if dynamic is None else dynamic
+        chosen = beside(options_of(compiled), chosen, set(options))
+
+    def explained(*args: Any, **kwargs: Any) -> Report:
+        graphs: list[GraphRecord] = []
+        backend = _recorder(chosen, graphs, through_inductor=options.get("lower") == "inductor")
+        with dynamo_caches.dynamo_as_it_was(backend), untouched(f, args, kwargs), uncompiled(f):
+            torch.compile(f, backend=backend, dynamic=dynamic)(*args, **kwargs)
+        return Report(graphs)
+
+    return explained
+
+
+def options_of(compiled: dynamo_caches.Compiled) -> Options:
+    """The options a callable was compiled with, if for us."""
+    backend = compiled.backend
+    read = getattr(getattr(backend, "compiler_fn", backend), "amp_options", None)
+    return read(**getattr(backend, "kwargs", {})) if read is not None else Options()
+
+
+def beside(kept: Options, given: Options, names: set[str]) -> Options:
+    """The options a callable was compiled with, with those given by name instead."""
+    ours = {f.name: getattr(given, f.name) for f in fields(Options) if f.name in names}
+    return replace(kept, **ours, inductor=tuple({**dict(kept.inductor), **dict(given.inductor)}.items()))
+
+
+@contextlib.contextmanager
+def uncompiled(f: Any) -> Iterator[None]:
+    """Without what `f.compile()` put in a module's way."""
+    if not isinstance(f, torch.nn.Module) or f._compiled_call_impl is None:
+        yield
+        return
+    kept, f._compiled_call_impl = f._compiled_call_impl, None
+    try:
+        yield
+    finally:
+        f._compiled_call_impl = kept
+
+
+def _recorder(options: Options, graphs: list[GraphRecord], through_inductor: bool) -> Callable[..., Any]:
+    """A backend that records every graph and runs it with torch's own kernels."""
+    run_as = replace(options, lower="eager" if options.lower == "eager" else "aot_eager")
+
+    def record(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if compiled_functions.is_backward(example_inputs):
+            return lower(gm, example_inputs, run_as)
+        watcher = Watcher(example_inputs)
+        watcher.totals += eager_totals(gm, example_inputs)
+        rewritten = rewrite(gm, example_inputs, run_as, watcher.watch)
+        seen = watcher.record(gm, rewritten.graph, rewritten.history)
+        joint = JointWatcher()
+        with structured_trace.artifacts_of_this_compile() as artifacts:
+            compiled = lower(rewritten.graph, example_inputs, run_as, joint.watch)
+        final = _texts(artifacts, _PARTED) or seen.code
+        if through_inductor:
+            final = _texts(_lowered(gm, example_inputs, options), _LOWERED)
+        graphs.append(replace(seen, totals=(*seen.totals, *joint.totals), joint_code=joint.code, final_code=final))
+        return compiled
+
+    record.amp_options = lambda **_: options  # type: ignore[attr-defined]
+    return record
+
+
+_PARTED = ("aot_inference_graph", "aot_forward_graph", "aot_backward_graph")
+_LOWERED = ("inductor_post_grad_graph",)
+
+
+def _lowered(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> list[tuple[str, str]]:
+    """What Inductor's compilation of a graph offers to the trace; nothing of it is kept."""
+    rewritten = rewrite(gm, example_inputs, options)
+    with dynamo_caches.all_lowered_now(), structured_trace.artifacts_of_this_compile() as artifacts:
+        lower(rewritten.graph, example_inputs, options)
+    return artifacts
+
+
+def _texts(artifacts: Sequence[tuple[str, str]], names: Sequence[str]) -> str:
+    return "\n\n".join(text.strip() for name, text in artifacts if name in names)

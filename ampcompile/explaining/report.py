@@ -1,0 +1,82 @@
+"""What `ampcompile.explain` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from ampcompile.records.casts import CastRecord, FusionRecord, GraphRecord, OpRecord
+from ampcompile.records.totals import Total
+
+from . import dot, html, table
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every graph that Dynamo found in a call, as rewritten. `str(report)` is a table that fits the terminal."""
+
+    graphs: Sequence[GraphRecord]
+
+    @property
+    def code(self) -> str:
+        """A `def forward` for every graph as rewritten, with the dtype and shape of every value."""
+        return self._code([graph.code for graph in self.graphs])
+
+    @property
+    def joint_code(self) -> str:
+        """Every graph after differentiation, forward and backward in one; empty with `lower="eager"`."""
+        return self._code([graph.joint_code for graph in self.graphs])
+
+    @property
+    def final_code(self) -> str:
+        """Every graph as it is run: forward, and backward if there is one, as AOTAutograd parts them.
+
+        With `explain(f, lower="inductor")`, as Inductor generates code from them.
+        """
+        return self._code([graph.final_code for graph in self.graphs])
+
+    def _code(self, texts: list[str]) -> str:
+        titled = zip(count(), self.graphs, texts, strict=False)
+        return "\n\n".join(f"# graph {i}: {graph.precision}\n{text}" for i, graph, text in titled if text)
+
+    @property
+    def casts(self) -> list[CastRecord]:
+        """Every cast inserted, in order."""
+        return [cast for graph in self.graphs for cast in graph.casts]
+
+    @property
+    def ops(self) -> list[OpRecord]:
+        """Every op on tensors, in order."""
+        return [op for graph in self.graphs for op in graph.ops]
+
+    @property
+    def fusions(self) -> list[FusionRecord]:
+        """Every op whose place a fused kernel took, in order."""
+        return [fusion for graph in self.graphs for fusion in graph.fusions]
+
+    @property
+    def unknown_ops(self) -> list[str]:
+        """Names of the ops that the policy has never heard of: they run in the dtypes that arrive."""
+        return sorted({op.op for op in self.ops if not op.known})
+
+    @property
+    def totals(self) -> list[Total]:
+        """Conversions per call: in eager autocast, after each pass, and after differentiation. All graphs together."""
+        sums: dict[str, Total] = {}
+        for total in (total for graph in self.graphs for total in graph.totals):
+            before = sums.get(total.stage, Total(total.stage, 0, 0))
+            sums[total.stage] = Total(total.stage, before.casts + total.casts, before.bytes + total.bytes)
+        return list(sums.values())
+
+    def save(self, path: str | Path) -> None:
+        """Write the report as a page that needs nothing else: `report.save("amp.html")`."""
+        Path(path).write_text(html.page(self.graphs, self.totals, self.unknown_ops), encoding="utf-8")
+
+    def to_graphviz(self) -> str:
+        """The graphs in Graphviz's language: `dot -Tsvg` draws it."""
+        return dot.dot(self.graphs)
+
+    def __str__(self) -> str:
+        return table.render(self.graphs, self.unknown_ops, self.totals)

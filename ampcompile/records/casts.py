@@ -1,0 +1,218 @@
+"""Plain records of one rewritten graph: every cast, every op. They hold no tensor and no graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from ampcompile.dtypes import FLOATS
+from ampcompile.passes.base import Applied
+from ampcompile.passes.fuse.matching import fusions
+from ampcompile.passes.graph import Cast, Decision, bodies, module_path, op_name, placeholders, source_line
+from ampcompile.passes.weight_copy import WEIGHT_COPY
+
+from .totals import Total, hint
+
+if TYPE_CHECKING:
+    from ampcompile.passes.analysis.product_cost import Estimate
+
+    from .graph import NodeRecord
+
+Shape = tuple[int | str, ...]
+CAST = torch.ops.aten.to.dtype
+
+
+@dataclass(frozen=True)
+class CastRecord:
+    """One cast that ampcompile inserted."""
+
+    op: str
+    """The op it was inserted for, as `aten.linear`."""
+    module: str
+    """Path of the module that calls the op, as `named_modules` gives it; empty outside of modules."""
+    source: str
+    """The user's line, `file:line`."""
+    dtype_from: torch.dtype
+    dtype_to: torch.dtype
+    shape: Shape
+    """Of the value cast; symbolic sizes are strings."""
+    bytes: int
+    """Read and written by the cast alone; symbolic sizes count with the size they were compiled for."""
+    because: str
+    fate: tuple[str, ...]
+    """What became of it, in order: inserted, hoisted, shared, folded, moved, fused."""
+    of: str
+    """What is cast: "weight", "input", "constant" or "activation"."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether it still is a cast of its own in every call."""
+        return not {"hoisted", "shared", "folded", "fused"} & set(self.fate)
+
+
+@dataclass(frozen=True)
+class OpRecord:
+    """One op on tensors, and the dtype it computes in."""
+
+    op: str
+    module: str
+    source: str
+    dtype: torch.dtype | None
+    """Of the result if that is floating, else of the first floating operand, else of the result."""
+    because: str
+    known: bool
+    """False: the policy has never heard of the op."""
+
+
+@dataclass(frozen=True)
+class FusionRecord:
+    """One op, or several, whose place a fused kernel took."""
+
+    family: str
+    op: str
+    module: str
+    source: str
+    saved: int
+    """Bytes that memory doesn't move in one call, forward and backward, counted against Inductor's own code."""
+    freed: int
+    """Bytes that are never held at the same time."""
+
+
+@dataclass(frozen=True)
+class GraphRecord:
+    """One graph that Dynamo found. `reason`: why it ends here; empty if the function ends."""
+
+    precision: str
+    reason: str
+    code: str
+    numbered_casts: Mapping[int, CastRecord]
+    ops: tuple[OpRecord, ...]
+    nodes: tuple[NodeRecord, ...]
+    """Every value, as `insert_casts` left the graph."""
+    history: tuple[Applied, ...]
+    totals: tuple[Total, ...]
+    """Conversions in eager autocast, then in the graph after each pass, then after differentiation."""
+    fusions: tuple[FusionRecord, ...] = ()
+    estimate: Estimate | None = None
+    """Whether low precision is worth its casts here; None where nothing is low."""
+    joint_code: str = ""
+    """Forward and backward as one graph, after the passes on it; without gradients, forward alone."""
+    final_code: str = ""
+    """What is run: the graphs that AOTAutograd makes of it, or Inductor where explaining lowers through it."""
+
+    @property
+    def casts(self) -> list[CastRecord]:
+        """The casts in order."""
+        return list(self.numbered_casts.values())
+
+
+def cast_nodes(gm: GraphModule) -> Iterator[Node]:
+    """Every cast inserted, hoisted ones included, of a graph and its bodies."""
+    for graph, _ in _with_bodies(gm, {}):
+        yield from (node for node in graph.graph.nodes if is_cast(node))
+
+
+def casts_of(gm: GraphModule, weights: set[Node]) -> Iterator[tuple[int, CastRecord]]:
+    """The casts of a rewritten graph and its bodies, in order, by number; `weights` are inputs of `gm`."""
+    for graph, origins in _with_bodies(gm, {n: "weight" if n in weights else "input" for n in placeholders(gm)}):
+        for node in filter(is_cast, graph.graph.nodes):
+            record: Cast = node.meta["amp_cast"]
+            before, after = node.args[0].meta["val"], node.meta["val"]
+            cast = CastRecord(
+                op=record.op,
+                module=module_path(node),
+                source=source_line(node),
+                dtype_from=before.dtype,
+                dtype_to=after.dtype,
+                shape=shape_of(before),
+                bytes=hint(before.numel()) * (before.dtype.itemsize + after.dtype.itemsize),
+                because=record.because,
+                fate=record.fate,
+                of=_origin(node.args[0], origins),
+            )
+            yield record.number, cast
+
+
+def ops_of(gm: GraphModule) -> Iterator[OpRecord]:
+    """The ops on tensors of a rewritten graph and its bodies, in order, without the casts inserted."""
+    for graph, _ in _with_bodies(gm, {}):
+        for node in graph.graph.nodes:
+            if is_cast(node) or not _on_tensors(node):
+                continue
+            decision: Decision | None = node.meta.get("amp")
+            yield OpRecord(
+                op=op_name(node.target),
+                module=module_path(node),
+                source=source_line(node),
+                dtype=computes_in(node),
+                because=decision.because if decision is not None else "",
+                known=decision.known if decision is not None else True,
+            )
+
+
+def fusions_of(gm: GraphModule) -> Iterator[FusionRecord]:
+    """The fused kernels of a rewritten graph and its bodies."""
+    for node, fusion in fusions(gm):
+        yield FusionRecord(fusion.family, fusion.op, module_path(node), source_line(node), fusion.saved, fusion.freed)
+
+
+def is_cast(node: Node) -> bool:
+    """Whether a node is a cast that ampcompile inserted, hoisted or not."""
+    return "amp_cast" in node.meta and node.target in (CAST, WEIGHT_COPY)
+
+
+def shape_of(value: torch.Tensor) -> Shape:
+    """A shape as plain values."""
+    return tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+
+
+def _with_bodies(gm: GraphModule, origins: dict[Node, str]) -> Iterator[tuple[GraphModule, dict[Node, str]]]:
+    """A graph and its bodies, each once, with what is known of where their inputs come from."""
+    done: set[int] = set()
+    pending = [(gm, origins)]
+    while pending:
+        graph, known = pending.pop(0)
+        if id(graph) in done:
+            continue
+        done.add(id(graph))
+        yield graph, known
+        for attribute, body in bodies(graph):
+            inner = placeholders(body)
+            call = next((user for user in attribute.users), None)
+            # What stands last among the operands is handed to the body's inputs, whatever the op puts before it.
+            outer = pytree.tree_leaves(call.args if call is not None else ())[-len(inner) :] if inner else []
+            given = {i: _origin(o, known) for i, o in zip(inner, outer, strict=False) if isinstance(o, Node)}
+            pending.append((body, given))
+
+
+def _origin(node: Any, origins: dict[Node, str]) -> str:
+    while isinstance(node, Node) and node not in origins:
+        if node.op == "get_attr":
+            return "constant"
+        if node.target is operator.getitem or (isinstance(node.target, OpOverload) and node.target.is_view):
+            node = node.args[0]
+        else:
+            break
+    return origins.get(node, "activation")
+
+
+def _on_tensors(node: Node) -> bool:
+    if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
+        return True
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return isinstance(node.target, OpOverload) and any(isinstance(v, torch.Tensor) for v in values)
+
+
+def computes_in(node: Node) -> torch.dtype | None:
+    """The dtype of a result if it is floating, else of the first floating operand, else of the result."""
+    results = [v.dtype for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    operands = [v.dtype for n in node.all_input_nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
+    floats = FLOATS | {torch.float64}
+    return next((d for d in (*results, *operands) if d in floats), results[0] if results else None)

@@ -1,0 +1,75 @@
+"""A rewritten graph as plain records, one per value, for pictures of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ampcompile.dtypes import short_name
+from ampcompile.passes.graph import bodies, module_path, op_name, source_line
+
+from .casts import Shape, computes_in, is_cast, shape_of
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """One input, op or cast of a graph; in execution order, bodies of higher-order ops after their caller's graph."""
+
+    name: str
+    """Unique in its graph; names of a body's nodes begin with the body's."""
+    kind: str
+    """"input", "op", "cast" or "output"."""
+    op: str
+    """The op, as `aten.linear`; of a cast, the op it was inserted for."""
+    module: str
+    source: str
+    dtype: str
+    """What it computes in, as `bf16`; of a cast, `f32>bf16`; empty where there are no numbers."""
+    shape: Shape
+    because: str
+    inputs: tuple[str, ...]
+    cast: int | None
+    """The number of the cast, by which its fate is known."""
+
+
+def nodes_of(gm: GraphModule, prefix: str = "", done: set[int] | None = None) -> Iterator[NodeRecord]:
+    """The values of a graph that `insert_casts` has left, and of its bodies."""
+    done = set() if done is None else done
+    done.add(id(gm))
+    for node in gm.graph.nodes:
+        if node.op != "get_attr" or not isinstance(getattr(gm, str(node.target), None), GraphModule):
+            yield _record(node, prefix)
+    for attribute, body in bodies(gm):
+        if id(body) not in done:
+            yield from nodes_of(body, f"{prefix}{attribute.name}/", done)
+
+
+def _record(node: Node, prefix: str) -> NodeRecord:
+    value, meta = node.meta.get("val"), node.meta
+    cast = meta["amp_cast"] if is_cast(node) else None
+    return NodeRecord(
+        name=prefix + node.name,
+        kind="cast" if cast is not None else _KINDS.get(node.op, "op"),
+        op=cast.op if cast is not None else "" if node.op == "output" else op_name(node.target),
+        module=module_path(node),
+        source=source_line(node),
+        dtype=_dtype(node),
+        shape=shape_of(value) if isinstance(value, torch.Tensor) else (),
+        because=cast.because if cast is not None else meta["amp"].because if "amp" in meta else "",
+        inputs=tuple(prefix + operand.name for operand in node.all_input_nodes),
+        cast=cast.number if cast is not None else None,
+    )
+
+
+_KINDS: Mapping[str, str] = {"placeholder": "input", "get_attr": "input", "output": "output"}
+
+
+def _dtype(node: Node) -> str:
+    if is_cast(node):
+        before, after = (n.meta["val"].dtype for n in (node.args[0], node))
+        return f"{short_name(before)}>{short_name(after)}"
+    dtype = computes_in(node)
+    return short_name(dtype) if dtype is not None else ""

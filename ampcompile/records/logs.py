@@ -1,0 +1,90 @@
+"""`TORCH_LOGS="ampcompile"` says a line per graph, `"+ampcompile"` every decision and cast; `TORCH_TRACE` keeps both.
+
+torch's logging takes the name of any package, so nothing is registered. With `TORCH_TRACE` set, the rewritten graph
+and its casts are artifacts of the structured trace, which `tlparse` shows beside Dynamo's and Inductor's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from ampcompile.dtypes import short_name
+from ampcompile.passes.base import Applied, Watch
+from ampcompile.torch_private import structured_trace
+
+from .casts import CastRecord, GraphRecord, OpRecord
+from .watch import Watcher
+
+log = logging.getLogger("ampcompile")
+
+
+def watcher(example_inputs: Sequence[Any]) -> Watcher | None:
+    """What must see a graph's passes so that it can be logged; None if nobody listens."""
+    if log.isEnabledFor(logging.INFO) or structured_trace.traced():
+        return Watcher(example_inputs)
+    return None
+
+
+def both(first: Watch | None, second: Watch | None) -> Watch | None:
+    """One watch of two, either of which may be missing."""
+    if first is None or second is None:
+        return first or second
+
+    def watch(name: str, gm: GraphModule) -> None:
+        first(name, gm)
+        second(name, gm)
+
+    return watch
+
+
+def say(graph: GraphRecord) -> None:
+    """Log one rewritten graph and hand it to the structured trace."""
+    hoisted = sum("hoisted" in cast.fate for cast in graph.casts)
+    log.info(
+        "%s, %d ops, %d casts (%d hoisted), %s",
+        graph.precision,
+        len(graph.ops),
+        len(graph.casts),
+        hoisted,
+        ", ".join(_timing(applied) for applied in graph.history),
+    )
+    if log.isEnabledFor(logging.DEBUG):
+        for op in graph.ops:
+            log.debug("%s", _of_op(op))
+        for cast in graph.casts:
+            log.debug("%s", _of_cast(cast))
+    if unknown := sorted({op.op for op in graph.ops if not op.known}):
+        log.warning("unknown to the policy, run in what arrives: %s", ", ".join(unknown))
+    structured_trace.trace_artifact("ampcompile_graph", "string", lambda: graph.code)
+    structured_trace.trace_artifact(
+        "ampcompile_casts", "json", lambda: json.dumps([_plain(c) for c in graph.casts], indent=1)
+    )
+
+
+def _timing(applied: Applied) -> str:
+    return f"{applied.name} {1e3 * applied.seconds:.1f} ms"
+
+
+def _of_op(op: OpRecord) -> str:
+    return f"{op.op} in {short_name(op.dtype) if op.dtype else '-'}: {op.because}{_where(op)}"
+
+
+def _of_cast(cast: CastRecord) -> str:
+    shape = "x".join(map(str, cast.shape)) or "scalar"
+    dtypes = f"{short_name(cast.dtype_from)}>{short_name(cast.dtype_to)}"
+    return f"cast of {cast.of} {shape} {dtypes} for {cast.op}, {cast.bytes} bytes, {'+'.join(cast.fate)}{_where(cast)}"
+
+
+def _where(record: OpRecord | CastRecord) -> str:
+    return f" [{' '.join(filter(None, (record.module, record.source)))}]" if record.module or record.source else ""
+
+
+def _plain(record: CastRecord) -> dict[str, Any]:
+    return {name: str(v) if isinstance(v, torch.dtype) else v for name, v in asdict(record).items()}

@@ -1,0 +1,117 @@
+"""How many conversions between floating dtypes a graph does in one call, and how many eager autocast would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampcompile.passes.graph import bodies, held_tensors
+from ampcompile.torch_private import dispatcher, tracing
+
+_CONVERSIONS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as", "prims::convert_element_type"})
+
+
+@dataclass(frozen=True)
+class Total:
+    """Conversions of one call at one stage, the user's own included. `bytes`: read and written by them."""
+
+    stage: str
+    casts: int
+    bytes: int
+
+
+def total_of(stage: str, gm: GraphModule) -> Total:
+    """What a graph and its bodies convert."""
+    sizes = [_bytes(*pair) for pair in _conversions(gm, set())]
+    return Total(stage, len(sizes), sum(sizes))
+
+
+def eager_totals(gm: GraphModule, example_inputs: Sequence[Any]) -> list[Total]:
+    """What eager autocast converts in a Dynamo graph, forward and backward: it is run on fake tensors and watched.
+
+    The ambient autocast state is used, with autocast's cache of weight casts on, as `torch.autocast` has it.
+    """
+    fakes, mode = tracing.fake_inputs(example_inputs)
+    held: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in held_tensors(gm).items()}
+    cached, watched = torch.is_autocast_cache_enabled(), _Watched()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        with tracing.computing_on(mode), watched, torch.random.fork_rng([]):
+            results = torch.func.functional_call(gm, held, tuple(fakes))
+            forward = watched.total("eager autocast, forward")
+            watched.sizes.clear()
+            _backward(results, fakes)
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(cached)
+    return [forward, watched.total("eager autocast, backward")]
+
+
+def _backward(results: Any, inputs: Sequence[Any]) -> None:
+    reached = [r for r in pytree.tree_leaves(results) if isinstance(r, torch.Tensor) and r.requires_grad]
+    wanted = [i for i in inputs if isinstance(i, torch.Tensor) and i.requires_grad]
+    if reached and wanted:
+        torch.autograd.grad(reached, wanted, [torch.ones_like(r) for r in reached], allow_unused=True)
+
+
+class _Watched(TorchDispatchMode):
+    """Notes the bytes of every conversion between floating dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = dispatcher.as_computed(func, args, func(*args, **(kwargs or {})))
+        if func._schema.name in _CONVERSIONS and _converts(args[0], result):
+            self.sizes.append(_bytes(args[0], result))
+        return result
+
+    def total(self, stage: str) -> Total:
+        return Total(stage, len(self.sizes), sum(self.sizes))
+
+
+def _conversions(gm: GraphModule, done: set[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    done.add(id(gm))
+    for node in gm.graph.nodes:
+        if isinstance(node.target, OpOverload) and node.target._schema.name in _CONVERSIONS:
+            before, after = _value(node.args[0]), _value(node)
+            if _converts(before, after):
+                yield before, after
+    for _, body in bodies(gm):
+        if id(body) not in done:
+            yield from _conversions(body, done)
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, Node) else None
+
+
+def _converts(before: Any, after: Any) -> bool:
+    return (
+        isinstance(before, torch.Tensor)
+        and isinstance(after, torch.Tensor)
+        and before.is_floating_point()
+        and after.is_floating_point()
+        and before.dtype != after.dtype
+    )
+
+
+def _bytes(before: torch.Tensor, after: torch.Tensor) -> int:
+    return hint(before.numel()) * (before.dtype.itemsize + after.dtype.itemsize)
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A size as the number it was traced with; 0 for sizes that depend on data."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 0

@@ -1,0 +1,108 @@
+"""Follow the casts of one graph from pass to pass, also those that a pass takes away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ampcompile.dtypes import short_name
+from ampcompile.passes.analysis.product_cost import Estimate, estimate
+from ampcompile.passes.base import Applied
+from ampcompile.passes.graph import placeholders
+
+from .casts import CastRecord, GraphRecord, OpRecord, cast_nodes, casts_of, fusions_of, ops_of
+from .graph import NodeRecord, nodes_of
+from .totals import Total, total_of
+
+# What has become of a cast that is gone after a pass, by the verb in the pass's name.
+_FATES = {"hoist": "hoisted", "share": "shared", "fold": "folded", "drop": "folded", "move": "moved", "fuse": "fused"}
+
+
+class Watcher:
+    """Sees a graph after each pass: hand `watch` to `rewrite`. `example_inputs` are those of the graph."""
+
+    def __init__(self, example_inputs: Sequence[Any]) -> None:
+        self.example_inputs = example_inputs
+        self.precision = _precision(example_inputs)
+        self.casts: dict[int, CastRecord] = {}
+        self.ops: tuple[OpRecord, ...] = ()
+        self.nodes: tuple[NodeRecord, ...] = ()
+        self.totals: list[Total] = []
+        self.estimate: Estimate | None = None
+        self._there: set[int] = set()  # numbers of the casts that the graph still holds
+
+    def watch(self, name: str, gm: GraphModule) -> None:
+        """Called after each pass on the captured graph."""
+        if name == "assign_precision":
+            self.estimate = estimate(gm, _weights(gm, self.example_inputs))
+        if name in ("assign_precision", "place_casts"):  # casts nothing yet
+            return
+        self.totals.append(total_of(name, gm))
+        if name == "insert_casts":
+            self.ops = tuple(ops_of(gm))
+            self.nodes = tuple(nodes_of(gm))
+            self.casts = dict(casts_of(gm, _weights(gm, self.example_inputs)))
+            self._there = set(self.casts)
+            return
+        there = {node.meta["amp_cast"].number: node.meta["amp_cast"].fate for node in cast_nodes(gm)}
+        word = _FATES.get(name.partition("_")[0])
+        for number in self._there:
+            record = self.casts[number]
+            gone = (*record.fate, word) if word else record.fate
+            self.casts[number] = replace(record, fate=there.get(number, gone))
+        self._there &= there.keys()
+
+    def record(self, original: GraphModule, rewritten: GraphModule, history: Sequence[Applied]) -> GraphRecord:
+        """All that was seen of the graph that Dynamo gave as `original`. Before it is lowered, which changes it."""
+        reason = getattr(original, "compile_subgraph_reason", None)
+        return GraphRecord(
+            precision=self.precision,
+            reason=reason.reason if reason is not None and reason.graph_break else "",
+            code=rewritten.print_readable(print_output=False),
+            numbered_casts=self.casts,
+            ops=self.ops,
+            nodes=self.nodes,
+            history=tuple(history),
+            totals=tuple(self.totals),
+            estimate=self.estimate,
+            fusions=tuple(fusions_of(rewritten)),
+        )
+
+
+class JointWatcher:
+    """Sees a graph after differentiation, and after each pass on it: hand `watch` to `lower`."""
+
+    def __init__(self) -> None:
+        self.totals: list[Total] = []
+        self.code = ""
+
+    def watch(self, name: str, gm: GraphModule) -> None:
+        """Called when a graph was differentiated, and after each pass on it."""
+        stage = name if name.startswith("differentiated") else f"{name}, forward and backward"
+        self.totals.append(total_of(stage, gm))
+        gm.recompile()
+        self.code = gm.print_readable(print_output=False)
+
+
+def _weights(gm: GraphModule, example_inputs: Sequence[Any]) -> set[Node]:
+    return {
+        node
+        for node, value in zip(placeholders(gm), example_inputs, strict=True)
+        if isinstance(value, torch.nn.Parameter)
+        or node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
+    }
+
+
+def _precision(example_inputs: Sequence[Any]) -> str:
+    devices = sorted({v.device.type for v in example_inputs if isinstance(v, torch.Tensor)}) or ["cpu"]
+    return ", ".join(
+        f"{device} in {short_name(torch.get_autocast_dtype(device))}"
+        if torch.is_autocast_enabled(device)
+        else f"{device} without autocast"
+        for device in devices
+        if torch.amp.is_autocast_available(device)
+    )

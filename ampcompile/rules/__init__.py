@@ -1,0 +1,5 @@
+"""Which dtype each op runs in: autocast's own lists, by device, with our additions, and rules for custom ops."""
+
+from .table import register_op
+
+__all__ = ["register_op"]

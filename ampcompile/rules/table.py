@@ -1,0 +1,185 @@
+"""Which dtype each op runs in: autocast's lists for the installed torch, our additions to them, and custom ops."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+import torch
+from torch._ops import OpOverload
+
+from ampcompile.dtypes import FLOATS, short_name, widest
+from ampcompile.errors import RuleError
+from ampcompile.torch_private import dispatcher
+
+from . import accelerator, cpu, ours
+from .composite import CONTENTS
+from .group import Group
+
+CATEGORIES: Mapping[str, str] = MappingProxyType(
+    {
+        "lower_precision_fp": "floating operands are cast to the low type",
+        "fp32": "floating operands are cast to float32",
+        "fp32_set_opt_dtype": "nothing is cast; the argument `dtype` is float32 unless the user gave one",
+        "fp32_append_dtype": "nothing is cast; the overload that takes a dtype is called, with float32",
+        "promote": "floating operands are cast to the widest among them",
+        "follow_destination": "floating operands are cast to the dtype of the first, which is written in place",
+        "fp32_inside": "floating operands are cast to float32, floating results to the low type",
+        "fp32_round_trip": "floating operands are cast to float32, floating results back to the first one's dtype",
+        "as_arrives": "nothing is cast",
+        "banned": "raises, as in eager autocast",
+    }
+)
+REGISTRABLE = ("lower_precision_fp", "fp32", "promote")
+_LABELS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "mtia": "MTIA", "maia": "MAIA"}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What happens to an op's floating operands, and why.
+
+    Only operands whose dtype is in `FLOATS` are ever cast, and none that the op writes into.
+    """
+
+    category: str
+    because: str
+    dtype: torch.dtype | None = None
+    """`lower_precision_fp` only: this low type, whatever the region's is."""
+    follows: tuple[tuple[str, str], ...] = ()
+    """(argument, leader): this argument takes the dtype that the leader ends up in, even float64."""
+    keeps: tuple[str, ...] = ()
+    """Arguments that stay as they arrive."""
+    drops: tuple[str, ...] = ()
+    """Arguments that become None if anything is cast, because they repeat what was cast."""
+    redispatch: str = ""
+    """`fp32_append_dtype` only: the overload to call, as `aten::norm.ScalarOpt_dtype`; it lacks the op's defaults."""
+
+    def operand_dtype(self, arriving: Sequence[torch.dtype], low: torch.dtype) -> torch.dtype | None:
+        """The dtype that operands are cast to, or None to leave them as they arrive.
+
+        `arriving`: dtypes of all tensor operands in the schema's order, tensor lists flattened.
+        """
+        match self.category:
+            case "lower_precision_fp":
+                return self.dtype or low
+            case "fp32" | "fp32_inside" | "fp32_round_trip":
+                return torch.float32
+            case "promote":
+                return widest(arriving)
+            case "follow_destination":
+                return arriving[0] if arriving[0].is_floating_point else None
+            case _:
+                return None
+
+    def result_dtype(self, arriving: Sequence[torch.dtype], low: torch.dtype) -> torch.dtype | None:
+        """The dtype that results in `FLOATS` are cast to, or None to leave them as they are computed."""
+        match self.category:
+            case "fp32_inside":
+                return low
+            case "fp32_round_trip":
+                return next((dtype for dtype in arriving if dtype in FLOATS), None)
+            case _:
+                return None
+
+    def asks_float32(self, arriving: Sequence[torch.dtype]) -> bool:
+        """Whether the op is called with `dtype=float32`: its kernel casts, and only what may be cast at all."""
+        return self.category in ("fp32_set_opt_dtype", "fp32_append_dtype") and arriving[0] in FLOATS
+
+
+@cache
+def table(device_type: str) -> Mapping[str, Rule]:
+    """Every rule of a device type for the installed torch, by op name; empty for devices without autocast lists."""
+    label = _LABELS.get(device_type, device_type)
+    added = _rules(ours.GROUPS, device_type, "on ampcompile's {} list")
+    autocasts = _rules((*cpu.GROUPS, *accelerator.GROUPS), device_type, f"on autocast's {{}} list ({label})")
+    return MappingProxyType(added | autocasts)
+
+
+def _rules(groups: Sequence[Group], device_type: str, list_name: str) -> dict[str, Rule]:
+    return {
+        op: Rule(
+            group.category,
+            f"{list_name.format(group.category)}: {group.because}",
+            follows=group.follows,
+            keeps=group.keeps,
+            drops=group.drops,
+            redispatch=group.redispatch,
+        )
+        for group in groups
+        if device_type in group.devices and _is_of_this_torch(group)
+        for op in group.names()
+    }
+
+
+def _is_of_this_torch(group: Group) -> bool:
+    since, before = group.since or (0, 0), group.before or (999, 0)
+    return since <= dispatcher.TORCH < before
+
+
+_registered: dict[str, Rule] = {}
+
+
+def register_op(op: OpOverload | str, rule: str) -> None:
+    """Give a custom op a rule, for every graph compiled from now on in this process.
+
+    `op`: an OpOverload, `"ns::name"` (all its overloads) or `"ns::name.overload"`; it need not exist yet.
+    `rule`: `"lower_precision_fp"`, `"fp32"` or `"promote"`. Raises RuleError for anything else.
+    """
+    name = op.name() if isinstance(op, OpOverload) else op
+    if not isinstance(name, str) or name.count("::") != 1 or not all(name.partition("::")[::2]):
+        raise RuleError(
+            f"register_op got {op!r} as the op; expected its name as 'ns::name' or 'ns::name.overload', "
+            "or an OpOverload such as torch.ops.ns.name.default."
+        )
+    if rule not in REGISTRABLE:
+        raise RuleError(f"register_op got the rule {rule!r} for {name}; expected one of {', '.join(REGISTRABLE)}.")
+    _registered[name] = Rule(rule, f"registered as {rule} with ampcompile.register_op")
+
+
+def registry_key() -> str:
+    """All that `register_op` was told, in one string for compile-cache keys."""
+    return " ".join(f"{name}={rule.category}" for name, rule in sorted(_registered.items()))
+
+
+def rule_for(op: OpOverload, device_type: str) -> Rule | None:
+    """The rule of an op on a device type; None: it runs in whatever dtype arrives.
+
+    `register_op` beats `torch.library.register_autocast`, which beats the table.
+    """
+    name = op.name()
+    registered = _registered.get(name) or _registered.get(op._schema.name)
+    if registered is not None or op.namespace == "aten":
+        return registered or table(device_type).get(name)
+    return _registered_with_torch(op, device_type) or table(device_type).get(name) or _unreadable(op, device_type)
+
+
+def _registered_with_torch(op: OpOverload, device_type: str) -> Rule | None:
+    dtype = dispatcher.registered_autocast_dtype(op, device_type)
+    if dtype is None:
+        return None
+    because = f"registered for {short_name(dtype)} with torch.library.register_autocast"
+    return Rule("fp32", because) if dtype == torch.float32 else Rule("lower_precision_fp", because, dtype=dtype)
+
+
+def _unreadable(op: OpOverload, device_type: str) -> Rule | None:
+    if not dispatcher.has_autocast_kernel(op.name(), device_type):
+        return None
+    return Rule("as_arrives", "has an autocast kernel that can't be read: say what it does with ampcompile.register_op")
+
+
+def composite_needs_decomposition(op: OpOverload, device_type: str) -> bool:
+    """Whether an op is to be taken apart, because eager autocast decides about the ops inside it, not about it.
+
+    That is so for a composite op (one with a CompositeImplicitAutograd kernel) without a rule of its own, if an op
+    inside has one (`CONTENTS`), and for every such composite of somebody else's library, whose inside is unknown.
+    """
+    if not dispatcher.is_composite(op) or rule_for(op, device_type) is not None:
+        return False
+    return op.namespace != "aten" or _hides_a_rule(op.name(), device_type)
+
+
+def _hides_a_rule(name: str, device_type: str) -> bool:
+    return any(
+        inner in table(device_type) or inner in _registered or _hides_a_rule(inner, device_type)
+        for inner in CONTENTS.get(name, ())
+    )

@@ -1,0 +1,5 @@
+"""`ampcompile.GradScaler`: torch's, with a step of a few fused kernels that never waits for the host."""
+
+from .grad_scaler import GradScaler
+
+__all__ = ["GradScaler"]

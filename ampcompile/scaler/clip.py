@@ -1,0 +1,55 @@
+"""`GradScaler.clip_grad_norm_`: once for the gradients of an iteration, in the step or in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from ampcompile.errors import ClipError
+
+from .fused import FusedStep
+from .pending import PerDevice, factors, leave, pending
+
+
+def require_one_iteration(optimizer: Any, state: dict[str, Any] | None) -> None:
+    """Raise where torch's `unscale_` would: after the step, and for gradients of another iteration.
+
+    `state`: the scaler's, of this optimizer; None where it doesn't scale. What is pending then goes with its gradients.
+    """
+    if state is None:
+        if (left := pending(optimizer)) is not None and (left.over or not left.gradients.still(optimizer)):
+            left.drop()
+    elif state["stage"] is OptState.STEPPED:
+        raise RuntimeError("clip_grad_norm_() is being called after step().")
+    elif "clipped" in state and not state["clipped"].still(optimizer):
+        raise ClipError(
+            "found new gradients at a second clip_grad_norm_() on this optimizer since the last update(), expected one "
+            "clip_grad_norm_() for each iteration: call update() also where you leave out step()"
+        )
+
+
+def clip_in_step(
+    fused: FusedStep, scale: Tensor | None, state: dict[str, Any] | None, max_norm: float, error_if_nonfinite: bool
+) -> Tensor:
+    """Leave the clipping, and the unscaling if there is a scale, for the step; return the norm.
+
+    `state`: the scaler's, of an optimizer that wasn't unscaled so far.
+    """
+    found_infs: PerDevice = {}
+    norm, failed = torch.zeros(()), False
+    if fused.work:
+        before = factors(fused.optimizer)
+        found_infs, clipping, norm = fused.check(scale, before, max_norm)
+        failed = error_if_nonfinite and not norm.isfinite()
+        leave(fused.optimizer, fused.check(scale, before)[1] if failed else clipping)
+    if state is not None:
+        state.update(stage=OptState.UNSCALED, found_inf_per_device=found_infs)
+    if failed:
+        raise RuntimeError(
+            "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped. To "
+            "disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    return norm

@@ -1,0 +1,131 @@
+"""When our kernels may stand in for an optimizer's own step; where they may not, the reason."""
+
+import functools
+import importlib.util
+import inspect
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampcompile.kernels import native
+from ampcompile.torch_private import optimizers
+
+OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+PLAIN = (torch.nn.Parameter, Tensor)
+GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TORCH_OPTIM = os.path.dirname(inspect.getfile(torch.optim))
+
+
+class NotFusedError(Exception):
+    """Why a step takes the generic path; never leaves the scaler."""
+
+
+def require_torchs_own_step(optimizer: Any) -> None:
+    """Nothing but what `step` of torch's SGD, Adam or AdamW does: no subclass, patch or hook."""
+    if type(optimizer) not in OPTIMIZERS:
+        raise NotFusedError(f"{type(optimizer).__name__} isn't torch's SGD, Adam or AdamW")
+    for layer in layers(optimizer.step):
+        code = getattr(layer, "__code__", None)
+        if code is None or not code.co_filename.startswith(TORCH_OPTIM):
+            raise NotFusedError(f"its step is wrapped by {layer}")
+    hooks = [
+        hook
+        for hook in optimizers.step_hooks(optimizer)
+        if not str(getattr(hook, "__module__", "")).startswith("ampcompile.")
+    ]
+    if hooks:
+        raise NotFusedError(f"a step hook is registered: {hooks[0]}")
+    if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
+        raise NotFusedError("grad_scale or found_inf is set on it")
+    if any(group["differentiable"] for group in optimizer.param_groups):
+        raise NotFusedError("it is differentiable")
+
+
+def layers(function: Any) -> Iterator[Any]:
+    """A function and those that it wraps, outermost first; torch's LR schedulers wrap `step`, too."""
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def require_plain_tensors(param: Tensor, grad: Tensor) -> None:
+    """The kernels read memory: dense tensors of types they know, weight and gradient laid out alike."""
+    for name, tensor in (("parameter", param), ("gradient", grad)):
+        if type(tensor) not in PLAIN:
+            raise NotFusedError(f"a {name} is a {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise NotFusedError(f"a {name} is {tensor.layout}")
+        if tensor.is_neg() or tensor.is_inference():
+            raise NotFusedError(f"a {name} is a negated view or an inference tensor")
+    if param.dtype is not torch.float32 or grad.dtype not in GRAD_DTYPES:
+        raise NotFusedError(f"a parameter is {param.dtype}, its gradient {grad.dtype}")
+    if grad.device != param.device:
+        raise NotFusedError("a gradient is on another device than its parameter")
+    if not (dense(param) and same_layout(grad, param)):
+        raise NotFusedError(f"a parameter has strides {param.stride()}, its gradient {grad.stride()}")
+
+
+def dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a stretch of memory, each once."""
+    return tensor.is_contiguous() or same_layout(torch.empty_like(tensor, device="meta"), tensor)
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether dense tensors have equal elements at equal offsets; strides of dimensions of size one don't matter."""
+    if a.is_contiguous() and b.is_contiguous():
+        return a.numel() == b.numel()
+    if a.shape != b.shape:
+        return False
+    return all(size < 2 or x == y for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True))
+
+
+def require_kernels(device_types: set[str]) -> None:
+    """Raise where there are no kernels for these devices, or for their mixture."""
+    if len(device_types) > 1:
+        raise NotFusedError(f"parameters are on {' and '.join(sorted(device_types))}")
+    for device_type in device_types:
+        if device_type == "cpu" and not native.available():
+            raise NotFusedError("no C++ compiler works here")
+        if device_type == "cuda" and not triton_installed():
+            raise NotFusedError("triton isn't installed")
+        if device_type not in ("cpu", "cuda"):
+            raise NotFusedError(f"there are no fused kernels for {device_type}")
+
+
+@functools.cache
+def triton_installed() -> bool:
+    """Whether the GPU kernels can be compiled."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def require_no_overlap(tensors: list[Tensor]) -> None:
+    """The kernels take elements in any order, so none may be there twice."""
+    ends: dict[torch.device, int] = {}
+    for start, size, device in sorted(
+        ((t.data_ptr(), t.numel() * t.element_size(), t.device) for t in tensors), key=lambda extent: extent[0]
+    ):
+        if start < ends.get(device, 0):
+            raise NotFusedError("two parameters or two gradients share memory")
+        ends[device] = start + size
+
+
+def require_state(state: Any, param: Tensor) -> Tensor:
+    """A tensor of the optimizer's state, if it is as torch's optimizers make it."""
+    if type(state) is not Tensor or state.dtype != torch.float32 or state.device != param.device:
+        raise NotFusedError("its state isn't float32 tensors on the parameters' device")
+    if not same_layout(state, param):
+        raise NotFusedError("its state has other strides than the parameters")
+    return state
+
+
+def number(value: float | Tensor) -> float:
+    """A hyper-parameter as a number, without a host sync."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.requires_grad or not value.is_cpu:
+        raise NotFusedError("a hyper-parameter is a tensor that requires grad, or isn't on the CPU")
+    return float(value.reshape(()).numpy())

@@ -1,0 +1,228 @@
+"""`GradScaler`: torch's, with a step of a few fused kernels that never waits for the host."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from ampcompile.errors import ScalerError
+from ampcompile.kernels.update_scale import update_scale_
+from ampcompile.torch_private import optimizers
+
+from .clip import clip_in_step, require_one_iteration
+from .conditions import NotFusedError
+from .fused import FusedStep, PerDevice, amp_aware, collect
+from .generic import generic_step
+from .pending import Gradients, drop, factors, parameters, pending, settle
+from .records import Record, Records, has_grads
+from .skips import SkipWatch
+from .unscale import unscale_grads
+
+log = logging.getLogger(__name__)
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` whose `step`, for torch's SGD, Adam and AdamW, is a few fused kernels.
+
+    Takes the same arguments, and keeps the scale within `min_scale` and `max_scale`. What differs from torch's
+    is listed in docs/scaler.md.
+    """
+
+    _min_scale = 2.0**-24  # for pickles of scalers that had no bounds
+    _max_scale = 2.0**64
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = _min_scale,
+        max_scale: float = _max_scale,
+    ) -> None:
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        if not 0 <= min_scale <= max_scale:
+            raise ScalerError(
+                f"found min_scale={min_scale} and max_scale={max_scale}, expected 0 <= min_scale <= max_scale: "
+                "swap them, or leave them out for 2**-24 and 2**64"
+            )
+        self._min_scale, self._max_scale = min_scale, max_scale
+        self._forget()
+
+    def _forget(self) -> None:
+        """Start without anything that belongs to this process."""
+        self._records = Records()
+        self._latest: Record | None = None
+        self._watch: SkipWatch | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in ("_records", "_latest", "_watch")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+
+    @torch.compiler.disable
+    def clip_grad_norm_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip the gradients of `optimizer`, unscaled, to a global norm of `max_norm` in its next `step`.
+
+        Call it once gradients are complete, instead of `unscale_` and `torch.nn.utils.clip_grad_norm_`; like
+        `unscale_`, it is the moment at which overflows are looked for, and it belongs to one iteration. Returns the
+        norm before clipping, 0-dim on the gradients' device. No host sync, unless `error_if_nonfinite` asks for an
+        error where torch's function raises one. With the fused path's L2 norm `.grad` itself stays as it is, and
+        `foreach` makes no difference; other norms are taken by torch's function, in place.
+        """
+        state: dict[str, Any] | None = None
+        if self._enabled:
+            self._check_scale_growth_tracker("clip_grad_norm_")
+            state = self._per_optimizer_states[id(optimizer)]
+        require_one_iteration(optimizer, state)
+        ready = state is not None and state["stage"] is OptState.READY
+        record = self._records[optimizer]
+        fused = self._fused(optimizer, record, only_grads=True) if float(norm_type) == 2 else None
+        try:
+            if fused is not None:
+                scale, fresh = (self._scale, state) if ready else (None, None)
+                return clip_in_step(fused, scale, fresh, float(max_norm), error_if_nonfinite)
+            if ready:
+                self.unscale_(optimizer)
+            settle(optimizer)
+            params = parameters(optimizer)
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+        finally:
+            if state is not None and (ready or "clipped" in state) and state["stage"] is OptState.UNSCALED:
+                left = pending(optimizer)
+                state["clipped"] = Gradients(optimizer) if left is None else left.gradients
+
+    @torch.compiler.disable
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Take a step of `optimizer` with unscaled gradients, or none if one of them is infinite or NaN.
+
+        As `torch.amp.GradScaler.step`, but for SGD, Adam and AdamW the kernels decide, and `.grad` stays scaled
+        unless `unscale_` was called. Arguments go on to `optimizer.step`, whose result is returned.
+        """
+        record = self._records[optimizer]
+        plain = not kwargs and all(arg is None for arg in args)
+        if not self._enabled:
+            fused = self._fused(optimizer, record) if plain else None
+            if fused is None:
+                settle(optimizer)
+                result = optimizer.step(*args, **kwargs)
+            else:
+                fused.run(factors(optimizer), ())
+                result = None
+            self._stepped(record, ())
+            return result
+
+        if "closure" in kwargs:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        result = None
+        fused = self._fused(optimizer, record) if plain else None
+        if fused is not None and fused.work and (state["stage"] is OptState.READY or state["found_inf_per_device"]):
+            multipliers = factors(optimizer)
+            if state["stage"] is OptState.READY:
+                state["found_inf_per_device"], multipliers, _ = fused.check(self._scale, multipliers)
+            fused.run(multipliers, state["found_inf_per_device"].values())
+        elif has_grads(optimizer) or amp_aware(optimizer):
+            settle(optimizer)
+            result = generic_step(self, optimizer, state, args, kwargs)
+        state["stage"] = OptState.STEPPED
+        state["idle"] = not has_grads(optimizer)
+        self._stepped(record, tuple(state["found_inf_per_device"].values()))
+        return result
+
+    def _fused(self, optimizer: Any, record: Record, only_grads: bool = False) -> FusedStep | None:
+        """The step as our kernels take it, or None if they can't."""
+        try:
+            fused = collect(optimizer, record.workspaces, only_grads)
+        except NotFusedError as reason:
+            if record.detour != str(reason):
+                record.detour = str(reason)
+                log.info("the step of %s takes the generic path: %s", type(optimizer).__name__, reason)
+            return None
+        record.detour = None
+        return fused
+
+    def _stepped(self, record: Record, found_infs: tuple[Tensor, ...]) -> None:
+        record.found_infs = found_infs
+        self._latest = record
+        drop(record.optimizer())
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> PerDevice:
+        return unscale_grads(optimizer, inv_scale, found_inf, allow_fp16, self._records[optimizer].workspaces)
+
+    @torch.compiler.disable
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Update the scale, or set it to `new_scale`, and begin a new iteration; no host sync.
+
+        An iteration in which no optimizer had a gradient leaves the scale and its growth as they are. The scale ends
+        up between `min_scale` and `max_scale`, a `new_scale` too.
+        """
+        if not self._enabled:
+            self._records.end_iteration(scaled=False)
+            return
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        states = self._per_optimizer_states.values()
+        found = [
+            flag.to(scale.device, non_blocking=True) for s in states for flag in s["found_inf_per_device"].values()
+        ]
+        if new_scale is not None or not (found or any(state.get("idle") for state in states)):
+            super().update(new_scale)
+            scale.clamp_(self._min_scale, self._max_scale)
+        elif found:
+            if self._watch is None:
+                self._watch = SkipWatch(scale.device)
+            update_scale_(
+                scale,
+                growth_tracker,
+                self._watch.skips,
+                found,
+                self._growth_factor,
+                self._backoff_factor,
+                self._growth_interval,
+                self._min_scale,
+                self._max_scale,
+            )
+            self._watch.look()
+        self._per_optimizer_states = optimizers.fresh_optimizer_states()
+        self._records.end_iteration(scaled=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned, of this class or of torch's; the scale is kept within its bounds."""
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            if self._enabled and self._scale is not None:
+                self._scale.clamp_(self._min_scale, self._max_scale)
+            elif self._enabled:
+                self._init_scale = min(max(self._init_scale, self._min_scale), self._max_scale)
+
+    def step_skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Whether the latest `step` of this optimizer was skipped: 0-dim bool on the device, no host sync."""
+        return self._records[optimizer].skipped()
+
+    @property
+    def last_step_skipped(self) -> Tensor:
+        """Whether the latest `step`, of any optimizer, was skipped: 0-dim bool on the device, no host sync."""
+        if self._latest is None:
+            raise ScalerError("found no step so far, expected one: ask after scaler.step(optimizer)")
+        return self._latest.skipped()

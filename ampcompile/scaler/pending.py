@@ -1,0 +1,109 @@
+"""What a fused `clip_grad_norm_` leaves for the step: factors that belong to these gradients of this optimizer.
+
+They are applied by the step, dropped with the gradients, or refused aloud; never applied to other gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampcompile.errors import ClipError
+from ampcompile.torch_private import optimizers
+
+PerDevice = dict[torch.device, Tensor]
+
+
+class Gradients:
+    """The gradients of an optimizer as they are now, recognized later without being kept alive."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.note(optimizer)
+
+    def note(self, optimizer: Any) -> None:
+        """Take the gradients as they are now."""
+        grads = gradients(optimizer)
+        self._storages = optimizers.weak_storages(grads)  # while they are held, no other storage gets their ids
+        self._marks = set(map(optimizers.mark, grads))
+
+    def still(self, optimizer: Any) -> bool:
+        """Whether the gradients of `optimizer` are these and weren't written; some may be gone."""
+        return all(optimizers.mark(grad) in self._marks for grad in gradients(optimizer))
+
+
+class Pending:
+    """A hook ahead of the optimizer's own step, so that this one is clipped too; the optimizer holds it."""
+
+    def __init__(self, optimizer: Any, factors: PerDevice) -> None:
+        self.factors = factors
+        self.over = False
+        """Whether the iteration has ended: gradients that changed since aren't meant any more."""
+        self.gradients = Gradients(optimizer)
+        """Those that were clipped."""
+        self._hook = optimizer.register_step_pre_hook(self)
+
+    def drop(self) -> None:
+        """Forget the factors."""
+        self._hook.remove()
+
+    @torch.compiler.disable
+    def __call__(self, optimizer: Any, *_: Any) -> None:
+        settle(optimizer)
+
+
+def pending(optimizer: Any) -> Pending | None:
+    """What is pending for an optimizer."""
+    return next((hook for hook in optimizers.pre_hooks(optimizer) if isinstance(hook, Pending)), None)
+
+
+def leave(optimizer: Any, factors: PerDevice) -> None:
+    """Have the next step multiply the gradients by these factors, instead of what was pending."""
+    drop(optimizer)
+    Pending(optimizer, factors)
+
+
+def drop(optimizer: Any) -> None:
+    """Forget what is pending."""
+    if (left := pending(optimizer)) is not None:
+        left.drop()
+
+
+def factors(optimizer: Any) -> PerDevice:
+    """What a step has to multiply the gradients by; an error if they aren't those that were clipped."""
+    if (left := pending(optimizer)) is None:
+        return {}
+    if left.gradients.still(optimizer):
+        return left.factors
+    if not left.over:
+        raise ClipError(
+            "found gradients that were written or replaced since clip_grad_norm_(), expected those that it measured: "
+            "its clipping is part of the step. Call update() at the end of every iteration, also of one without a "
+            "step; to change gradients after clipping, use unscale_() and torch.nn.utils.clip_grad_norm_()"
+        )
+    left.drop()
+    return {}
+
+
+def settle(optimizer: Any) -> None:
+    """Multiply the gradients themselves by what is pending: the step won't be a fused one."""
+    clipped = factors(optimizer)
+    if (left := pending(optimizer)) is None:
+        return
+    grads = gradients(optimizer)
+    with torch.no_grad():
+        for device, factor in clipped.items():
+            torch._foreach_mul_([grad for grad in grads if grad.device == device], factor)
+    left.gradients.note(optimizer)
+    left.drop()
+
+
+def gradients(optimizer: Any) -> list[Tensor]:
+    """All gradients of an optimizer."""
+    return [param.grad for param in parameters(optimizer) if param.grad is not None]
+
+
+def parameters(optimizer: Any) -> list[Tensor]:
+    """All parameters of an optimizer."""
+    return [param for group in optimizer.param_groups for param in group["params"]]

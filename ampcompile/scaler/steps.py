@@ -1,0 +1,46 @@
+"""Adam's step counts, which torch keeps on the CPU unless the optimizer is `fused` or `capturable`.
+
+The fused step needs them on the GPU, where it is decided whether a step counts. They return before torch's own step
+or `state_dict()` reads them: one copy for all, after which the host has waited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampcompile.torch_private import optimizers
+
+
+def new_step(param: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """A count of zero, of torch's type and on torch's device."""
+    wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
+    device = param.device if counts_on_device(group) else "cpu"
+    return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)
+
+
+def counts_on_device(group: Mapping[str, Any]) -> bool:
+    """Whether torch keeps the counts of a parameter group with its parameters."""
+    return bool(group["fused"] or group["capturable"])
+
+
+def lend_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Have the counts return when they are to be read; from now on the fused step may move them to the GPU."""
+    if return_steps not in optimizers.pre_hooks(optimizer):
+        optimizer.register_step_pre_hook(return_steps)
+        optimizer.register_state_dict_pre_hook(return_steps)
+
+
+@torch.compiler.disable
+def return_steps(optimizer: Any, *_: Any) -> None:
+    """Bring all counts back to where torch keeps them."""
+    params = [p for group in optimizer.param_groups if not counts_on_device(group) for p in group["params"]]
+    states = [state for param in params if (state := optimizer.state.get(param)) and not state["step"].is_cpu]
+    for device in {state["step"].device for state in states}:
+        own = [state for state in states if state["step"].device == device]
+        counts = torch.stack([state["step"].reshape(()) for state in own]).cpu()
+        for state, count in zip(own, counts.unbind(), strict=True):
+            state["step"] = count.clone()

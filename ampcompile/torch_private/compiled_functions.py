@@ -1,0 +1,129 @@
+"""The autograd function of a compiled graph, as AOTAutograd makes it: what it takes and returns, its backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch._functorch import config
+from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
+
+from .lowering import graph_is_kept
+
+AutogradFunction = Any  # a class made by AOTAutograd
+Backward = Callable[..., Any]
+
+_FRESH = {OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view}
+_WITH_BASE = {OutputType.alias_of_intermediate, OutputType.alias_of_intermediate_save_as_output}
+
+
+def is_backward(example_inputs: Sequence[Any]) -> bool:
+    """Whether a graph is from compiled autograd, which hands all in one list: its casts are those of the forward."""
+    return any(isinstance(value, list) for value in example_inputs)
+
+
+@contextlib.contextmanager
+def functions_made() -> Iterator[list[AutogradFunction]]:
+    """Collect the functions that AOTAutograd makes meanwhile, or loads from its cache: one for a graph with gradients.
+
+    It hands `CompiledFunction.apply` to a wrapper that lives in the same module in all versions. Dynamo compiles in
+    one thread at a time.
+    """
+    from torch._functorch._aot_autograd.runtime_wrappers import RuntimeWrapper
+
+    made: list[AutogradFunction] = []
+    original = RuntimeWrapper.post_compile
+
+    def post_compile(self: Any, compiled_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        function = getattr(compiled_fn, "__self__", None)
+        if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+            made.append(function)
+        return original(self, compiled_fn, *args, **kwargs)
+
+    RuntimeWrapper.post_compile = post_compile  # type: ignore[method-assign]
+    try:
+        yield made
+    finally:
+        RuntimeWrapper.post_compile = original  # type: ignore[method-assign]
+
+
+def intercept(
+    function: AutogradFunction,
+    forward: Callable[[Any, Sequence[Any]], None],
+    backward: Callable[[Backward, Any, Sequence[Any]], Any],
+) -> None:
+    """Call `forward(ctx, arguments)` ahead of each forward, and `backward(original, ctx, gradients)` instead of each.
+
+    `original(ctx, gradients)` is the function's own backward. From 2.13 gradients come in one list, to be emptied.
+    Dynamo, which passes over torch's own frames, is kept from tracing ours where compiled code calls `backward()`:
+    that of 2.11 warns of every builtin it doesn't know.
+    """
+    own_forward, own_backward = function.forward, function.backward
+    boxed = getattr(function, "boxed_grads_call", False)
+
+    def forward_after(ctx: Any, *arguments: Any) -> Any:
+        forward(ctx, arguments)
+        return own_forward(ctx, *arguments)
+
+    def call(ctx: Any, gradients: Any) -> Any:
+        return own_backward(ctx, gradients) if boxed else own_backward(ctx, *gradients)
+
+    @torch.compiler.disable
+    def replaced(ctx: Any, *gradients: Any) -> Any:
+        return backward(call, ctx, gradients[0] if boxed else gradients)
+
+    function.forward = staticmethod(forward_after)
+    function.backward = staticmethod(replaced)
+
+
+class Place(NamedTuple):
+    """What a gradient that reaches the function belongs to: an output of the graph, or the base of that view."""
+
+    output: int
+    kind: Literal["output", "base"]
+
+
+def places(function: AutogradFunction) -> list[Place | None]:
+    """For each value that the function returns: whose it is; None for views, which autograd sees outside of it."""
+    meta: ViewAndMutationMeta = function.metadata
+    found: list[Place | None] = [None] * meta.num_mutated_inp_runtime_indices
+    found += [Place(i, "output") if info.output_type in _FRESH else None for i, info in enumerate(meta.output_info)]
+    views = {info.base_idx: i for i, info in enumerate(meta.output_info) if info.output_type in _WITH_BASE}
+    return [*found, *(Place(views[base], "base") for base in range(meta.num_intermediate_bases))]
+
+
+def writes_to_differentiated_inputs(function: AutogradFunction) -> bool:
+    """Whether the function hands back new values for inputs, which then have it as their history."""
+    return function.metadata.num_mutated_inp_runtime_indices > 0
+
+
+def written(function: AutogradFunction) -> list[int]:
+    """The arguments that the compiled code itself writes to, such as running statistics."""
+    return [i for i, info in enumerate(function.metadata.input_info) if info.mutates_data]
+
+
+def takes_apart_subclasses(function: AutogradFunction) -> bool:
+    """Whether arguments or results are tensor subclasses, which the function unwraps and wraps."""
+    return function.maybe_subclass_metadata is not None
+
+
+def survive_kept_graphs(function: AutogradFunction) -> None:
+    """Have a backward with `retain_graph=True` leave what was saved as it is.
+
+    Inductor's backward computes in the buffers that forward saved ("donated" ones), unless the very first backward
+    kept its graph; AOTAutograd then raises if a later one does. Give that one clones instead.
+    """
+    own = function._backward_impl
+
+    def backward_impl(ctx: Any, arguments: list[Any]) -> Any:
+        donated = function.metadata.bw_donated_idxs
+        if not donated or not graph_is_kept():
+            return own(ctx, arguments)
+        for i in donated:
+            arguments[i] = arguments[i].clone()
+        with config.patch(donated_buffer=False):
+            return own(ctx, arguments)
+
+    function._backward_impl = staticmethod(backward_impl)

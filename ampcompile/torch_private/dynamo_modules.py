@@ -1,0 +1,52 @@
+"""What Dynamo does with modules: it shares graphs between those of one class, and looks through compiled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import LocalSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.builder import VariableBuilder
+
+from .optimize_contexts import innermost_backend
+
+
+def guard_modules_of_frame(gm: torch.fx.GraphModule, names: Mapping[str, str]) -> None:
+    """Have the graph being compiled serve only the modules that its frame was called with, the top module excepted.
+
+    After a graph break in a module's `forward` Dynamo compiles the rest once for all modules of that class. Where
+    precision depends on a module's path, that would take one module's decisions to the others.
+    """
+    local = InstructionTranslator.current_tx().output.root_tx.f_locals
+    sources = {getattr(node, "_dynamo_source", None) for node in gm.graph.find_nodes(op="placeholder")}
+    for source in {_base(source) for source in sources}:
+        if isinstance(source, LocalSource) and names.get(str(id(local.get(source.local_name)))):
+            install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def _base(source: Any) -> Any:
+    while hasattr(source, "base"):
+        source = source.base
+    return source
+
+
+def watch_inlined_modules(is_ours: Callable[[Any], bool], tell: Callable[[str], None]) -> None:
+    """Have `tell(name)` called when Dynamo traces through a module that was compiled for a backend that `is_ours`."""
+    original = VariableBuilder.wrap_module
+
+    def wrap_module(self: Any, value: Any) -> Any:
+        if type(value) is torch._dynamo.OptimizedModule and is_ours(innermost_backend(value.dynamo_ctx)):
+            tell(type(value._orig_mod).__qualname__)
+        return original(self, value)
+
+    VariableBuilder.wrap_module = wrap_module  # type: ignore[method-assign]
+
+
+def is_registered(placeholder: torch.fx.Node) -> bool:
+    """Whether a graph input is a parameter or buffer of a module, by where Dynamo found it; yes if it doesn't say."""
+    name = getattr(getattr(placeholder, "_dynamo_source", None), "name", "")
+    found = name() if callable(name) else name
+    return not found or "._parameters[" in found or "._buffers[" in found

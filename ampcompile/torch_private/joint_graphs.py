@@ -1,0 +1,75 @@
+"""What auditing needs of AOTAutograd: forward and backward as two graphs of plain ops, run by functions of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import lowering
+
+Run = Callable[[list[Any]], Any]
+Interpret = Callable[[GraphModule], Run]
+
+
+def aot_interpreted(gm: GraphModule, inputs: Sequence[Any], forward: Interpret, backward: Interpret) -> Any:
+    """AOTAutograd's callable for `gm`, which runs as `forward(graph)` and `backward(graph)` say; lists in, lists out.
+
+    The graphs are functional: nothing is written in place. Whatever backward reads is saved, nothing is recomputed.
+    """
+    from functorch.compile import default_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(interpret: Interpret) -> Callable[..., Any]:
+        def compile_graph(graph: GraphModule, example_inputs: Any) -> Run:
+            run = interpret(graph)
+
+            def boxed(args: list[Any]) -> Any:
+                given = list(args)
+                args.clear()
+                return run(given)
+
+            boxed._boxed_call = True  # type: ignore[attr-defined]
+            return boxed
+
+        return compile_graph
+
+    with lowering.lowering_without_autocast():
+        return aot_autograd(
+            fw_compiler=compiler(forward),
+            bw_compiler=compiler(backward),
+            inference_compiler=compiler(forward),
+            partition_fn=default_partition,
+        )(gm, list(inputs))
+
+
+def name_backward_nodes(graph: torch.fx.Graph) -> None:
+    """Nodes of a backward graph get the module stack of the forward op they differentiate, where others have theirs."""
+    for node in graph.nodes:
+        if "fwd_nn_module_stack" in node.meta:
+            node.meta.setdefault("nn_module_stack", node.meta["fwd_nn_module_stack"])
+
+
+def draws_random_numbers(node: Node) -> bool:
+    """Whether an op gives other numbers when it runs again."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def by_tensor() -> WeakTensorKeyDictionary:
+    """A dictionary with tensors as keys, by identity, that keeps none of them alive."""
+    return WeakTensorKeyDictionary()
+
+
+def random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The state of the generators of the CPU and of every GPU."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+
+def start_from(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    """Draw the numbers again that were drawn after `random_state` gave this."""
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])

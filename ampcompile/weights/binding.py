@@ -1,0 +1,212 @@
+"""Low-precision copies of weights that compiled graphs read: cast once per update, shared, never out of date."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampcompile.torch_private import storages
+
+from . import gpu, memory, writers
+from .census import unexplained
+from .copies import TRIAL, Copy, Weight, copies, copies_of, copy_of, interrupted, passes, recover, refresh
+from .copy_set import CopySet
+from .memory import Memory, lock, moment
+from .ranges import set_ranges
+
+_CLASSES = (Tensor, torch.nn.Parameter, storages.FakeTensor)
+_bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
+_log = logging.getLogger("ampcompile")
+
+
+class WeightStats(NamedTuple):
+    """`bytes` (packed forms included) and number of the `copies` held now; `casts`: refresh passes so far."""
+
+    bytes: int
+    copies: int
+    casts: int
+
+
+class Binding:
+    """The copies that one compiled graph reads: slot i holds weight i of each call in `dtypes[i]`. Thread-safe.
+
+    One set of copies lives for each set of weights that the graph is called with, as blocks compiled one by one share
+    a graph, for as long as the weights do. A slot's weight keeps its shape and strides from call to call, as Dynamo's
+    guards see to. Which tensor it is, and where its memory lies, may change.
+    """
+
+    def __init__(
+        self, dtypes: Sequence[torch.dtype], in_place: bool, packed: Sequence[bool], on_trial: Sequence[bool]
+    ) -> None:
+        self._dtypes, self._in_place = tuple(dtypes), in_place
+        self._packed, self._on_trial = tuple(packed), tuple(on_trial)
+        self._sets: dict[tuple[int, ...], CopySet] = {}  # by the ids of the weights
+        _bindings.add(self)
+        self._sweep_at = 8
+
+    def copies(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """What the graph reads for this call's weights, up to date. Casts those that were not, all in one pass."""
+        ids = tuple(map(id, weights))
+        known = self._sets.get(ids)
+        if known is None or not known.fresh(weights):
+            known = self._refresh(ids, weights)
+        if known.rechecks:
+            known.look(weights)
+        return known.forms()
+
+    def _refresh(self, ids: tuple[int, ...], weights: Sequence[Tensor]) -> CopySet:
+        with lock, torch.inference_mode(False), torch.no_grad():
+            if interrupted():
+                memory.passed()
+                recover()
+            now = moment()
+            held = [Weight(key, storages.alias(weight)) for key, weight in zip(ids, weights, strict=True)]
+            members = [copy_of(weight.tensor, dtype) for weight, dtype in zip(held, self._dtypes, strict=True)]
+            for copy, weight, on_trial in zip(members, weights, self._on_trial, strict=True):
+                copy.in_place |= self._in_place
+                if on_trial and copy.tensor is None and copy.packed is None:
+                    copy.trial = TRIAL
+                copy.memory.admit(weight)
+            set_ranges((each.begin, each.end) for each in memory.memories())
+            writers.watch()  # now that there is memory to watch: what dies meanwhile can't be the last
+            captured = gpu.capturing(weights)
+            strided = [not packed for packed in self._packed]
+            refresh(zip(members, held, strided, strict=True), captured, _doubtful(members, held))
+            before = self._sets.get(ids)
+            known = CopySet(held, members, self._packed, None if captured else now, before)
+            if before is None:
+                self._make_room()
+            self._sets[ids] = known
+            return known
+
+    def _make_room(self) -> None:
+        """Let go of sets whose weights are no more, each time that the number of sets has doubled."""
+        if len(self._sets) >= self._sweep_at:
+            for ids, known in list(self._sets.items()):
+                if known.gone():
+                    del self._sets[ids]
+            self._sweep_at = 2 * len(self._sets) + 8
+
+
+def _doubtful(members: Sequence[Copy], held: Sequence[Weight]) -> set[Memory]:
+    """The memories of which nothing can be proven now: what is cast from them is cast again in the next call."""
+    memories = [copy.memory for copy in members]
+    found = unexplained(memories, [weight.tensor for weight in held])
+    for each in found:
+        if not each.reported:
+            each.reported = True
+            _log.warning(
+                "a weight of %d bytes is compared or cast at every call: something that isn't known shares its memory "
+                "and may write there (a view that C++ code or a pending backward keeps, a storage, another process)",
+                each.end - each.begin,
+            )
+    if writers.step_is_running():
+        return {*memories}
+    return {*found, *(each for each in memories if each.step_open)}
+
+
+def bind(
+    weights: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype],
+    in_place: bool = False,
+    packed: Sequence[bool] | None = None,
+    on_trial: Sequence[bool] | None = None,
+) -> Binding:
+    """A binding for one compiled graph. Copies are made at its first call: `weights` may be fake or unknown here.
+
+    `in_place`: copies keep their addresses whatever happens, for replayed CUDA graphs; a backward that is still to
+    come and saved one then raises autograd's error. `packed`: slots that are read packed once that pays. `on_trial`:
+    slots whose weights aren't known to be weights, and are cast at each call until they stayed the same for some.
+    """
+    assert len(weights) == len(dtypes)
+    nowhere = [False] * len(dtypes)
+    return Binding(dtypes, in_place, packed or nowhere, on_trial or nowhere)
+
+
+def hoistable(tensor: Any) -> bool:
+    """Whether copies of a weight can be kept across calls; if not, it is cast in the graph.
+
+    It must be dense, on a CPU or CUDA device, of no subclass, have a version counter (inference tensors have none),
+    and not be one that FSDP gathers for a while.
+    """
+    return (
+        type(tensor) in _CLASSES
+        and tensor.layout == torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and tensor.is_floating_point()
+        and storages.is_dense(tensor)
+        and not tensor.is_inference()
+        and not storages.is_managed_by_fsdp(tensor)
+    )
+
+
+def invalidate(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
+    """Have the next call cast these weights again: for writes that PyTorch can't know of (see docs/weights.md).
+
+    With a graph that reads one of them, all tensors that it keeps copies of are cast again: its buffers, and what it
+    reads from attributes, closures and globals.
+    """
+    with lock:
+        named = {memory.copied_memory_at(tensor) for tensor in _tensors(model_or_params)} - {None}
+        for each in list(memory.sets):
+            if not named.isdisjoint(each.memories):
+                for copied in each.memories:
+                    copied.written()
+        for copied in named:
+            if copied is not None:
+                copied.written()
+
+
+def weight_stats() -> WeightStats:
+    """What the copies cost now: see `WeightStats`."""
+    with lock:
+        held = [size for copy in list(copies.values()) if (size := copy.nbytes())]
+        return WeightStats(sum(held), len(held), passes())
+
+
+def writable_copies(param: Tensor) -> tuple[Tensor, ...]:
+    """The copies of a parameter that may be overwritten now: no backward that is still to come saved them.
+
+    For an optimizer that writes them together with the weight. It raises their versions, then calls `wrote`; until
+    then nothing that shares the parameter's memory counts as fresh.
+    """
+    with lock:
+        moment()
+        found = copies_of(param)
+        if found:
+            found[0].memory.open_step()
+        for copy in found:
+            # A step may turn out to be skipped on the device: what is lent must be right without it.
+            copy.lent = copy.writable() and copy.fresh(strided=True)
+            if copy.lent:
+                copy.mark = None
+        return tuple(copy.tensor for copy in found if copy.lent and copy.tensor is not None)
+
+
+def wrote(params: Iterable[Tensor]) -> None:
+    """All that `writable_copies` gave for these parameters was just rewritten from the parameters' new values.
+
+    What else shares their memory (a tied weight's copy that could not be written, slices of a flat buffer) is out of
+    date.
+    """
+    with lock, torch.inference_mode(False):
+        found = [copy for param in params for copy in copies_of(param)]
+        proven = {each: each.close_step() for each in {copy.memory for copy in found}}
+        written = [copy for copy in found if copy.lent]
+        for copy in written:
+            copy.lent = False
+            if proven[copy.memory]:
+                copy.rewritten()
+        gpu.cast_done([copy.tensor for copy in written if copy.tensor is not None])
+
+
+def _tensors(found: torch.nn.Module | Tensor | Iterable[Tensor]) -> Iterable[Tensor]:
+    if isinstance(found, torch.nn.Module):
+        attributes = [value for module in found.modules() for value in vars(module).values()]
+        return [*found.parameters(), *found.buffers(), *(value for value in attributes if isinstance(value, Tensor))]
+    return [found] if isinstance(found, Tensor) else found

@@ -1,0 +1,121 @@
+"""The copies of all weights of one graph, and the one question of the hot path: are they fresh?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from ampcompile.torch_private import storages
+
+from . import gpu, memory
+from .copies import Copy, Weight, interrupted
+from .packing import Packed, count_reads
+from .sample import Sample
+
+Rechecks = list[tuple[list[int], gpu.Recheck]]
+_form = attrgetter("tensor")
+
+
+class CopySet:
+    """Fresh copies of some weights, and everything that has to stay as it is for them to stay fresh.
+
+    `packed`: which weights are read packed. `now`: the `moment` before any of the weights was looked at; None: the
+    copies are fresh for this once only. `before`: the set that this one takes the place of.
+    """
+
+    _strided: tuple[Copy, ...] = ()  # also while it is being made
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        members: Sequence[Copy],
+        packed: Sequence[bool],
+        now: object,
+        before: CopySet | None = None,
+    ) -> None:
+        self.members = members
+        self._slots: list[Any] = [Packed(c) if p else c for c, p in zip(members, packed, strict=True)]
+        for copy in {copy for copy, p in zip(members, packed, strict=True) if not p}:
+            self._strided = (*self._strided, copy)
+            copy.strided_readers += 1
+        self._unpacked = [c for c, p in zip(members, packed, strict=True) if p and c.packed is None]
+        distinct = list(dict.fromkeys(members))
+        self.memories = list(dict.fromkeys(copy.memory for copy in distinct))
+        self._settle([weight.key for weight in weights], now)
+        self._addresses = [weight.tensor.data_ptr() for weight in weights]
+        in_order = sorted(distinct, key=lambda copy: not copy.places.runs.size)  # as a sample of several reads them
+        self.sample = Sample(copy.places for copy in in_order)
+        self.words = b"".join(copy.words for copy in in_order)
+        self._buffers = [copy.buffer for copy in members]
+        alike = before and before._addresses == self._addresses and before._buffers == self._buffers
+        self.rechecks: Rechecks = (
+            before.rechecks if before and alike else self._find_rechecks([weight.tensor for weight in weights])
+        )
+        memory.sets.add(self)
+
+    def _settle(self, ids: Sequence[int], now: object) -> None:
+        """Note what must stay: the sharers of the weights' memory, and their versions."""
+        known = [copy.memory.weights.get(key) for copy, key in zip(self.members, ids, strict=True)]
+        proven = all(c.mark is c.memory.mark and c.doubt is c.memory.doubt for c in self.members)
+        self._moment = now if proven and None not in known else None
+        self._versions = [sharer.seen for sharer in known if sharer is not None]
+        sharers = [sharer for each in self.memories for sharer in each.sharers]
+        others = [sharer for sharer in sharers if sharer not in known]
+        self._others, self._others_versions = [s.counter for s in others], [s.seen for s in others]
+        self._weights = [sharer.handle for sharer in known if sharer is not None]
+        self._handles = [sharer.handle for sharer in sharers]
+        self._storages = [each.key for each in self.memories]
+        self._users = [each.users() for each in self.memories]
+
+    def fresh(self, weights: Sequence[Tensor]) -> bool:
+        """Whether none of the weights was written; they are the ones that the set was made of. 0.2 us a weight."""
+        if self._moment is not memory.moment() or interrupted():
+            return False
+        try:
+            if self._versions != list(map(storages.version, weights)):
+                return False
+        except RuntimeError:  # an inference tensor where another tensor had been
+            return False
+        return (
+            True not in map(storages.TensorHandle.expired, self._handles)
+            and self._users == list(map(storages.storage_users, self._storages))
+            and self._addresses == list(map(Tensor.data_ptr, weights))
+            and self._others_versions == list(map(storages.version, self._others))
+            and self.sample.read() == self.words
+            and not (self.rechecks and gpu.capturing(weights))
+        )
+
+    def forms(self) -> list[Any]:
+        """What the graph reads in this call."""
+        if self._unpacked:
+            with memory.lock:
+                self._unpacked = count_reads(self._unpacked)
+        return list(map(_form, self._slots))
+
+    def look(self, weights: Sequence[Tensor]) -> None:
+        """On GPUs, look for writes that left no trace, and cast what was written, ahead of the call that follows."""
+        for places, recheck in self.rechecks:
+            recheck.look([self.members[i] for i in places], [weights[i] for i in places])
+
+    def _find_rechecks(self, weights: Sequence[Tensor]) -> Rechecks:
+        found: Rechecks = []
+        for device in dict.fromkeys(weight.device for weight in weights if weight.is_cuda):
+            places = [i for i, weight in enumerate(weights) if weight.device == device]
+            found.append((places, gpu.Recheck(device, [self.members[i] for i in places])))
+        return found
+
+    def forget(self) -> None:
+        """Nothing is known of the weights any more."""
+        self._moment = None
+        self._handles = self._weights = []
+
+    def gone(self) -> bool:
+        """Whether a weight was freed, as an object or with its memory."""
+        return any(handle.expired() for handle in self._weights) or any(m.storage() is None for m in self.memories)
+
+    def __del__(self) -> None:
+        for copy in self._strided:
+            copy.strided_readers -= 1

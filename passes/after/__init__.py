@@ -1,0 +1,1 @@
+"""Phase five, on the joint graph of forward and backward."""

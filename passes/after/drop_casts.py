@@ -1,0 +1,80 @@
+"""After differentiation: drop the casts that change nothing, torch's own and those of gradients included.
+
+A value that is widened, rearranged and narrowed again comes of the ops that torch takes apart (resizing images is
+one): it is rearranged as it is. No gradient is added up here any more, so what repeats numbers may stand between too.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Graph, Node
+
+from ampcompile.dtypes import is_lossless
+from ampcompile.passes.analysis.aliasing import behind_views, overwritten, returned
+from ampcompile.passes.analysis.commuting import kind, rebuilt, runs_in, same_layout
+from ampcompile.passes.graph import bodies
+from ampcompile.torch_private import dispatcher, tracing
+
+_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+
+
+def drop_after_differentiation(graph: Graph) -> int:
+    """For a joint or inference graph, whose ops write nothing but inputs, at its end. Returns the casts dropped."""
+    dropped = 0
+    with tracing.on_fakes_of(graph.owning_module), torch.no_grad():
+        for node in list(graph.nodes):
+            if node.target in dispatcher.FAKES_OF_WRONG_DTYPE:
+                dropped += _as_computed(graph, node)
+        apart, written = returned(graph), overwritten(graph)  # what is returned twice is two tensors
+        for cast in list(graph.nodes):
+            if _is_cast(cast) and cast not in apart:
+                dropped += _drop(graph, cast, written)
+    return dropped + sum(drop_after_differentiation(body.graph) for _, body in bodies(graph.owning_module))
+
+
+def _is_cast(node: Node) -> bool:
+    """Whether a node changes the floating dtype of its operand, and nothing else about it."""
+    if node.target not in _CASTS:
+        return False
+    before, after = node.args[0].meta["val"], node.meta["val"]
+    floating = before.is_floating_point() and after.is_floating_point()
+    return floating and before.device == after.device and same_layout(before, after)
+
+
+def _drop(graph: Graph, second: Node, written: set[Node]) -> bool:
+    """Read the source of a lossless cast instead, if only ops that commute with it stand between.
+
+    Not an input that is written: backward may read it afterwards.
+    """
+    path: list[Node] = []
+    first = second.args[0]
+    while isinstance(first, Node) and kind(first) and (len(first.users) == 1 or first.target.is_view):
+        path.insert(0, first)
+        first = first.args[0]
+    if not isinstance(first, Node) or not _is_cast(first):
+        return False
+    source = first.args[0]
+    a, b, c = (node.meta["val"].dtype for node in (source, first, second))
+    if behind_views(source) in written or a != c or not is_lossless(a, b) or not all(runs_in(node, a) for node in path):
+        return False
+    with graph.inserting_before(second):
+        second.replace_all_uses_with(rebuilt(path, source))
+    for unused in (second, *reversed(path), first):
+        if not unused.users:
+            graph.erase_node(unused)
+    return True
+
+
+def _as_computed(graph: Graph, node: Node) -> int:
+    """Correct what a fake kernel claims, and drop the casts that would then be copies."""
+    dropped = 0
+    value = node.meta["val"] = dispatcher.as_computed(node.target, node.args, node.meta["val"], lambda n: n.meta["val"])
+    for result in [user for user in node.users if user.target is operator.getitem]:
+        result.meta["val"] = value[result.args[1]]
+        for cast in [u for u in result.users if u.target in _CASTS and u.meta["val"].dtype == result.meta["val"].dtype]:
+            cast.replace_all_uses_with(result)
+            graph.erase_node(cast)
+            dropped += 1
+    return dropped

@@ -1,0 +1,58 @@
+"""What backward reads is kept in the fewest bytes: a value widened from a low type is kept as it was, at half of them.
+
+torch itself never recomputes a cast that backward's products or losses read. What a graph is given is kept as backward
+needs it all the same: weights may be written before backward comes, by optimizers that leave no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ampcompile.dtypes import is_lossless
+from ampcompile.passes.analysis.aliasing import behind_views
+from ampcompile.passes.analysis.sizes import in_floats
+from ampcompile.passes.graph import bodies, placeholders
+
+_AFTER = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+_TAG = "recompute"  # torch's own, by which checkpoints tell the same; it comes through differentiation
+
+
+def recompute_after_differentiation(graph: Graph) -> int:
+    """Tag the widening casts of a joint graph that backward reads; returns how many. An inference graph has none."""
+    backward = {node for node in placeholders(graph.owning_module) if str(node.target).startswith("tangents")}
+    for node in graph.nodes:
+        if not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+    returned = set(graph.output_node().all_input_nodes)
+    casts = [node for node in graph.nodes if _widens(node) and node not in backward | returned]
+    tagged = sum(_tag(cast) for cast in casts if any(user in backward for user in _readers(cast)))
+    return tagged + sum(recompute_after_differentiation(body.graph) for _, body in bodies(graph.owning_module))
+
+
+def _tag(cast: Node) -> bool:
+    tagged = _TAG not in cast.meta  # in a checkpoint that is settled
+    cast.meta.setdefault(_TAG, CheckpointPolicy.PREFER_RECOMPUTE)
+    return tagged
+
+
+def _widens(node: Node) -> bool:
+    if node.target not in _AFTER:
+        return False
+    before, after = node.args[0].meta["val"], node.meta["val"]
+    made_here = behind_views(node.args[0]).op != "placeholder"
+    return (
+        made_here and in_floats(before) and after.itemsize > before.itemsize and is_lossless(before.dtype, after.dtype)
+    )
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """Who reads a value, views of it included."""
+    for user in node.users:
+        yield user
+        if isinstance(user.target, OpOverload) and user.target.is_view:
+            yield from _readers(user)

@@ -1,0 +1,36 @@
+"""After differentiation: backward keeps what was computed from an input that the graph overwrites.
+
+The partitioner chooses what backward computes again, from saved values or from inputs, and forgets that the forward
+graph writes an input at its end: a copy taken before would be taken anew, of the new values. (After `h = x.clone()` and
+`x.add_(1)` the gradient of `h * weight` is wrong in stock AOTAutograd.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ampcompile.passes.analysis.aliasing import behind_views, overwritten
+from ampcompile.passes.graph import bodies
+
+_WRITE = torch.ops.aten.copy_.default
+
+
+def save_old_values(graph: Graph) -> int:
+    """For a joint graph: returns the number of values that are saved if backward wants them, not computed again."""
+    pending, kept = list(overwritten(graph)), 0
+    while pending:
+        for user in pending.pop().users:
+            if user.op != "call_function" or user.target is _WRITE:
+                continue
+            if _is_view(user):
+                pending.append(user)
+            else:
+                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+                kept += 1
+    return kept + sum(save_old_values(body.graph) for _, body in bodies(graph.owning_module))
+
+
+def _is_view(node: Node) -> bool:
+    return behind_views(node) is not node

@@ -1,0 +1,78 @@
+"""After differentiation, on a GPU: the gradient of a weight is written in the float32 that its product is summed in.
+
+Autograd multiplies 16-bit matrices, rounds the product to 16 bits, and the cast's own gradient widens that. Written as
+float32 at once, no bit is lost, a float16 gradient doesn't overflow, and a kernel that reads 2 and writes 4 bytes an
+element is gone. Only products whose value is nothing but a gradient that is returned are changed: those of forward,
+and those in the middle of backward, keep the roundings of eager autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Graph, Node
+
+from ampcompile.passes.analysis.commuting import kind, rebuilt
+from ampcompile.passes.graph import placeholders
+from ampcompile.torch_private import dispatcher, tracing
+
+aten = torch.ops.aten
+_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+_IN_FLOAT32 = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
+
+
+def widen_gradients(graph: Graph) -> int:
+    """For a joint graph; an inference graph has no gradients. Returns the number of products that write float32."""
+    backward = _backward(graph)
+    widened = 0
+    with tracing.on_fakes_of(graph.owning_module), torch.no_grad():
+        for cast in list(_returned(graph)):
+            path = _from_product(cast)
+            if path and path[0] in backward and dispatcher.multiplies_into_float32(path[0].meta["val"].device):
+                _widen(graph, path, cast)
+                widened += 1
+    return widened
+
+
+def _backward(graph: Graph) -> set[Node]:
+    """The nodes that depend on a gradient."""
+    found = {node for node in placeholders(graph.owning_module) if str(node.target).startswith("tangents")}
+    for node in graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _returned(graph: Graph) -> Iterator[Node]:
+    """The casts to float32 whose result is returned, or a term of a sum that is, and is used for nothing else."""
+    ends = {graph.output_node()}
+    for node in reversed(graph.nodes):
+        if ends.issuperset(node.users) and (kind(node) == "moves" or node.target in (aten.add.Tensor, *_CASTS)):
+            if node.target not in _CASTS:
+                ends.add(node)
+            elif node.meta["val"].dtype is torch.float32:
+                yield node
+
+
+def _from_product(cast: Node) -> list[Node]:
+    """The 16-bit product that a cast widens, for nobody else, and what moves its numbers in between, in order."""
+    path: list[Node] = []
+    node = cast.args[0]
+    while isinstance(node, Node) and len(node.users) == 1:
+        path.insert(0, node)
+        if node.target in _IN_FLOAT32:
+            value, wide = node.meta["val"], cast.meta["val"]
+            return path if value.itemsize == 2 and value.device == wide.device else []
+        node = node.args[0] if kind(node) == "moves" else None
+    return []
+
+
+def _widen(graph: Graph, path: list[Node], cast: Node) -> None:
+    product, moved = path[0], path[1:]
+    with graph.inserting_before(cast):
+        wide = graph.call_function(_IN_FLOAT32[product.target], (*product.args, torch.float32))
+        wide.meta = {**product.meta, "val": product.meta["val"].to(torch.float32)}
+        cast.replace_all_uses_with(rebuilt(moved, wide))
+    for unused in (cast, *reversed(path)):
+        graph.erase_node(unused)

@@ -1,0 +1,1 @@
+"""What passes ask about a graph: aliases, gradients, sizes, what commutes with a cast. Changes nothing."""

@@ -1,0 +1,97 @@
+"""Ops that only move numbers, or choose among them: a cast gives the same bits before such an op as behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Node, map_arg
+
+from ampcompile.passes.graph import reads_bits
+
+CAST = torch.ops.aten.to.dtype
+# Their gradient moves numbers back, or fills with zeros, so it commutes with casts too.
+_MOVING = """
+t numpy_T mT adjoint transpose permute movedim view _unsafe_view reshape flatten unflatten squeeze unsqueeze
+slice narrow select alias detach view_as clone contiguous flip roll constant_pad_nd pad diagonal tril triu swapaxes
+masked_fill pixel_shuffle pixel_unshuffle channel_shuffle
+"""
+# Their gradient adds numbers up, and sums are rounded in the type they are taken in.
+_REPEATING = """
+expand expand_as repeat repeat_interleave index_select gather index _unsafe_index embedding take take_along_dim
+reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
+"""
+# They give one of their operands, or change its sign. Narrowing first could turn a small number into a zero of either
+# sign, and which zero a choice between equals returns is up to the kernel: they commute with exact casts only.
+_CHOOSING = "relu neg abs clamp"
+
+_NAMES = {
+    f"aten::{name}": kind
+    for kind, names in (("moves", _MOVING), ("repeats", _REPEATING), ("chooses", _CHOOSING))
+    for name in names.split()
+}
+
+
+def kind(node: object) -> str:
+    """How an op treats its first operand: "moves", "repeats" or "chooses" among its numbers; "" for all others."""
+    op = node.target if isinstance(node, Node) else None
+    if not isinstance(op, OpOverload) or reads_bits(op):
+        return ""
+    assert isinstance(node, Node)
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return ""
+    if op._schema.name == "aten::masked_fill" and _shape(value) != _shape(node.args[0].meta["val"]):
+        return "repeats"
+    return _NAMES.get(op._schema.name, "")
+
+
+def runs_in(node: Node, dtype: torch.dtype) -> bool:
+    """Whether the constants of such an op are the same numbers in another type."""
+    assert isinstance(node.target, OpOverload)
+    return all(_survives(value, dtype) for value in _constants(node, node.target))
+
+
+def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two values have the same strides, as written: asking symbols whether they are equal would add a guard."""
+    return [str(stride) for stride in a.stride()] == [str(stride) for stride in b.stride()]
+
+
+def _shape(value: torch.Tensor) -> list[str]:
+    return [str(size) for size in value.shape]
+
+
+def _constants(node: Node, op: OpOverload) -> list[Any]:
+    """The numbers of a call that meet the operand's own, or stand among them."""
+    name = op._schema.name
+    if name == "aten::clamp":
+        return [bound if bound != 0 else "a zero of some sign" for bound in (*node.args[1:], *node.kwargs.values())]
+    if name == "aten::masked_fill":
+        return [node.kwargs.get("value", node.args[2] if len(node.args) > 2 else None)]
+    if name == "aten::pad":
+        mode = node.kwargs.get("mode", node.args[2] if len(node.args) > 2 else "constant")
+        value = node.kwargs.get("value", node.args[3] if len(node.args) > 3 else None)
+        return [value if mode == "constant" else mode]
+    if name == "aten::constant_pad_nd":
+        return [node.kwargs.get("value", node.args[2] if len(node.args) > 2 else 0)]
+    return []
+
+
+def _survives(value: Any, dtype: torch.dtype) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, int | float) and torch.tensor(value, dtype=dtype).double().item() == value
+
+
+def rebuilt(path: Sequence[Node], operand: Node) -> Node:
+    """The ops of `path`, applied in order to another first operand, right where the graph is being inserted into."""
+    for node in path:
+        copy = node.graph.node_copy(node)
+        copy.args = (operand, *node.args[1:])
+        copy.meta = {key: value for key, value in node.meta.items() if key != "amp_narrowed"}
+        args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
+        copy.meta["val"] = copy.target(*args, **kwargs)
+        operand = copy
+    return operand

@@ -1,0 +1,51 @@
+"""Through which values of a graph gradients may flow: there a pass must not change how they add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from ampcompile.passes.graph import changes_state
+
+_ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode
+_EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode
+
+
+def differentiable(graph: Graph, enabled: bool) -> set[Node]:
+    """The values that autograd may record; `enabled`: whether grad mode is on where the graph is called.
+
+    Inputs with a fraction part are taken to want a gradient.
+    """
+    found: set[Node] = set()
+    outer: list[bool] = []
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+        elif node.target is _ENTER_INFERENCE:
+            outer.append(enabled)
+            enabled = enabled and not node.args[0]
+        elif node.target is _EXIT_INFERENCE:
+            enabled = outer.pop()
+        elif node.op == "placeholder":
+            if _is_floating(node.meta.get("val")):
+                found.add(node)
+        elif enabled and not found.isdisjoint(node.all_input_nodes) and _is_floating(node.meta.get("val")):
+            found.add(node)
+    return found
+
+
+def stretches(graph: Graph) -> dict[Node, int]:
+    """A number for each node: equal where grad mode is sure to be the same, since nothing between changes it."""
+    number, found = 0, {}
+    for node in graph.nodes:
+        number += changes_state(node)
+        found[node] = number
+    return found
+
+
+def _is_floating(value: Any) -> bool:
+    leaves = pytree.tree_leaves(value)
+    return any(isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in leaves)

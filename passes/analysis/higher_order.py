@@ -1,0 +1,150 @@
+"""How each higher-order op calls its bodies: which arguments are graphs, what each is given, what it must return.
+
+Higher-order ops stay calls and their bodies are rewritten too. A kind that is not in `CALLS` is outlined and left
+to the dispatcher's own autocast (`passes.opaque`), never dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from ampcompile.dtypes import FLOATS, widest
+from ampcompile.passes.graph import in_dtype
+from ampcompile.torch_private import tracing
+
+HOPS = tracing.HOPS
+Inputs = Callable[[tuple[Any, ...], dict[str, Any], list[Any]], list[Any]]
+
+
+@dataclass(frozen=True)
+class Body:
+    """One graph argument: its path in the op's arguments, its inputs, whether autocast acts inside.
+
+    `inputs(args, kwargs, outputs)` also sees the outputs of the bodies before it. `mode()` is a context that the
+    body is captured in.
+    """
+
+    path: tuple[int, ...]
+    inputs: Inputs
+    autocast: bool = True
+    mode: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def _backward_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Any]) -> list[Any]:
+    out, saved = outputs[0]
+    outs = list(out) if isinstance(out, tuple | list) else [out]
+    return [o.detach() if isinstance(o, torch.Tensor) else None for o in outs] + list(saved)
+
+
+def _score_inputs(other: int, score: bool) -> Inputs:
+    def inputs(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Any]) -> list[Any]:
+        query = args[0]
+        indices = [query.new_empty((), dtype=torch.int32) for _ in range(4)]
+        return ([query.new_empty(())] if score else []) + indices + list(args[other] if len(args) > other else ())
+
+    return inputs
+
+
+# Which dtype flex_attention's operands get is a rule like any other op's; here only who calls what.
+CALLS: dict[HigherOrderOperator, tuple[Body, ...]] = {
+    HOPS.tag_activation_checkpoint: (Body((0,), lambda a, k, o: list(a[1:])),),
+    HOPS.invoke_subgraph: (Body((0,), lambda a, k, o: list(a[2:])),),
+    HOPS.autograd_function_apply: (
+        Body((0,), lambda a, k, o: list(a[2:])),
+        Body((1,), _backward_inputs, autocast=False),  # eager runs a backward outside the region
+    ),
+    HOPS.cond: (Body((1,), lambda a, k, o: list(a[3])), Body((2,), lambda a, k, o: list(a[3]))),
+    HOPS.while_loop: (
+        Body((0,), lambda a, k, o: [*a[2], *a[3]]),
+        Body((1,), lambda a, k, o: [*a[2], *a[3]]),
+    ),
+    HOPS.flex_attention: (
+        Body((3,), _score_inputs(7, score=True), autocast=False, mode=tracing.indexing_by_tensors),
+        Body((4, -1), _score_inputs(8, score=False), autocast=False, mode=tracing.indexing_by_tensors),
+    ),
+    HOPS.triton_kernel_wrapper_mutation: (),
+    HOPS.triton_kernel_wrapper_functional: (),
+}
+
+
+def is_graph(value: Any) -> bool:
+    """Whether an argument is a body (pytree leaf test)."""
+    return isinstance(value, GraphModule)
+
+
+def each_body(hop: HigherOrderOperator, args: tuple[Any, ...]) -> Iterator[tuple[Body, Any]]:
+    """The bodies of a call in the order in which they run, each with what stands in its place in `args`."""
+    for body in CALLS[hop]:
+        value: Any = args
+        for index in body.path:
+            value = value[index] if -len(value) <= index < len(value) else None
+        if value is not None:
+            yield body, value
+
+
+def known(hop: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether every graph among the arguments is at a place `CALLS` describes."""
+    if hop not in CALLS:
+        return False
+    listed = {id(graph) for _, graph in each_body(hop, args)}
+    graphs = filter(is_graph, pytree.tree_leaves((args, kwargs), is_leaf=is_graph))
+    return all(id(graph) in listed for graph in graphs)
+
+
+def agreed_outputs(hop: HigherOrderOperator, args: tuple[Any, ...], outputs: Sequence[Any]) -> list[list[Any]]:
+    """Per body, the dtypes its outputs must be cast to (None: as they are), where they depend on one another."""
+    free: list[list[Any]] = [[None] * len(pytree.tree_leaves(output)) for output in outputs]
+    if hop is HOPS.cond:  # both branches give one dtype, the widest
+        values = zip(*map(pytree.tree_leaves, outputs), strict=True)
+        return [[_widest_of(pair) for pair in values]] * 2
+    if hop is HOPS.while_loop:  # a value carried round keeps its dtype
+        carried = [v.dtype if isinstance(v, torch.Tensor) else None for v in args[2]]
+        return [free[0], carried]
+    return free
+
+
+def _widest_of(values: tuple[Any, ...]) -> torch.dtype | None:
+    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+    return widest(dtypes) if len(dtypes) > 1 and dtypes <= FLOATS else None
+
+
+def call_on_fakes(hop: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The fake result of a call; ops that only tag or name their body are skipped over."""
+    if hop is HOPS.tag_activation_checkpoint:
+        return args[0](*args[1:])
+    if hop is HOPS.invoke_subgraph:
+        return args[0](*args[2:])
+    return hop(*args, **kwargs)
+
+
+def result(
+    hop: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Any], traced: Any
+) -> Any:
+    """The fake result of a call whose bodies give `outputs`; `traced` is what the call gave when it was captured."""
+    if hop in (HOPS.tag_activation_checkpoint, HOPS.invoke_subgraph):
+        return outputs[0]
+    if hop is HOPS.autograd_function_apply:
+        return outputs[0][0]
+    if hop in (HOPS.cond, HOPS.while_loop):  # sizes that differ between branches or rounds stand in `traced` alone
+        leaves, spec = pytree.tree_flatten(traced)
+        given = pytree.tree_leaves(outputs[-1])
+        return pytree.tree_unflatten(
+            [in_dtype(v, getattr(like, "dtype", None)) for v, like in zip(leaves, given, strict=True)], spec
+        )
+    return call_on_fakes(hop, args, kwargs)
+
+
+def copied(gm: GraphModule) -> GraphModule:
+    """A body's graph once more, with the same constants and bodies of its own."""
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in gm.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return GraphModule(gm, graph)

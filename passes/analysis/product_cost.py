@@ -1,0 +1,182 @@
+"""Does low precision pay here? What the products of a graph take in either type, as this machine was measured."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node, map_arg
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ampcompile.dtypes import short_name
+from ampcompile.passes.graph import Decision, device_type_of, in_dtype
+from ampcompile.torch_private import tracing
+
+from .sizes import elements_hint, in_floats
+
+LOW = (torch.bfloat16, torch.float16)
+ENOUGH = 1.05  # times as fast: less is noise
+_SMALL, _LARGE, _COPIED = 16, 512, 1 << 22  # widths of square products, and numbers that are cast
+_PATIENCE = 0.2  # seconds for one measurement
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a product costs in one dtype: seconds to start it, floating operations per second."""
+
+    start: float
+    flops: float
+
+    def seconds(self, flops: float) -> float:
+        """The time of one product."""
+        return self.start + flops / self.flops
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of one forward of a graph, as far as its products and casts go."""
+
+    device: str
+    low: torch.dtype
+    products: int
+    wide: float
+    """Its products in float32."""
+    narrow: float
+    """Its products in the low type."""
+    casts: float
+    """Its casts, besides those of weights whose copies are kept. What a fused kernel casts in passing is free."""
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as in float32."""
+        return self.wide / (self.narrow + self.casts) if self.products else 1.0
+
+    @property
+    def pays(self) -> bool:
+        return not self.products or self.gain >= ENOUGH
+
+    def __str__(self) -> str:
+        low, count = short_name(self.low), f"{self.products} product{'s' * (self.products != 1)}"
+        wide, narrow, casts = (f"{1e6 * seconds:.0f} us" for seconds in (self.wide, self.narrow, self.casts))
+        verdict = "pays" if self.pays else "won't help here"
+        times = f"{count} on this {self.device}: {wide} in f32, {narrow} in {low} and {casts} for casts"
+        return f"{low} {verdict} (estimated, forward): {times}"
+
+
+@cache
+def speed(device_type: str, dtype: torch.dtype) -> Speed:
+    """Measured once in a process, in some 10 ms; on a CPU without units for the type in a few hundred."""
+    seconds = []
+    for width, rounds in ((_SMALL, 30), (_LARGE, 5)):
+        with tracing.on_real_tensors():
+            matrix = torch.ones(width, width, device=device_type, dtype=dtype)
+            seconds.append(_median(device_type, partial(torch.mm, matrix, matrix), rounds))
+    start, whole = seconds
+    return Speed(start, 2 * _LARGE**3 / max(whole - start, 1e-9))
+
+
+@cache
+def bandwidth(device_type: str) -> float:
+    """Bytes that a cast reads and writes per second, measured once in a process."""
+    with tracing.on_real_tensors():
+        numbers = torch.ones(_COPIED, device=device_type)
+        return _COPIED * 6 / _median(device_type, lambda: numbers.to(torch.bfloat16), 5)
+
+
+def gains_from(device_type: str, low: torch.dtype) -> int | None:
+    """The width, a power of two, of the smallest square product that is faster in a low type; None if none is."""
+    wide, narrow = speed(device_type, torch.float32), speed(device_type, low)
+    widths = (2**n for n in range(4, 15))
+    return next((n for n in widths if wide.seconds(2 * n**3) > ENOUGH * narrow.seconds(2 * n**3)), None)
+
+
+def _median(device_type: str, call: Callable[[], Any], rounds: int) -> float:
+    wait = torch.cuda.synchronize if device_type == "cuda" else lambda: None
+    times: list[float] = []
+    while len(times) <= rounds and sum(times) < _PATIENCE:
+        wait()
+        start = time.perf_counter()
+        call()
+        wait()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:] or times)  # the first one packs, tunes and wakes up
+
+
+def estimate(gm: GraphModule, kept: Set[Node]) -> Estimate | None:
+    """For a graph whose precision is decided; None if nothing in it is low, or its device is not here to be measured.
+
+    `kept`: weights whose low copies are kept between calls. The bodies of higher-order ops are not looked into.
+    """
+    decided: dict[Node, Decision] = {node: node.meta["amp"] for node in gm.graph.nodes}
+    casts = {(n, to) for d in decided.values() for n, to in d.operands.items() if n not in kept}
+    lows = [to for d in decided.values() for to in d.operands.values() if to in LOW]
+    if not lows:
+        return None
+    low, device = lows[0], device_type_of([decision.result for decision in decided.values()]) or "cpu"
+    if device != "cpu" and not _is_here(device):
+        return None
+    products, wide, narrow = 0, 0.0, 0.0
+    with tracing.on_fakes_of(gm), torch.no_grad(), _Flops() as counted:
+        for node, decision in decided.items():
+            if not _may_multiply(node, decision):
+                continue
+            counted.flops = 0
+            _run(node, decision)
+            if counted.flops:
+                products += 1
+                numbers = sum(elements_hint(n.meta["amp"].result) or 0 for n in (node, *node.all_input_nodes))
+                wide += _seconds(device, torch.float32, counted.flops, numbers)
+                narrow += _seconds(device, low, counted.flops, numbers)
+    moved = sum(6 * (elements_hint(decided[n].result) or 0) for n, _ in casts)
+    return Estimate(device, low, products, wide, narrow, moved / bandwidth(device))
+
+
+def _is_here(device_type: str) -> bool:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found is not None and found.type == device_type
+
+
+def _seconds(device_type: str, dtype: torch.dtype, flops: float, numbers: int) -> float:
+    """A product's time: that of its arithmetic or, on accelerators, of reading and writing its numbers.
+
+    A CPU's products of a few rows were measured to be no faster on half the bytes.
+    """
+    arithmetic = speed(device_type, dtype).seconds(flops)
+    return arithmetic if device_type == "cpu" else max(arithmetic, numbers * dtype.itemsize / bandwidth(device_type))
+
+
+def _may_multiply(node: Node, decision: Decision) -> bool:
+    if not isinstance(node.target, OpOverload) or node.target.is_view or torch.Tag.pointwise in node.target.tags:
+        return False
+    results = [value for value in pytree.tree_leaves(decision.result) if in_floats(value)]
+    return any(value.dtype in LOW for value in results) and not node.target._schema.is_mutable
+
+
+def _run(node: Node, decision: Decision) -> None:
+    def value(operand: Node) -> Any:
+        return in_dtype(operand.meta["amp"].result, decision.operands.get(operand))
+
+    args, kwargs = map_arg((node.args, node.kwargs), value)
+    node.target(*args, **kwargs)
+
+
+class _Flops(TorchDispatchMode):
+    """Adds up the floating operations of products, sizes that are symbols with the size they were traced with."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            found = count(*args, **(kwargs or {}), out_val=result)
+            self.flops += int(found.node.hint or 0) if isinstance(found, torch.SymInt) else int(found)
+        return result

@@ -1,0 +1,1 @@
+"""Phase three, before differentiation: casts are inserted, tidied, and those of weights leave the graph."""

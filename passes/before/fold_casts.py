@@ -1,0 +1,128 @@
+"""Remove the first of two casts in a row where it changes nothing: A→B→C is A→C if B holds every value of A.
+
+Ops that only move numbers may stand between the two; they are then done on A. Such pairs come about where a user's
+`.float()` meets an op in low precision. The user's cast stays where others read it. With `relaxed`, what the first of
+two casts of ours rounds off is kept as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, GraphModule, Node
+
+from ampcompile.dtypes import is_lossless
+from ampcompile.passes.analysis.aliasing import Memory
+from ampcompile.passes.analysis.commuting import CAST, kind, rebuilt, runs_in, same_layout
+from ampcompile.passes.analysis.gradients import differentiable
+from ampcompile.passes.graph import bodies
+from ampcompile.torch_private import tracing
+
+_CASTS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as"})
+
+
+def is_cast(node: Node) -> bool:
+    """Whether a node gives its operand another floating dtype, and changes nothing else about it."""
+    before, after = _operand_and_result(node)
+    return before is not None and after is not None and before.dtype != after.dtype
+
+
+@dataclass(frozen=True)
+class FoldCasts:
+    """`gradients`: whether grad mode is on around the graph. Returns how many pairs were folded."""
+
+    gradients: bool
+    relaxed: bool = False
+    name = "fold_casts"
+
+    @property
+    def exact(self) -> bool:
+        return not self.relaxed
+
+    def apply(self, gm: GraphModule) -> int:
+        with tracing.on_fakes_of(gm), torch.no_grad():
+            return self._fold(gm, set())
+
+    def _fold(self, gm: GraphModule, done: set[int]) -> int:
+        if id(gm) in done:
+            return 0
+        done.add(id(gm))
+        memory, folded = Memory(gm.graph), 0
+        recorded = differentiable(gm.graph, self.gradients)
+        for second in gm.graph.find_nodes(op="call_function", target=CAST):
+            if "amp_cast" in second.meta:
+                folded += self._fold_one(gm.graph, second, memory, recorded)
+        return folded + sum(self._fold(body, done) for _, body in bodies(gm))
+
+    def _fold_one(self, graph: Graph, second: Node, memory: Memory, recorded: set[Node]) -> bool:
+        first, path = _above(second, second in recorded)
+        if first is None or not self._may_fold(first, second, path, second in recorded):
+            return False
+        source = first.args[0]
+        assert isinstance(source, Node)
+        gone = source.meta["val"].dtype == second.meta["val"].dtype
+        written = any(map(memory.is_written, _between(source, second)))
+        if written or (gone and (memory.is_written(second) or memory.is_seen(second))):
+            return False
+        with graph.inserting_before(second):
+            if gone:
+                second.replace_all_uses_with(rebuilt(path, source))
+            else:
+                second.update_arg(0, rebuilt(path, source))
+        for unused in (*([second] if gone else []), *reversed(path), first):
+            if not unused.users and (unused is not first or "amp_cast" in first.meta):
+                graph.erase_node(unused)
+        return True
+
+    def _may_fold(self, first: Node, second: Node, path: list[Node], recorded: bool) -> bool:
+        a, b, c = (node.meta["val"].dtype for node in (first.args[0], first, second))
+        if path and not (a.is_floating_point and all(runs_in(node, a) for node in path)):
+            return False
+        # The gradient goes C→B→A, which must be C→A.
+        exact = is_lossless(a, b) and (is_lossless(c, b) or not recorded)
+        return exact or (self.relaxed and "amp_cast" in first.meta)
+
+
+def _above(second: Node, recorded: bool) -> tuple[Node | None, list[Node]]:
+    """The cast that another one reads, if only ops that commute with it stand between them; those ops, in order."""
+    path: list[Node] = []
+    node = second.args[0]
+    while isinstance(node, Node):
+        # A gradient is summed where a value is used twice or repeated, in that value's type.
+        if recorded and (len(node.users) > 1 or kind(node) == "repeats"):
+            break
+        if is_cast(node):
+            return node, path
+        if kind(node):
+            path.insert(0, node)
+        elif not _does_nothing(node):
+            break
+        node = node.args[0]
+    return None, []
+
+
+def _between(source: Node, second: Node) -> list[Node]:
+    """The values that `second` comes from, back to `source`."""
+    values = [second.args[0]]
+    while values[-1] is not source:
+        values.append(values[-1].args[0])
+    return values
+
+
+def _does_nothing(node: Node) -> bool:
+    """Whether a node asks for the dtype that its operand has already."""
+    before, after = _operand_and_result(node)
+    return before is not None and after is not None and before.dtype == after.dtype
+
+
+def _operand_and_result(node: Node) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """The values before and after a change to a floating dtype that changes nothing else."""
+    if isinstance(node.target, OpOverload) and node.target._schema.name in _CASTS and isinstance(node.args[0], Node):
+        before, after = node.args[0].meta["val"], node.meta["val"]
+        # Of integers only those that some floating type holds are known to stay what they are.
+        numbers = before.is_floating_point() or is_lossless(before.dtype, after.dtype)
+        if numbers and after.is_floating_point() and before.device == after.device and same_layout(before, after):
+            return before, after
+    return None, None

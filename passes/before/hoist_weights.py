@@ -1,0 +1,214 @@
+"""Take the casts of weights out of the graph: each becomes a read of a copy kept between calls.
+
+A cast `to(weight, bf16)` that we inserted becomes `ampcompile::weight_copy(weight, copy)`, with `copy` a new graph
+input that `ampcompile.weights` keeps up to date. Every use keeps a `weight_copy` of its own, so gradients are cast
+to the weight's dtype one by one and summed there; `bind_weights` puts the copy in its place after differentiation.
+A cast of a view of a weight becomes the same view of the copy.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+from ampcompile.dtypes import short_name
+from ampcompile.passes.graph import below_autograd, placeholders, reads_bits
+from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
+from ampcompile.torch_private import tracing
+
+CAST = torch.ops.aten.to.dtype
+# Views whose gradient only puts numbers back in place: taking it before or after the cast gives the same bits.
+_NAMES = """
+t numpy_T mT transpose permute movedim view _unsafe_view reshape flatten unflatten squeeze unsqueeze
+slice narrow select split split_with_sizes chunk unbind tensor_split alias detach view_as
+"""
+_REARRANGING = frozenset(f"aten::{name}" for name in _NAMES.split())
+# Higher-order ops whose bodies may read weights handed to them, and where in their arguments the operands begin.
+_OPERANDS_FROM: dict[Any, int] = {
+    torch.ops.higher_order.tag_activation_checkpoint: 1,
+    torch.ops.higher_order.invoke_subgraph: 2,
+}
+
+
+def _chain(cast: Node) -> tuple[Node, list[Node]]:
+    """The value a cast reads through views: (where the views begin, the views in the order they apply)."""
+    views: list[Node] = []
+    node = cast.args[0]
+    while isinstance(node, Node) and _rearranges(node):
+        views.insert(0, node)
+        node = node.args[0]
+    assert isinstance(node, Node)
+    return node, views
+
+
+def _rearranges(node: Node) -> bool:
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and _rearranges(node.args[0])
+    op = node.target
+    return isinstance(op, OpOverload) and op._schema.name in _REARRANGING and not reads_bits(op)
+
+
+def _uses(value: Node) -> Iterator[str]:
+    """How a value, and everything that shares its memory, is used: "read", "written" or "returned"."""
+    seen, pending = {value}, [value]
+    while pending:
+        current = pending.pop()
+        for user in current.users:
+            yield _use(user, current)
+            if _shares_memory(user, current) and user not in seen:
+                seen.add(user)
+                pending.append(user)
+
+
+def _use(user: Node, value: Node) -> str:
+    if user.op == "output":
+        return "returned"
+    if _hands_on(user):
+        return "read"
+    if isinstance(user.target, OpOverload):
+        return (
+            "written" if any(_names(user, value, a) and _writes(a) for a in user.target._schema.arguments) else "read"
+        )
+    if user.target in _OPERANDS_FROM:
+        places = [i - _OPERANDS_FROM[user.target] for i, argument in enumerate(user.args) if argument is value]
+        inner = placeholders(_body(user))
+        return "written" if any(use != "read" for i in places for use in _uses(inner[i])) else "read"
+    return "written"  # another higher-order op, or a stretch left alone: it may do anything
+
+
+def _hands_on(user: Node) -> bool:
+    return user.target is operator.getitem or below_autograd(user.target)
+
+
+def _body(call: Node) -> GraphModule:
+    return getattr(call.graph.owning_module, call.args[0].target)
+
+
+def _shares_memory(user: Node, value: Node) -> bool:
+    if _hands_on(user):
+        return True
+    if not isinstance(user.target, OpOverload):
+        return False
+    return any(a.alias_info is not None and _names(user, value, a) for a in user.target._schema.arguments)
+
+
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _names(user: Node, value: Node, argument: Any) -> bool:
+    names = [a.name for a in user.target._schema.arguments]
+    index = names.index(argument.name)
+    given = user.args[index] if index < len(user.args) else user.kwargs.get(argument.name)
+    return value is given or (isinstance(given, list | tuple) and value in given)
+
+
+CopyOf = Callable[[Node, torch.dtype], Node]
+
+
+def _hoist(gm: GraphModule, weights: set[Node], copy_of: CopyOf) -> int:
+    """Replace the casts of `weights`, inputs of `gm`; `copy_of` gives the input that holds a weight's copy."""
+    hoisted = 0
+    weights = {weight for weight in weights if "written" not in _uses(weight)}
+    for cast in list(gm.graph.find_nodes(op="call_function", target=CAST)):
+        weight, views = _chain(cast)
+        if "amp_cast" in cast.meta and weight in weights and all(use == "read" for use in _uses(cast)):
+            _replace(gm, cast, weight, views, copy_of(weight, cast.args[1]))
+            hoisted += 1
+    calls: dict[GraphModule, list[Node]] = {}
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in _OPERANDS_FROM:
+            calls.setdefault(_body(node), []).append(node)
+    return hoisted + sum(_hoist_in_body(body, sites, weights, copy_of) for body, sites in calls.items())
+
+
+def _hoist_in_body(body: GraphModule, sites: list[Node], weights: set[Node], copy_of: CopyOf) -> int:
+    """A body's input is a weight if every call gives it one; its copy is handed in by every call as well."""
+    first = _OPERANDS_FROM[sites[0].target]
+    inner = placeholders(body)
+    given = {p: [site.args[first + i] for site in sites] for i, p in enumerate(inner) if first + i < len(sites[0].args)}
+    copies: dict[tuple[Node, torch.dtype], Node] = {}
+
+    def inner_copy(weight: Node, dtype: torch.dtype) -> Node:
+        if (weight, dtype) not in copies:
+            copies[weight, dtype] = _new_input(body, weight, dtype)
+            for site, outer in zip(sites, given[weight], strict=True):
+                site.args = (*site.args, copy_of(outer, dtype))
+        return copies[weight, dtype]
+
+    hoisted = _hoist(body, {p for p, outer in given.items() if weights.issuperset(outer)}, inner_copy)
+    body.recompile()
+    return hoisted
+
+
+@dataclass(frozen=True)
+class HoistWeights:
+    """`is_weight(index, placeholder)`: whether a graph input is a weight whose copy may live across calls.
+
+    `is_registered`: whether a weight is a parameter or buffer; an attribute may be an input that is refilled for each
+    call, and its copy lives once it has stayed the same for some.
+
+    The copies become inputs after all others, each with its `Slot` in `node.meta["amp_copy"]`.
+    """
+
+    is_weight: Callable[[int, Node], bool]
+    is_registered: Callable[[int, Node], bool] = lambda index, node: True
+    name = "hoist_weights"
+    exact = True
+
+    def apply(self, gm: GraphModule) -> int:
+        inputs = {node: index for index, node in enumerate(placeholders(gm))}
+        weights = {node for node, index in inputs.items() if self.is_weight(index, node)}
+        on_trial = {node for node in weights if not self.is_registered(inputs[node], node)}
+        copies: dict[Slot, Node] = {}
+
+        def copy_of(weight: Node, dtype: torch.dtype) -> Node:
+            slot = Slot(inputs[weight], dtype, on_trial=weight in on_trial)
+            if slot not in copies:
+                copies[slot] = _new_input(gm, weight, dtype)
+                copies[slot].meta["amp_copy"] = slot
+            return copies[slot]
+
+        with tracing.on_fakes_of(gm):
+            return _hoist(gm, weights, copy_of)
+
+
+def _new_input(gm: GraphModule, weight: Node, dtype: torch.dtype) -> Node:
+    with gm.graph.inserting_after(placeholders(gm)[-1]):
+        copy = gm.graph.placeholder(f"{weight.name}_{short_name(dtype)}")
+    copy.meta["val"] = torch.empty_like(weight.meta["val"], dtype=dtype, requires_grad=False)
+    # What Dynamo writes on inputs whose address Inductor may rely on.
+    copy.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    copy._dynamo_source = None
+    return copy
+
+
+def _replace(gm: GraphModule, cast: Node, weight: Node, views: list[Node], copy: Node) -> None:
+    graph = gm.graph
+    with graph.inserting_before(cast):
+        new = graph.call_function(WEIGHT_COPY, (weight, copy))
+        new.meta = {**cast.meta, "val": copy.meta["val"]}
+        renamed = {weight: new}
+        for view in views:
+            moved = graph.node_copy(view, lambda n: renamed.get(n, n))
+            moved.meta["val"] = _view_value(moved)
+            renamed[view] = moved
+    last = renamed[views[-1]] if views else new
+    cast.replace_all_uses_with(last)
+    record = cast.meta["amp_cast"]
+    new.meta["amp_cast"] = replace(record, fate=(*record.fate, "hoisted"))
+    for unused in (cast, *reversed(views)):
+        if not unused.users:
+            graph.erase_node(unused)
+
+
+def _view_value(view: Node) -> Any:
+    args = torch.fx.map_arg(view.args, lambda n: n.meta["val"])
+    kwargs = torch.fx.map_arg(view.kwargs, lambda n: n.meta["val"])
+    return view.target(*args, **kwargs)

@@ -1,0 +1,136 @@
+"""Act on the decisions: put a cast before every operand that needs one. The only pass that adds a rounding."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node, map_arg
+from torch.utils import _pytree as pytree
+
+from ampcompile.passes.analysis.higher_order import HOPS
+from ampcompile.passes.graph import ENTER, EXIT, UNDECIDED, Cast, Decision, bodies, castable, op_name, set_arguments
+from ampcompile.torch_private import tracing
+
+CAST = torch.ops.aten.to.dtype
+CLAMP = torch.ops.aten.clamp.default
+_KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "seq_nr", "custom")
+
+
+@dataclass(frozen=True)
+class InsertCasts:
+    """Returns the number of casts inserted, bodies included. Regions end here: they are baked in."""
+
+    name = "insert_casts"
+    exact = False  # this is where mixed precision rounds
+
+    def apply(self, gm: GraphModule) -> int:
+        gm.meta.pop(UNDECIDED, None)
+        with tracing.on_fakes_of(gm), torch.no_grad():
+            return _act(gm, set())
+
+
+def _act(gm: GraphModule, done: set[int]) -> int:
+    if id(gm) in done:
+        return 0
+    done.add(id(gm))
+    casts = 0
+    for node in list(gm.graph.nodes):
+        decision: Decision = node.meta["amp"]
+        if decision.result is not None and node.op != "output" and not isinstance(decision.result, torch.nn.Module):
+            node.meta["val"] = decision.result
+        casts += _change_operands(node, decision)
+        for attribute, body in decision.bodies.items():
+            _call_copy(gm, node, attribute, body)
+        if decision.regions is not None:
+            gm.get_submodule(str(node.target)).regions = decision.regions
+        if decision.target is not None:
+            node.target = decision.target
+        if decision.arguments:
+            node.args, node.kwargs = set_arguments(node.target, node.args, node.kwargs, decision.arguments)
+        if decision.narrow is not None:
+            casts += _narrow_results(node, decision, decision.narrow)
+    for node in reversed(list(gm.graph.nodes)):
+        if node.target is EXIT or node.target is ENTER:
+            gm.graph.erase_node(node)
+    casts += sum(_act(body, done) for _, body in bodies(gm))
+    gm.recompile()
+    return casts
+
+
+def _change_operands(node: Node, decision: Decision) -> int:
+    changed: dict[Node, Node] = {}
+    casts = 0
+    for operand, largest in decision.clamps.items():
+        operand = _seen_by_others(operand)
+        with node.graph.inserting_before(node):
+            changed[operand] = node.graph.call_function(CLAMP, (operand, -largest, largest))
+        changed[operand].meta = {**_origin(node), "val": operand.meta["val"]}
+    wanted = {_seen_by_others(operand): dtype for operand, dtype in decision.operands.items()}
+
+    def cast(operand: Node) -> Node:
+        """One for each place where an operand stands, so that the gradients of `x @ x` are summed in x's type."""
+        nonlocal casts
+        given = changed.get(operand, operand)
+        if operand not in wanted:
+            return given
+        casts += 1
+        with node.graph.inserting_before(node):
+            return _cast(node, given, wanted[operand], decision.because)
+
+    if changed or wanted:
+        node.args, node.kwargs = map_arg((node.args, node.kwargs), cast)
+    return casts
+
+
+def _seen_by_others(result: Node) -> Node:
+    """What other ops read: the value itself, or the cast that took its place."""
+    return result.meta.get("amp_narrowed", result)
+
+
+def _narrow_results(node: Node, decision: Decision, dtype: torch.dtype) -> int:
+    """Cast an op's results; the op itself, computed in float32, is seen by nobody else."""
+    several = isinstance(decision.result, tuple | list)
+    results = [user for user in node.users if user.target is operator.getitem] if several else [node]
+    node.meta["val"] = pytree.tree_map(lambda v: v.float() if castable(v) else v, decision.result)
+    results = [r for r in results if castable(r.meta["amp"].result)]
+    for result in results:
+        low: Decision = result.meta["amp"]
+        with node.graph.inserting_after(result):
+            cast = _cast(result, result, dtype, f"{decision.because}; its result goes low again")
+        result.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
+        cast.args = (result, dtype)
+        cast.meta["val"] = low.result
+        result.meta["amp_narrowed"] = cast
+        cast.meta["amp_cast"] = Cast(op_name(node.target), cast.meta["amp_cast"].because)
+        if several:
+            wide = low.result.float()
+            result.meta["amp"] = Decision(low.because, wide)
+    return len(results)
+
+
+def _cast(node: Node, operand: Node, dtype: torch.dtype, because: str) -> Node:
+    cast = node.graph.call_function(CAST, (operand, dtype))
+    cast.meta = _origin(node)
+    cast.meta["val"] = operand.meta["val"].to(dtype)
+    cast.meta["amp_cast"] = Cast(op_name(node.target), because)
+    return cast
+
+
+def _origin(node: Node) -> dict[str, Any]:
+    return {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+
+
+def _call_copy(gm: GraphModule, node: Node, attribute: Node, body: GraphModule) -> None:
+    """Call a copy of a body where other calls of it, with other dtypes, keep the original."""
+    name = next(name for i in count() if getattr(gm, name := f"{attribute.target}_{i}", body) is body)
+    setattr(gm, name, body)
+    with gm.graph.inserting_before(node):
+        copied = gm.graph.get_attr(name)
+    copied.meta = dict(attribute.meta)
+    node.replace_input_with(attribute, copied)
+    if node.target is HOPS.invoke_subgraph:  # known to torch's caches by its second argument
+        node.update_arg(1, f"{node.args[1]}_{name}")

@@ -1,0 +1,122 @@
+"""Cast fewer bytes: a cast goes up through what repeats or pads numbers, and down through what drops some.
+
+Only where every result keeps its bits and its layout (or meets elementwise ops alone, which don't mind another
+layout), and where gradients are added up as before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, GraphModule, Node
+
+from ampcompile.passes.analysis.aliasing import Memory
+from ampcompile.passes.analysis.commuting import CAST, kind, rebuilt, runs_in, same_layout
+from ampcompile.passes.analysis.gradients import differentiable
+from ampcompile.passes.analysis.sizes import is_smaller
+from ampcompile.passes.graph import bodies
+from ampcompile.torch_private import tracing
+
+
+@dataclass(frozen=True)
+class MoveCasts:
+    """`gradients`: whether grad mode is on around the graph. Returns how many casts were moved."""
+
+    gradients: bool
+    name = "move_casts"
+    exact = True
+
+    def apply(self, gm: GraphModule) -> int:
+        with tracing.on_fakes_of(gm), torch.no_grad():
+            return self._move(gm, set())
+
+    def _move(self, gm: GraphModule, done: set[int]) -> int:
+        if id(gm) in done:
+            return 0
+        done.add(id(gm))
+        memory, recorded = Memory(gm.graph), differentiable(gm.graph, self.gradients)
+        moved = 0
+        for cast in gm.graph.find_nodes(op="call_function", target=CAST):
+            if "amp_cast" in cast.meta:
+                moved += _up(gm.graph, cast, memory, recorded) or _down(gm.graph, cast, memory, recorded)
+        return moved + sum(self._move(body, done) for _, body in bodies(gm))
+
+
+def _up(graph: Graph, cast: Node, memory: Memory, recorded: set[Node]) -> bool:
+    """Cast what the ops before the cast were made from, if that is less."""
+    path: list[Node] = []
+    best: list[Node] = []
+    node, least = cast.args[0], cast
+    while isinstance(node, Node) and _may_pass(node, cast, recorded):
+        if len(node.users) > 1 and (cast in recorded or not node.target.is_view):
+            break
+        path.insert(0, node)
+        node = node.args[0]
+        if isinstance(node, Node) and is_smaller(node.meta["val"], least.meta["val"]):
+            best, least = list(path), node
+    if not best or any(map(memory.is_written, (least, *best, cast))) or memory.is_seen(cast):
+        return False
+    with graph.inserting_before(cast):
+        last = rebuilt(best, _cast_of(least, cast))
+    return _put_in_place(graph, cast, last, [cast, *reversed(best)])
+
+
+def _down(graph: Graph, cast: Node, memory: Memory, recorded: set[Node]) -> bool:
+    """Cast what the ops behind the cast leave of it, if that is less."""
+    path: list[Node] = []
+    best: list[Node] = []
+    node = least = cast
+    while len(node.users) == 1 and _may_pass(user := next(iter(node.users)), cast, recorded):
+        path.append(user)
+        node = user
+        if is_smaller(node.meta["val"], least.meta["val"]):
+            best, least = list(path), node
+    source = cast.args[0]
+    assert isinstance(source, Node)
+    if not best or memory.is_written(source) or memory.is_written(cast) or memory.is_seen(cast):
+        return False
+    with graph.inserting_before(least):
+        last = _cast_of(rebuilt(best, source), cast)
+    return _put_in_place(graph, least, last, [*reversed(best), cast])
+
+
+def _may_pass(node: Node, cast: Node, recorded: set[Node]) -> bool:
+    found = kind(node)
+    if found not in ("moves", "repeats") or (found == "repeats" and cast in recorded):
+        return False
+    before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
+    return runs_in(node, before) and runs_in(node, after)
+
+
+def _cast_of(operand: Node, cast: Node) -> Node:
+    """The same cast of another value."""
+    moved = operand.graph.call_function(CAST, (operand, cast.args[1]))
+    record = cast.meta["amp_cast"]
+    moved.meta = {**cast.meta, "amp_cast": replace(record, fate=(*record.fate, "moved"))}
+    moved.meta["val"] = operand.meta["val"].to(cast.args[1])
+    return moved
+
+
+def _put_in_place(graph: Graph, old: Node, new: Node, unused: list[Node]) -> bool:
+    """Hand `new` to those who read `old`, and drop what nobody reads any more; or undo it if they would mind."""
+    fits = same_layout(old.meta["val"], new.meta["val"]) or all(map(_is_elementwise, old.users))
+    if fits:
+        old.replace_all_uses_with(new)
+    else:
+        unused = [new]
+        while (
+            len(unused[-1].args)
+            and isinstance(above := unused[-1].args[0], Node)
+            and not above.users.keys() - {unused[-1]}
+        ):
+            unused.append(above)
+    for node in unused:
+        if not node.users:
+            graph.erase_node(node)
+    return fits
+
+
+def _is_elementwise(user: Node) -> bool:
+    return isinstance(user.target, OpOverload) and torch.Tag.pointwise in user.target.tags and not user.target.is_view

@@ -1,0 +1,85 @@
+"""Cast the parts, not the whole: a cast that narrows what `cat` or `stack` put together becomes one of each part.
+
+As many numbers are cast, but half the bytes are put together; a part that was widened from the low type is read where
+it was low, and a part that is a weight has a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, GraphModule, Node
+
+from ampcompile.dtypes import is_lossless
+from ampcompile.passes.analysis.aliasing import Memory
+from ampcompile.passes.analysis.commuting import CAST, same_layout
+from ampcompile.passes.analysis.sizes import in_floats
+from ampcompile.passes.graph import bodies
+from ampcompile.torch_private import tracing
+
+_JOINING = frozenset(f"aten::{name}" for name in ("cat", "concat", "concatenate", "stack", "hstack", "vstack"))
+
+
+@dataclass(frozen=True)
+class SpreadCasts:
+    """Gradients are cut in pieces and cast as before, so they keep their bits. Returns how many casts were spread."""
+
+    name = "spread_casts"
+    exact = True
+
+    def apply(self, gm: GraphModule) -> int:
+        with tracing.on_fakes_of(gm), torch.no_grad():
+            return _spread(gm, set())
+
+
+def _spread(gm: GraphModule, done: set[int]) -> int:
+    if id(gm) in done:
+        return 0
+    done.add(id(gm))
+    casts = [cast for cast in gm.graph.find_nodes(op="call_function", target=CAST) if _narrows_a_whole(cast)]
+    memory = Memory(gm.graph) if casts else None
+    spread = sum(_spread_one(gm.graph, cast, memory) for cast in casts if memory is not None)
+    return spread + sum(_spread(body, done) for _, body in bodies(gm))
+
+
+def _narrows_a_whole(cast: Node) -> bool:
+    whole = cast.args[0]
+    if "amp_cast" not in cast.meta or not isinstance(whole, Node) or len(whole.users) > 1:
+        return False
+    if not isinstance(whole.target, OpOverload) or whole.target._schema.name not in _JOINING or not whole.args:
+        return False
+    low, high = cast.meta["val"].dtype, whole.meta["val"].dtype
+    parts = [part.meta["val"] for part in whole.all_input_nodes]
+    return is_lossless(low, high) and all(in_floats(part) and is_lossless(part.dtype, high) for part in parts)
+
+
+def _spread_one(graph: Graph, cast: Node, memory: Memory) -> bool:
+    whole, dtype = cast.args
+    assert isinstance(whole, Node)
+    parts: Any = whole.args[0]
+    if any(map(memory.is_written, (*parts, whole, cast))) or memory.is_seen(cast):
+        return False
+    join: Any = whole.target
+    value = join([part.meta["val"].to(dtype) for part in parts], *whole.args[1:], **whole.kwargs)
+    if not same_layout(value, cast.meta["val"]):
+        return False
+    with graph.inserting_before(whole):
+        whole.update_arg(0, [_narrowed(part, cast) for part in parts])
+    whole.meta["val"] = value
+    cast.replace_all_uses_with(whole)
+    graph.erase_node(cast)
+    return True
+
+
+def _narrowed(part: Node, cast: Node) -> Node:
+    """The same cast of one part, under the same number; the part itself if it is in that type."""
+    if part.meta["val"].dtype == cast.args[1]:
+        return part
+    record = cast.meta["amp_cast"]
+    made = part.graph.call_function(CAST, (part, cast.args[1]))
+    made.meta = {**cast.meta, "amp_cast": replace(record, fate=(*record.fate, "moved"))}
+    made.meta["val"] = part.meta["val"].to(cast.args[1])
+    return made

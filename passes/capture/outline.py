@@ -1,0 +1,116 @@
+"""Stretches of a Dynamo graph that can't be rewritten, outlined to run under the dispatcher's own autocast.
+
+Two kinds: `torch.func` transforms (their nesting levels become constants when retraced) and higher-order ops that
+`passes.higher_order` doesn't know. They are left as Dynamo wrote them and listed by `explain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.fx import GraphModule, Node
+from torch.fx.passes.split_module import split_module
+from torch.utils import _pytree as pytree
+
+from ampcompile.passes.analysis import higher_order
+from ampcompile.passes.graph import Regions
+
+OUTLINED = "amp_left_alone_"
+_LEVELS = ("_vmap", "_grad", "_jvp", "_func")
+
+
+class LeftAlone(torch.nn.Module):
+    """A torch-level graph run under `torch.autocast` with the state of the region it stands in."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        super().__init__()
+        self.graph_module = graph
+        self.regions: Regions | None = None  # None: the autocast state of the caller, as while capturing
+        self.grad = True  # the grad mode that it was captured in
+        self.differentiated: list[bool] = []  # which arguments had gradients then
+
+    def note(self, args: tuple[Any, ...]) -> None:
+        """Keep what it is captured with."""
+        self.grad = torch.is_grad_enabled()
+        self.differentiated = [isinstance(a, torch.Tensor) and a.requires_grad for a in args]
+
+    def forward(self, *args: Any) -> Any:
+        return self.graph_module(*args) if self.regions is None else self.run(self.regions, *args)
+
+    def run(self, regions: Regions, *args: Any) -> Any:
+        """Call the graph in its grad mode, under the autocast state of `regions` for the device of its first tensor."""
+        device_type = next((a.device.type for a in pytree.tree_leaves(args) if isinstance(a, torch.Tensor)), "cpu")
+        precision = regions.precision(device_type)
+        region = torch.autocast(device_type, precision, enabled=precision is not None, cache_enabled=False)
+        with region, torch.set_grad_enabled(self.grad):
+            return self.graph_module(*args)
+
+    def run_on_fakes(self, regions: Regions, args: tuple[Any, ...]) -> Any:
+        """`run`, on values that were computed without gradients."""
+        with torch.set_grad_enabled(self.grad):
+            # A clone, since a leaf can't be written in place.
+            pairs = zip(args, self.differentiated, strict=True)
+            return self.run(regions, *(a.detach().requires_grad_().clone() if grad else a for a, grad in pairs))
+
+
+def _name(node: Node) -> str:
+    return getattr(node.target, "__name__", "")
+
+
+def _opens(node: Node) -> bool:
+    return _name(node).endswith("_increment_nesting") and _name(node).startswith(_LEVELS)
+
+
+def _closes(node: Node) -> bool:
+    return _name(node).endswith("_decrement_nesting") and _name(node).startswith(_LEVELS)
+
+
+def _unknown_hop(gm: GraphModule) -> Callable[[Node], bool]:
+    def resolve(value: Any) -> Any:
+        if isinstance(value, Node) and value.op == "get_attr":
+            return getattr(gm, str(value.target), value)
+        return value
+
+    def unknown(node: Node) -> bool:
+        if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
+            return False
+        args, kwargs = pytree.tree_map(resolve, (node.args, node.kwargs), is_leaf=lambda x: isinstance(x, Node))
+        return not higher_order.known(node.target, args, kwargs)
+
+    return unknown
+
+
+def outline(gm: GraphModule) -> GraphModule:
+    """`gm` with every stretch that must be left alone moved into a `LeftAlone` submodule; `gm` itself if none."""
+    unknown = _unknown_hop(gm)
+    if not any(_opens(n) or unknown(n) for n in gm.graph.nodes):
+        return gm
+    part: dict[Node, int] = {}
+    alone: set[int] = set()
+    depth = current = 0
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        if depth == 0 and (_opens(node) or unknown(node)):
+            current += 1
+            alone.add(current)
+        depth += _opens(node)
+        part[node] = current
+        if _name(node) == "_autograd_grad":  # of what may have been computed in a stretch that was closed: one with it
+            outputs_and_inputs = pytree.arg_tree_leaves(*node.args[:2])
+            begins = min((part[n] for n in outputs_and_inputs if n in part), default=current)
+            part.update((n, begins) for n, p in part.items() if p > begins)
+            alone.add(current := begins)
+        depth -= _closes(node)
+        if depth == 0 and current in alone:
+            current += 1
+    split = split_module(gm, None, part.__getitem__, keep_original_order=True, keep_original_node_name=True)
+    for index in sorted(set(part.values())):
+        name = f"submod_{index}"
+        if index in alone and hasattr(split, name):
+            setattr(split, name, LeftAlone(getattr(split, name)))
+    split.meta.update(gm.meta)
+    return split

@@ -1,0 +1,247 @@
+"""Decide which dtype every op runs in. Writes `node.meta["amp"]`, a `Decision` with its reason, and nothing else.
+
+Mixed precision is one question asked of every op: in which dtype should its operands arrive? Eager autocast asks
+it in the dispatcher, at every call, of five lists. Here it is asked once, of a graph in which each node is an op
+as the user called it, and the answer is kept where it can be read.
+
+The pass walks the graph in order with a fake tensor for every value. At each op it looks at three things. The
+region: is autocast on here, for this device, and with which low-precision dtype? The user's `torch.autocast`
+blocks are nodes of the graph and are followed like brackets. The rule: what the policy says of this op, of the
+module it was called in, or what the device's table says. The operands: the dtypes that actually arrive, after
+everything decided so far. Running the op on the fakes, with its operands cast as decided, gives the dtypes that
+the next ops see; so a decision made here moves on through the graph as it would at run time.
+
+Most ops have no rule. They run in whatever arrives, and torch's own promotion decides. An op that appears in no
+table and belongs to somebody else's library is marked unknown, for `explain` to list.
+
+One thing is decided against eager autocast: the range guard. A finite constant which the low-precision type would
+turn into infinity or zero (a mask of -1e9, an epsilon of 1e-8 in float16) keeps its op in float32, where eager
+raises, overflows or divides by zero. With `range_guards=False` eager's decisions are taken to the letter.
+
+Casting per use, not per value, is deliberate: two uses of one weight get two casts, each cast passes its own
+gradient back, and the gradients are summed in float32. The casts are merged after differentiation, when that no
+longer changes a digit.
+
+The bodies of higher-order ops are walked where they are called, with the dtypes of that call. A body shared by
+calls that differ is decided once for each, on copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import GraphModule, Node, map_arg
+from torch.utils import _pytree as pytree
+
+from ampcompile.passes.analysis import higher_order
+from ampcompile.passes.graph import (
+    ENTER,
+    EXIT,
+    Decision,
+    Regions,
+    castable,
+    changes_state,
+    device_type_of,
+    held_tensors,
+    in_dtype,
+    module_path,
+    placeholders,
+    reads_bits,
+    set_arguments,
+)
+from ampcompile.policy import Policy
+from ampcompile.torch_private import tracing
+
+from .counts import lengths
+from .decisions import Call, decide
+from .dtype_memo import Repeats, traced_if_alike
+from .range_guards import guarded
+
+# The user's own casts and copies are never second-guessed.
+_CASTS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as"})
+_KEEP_VALUES = _CASTS | {"aten::lift_fresh_copy", "aten::detach_", "aten::clone"}
+_BORN_KNOWN = frozenset({"aten", "prims", "prim", "ampcompile", "_c10d_functional", "c10d_functional"})
+HOPS = higher_order.HOPS
+
+
+class _Walk:
+    """One graph and its values, walked in order; a body is a walk of its own."""
+
+    def __init__(self, parent: AssignPrecision | _Walk, gm: GraphModule, regions: Regions) -> None:
+        self.policy: Policy = parent.policy
+        self.range_guards: bool = parent.range_guards
+        self.walks: dict[GraphModule, dict[Any, _Walk]] = parent.walks if isinstance(parent, _Walk) else {}
+        self.repeats: Repeats = parent.repeats if isinstance(parent, _Walk) else Repeats()
+        self.gm, self.regions = gm, regions
+        self.values: dict[Node, Any] = {}
+        self.constants: dict[Node, float] = {}  # the largest finite magnitude in tensors that are known
+        self.lengths = lengths(gm.graph) if self.range_guards else set()
+        self.output: Any = None
+
+    def run(self, inputs: list[Any]) -> None:
+        arriving = iter(pytree.tree_leaves(inputs))  # a size that a custom function keeps comes as a tuple
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder":
+                decision = Decision("graph input", traced_if_alike(node, next(arriving)))
+            elif node.op == "get_attr":
+                decision = Decision("constant", self._constant(node))
+            elif node.op == "output":
+                decision = Decision("graph output", self._arguments(node.args[0]))
+            elif node.target is ENTER:
+                device_type, dtype, enabled = node.args[:3]
+                self.regions.enter(device_type, dtype, enabled)
+                decision = Decision("autocast region begins")
+            elif node.target is EXIT:
+                self.regions.leave()
+                decision = Decision("autocast region ends")
+            elif changes_state(node):
+                decision = Decision("about no value")
+            else:
+                decision = self._call(node)
+            node.meta["amp"] = decision
+            self.values[node] = decision.result
+        self.output = decision.result
+
+    def _call(self, node: Node) -> Decision:
+        if node.op == "call_module":
+            regions = self.regions.copy()
+            result = self.gm.get_submodule(str(node.target)).run_on_fakes(regions, self._arguments(node.args))
+            return Decision("left to the dispatcher's own autocast", result, regions=regions, known=False)
+        if isinstance(node.target, HigherOrderOperator):
+            return self._higher_order(node, node.target)
+        if isinstance(node.target, OpOverload):
+            return self._op(node, node.target)
+        return self._as_it_is(node, Decision("not an op on tensors"))
+
+    def _op(self, node: Node, op: OpOverload) -> Decision:
+        self._follow_constants(node, op)
+        tensors = [self.values[n] for n in node.all_input_nodes if isinstance(self.values[n], torch.Tensor)]
+        device_type = device_type_of(tensors)
+        low = self.regions.precision(device_type) if device_type else None
+        if device_type is None or low is None or not any(map(castable, tensors)):
+            because = "autocast is off here" if low is None and device_type else "no floating operands"
+            return self._as_it_is(node, Decision(because))
+        if op._schema.name in _CASTS:
+            return self._as_it_is(node, Decision("a cast that the user wrote stays as it is"))
+        call = Call(node, op, self.values, device_type)
+        rule = self.policy.rule_for(op, device_type, module_path(node))
+        if rule is not None:
+            decision = decide(call, rule, low)
+        elif placed := node.meta.get("amp_placed"):
+            operands = {n: to for n, to in placed.operands.items() if self.values[n].dtype != to}
+            decision = Decision(placed.because, operands=operands)
+        elif op.namespace in _BORN_KNOWN:
+            decision = Decision("no rule: runs in the dtypes that arrive", free=True)
+        else:
+            decision = Decision("unknown to the policy", known=False)
+        if self.range_guards:
+            decision = guarded(call, decision, self.constants, self.lengths)
+        untouched = rule is None and not decision.operands and not decision.arguments
+        return self._as_it_is(node, decision) if untouched else self._carried_out(node, decision)
+
+    def _follow_constants(self, node: Node, op: OpOverload) -> None:
+        source = next(iter(node.all_input_nodes), node)
+        if (op.is_view and not reads_bits(op)) or op._schema.name in _KEEP_VALUES:
+            if source in self.constants:
+                self.constants[node] = self.constants[source]
+        elif op._schema.is_mutable and source in self.constants:
+            self.constants.clear()  # whatever aliases it changes too
+
+    def _higher_order(self, node: Node, hop: HigherOrderOperator) -> Decision:
+        decision = Decision("its bodies are rewritten")
+        if hop is HOPS.flex_attention and (low := self.regions.precision(self.values[node.args[0]].device.type)):
+            operands = {n: low for n in node.args[:3] if castable(self.values[n]) and self.values[n].dtype != low}
+            decision = Decision("attention runs in low precision", operands=operands)
+        args, kwargs = self._arguments((node.args, node.kwargs), decision.operands)
+        walks: list[_Walk] = []
+        copies: dict[Node, GraphModule] = {}
+        for body, attribute in higher_order.each_body(hop, node.args):
+            regions = self.regions.copy() if body.autocast else self.regions.off()
+            inputs = body.inputs(args, kwargs, [walk.output for walk in walks])
+            walks.append(self._body(self.values[attribute], inputs, regions, node))
+            if walks[-1].gm is not self.values[attribute]:
+                copies[attribute] = walks[-1].gm
+        agreed = higher_order.agreed_outputs(hop, args, [walk.output for walk in walks])
+        outputs = [walk.returning(dtypes) for walk, dtypes in zip(walks, agreed, strict=True)]
+        result = higher_order.result(hop, args, kwargs, outputs, node.meta.get("val"))
+        return replace(decision, bodies=copies, result=result)
+
+    def _body(self, gm: GraphModule, inputs: list[Any], regions: Regions, node: Node) -> _Walk:
+        """Walk a body, a copy of it if it was decided for other dtypes before; only named regions are shared."""
+        dtypes = tuple(value.dtype if isinstance(value, torch.Tensor) else None for value in inputs)
+        key = (dtypes, regions.key(), None if node.target is HOPS.invoke_subgraph else node)
+        walks = self.walks.setdefault(gm, {})
+        if key not in walks:
+            walks[key] = _Walk(self, higher_order.copied(gm) if walks else gm, regions)
+            walks[key].run(inputs)
+        return walks[key]
+
+    def returning(self, dtypes: list[torch.dtype | None]) -> Any:
+        """Have the graph return its outputs in other dtypes; the outputs."""
+        node = self.gm.graph.output_node()
+        nodes = pytree.tree_leaves(node.args[0])
+        wanted = [(n, to) for n, to in zip(nodes, dtypes, strict=True) if isinstance(n, Node) and to is not None]
+        casts = {n: to for n, to in wanted if self.values[n].dtype != to}
+        if casts:
+            because = "every branch, and every round of a loop, gives the same dtypes"
+            self.output = pytree.tree_map(lambda n: in_dtype(self.values.get(n, n), casts.get(n)), node.args[0])
+            node.meta["amp"] = Decision(because, self.output, operands=casts)
+        return self.output
+
+    def _as_it_is(self, node: Node, decision: Decision) -> Decision:
+        """The decision about a call in which nothing changes: if nothing did before it, the value it had is right."""
+        if "val" in node.meta and all(self.values[n] is n.meta.get("val") for n in node.all_input_nodes):
+            return replace(decision, result=node.meta["val"])
+        return self._carried_out(node, decision)
+
+    def _carried_out(self, node: Node, decision: Decision) -> Decision:
+        """The decision with the fake value that comes of it."""
+
+        def compute() -> Any:
+            args, kwargs = self._arguments((node.args, node.kwargs), decision.operands)
+            target = decision.target or node.target
+            if decision.arguments:
+                args, kwargs = set_arguments(target, args, kwargs, decision.arguments)
+            if node.op == "call_method":
+                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                result = target(*args, **kwargs)
+            if decision.narrow is None:
+                return result
+            return pytree.tree_map(lambda v: in_dtype(v, decision.narrow) if castable(v) else v, result)
+
+        return replace(decision, result=self.repeats.result(node, decision, self.values, compute))
+
+    def _arguments(self, structure: Any, casts: Mapping[Node, torch.dtype] | None = None) -> Any:
+        return map_arg(structure, lambda n: in_dtype(self.values[n], (casts or {}).get(n)))
+
+    def _constant(self, node: Node) -> Any:
+        value = getattr(self.gm, str(node.target))
+        if not isinstance(value, torch.Tensor):
+            return value
+        if node.target not in held_tensors(self.gm):
+            self.constants[node] = tracing.largest_magnitude(value)
+        return node.meta["val"]
+
+
+@dataclass(frozen=True)
+class AssignPrecision:
+    """`regions`: the autocast state around the graph. Returns the number of ops with an operand to cast."""
+
+    policy: Policy
+    regions: Regions
+    range_guards: bool = True
+    name = "assign_precision"
+    exact = True
+    only_decides = True  # values keep the dtypes they were captured with until the decisions are carried out
+
+    def apply(self, gm: GraphModule) -> int:
+        walk = _Walk(self, gm, self.regions.copy())
+        with tracing.on_fakes_of(gm), torch.no_grad():
+            walk.run([node.meta["val"] for node in placeholders(gm)])
+        walked = [walk, *(other for walks in walk.walks.values() for other in walks.values())]
+        return sum(bool(node.meta["amp"].operands) for w in walked for node in w.gm.graph.nodes)

@@ -1,0 +1,106 @@
+"""What a rule means for one call of an op: which operands are cast, which arguments change, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from ampcompile.errors import BannedOpError
+from ampcompile.passes.graph import Decision, castable, op_name, source_line
+from ampcompile.rules.table import Rule
+from ampcompile.torch_private import dispatcher
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op in a graph, with the fake values that arrive at it; autocast is on for `device_type`."""
+
+    node: Node
+    op: OpOverload
+    values: Mapping[Node, Any]
+    device_type: str
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """What stands in the call, nodes included, by the names in the op's schema."""
+        names = [argument.name for argument in self.op._schema.arguments]
+        return dict(zip(names, self.node.args, strict=False)) | dict(self.node.kwargs)
+
+    @cached_property
+    def arriving(self) -> list[torch.dtype]:
+        """The dtypes of all tensor operands in the schema's order, tensor lists flattened."""
+        values = (self.values[operand] for _, operand in self._operands())
+        return [value.dtype for value in values if isinstance(value, torch.Tensor)]
+
+    def castable(self, keeps: tuple[str, ...] = ()) -> list[tuple[str, Node]]:
+        """The operands that autocast may cast, each with its argument's name; none that the op writes into."""
+        written = [a.name for a in self.op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        return [
+            (name, operand)
+            for name, operand in self._operands()
+            if name not in written and name not in keeps and self._is_castable(self.values[operand])
+        ]
+
+    def _is_castable(self, value: Any) -> bool:
+        # A number that waits on the CPU for an op on an accelerator is not of autocast's device.
+        return castable(value) and value.device.type == self.device_type
+
+    def _operands(self) -> Iterator[tuple[str, Node]]:
+        for name, value in self.arguments.items():
+            for leaf in pytree.tree_leaves(value, is_leaf=lambda x: isinstance(x, Node)):
+                if isinstance(leaf, Node):
+                    yield name, leaf
+
+
+def decide(call: Call, rule: Rule, low: torch.dtype) -> Decision:
+    """Carry a rule over to one call, in a region whose low-precision dtype is `low`. Raises BannedOpError."""
+    if rule.category == "banned":
+        raise BannedOpError(
+            f"{op_name(call.op)} at {source_line(call.node) or 'an unknown line'} is unsafe in mixed precision "
+            f"({rule.because}). Use its numerically safe form, as torch.nn.functional.binary_cross_entropy_with_"
+            "logits, or call it inside torch.autocast(device_type, enabled=False)."
+        )
+    if rule.asks_float32(call.arriving):
+        return _asking_float32(call, rule)
+    dtype = rule.operand_dtype(call.arriving, low)
+    if dtype is None:
+        return Decision(rule.because)
+    wanted = {operand: dtype for _, operand in call.castable(rule.keeps)}
+    wanted |= _following(call, rule, dtype)
+    operands = {operand: to for operand, to in wanted.items() if call.values[operand].dtype != to}
+    dropped = dict.fromkeys(rule.drops) if operands else {}
+    narrow = rule.result_dtype(call.arriving, low)
+    return Decision(rule.because, operands=operands, arguments=dropped, narrow=narrow)
+
+
+def _asking_float32(call: Call, rule: Rule) -> Decision:
+    if rule.redispatch:
+        target = dispatcher.op_named(rule.redispatch)
+        return Decision(rule.because, target=target, arguments=_omitted(call, target) | {"dtype": torch.float32})
+    if call.arguments.get("dtype") is not None:
+        return Decision("the user asked for a dtype")
+    return Decision(rule.because, arguments={"dtype": torch.float32})
+
+
+def _omitted(call: Call, target: OpOverload) -> dict[str, Any]:
+    """Defaults that the call relies on and that the overload called instead doesn't have."""
+    needed = {argument.name for argument in target._schema.arguments if not argument.has_default_value()}
+    own = {a.name: a.default_value for a in call.op._schema.arguments if a.has_default_value()}
+    return {name: value for name, value in own.items() if name in needed and name not in call.arguments}
+
+
+def _following(call: Call, rule: Rule, dtype: torch.dtype) -> dict[Node, torch.dtype]:
+    """Operands that take the dtype another one ends up in, as attention's mask takes the query's."""
+    found = {}
+    for name, leader in rule.follows:
+        argument, lead = call.arguments.get(name), call.arguments.get(leader)
+        if isinstance(argument, Node) and isinstance(lead, Node) and castable(call.values[argument]):
+            found[argument] = dtype if castable(call.values[lead]) else call.values[lead].dtype
+    return found

@@ -1,0 +1,232 @@
+"""Place the ops that may run in either type where the fewest bytes are cast: a minimum cut of the graph.
+
+Float32 is the source's side of the cut and the low type the sink's. What a rule decided, and what the outside sees,
+stands on its side; the free ops between go where the cut puts them. An edge costs the bytes that its cast reads and
+writes, forward once for all readers of a value and backward once for each, because gradients are added up in the
+value's own type. Where nothing is saved an op stays where eager autocast has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from ampcompile.dtypes import short_name
+from ampcompile.passes.analysis.aliasing import Memory
+from ampcompile.passes.analysis.commuting import kind
+from ampcompile.passes.analysis.gradients import differentiable
+from ampcompile.passes.analysis.sizes import elements, elements_hint, in_floats
+from ampcompile.passes.graph import Decision, Placed, placeholders
+from ampcompile.rules.table import table
+
+from .minimum_cut import source_side
+
+HIGH = torch.float32
+LOW = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Placement:
+    """One graph's ops and what their casts cost. `low`: the type of the sink's side."""
+
+    gm: GraphModule
+    low: torch.dtype
+    weights: set[Node]
+    recorded: set[Node]
+    fuses: bool
+    free: dict[Node, torch.dtype] = field(default_factory=dict)
+    """The free ops, with the type that eager autocast has them in."""
+
+    def side(self, node: Node, labels: Mapping[Node, torch.dtype]) -> torch.dtype:
+        """The type that a value is in."""
+        return labels.get(node) or node.meta["amp"].result.dtype
+
+    def wants(self, user: Node, operand: Node, labels: Mapping[Node, torch.dtype]) -> torch.dtype | None:
+        """The type in which an op takes an operand; None: it takes any."""
+        if user in self.free:
+            return labels[user]
+        decision: Decision = user.meta["amp"]
+        return decision.operands.get(operand) or self._as_eager_has(operand)
+
+    def _as_eager_has(self, operand: Node) -> torch.dtype:
+        dtype: torch.dtype = operand.meta["amp"].result.dtype
+        return dtype
+
+    def widens_inside(self, user: Node) -> bool:
+        """Whether a kernel in float32 takes some operands as they are, since another one is in float32."""
+        return self.free.get(user) == HIGH and sum(in_floats(n.meta["amp"].result) for n in user.all_input_nodes) > 1
+
+    def forward(self, operand: Node, user: Node) -> int:
+        """Bytes of a cast between two ops in different types, 0 where it is part of both ops' kernel."""
+        if operand in self.weights or (self.fuses and _is_elementwise(operand) and _is_elementwise(user)):
+            return 0
+        return self.bytes(operand)
+
+    def backward(self, operand: Node, user: Node) -> int:
+        """Bytes of the casts of its gradients, one for each place where the op reads it."""
+        fused = self.fuses and _is_elementwise(operand) and _is_elementwise(user)
+        if fused or operand not in self.recorded or user not in self.recorded:
+            return 0
+        return self.bytes(operand) * pytree.arg_tree_leaves(*user.args, **user.kwargs).count(operand)
+
+    def bytes(self, operand: Node) -> int:
+        """Bytes that a cast of a value reads and writes."""
+        return (elements_hint(operand.meta["amp"].result) or 0) * (HIGH.itemsize + self.low.itemsize)
+
+    def edges(self) -> list[tuple[Node, Node]]:
+        """Every value that has one of the two types, with every op that reads it."""
+        return [
+            (operand, user)
+            for operand in self.gm.graph.nodes
+            if in_floats(operand.meta["amp"].result)
+            for user in operand.users
+            if user.op == "call_function" and isinstance(user.target, OpOverload)
+        ]
+
+    def cost(self, labels: Mapping[Node, torch.dtype]) -> int:
+        """Bytes cast, forward and backward, if the free ops run in these types."""
+        total, paid = 0, set[tuple[Node, torch.dtype]]()
+        for operand, user in self.edges():
+            wanted = self.wants(user, operand, labels)
+            if wanted is None or wanted == self.side(operand, labels):
+                continue
+            total += self.backward(operand, user)
+            inside = wanted == HIGH and self.widens_inside(user)
+            if not inside and (cast := self.forward(operand, user)) and (operand, wanted) not in paid:
+                paid.add((operand, wanted))
+                total += cast
+        return total
+
+    def cut(self) -> dict[Node, torch.dtype]:
+        """The types of the free ops that cast the fewest bytes."""
+        capacities: dict[tuple[Any, Any], float] = {}
+        weight = len(self.free) + 1  # one byte is worth more than all ops staying where they are
+
+        def terminal(node: Node) -> Any:
+            return node if node in self.free else self.side(node, {})
+
+        def add(a: Any, b: Any, capacity: float) -> None:
+            if a != b:
+                capacities[a, b] = capacities.get((a, b), 0) + capacity
+
+        for operand, user in self.edges():
+            source = terminal(operand)
+            reader = user if user in self.free else self.wants(user, operand, {})
+            if source == reader:
+                continue
+            back, forth = weight * self.backward(operand, user), weight * self.forward(operand, user)
+            if {operand, user} & self.free.keys():  # else it is paid anyway; of a cast forward all readers have a use
+                add(source, reader, back)
+                add(reader, source, back)
+            if forth:  # one cast down for all readers, one up
+                capacities[source, (operand, self.low)] = forth
+                capacities[(operand, self.low), reader] = inf
+                if not self.widens_inside(user):
+                    capacities[(operand, HIGH), source] = forth
+                    capacities[reader, (operand, HIGH)] = inf
+        for node, eager in self.free.items():
+            edge = (HIGH, node) if eager == HIGH else (node, self.low)
+            add(edge[0], edge[1], 1)
+        high = source_side(capacities, HIGH, self.low)
+        return self._as_it_comes({node: HIGH if node in high else self.low for node in self.free})
+
+    def _as_it_comes(self, labels: dict[Node, torch.dtype]) -> dict[Node, torch.dtype]:
+        """An op that is to widen some of its operands inside needs one that is wide."""
+        for node in labels:
+            operands = [n for n in node.all_input_nodes if in_floats(n.meta["amp"].result)]
+            if (
+                labels[node] == HIGH
+                and self.widens_inside(node)
+                and all(self.side(n, labels) != HIGH for n in operands)
+            ):
+                labels[node] = self.low
+        return labels
+
+
+def _is_elementwise(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+@dataclass(frozen=True)
+class PlaceCasts:
+    """`gradients`: grad mode is on around the graph. `fuses`: Inductor runs it, where casts between elementwise ops
+    cost nothing. `is_weight(index, placeholder)`: its cast is kept between calls.
+
+    Writes `node.meta["amp_placed"]` for `assign_precision`, which runs again. Returns the number of ops placed
+    elsewhere than eager autocast has them.
+    """
+
+    gradients: bool
+    fuses: bool
+    is_weight: Callable[[int, Node], bool]
+    name = "place_casts"
+    exact = False  # ops in another type round differently
+    only_decides = True
+
+    def apply(self, gm: GraphModule) -> int:
+        placement = self.placement(gm)
+        if placement is None or not placement.free:
+            return 0
+        labels = placement.cut()
+        moved = {node for node, label in labels.items() if label != placement.free[node]}
+        for node in moved | {user for other in moved for user in other.users}:
+            if operands := _operands(placement, node, labels):
+                node.meta["amp_placed"] = Placed(operands, _because(placement, node, labels))
+        return len(moved)
+
+    def placement(self, gm: GraphModule) -> Placement | None:
+        """What there is to place in a graph whose precision is assigned; None if no op was given a low type."""
+        decisions: list[Decision] = [node.meta["amp"] for node in gm.graph.nodes]
+        found = {dtype for decision in decisions for dtype in decision.operands.values()} & set(LOW)
+        if len(found) != 1:
+            return None
+        weights = {node for i, node in enumerate(placeholders(gm)) if self.is_weight(i, node)}
+        placement = Placement(gm, found.pop(), weights, differentiable(gm.graph, self.gradients), self.fuses)
+        memory = Memory(gm.graph)
+        for node in gm.graph.nodes:
+            if _is_free(node, placement.low, memory):
+                placement.free[node] = node.meta["amp"].result.dtype
+        return placement
+
+
+def _is_free(node: Node, low: torch.dtype, memory: Memory) -> bool:
+    op, decision = node.target, node.meta["amp"]
+    if not isinstance(op, OpOverload) or op._schema.is_mutable or not decision.known or decision.arguments:
+        return False
+    result = decision.result
+    if not in_floats(result) or result.dtype not in (HIGH, low) or elements_hint(result) is None:
+        return False
+    # An accelerator's list says which ops lose digits in 16 bits; what the CPU has no rule for is not free of that.
+    if decision.operands or not decision.free or op.name() in table("cuda") or op.name() in table(result.device.type):
+        return False
+    operands = [n.meta["amp"].result for n in node.all_input_nodes]
+    if not (_is_elementwise(node) or kind(node)) or any(
+        isinstance(v, torch.Tensor) and v.is_floating_point() and v.dtype not in (HIGH, low) for v in operands
+    ):
+        return False
+    ops_alone = all(user.op == "call_function" and isinstance(user.target, OpOverload) for user in node.users)
+    return ops_alone and bool(operands) and not memory.is_written(node) and not memory.is_seen(node)
+
+
+def _operands(placement: Placement, node: Node, labels: Mapping[Node, torch.dtype]) -> dict[Node, torch.dtype]:
+    if node not in placement.free and node.meta["amp"].operands:
+        return {}  # its rule casts what arrives
+    values = [n for n in node.all_input_nodes if in_floats(n.meta["amp"].result)]
+    wide = any(placement.side(n, labels) == HIGH for n in values)
+    if labels.get(node) == HIGH and placement.widens_inside(node) and wide:
+        return {}
+    return {n: dtype for n in values if (dtype := placement.wants(node, n, labels)) is not None}
+
+
+def _because(placement: Placement, node: Node, labels: Mapping[Node, torch.dtype]) -> str:
+    if node not in labels:
+        return "as in eager autocast, though what it reads was placed elsewhere"
+    size = elements(node.meta["amp"].result) * (HIGH.itemsize + placement.low.itemsize)
+    return f"placed in {short_name(labels[node])} by a minimum cut over bytes cast; a cast of it costs {size}"

@@ -1,0 +1,85 @@
+"""Constants that a low type turns into infinity or zero, counts that it rounds: such an op runs in float32 instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from ampcompile.dtypes import representable, short_name, widest
+from ampcompile.passes.graph import Decision, castable
+
+from .decisions import Call
+
+_LOW = (torch.float16, torch.bfloat16)
+# Numbers that meet the operands' own dtype. A `float` argument (eps, p) is computed in float32 inside the kernel,
+# so it can't vanish; but one too large is meant for an element, as the fill value of `pad`.
+_ELEMENTS = ("number", "Optional[number]", "Tensor", "Optional[Tensor]")
+_INSIDE = ("float", "Optional[float]")
+_WRITE_CONSTANTS = frozenset(
+    f"aten::{op}"
+    for op in ("clamp_", "clamp_max_", "clamp_min_", "copy_", "fill_", "hardtanh_", "index_copy_", "index_fill_")
+) | frozenset(
+    f"aten::{op}" for op in ("index_put_", "masked_fill_", "masked_scatter_", "put_", "scatter_", "threshold_")
+)
+
+
+def guarded(call: Call, decision: Decision, constants: Mapping[Node, float], lengths: Set[Node]) -> Decision:
+    """The decision, or one that keeps the call's constants finite and nonzero, and its counts exact.
+
+    `constants`: the largest finite magnitude in the tensors that are known. `lengths`: values that are made integers
+    of. An op that writes into its operand can't widen it: what it writes is clamped to the operand's range.
+    """
+    if call.op._schema.name in _WRITE_CONSTANTS:
+        return _clamped(call, decision, constants, call.arriving[0])
+    dtype = _computes_in(call, decision)
+    if dtype not in _LOW or call.op._schema.is_mutable:
+        return decision
+    if call.node in lengths:
+        return _in_float32(call, f"range guard: a length or position, which {short_name(dtype)} doesn't count exactly")
+    for name, value in (*_numbers(call, dtype), *_tensors(decision, constants)):
+        if not representable(value, dtype):
+            return _in_float32(call, f"range guard: {name}={value:g} doesn't fit {short_name(dtype)}")
+    return decision
+
+
+def _in_float32(call: Call, because: str) -> Decision:
+    wide = {n: torch.float32 for _, n in call.castable() if call.values[n].dtype != torch.float32}
+    return Decision(because, operands=wide)
+
+
+def _computes_in(call: Call, decision: Decision) -> torch.dtype | None:
+    if decision.arguments.get("dtype") is not None:
+        return None
+    operands = {n: v.dtype for n in call.node.all_input_nodes if castable(v := call.values[n])}
+    return widest((operands | dict(decision.operands)).values())
+
+
+def _numbers(call: Call, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    for argument in call.op._schema.arguments:
+        value = call.arguments.get(argument.name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            continue
+        inside = str(argument.type) in _INSIDE and abs(value) > torch.finfo(dtype).max
+        if inside or str(argument.type) in _ELEMENTS:
+            yield argument.name, float(value)
+
+
+def _tensors(decision: Decision, constants: Mapping[Node, float]) -> Iterator[tuple[str, float]]:
+    return ((operand.name, constants[operand]) for operand in decision.operands if operand in constants)
+
+
+def _clamped(call: Call, decision: Decision, constants: Mapping[Node, float], dtype: torch.dtype) -> Decision:
+    if dtype not in _LOW:
+        return decision
+    largest = torch.finfo(dtype).max
+    numbers = {name: math.copysign(largest, v) for name, v in _numbers(call, dtype) if abs(v) > largest}
+    tensors = {n: largest for n in call.node.all_input_nodes if constants.get(n, 0.0) > largest}
+    if not numbers and not tensors:
+        return decision
+    names = ", ".join((*numbers, *(n.name for n in tensors)))
+    because = f"range guard: {names} doesn't fit {short_name(dtype)}, whose largest number is written"
+    return replace(decision, because=because, arguments={**decision.arguments, **numbers}, clamps=tensors)

@@ -1,0 +1,182 @@
+"""A product reads a float32 weight as it is: the weight's cast moves into the product, and is done in registers.
+
+That is for the casts `hoist_weights` leaves: of weights that the graph computes, or that change without a trace. The
+bits of every product are the same up to the order of its sum; the gradient of the weight isn't rounded to 16 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ampcompile.kernels.linear_cast import LINEAR_CAST, ROWS_FEW, ROWS_SHARED
+from ampcompile.passes.analysis.aliasing import Memory
+from ampcompile.passes.analysis.commuting import CAST, rebuilt
+from ampcompile.passes.analysis.gradients import differentiable
+from ampcompile.passes.analysis.sizes import elements_hint, is_smaller
+from ampcompile.passes.graph import op_name
+from ampcompile.torch_private import tracing
+
+from .matching import Fusion, Worth, argument, drop_unread, fuse, graphs, is_low, is_view
+
+aten = torch.ops.aten
+_COPIES = (aten.contiguous.default, aten.clone.default)
+# Where a product by a library's kernel ends: what it gives lies in memory, and a cast of it is a kernel of its own.
+_STORED = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.matmul.default, aten.linear.default)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A product read as `x @ weight.t() + bias`."""
+
+    x: Node
+    weight: Node
+    bias: Node | None = None
+    transposed: bool = False
+    """The operand is the transpose of the weight."""
+    swapped: bool = False
+    """The weight comes first: x and the result are transposed."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The float32 value behind an operand: our cast of it, and the views from there to the operand."""
+
+    cast: Node
+    views: list[Node]
+
+    @property
+    def value(self) -> Node:
+        return self.cast.args[0]
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [self.cast, *self.views]
+
+
+def _readings(node: Node) -> Iterator[_Layer]:
+    """The ways to read an op as a layer; which operand is the weight is not known yet."""
+    if node.target is aten.linear.default:
+        yield _Layer(node.args[0], node.args[1], argument(node, 2, "bias"))
+    elif node.target in (aten.mm.default, aten.matmul.default):
+        first, second = node.args
+        yield _Layer(first, second, transposed=True)
+        yield _Layer(second, first, swapped=True)
+    elif node.target is aten.addmm.default and node.kwargs.get("beta", 1) == node.kwargs.get("alpha", 1) == 1:
+        bias, first, second = node.args
+        if bias.meta["val"].shape == second.meta["val"].shape[1:]:
+            yield _Layer(first, second, bias, transposed=True)
+
+
+def _source(operand: Any, memory: Memory) -> _Source | None:
+    """The float32 value that an operand rounds, for this product alone; None where another needs the rounded one."""
+    views: list[Node] = []
+    while is_view(operand) and operand.target not in _COPIES and len(operand.users) == 1:
+        views.insert(0, operand)
+        operand = operand.args[0]
+    if not isinstance(operand, Node) or operand.target is not CAST or "amp_cast" not in operand.meta:
+        return None
+    before = operand.args[0].meta["val"]
+    plain = before.dtype is torch.float32 and not is_traceable_wrapper_subclass(before)
+    alone = len(operand.users) == 1 and not memory.is_written(operand.args[0])
+    return _Source(operand, views) if plain and alone and is_low(operand) else None
+
+
+def _lies_in_memory(value: Node) -> bool:
+    """Whether a float32 value is stored in any case; one that Inductor computes in a loop is cast in that loop."""
+    while is_view(value) and value.target not in _COPIES:
+        value = value.args[0]
+    return value.op != "call_function" or value.target in _STORED
+
+
+def _few_rows(layer: _Layer) -> bool:
+    """Whether the kernel knows, as it is compiled, that it is bound by the weight's bytes."""
+    shape = layer.x.meta["val"].shape
+    rows = shape[1:] if layer.swapped else shape[:-1]
+    return all(isinstance(size, int) for size in rows) and math.prod(rows) <= ROWS_FEW
+
+
+def _counted(layer: _Layer, source: _Source, out: Node, backward: bool) -> tuple[int, int] | None:
+    """Bytes saved and moved by this product, and by the one that gives the gradient of x; None if data decide."""
+    x, weight, result = (elements_hint(node.meta["val"]) for node in (layer.x, layer.weight, out))
+    if x is None or weight is None or result is None:
+        return None
+    rows = math.isqrt(x * result // max(1, weight))  # rows * depth * rows * features / (features * depth)
+    reads = max(1, -(-rows // ROWS_SHARED))
+    stored = _lies_in_memory(source.value)
+    unfused = (6 if stored else 2) * weight + 2 * reads * weight
+    fused = (0 if stored else 4) * weight + 4 * reads * weight
+    times = 2 if backward else 1
+    return times * (unfused - fused), times * (unfused + 2 * (x + result))
+
+
+@dataclass(frozen=True)
+class FuseLinearCast:
+    """Returns the number of products. `gradients`: whether grad mode is on around the graph.
+
+    Where counts decide, it takes few rows, and a weight that lies in memory as float32: then the product is bound by
+    the weight's bytes, and they are halved. With many rows it is bound by arithmetic, which isn't less.
+    """
+
+    worth: Worth
+    gradients: bool
+    family = "linear"
+    name = "fuse_linear_cast"
+    exact = False  # sums are taken in another order, and gradients of weights are not rounded
+
+    def apply(self, gm: GraphModule) -> int:
+        with tracing.on_fakes_of(gm), torch.no_grad():
+            return sum(self._fuse(graph) for graph in graphs(gm))
+
+    def _fuse(self, gm: GraphModule) -> int:
+        memory, recorded = Memory(gm.graph), differentiable(gm.graph, self.gradients)
+        fused = 0
+        for node in list(gm.graph.nodes):
+            for layer in _readings(node) if node.op == "call_function" else ():
+                source = self._matched(layer, memory)
+                if source is None:
+                    continue
+                saved, moved = _counted(layer, source, node, layer.x in recorded) or (None, None)
+                if self.worth(node.meta["val"].device, saved if _few_rows(layer) else 0, moved):
+                    record = Fusion(self.family, op_name(node.target), saved or 0)
+                    _replace(node, layer, source, _source(layer.bias, memory), record)
+                    fused += 1
+                    break
+        return fused
+
+    def _matched(self, layer: _Layer, memory: Memory) -> _Source | None:
+        if not is_low(layer.x) or layer.weight.meta["val"].dim() != 2:
+            return None
+        x, weight = layer.x.meta["val"], layer.weight.meta["val"]
+        # Which of two plain matrices is the weight? The larger one: its bytes are what there is to save.
+        if x.dim() < 2 or (layer.swapped and (x.dim() != 2 or is_smaller(weight, x))):
+            return None
+        return _source(layer.weight, memory)
+
+
+def _replace(node: Node, layer: _Layer, source: _Source, bias: _Source | None, record: Fusion) -> None:
+    with node.graph.inserting_before(node):
+        weight = rebuilt(source.views, source.value)
+        weight = _call(aten.t.default, weight) if layer.transposed else weight
+        x = _call(aten.t.default, layer.x) if layer.swapped else layer.x
+        full_bias = layer.bias if bias is None else rebuilt(bias.views, bias.value)
+    new = fuse(node, LINEAR_CAST, (x, weight, full_bias), record)
+    if layer.swapped:
+        with node.graph.inserting_before(node):
+            turned = _call(aten.t.default, new)
+            result = _call(aten.contiguous.default, turned)
+        new.replace_all_uses_with(result, delete_user_cb=lambda user: user is not turned)
+    drop_unread([*source.nodes, *([] if bias is None else bias.nodes), node])
+
+
+def _call(op: Any, operand: Node) -> Node:
+    node = operand.graph.call_function(op, (operand,))
+    node.meta = {key: operand.meta[key] for key in ("stack_trace", "nn_module_stack") if key in operand.meta}
+    node.meta["val"] = op(operand.meta["val"])
+    return node

@@ -1,0 +1,87 @@
+"""The cross entropies of a graph that read 16-bit logits through a cast, and what stands between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node, map_arg
+
+from ampcompile.passes.analysis.aliasing import Memory
+
+from .matching import argument, is_low, is_upcast, low_source
+
+LOSS = torch.ops.aten.cross_entropy_loss.default
+_REDUCTIONS = ("none", "mean", "sum")
+_RESHAPED = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+
+
+class Loss(NamedTuple):
+    """One loss: the 16-bit logits, the nodes from there to the loss, its other arguments as kernels take them."""
+
+    node: Node
+    logits: Node
+    path: list[Node]
+    target: Node
+    weight: Node | None
+    kind: tuple[Any, ...]
+    """`reduction`, `ignore_index`, `label_smoothing`."""
+
+
+def losses(gm: GraphModule) -> Iterator[Loss]:
+    """Those of (rows, classes) logits and class indices, where nothing else reads the logits in float32."""
+    memory = Memory(gm.graph)
+    for node in gm.graph.find_nodes(op="call_function", target=LOSS):
+        found = low_source(node.args[0])
+        target, weight = node.args[1], argument(node, 2, "weight")
+        if found is None or memory.is_written(found[0]) or not _fits(node.args[0], target, weight):
+            continue
+        reduction = _REDUCTIONS[argument(node, 3, "reduction", 1)]
+        rest = argument(node, 4, "ignore_index", -100), argument(node, 5, "label_smoothing", 0.0)
+        yield Loss(node, *found, target, weight, (reduction, *rest))
+
+
+def _fits(logits: Node, target: Any, weight: Any) -> bool:
+    value, wanted = logits.meta["val"], target.meta["val"]
+    of_indices = wanted.dtype is torch.int64 and wanted.dim() == 1
+    known = isinstance(value.shape[-1], int) and value.shape[-1] > 0
+    return value.dim() == 2 and of_indices and known and (weight is None or weight.meta["val"].dtype is torch.float32)
+
+
+def repeated(path: Sequence[Node], operand: Node, width: int | None = None) -> Node:
+    """The views of `path`, one after the other, of another value; casts are left out. A view may have to copy.
+
+    `width`: that of the operand's last dimension, which such views leave alone (`leave_rows_whole`).
+    """
+    for node in path:
+        if is_upcast(node):
+            continue
+        copy = node.graph.node_copy(node)
+        rest = list(node.args[1:])
+        if node.target in _RESHAPED or node.target is torch.ops.aten.reshape.default:
+            copy.target = torch.ops.aten.reshape.default
+            if width is not None:
+                rest[0] = [*rest[0][:-1], width]
+        copy.args = (operand, *rest)
+        args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
+        copy.meta = {**node.meta, "val": copy.target(*args, **kwargs)}
+        operand = copy
+    assert is_low(operand)
+    return operand
+
+
+def leave_rows_whole(path: Sequence[Node]) -> bool:
+    """Whether views only choose and regroup what the last dimension holds; only such as `repeated` knows."""
+    return all(is_upcast(node) or _leaves_rows_whole(node) for node in path)
+
+
+def _leaves_rows_whole(node: Node) -> bool:
+    before, after = node.args[0].meta["val"], node.meta["val"]
+    if before.shape[-1] is not after.shape[-1] and str(before.shape[-1]) != str(after.shape[-1]):
+        return False
+    name = node.target._schema.name.removeprefix("aten::")
+    if name in ("slice", "select"):
+        dim = argument(node, 1, "dim", 0)
+        return dim % before.dim() != before.dim() - 1
+    return name in ("view", "_unsafe_view", "reshape", "flatten", "contiguous", "clone", "alias")

@@ -1,0 +1,160 @@
+"""What the fuse passes share: what a match may look through, the record of a fusion, when a fusion pays."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.fx import GraphModule, Node, map_arg
+
+from ampcompile.dtypes import is_lossless
+from ampcompile.kernels.usable import memory_of, usable
+from ampcompile.passes.analysis.commuting import CAST, kind
+from ampcompile.passes.base import Pass
+from ampcompile.passes.graph import bodies
+
+FUSED = "amp_fused"
+"""Where a fused op carries its record, in `node.meta`."""
+UNFUSED = "amp_unfused"
+"""Where `gm.meta` holds the graph as it was before fusing: a fused op has no derivative of its backward."""
+
+_LOW = (torch.bfloat16, torch.float16)
+_VIEW_NAMES = """
+view _unsafe_view reshape flatten unflatten squeeze unsqueeze slice narrow select contiguous clone alias t transpose
+permute movedim mT view_as
+"""
+_VIEWS = frozenset(f"aten::{name}" for name in _VIEW_NAMES.split())
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """The record that a fused op carries. `op`: what it stands for, as `aten.cross_entropy_loss`."""
+
+    family: str
+    op: str
+    saved: int
+    """Bytes that memory doesn't move, forward and backward, as the graph was traced; against Inductor's own code."""
+    freed: int = 0
+    """Bytes that are never held at the same time."""
+
+
+@dataclass(frozen=True)
+class Worth:
+    """When a pattern is fused: `fuse` is the option of that name.
+
+    A family that the user names is fused wherever it matches. With "auto" the counts decide, which no GPU run has
+    confirmed, so they must be clear: a quarter of the bytes that Inductor's own code moves for the pattern, or memory
+    of a tenth of the device's.
+    """
+
+    fuse: str
+
+    def considers(self, family: str) -> bool:
+        """Whether a family is looked for at all."""
+        return self.fuse == "auto" or family in self.fuse.split("+")
+
+    def __call__(self, device: torch.device, saved: int | None, moved: int | None, freed: int = 0) -> bool:
+        """`saved` of the `moved` bytes, and `freed`, as `Fusion` has them; None: known at run time only."""
+        if device.type == "cuda" and not usable():
+            return False
+        if self.fuse != "auto":
+            return True
+        if device.type != "cuda" or saved is None or moved is None:
+            return False
+        return 4 * saved >= moved > 0 or 10 * freed >= memory_of(device) > 0
+
+
+class FusePass(Pass, Protocol):
+    """A pass `fuse_*`: a frozen dataclass whose field `worth` is a `Worth`."""
+
+    @property
+    def family(self) -> str: ...
+
+
+def graphs(gm: GraphModule) -> Iterator[GraphModule]:
+    """A graph and the bodies of its higher-order ops, each once."""
+    pending, done = [gm], set[int]()
+    while pending:
+        graph = pending.pop()
+        if id(graph) not in done:
+            done.add(id(graph))
+            yield graph
+            pending += [body for _, body in bodies(graph)]
+
+
+def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
+    """An argument of a call, by position or by name."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def is_upcast(node: Any) -> bool:
+    """Whether a node widens a 16-bit value to float32, and does nothing else: our cast, or the user's."""
+    if not isinstance(node, Node) or node.target is not CAST:
+        return False
+    before, after = node.args[0].meta["val"], node.meta["val"]
+    same = before.layout is after.layout and before.device == after.device
+    return before.dtype in _LOW and after.dtype is torch.float32 and is_lossless(before.dtype, after.dtype) and same
+
+
+def is_low(node: Any) -> bool:
+    """Whether a node is a dense 16-bit floating tensor."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return isinstance(value, torch.Tensor) and value.dtype in _LOW and value.layout is torch.strided
+
+
+def is_view(node: Any) -> bool:
+    """Whether a node gives its first operand's numbers, or some of them, each once, in other places."""
+    return isinstance(node, Node) and kind(node) == "moves" and node.target._schema.name in _VIEWS
+
+
+def low_source(value: Any) -> tuple[Node, list[Node]] | None:
+    """The 16-bit value that a float32 one was widened from, and the nodes from there on, in order: one cast, and views.
+
+    None if there is none, or if one of the nodes has another user: then float32 is needed anyway.
+    """
+    path: list[Node] = []
+    while isinstance(value, Node) and len(value.users) == 1 and (is_upcast(value) or is_view(value)):
+        path.insert(0, value)
+        if is_upcast(value):
+            return value.args[0], path
+        value = value.args[0]
+    return None
+
+
+def fuse(old: Node, op: Any, args: Sequence[Any], record: Fusion, results: Sequence[Node | None] = ()) -> Node:
+    """Put a call of `op` in the place of `old`, and return it. Call it inside `tracing.on_fakes_of`.
+
+    If the op returns several values, `results` are the nodes that its values replace, in order, None for those that
+    nobody reads yet, as `old` may be among them. What nobody reads afterwards is left to `drop_unread`.
+    """
+    graph = old.graph
+    with graph.inserting_before(old):
+        new = graph.call_function(op, tuple(args))
+        new.meta = {k: v for k, v in old.meta.items() if k not in ("val", "tensor_meta", "amp_cast")}
+        new.meta["val"] = op(*map_arg(tuple(args), lambda n: n.meta["val"]))
+        new.meta[FUSED] = record
+        for i, replaced in enumerate(results):
+            if replaced is not None:
+                part = graph.call_function(operator.getitem, (new, i))
+                part.meta = {k: v for k, v in replaced.meta.items() if k not in ("val", "tensor_meta", "amp_cast")}
+                part.meta["val"] = new.meta["val"][i]
+                replaced.replace_all_uses_with(part)
+    if not results:
+        old.replace_all_uses_with(new)
+    return new
+
+
+def drop_unread(nodes: Sequence[Node]) -> None:
+    """Erase those that have no user left, last first. They must be free of effects."""
+    for node in reversed(nodes):
+        if not node.users:
+            node.graph.erase_node(node)
+
+
+def fusions(gm: GraphModule) -> Iterator[tuple[Node, Fusion]]:
+    """Every fused op of a graph and its bodies."""
+    for graph in graphs(gm):
+        yield from ((node, node.meta[FUSED]) for node in graph.graph.nodes if FUSED in node.meta)

@@ -1,0 +1,69 @@
+"""Custom autograd functions for a graph that autograd itself differentiates: their backwards become differentiable.
+
+Dynamo traces a custom backward with gradients off, as if it were never differentiated. Where all that it reads are the
+function's inputs, its outputs and the gradients that come in, switching gradients on again is all it takes. A value
+computed along the way and saved has no history, so there a second derivative would lack a part: such a backward
+stays as it is, and `closed` finds it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ampcompile.passes.graph import bodies
+
+APPLY = torch.ops.higher_order.autograd_function_apply
+SWITCH = torch._C._set_grad_enabled
+
+
+def _switches(backward: GraphModule) -> list[Node]:
+    """The nodes around a traced backward that switch gradients off and on again."""
+    nodes = [node for node in backward.graph.nodes if node.op not in ("placeholder", "output")]
+    around = [nodes[0], nodes[-1]] if nodes else []
+    return around if [(node.target, node.args) for node in around] == [(SWITCH, (False,)), (SWITCH, (True,))] else []
+
+
+def _bodies(call: Node) -> tuple[GraphModule, GraphModule]:
+    owner: Any = call.graph.owning_module
+    forward, backward = call.args[:2]
+    return getattr(owner, forward.target), getattr(owner, backward.target)
+
+
+def _saves_its_own_values(call: Node) -> bool:
+    forward, _ = _bodies(call)
+    outputs, saved = forward.graph.output_node().args[0]
+    outputs = outputs if isinstance(outputs, list | tuple) else [outputs]
+    if all(user.target is operator.getitem for user in call.users):  # torch 2.11 lists values that nobody reads
+        outputs = [outputs[user.args[1]] for user in call.users if user.users]
+    return any(value.op != "placeholder" and value not in outputs for value in saved if isinstance(value, Node))
+
+
+def closed(gm: GraphModule) -> bool:
+    """Whether a custom function, here or in a body, has a backward that can't be differentiated."""
+    calls = gm.graph.find_nodes(op="call_function", target=APPLY)
+    return any(_switches(_bodies(call)[1]) for call in calls) or any(closed(body) for _, body in bodies(gm))
+
+
+@dataclass(frozen=True)
+class OpenBackwards:
+    """Returns the number of custom functions whose backwards were made differentiable."""
+
+    name = "open_backwards"
+    exact = True
+
+    def apply(self, gm: GraphModule) -> int:
+        opened = sum(self.apply(body) for _, body in bodies(gm))
+        for call in gm.graph.find_nodes(op="call_function", target=APPLY):
+            _, backward = _bodies(call)
+            switches = _switches(backward)
+            if switches and not _saves_its_own_values(call):
+                for node in switches:
+                    backward.graph.erase_node(node)
+                backward.recompile()
+                opened += 1
+        return opened

@@ -1,0 +1,107 @@
+"""How far from float64, from Inductor under autocast, and from eager autocast, bit for bit where that is promised."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampcompile.torch_private import dispatcher
+from benchmarks.models import GPT, GPTConfig
+
+SIX_LAYERS = GPTConfig(layers=6, width=32, heads=2, vocab=61, context=16)
+
+
+def autocast(f: Callable[..., Any]) -> Callable[..., Any]:
+    def under(*args: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return f(*args)
+
+    return under
+
+
+def loss_and_gradients(model: nn.Module, run: Callable[..., Tensor], batch: tuple[Tensor, ...]) -> list[Tensor]:
+    model.zero_grad()
+    loss = run(*batch)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def distance(found: list[Tensor], exact: list[Tensor]) -> float:
+    """Relative L2 over all gradients together."""
+    difference = sum((a.double() - b.double()).square().sum() for a, b in zip(found[1:], exact[1:], strict=True))
+    return (difference / sum(b.double().square().sum() for b in exact[1:])).sqrt().item()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randint(0, SIX_LAYERS.vocab, (2, 16)), torch.randint(0, SIX_LAYERS.vocab, (2, 16))
+
+
+@pytest.mark.slow
+def test_a_gpt_relaxed_is_inductor_under_autocast_and_by_default_no_further_from_float64() -> None:
+    model = GPT(SIX_LAYERS)
+    peer, relaxed, default = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model)
+    runs = {
+        "peer": (peer, autocast(torch.compile(peer))),
+        "relaxed": (relaxed, torch.compile(relaxed, backend="amp", options={"numerics": "relaxed"})),
+        "default": (default, torch.compile(default, backend="amp")),
+    }
+    exact_model = copy.deepcopy(model).double()
+    distances: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(4):
+        given = batch()
+        found = {name: loss_and_gradients(module, run, given) for name, (module, run) in runs.items()}
+        exact = loss_and_gradients(exact_model, exact_model, given)
+        assert distance(found["relaxed"], found["peer"]) < 1e-6
+        assert abs(found["relaxed"][0] - found["peer"][0]) < 1e-6 * abs(found["peer"][0])
+        for name in runs:
+            distances[name].append(distance(found[name], exact))
+    assert min(distances["default"]) > 1e-4, "nothing ran in low precision"
+    for ours, theirs in zip(distances["default"], distances["peer"], strict=True):
+        assert ours <= 1.05 * theirs
+
+
+class Gated(nn.Module):
+    """Chains between products: `a(x) * b(x).sigmoid()` and its like."""
+
+    def __init__(self, chain: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 16)
+        self.chain = chain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.chain(self.a(x), self.b(x)))
+
+
+CHAINS = {
+    "a * sigmoid(b)": lambda a, b: a * b.sigmoid(),
+    "silu(a) * b + a": lambda a, b: torch.nn.functional.silu(a) * b + a,
+    "tanh(a) - b * a": lambda a, b: a.tanh() - b * a,
+    "exp(a) / exp(b)": lambda a, b: a.exp() / b.exp(),
+    "a user's round trip": lambda a, b: (a.float() * b.float()).to(torch.bfloat16).to(torch.float32) + a,
+}
+
+
+@pytest.mark.skipif(dispatcher.TORCH < (2, 13), reason="Inductor 2.11 rounds only on CUDA, whatever it is told")
+@pytest.mark.parametrize("chain", CHAINS)
+def test_chains_between_products_are_eager_autocasts_bit_for_bit(chain: str) -> None:
+    model = Gated(CHAINS[chain])
+    compiled = torch.compile(model, backend="amp", options={"outputs": "autocast"})
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(64, 32)
+            ours, eager = compiled(x), autocast(model)(x)
+            assert ours.dtype == eager.dtype == torch.bfloat16
+            assert torch.equal(ours, eager)
+
+
+@pytest.mark.skipif(dispatcher.TORCH < (2, 13), reason="Inductor 2.11 rounds only on CUDA, whatever it is told")
+def test_a_users_round_trip_survives() -> None:
+    def round_trip(x: Tensor) -> Tensor:
+        return x.to(torch.bfloat16).to(torch.float32)
+
+    x = torch.randn(1000)
+    assert torch.equal(torch.compile(round_trip, backend="amp")(x), round_trip(x))
+    assert not torch.equal(round_trip(x), x)

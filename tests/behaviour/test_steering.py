@@ -1,0 +1,200 @@
+"""Every form of steering changes the ops it names, and no other."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampcompile
+from ampcompile import Policy, keep_fp32, precision
+from ampcompile.explaining.report import Report
+
+LOW, HIGH, HALF = torch.bfloat16, torch.float32, torch.float16
+# Dynamo asks every tensor that crosses a graph break for its gradient.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(self.linear(self.norm(x)), -1)
+
+
+class Model(nn.Module):
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.breaks = Block(), Block(), breaks
+        self.square = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        x = self.second(x)
+        return torch.ops.steered.twice((x @ self.square) * 2)
+
+
+@pytest.fixture(autouse=True)
+def custom_op() -> Iterator[None]:
+    with torch.library._scoped_library("steered", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        library.impl("twice", torch.empty_like, "Meta")
+        yield
+
+
+AFTER = ("aten.mul", "steered.twice")
+Found = dict[tuple[str, str, int], torch.dtype | None]
+
+
+def dtypes(report: Report) -> Found:
+    """The dtype of every op, by module, name and how many there were before it."""
+    found: Found = {}
+    for op in report.ops:
+        nth = sum((op.module, op.op) == key[:2] for key in found)
+        found[op.module, op.op, nth] = op.dtype
+    return found
+
+
+def changed(steered: Report, model: nn.Module, **call: Any) -> set[tuple[str, str, torch.dtype | None]]:
+    """The ops whose dtype isn't what it is without steering, conversions of inputs apart."""
+    plain, other = dtypes(explained(model, **call)), dtypes(steered)
+    other = {key: dtype for key, dtype in other.items() if key[1] != "aten.to"}
+    assert plain.keys() == other.keys()
+    return {
+        (module, op, other[module, op, nth])
+        for module, op, nth in plain
+        if plain[module, op, nth] != other[module, op, nth]
+    }
+
+
+def explained(model: Callable[..., Any], dynamic: bool = False, **options: Any) -> Report:
+    x = torch.randn(3, 4)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        return ampcompile.explain(model, **options)(x)
+
+
+# (policy, what it changes). Ops without a rule of their own follow what reaches them: they are listed too.
+POLICIES = {
+    "an op": (Policy(ops=(("layer_norm", "low"),)), {("first.norm", "aten.layer_norm", LOW)}),
+    "an op by overload": (
+        Policy(ops=(("aten::softmax.int", "fp32"),)),
+        {("first", "aten.softmax", HIGH), ("second", "aten.softmax", HIGH), ("second.norm", "aten.layer_norm", HIGH)},
+    ),
+    "an op name pattern": (Policy(ops=(("*matmul*", "fp32"),)), {("", op, HIGH) for op in ("aten.matmul", *AFTER)}),
+    "a module path": (
+        Policy(modules=(("second.linear", "fp32"),)),
+        {("second.linear", "aten.linear", HIGH), ("second", "aten.softmax", HIGH)},
+    ),
+    "a module path pattern": (
+        Policy(modules=(("*.linear", "fp16"),)),
+        {(f"{block}.linear", "aten.linear", HALF) for block in ("first", "second")}
+        | {(block, "aten.softmax", HALF) for block in ("first", "second")}
+        | {("second.norm", "aten.layer_norm", HALF)},
+    ),
+    "a custom op": (Policy(ops=(("steered::*", "fp32"),)), {("", "steered.twice", HIGH)}),
+}
+
+
+@pytest.mark.parametrize("call", [{}, {"dynamic": True}], ids=["static", "dynamic"])
+@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "graph break"])
+@pytest.mark.parametrize("form", POLICIES)
+def test_policies(form: str, breaks: bool, call: dict[str, Any]) -> None:
+    policy, expected = POLICIES[form]
+    model = Model(breaks)
+    report = explained(model, policy=policy, **call)
+    assert len(report.graphs) == 1 + breaks
+    assert "dynamic" not in call or any(isinstance(cast.shape[0], str) for cast in report.casts)
+    assert changed(report, model, **call) == expected
+    assert any(f"policy: {'module' if policy.modules else 'op'}" in op.because for op in report.ops)
+
+
+def test_float32_inside_and_low_precision_out() -> None:
+    report = explained(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), policy="op layer_norm=fp32_inside")
+    assert [op.dtype for op in report.ops] == [LOW, HIGH]
+    after = [c for c in report.casts if c.op == "aten.layer_norm"]
+    assert [(c.dtype_from, c.dtype_to, c.shape) for c in after] == [(LOW, HIGH, (3, 4)), (HIGH, LOW, (3, 4))]
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_decorated_parts(breaks: bool) -> None:
+    model = Model(breaks)
+    plain = dtypes(explained(model))
+    model.second.linear = keep_fp32(model.second.linear)
+    model.first.norm = precision(LOW)(model.first.norm)
+    steered = {key: value for key, value in dtypes(explained(model)).items() if key[1] != "aten.to"}
+    assert {key[:2]: steered[key] for key in plain if plain[key] != steered[key]} == {
+        ("first.norm", "aten.layer_norm"): LOW,
+        ("second.linear", "aten.linear"): HIGH,
+        ("second", "aten.softmax"): HIGH,
+    }
+
+
+def test_registered_rules() -> None:
+    @torch.library.custom_op("steered::mine", mutates_args=())
+    def mine(x: Tensor, mask: Tensor) -> Tensor:
+        return x * mask
+
+    mine.register_fake(lambda x, mask: torch.empty_like(x))
+
+    def f(x: Tensor) -> Tensor:
+        return mine(x @ x.mT, torch.ones(3, 3, dtype=torch.int32))
+
+    assert explained(f).unknown_ops == ["steered.mine"]
+    for rule, dtype in (("fp32", HIGH), ("lower_precision_fp", LOW)):
+        ampcompile.register_op("steered::mine", rule)
+        report = explained(f)
+        assert report.unknown_ops == []
+        (op,) = [op for op in report.ops if op.op == "steered.mine"]
+        assert (op.dtype, op.because) == (dtype, f"registered as {rule} with ampcompile.register_op")
+
+
+def test_rules_given_to_torch_itself() -> None:
+    @torch.library.custom_op("steered::of_torch", mutates_args=())
+    def of_torch(x: Tensor) -> Tensor:
+        return x * 2
+
+    of_torch.register_fake(torch.empty_like)
+    torch.library.register_autocast("steered::of_torch", "cpu", torch.float16)
+    for state in (None, True):
+        with torch.autocast("cpu", enabled=bool(state)) if state else torch.no_grad():
+            (op,) = explained(lambda x: of_torch(x)).ops
+        assert op.dtype == HALF and "torch.library.register_autocast" in op.because
+
+
+class Raised(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x @ torch.ones(4, 4)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.parametrize("ambient", [False, True])
+def test_custom_functions_that_cast_their_inputs(ambient: bool) -> None:
+    model = nn.Linear(4, 4)
+
+    def f(x: Tensor) -> Tensor:
+        return Raised.apply(model(x))
+
+    compiled = torch.compile(f, backend="amp", options={"lower": "aot_eager"})
+    x = torch.randn(3, 4)
+    with torch.autocast("cpu", enabled=True) if ambient else torch.enable_grad():
+        assert {op.op: op.dtype for op in explained(f).ops}["aten.matmul"] == HIGH
+        out = compiled(x)
+    with torch.autocast("cpu"):
+        eager = f(x)
+    assert out.dtype == eager.dtype == HIGH
+    torch.testing.assert_close(out, eager)

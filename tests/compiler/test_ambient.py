@@ -1,0 +1,343 @@
+"""Autocast around, inside, absent and off: what a compiled call runs in, and that it leaves nothing behind."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import ampcompile.backend
+from ampcompile.errors import AmpWarning
+from ampcompile.torch_private import lowering, optimize_contexts
+from tests.compiling import HALF, HIGH, LOW, amp, compiled, dtypes, eager, regions, same_bits
+
+# Dynamo looks at `.grad` of whatever is alive at a graph break.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+LINEAR = nn.Linear(8, 8)
+
+
+def reads_dtypes(x):
+    """What breaks when the trace sees other dtypes than eager autocast has."""
+    h = LINEAR(x)
+    mask = torch.full((2, 8), torch.finfo(h.dtype).min, dtype=h.dtype)
+    y = torch.softmax(h + mask.triu(), -1).to(h.dtype)
+    z = LINEAR(h).float() if h.dtype == HIGH else LINEAR(h) * 2
+    return h, y, z, torch.zeros(2, dtype=h.dtype), x.new_ones(3).type_as(h)
+
+
+def with_regions(x):
+    a = LINEAR(x)
+    with torch.autocast("cpu", enabled=False):
+        b = LINEAR(x)
+        with torch.autocast("cpu", dtype=HALF):
+            c = LINEAR(x)
+            with torch.autocast("cpu", enabled=False):
+                d = LINEAR(x)
+        e = LINEAR(x)
+    with torch.autocast("cpu", dtype=LOW):
+        f = LINEAR(x)
+    return a, b, c, d, e, f
+
+
+@torch.autocast("cpu", enabled=False)
+def decorated(x):
+    return LINEAR(x)
+
+
+def with_breaks(x):
+    a = LINEAR(x)
+    torch._dynamo.graph_break()
+    b = LINEAR(x)
+    with torch.autocast("cpu", enabled=False):
+        c = LINEAR(x)
+        torch._dynamo.graph_break()
+        d = LINEAR(x)
+        with torch.autocast("cpu", dtype=HALF):
+            e = LINEAR(x)
+            torch._dynamo.graph_break()
+            f = LINEAR(x)
+        g = decorated(x)
+    return a, b, c, d, e, f, g, LINEAR(x)
+
+
+def nested_frames(x):
+    def inner(x):
+        y = LINEAR(x)
+        torch._dynamo.graph_break()
+        return y, LINEAR(x)
+
+    with torch.autocast("cpu", enabled=False):
+        a = inner(x)
+        with torch.autocast("cpu", dtype=HALF):
+            b = inner(x)
+    return a, b, inner(x)
+
+
+MODELS = [reads_dtypes, with_regions, decorated, with_breaks, nested_frames]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
+def test_results_are_eager_autocasts_whether_or_not_autocast_is_open(model, lower):
+    x = torch.randn(2, 8)
+    expected = eager(model, x)
+    for around in ("absent", "ambient", "absent"):
+        run, recorder = compiled(model, lower=lower)
+        with regions(around):
+            assert same_bits(run(x), expected), around
+        assert not recorder.disagreements
+
+
+def test_calls_with_and_without_ambient_autocast_share_one_graph():
+    run, recorder = amp(reads_dtypes)
+    x = torch.randn(2, 8)
+    plain = run(x)
+    with regions("ambient"):
+        assert same_bits(run(x), plain)
+    with torch.autocast("cpu", LOW), torch.autocast("cpu", LOW):
+        assert same_bits(run(x), plain)
+    assert len(recorder.graphs) == 1
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "eager", "inductor"])
+def test_the_dtype_option_beats_ambient_autocast_beats_the_default(lower):
+    x = torch.randn(2, 8)
+    with regions("half"):
+        assert amp(LINEAR, lower=lower)[0](x).dtype == HALF
+        torch._dynamo.reset()
+        assert amp(LINEAR, lower=lower, dtype=LOW)[0](x).dtype == LOW
+        torch._dynamo.reset()
+    assert amp(LINEAR, lower=lower, dtype=HALF)[0](x).dtype == HALF
+    torch._dynamo.reset()
+    assert amp(LINEAR, lower=lower)[0](x).dtype == LOW
+    torch.set_autocast_dtype("cpu", HALF)
+    try:
+        torch._dynamo.reset()
+        assert amp(LINEAR, lower=lower)[0](x).dtype == HALF
+    finally:
+        torch.set_autocast_dtype("cpu", LOW)
+
+
+def test_a_region_inside_wins_over_the_dtype_option_across_graph_breaks_too():
+    run, _ = compiled(with_breaks, dtype=HALF)
+    assert dtypes(run(torch.randn(2, 8))) == [HALF, HALF, HIGH, HIGH, HALF, HALF, HIGH, HALF]
+    torch._dynamo.reset()
+    run, _ = compiled(nested_frames, dtype=LOW)
+    assert dtypes(run(torch.randn(2, 8))) == [HIGH, HIGH, HALF, HALF, LOW, LOW]
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "eager", "inductor"])
+def test_a_disabled_region_around_the_call_means_float32_and_beats_the_dtype_option(lower):
+    x = torch.randn(2, 8)
+    for options in ({}, {"dtype": LOW}):
+        run, _ = amp(LINEAR, lower=lower, **options)
+        assert run(x).dtype == LOW  # compiled and first called elsewhere
+        with regions("disabled"):
+            assert torch.equal(run(x), LINEAR(x))
+            with regions("ambient"):
+                assert run(x).dtype == LOW
+        assert run(x).dtype == LOW
+        torch._dynamo.reset()
+
+
+def test_another_devices_autocast_does_not_disable_this_ones():
+    run, _ = amp(LINEAR)
+    torch.set_autocast_enabled("mps", True)
+    torch.autocast_increment_nesting()
+    try:
+        assert run(torch.randn(2, 8)).dtype == LOW
+    finally:
+        torch.autocast_decrement_nesting()
+        torch.set_autocast_enabled("mps", False)
+
+
+def state():
+    return (
+        lowering.autocast_states(),
+        lowering.autocast_nesting(),
+        torch.is_autocast_cache_enabled(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+    )
+
+
+class Stop(Exception):
+    pass
+
+
+def stops_in_a_region(x):
+    with torch.autocast("cpu", dtype=HALF), torch.no_grad(), torch.inference_mode():
+        y = LINEAR(x)
+        torch._dynamo.graph_break()
+        if y.shape[0] == 2:
+            raise Stop
+    return y
+
+
+@torch.library.custom_op("ampcompile_tests::stop", mutates_args=())
+def stop(x: torch.Tensor) -> torch.Tensor:
+    raise Stop
+
+
+@stop.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def stops_at_run_time(x):
+    with torch.autocast("cpu", enabled=False), torch.no_grad():
+        return stop(LINEAR(x))
+
+
+def stops_in_capture(x):
+    with torch.autocast("cpu", dtype=HALF), torch.no_grad(), torch.inference_mode():
+        return LINEAR(x)
+
+
+@pytest.mark.parametrize("around", ["absent", "ambient", "half", "disabled"])
+@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
+def test_a_call_leaves_no_state_behind_whatever_raises(around, lower, monkeypatch):
+    x = torch.randn(2, 8)
+    with regions(around):
+        before = state()
+        for model in MODELS:
+            compiled(model, lower=lower)[0](x)
+            assert state() == before
+        for model in (stops_in_a_region, stops_at_run_time):
+            with pytest.raises(Stop):
+                compiled(model, lower=lower)[0](x)
+            assert state() == before
+
+        def fails(*args):
+            raise Stop
+
+        monkeypatch.setattr(torch.Tensor, "_is_view", fails, raising=False)
+        monkeypatch.setattr("ampcompile.passes.capture.capture.current_module_path", fails)
+        with pytest.raises(Exception, match="Stop"):
+            amp(stops_in_capture, lower=lower)[0](x)
+        assert state() == before
+
+
+def test_threads_do_not_see_one_anothers_autocast():
+    run, _ = compiled(with_breaks)
+    x = torch.randn(2, 8)
+    expected = {name: None for name in ("absent", "half", "disabled")}
+    for name in expected:
+        with regions(name):
+            expected[name] = dtypes(run(x))
+    assert len({tuple(map(str, v)) for v in expected.values()}) == 3
+    found, barrier = {}, threading.Barrier(3)
+
+    def work(name):
+        barrier.wait()
+        for _ in range(5):
+            with regions(name):
+                found.setdefault(name, []).append(dtypes(run(x)))
+        found[name].append(state())
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found[name][:-1] == [expected[name]] * 5 and found[name][-1][1] == 0 for name in expected)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x)
+
+    def encode(self, x):
+        return self.linear(x).softmax(-1)
+
+    @torch.compile(backend="amp", options={"lower": "aot_eager", "outputs": "autocast"})
+    def decode(self, x):
+        return self.linear(x)
+
+
+OPTIONS = {"backend": "amp", "options": {"lower": "aot_eager", "outputs": "autocast"}}
+
+
+def test_every_way_to_compile_is_under_autocast():
+    model, x = Model(), torch.randn(2, 8)
+    assert torch.compile(model, **OPTIONS)(x).dtype == LOW
+    assert torch.compile(model.encode, **OPTIONS)(x).dtype == LOW
+    assert torch.compile(model.forward, **OPTIONS)(x).dtype == LOW
+    assert model.decode(x).dtype == LOW
+    assert model(x).dtype == HIGH
+    model.compile(**OPTIONS)
+    assert model(x).dtype == LOW
+    assert torch.compile(fullgraph=True, **OPTIONS)(LINEAR.forward)(x).dtype == LOW
+    assert torch.compile(torch.nn.functional.linear, **OPTIONS)(x, LINEAR.weight).dtype == LOW
+
+
+def test_code_between_graph_breaks_is_autocast_too():
+    seen = []
+
+    @torch.compiler.disable
+    def not_compiled(x):
+        seen.append(LINEAR(x).dtype)
+        return x
+
+    compiled(lambda x: LINEAR(not_compiled(LINEAR(x))))[0](torch.randn(2, 8))
+    assert seen == [LOW]
+
+
+def test_the_device_is_that_of_the_first_parameter_or_tensor():
+    found = ampcompile.compiler.ambient._device_finder
+    assert found(Model().forward)((torch.zeros(1, device="meta"),), {}) == "cpu"
+    assert found(Model().to("meta").forward)((torch.zeros(1),), {}) == "meta"
+    assert found(nn.ReLU().forward)((torch.zeros(1, device="meta"),), {}) == "meta"
+    assert found(len)((3, {"a": [torch.zeros(1, device="meta")]}), {}) == "meta"
+    assert found(len)((), {"x": torch.zeros(1, device="meta")}) == "meta"
+    assert found(len)((3,), {}) == getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
+
+
+def test_explain_and_introspection_of_dynamo_still_work():
+    run, _ = compiled(with_breaks)
+    explanation = torch._dynamo.explain(run)(torch.randn(2, 8))
+    assert explanation.graph_break_count == 3
+    assert run.__name__ == "with_breaks" and run.__wrapped__ is not None
+
+
+def test_a_generator_function_is_warned_about():
+    def generate(x):
+        yield LINEAR(x)
+
+    with pytest.warns(AmpWarning, match="generate is a generator function"):
+        torch.compile(generate, **OPTIONS)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_what_another_backend_compiles_too_is_warned_about(fullgraph):
+    x, module, function = torch.randn(2, 8), torch.compile(Model(), **OPTIONS), torch.compile(LINEAR.forward, **OPTIONS)
+    for inner, name in ((module, "Model"), (function, "Linear.forward")):
+        torch._dynamo.reset()
+        outer = torch.compile(lambda x, inner=inner: inner(x) + 1, backend="eager", fullgraph=fullgraph)
+        with pytest.warns(AmpWarning, match=f"^{name} was compiled with backend 'amp' and is called inside"):
+            assert outer(x).dtype == HIGH
+        torch._dynamo.reset()
+        ours, _ = compiled(lambda x, inner=inner: inner(x) + 1, fullgraph=fullgraph)
+        assert ours(x).dtype == inner(x).dtype == LOW
+
+
+def test_other_backends_are_left_alone():
+    def f(x):
+        return LINEAR(x)
+
+    run = torch.compile(f, backend="aot_eager")
+    assert run(torch.randn(2, 8)).dtype == HIGH
+    assert "under_autocast" not in repr(getattr(run, "__code__", ""))
+
+
+def test_without_dynamos_hook_there_is_one_warning_and_ambient_autocast_still_works(monkeypatch):
+    ambient = ampcompile.compiler.ambient
+    monkeypatch.setattr(
+        optimize_contexts, "wrap_compiled_callables", lambda *_: (_ for _ in ()).throw(AttributeError("gone"))
+    )
+    with pytest.warns(AmpWarning, match="open torch.autocast around the call yourself"):
+        assert not ambient.install.__wrapped__()

@@ -1,0 +1,123 @@
+"""What Inductor calls and what it takes apart, and that the gradients are right either way."""
+
+import copy
+
+import pytest
+import torch
+import torch._functorch.config
+import torch.nn.functional as F
+from torch import nn
+
+from ampcompile.compiler.decompositions import EMBEDDING_BACKWARD, decompositions
+from ampcompile.kernels.attention_backward import ATTENTION_BACKWARD, FLASH_BACKWARD, available
+from ampcompile.passes.after import bind_weights
+from ampcompile.torch_private import lowering
+
+
+class Attention(nn.Module):
+    def __init__(self, heads):
+        super().__init__()
+        self.heads = heads
+        self.tokens = nn.Embedding(11, 16, padding_idx=3)
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 16 // self.heads)).permute(2, 0, 3, 1, 4)
+        return (x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)).square().sum()
+
+
+TOKENS = torch.randint(11, (24, 7))
+TOKENS[:, 0] = 3
+
+
+def gradients(model, run):
+    return torch.autograd.grad(run(TOKENS), list(model.parameters()))
+
+
+def called(monkeypatch, heads, **options):
+    """A model, what is compiled of it, and the ops of the differentiated graph."""
+    ops = []
+    original = bind_weights.bind
+
+    def watched(graph):
+        ops.extend(node.target for node in graph.nodes)
+        return original(graph)
+
+    monkeypatch.setattr(bind_weights, "bind", watched)
+    model = Attention(heads)
+    run = torch.compile(model, backend="amp", options=options)
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # what it holds isn't differentiated again
+        gradients(model, run)
+    return model, run, ops
+
+
+@pytest.mark.parametrize("heads", [1, 2], ids=["our kernel", "whole products"])
+@pytest.mark.parametrize("numerics", ["eager", "relaxed"])
+def test_gradients_are_as_exact_as_eager_autocasts(monkeypatch, numerics, heads):
+    torch._dynamo.reset()
+    model, run, ops = called(monkeypatch, heads, numerics=numerics)
+
+    def autocast(tokens):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(tokens)
+
+    totals = [0.0, 0.0]
+    for _ in range(8):
+        model.qkv.reset_parameters()
+        exact_model = copy.deepcopy(model).double()
+        exact = gradients(exact_model, exact_model)
+        for i, each in enumerate((autocast, run)):
+            found = gradients(model, each)
+            totals[i] += sum(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
+    assert totals[1] <= 1.05 * totals[0]
+    assert found[0][3].count_nonzero() == 0
+    assert EMBEDDING_BACKWARD in ops
+    assert FLASH_BACKWARD not in ops
+    assert (ATTENTION_BACKWARD in ops) == (heads == 1 and available())
+
+
+def test_other_devices_keep_inductors_own_choice():
+    table, theirs = decompositions(), lowering.inductors_decompositions([])
+    arguments = torch.zeros(2, 4, device="meta"), torch.zeros(2, dtype=torch.int64, device="meta"), 5, -1, False
+    assert table[EMBEDDING_BACKWARD](*arguments).shape == theirs[EMBEDDING_BACKWARD](*arguments).shape == (5, 4)
+
+
+class Normed(nn.Module):
+    """A norm behind a 16-bit result, as eager autocast leaves it: its weights are float32."""
+
+    def __init__(self, norm, first):
+        super().__init__()
+        self.first, self.norm, self.last = first, norm, nn.Conv1d(6, 6, 1)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x))).square().mean()
+
+
+NORMS = {
+    "layer": lambda: Normed(nn.LayerNorm(9), nn.Conv1d(6, 6, 1)),
+    "group": lambda: Normed(nn.GroupNorm(2, 6), nn.Conv1d(6, 6, 1)),
+    "batch": lambda: Normed(nn.BatchNorm1d(6), nn.Conv1d(6, 6, 1)),
+}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("numerics", ["eager", "relaxed"])
+def test_statistics_of_norms_stay_in_float32(kind, numerics):
+    torch._dynamo.reset()
+    model, totals = NORMS[kind](), [0.0, 0.0]
+    run = torch.compile(model, backend="amp", options={"numerics": numerics})
+
+    def autocast(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    for _ in range(40):
+        model.first.reset_parameters()
+        model.last.reset_parameters()
+        x, exact_model = torch.randn(7, 6, 9) + 3, copy.deepcopy(model).double()
+        exact = torch.autograd.grad(exact_model(x.double()), exact_model.parameters())
+        for i, each in enumerate((run, autocast)):
+            found = torch.autograd.grad(each(x), model.parameters())
+            totals[i] += sum(float((a.double() - b).norm()) for a, b in zip(found, exact, strict=True))
+    assert totals[0] <= 1.08 * totals[1]

@@ -1,0 +1,427 @@
+"""Gradients of gradients with default options: as exact as eager autocast's, or refused; free for who never asks."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ampcompile.errors import DoubleBackwardError
+from ampcompile.scaler.grad_scaler import GradScaler
+from ampcompile.weights.copies import copies_of
+from tests.compiling import HALF, LOW, amp, compiled, eager, error, same_bits
+
+
+class Smooth(nn.Module):
+    def __init__(self, *extra):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.LayerNorm(16), *extra, nn.Linear(16, 1))
+
+    def forward(self, x):
+        return self.layers(x).squeeze(-1)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x, scale)
+        return scale * x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, scale = ctx.saved_tensors
+        return 3 * scale * x**2 * grad, (x**3 * grad).sum()
+
+
+class Grows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        result = x.exp()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0] * grad
+
+
+class Hides(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.cos())
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0] * grad
+
+
+def penalty(run, model, x):
+    """Outputs, gradient of the inputs, and what a loss on both gives: the gradient penalty of GANs."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    outputs = run(x)
+    (slope,) = torch.autograd.grad(outputs.float().sum(), x, create_graph=True)
+    (outputs.float().square().mean() + (slope.float().norm(dim=1) - 1).square().mean()).backward()
+    return [outputs, slope, x.grad, *(p.grad for p in model.parameters())]
+
+
+def forces(run, model, x):
+    """The same for energies and forces: the loss sees second derivatives of the weights, in one kept graph."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    energy = run(x)
+    (force,) = torch.autograd.grad(energy.float().sum(), x, retain_graph=True, create_graph=True)
+    loss = force.float().square().mean() + 0.1 * energy.float().square().mean()
+    return [energy, force, *torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)]
+
+
+def flat_minimum(run, model, x):
+    """The loss plus the squared norm of its own gradient with respect to the weights."""
+    model.zero_grad()
+    loss = run(x).float().square().mean()
+    gradients = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+    (loss + sum(g.square().sum() for g in gradients)).backward()
+    return [loss, *gradients, *(p.grad for p in model.parameters())]
+
+
+def compared(model, loss, x, **options):
+    """Results of amp, and errors against float64 of amp and of eager autocast."""
+    exact_model, eager_model, ours = copy.deepcopy(model).double(), copy.deepcopy(model), copy.deepcopy(model)
+    exact = loss(exact_model, exact_model, x.double())
+    reference = loss(lambda v: eager(eager_model, v), eager_model, x)
+    run, _ = compiled(ours, **options)
+    found = loss(run, ours, x)
+    assert [r is None for r in found] == [r is None for r in reference]
+    return found, error(found, exact), error(reference, exact)
+
+
+@pytest.mark.parametrize("loss", [penalty, forces, flat_minimum])
+def test_it_is_as_exact_as_eager_autocast(loss):
+    draws = [compared(Smooth(), loss, torch.randn(64, 4)) for _ in range(4)]  # one scatters by more than the bound
+    ours, eagers = (sum(draw[which] for draw in draws) for which in (1, 2))
+    assert 0 < ours <= 1.2 * eagers
+    assert all(r is None or torch.isfinite(r).all() for found, *_ in draws for r in found)
+
+
+def test_the_default_lowering():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 1))
+    _, ours, eagers = compared(model, penalty, torch.randn(64, 64), lower="inductor")
+    assert 0 < ours <= 1.2 * eagers
+
+
+def test_half_precision_under_an_autocast_region_that_is_not_the_graphs():
+    model, x = Smooth(), torch.randn(16, 4)
+    run, _ = compiled(model, dtype=HALF)
+    alone = penalty(run, model, x)
+    with torch.autocast("cpu", HALF):
+        outputs = run(x.requires_grad_())
+    with torch.autocast("cpu", LOW):  # acts on neither the graph's gradients nor theirs
+        (slope,) = torch.autograd.grad(outputs.float().sum(), x, create_graph=True)
+        second = torch.autograd.grad(slope.square().sum(), [*model.parameters()], allow_unused=True)
+    assert same_bits([outputs, slope], alone[:2])
+    assert all(g is None or g.dtype == torch.float32 for g in second)
+
+
+def test_third_derivatives():
+    run, _ = amp(lambda x: torch.tanh(x) * x.exp())
+    x = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(run, x)
+    y = run(x).sum()
+    for _ in range(3):
+        (y,) = torch.autograd.grad(y, x, create_graph=True)
+        y = y.sum()
+    t, e = torch.tanh(x), x.exp()
+    torch.testing.assert_close(y, (e * (t + 3 * (1 - t**2) - 6 * t * (1 - t**2) + (6 * t**2 - 2) * (1 - t**2))).sum())
+
+
+def test_several_outputs_views_inputs_given_twice_and_values_that_are_no_tensors():
+    def f(x, y, z, n):
+        h = x.sin() * y
+        return h, h.view(-1), h[0], 3, x, z * n, (y * z).exp(), None
+
+    def second(function):
+        torch.manual_seed(0)
+        x, z = (torch.randn(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        h, flat, row, three, same, scaled, product, _ = function(x, x, z, 2)
+        assert three == 3
+        total = h.sum() + flat.square().sum() + row.prod() + same.cos().sum() + (scaled * product).sum()
+        first = torch.autograd.grad(total, (x, z), create_graph=True)
+        return [*first, *torch.autograd.grad(first[0].square().sum() + first[1].prod(), (x, z))]
+
+    for ours, expected in zip(second(amp(f)[0]), second(f), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_gradients_that_are_functions_of_the_gradient_that_came_in():
+    run, _ = amp(lambda x: x.square() * x)
+    x, v = (torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    (first,) = torch.autograd.grad(run(x), x, v, create_graph=True)
+    by_v, by_x = torch.autograd.grad(first.sum(), (v, x))
+    torch.testing.assert_close(by_v, 3 * x**2)
+    torch.testing.assert_close(by_x, 6 * x * v)
+
+
+def test_graphs_after_one_another_and_a_shape_that_changes():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+
+        def forward(self, x):
+            h = self.first(x).tanh()
+            torch._dynamo.graph_break()
+            return self.second(h).squeeze(-1)
+
+    model = Broken()
+    ours = copy.deepcopy(model)
+    run, recorder = compiled(ours, dynamic=True)
+    for rows in (5, 8, 13):
+        x = torch.randn(rows, 4)
+        found = penalty(run, ours, x)
+        expected = penalty(lambda v: eager(model, v), model, x)
+        assert error(found, expected) < 0.02
+    assert len(recorder.graphs) == 2
+
+
+def test_running_statistics_are_updated_once():
+    model = Smooth(nn.BatchNorm1d(16))
+    x = torch.randn(32, 4)
+    _, ours, eagers = compared(model, penalty, x)
+    assert ours <= 1.2 * eagers
+    twin = copy.deepcopy(model)
+    penalty(compiled(model)[0], model, x)
+    eager(twin, x)
+    norm, expected = model.layers[3], twin.layers[3]
+    assert norm.num_batches_tracked == 1
+    torch.testing.assert_close(norm.running_mean, expected.running_mean)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
+def test_checkpointed_blocks_and_custom_functions(lower):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 1)
+            self.scale = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x):
+            h = checkpoint(lambda v: self.first(v).tanh(), x, use_reentrant=False)
+            return self.last(Grows.apply(Cube.apply(h, self.scale))).squeeze(-1)
+
+    for loss in (penalty, flat_minimum):
+        _, ours, eagers = compared(Model(), loss, torch.randn(32, 4), lower=lower)
+        assert ours <= 1.2 * eagers
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+def test_dropout_is_refused_when_it_is_differentiated_twice_and_not_before(lower):
+    model = Smooth(nn.Dropout(0.5))
+    run, _ = compiled(model, lower=lower)
+    x = torch.randn(8, 4, requires_grad=True)
+    run(x).sum().backward()  # compiles a backward that may overwrite what was saved
+    outputs = run(x)
+    state = torch.get_rng_state()
+    (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(torch.autograd.grad(outputs.sum(), x)[0], slope)  # of the same mask
+    with pytest.raises(DoubleBackwardError, match=r'draws random numbers.*options=\{"lower": "eager"\}'):
+        slope.square().sum().backward()
+    model.eval()
+    (slope,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+
+
+def test_what_can_not_run_again_is_refused():
+    def writes(x):
+        x.mul_(2)
+        return x.sin() + x
+
+    def counts(x, state):
+        state.add_(1)
+        return x.sin() * state
+
+    run, _ = amp(writes)
+    leaf = torch.randn(3, requires_grad=True)
+    (slope,) = torch.autograd.grad(run(leaf + 0).sum(), leaf, create_graph=True)
+    torch.testing.assert_close(slope, 2 * (2 * leaf).cos() + 2)
+    with pytest.raises(DoubleBackwardError, match="writes to an input in place"):
+        slope.sum().backward()
+    run, _ = amp(counts)
+    (slope,) = torch.autograd.grad(run(leaf, torch.ones(3)).sum(), leaf, create_graph=True)
+    torch.testing.assert_close(slope, 2 * leaf.cos())
+    with pytest.raises(DoubleBackwardError, match="reads an input that it also writes to"):
+        slope.sum().backward()
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+def test_a_custom_backward_of_values_without_history_is_refused(lower):
+    run, _ = amp(lambda x: Hides.apply(x) * x, lower=lower)
+    x = torch.randn(3, requires_grad=True)
+    (slope,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+    torch.testing.assert_close(slope, x.cos() * x + x.sin())
+    with pytest.raises(DoubleBackwardError, match=r"custom autograd function.*torch\.compiler\.disable"):
+        slope.sum().backward()
+
+
+def test_inputs_written_since_are_refused():
+    run, _ = amp(lambda x, y: (x + y).sin())
+    x, y = torch.randn(3, requires_grad=True), torch.randn(3)
+    result = run(x, y)
+    y.add_(1)
+    (slope,) = torch.autograd.grad(result.sum(), x, create_graph=True)
+    with pytest.raises(DoubleBackwardError, match="read an input that was written since"):
+        slope.sum().backward()
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+def test_a_graph_can_be_kept_whatever_came_before(lower):
+    """Inductor computes in what forward saved; stock torch.compile raises where a later backward keeps its graph."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4))
+    run, _ = compiled(model, lower=lower)
+    x = torch.randn(8, 16)
+    run(x).square().mean().backward()
+    loss = run(x).square().mean()
+    kept = [torch.autograd.grad(loss, [*model.parameters()], retain_graph=True) for _ in range(2)]
+    last = torch.autograd.grad(loss, [*model.parameters()])
+    assert same_bits(kept[0], kept[1]) and same_bits(kept[0], last)
+
+
+def test_a_backward_frees_the_inputs_and_a_cycle_keeps_none():
+    model = Smooth()
+    run, _ = compiled(model)
+
+    def alive(differentiate):
+        x = torch.randn(8, 4, requires_grad=True)
+        inputs = x + 0
+        reference = weakref.ref(inputs)
+        loss = run(inputs).sum()
+        del inputs
+        differentiate(loss, x)
+        del loss
+        return reference() is not None
+
+    gc.disable()
+    try:
+        assert not alive(lambda loss, x: loss.backward())
+        assert not alive(lambda loss, x: loss.backward(retain_graph=True))
+        assert not alive(lambda loss, x: torch.autograd.grad(loss, x, create_graph=True)[0].square().sum().backward())
+        assert not alive(lambda loss, x: None)
+    finally:
+        gc.enable()
+    held = torch.randn(8, 4, requires_grad=True) + 0
+    reference, loss = weakref.ref(held), run(held).sum()
+    del held
+    loss.backward()
+    assert reference() is None  # while the loss still lives
+
+
+def buffers(model):
+    """Where the copies of a model's weights lie."""
+    return tuple(c.tensor.data_ptr() for p in model.parameters() for c in copies_of(p))
+
+
+def test_copies_of_weights_are_refreshed_in_place_as_ever():
+    model = Smooth()
+    run, _ = compiled(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = set()
+    for _ in range(4):
+        penalty(run, model, torch.randn(8, 4))
+        optimizer.step()
+        seen.add(buffers(model))
+    assert len(seen) == 1 and seen != {()}
+
+
+def fused_step(model):
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    torch.optim.SGD(model.parameters(), lr=1.0, fused=True).step()
+    model.zero_grad()
+
+
+def scaler_step(model):
+    scaler, optimizer = GradScaler("cpu", init_scale=1.0), torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler.scale(torch.ones(()))
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    scaler.step(optimizer)
+    model.zero_grad()
+
+
+def in_place(model):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(3)
+
+
+def through_data(model):
+    for param in model.parameters():
+        param.data.mul_(3)
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "inductor", "eager"])
+@pytest.mark.parametrize("write", [fused_step, scaler_step, in_place, through_data])
+@pytest.mark.parametrize("called_between", [False, True])
+def test_both_passes_see_the_weights_of_the_call_whatever_is_written_then(write, called_between, lower):
+    """As eager autocast, whose own low-precision weights stay as they were."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    old, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    run, _ = compiled(model, lower=lower)
+    x = torch.randn(32, 8, requires_grad=True)
+
+    def twice(outputs, weights, between):
+        between()
+        first = torch.autograd.grad(outputs.float().sum(), x, retain_graph=True)
+        second = torch.autograd.grad(outputs.float().sum(), x, create_graph=True)
+        third = torch.autograd.grad((second[0].norm(dim=1) - 1).square().mean(), [x, *weights], allow_unused=True)
+        return [outputs, *first, *second, *third]
+
+    def write_and_call():
+        write(model)
+        if called_between:
+            run(x.detach())
+
+    found = twice(run(x), model.parameters(), write_and_call)
+    reference = twice(eager(old, x), old.parameters(), lambda: None)
+    best = twice(exact(x.double()), exact.parameters(), lambda: None)
+    assert torch.equal(found[1], found[2]) or error(found[1:2], found[2:3]) < 0.01
+    assert [value is None for value in found] == [value is None for value in reference]
+    assert error(found, best) <= 1.2 * error(reference, best)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_weight_read_in_float32_is_autograds_affair(create_graph):
+    """A norm's: eager autograd saved the weight itself and raises, too."""
+    model = Smooth()
+    run, _ = compiled(model)
+    x = torch.randn(8, 4, requires_grad=True)
+    for outputs in (eager(model, x), run(x)):
+        in_place(model)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(outputs.float().sum(), x, create_graph=create_graph)
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("differentiate", ["backward", "kept, then freed", "grad with create_graph, then backward"])
+def test_a_loss_that_lives_on_keeps_no_copy_from_being_refreshed_in_place(differentiate, lower):
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    run, _ = compiled(model, lower=lower)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen, losses = set(), []
+    for _ in range(4):
+        losses.append(run(torch.randn(8, 8, requires_grad=True)).float().square().mean())
+        if differentiate == "kept, then freed":
+            losses[-1].backward(retain_graph=True)
+        if differentiate.startswith("grad"):
+            torch.autograd.grad(losses[-1], [*model.parameters()], create_graph=True)
+        losses[-1].backward()
+        optimizer.step()
+        seen.add(buffers(model))
+    assert len(seen) == 1 and seen != {()}

@@ -1,0 +1,166 @@
+"""Mixed floating operands never raise in a graph of ours, and change nothing anywhere else."""
+
+import threading
+
+import pytest
+import torch
+
+from ampcompile.compiler import mixed_operands
+from ampcompile.dtypes import widest
+from ampcompile.torch_private import dispatcher
+from tests.compiling import HALF, HIGH, LOW, amp, dtypes, eager
+
+INDEX, ROWS = torch.tensor([[0, 1], [1, 0]]), torch.tensor([1, 0])
+MASK = torch.tensor([[True, False], [False, True]])
+
+PROMOTING = {
+    "cat": lambda a, b: torch.cat([a, b]),
+    "stack": lambda a, b: torch.stack([a, b]),
+    "where": lambda a, b: torch.where(MASK, a, b),
+    "lerp": lambda a, b: torch.lerp(a, b, 0.3),
+    "lerp by tensor": lambda a, b: torch.lerp(a, b, a),
+    "addcmul": lambda a, b: torch.addcmul(a, b, b),
+    "addcdiv": lambda a, b: torch.addcdiv(a, b, b),
+    "index_put": lambda a, b: torch.index_put(a, (ROWS,), b),
+    "index_add": lambda a, b: torch.index_add(a, 0, ROWS, b),
+    "index_copy": lambda a, b: torch.index_copy(a, 0, ROWS, b),
+    "index_reduce": lambda a, b: torch.index_reduce(a, 0, ROWS, b, "mean"),
+    "scatter": lambda a, b: torch.scatter(a, 0, INDEX, b),
+    "scatter_add": lambda a, b: torch.scatter_add(a, 0, INDEX, b),
+    "scatter_reduce": lambda a, b: torch.scatter_reduce(a, 0, INDEX, b, "sum"),
+    "masked_scatter": lambda a, b: torch.masked_scatter(a, MASK, b),
+    "dot": lambda a, b: torch.dot(a[0], b[0]),
+    "mv": lambda a, b: torch.mv(a, b[0]),
+    "addmv": lambda a, b: torch.addmv(a[0], a, b[0]),
+    "maximum": torch.maximum,
+}
+
+
+def setitem(a, b):
+    a = a.clone()
+    a[MASK] = b.flatten()[:2]
+    a[:1] = b[:1]
+    return a
+
+
+WRITING = {
+    "setitem": setitem,
+    "copy_": lambda a, b: a.clone().copy_(b),
+    "index_put_": lambda a, b: a.clone().index_put_((ROWS,), b),
+    "index_add_": lambda a, b: a.clone().index_add_(0, ROWS, b),
+    "index_copy_": lambda a, b: a.clone().index_copy_(0, ROWS, b),
+    "scatter_": lambda a, b: a.clone().scatter_(0, INDEX, b),
+    "scatter_add_": lambda a, b: a.clone().scatter_add_(0, INDEX, b),
+    "scatter_reduce_": lambda a, b: a.clone().scatter_reduce_(0, INDEX, b, "sum"),
+    "masked_scatter_": lambda a, b: a.clone().masked_scatter_(MASK, b),
+    "lerp_": lambda a, b: a.clone().lerp_(b, 0.3),
+    "addmm_": lambda a, b: a.clone().addmm_(b, b),
+    "baddbmm_": lambda a, b: a[None].clone().baddbmm_(b[None], b[None]),
+    "masked_fill_": lambda a, b: a.clone().masked_fill_(MASK, b.sum()),
+    "add_": lambda a, b: a.clone().add_(b),
+}
+
+
+def each(a, b):
+    return [f(a, b) for f in (*PROMOTING.values(), *WRITING.values())]
+
+
+PAIRS = [(LOW, HIGH), (HIGH, LOW), (HALF, LOW), (LOW, HALF), (HALF, HIGH), (HALF, HALF), (LOW, LOW)]
+
+
+@pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta")  # which torch 2.15 says in Python
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("first, second", PAIRS)
+def test_operands_promote_and_writers_convert_their_source(first, second, mode):
+    a, b = torch.rand(2, 2) + 0.5, torch.rand(2, 2) + 0.5
+    a, b = a.to(first), b.to(second)
+    with mode():
+        run, recorder = amp(each)
+        results, exact = run(a, b), each(a.double(), b.double())
+    promoted = widest([first, second])
+    assert dtypes(results) == [promoted] * len(PROMOTING) + [first] * len(WRITING)
+    assert not recorder.disagreements
+    for name, result, expected in zip((*PROMOTING, *WRITING), results, exact, strict=True):
+        assert torch.allclose(result.double(), expected, rtol=0.03, atol=0.03), name
+
+
+def test_gradients_reach_both_operands_in_their_own_dtypes():
+    a, b = torch.rand(2, 2, dtype=LOW).requires_grad_(), torch.rand(2, 2).requires_grad_()
+    run, _ = amp(lambda a, b: sum(f(a, b).float().sum() for f in PROMOTING.values()))
+    run(a, b).backward()
+    assert (a.grad.dtype, b.grad.dtype) == (LOW, HIGH)
+    exact_a, exact_b = a.detach().double().requires_grad_(), b.detach().double().requires_grad_()
+    sum(f(exact_a, exact_b).sum() for f in PROMOTING.values()).backward()
+    assert torch.allclose(a.grad.double(), exact_a.grad, rtol=0.03, atol=0.3)
+    assert torch.allclose(b.grad.double(), exact_b.grad, rtol=0.03, atol=0.3)
+
+
+def test_attention_goes_low_and_a_floating_mask_follows_the_query():
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def f(q, k, v, mask):
+        return attention(q, k, v, attn_mask=mask)
+
+    q, k, v = (torch.randn(1, 1, 3, 8) for _ in range(3))
+    for mask in (torch.randn(3, 3), torch.randn(3, 3).to(LOW), torch.rand(3, 3) > 0.3):
+        for query in (q, q.to(LOW), q.to(HALF)):
+            torch._dynamo.reset()
+            result = amp(f)[0](query, k.to(LOW), v, mask)
+            assert result.dtype == LOW
+            exact = f(query.float(), k, v, mask.float() if mask.is_floating_point() else mask)
+            assert torch.allclose(result.float(), exact, atol=0.05)
+
+
+# What becomes of an error on fake tensors: the second in torch 2.15, where it reaches Dynamo as the user's own would.
+REFUSED = (torch._dynamo.exc.TorchRuntimeError, torch._dynamo.exc.Unsupported)
+
+
+def scatter(a, b):
+    return torch.scatter(a, 0, INDEX, b)
+
+
+def test_eager_autocast_and_other_backends_still_refuse():
+    a, b = torch.rand(2, 2, dtype=LOW), torch.rand(2, 2)
+    assert amp(scatter)[0](a, b).dtype == HIGH
+    with pytest.raises(RuntimeError, match=r"Expected self.dtype to be equal to src.dtype"):
+        eager(scatter, a, b)
+    with pytest.raises(REFUSED):
+        eager(torch.compile(scatter, backend="aot_eager"), a, b)
+    assert not dispatcher.has_autocast_kernel("aten::scatter.src", "cpu")
+    with pytest.raises(RuntimeError, match="prioritize"):
+        eager(torch.cat, [a.to(HALF), b])
+
+
+def test_another_threads_trace_is_left_alone():
+    a, b, refused = torch.rand(2, 2, dtype=LOW), torch.rand(2, 2), []
+
+    def elsewhere():
+        try:
+            eager(torch.compile(scatter, backend="aot_eager"), a, b)
+        except REFUSED:
+            refused.append(True)
+
+    mixed_operands.install("cpu")
+    mixed_operands.here.in_call = True
+    try:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    finally:
+        mixed_operands.here.in_call = False
+    assert refused
+
+
+def test_a_disabled_region_promotes_nothing():
+    def f(a, b):
+        with torch.autocast("cpu", enabled=False):
+            return scatter(a, b)
+
+    with pytest.raises(REFUSED, match=r"Expected self.dtype to be equal to src.dtype"):
+        amp(f)[0](torch.rand(2, 2, dtype=LOW), torch.rand(2, 2))
+
+
+def test_every_promoting_op_of_every_device_gets_its_kernel_once():
+    for device in ("cpu", "cuda", "xpu", "mps"):
+        assert mixed_operands.install(device) > 20
+        assert mixed_operands.install.__wrapped__(device) == 0

@@ -1,0 +1,40 @@
+"""Random numbers are noticed and put back; writes are told apart by whether anything reads what was there."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ampcompile.compiler.rerun import Drawn, drawing_nothing, writes_unread
+from ampcompile.passes.graph import placeholders
+
+aten = torch.ops.aten
+
+
+def test_drawing_is_noticed_and_undone():
+    state = torch.get_rng_state()
+    with drawing_nothing([torch.ones(2)]):
+        torch.ones(2).sin()
+    with pytest.raises(Drawn), drawing_nothing([torch.ones(2)]):
+        torch.nn.functional.dropout(torch.ones(9))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def normalised(x, mean, var, training):
+    return aten.batch_norm(x, None, None, mean, var, training, 0.1, 1e-5, False)
+
+
+@pytest.mark.parametrize(
+    ("f", "unread"),
+    [
+        (lambda x, s: normalised(x, s, torch.ones(3), True), True),
+        (lambda x, s: normalised(x, s, torch.ones(3), False), False),
+        (lambda x, s: (s.add_(1), x * 2)[1], True),
+        (lambda x, s: x * s.add_(1), False),
+        (lambda x, s: (s.add_(1), x * s)[1], False),
+        (lambda x, s: (s.add_(x.mean(0)), x)[1], False),
+        (lambda x, s: (x.add_(s), x)[1], False),
+    ],
+)
+def test_what_was_there_counts_if_anything_reads_it(f, unread):
+    graph = make_fx(f, pre_dispatch=True)(torch.randn(5, 3), torch.zeros(3))
+    assert writes_unread(placeholders(graph)[1]) is unread

@@ -1,0 +1,111 @@
+"""The gradient of a tied embedding is added where the other gradient lies: which sums, and with which numbers."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ampcompile.passes.after.add_embedding_gradients import add_embeddings
+from ampcompile.torch_private.dispatcher import AS_A_FUNCTION
+from tests.compiling import training_errors
+
+aten = torch.ops.aten
+OP = "torch.ops.ampcompile.add_embedding_gradient_"
+
+
+def rows(grad, tokens, vocabulary=11, by_frequency=False):
+    return aten.embedding_dense_backward(grad, tokens, vocabulary, 3, by_frequency)
+
+
+def joint(f, device="cpu") -> GraphModule:
+    """The graph of `f(grad, tokens, x)`: 24 gradients of 8 numbers, x of 8 x 11."""
+    with FakeTensorMode():
+        tokens = torch.empty(4, 6, dtype=torch.int64, device=device)
+        return make_fx(f)(torch.empty(4, 6, 8, device=device), tokens, torch.empty(8, 11, device=device))
+
+
+FIRES = {
+    "a product": (1, lambda g, i, x: torch.mm(x.t(), x @ x.t()) + rows(g, i)),
+    "on the left": (1, lambda g, i, x: rows(g, i) + torch.mm(x.t(), x @ x.t())),
+    "a widened product": (1, lambda g, i, x: torch.mm(x.t().bfloat16(), (x @ x.t()).bfloat16()).float() + rows(g, i)),
+    "two embeddings": (2, lambda g, i, x: torch.mm(x.t(), x @ x.t()) + rows(g, i) + rows(g.exp(), i.flip(0))),
+    "two embeddings alone": (1, lambda g, i, x: rows(g, i) + rows(g.exp(), i.flip(0))),
+}
+
+
+@pytest.mark.parametrize("name", FIRES)
+def test_fires(name):
+    count, f = FIRES[name]
+    gm = joint(f)
+    (before,) = (node.meta["val"] for node in gm.graph.output_node().all_input_nodes)
+    assert add_embeddings(gm.graph) == count
+    gm.graph.lint()
+    gm.recompile()
+    left = sum(node.target in (aten.add.Tensor, aten.embedding_dense_backward.default) for node in gm.graph.nodes)
+    assert left == (name == "two embeddings alone")
+    assert len(gm.graph.find_nodes(op="call_function", target=AS_A_FUNCTION)) == count
+    (after,) = (node.meta["val"] for node in gm.graph.output_node().all_input_nodes)
+    assert (after.dtype, after.shape, after.stride()) == (before.dtype, before.shape, before.stride())
+    arguments = torch.randn(4, 6, 8), torch.randint(11, (4, 6)), torch.randn(8, 11)
+    torch.testing.assert_close(gm(*arguments), f(*arguments))
+    assert add_embeddings(gm.graph) == 0
+
+
+DECLINES = {
+    "not added": lambda g, i, x: (rows(g, i), x.exp()),
+    "returned as well": lambda g, i, x: (lambda r: (r, r + x.t().exp().contiguous()))(rows(g, i)),
+    "added twice": lambda g, i, x: (lambda r: r + r)(rows(g, i)),
+    "to an argument": lambda g, i, x: rows(g, i[:, :1].expand(4, 6), 8)[:, :8] + g[0, 0],
+    "to a number": lambda g, i, x: rows(g, i) + 1,
+    "to what others read": lambda g, i, x: (lambda y: (rows(g, i) + y, y.sum()))(torch.mm(x.t(), x @ x.t())),
+    "to what is broadcast": lambda g, i, x: rows(g, i) + x.sum(1).exp(),
+    "to an expanded view": lambda g, i, x: rows(g, i) + x.sum(1).exp().expand(11, 8),
+    "to a transposed view": lambda g, i, x: rows(g, i) + x.exp().t(),
+    "to another dtype": lambda g, i, x: rows(g, i) + torch.mm(x.t(), x @ x.t()).double(),
+    "with a factor": lambda g, i, x: aten.add.Tensor(torch.mm(x.t(), x @ x.t()), rows(g, i), alpha=2),
+    "by frequency": lambda g, i, x: torch.mm(x.t(), x @ x.t()) + rows(g, i, by_frequency=True),
+}
+
+
+@pytest.mark.parametrize("name", DECLINES)
+def test_declines(name):
+    gm = joint(DECLINES[name])
+    before = str(gm.graph)
+    assert add_embeddings(gm.graph) == 0 and str(gm.graph) == before
+
+
+@pytest.mark.parametrize("device", ["cuda", "meta"])
+def test_declines_on_other_devices(device):
+    assert add_embeddings(joint(FIRES["a product"][1], device).graph) == 0
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.inner = nn.Embedding(40, 16, padding_idx=3), nn.Linear(16, 16)
+
+    def forward(self, tokens, more):
+        x = self.inner(self.tokens(tokens)) + self.tokens(more)
+        return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), more.flatten())
+
+
+def test_a_tied_model_trains_and_nothing_is_copied():
+    tokens, more = torch.randint(40, (2, 8, 12))
+    tokens[:, :4] = 3
+    totals = [0.0, 0.0]
+    for _ in range(8):
+        eager, ours, _ = training_errors(Tied(), lambda m, *xs: m(*xs), (tokens, more))
+        totals = [totals[0] + eager, totals[1] + ours]
+    assert totals[1] <= 1.05 * totals[0]
+    model = Tied()
+    run = torch.compile(copy.deepcopy(model), backend="amp")
+    _, code = run_and_get_code(lambda: run(tokens, more).backward())
+    backward = code[-1]
+    assert backward.count(f"{OP}.default(") == 2 and "embedding_dense_backward(" not in backward
+    assert "clone" not in backward.split("def call(")[1]

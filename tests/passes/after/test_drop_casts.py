@@ -1,0 +1,91 @@
+"""After differentiation, what was widened, rearranged and narrowed again is rearranged as it is, bit for bit."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import ampcompile
+from ampcompile.passes.after.drop_casts import drop_after_differentiation
+from tests.compiling import HALF, HIGH, LOW, amp, eager, gradients, same_bits
+
+DROPPED = {
+    "nothing between": lambda x, i: x.to(HIGH).to(LOW) * 2,
+    "indexed": lambda x, i: torch.ops.aten._unsafe_index(x.to(HIGH), [None, i]).to(LOW) * 2,
+    "selected and repeated": lambda x, i: x.to(HIGH).index_select(0, i).expand(3, 4, 4).contiguous().to(LOW) * 2,
+    "padded": lambda x, i: F.pad(x.to(HIGH).t(), (1, 1), value=0.5).to(LOW) * 2,
+    "clamped": lambda x, i: x.to(HIGH).clamp(-0.5, 0.5).to(LOW) * 2,
+    "masked": lambda x, i: x.to(HIGH).masked_fill(x > 0, float("-inf")).tril().to(LOW) * 2,
+    "reflected": lambda x, i: F.pad(x.to(HIGH)[None], (1, 1), mode="reflect").to(LOW) * 2,
+}
+KEPT = {
+    "what is computed between": lambda x, i: x.to(HIGH).sin().to(LOW) * 2,
+    "another low type": lambda x, i: x.to(HIGH).to(HALF) * 2,
+    "a rounding": lambda x, i: x.to(HALF).to(LOW) * 2,
+    "a constant that rounds": lambda x, i: F.pad(x.to(HIGH), (1, 1), value=0.1).to(LOW) * 2,
+    "sums": lambda x, i: torch.zeros(3, 4).index_put((i,), x.to(HIGH), accumulate=True).to(LOW) * 2,
+    "a rearranged value that others read": lambda x, i: (y := x.to(HIGH).flip(0), y.to(LOW) * 2)[1] + y,
+    "what is returned": lambda x, i: x.to(HIGH).to(LOW),
+}
+
+
+def dropped(f):
+    x, i = torch.randn(4, 4).to(LOW), torch.tensor([2, 0, 0, 1])
+    gm = make_fx(f, tracing_mode="fake")(x, i)
+    before, found = f(x, i), drop_after_differentiation(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    assert same_bits(gm(x, i), before)
+    assert drop_after_differentiation(gm.graph) == 0
+    return found
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_fires_with_the_same_bits(name):
+    assert dropped(DROPPED[name]) == 1
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_declines(name):
+    assert dropped(KEPT[name]) == 0
+
+
+class Resized(torch.nn.Module):
+    """A convolution, group norm and a resized image, whose backward torch takes apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Conv2d(3, 4, 3), torch.nn.GroupNorm(2, 4), torch.nn.Conv2d(4, 3, 3)
+
+    def forward(self, x):
+        return self.last(F.interpolate(self.norm(self.first(x)), scale_factor=2.0))
+
+
+def test_a_resized_image_is_not_widened_in_forward():
+    model, image = Resized(), torch.randn(1, 3, 6, 6)
+    totals = {t.stage: t for t in ampcompile.explain(model)(image).totals}
+    before, after = totals["bind_weights, forward and backward"], totals["drop_casts, forward and backward"]
+    small, large = 4 * 4 * 4, 4 * 8 * 8  # what is resized and what comes of it; group norm's own gradient is small
+    assert before.casts - after.casts == 3 and before.bytes - after.bytes == 6 * (small + large + small)
+
+
+def test_group_norms_gradients_are_eagers_without_a_copy():
+    model, x = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.GroupNorm(2, 4)), torch.randn(1, 3, 6, 6)
+    run, _ = amp(model)
+    ours = gradients(model, lambda m: run(x).float().square().sum())
+    theirs = gradients(model, lambda m: eager(m, x).float().square().sum())
+    assert same_bits(ours, theirs)
+
+
+def test_views_of_what_is_returned_stay_apart_from_inputs_and_from_each_other():
+    """Two casts in a row that give the same numbers make a tensor of its own, of which a view is returned."""
+
+    def program(x):
+        return x.double().float()[1:], x.double().float().view(-1), x.double().float().chunk(2)[0], x.bfloat16().t()
+
+    x = torch.randn(4, 4)
+    results = amp(program)[0](x)
+    assert len({t.untyped_storage().data_ptr() for t in (x, *results)}) == 5
+    assert torch.equal(results[0], x[1:]) and torch.equal(results[2], x[:2])
+    first, second = amp(lambda x: (x.bfloat16()[1:], x.bfloat16()[:2]))[0](x)
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()

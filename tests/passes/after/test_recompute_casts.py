@@ -1,0 +1,106 @@
+"""Backward keeps the narrow form of what was widened, and never asks a weight that may have been written for it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ampcompile.compiler import lower
+from ampcompile.passes.after.recompute_casts import recompute_after_differentiation
+from tests.compiling import HALF, HIGH, LOW, amp, gradients, same_bits
+
+
+def bytes_saved(model, x, **options):
+    """Bytes that a call keeps for its backward besides weights and inputs, and the gradients that come of it."""
+    torch._dynamo.reset()
+    loss = amp(model, **options)[0](x).float().square().sum()
+    held = {t.data_ptr() for t in (*model.parameters(), x)}
+    kept, pending, seen = {}, [loss.grad_fn], set()
+    while pending:
+        function = pending.pop()
+        if function is not None and function not in seen:
+            seen.add(function)
+            pending += [other for other, _ in function.next_functions]
+            if "Compiled" in type(function).__name__:
+                kept |= {t.data_ptr(): t.untyped_storage().nbytes() for t in function.saved_tensors if t is not None}
+    found = gradients(model, lambda m: loss)
+    return sum(size for pointer, size in kept.items() if pointer not in held), found
+
+
+def layers():
+    return torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+
+
+class Losses(torch.nn.Module):
+    """A product whose result is read in float32 by a loss with a kernel of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        return F.mse_loss(self.last(x), x)
+
+
+SAVED = {  # the model, options, and the bytes that are kept less than torch would; rows of inputs are 4
+    "a loss": (Losses, {}, 2 * 4 * 16),
+    "layers": (layers, {}, 0),
+    "layers that cast in every call": (layers, {"weights": "every_call"}, 0),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_less_is_kept_and_gradients_have_the_same_bits(name, monkeypatch):
+    make, options, less = SAVED[name]
+    model, x = make(), torch.randn(4, 16)
+    after, ours = bytes_saved(model, x, **options)
+    acts = [act for act in lower._on_joint_graph() if act is not recompute_after_differentiation]
+    monkeypatch.setattr(lower, "_on_joint_graph", lambda: acts)
+    before, theirs = bytes_saved(model, x, **options)
+    assert before - after == less
+    assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+def test_a_late_backward_sees_the_weights_of_its_forward(lower):
+    """The optimizer leaves no trace on the weights that it writes."""
+    model, x = layers(), torch.randn(4, 16)
+    run, _ = amp(model, weights="every_call", lower=lower)
+    expected = gradients(model, lambda m: run(x).float().square().sum())
+    late = run(x).float().square().sum()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(model.parameters(), lr=1.0, fused=True).step()
+    assert same_bits(gradients(model, lambda m: late), expected)
+
+
+def joint(f, x):
+    """A graph with a value and its gradient, as torch spells it after differentiation."""
+
+    def value_and_gradient(primals_1, tangents_1):
+        y = f(primals_1)
+        return y[0], torch.ops.aten.mul(tangents_1, y[1])
+
+    return make_fx(value_and_gradient, tracing_mode="fake")(x, torch.randn(4, 4))
+
+
+READ = {  # f gives a value and what backward reads, and whether that is a cast to do again
+    "widened": (lambda x: (x.sin(), x.to(LOW).sin().to(HIGH)), True),
+    "a view of what was widened": (lambda x: (x.sin(), x.to(LOW).sin().to(HIGH).t()), True),
+    "narrowed": (lambda x: (x.sin(), x.sin().to(LOW)), False),
+    "from one low type to the other": (lambda x: (x.sin(), x.to(LOW).sin().to(HALF)), False),
+    "returned too": (lambda x: ((y := x.to(LOW).sin().to(HIGH)), y), False),
+    "not read itself": (lambda x: ((y := x.to(LOW).sin().to(HIGH).exp()), y + 1), False),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_tags_what_backward_reads_widened(name):
+    f, tagged = READ[name]
+    gm = joint(f, torch.randn(4, 4))
+    assert recompute_after_differentiation(gm.graph) == tagged
+    assert recompute_after_differentiation(gm.graph) == 0
+
+
+def test_a_graph_without_backward_has_none():
+    assert recompute_after_differentiation(make_fx(lambda x: x.to(LOW).to(HIGH))(torch.randn(3)).graph) == 0

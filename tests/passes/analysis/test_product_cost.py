@@ -1,0 +1,108 @@
+"""What a graph's products take is estimated from measurements, said by explain and doctor, and acted on if asked."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ampcompile
+from ampcompile.compiler import backend
+from ampcompile.passes.analysis import product_cost
+from ampcompile.passes.analysis.product_cost import Estimate, Speed
+from ampcompile.policy import Policy
+from tests.compiling import HALF, HIGH, LOW, amp, compiled, dtypes, eager
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine that starts a product in 1 us in float32, in 5 us in bfloat16, but then is 4 times as fast."""
+    speeds = {HIGH: Speed(1e-6, 1e9), LOW: Speed(5e-6, 4e9), HALF: Speed(1e-6, 1e6)}
+    monkeypatch.setattr(product_cost, "speed", lambda device, dtype: speeds[dtype])
+    monkeypatch.setattr(product_cost, "bandwidth", lambda device: 1e12)
+
+
+def estimated(f, *args, **options):
+    torch._dynamo.reset()
+    (graph,) = ampcompile.explain(f, **options)(*args).graphs
+    return graph.estimate
+
+
+def test_products_are_counted_with_their_flops(machine):
+    found = estimated(lambda x, w: F.linear(x, w).relu() @ w, torch.randn(16, 32), torch.randn(32, 32))
+    flops = 2 * 16 * 32 * 32
+    assert (found.device, found.low, found.products) == ("cpu", LOW, 2)
+    assert found.wide == pytest.approx(2 * (1e-6 + flops / 1e9))
+    assert found.narrow == pytest.approx(2 * (5e-6 + flops / 4e9))
+    assert found.casts == pytest.approx(6 * (16 * 32 + 32 * 32) / 1e12), "w is cast once"
+
+
+@pytest.mark.parametrize(("width", "pays"), [(4, False), (64, True)])
+def test_tiny_products_dont_pay(machine, width, pays):
+    found = estimated(torch.nn.Linear(width, width), torch.randn(width, width))
+    assert found.pays == pays and (found.gain > 1) == pays
+    assert str(found).startswith("bf16 pays" if pays else "bf16 won't help here")
+    assert "1 product on this cpu: " in str(found)
+
+
+def test_a_device_without_units_for_a_type_doesnt_pay(machine):
+    assert not estimated(torch.nn.Linear(64, 64), torch.randn(64, 64), dtype=HALF).pays
+    assert product_cost.gains_from("cpu", HALF) is None and product_cost.gains_from("cpu", LOW) == 16
+
+
+def test_where_memory_is_slow_half_the_bytes_pay_but_not_on_a_cpu(machine, monkeypatch):
+    monkeypatch.setattr(product_cost, "bandwidth", lambda device: 1e6)
+    for dtype in (HIGH, LOW):
+        assert product_cost._seconds("cuda", dtype, 1.0, 1000) == pytest.approx(1000 * dtype.itemsize / 1e6)
+        assert product_cost._seconds("cpu", dtype, 1.0, 1000) == product_cost.speed("cpu", dtype).seconds(1.0)
+
+
+@pytest.mark.parametrize("f", [torch.sin, lambda x: x.softmax(-1), lambda x: torch.mm(x.double(), x.double())])
+def test_nothing_low_is_nothing_to_estimate(machine, f):
+    assert estimated(f, torch.randn(4, 4)) is None
+
+
+def test_explain_says_so(machine):
+    report = ampcompile.explain(torch.nn.Linear(4, 4))(torch.randn(2, 4))
+    assert "bf16 won't help here (estimated, forward): 1 product on this cpu:" in str(report)
+
+
+def test_sizes_that_are_symbols_add_no_guard(machine):
+    f = lambda x, w: torch.mm(x, w)  # noqa: E731
+    run, recorder = compiled(f, dynamic=True, policy="where it pays")
+    for rows in (6, 5, 300):
+        run(torch.randn(rows, 8), torch.randn(8, 8))
+    assert len(recorder.graphs) == 1
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(4, HIGH), (64, LOW)])
+def test_the_policy_acts_on_it_if_asked(machine, width, dtype):
+    model, x = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU()), torch.randn(width, width)
+    assert dtypes(eager(model, x)) == [LOW]
+    run, _ = amp(model, policy="where it pays")
+    assert run(x).dtype == dtype
+    assert dtype == LOW or torch.equal(run(x), model(x))
+
+
+def test_several_processes_decide_alike(machine, monkeypatch):
+    monkeypatch.setattr(backend, "_alone", lambda: False)
+    assert amp(torch.nn.Linear(4, 4), policy="where it pays")[0](torch.randn(2, 4)).dtype == LOW
+
+
+@pytest.mark.parametrize("text", ["where it pays", "op softmax*=low, module encoder.*=fp32, where it pays"])
+def test_the_policy_can_be_spelled(text):
+    policy = Policy.parse(text)
+    assert policy.where_it_pays and str(policy) == text and Policy.parse(str(policy)) == policy
+    assert not Policy.parse("op softmax*=low").where_it_pays and not Policy().where_it_pays
+
+
+def test_a_machine_is_really_measured():
+    for dtype in (HIGH, LOW):
+        found = product_cost.speed("cpu", dtype)
+        assert 0 < found.start < 1 and found.flops > 0
+    assert product_cost.bandwidth("cpu") > 0
+    assert Estimate("cpu", LOW, 0, 0.0, 0.0, 1.0).pays, "without products there is nothing to gain or lose"
+
+
+def test_a_device_that_is_not_here_is_not_measured(monkeypatch):
+    monkeypatch.setattr(product_cost, "device_type_of", lambda values: "cuda")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert estimated(torch.nn.Linear(4, 4), torch.randn(2, 4)) is None

@@ -1,0 +1,29 @@
+"""Sizes as expressions and as hints; asking for them guards nothing."""
+
+import torch
+
+from ampcompile.passes.analysis.sizes import elements, elements_hint, in_floats, is_smaller
+from tests.passes.captured import captured
+
+
+def value(f, *args):
+    return captured(f, *args, dtype=None).graph.output_node().all_input_nodes[0].meta["val"]
+
+
+def test_numbers():
+    x = value(lambda x: x.sin(), torch.randn(3, 5))
+    assert elements(x) == elements_hint(x) == 15 and elements(None) == 1
+    assert in_floats(x) and not in_floats(7)
+
+
+def test_symbols_stay_symbols():
+    x = torch.randn(3, 5)
+    torch._dynamo.mark_dynamic(x, 0)
+    found = value(lambda x: torch.cat([x, x]), x)
+    assert str(elements(found)).startswith("10*s") and elements_hint(found) == 30
+
+
+def test_what_depends_on_data_is_unknown():
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = value(lambda x: x[x > 0].sin(), torch.randn(9))
+    assert elements_hint(found) is None and not is_smaller(found, found)

@@ -1,0 +1,139 @@
+"""Casts of weights leave the graph where that is safe, and only there."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ampcompile.passes.before.hoist_weights import CAST, HoistWeights
+from ampcompile.passes.weight_copy import WEIGHT_COPY
+
+from .rewriting import count, rewritten
+
+
+class Block(nn.Module):
+    def __init__(self, forward: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 24))
+        self.frozen = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+        self.register_buffer("buffer", torch.randn(8, 8))
+        self._forward = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self._forward(self, x)
+
+
+def twice_and_view(m: Any, x: Tensor) -> Tensor:
+    q, k, v = m.weight.split(8, dim=1)
+    return m.linear(m.linear(x @ q.t() + F.linear(x, k)) @ v) + x @ m.frozen + x @ m.buffer
+
+
+def checkpointed(m: Any, x: Tensor) -> Tensor:
+    return checkpoint(m.linear, checkpoint(m.linear, x, use_reentrant=False), use_reentrant=False)
+
+
+FIRES = {
+    "linear": (lambda m, x: m.linear(x), 2, 2),  # (forward, weight_copy calls, copies)
+    "a weight used twice has one copy and two reads": (lambda m, x: m.linear(m.linear(x)), 4, 2),
+    "a view of a weight": (lambda m, x: x @ m.linear.weight.t(), 1, 1),
+    "frozen weight and buffer": (lambda m, x: x @ m.frozen + x @ m.buffer, 2, 2),
+    "all of it": (twice_and_view, 9, 5),
+    "inside checkpoints": (checkpointed, 4, 2),
+}
+
+
+@pytest.mark.parametrize("case", FIRES)
+def test_fires(case: str) -> None:
+    forward, reads, copies = FIRES[case]
+    (graph,) = rewritten(Block(forward), torch.randn(3, 8))
+    assert count(graph, WEIGHT_COPY) == reads
+    assert sum("amp_copy" in n.meta for n in graph.graph.graph.find_nodes(op="placeholder")) == copies
+    for node in graph.graph.graph.find_nodes(op="call_function", target=WEIGHT_COPY):
+        assert node.meta["amp_cast"].fate == ("inserted", "hoisted")
+
+
+def expanded(m: Any, x: Tensor) -> Tensor:
+    return torch.bmm(x.expand(2, 3, 8), m.frozen.expand(2, 8, 8))
+
+
+def written(m: Any, x: Tensor) -> Tensor:
+    y = x @ m.buffer
+    m.buffer.add_(1)
+    return y + x @ m.buffer
+
+
+def returned(m: Any, x: Tensor) -> Any:
+    with torch.autocast("cpu", enabled=False):
+        low = m.linear.weight.to(torch.bfloat16)
+    return F.linear(x, m.weight.t()[:8]), low
+
+
+DECLINES = {
+    "an activation": lambda m, x: x @ x.t(),
+    "a weight computed in the graph": lambda m, x: x @ (m.frozen * 2),
+    "a gradient that sums while the view is undone": expanded,
+    "a weight written in the graph": written,
+}
+
+
+@pytest.mark.parametrize("case", DECLINES)
+def test_declines(case: str) -> None:
+    (graph,) = rewritten(Block(DECLINES[case]), torch.randn(3, 8))
+    assert count(graph, WEIGHT_COPY) == 0
+    assert count(graph, CAST) > 0
+
+
+def test_every_call_keeps_the_casts() -> None:
+    (graph,) = rewritten(Block(twice_and_view), torch.randn(3, 8), weights="every_call")
+    assert count(graph, WEIGHT_COPY) == 0
+    assert count(graph, CAST) > 0
+
+
+def test_the_users_own_cast_of_a_weight_stays_and_its_result_is_the_users() -> None:
+    block = Block(returned)
+    (graph,) = rewritten(block, torch.randn(3, 8))
+    assert count(graph, WEIGHT_COPY) == 1
+    compiled = torch.compile(block, backend="amp", options={"lower": "aot_eager"})
+    _, first = compiled(torch.randn(3, 8))
+    first.detach().zero_()
+    _, second = compiled(torch.randn(3, 8))
+    assert torch.equal(second, block.linear.weight.to(torch.bfloat16))
+
+
+def test_idempotent() -> None:
+    (graph,) = rewritten(Block(twice_and_view), torch.randn(3, 8))
+    assert HoistWeights(lambda index, node: node.name != "l_x_").apply(graph.graph) == 0
+
+
+@pytest.mark.parametrize("lower", ["eager", "aot_eager"])
+@pytest.mark.parametrize("case", FIRES)
+def test_same_bits(case: str, lower: str) -> None:
+    forward, _, _ = FIRES[case]
+    block, results = Block(forward), []
+    x = torch.randn(3, 8)
+    for weights in ("cached", "every_call"):
+        leaf, model = x.clone().requires_grad_(), copy.deepcopy(block)
+        out = torch.compile(model, backend="amp", options={"lower": lower, "weights": weights})(leaf)
+        out.square().sum().backward()
+        results.append([out, leaf.grad, *(p.grad for p in model.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+
+
+def test_weights_and_copies_are_static_for_inductor() -> None:
+    from torch._functorch._aot_autograd.frontend_utils import _try_get_metadata_from_dynamo
+
+    (graph,) = rewritten(Block(twice_and_view), torch.randn(3, 8))
+    inputs = graph.graph.graph.find_nodes(op="placeholder")
+    _, static = _try_get_metadata_from_dynamo(graph.graph, {}.keys(), len(inputs), full_args_descs=[])
+    names = {inputs[i].name for i in static}
+    assert {n.name for n in inputs if "amp_copy" in n.meta} <= names
+    assert {n.name for n in inputs if "parameters" in n.name or "buffer" in n.name} <= names
+    assert "l_x_" not in names

@@ -1,0 +1,230 @@
+"""Capture: one spelling, a fake on every node, and no op wired to another value than the user's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampcompile.passes.graph import module_path, source_line
+from ampcompile.torch_private import tracing
+from tests.compiling import HALF, HIGH, LOW, amp, compiled, dtypes, eager, same_bits
+
+
+def on_both_sides_of(no_op):
+    """A float32 `h` and a bfloat16 one, each read as it is and through an op that may do nothing."""
+
+    def f(x, w):
+        for h in (x + 1, x @ w):
+            y = no_op(h)
+            yield from (y, h, y * 2, h + 1)
+
+    return lambda x, w: list(f(x, w))
+
+
+NO_OPS = {
+    "float": lambda h: h.float(),
+    "to": lambda h: h.to(HIGH),
+    "to low": lambda h: h.to(LOW),
+    "type_as": lambda h: h.type_as(torch.zeros(1)),
+    "type": lambda h: h.type(HIGH),
+    "contiguous": lambda h: h.contiguous(),
+    "dropout": lambda h: F.dropout(h, 0.5, training=False),
+    "expand": lambda h: h.expand(4, 4),
+    "real": lambda h: torch.real(h),
+    "two in one": lambda h: F.dropout(h.float().contiguous(), 0.1, training=False),
+}
+
+
+def test_a_cast_that_does_nothing_leaves_the_other_readers_alone(subtests):
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+    for name, no_op in NO_OPS.items():
+        with subtests.test(name):
+            f = on_both_sides_of(no_op)
+            run, recorder = amp(f)
+            assert same_bits(run(x, w), eager(f, x, w))
+            assert not recorder.disagreements
+            torch._dynamo.reset()
+
+
+def test_a_no_op_inside_a_python_functional_is_told_apart_too():
+    attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True).eval()
+
+    def f(x):
+        h = x + 1
+        return attention(h, h, h, need_weights=True), h * 2, F.normalize(h.float()), h
+
+    x = torch.randn(2, 3, 8)
+    run, recorder = amp(f)
+    assert same_bits(run(x), eager(f, x))
+    assert not recorder.disagreements
+
+
+class Norm(nn.Module):
+    """Computes in float32 and gives back what arrived, as Llama's does."""
+
+    def forward(self, x):
+        y = x.float()
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(Norm() for _ in range(3))
+        self.linears = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for norm, linear in zip(self.norms, self.linears, strict=True):
+            x = x + linear(norm(x))
+        return x
+
+
+def test_a_residual_stream_lowered_by_policy_stays_low_through_norms_in_float32():
+    model, x = Residual(), torch.randn(2, 8)
+    # float32 where it was traced: the norms' casts did nothing then
+    run, recorder = amp(model, policy="op add.Tensor=low")
+    assert run(x).dtype == LOW
+    adds = [n for n in recorder.graphs[0].graph.graph.nodes if n.target is torch.ops.aten.add.Tensor]
+    residual = [n for n in adds if n.args[1] != 1e-6]
+    assert len(residual) == 3 and {n.meta["val"].dtype for n in residual} == {LOW}
+    assert dtypes(eager(model, x)) == [HIGH]
+
+
+def test_writing_through_a_no_op_cast_writes_into_the_original():
+    def f(x):
+        h = x + 1
+        h.float().add_(1)
+        return h * 2
+
+    x = torch.randn(4)
+    assert same_bits(amp(f)[0](x), eager(f, x))
+
+
+def test_modes_that_the_model_enters_stay_in_the_graph():
+    linear = nn.Linear(4, 4)
+
+    def f(x):
+        with torch.no_grad():
+            a = linear(x)
+        with torch.inference_mode():
+            b = linear(x)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            c = F.scaled_dot_product_attention(x, x, x)
+        return a, b.clone(), linear(x), c
+
+    x = torch.randn(4, 4)
+    run, recorder = amp(f)
+    results = run(x)
+    assert [r.requires_grad for r in results] == [False, False, True, False]
+    targets = [getattr(n.target, "__name__", "") for n in recorder.graphs[0].graph.graph.nodes]
+    assert targets.count("_enter_inference_mode") == targets.count("_exit_inference_mode") == 1
+    assert targets.count("_sdpa_kernel") == 2 and targets.count("_set_grad_enabled") == 2
+    assert same_bits(results, eager(f, x))
+
+
+def test_every_value_has_a_fake_and_ops_keep_their_module_and_line():
+    model, x = nn.Sequential(nn.Linear(8, 8), Residual()), torch.randn(2, 8)
+    run, recorder = amp(model)
+    run(x)
+    nodes = recorder.graphs[0].graph.graph.nodes
+    assert all("val" in n.meta for n in nodes if n.op != "output")
+    linears = [n for n in nodes if n.target is torch.ops.aten.linear.default]
+    assert [module_path(n) for n in linears] == ["0", "1.linears.0", "1.linears.1", "1.linears.2"]
+    assert all("test_capture.py:" in source_line(n) for n in linears[1:])  # Sequential's own line is torch's
+
+
+def test_constants_stay_constants():
+    table = [[1.0, 70000.0], [3.0, 4.0]]
+
+    def f(x):
+        return x @ torch.tensor(table), torch.tensor(3) + x.sum(), torch.tensor([1, 2])
+
+    x = torch.randn(2, 2)
+    assert same_bits(amp(f)[0](x), eager(f, x))
+
+
+def test_a_number_written_into_a_half_tensor_is_kept_until_the_range_guard_has_seen_it():
+    linear = nn.Linear(4, 4)
+
+    def f(x):
+        h = linear(x)
+        h[:, 0] = -1e9
+        return h
+
+    x = torch.randn(2, 4)
+    assert amp(f, dtype=HALF)[0](x)[0, 0].item() == torch.finfo(HALF).min
+    torch._dynamo.reset()
+    assert amp(f, dtype=HALF, range_guards=False)[0](x)[0, 0].item() == -torch.inf
+
+
+def test_composites_are_taken_apart_where_rules_hide_inside_and_only_there():
+    def f(x):
+        return torch.einsum("ij,kj->ik", x, x), torch.linalg.multi_dot([x, x, x]), F.cross_entropy(x, x.softmax(-1))
+
+    x = torch.randn(4, 4)
+    run, recorder = amp(f)
+    assert same_bits(run(x), eager(f, x))
+    graph = recorder.traced[0]
+    assert "einsum" not in graph and "multi_dot" not in graph
+    assert "aten.cross_entropy_loss.default" in graph and "aten.softmax.int" in graph
+
+
+def test_a_tensor_made_of_sizes_and_of_numbers_that_are_read():
+    """`torch.tensor` detaches in place what a conversion may have returned as it was."""
+
+    def program(x, scale):
+        return x * torch.tensor([x.size(0), 2, 3, scale[0].item()]) + torch.tensor(scale.tolist()).sum()
+
+    x, scale = torch.ones(5, 4), torch.tensor([2, 3])
+    run, _ = compiled(program, fullgraph=True, dynamic=True)
+    assert torch.equal(run(x, scale), program(x, scale))
+
+
+def test_what_is_detached_in_place_after_a_conversion_that_changes_nothing():
+    def program(x):
+        h = x * 2
+        h.float().detach_()
+        return h + x
+
+    x = torch.ones(5, requires_grad=True)
+    run, _ = compiled(program, fullgraph=True)
+    run(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(5))
+
+
+def test_a_size_computed_by_a_tensor_op():
+    """Its number is known while tracing; reading it must not be asked for again."""
+
+    def program(x):
+        rows = torch.div(x.size(0), 2, rounding_mode="trunc")
+        wide = x.view(rows, -1)
+        return torch.utils.checkpoint.checkpoint(lambda w: w.view(rows, -1) @ w.t(), wide, use_reentrant=False)
+
+    x = torch.randn(4, 4)
+    assert same_bits(amp(program)[0](x), eager(program, x))
+
+
+BIT = torch.tensor([[True, False], [True, True]])
+CONSTANTS = {
+    "bool": BIT,
+    "unsigned": torch.tensor([[1, 2], [3, 4]], dtype=torch.uint16),
+    "eight bits": torch.tensor([[1.0, 2.0], [3.0, 4.0]]).to(torch.float8_e4m3fn),
+    "complex": torch.tensor([[1 + 2j, 2j], [3, 4]]),
+    "sparse": torch.eye(2).to_sparse(),
+    "empty": torch.empty(2, 0),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_of_all_types(name):
+    """The range guards ask for their magnitudes."""
+    magnitude = tracing.largest_magnitude(CONSTANTS[name])
+    assert magnitude == {"bool": 1.0, "unsigned": 4.0, "eight bits": 4.0, "complex": 4.0}.get(name, 0.0)
+
+
+def test_a_boolean_constant_in_a_graph():
+    def program(x):
+        return x.masked_fill(torch.tensor([[True, False], [True, True]]), 0.0) @ x
+
+    x = torch.randn(2, 2)
+    assert same_bits(amp(program)[0](x), eager(program, x))

@@ -1,0 +1,166 @@
+"""Deciding: each op gets the dtype that eager autocast gives it, with a reason, and the graph stays as it is."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampcompile.errors import BannedOpError
+from ampcompile.passes.decide.assign_precision import AssignPrecision
+from ampcompile.passes.graph import Regions
+from ampcompile.policy import Policy
+from ampcompile.rules.table import Rule
+from ampcompile.torch_private import dispatcher
+from tests.compiling import HALF, HIGH, LOW, amp, dtypes, eager, same_bits, text
+from tests.passes.captured import captured, on
+
+ON, OFF = on(LOW), on(None)
+aten = torch.ops.aten
+
+
+def decisions(gm):
+    return {node.name: node.meta["amp"] for node in gm.graph.nodes}
+
+
+def block(x, w, m):
+    h = F.layer_norm(x @ w, (8,))
+    return F.cross_entropy(h, m), torch.cat([h, x]), h.relu() + x
+
+
+def inputs():
+    return torch.randn(4, 8), torch.randn(8, 8), torch.randint(8, (4,))
+
+
+def test_fires_with_a_reason_for_every_node():
+    gm = captured(block, *inputs())
+    before = text(gm)
+    assert AssignPrecision(Policy(), ON).apply(gm) == 3  # matmul, cross_entropy_loss, cat
+    found = decisions(gm)
+    assert all(decision.because for decision in found.values())
+    assert set(found["matmul"].operands.values()) == {LOW}
+    assert set(found["cat"].operands.values()) == set(found["cross_entropy_loss"].operands.values()) == {HIGH}
+    assert found["layer_norm"].result.dtype == LOW and found["add"].result.dtype == HIGH
+    assert found["relu"].because == "no rule: runs in the dtypes that arrive"
+    assert "autocast's lower_precision_fp list (CPU)" in found["matmul"].because
+    assert text(gm) == before  # decides, and touches nothing
+
+
+def test_declines_where_autocast_is_off_and_for_what_is_not_floating():
+    gm = captured(block, *inputs(), dtype=None)
+    assert AssignPrecision(Policy(), OFF).apply(gm) == 0
+    assert decisions(gm)["matmul"].because == "autocast is off here"
+    gm = captured(lambda x: (x @ x, x + 1), torch.randint(5, (3, 3)))
+    assert AssignPrecision(Policy(), ON).apply(gm) == 0
+    assert decisions(gm)["matmul"].because == "no floating operands"
+    for dtype in (torch.complex64, torch.float64):
+        gm = captured(lambda x: x @ x, torch.randn(3, 3, dtype=dtype))
+        assert AssignPrecision(Policy(), ON).apply(gm) == 0
+
+
+def test_is_idempotent():
+    gm = captured(block, *inputs())
+    first = AssignPrecision(Policy(), ON).apply(gm)
+    decided = {name: (d.because, dict(d.operands)) for name, d in decisions(gm).items()}
+    assert AssignPrecision(Policy(), ON).apply(gm) == first
+    assert decided == {name: (d.because, dict(d.operands)) for name, d in decisions(gm).items()}
+
+
+def test_the_bits_are_eager_autocasts():
+    for dtype in (LOW, HALF):
+        torch._dynamo.reset()
+        run, recorder = amp(block, dtype=dtype)
+        arguments = inputs()
+        assert same_bits(run(*arguments), eager(block, *arguments, dtype=dtype))
+        assert not recorder.disagreements
+
+
+def test_regions_open_and_close_like_brackets():
+    def f(x, w):
+        with torch.autocast("cpu", enabled=False):
+            a = x @ w
+            with torch.autocast("cpu", dtype=HALF):
+                b = x @ w
+            c = x @ w
+        return a, b, c, x @ w
+
+    gm = captured(f, torch.randn(8, 8), torch.randn(8, 8))
+    AssignPrecision(Policy(), ON).apply(gm)
+    products = [n.meta["amp"] for n in gm.graph.find_nodes(op="call_function", target=aten.matmul.default)]
+    assert [set(d.operands.values()) for d in products] == [set(), {HALF}, set(), {LOW}]
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.first(x), self.second(x), x.softmax(-1)
+
+
+def test_a_policy_moves_ops_and_modules_and_says_so():
+    run, recorder = amp(Model(), policy="op softmax=low, module second=fp32")
+    assert dtypes(run(torch.randn(2, 8))) == [LOW, HIGH, LOW]
+    reasons = {n.name: n.meta["amp"].because for n in recorder.graphs[0].graph.graph.nodes if "amp" in n.meta}
+    assert reasons["softmax"] == "policy: op softmax=low"
+    assert reasons["linear_1"] == "policy: module second=fp32"
+
+
+def test_a_composite_that_the_policy_names_stays_whole():
+    run, recorder = amp(lambda x: torch.einsum("ij,kj->ik", x, x), policy="op einsum=fp32")
+    assert run(torch.randn(3, 4)).dtype == HIGH
+    assert "aten.einsum.default" in recorder.traced[0]
+
+
+def test_float32_inside_gives_low_results():
+    x = torch.randn(2, 8)
+    product = eager(lambda x: x @ x.mT, x)
+    run, _ = amp(lambda x: F.layer_norm(x @ x.mT, (2,)), policy="op layer_norm=fp32_inside")
+    assert same_bits(run(x), F.layer_norm(product.float(), (2,)).to(LOW))
+    torch._dynamo.reset()
+    run, _ = amp(lambda x: torch.std_mean(x @ x.mT, -1), policy="op std_mean*=fp32_inside")
+    assert same_bits(run(x), tuple(v.to(LOW) for v in torch.std_mean(product.float(), -1)))
+
+
+def test_unknown_ops_are_marked_and_run_in_what_arrives():
+    with torch.library._scoped_library("ampcompile_unknown", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        run, recorder = amp(lambda x: torch.ops.ampcompile_unknown.twice(x @ x))
+        assert run(torch.randn(3, 3)).dtype == LOW
+        (node,) = [n for n in recorder.graphs[0].graph.graph.nodes if "twice" in n.name]
+        assert not node.meta["amp"].known and node.meta["amp"].because == "unknown to the policy"
+
+
+class Banning(Policy):
+    def rule_for(self, op, device_type, module_path=""):
+        return Rule("banned", "for this test")
+
+
+def test_a_banned_op_is_refused_with_its_line():
+    gm = captured(lambda x: x @ x, torch.rand(3, 3))
+    with pytest.raises(BannedOpError, match=r"aten.matmul at .*test_assign_precision.py:\d+ is unsafe"):
+        AssignPrecision(Banning(), ON).apply(gm)
+
+
+def test_a_users_own_casts_stay():
+    x = torch.randn(3, 4)
+
+    def f(x):
+        return x.to(LOW).to(HIGH), x.half().double(), x.type_as(x.to(LOW)), x.to(LOW).float() + 1
+
+    # Inductor 2.11 keeps roundings inside a kernel only on CUDA, whatever it is told.
+    for lower in ("aot_eager", "inductor") if dispatcher.TORCH >= (2, 13) else ("aot_eager",):
+        torch._dynamo.reset()
+        assert same_bits(amp(f, lower=lower)[0](x), f(x))
+
+
+def test_an_accelerators_rule_leaves_the_cpu_number_that_waits_for_it():
+    states = {"cuda": (True, HALF), "cpu": (False, LOW)}
+    with torch._subclasses.FakeTensorMode():
+        x, scale = torch.randn(4, 4, device="cuda", dtype=HALF), torch.tensor(3.0)
+        gm = captured(lambda x, s: (x * s).pow(2).sum(), x, scale, dtype=None)
+    AssignPrecision(Policy(), Regions(states)).apply(gm)
+    found = decisions(gm)
+    assert not found["mul"].operands and set(found["pow_1"].operands.values()) == {HIGH}
+    assert found["sum_1"].result.dtype == HIGH and not found["sum_1"].operands

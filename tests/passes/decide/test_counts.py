@@ -1,0 +1,65 @@
+"""Lengths and positions stay in float32: an index computed through 16 bits is another index."""
+
+import pytest
+import torch
+
+import ampcompile
+from ampcompile.passes.decide.counts import lengths
+from tests.compiling import HALF, HIGH, LOW, amp, eager, same_bits
+from tests.passes.captured import captured
+
+MASK = torch.rand(3, 5000) > 0.3
+ONES = torch.ones(5000, 1)
+FRAMES = torch.tensor([[2049, 3001, 77]])
+
+FIRES = {  # numbers that come of integers and become integers again; what is multiplied is rounded by 16 bits
+    "a count taken by a product": lambda mask, n, x: torch.mm(mask.float(), torch.ones(5000, 1)).long(),
+    "frames to samples": lambda mask, n, x: torch.mm(n.float().t(), torch.full((1, 2), 1.5)).floor(),
+    "a place in a table": lambda mask, n, x: x[torch.matmul(n.float(), torch.ones(3, 3)).ceil().int() % 5],
+    "through views and sums": lambda mask, n, x: torch.matmul(mask.float(), torch.ones(5000)).view(3, 1).sum().round(),
+}
+X = torch.randn(5, 4)
+
+
+@pytest.mark.parametrize("dtype", [LOW, HALF])
+@pytest.mark.parametrize("name", FIRES)
+def test_fires_and_is_exact(name, dtype):
+    f = FIRES[name]
+    expected = f(MASK, FRAMES, X)
+    torch._dynamo.reset()
+    assert torch.equal(amp(f, dtype=dtype)[0](MASK, FRAMES, X), expected)
+    torch._dynamo.reset()
+    assert same_bits(
+        amp(f, dtype=dtype, range_guards=False)[0](MASK, FRAMES, X), eager(f, MASK, FRAMES, X, dtype=dtype)
+    )
+
+
+def test_eager_autocast_counts_wrong():
+    f = FIRES["a count taken by a product"]
+    assert not torch.equal(eager(f, MASK, FRAMES, X), MASK.sum(1, keepdim=True))
+
+
+def test_explain_says_why():
+    report = ampcompile.explain(FIRES["frames to samples"], dtype=HALF)(MASK, FRAMES, X)
+    assert "range guard: a length or position, which f16 doesn't count exactly" in [op.because for op in report.ops]
+
+
+DECLINES = {
+    "numbers that stay floating": lambda mask, n, x: torch.mm(mask.float(), torch.ones(5000, 1)).sin(),
+    "what is computed from activations": lambda mask, n, x: torch.mm(x, x.t()).round(),
+    "counts beside activations": lambda mask, n, x: torch.mm(x.t(), torch.ones(5, 2)).long(),
+    "random numbers": lambda mask, n, x: torch.mm(torch.rand(3, 3), torch.ones(3, 3)).floor(),
+    "a comparison": lambda mask, n, x: torch.mm(mask.float(), torch.ones(5000, 1)).to(torch.bool),
+}
+
+
+@pytest.mark.parametrize("name", DECLINES)
+def test_declines(name):
+    gm = captured(DECLINES[name], MASK, FRAMES, X)
+    products = {n for n in gm.graph.nodes if n.op == "call_function" and "mm" in str(n.target)}
+    assert products and not products & lengths(gm.graph)
+
+
+def test_integers_are_no_floating_values():
+    gm = captured(lambda n: (n.float() * 2).long() + n, FRAMES)
+    assert {n.meta["val"].dtype for n in lengths(gm.graph)} == {HIGH}

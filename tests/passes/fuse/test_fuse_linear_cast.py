@@ -1,0 +1,254 @@
+"""A weight's cast moves into its product: where, where not, what becomes of numbers, gradients, records."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampcompile
+from ampcompile.kernels.linear_cast import LINEAR_CAST
+from ampcompile.passes.base import run_passes
+from ampcompile.passes.fuse.fuse_linear_cast import FuseLinearCast
+from ampcompile.passes.fuse.matching import Worth, fusions
+from tests import tiny_models
+from tests.compiling import amp, error, gradients
+from tests.passes.rewriting import count, rewritten
+from tests.passes.tidied import inserted, ours, results
+
+FUSE = FuseLinearCast(Worth("linear"), gradients=True)
+
+
+def lora(x, w, a, b):
+    return F.linear(x, w + 0.5 * (b @ a))
+
+
+def weight_norm(x, v, g):
+    return F.linear(x, torch._weight_norm(v, g, 0))
+
+
+def ternary(x, w):
+    scale = w.abs().mean()
+    rounded = (w / scale).round().clamp(-1, 1) * scale
+    return F.linear(x, w + (rounded - w).detach())
+
+
+def matrix(*shape):
+    return torch.randn(*shape)
+
+
+def in_order(f):
+    """A graph's inputs stand in the order in which they are used."""
+    return lambda *args: f(*(a.view(a.shape) for a in args))
+
+
+FIRES = {
+    "lora": (lora, (matrix(6, 20), matrix(9, 20), matrix(3, 20), matrix(9, 3)), 2),
+    "weight norm": (weight_norm, (matrix(2, 6, 20), matrix(9, 20), matrix(9, 1)), 1),
+    "ternary": (ternary, (matrix(6, 20), matrix(9, 20)), 1),
+    "bias": (lambda x, w, b: F.linear(x, w * 2, b * 2), (matrix(6, 20), matrix(9, 20), matrix(9)), 1),
+    "mm": (lambda x, w: torch.mm(x, w.cos()), (matrix(6, 20), matrix(20, 9)), 1),
+    "matmul": (lambda x, w: x @ w.cos(), (matrix(2, 6, 20), matrix(20, 9)), 1),
+    "addmm": (lambda x, w, b: torch.addmm(b, x, w.cos().t()), (matrix(6, 20), matrix(9, 20), matrix(9)), 1),
+    "weight first": (lambda x, w: (w.cos() @ x).view(-1), (matrix(20, 6), matrix(9, 20)), 1),
+    "transposed": (lambda x, w: x @ w.cos().t(), (matrix(6, 20), matrix(9, 20)), 1),
+    "views": (
+        lambda x, w: x @ w.cos().view(4, 9, 20)[2].transpose(0, 1),
+        (matrix(6, 20), matrix(36, 20)),
+        1,
+    ),
+    "own casts": (lambda x, w: (x @ w.cos(), x @ w.cos()), (matrix(6, 20), matrix(20, 9)), 2),
+    "an input": (lambda x, w: x @ w, (matrix(6, 20), matrix(20, 9)), 1),
+    "square": (lambda x: x @ x, (matrix(8, 8),), 1),
+}
+
+
+def in_place(x, w):
+    weight = w.cos()
+    out = x @ weight
+    weight.add_(1)
+    return out, weight
+
+
+DECLINES = {
+    "the user's cast": (lambda x, w: x @ w.cos().bfloat16(), (matrix(6, 20).bfloat16(), matrix(20, 9))),
+    "low already": (lambda x, w: x @ (w * 2), (matrix(6, 20), matrix(20, 9).bfloat16())),
+    "written": (in_place, (matrix(6, 20), matrix(20, 9))),
+    "batched": (lambda x, w: torch.bmm(x, w.cos()), (matrix(3, 6, 20), matrix(3, 20, 9))),
+    "a batch of weights": (lambda x, w: x @ w.cos(), (matrix(6, 20), matrix(3, 20, 9))),
+    "a vector": (lambda x, w: x @ w.cos(), (matrix(6, 20), matrix(20))),
+    "added twice": (lambda x, w, b: torch.addmm(b, x, w.cos(), beta=2), (matrix(6, 20), matrix(20, 9), matrix(9))),
+    "a matrix added": (lambda x, w, b: torch.addmm(b, x, w.cos()), (matrix(6, 20), matrix(20, 9), matrix(6, 9))),
+    "copied first": (lambda x, w: x @ w.cos().t().bfloat16().contiguous(), (matrix(6, 20), matrix(9, 20))),
+    "not by autocast": (lambda x, w: x + w.cos(), (matrix(6, 20), matrix(6, 20))),
+}
+
+
+@pytest.mark.parametrize("name", FIRES)
+def test_fires_with_values_and_gradients_no_further_from_float64(name):
+    f, args, expected = FIRES[name]
+    f = in_order(f)
+    gm = inserted(f, *args)
+    original, casts = copy.deepcopy(gm), len(ours(gm))
+    assert run_passes([FUSE], gm)[0].rewrites == expected
+    assert count_of(gm) == expected and len(ours(gm)) <= casts - expected
+    assert run_passes([FUSE], gm)[0].rewrites == 0, "idempotent"
+    errors = []
+    for _ in range(40):  # of a few numbers either may be nearer by chance
+        args = [torch.randn_like(a) for a in args]
+        unfused, fused = (results(copy.deepcopy(graph), args, gradients=True) for graph in (original, gm))
+        exact = in_float64(f, args, unfused)
+        assert [v is None or v.dtype for v in fused] == [v is None or v.dtype for v in unfused]
+        found = [each for each in zip(fused, unfused, exact, strict=True) if each[0] is not None and each[2].norm() > 0]
+        errors.append([(error([after], [best]), error([before], [best])) for after, before, best in found])
+    for of_one in zip(*errors, strict=True):
+        after, before = map(sum, zip(*of_one, strict=True))
+        assert after <= 1.05 * before + 1e-6
+
+
+def count_of(gm):
+    return len(list(fusions(gm)))
+
+
+def in_float64(f, args, like):
+    """Values, inputs as left, gradients: as `results`."""
+    inputs = [a.double().requires_grad_() for a in args]
+    found = f(*inputs)
+    values = list(found) if isinstance(found, tuple) else [found]
+    generator = torch.Generator().manual_seed(0)
+    seeds = [torch.randn(v.shape, generator=generator).to(known.dtype) for v, known in zip(values, like, strict=False)]
+    torch.autograd.backward(values, [seed.double() for seed in seeds])
+    return [*(v.detach() for v in values), *(i.detach() for i in inputs), *(i.grad for i in inputs)]
+
+
+@pytest.mark.parametrize("name", DECLINES)
+def test_declines(name):
+    f, args = DECLINES[name]
+    gm = inserted(f, *args)
+    before = str(gm.graph)
+    assert run_passes([FUSE], gm)[0].rewrites == 0 and str(gm.graph) == before
+
+
+def test_a_cast_that_two_products_share_stays():
+    from ampcompile.passes.before.share_casts import ShareCasts
+
+    x, w = matrix(6, 20), matrix(20, 9)
+
+    def f(x, w):
+        weight = w.cos()
+        return x @ weight, (x + 1) @ weight
+
+    gm = inserted(f, x, w)
+    run_passes([ShareCasts(gradients=False)], gm)
+    assert run_passes([FUSE], gm)[0].rewrites == 0
+
+
+class Merged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base, self.a, self.b = nn.Linear(24, 16), nn.Linear(24, 4, bias=False), nn.Linear(4, 16, bias=False)
+
+    def forward(self, x):
+        return F.linear(x, self.base.weight + self.b.weight @ self.a.weight, self.base.bias)
+
+
+def test_a_hoisted_copy_stays_and_a_weight_cast_in_every_call_does_not():
+    model, x = nn.Sequential(Merged(), nn.Linear(16, 8)), matrix(5, 24)
+    (cached,) = rewritten(model, x, fuse="linear")
+    assert count(cached, LINEAR_CAST) == 1 and count(cached, torch.ops.aten.linear.default) == 1
+    (every_call,) = rewritten(model, x, fuse="linear", weights="every_call")
+    assert count(every_call, LINEAR_CAST) == 3  # the product of the low-rank weights, too
+    (neither,) = rewritten(model, x, fuse="norm")
+    assert count(neither, LINEAR_CAST) == 0
+
+
+PRODUCTS = {"llama": 15, "gpt2": 9, "bert": 14, "vit": 13, "t5": 33}
+
+
+@pytest.mark.parametrize("name", tiny_models.FUSED_ON)
+def test_every_product_with_a_weight_that_is_cast_in_every_call(name):
+    model, inputs = tiny_models.build(name)
+    with torch.no_grad():
+        (cached,) = rewritten(lambda: model(**inputs), fuse="linear")
+        torch._dynamo.reset()
+        (every_call,) = rewritten(lambda: model(**inputs), fuse="linear", weights="every_call")
+    assert count(cached, LINEAR_CAST) == 0
+    plain = (torch.ops.aten.linear.default, torch.ops.aten.addmm.default)
+    assert sum(count(cached, op) for op in plain) == count(every_call, LINEAR_CAST) == PRODUCTS[name]
+    assert sum(count(every_call, op) for op in plain) == 0
+
+
+def test_a_model_trains_no_further_from_float64():
+    model, inputs = tiny_models.build("llama")
+    exact = gradients(copy.deepcopy(model).double(), lambda m: tiny_models.loss(m, inputs))
+
+    def under_autocast(m):
+        with torch.autocast("cpu", torch.bfloat16):
+            return tiny_models.loss(m, inputs)
+
+    reference = error(gradients(copy.deepcopy(model), under_autocast), exact)
+    run, _ = amp(lambda: tiny_models.loss(model, inputs), fuse="linear", weights="every_call")
+    assert error(gradients(model, lambda _: run()), exact) <= 1.05 * reference
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+def test_trains_compiled_and_the_report_says_so(lower):
+    model, x = Merged(), matrix(5, 24)
+    run = torch.compile(model, backend="amp", options={"outputs": "autocast", "fuse": "linear", "lower": lower})
+    grads = torch.autograd.grad(run(x).float().square().sum(), list(model.parameters()))
+    exact = copy.deepcopy(model).double()
+    best = torch.autograd.grad(exact(x.double()).square().sum(), list(exact.parameters()))
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = torch.autograd.grad(model(x).float().square().sum(), list(model.parameters()))
+    assert error(grads, best) <= 1.02 * error(eager, best)
+    report = ampcompile.explain(model, fuse="linear")(x)
+    (fusion,) = report.fusions
+    assert (fusion.family, fusion.op) == ("linear", "aten.linear")
+    assert [cast.fate[-1] for cast in report.casts].count("fused") >= 1
+
+
+def test_in_a_checkpointed_stretch():
+    def f(x, w):
+        return torch.utils.checkpoint.checkpoint(lambda x: x @ w.cos(), x, use_reentrant=False)
+
+    assert run_passes([FUSE], inserted(f, matrix(6, 20), matrix(20, 9)))[0].rewrites == 1
+
+
+def test_one_graph_for_every_number_of_rows():
+    w = matrix(20, 9).requires_grad_()
+    run = torch.compile(
+        lambda x: x @ w.cos(),
+        backend="amp",
+        dynamic=True,
+        options={"outputs": "autocast", "fuse": "linear", "lower": "aot_eager"},
+    )
+    for rows in (5, 7, 33):
+        with torch._dynamo.config.patch(error_on_recompile=rows != 5):
+            run(matrix(rows, 20)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("f", "rows", "few"),
+    [
+        (lambda x, w: x @ w, 16, True),
+        (lambda x, w: x @ w.t().t(), 1, True),
+        (lambda x, w: x @ w, 17, False),  # bound by arithmetic
+        (lambda x, w: x @ w.cos(), 16, False),  # Inductor computes the rounded weight in the loop of the cosine
+    ],
+)
+def test_by_count_few_rows_pay_and_only_where_the_weight_lies_in_memory(f, rows, few):
+    asked = []
+
+    class Asked(Worth):
+        def __call__(self, device, saved, moved, freed=0):
+            asked.append((saved, moved))
+            return super().__call__(torch.device("cuda"), saved, moved)
+
+    gm = inserted(f, matrix(rows, 512), matrix(512, 512))
+    assert run_passes([FuseLinearCast(Asked("auto"), gradients=False)], gm)[0].rewrites == few
+    weight, rest = 512 * 512, 2 * 2 * rows * 512
+    assert ((4 * weight, 8 * weight + rest) in asked) == few
+    if few:
+        (record,) = [record for _, record in fusions(gm)]
+        assert record.saved == 4 * weight

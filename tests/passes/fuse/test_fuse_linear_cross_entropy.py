@@ -1,0 +1,188 @@
+"""A linear layer fused with its cross entropy: where it fires, where it doesn't, and that numbers are no worse."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ampcompile
+from ampcompile.kernels import linear_cross_entropy as kernel
+from ampcompile.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy
+from ampcompile.passes.fuse.matching import Worth
+from benchmarks.architectures import build
+from tests import tiny_models
+from tests.compiling import amp, error, gradients, training_errors
+
+from .rewriting import count, rewritten
+from .test_fuse_cross_entropy import with_labels
+
+ASKED = {"fuse": "linear_cross_entropy"}
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "PIECE", 1)
+    monkeypatch.setattr(kernel, "FEWEST", 4)
+
+
+class Head(nn.Module):
+    """Logits of a sequence, and the usual shift by one token."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 16)
+        self.head = nn.Linear(16, 40, bias=bias)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.embed(tokens)))
+        return F.cross_entropy(logits[:, :-1].reshape(-1, 40).float(), tokens[:, 1:].reshape(-1))
+
+
+def tokens(rows: int = 3) -> Tensor:
+    return torch.randint(40, (rows, 9))
+
+
+@pytest.mark.parametrize("name", tiny_models.FUSED_ON)
+def test_fires_once_in_models_that_return_their_loss_alone(name: str) -> None:
+    model, call = with_labels(name)
+    (graph,) = rewritten(lambda: call(model).loss, **ASKED)
+    assert count(graph, LINEAR_CROSS_ENTROPY) == 1
+    (graph,) = rewritten(lambda: tuple(call(model)[:2]), **ASKED)
+    assert count(graph, LINEAR_CROSS_ENTROPY) == 0, "who returns the logits needs them whole"
+    (graph,) = rewritten(lambda: call(model).loss)
+    assert count(graph, LINEAR_CROSS_ENTROPY) == 0, "nothing is fused on the CPU unless asked for"
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("weights", ["cached", "every_call"])
+def test_loss_and_gradients_are_no_further_from_float64_than_eager_autocasts(name: str, weights: str) -> None:
+    model, call = with_labels(name)
+    exact = gradients(copy.deepcopy(model).double(), lambda m: call(m).loss)
+
+    def under_autocast(m: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(m).loss
+
+    reference = gradients(copy.deepcopy(model), under_autocast)
+    run, recorder = amp(lambda: call(model).loss, weights=weights, **ASKED)
+    ours = gradients(model, lambda _: run())
+    assert count(recorder.graphs[0], LINEAR_CROSS_ENTROPY) == 1
+    assert error(ours, exact) <= 1.05 * error(reference, exact)
+    torch.testing.assert_close(run(), under_autocast(model), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_shifted_tied_head(bias: bool) -> None:
+    theirs, ours, recorder = training_errors(Head(bias), lambda m, t: m(t), (tokens(20),), **ASKED)
+    assert count(recorder.graphs[0], LINEAR_CROSS_ENTROPY) == 1
+    assert ours <= 1.05 * theirs
+
+
+def test_a_weight_that_was_updated_is_read_anew() -> None:
+    head, given = Head(), tokens()
+    compiled = torch.compile(head, backend="amp", options={"lower": "aot_eager", **ASKED})
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = compiled(given)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(loss, head(given), rtol=1e-5, atol=0)
+        loss.backward()
+        optimizer.step()
+
+
+class Scaled(Head):
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.embed(tokens)))
+        return F.cross_entropy((logits * 2).reshape(-1, 40).float(), tokens.reshape(-1))
+
+
+class Returned(Head):
+    def forward(self, tokens: Tensor) -> Any:
+        logits = self.head(torch.tanh(self.embed(tokens)))
+        return F.cross_entropy(logits.reshape(-1, 40), tokens.reshape(-1)), logits
+
+
+class Regrouped(Head):
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.embed(tokens)))
+        return F.cross_entropy(logits.reshape(-1, 20), tokens.reshape(-1).repeat(2) % 20)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Returned, Regrouped])
+def test_declines(kind: type[Head]) -> None:
+    (graph,) = rewritten(kind(), tokens(), **ASKED)
+    assert count(graph, LINEAR_CROSS_ENTROPY) == 0
+
+
+def test_by_itself_it_fires_where_logits_are_a_tenth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    (graph,) = rewritten(Head(), tokens())
+    cuda = torch.device("cuda")
+    logits, worth = 2**36, Worth("auto")
+    assert not worth(cuda, -logits, 6 * logits, freed=logits), "no GPU, nothing known of its memory"
+    monkeypatch.setattr(matching, "memory_of", lambda device: 5 * logits)
+    assert worth(cuda, -logits, 6 * logits, freed=logits)
+    assert FuseLinearCrossEntropy(worth).apply(graph.graph) == 0, "not on the CPU"
+    assert FuseLinearCrossEntropy(Worth("linear_cross_entropy")).apply(graph.graph) == 1
+    assert FuseLinearCrossEntropy(Worth("linear_cross_entropy")).apply(graph.graph) == 0, "idempotent"
+
+
+def test_explain_counts_what_it_costs_and_what_it_frees() -> None:
+    (fusion,) = ampcompile.explain(Head(), **ASKED)(tokens()).fusions
+    assert (fusion.family, fusion.op) == ("linear_cross_entropy", "aten.linear, aten.cross_entropy_loss")
+    logits, weight = 3 * 9 * 40 * 2, 40 * 16 * 2
+    assert fusion.saved == -(logits + 3 * weight) and fusion.freed == 0, "one piece frees nothing"
+
+
+def test_the_same_bits_in_deterministic_mode() -> None:
+    head, given = Head(), tokens()
+    compiled, recorder = amp(head, **ASKED)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (gradients(head, lambda _: compiled(given)) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert count(recorder.graphs[0], LINEAR_CROSS_ENTROPY) == 1
+    assert all(map(torch.equal, first, second))
+
+
+def test_every_number_of_rows_is_one_graph() -> None:
+    head = Head()
+    compiled = torch.compile(head, backend="amp", dynamic=True, options={"lower": "aot_eager", **ASKED})
+    for rows in (3, 5, 7):
+        given = tokens(rows)
+        with torch._dynamo.config.patch(error_on_recompile=rows != 3):
+            loss = compiled(given)
+            loss.backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(loss, head(given), rtol=1e-5, atol=0)
+
+
+def test_fires_in_the_benchmarks_gpt() -> None:
+    model, inputs = build("tiny GPT 124M/50257", 2, 16, training=True)
+    (graph,) = rewritten(model, *inputs, **ASKED)
+    assert count(graph, LINEAR_CROSS_ENTROPY) == 1
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_late_backward_is_through_the_weights_of_before_the_step(lower: str) -> None:
+    given, plain = tokens(), Head()
+    found = []
+    for step in (False, True):
+        head = copy.deepcopy(plain)
+        compiled = torch.compile(head, backend="amp", options={"lower": lower, **ASKED})
+        compiled(given).backward()
+        late = compiled(given)
+        if step:
+            torch.optim.SGD(head.parameters(), lr=0.5).step()
+            compiled(given)
+        head.zero_grad()
+        late.backward()
+        found.append([parameter.grad for parameter in head.parameters()])
+    for stepped, not_stepped in zip(*found, strict=True):
+        assert torch.equal(stepped, not_stepped)

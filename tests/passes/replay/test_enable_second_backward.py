@@ -1,0 +1,29 @@
+"""A traced backward is differentiable once gradients are on in it, unless it reads what has no history."""
+
+import pytest
+import torch
+
+from ampcompile.compiler.double_backward import kept
+from ampcompile.passes.replay.enable_second_backward import OpenBackwards, closed
+from tests.compiler.test_double_backward import Cube, Grows, Hides
+from tests.passes.rewriting import rewritten
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+
+
+@pytest.mark.parametrize(("function", "opens"), [(Cube, True), (Grows, True), (Hides, False)])
+def test_fires_where_what_is_saved_has_a_history(function, opens):
+    shapes = [(3,), ()] if function is Cube else [(3,)]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    (found,) = rewritten(lambda *xs: function.apply(*xs), *inputs)
+    graph = kept(found.graph)
+    assert closed(graph)
+    assert OpenBackwards().apply(graph) == int(opens)
+    assert closed(graph) is not opens
+    assert OpenBackwards().apply(graph) == 0
+    assert closed(kept(found.graph))  # the original
+
+
+def test_declines_where_there_is_none():
+    (found,) = rewritten(lambda x: x.sin(), torch.randn(3, requires_grad=True))
+    assert OpenBackwards().apply(found.graph) == 0 and not closed(found.graph)

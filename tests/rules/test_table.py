@@ -1,0 +1,318 @@
+"""The tables are complete and mean what they say; what custom ops add. Agreement with eager: test_rules_parity.py."""
+
+import pytest
+import torch
+
+from ampcompile.errors import RuleError
+from ampcompile.rules import accelerator as rules_accelerator
+from ampcompile.rules import composite as rules_composite
+from ampcompile.rules import cpu as rules_cpu
+from ampcompile.rules import ours as rules_ours
+from ampcompile.rules.table import (
+    CATEGORIES,
+    Rule,
+    composite_needs_decomposition,
+    register_op,
+    registry_key,
+    rule_for,
+    table,
+)
+from ampcompile.torch_private import dispatcher
+from ampcompile.torch_private.dispatcher import op_named
+from tests.op_calls import LOW, Call, autocast, under_rule
+
+DEVICES = ["cpu", "cuda", "xpu", "mps", "mtia", "maia"]
+TABLES = (*rules_cpu.GROUPS, *rules_accelerator.GROUPS)
+ALL_OPS = frozenset(torch._C._dispatch_get_all_op_names())
+aten = torch.ops.aten
+
+
+def with_autocast_kernel(device: str) -> set[str]:
+    return {op for op in ALL_OPS if op.startswith("aten::") and dispatcher.has_autocast_kernel(op, device)}
+
+
+def of_autocast(device: str) -> dict[str, Rule]:
+    return {op: rule for op, rule in table(device).items() if rule.because.startswith("on autocast's")}
+
+
+@pytest.fixture
+def fresh_registry(monkeypatch):
+    monkeypatch.setattr("ampcompile.rules.table._registered", {})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_table_lists_exactly_the_ops_with_an_autocast_kernel(device):
+    only_with_cudnn = {"aten::_cudnn_rnn"} - with_autocast_kernel(device) if device == "cuda" else set()
+    assert not only_with_cudnn or torch.version.cuda is None, "this build has cuDNN"
+    assert with_autocast_kernel(device) == of_autocast(device).keys() - only_with_cudnn
+
+
+@pytest.mark.parametrize("torch_release,cpu,cuda", [((2, 11), 129, 126), ((2, 13), 127, 120), ((2, 15), 126, 121)])
+def test_the_sizes_that_the_tables_state(monkeypatch, torch_release, cpu, cuda):
+    monkeypatch.setattr(dispatcher, "TORCH", torch_release)
+    table.cache_clear()
+    try:
+        assert (len(of_autocast("cpu")), len(of_autocast("cuda"))) == (cpu, cuda)
+    finally:
+        table.cache_clear()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_op_stands_twice_in_the_lists_of_a_device(device):
+    for groups in (TABLES, rules_ours.GROUPS):
+        names = [op for group in groups if device in group.devices for op in group.names()]
+        assert len(names) == len(set(names)), {op for op in names if names.count(op) > 1}
+
+
+def test_every_group_gives_a_known_category_and_a_reason():
+    for group in (*TABLES, *rules_ours.GROUPS):
+        assert group.category in CATEGORIES
+        assert group.because[0].islower() or group.because.split()[0].isalnum()
+        assert not group.because.endswith(".")
+
+
+def test_our_own_aten_entries_exist():
+    ours = {op for group in rules_ours.GROUPS for op in group.names() if op.startswith("aten::")}
+    assert ours <= ALL_OPS
+
+
+def test_reasons_name_the_list_and_the_device():
+    assert rule_for(aten.linear.default, "cuda").because.startswith(
+        "on autocast's lower_precision_fp list (CUDA): matrix products gain from matrix units"
+    )
+    assert rule_for(aten.lerp.Tensor, "cpu").because.startswith("on ampcompile's promote list: ")
+
+
+@pytest.mark.parametrize("device", ["meta", "hpu", "lazy"])
+def test_devices_without_lists_have_no_rules(device):
+    assert not table(device)
+    assert rule_for(aten.linear.default, device) is None
+
+
+# What a rule does with an op ------------------------------------------------------------------------------------
+
+
+def test_float64_and_integers_are_left_alone():
+    x = torch.randn(3, 3, dtype=torch.float64)
+    assert under_rule(Call(aten.mm.default, (x, x), {}), table("cpu")["aten::mm"]).dtype == torch.float64
+    assert table("cpu")["aten::cat"].operand_dtype([torch.int64, torch.float64], LOW) is None
+
+
+@pytest.mark.parametrize("given", [None, torch.float64, torch.float16])
+@pytest.mark.parametrize("positional", [False, True])
+def test_set_opt_dtype_respects_the_dtype_that_the_user_gave(given, positional):
+    rule, x = table("cuda")["aten::softmax.int"], torch.randn(3, dtype=LOW)
+    assert rule.category == "fp32_set_opt_dtype"
+    call = Call(aten.softmax.int, (x, 0, given) if positional else (x, 0), {} if positional else {"dtype": given})
+    assert under_rule(call, rule).dtype == (given or torch.float32)
+
+
+def test_set_opt_dtype_leaves_integers_and_float64_to_the_op():
+    rule = table("cuda")["aten::sum"]
+    for dtype, expected in [(torch.int32, torch.int64), (torch.float64, torch.float64), (LOW, torch.float32)]:
+        assert under_rule(Call(aten.sum.default, (torch.ones(3, dtype=dtype),), {}), rule).dtype == expected
+
+
+@pytest.mark.parametrize(
+    "op,args",
+    [(aten.norm.Scalar, (2,)), (aten.norm.ScalarOpt_dim, (2, [0])), (aten.norm.ScalarOpt_dim, (None, [0], True))],
+)
+def test_append_dtype_calls_the_overload_that_takes_one(op, args):
+    rule, x = table("cuda")[op.name()], torch.randn(4, 3, dtype=LOW)
+    assert rule.category == "fp32_append_dtype"
+    assert op_named(rule.redispatch)._schema.name == op._schema.name
+    result = under_rule(Call(op, (x, *args), {}), rule)
+    assert torch.equal(result, op(x.float(), *args))
+    assert not rule.asks_float32([torch.float64])
+
+
+def test_attention_lowers_query_key_value_and_the_mask_follows_the_query():
+    rule = table("cpu")["aten::scaled_dot_product_attention"]
+    q, mask = torch.randn(1, 1, 4, 8), torch.randn(4, 4)
+    op = aten.scaled_dot_product_attention.default
+    assert under_rule(Call(op, (q, q, q, mask), {}), rule).dtype == LOW
+    assert under_rule(Call(op, (q, q, q, mask > 0), {}), rule).dtype == LOW
+    d = q.double()
+    assert under_rule(Call(op, (d, d, d, mask), {}), rule).dtype == torch.float64
+
+
+def test_in_place_writers_keep_their_destination():
+    for dtype in (LOW, torch.float16, torch.float32, torch.float64):
+        x, index, source = torch.zeros(4, dtype=dtype), torch.tensor([2, 0]), torch.randn(2)
+        expected = x.clone().index_put_((index,), source.to(dtype))
+        call = Call(aten.index_put_.default, (x, [index], source), {})
+        assert under_rule(call, table("cpu")["aten::index_put_"]) is x
+        assert torch.equal(x, expected)
+    assert table("cpu")["aten::index_put_"].operand_dtype([torch.int64, torch.float32], LOW) is None
+
+
+def test_a_round_trip_gives_back_the_dtype_of_the_first_operand():
+    rule = table("cpu")["torchvision::roi_align"]
+    assert rule.operand_dtype([LOW, torch.float32], LOW) == torch.float32
+    assert rule.result_dtype([LOW, torch.float32], LOW) == LOW
+    assert rule.result_dtype([torch.float32, torch.float32], LOW) == torch.float32
+    assert Rule("fp32_inside", "").result_dtype([torch.float32], LOW) == LOW
+    assert Rule("fp32", "").result_dtype([LOW], LOW) is None
+
+
+# Composite ops --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "device,apart,whole",
+    [
+        (
+            "cpu",
+            "einsum inner tensordot linalg_multi_dot matrix_power corrcoef gru.input hstack pad",
+            "square rms_norm",
+        ),
+        ("cuda", "square inner matrix_power nll_loss_nd gru.input pairwise_distance", "einsum pad cross_entropy_loss"),
+        ("mps", "square inner instance_norm", "einsum batch_norm"),
+    ],
+)
+def test_composites_are_taken_apart_where_an_op_inside_has_a_rule(device, apart, whole):
+    always = "to.dtype reshape dropout layer_norm batch_norm silu contiguous flatten.using_ints chunk linear matmul"
+    assert all(composite_needs_decomposition(op_named(f"aten::{op}"), device) for op in apart.split())
+    assert not any(
+        composite_needs_decomposition(op_named(f"aten::{op}"), device) for op in (whole + " " + always).split()
+    )
+
+
+def test_what_composites_hide_names_ops_that_exist():
+    assert {op for outer, inner in rules_composite.CONTENTS.items() for op in (outer, *inner)} <= ALL_OPS
+
+
+def test_what_composites_hide_matters_on_some_device():
+    used = {op for op in rules_composite.CONTENTS for d in DEVICES if composite_needs_decomposition(op_named(op), d)}
+    used |= {inner for op in used for inner in rules_composite.CONTENTS[op]}
+    assert rules_composite.CONTENTS.keys() <= used
+
+
+def test_composites_of_other_libraries_are_taken_apart_unless_they_have_a_rule(fresh_registry):
+    with torch.library._scoped_library("amp_test_composite", "DEF") as lib:
+        lib.define("twice(Tensor x) -> Tensor")
+        lib.impl("twice", lambda x: x @ x, "CompositeImplicitAutograd")
+        lib.define("plain(Tensor x) -> Tensor")
+        lib.impl("plain", lambda x: x @ x, "CompositeExplicitAutograd")
+        ops = torch.ops.amp_test_composite
+        assert composite_needs_decomposition(ops.twice.default, "cpu")
+        assert not composite_needs_decomposition(ops.plain.default, "cpu")
+        register_op(ops.twice.default, "fp32")
+        assert not composite_needs_decomposition(ops.twice.default, "cpu")
+
+
+def test_a_registered_aten_op_shows_inside_composites(fresh_registry):
+    square = aten.square.default
+    assert not composite_needs_decomposition(square, "cpu")
+    register_op("aten::pow.Tensor_Scalar", "fp32")
+    assert composite_needs_decomposition(square, "cpu")
+
+
+# Custom ops -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def custom():
+    with torch.library._scoped_library("amp_test", "DEF") as lib:
+        lib.define("f(Tensor x, Tensor y) -> Tensor")
+        lib.define("f.scaled(Tensor x, float by) -> Tensor")
+        lib.impl("f", lambda x, y: x * y, "CompositeExplicitAutograd")
+        lib.impl("f.scaled", lambda x, by: x * by, "CompositeExplicitAutograd")
+        yield torch.ops.amp_test.f, lib
+
+
+@pytest.mark.parametrize("rule", ["lower_precision_fp", "fp32", "promote"])
+def test_a_rule_is_registered_for_all_overloads_or_for_one(custom, fresh_registry, rule):
+    f, _ = custom
+    register_op("amp_test::f", rule)
+    assert rule_for(f.default, "cpu").category == rule_for(f.scaled, "cuda").category == rule
+    register_op(f.scaled, "fp32")
+    assert rule_for(f.scaled, "cpu").category == "fp32"
+    assert rule_for(f.default, "cpu") == Rule(rule, f"registered as {rule} with ampcompile.register_op")
+
+
+def test_the_registry_key_holds_all_that_was_registered(fresh_registry):
+    assert registry_key() == ""
+    register_op("b::g", "fp32")
+    register_op("a::f.x", "promote")
+    assert registry_key() == "a::f.x=promote b::g=fp32"
+    register_op("b::g", "promote")
+    assert registry_key() == "a::f.x=promote b::g=promote"
+
+
+@pytest.mark.parametrize("op", ["f", "", "ns::", "::f", "a::b::c", 3, torch.sin, aten.sin])
+def test_an_op_without_a_full_name_is_an_error(fresh_registry, op):
+    with pytest.raises(RuleError) as error:
+        register_op(op, "fp32")
+    assert str(error.value) == (
+        f"register_op got {op!r} as the op; expected its name as 'ns::name' or 'ns::name.overload', "
+        "or an OpOverload such as torch.ops.ns.name.default."
+    )
+    assert not registry_key()
+
+
+def test_an_unknown_rule_is_an_error(fresh_registry):
+    with pytest.raises(RuleError) as error:
+        register_op("ns::f", "fp16")
+    assert str(error.value) == (
+        "register_op got the rule 'fp16' for ns::f; expected one of lower_precision_fp, fp32, promote."
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_custom_ops_registered_with_torch_run_as_in_eager(dtype):
+    @torch.library.custom_op("amp_test_torch::product", mutates_args=())
+    def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * y
+
+    op = torch.ops.amp_test_torch.product.default
+    assert rule_for(op, "cpu") is None
+    torch.library.register_autocast("amp_test_torch::product", "cpu", dtype)
+    rule = rule_for(op, "cpu")
+    assert rule_for(op, "cuda") is None
+    assert "torch.library.register_autocast" in rule.because
+    for x in (torch.randn(5), torch.randn(5, dtype=LOW), torch.randn(5, dtype=torch.float64)):
+        y = torch.randn(5).to(x)
+        with autocast("cpu", True):
+            eager = op(x, y)
+        assert torch.equal(eager, under_rule(Call(op, (x, y), {}), rule))
+        assert eager.dtype == (torch.float64 if x.dtype == torch.float64 else dtype)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ops_of_a_library_registered_with_torch_have_their_rule(custom, device):
+    f, lib = custom
+    assert rule_for(f.default, device) is None
+    torch.library.register_autocast("amp_test::f", device, torch.float16, lib=lib)
+    rule = rule_for(f.default, device)
+    assert (rule.category, rule.dtype) == ("lower_precision_fp", torch.float16)
+    assert rule_for(f.default, "cpu" if device == "cuda" else "cuda") is None
+    assert rule_for(f.scaled, device) is None
+
+
+def test_an_autocast_kernel_that_cannot_be_read_is_named():
+    with torch.library._scoped_library("amp_test_opaque", "DEF") as lib:
+        lib.define("f(Tensor x) -> Tensor")
+        lib.impl("f", lambda x: x, "CompositeExplicitAutograd")
+        lib.impl("f", lambda x: x.half(), "AutocastCPU")
+        rule = rule_for(torch.ops.amp_test_opaque.f.default, "cpu")
+        assert rule.category == "as_arrives" and "ampcompile.register_op" in rule.because
+
+
+def test_torchvision_kernels_agree_with_the_table():
+    pytest.importorskip("torchvision")
+    for device in ("cpu", "cuda", "xpu"):
+        theirs = {
+            op
+            for op in torch._C._dispatch_get_all_op_names()
+            if op.startswith("torchvision::") and dispatcher.has_autocast_kernel(op, device)
+        }
+        assert theirs <= table(device).keys()
+        if device == "cpu":
+            assert theirs == {op for op in table(device) if op.startswith("torchvision::")}
+    boxes, features = torch.tensor([[0.0, 0, 0, 5, 5]]), torch.randn(1, 2, 8, 8)
+    for x in (features, features.to(LOW)):
+        call = Call(torch.ops.torchvision.roi_align.default, (x, boxes, 1.0, 2, 2, -1, False), {})
+        with autocast("cpu", True):
+            eager = call.run()
+        assert torch.equal(eager, under_rule(call, table("cpu")["torchvision::roi_align"])) and eager.dtype == x.dtype

@@ -1,0 +1,116 @@
+"""What the tests of the scaler share: optimizers to step, odd tensors for the kernels, comparisons."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampcompile.kernels.adam import AdamGroup, AdamTensors
+from ampcompile.kernels.sgd import SgdGroup, SgdTensors
+from ampcompile.scaler.grad_scaler import GradScaler
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+CHUNK = 16384  # of the C++ kernels
+SIZES = (0, 1, 5, 31, 32, 33, 1023, 1025, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3)
+GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def odd_tensors(dtype: torch.dtype = torch.float32, sizes: tuple[int, ...] = SIZES) -> list[Tensor]:
+    """Random tensors of these sizes, each a view that starts at another offset of its storage, and a transposed one."""
+    views = [torch.randn(size + i % 7, dtype=torch.float32).to(dtype)[i % 7 :] for i, size in enumerate(sizes)]
+    return [*views, torch.randn(7, 9).to(dtype).t()]
+
+
+def adam_tensors(
+    groups: list[AdamGroup],
+    grad_dtype: torch.dtype = torch.float32,
+    amsgrad: bool = True,
+    sizes: tuple[int, ...] = SIZES,
+) -> AdamTensors:
+    """Some steps into training; every other parameter has a copy, in turn float16 and bfloat16."""
+    params = odd_tensors(sizes=sizes)
+    n = len(params)
+    squares = [t.square() for t in odd_tensors(sizes=sizes)]
+    low = (torch.float16, torch.bfloat16)
+    return AdamTensors(
+        groups,
+        params=params,
+        grads=odd_tensors(grad_dtype, sizes),
+        exp_avgs=odd_tensors(sizes=sizes),
+        exp_avg_sqs=squares,
+        max_exp_avg_sqs=[s * 0.999 if amsgrad and i % 3 else None for i, s in enumerate(squares)],
+        steps=[torch.tensor(float(i)) for i in range(n)],
+        copies=[torch.full_like(p, torch.nan, dtype=low[i // 2 % 2]) if i % 2 else None for i, p in enumerate(params)],
+        group_of=[i % len(groups) for i in range(n)],
+    )
+
+
+def sgd_tensors(
+    groups: list[SgdGroup], grad_dtype: torch.dtype = torch.float32, sizes: tuple[int, ...] = SIZES
+) -> SgdTensors:
+    """Some steps into training; every other parameter has a copy."""
+    params, buffers = odd_tensors(sizes=sizes), odd_tensors(sizes=sizes)
+    return SgdTensors(
+        groups,
+        params=params,
+        grads=odd_tensors(grad_dtype, sizes),
+        momentum_buffers=[b if groups[i % len(groups)].momentum else None for i, b in enumerate(buffers)],
+        copies=[torch.full_like(p, torch.nan, dtype=torch.bfloat16) if i % 2 else None for i, p in enumerate(params)],
+        group_of=[i % len(groups) for i in range(len(params))],
+    )
+
+
+def assert_equal(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+    """The same bits, NaN included."""
+    for a, e in zip(actual, expected, strict=True):
+        if a is None or e is None:
+            assert a is e
+        else:
+            torch.testing.assert_close(a, e, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_close(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+    """Equal up to 1e-6 of the largest element of all."""
+    finite = [e.abs().nan_to_num(posinf=0, neginf=0).max() for e in expected if e is not None and e.numel()]
+    largest = torch.stack(finite).max().item() if finite else 0.0
+    for a, e in zip(actual, expected, strict=True):
+        if a is None or e is None:
+            assert a is e
+        else:
+            torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-6 * largest, equal_nan=True)
+
+
+KINDS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda params: torch.optim.SGD(params, lr=0.1),
+    lambda params: torch.optim.AdamW(params, lr=0.1),
+    lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    lambda params: torch.optim.RMSprop(params, lr=0.1),
+    lambda params: torch.optim.Adagrad(params, lr=0.1, fused=True),
+]
+"""Optimizers for the fused path, for the generic one, and for the generic one of optimizers that skip by themselves."""
+
+
+def scaled(**options: Any) -> GradScaler:
+    """A scaler that has scaled a loss."""
+    scaler = GradScaler("cpu", **options)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def params_with(*grads: float | None) -> list[nn.Parameter]:
+    """A parameter of ones for each gradient of that value."""
+    params = [nn.Parameter(torch.ones(3)) for _ in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = None if grad is None else torch.full((3,), grad)
+    return params
+
+
+def iterate(scaler: GradScaler, optimizer: torch.optim.Optimizer, grad: float) -> None:
+    """Step and update with gradients of that value."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.full_like(param, grad)
+    scaler.step(optimizer)
+    scaler.update()

@@ -1,0 +1,85 @@
+"""Run by test_scaler_distributed.py: what each rank does."""
+
+import math
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ampcompile.scaler.grad_scaler import GradScaler
+from tests.ranks import join, leave
+from tests.scaler.cases import assert_close
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def train(net: nn.Module, scaler: GradScaler, optimizer: torch.optim.Optimizer, how: str) -> list[bool]:
+    """Six iterations, in the second of which one rank alone overflows; which of them were skipped."""
+    rank, skipped = dist.get_rank(), []
+    for i in range(6):
+        torch.manual_seed(10 * i + rank)
+        x = torch.randn(4, 6)
+        overflows = i == 1 and rank == 1
+        sharded = isinstance(net, FSDPModule)
+        if overflows and not sharded:
+            x = x * math.inf  # reaches the gradients of all ranks
+        optimizer.zero_grad()
+        scaler.scale(net(x).square().mean()).backward()
+        if overflows and sharded:
+            next(net.parameters()).grad.to_local()[-1, -1] = math.inf  # in the shard of this rank only
+        if how == "unscale_":
+            scaler.unscale_(optimizer)
+        elif how == "clip_grad_norm_":
+            norm = scaler.clip_grad_norm_(optimizer, 0.1)
+            assert norm.numel() == 1
+        scaler.step(optimizer)
+        skipped.append(bool(scaler.last_step_skipped))
+        scaler.update()
+    return skipped
+
+
+def plain(net: nn.Module, optimizer: torch.optim.Optimizer, clip: bool) -> None:
+    """The same training in one process, on the batches of all ranks, without the iteration that overflows."""
+    for i in (0, 2, 3, 4, 5):
+        optimizer.zero_grad()
+        for rank in range(dist.get_world_size()):
+            torch.manual_seed(10 * i + rank)
+            (net(torch.randn(4, 6)).square().mean() / dist.get_world_size()).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+
+
+def full(param: torch.Tensor) -> torch.Tensor:
+    return param.full_tensor().detach() if hasattr(param, "full_tensor") else param.detach()
+
+
+def check(wrapper: str, kind: str, how: str) -> None:
+    optimizers = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD, "RMSprop": torch.optim.RMSprop}
+    net = model()
+    if wrapper == "fsdp":
+        fully_shard(net[0])
+        fully_shard(net)
+    else:
+        net = DistributedDataParallel(net)
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    optimizer = optimizers[kind](net.parameters(), lr=0.01)
+    assert train(net, scaler, optimizer, how) == [False, True, False, False, False, False]
+    assert scaler.get_scale() == 2.0**9
+    expected = model()
+    plain(expected, optimizers[kind](expected.parameters(), lr=0.01), how == "clip_grad_norm_")
+    assert_close([full(param) for param in net.parameters()], [param.detach() for param in expected.parameters()])
+
+
+if __name__ == "__main__":
+    join()
+    for case in product(("fsdp", "ddp"), (("AdamW", "clip_grad_norm_"), ("SGD", "step"), ("RMSprop", "unscale_"))):
+        print(case)
+        check(case[0], *case[1])
+    leave()

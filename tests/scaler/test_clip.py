@@ -1,0 +1,166 @@
+"""`clip_grad_norm_`: torch's unscale_ and clip_grad_norm_ in one call, folded into the step."""
+
+import math
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from ampcompile.scaler.grad_scaler import GradScaler
+from tests.scaler.cases import KINDS, assert_close, params_with, scaled
+
+
+def twins(kind, sizes=(5, 7)):
+    """Two optimizers on equal weights with equal gradients, scaled by 2**16."""
+    params = [nn.Parameter(torch.randn(size)) for size in sizes]
+    pair = [kind([nn.Parameter(p.detach().clone()) for p in params]) for _ in range(2)]
+    grads = [torch.randn(size) * 2.0**16 for size in sizes]
+    for optimizer in pair:
+        for param, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
+            param.grad = grad.clone()
+    return pair
+
+
+def params(optimizer):
+    return optimizer.param_groups[0]["params"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("max_norms", [(0.5,), (1e6,), (2.0, 0.5), (0.5, 2.0)])
+@pytest.mark.parametrize("separate", [False, True])
+def test_it_equals_torchs_two_calls(kind, max_norms, separate):
+    """Also twice in a row, and after an unscale_ of its own."""
+    ours, torchs = twins(kind)
+    scaler, reference = scaled(), torch.amp.GradScaler("cpu")
+    reference.scale(torch.ones(()))
+    reference.unscale_(torchs)
+    if separate:
+        scaler.unscale_(ours)
+    for max_norm in max_norms:
+        expected = torch.nn.utils.clip_grad_norm_(params(torchs), max_norm)
+        norm = scaler.clip_grad_norm_(ours, max_norm)
+        assert norm.shape == () and norm.dtype == torch.float32
+        torch.testing.assert_close(norm, expected)
+    for each, optimizer in ((scaler, ours), (reference, torchs)):
+        each.step(optimizer)
+        each.update()
+    assert_close(params(ours), params(torchs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_an_overflow_is_found_when_clipping_and_not_looked_for_again(kind, bad):
+    scaler, optimizer = scaled(), kind(params_with(1.0, bad))
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    torch.testing.assert_close(norm, torch.tensor(bad), equal_nan=True)
+    for param in params(optimizer):
+        param.grad.data.fill_(1.0)  # a write that leaves no trace: others are refused, see test_scaler_pending.py
+    scaler.step(optimizer)
+    assert scaler.last_step_skipped.item()
+    assert all((param == 1).all() for param in params(optimizer))
+
+
+def test_it_counts_as_unscale():
+    scaler, optimizer = scaled(), torch.optim.AdamW(params_with(1.0))
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) is being called after step\(\)"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+
+
+def test_before_the_first_scale_it_fails_as_unscale_does():
+    with pytest.raises(AssertionError, match="Attempted clip_grad_norm_ but _scale is None"):
+        GradScaler("cpu").clip_grad_norm_(torch.optim.AdamW(params_with(1.0)), 1.0)
+
+
+def test_gradients_stay_as_they_are_on_the_fused_path():
+    ours, _ = twins(KINDS[1])
+    before = [param.grad.clone() for param in params(ours)]
+    scaler = scaled()
+    scaler.clip_grad_norm_(ours, 0.1)
+    scaler.step(ours)
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(params(ours), before, strict=True))
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_step_that_turns_out_not_to_be_fused_still_clips(enabled):
+    ours, plain = twins(KINDS[1])
+    scale = 2.0**16 if enabled else 1.0
+    scaler = GradScaler("cpu", enabled=enabled)
+    scaler.scale(torch.ones(()))
+    scaler.clip_grad_norm_(ours, 0.5)
+    ours.register_step_pre_hook(lambda *_: None)
+    scaler.step(ours)
+    scaler.update()
+    for param in params(plain):
+        param.grad /= scale
+    torch.nn.utils.clip_grad_norm_(params(plain), 0.5)
+    plain.step()
+    assert_close(params(ours), params(plain))
+    assert_close([p.grad for p in params(ours)], [p.grad for p in params(plain)])
+
+
+def test_a_clip_without_a_step_ends_with_the_iteration():
+    ours, plain = twins(KINDS[0])
+    scaler = scaled()
+    scaler.clip_grad_norm_(ours, 1e-3)
+    scaler.update()
+    scaler.step(ours)
+    for param in params(plain):
+        param.grad /= 2.0**16
+    plain.step()
+    assert_close(params(ours), params(plain))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disabled_scaler_clips_too(kind):
+    ours, plain = twins(kind)
+    scaler = GradScaler("cpu", enabled=False)
+    for _ in range(2):
+        expected = torch.nn.utils.clip_grad_norm_(params(plain), 0.5)
+        plain.step()
+        torch.testing.assert_close(scaler.clip_grad_norm_(ours, 0.5), expected)
+        scaler.step(ours)
+        scaler.update()
+        assert_close(params(ours), params(plain))
+        for optimizer in (ours, plain):
+            for param in params(optimizer):
+                param.grad = torch.full_like(param, 3.0)
+        # The next step is not clipped by the last one's factor.
+        scaler.step(ours)
+        plain.step()
+        assert_close(params(ours), params(plain))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("enabled", [False, True])
+def test_without_gradients_the_norm_is_zero(kind, enabled):
+    scaler = GradScaler("cpu", enabled=enabled)
+    scaler.scale(torch.ones(()))
+    optimizer = kind(params_with(None))
+    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_float16_gradients_have_a_norm_in_float32():
+    """torch's is float16, and infinite here."""
+    param = nn.Parameter(torch.ones(4))
+    param.grad_dtype = torch.float16
+    param.grad = torch.full((4,), 6e4, dtype=torch.float16)
+    scaler, optimizer = GradScaler("cpu", enabled=False), torch.optim.SGD([param], lr=1.0, fused=True)
+    norm = scaler.clip_grad_norm_(optimizer, 2.0)
+    assert norm.item() == pytest.approx(1.2e5, rel=1e-3)
+    scaler.step(optimizer)
+    torch.testing.assert_close(param.detach(), torch.zeros(4), atol=1e-6, rtol=0)
+
+
+def test_a_copy_of_the_scaler_between_clip_and_step_is_refused_as_torch_refuses_it():
+    ours, _ = twins(KINDS[1])
+    scaler = scaled()
+    scaler.clip_grad_norm_(ours, 1.0)
+    with pytest.raises(AssertionError, match="may only be pickled at the beginning of an iteration"):
+        deepcopy(scaler)

@@ -1,0 +1,202 @@
+"""What our kernels can't take over goes torch's way, says why, and computes what torch computes."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from ampcompile.kernels import native
+from ampcompile.scaler.conditions import dense, same_layout
+from ampcompile.scaler.grad_scaler import GradScaler
+from tests.scaler.cases import assert_equal
+
+
+class Subclass(torch.optim.AdamW):
+    pass
+
+
+class Wrapped(torch.Tensor):
+    """A tensor subclass of no other use."""
+
+
+def adamw(*params, **options):
+    return torch.optim.AdamW(list(params), lr=0.1, **options)
+
+
+def weight(*shape):
+    return nn.Parameter(torch.randn(*shape))
+
+
+def with_hook():
+    optimizer = adamw(weight(3))
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def with_patched_step():
+    optimizer = adamw(weight(3))
+    step = optimizer.step
+    optimizer.step = lambda closure=None: step(closure)
+    return optimizer
+
+
+def with_grad(param, grad):
+    param.grad = grad
+    return param
+
+
+def shared(param):
+    return nn.Parameter(param.detach())
+
+
+def loaded(key, value):
+    optimizer = adamw(weight(3))
+    param = optimizer.param_groups[0]["params"][0]
+    state = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+    optimizer.state[param] = {**state, key: value}
+    return optimizer
+
+
+CASES = {
+    "Subclass isn't torch's": lambda: Subclass([weight(3)]),
+    "a step hook is registered": with_hook,
+    "its step is wrapped by": with_patched_step,
+    "it is differentiable": lambda: adamw(torch.randn(3), differentiable=True),
+    "a parameter is torch.float64": lambda: adamw(nn.Parameter(torch.randn(3, dtype=torch.float64))),
+    "a parameter is torch.bfloat16": lambda: adamw(nn.Parameter(torch.randn(3, dtype=torch.bfloat16))),
+    "a gradient is torch.sparse_coo": lambda: torch.optim.SGD(
+        [with_grad(weight(3), torch.sparse_coo_tensor([[1]], [2.0], (3,), check_invariants=True))]
+    ),
+    "a parameter is a Wrapped": lambda: adamw(nn.Parameter(torch.randn(3).as_subclass(Wrapped))),
+    "a parameter has strides": lambda: adamw(with_grad(weight(3, 4), torch.randn(4, 3).t())),
+    "two parameters or two gradients share memory": lambda: adamw(a := weight(3), shared(a)),
+    "its state has other strides": lambda: adamw_with_state((3, 4), torch.zeros(4, 3).t()),
+    "its step counts aren't float32": lambda: loaded("step", torch.tensor(1.0, dtype=torch.float64)),
+    "its state isn't float32": lambda: loaded("exp_avg", torch.zeros(3).as_subclass(Wrapped)),
+    "a first step with dampening": lambda: torch.optim.SGD([weight(3)], 0.1, momentum=0.9, dampening=0.5),
+    "a hyper-parameter is a tensor that requires grad": lambda: torch.optim.SGD(
+        [weight(3)], torch.tensor(0.1, requires_grad=True), foreach=False
+    ),
+}
+
+
+def adamw_with_state(shape, value):
+    optimizer = adamw(weight(*shape))
+    (param,) = optimizer.param_groups[0]["params"]
+    optimizer.state[param] = {"step": torch.tensor(1.0), "exp_avg": value, "exp_avg_sq": torch.zeros(shape)}
+    return optimizer
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own, before 2.13
+@pytest.mark.parametrize("reason", CASES)
+def test_the_generic_path_equals_torch_bit_for_bit_and_the_log_says_why(reason, caplog):
+    runs = []
+    for kind in (GradScaler, torch.amp.GradScaler):
+        torch.manual_seed(0)
+        optimizer = CASES[reason]()
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        scaler = kind("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        for _ in range(2):
+            for param in params:
+                if param.grad is None or not (param.grad.is_sparse or not param.grad.is_contiguous()):
+                    param.grad = torch.randn_like(param).detach()
+            with caplog.at_level(logging.INFO, "ampcompile"), torch.no_grad():
+                scaler.step(optimizer)
+            scaler.update()
+            if reason.startswith("a first step"):
+                break
+        runs.append([param.detach() for param in params])
+    assert_equal(*runs)
+    assert caplog.text.count(reason) == 1  # said once, not at every step
+    assert type(optimizer).__name__ in caplog.text
+
+
+def test_complex_gradients_are_refused_as_torch_refuses_them():
+    messages = []
+    for kind in (GradScaler, torch.amp.GradScaler):
+        param = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        param.grad = torch.randn_like(param).detach()
+        scaler = kind("cpu")
+        scaler.scale(torch.ones(()))
+        with pytest.raises(NotImplementedError) as error:
+            scaler.step(torch.optim.SGD([param], lr=0.1))
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+def test_float16_gradients_are_refused_as_torch_refuses_them():
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop):
+        param = nn.Parameter(torch.ones(3, dtype=torch.float16))
+        other = nn.Parameter(torch.ones(3))
+        param.grad, other.grad = torch.ones(3, dtype=torch.float16), torch.ones(3)
+        with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients\.$"):
+            scaler.step(kind([other, param], lr=0.1))
+        assert (other.grad == 1).all()
+
+
+def test_an_lr_scheduler_and_our_own_hooks_are_no_reason(monkeypatch, caplog):
+
+    def ours(*_):
+        raise AssertionError("the fused step brings the copies up to date itself")
+
+    ours.__module__ = "ampcompile.weights.writers"
+    monkeypatch.setattr("ampcompile.torch_private.optimizers.step_hooks", lambda _: [ours])
+    optimizer = adamw(weight(3))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=5)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    (param,) = optimizer.param_groups[0]["params"]
+    with caplog.at_level(logging.INFO, "ampcompile"):
+        for _ in range(3):
+            param.grad = torch.ones(3)
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+    assert not caplog.text
+
+
+def test_without_a_compiler_torchs_kernels_do_the_work(monkeypatch, caplog):
+    monkeypatch.setattr(native, "library", lambda: None)
+    params = [weight(3)]
+    params[0].grad = torch.full((3,), 2.0**16)
+    scaler, optimizer = GradScaler("cpu"), torch.optim.AdamW(params, fused=True)
+    scaler.scale(torch.ones(()))
+    before = params[0].detach().clone()
+    with caplog.at_level(logging.INFO, "ampcompile"):
+        assert scaler.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(3**0.5)
+        scaler.step(optimizer)
+    scaler.update()
+    assert "no C++ compiler works here" in caplog.text
+    assert (params[0] < before).all()
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "is_dense"),
+    [
+        ((3, 4), (4, 1), True),
+        ((3, 4), (1, 3), True),
+        ((2, 3, 4), (1, 8, 2), True),
+        ((1, 4), (99, 1), True),
+        ((4, 1), (1, 7), True),
+        ((3, 3), (2, 2), False),  # fills nine places' worth, with repeats
+        ((3, 4), (5, 1), False),
+        ((3, 4), (0, 1), False),
+        ((0, 4), (4, 1), True),
+        ((), (), True),
+    ],
+)
+def test_what_counts_as_dense(size, stride, is_dense):
+    assert dense(torch.zeros(64).as_strided(size, stride)) == is_dense
+
+
+def test_strides_of_dimensions_of_size_one_do_not_matter():
+    a, b = torch.zeros(64).as_strided((4, 1), (1, 4)), torch.zeros(64).as_strided((4, 1), (1, 1))
+    assert same_layout(a, b)
+    assert not same_layout(torch.zeros(2, 2), torch.zeros(2, 2).t())
+    assert not same_layout(torch.zeros(4), torch.zeros(5))
+    assert not same_layout(torch.zeros(3, 2).t(), torch.zeros(3, 2))

@@ -1,0 +1,212 @@
+"""On a GPU: no host sync, few launches, the whole step in a CUDA graph, the numbers of torch, several devices."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from ampcompile.scaler.grad_scaler import GradScaler
+from ampcompile.weights import binding as weights
+from tests.scaler.cases import assert_close
+
+pytestmark = pytest.mark.gpu
+SHAPES = [(513, 1027), (7,), (64, 64, 3, 3), (), (100_003,)]
+KINDS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.1, amsgrad=True),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "AdamW tensor lr": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1, device="cuda"), capturable=True),
+}
+
+
+def weights_on(device: str = "cuda") -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in SHAPES]
+
+
+def fill(params, seed: int, bad: float | None = None) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        grad = torch.randn(param.shape, generator=generator).to(param.device) * 2.0**16
+        if param.grad is None:
+            param.grad = grad
+        else:
+            param.grad.copy_(grad)
+    if bad is not None:
+        params[0].grad[-1, -1] = bad
+
+
+@contextmanager
+def sync_is_an_error() -> Iterator[None]:
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def iteration(scaler, optimizer, how: str = "clip_grad_norm_") -> None:
+    if how == "clip_grad_norm_":
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    elif how == "unscale_":
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["clip_grad_norm_", "unscale_", "step"])
+def test_training_equals_torchs_without_a_sync(kind, how):
+    results = []
+    for make in (GradScaler, torch.amp.GradScaler):
+        params = weights_on()
+        optimizer, scaler = KINDS[kind](params), make("cuda", growth_interval=3)
+        scaler.scale(torch.ones((), device="cuda"))
+        for seed in range(8):
+            fill(params, seed, math.nan if seed in (2, 5) else None)
+            if make is GradScaler:
+                with sync_is_an_error():
+                    iteration(scaler, optimizer, how)
+                    skipped = scaler.last_step_skipped
+                assert skipped.is_cuda and skipped.item() == (seed in (2, 5))
+            else:
+                if how != "step":
+                    scaler.unscale_(optimizer)
+                if how == "clip_grad_norm_":
+                    nn.utils.clip_grad_norm_(params, 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        results.append((params, scaler.state_dict()))
+    assert_close(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+def test_an_iteration_is_four_launches_and_allocates_nothing():
+    params = weights_on()
+    optimizer, scaler = torch.optim.AdamW(params), GradScaler("cuda")
+    scaler.scale(torch.ones((), device="cuda"))
+    binding = weights.bind(params, [torch.bfloat16] * len(params))
+    copies = binding.copies(params)
+    fill(params, 0)
+    for _ in range(3):
+        iteration(scaler, optimizer)
+    before = torch.cuda.memory_allocated()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        iteration(scaler, optimizer)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) <= 4, kernels
+    assert torch.cuda.memory_allocated() == before
+    casts = weights.weight_stats().casts
+    assert all(torch.equal(c, p.detach().bfloat16()) for c, p in zip(binding.copies(params), params, strict=True))
+    assert weights.weight_stats().casts == casts
+    del copies
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW fused", "AdamW tensor lr"])
+def test_the_whole_step_in_a_cuda_graph(kind):
+    results = []
+    for captured in (True, False):
+        params = weights_on()
+        optimizer, scaler = KINDS[kind](params), GradScaler("cuda", growth_interval=2)
+        scaler.scale(torch.ones((), device="cuda"))
+        fill(params, 0)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                iteration(scaler, optimizer)
+        torch.cuda.current_stream().wait_stream(stream)
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                iteration(scaler, optimizer)
+        for seed in range(6):
+            fill(params, seed, math.inf if seed == 3 else None)
+            if isinstance(optimizer.param_groups[0]["lr"], torch.Tensor):
+                optimizer.param_groups[0]["lr"].mul_(0.9)
+            graph.replay() if captured else iteration(scaler, optimizer)
+            if seed == 2:  # eager steps in between leave the graph's addresses alone
+                other = weights_on()
+                fill(other, 1)
+                scaler.step(torch.optim.AdamW(other))
+                scaler.update()
+        results.append((params, scaler.get_scale(), scaler._get_growth_tracker()))
+    assert_close(results[0][0], results[1][0])
+    assert results[0][1:] == results[1][1:]
+
+
+def test_a_capture_without_a_step_before_it_says_what_to_do():
+    from ampcompile.errors import ScalerError
+
+    params = weights_on()
+    optimizer, scaler = torch.optim.SGD(params, lr=0.1), GradScaler("cuda")
+    scaler.scale(torch.ones((), device="cuda"))
+    fill(params, 0)
+    with pytest.raises(ScalerError, match=r"run scaler\.step"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        scaler.step(optimizer)
+
+
+def test_bfloat16_gradients_are_unscaled():
+    param = nn.Parameter(torch.ones(1000, device="cuda", dtype=torch.bfloat16))
+    param.grad = torch.full_like(param, 2.0**17)
+    scaler = GradScaler("cuda")
+    scaler.scale(torch.ones((), device="cuda"))
+    scaler.unscale_(torch.optim.SGD([param], lr=0.1))
+    assert (param.grad == 2).all()
+
+
+def test_the_sum_over_programs_is_complete_and_the_same_every_time():
+    """A program that summed up before the others had stored their part would show here, now and then."""
+    from ampcompile.kernels.check_grads import check_grads
+
+    grads = [torch.randn(2**20 + 17, device="cuda") for _ in range(8)]
+    expected = torch.cat(grads).double().norm().float()
+    workspace: dict = {}
+    norms = {check_grads(grads, None, None, 1.0, workspace).norm.item() for _ in range(2000)}
+    assert len(norms) == 1
+    torch.testing.assert_close(torch.tensor(norms.pop()), expected.cpu())
+    for position in torch.randint(0, 2**20, (200,)).tolist():
+        kept, grads[3][position] = grads[3][position].item(), math.nan
+        assert check_grads(grads, None, None, 1.0, workspace).found_inf.item() == 1
+        grads[3][position] = kept
+        assert check_grads(grads, None, None, 1.0, workspace).found_inf.item() == 0
+
+
+def test_two_devices_decide_together():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    params = [*weights_on("cuda:0"), *weights_on("cuda:1")]
+    optimizer, scaler = torch.optim.AdamW(params), GradScaler("cuda")
+    scaler.scale(torch.ones((), device="cuda:0"))
+    for bad in (math.inf, None):
+        fill(params, 0, bad)
+        before = [param.detach().clone() for param in params]
+        total = torch.stack([p.grad.double().norm().cpu() for p in params]).norm() / scaler.get_scale()
+        norm = scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        changed = [not torch.equal(param, old) for param, old in zip(params, before, strict=True)]
+        assert all(changed) if bad is None else not any(changed)
+        if bad is None:
+            assert norm.item() == pytest.approx(total.item(), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_tensor_of_more_than_two_to_the_32_elements():
+    size = 2**32 + 5
+    if torch.cuda.get_device_properties(0).total_memory < 14 * size:
+        pytest.skip("needs 60 GB of GPU memory")
+    param = nn.Parameter(torch.ones(size, device="cuda"))
+    param.grad = torch.zeros(size, device="cuda")
+    param.grad[-1] = 2.0**16
+    scaler, optimizer = GradScaler("cuda"), torch.optim.SGD([param], lr=0.5)
+    scaler.scale(torch.ones((), device="cuda"))
+    assert scaler.clip_grad_norm_(optimizer, 1e9).item() == 1
+    scaler.step(optimizer)
+    assert param[-1].item() == 0.5 and param[0].item() == param[2**31].item() == 1

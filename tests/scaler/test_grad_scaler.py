@@ -1,0 +1,171 @@
+"""What our GradScaler adds to torch's: bounds, a warning, flags, and fused steps without scaling."""
+
+import copy
+import gc
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+
+from ampcompile.errors import AmpWarning, ScalerError
+from ampcompile.scaler.grad_scaler import GradScaler
+from tests.scaler.cases import KINDS, iterate, params_with, scaled
+
+# Bounds of the scale
+
+
+def test_the_scale_stays_within_its_bounds_by_default():
+    scaler = scaled(init_scale=2.0**-23, growth_interval=1)
+    optimizer = torch.optim.SGD(params_with(1.0), lr=0.1)
+    for _ in range(4):
+        iterate(scaler, optimizer, math.inf)
+    assert scaler.get_scale() == 2.0**-24
+    scaler.update(2.0**63)
+    for _ in range(4):
+        iterate(scaler, optimizer, 1.0)
+    assert scaler.get_scale() == 2.0**64
+
+
+def test_bounds_are_pickled_and_stay_out_of_the_state_dict():
+    scaler = scaled(init_scale=8.0, min_scale=4.0, max_scale=16.0)
+    assert set(scaler.state_dict()) == {
+        "scale",
+        "growth_factor",
+        "backoff_factor",
+        "growth_interval",
+        "_growth_tracker",
+    }
+    for other in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
+        other.scale(torch.ones(()))
+        optimizer = torch.optim.SGD(params_with(1.0), lr=0.1)
+        iterate(other, optimizer, math.nan)
+        iterate(other, optimizer, math.nan)
+        assert other.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("bounds", [(2.0, 1.0), (-1.0, 1.0), (math.nan, 1.0)])
+def test_bounds_in_the_wrong_order_are_refused(bounds):
+    with pytest.raises(ScalerError, match="expected 0 <= min_scale <= max_scale: swap them"):
+        GradScaler("cpu", min_scale=bounds[0], max_scale=bounds[1])
+
+
+@pytest.mark.parametrize(("given", "kept"), [(0.0, 4.0), (1e30, 16.0), (math.inf, 16.0), (8.0, 8.0)])
+def test_scales_that_are_given_or_loaded_are_kept_within_the_bounds(given, kept):
+    for value in (given, torch.tensor(given)):
+        scaler = scaled(min_scale=4.0, max_scale=16.0)
+        scaler.update(value)
+        assert scaler.get_scale() == kept
+    state = {**scaler.state_dict(), "scale": given}
+    scaler.load_state_dict(state)
+    early = GradScaler("cpu", min_scale=4.0, max_scale=16.0)
+    early.load_state_dict(state)
+    assert scaler.get_scale() == early.get_scale() == early.scale(torch.ones(())).item() == kept
+    with pytest.raises(KeyError):
+        scaler.load_state_dict({"scale": given})
+    assert scaler.get_scale() == kept
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_state_of_a_scaler_without_bounds_gets_the_default_ones(enabled):
+    """torch's own, or one of an earlier version."""
+    state = torch.amp.GradScaler("cpu", init_scale=2.0**-24, enabled=enabled).__getstate__()
+    scaler = GradScaler.__new__(GradScaler)
+    scaler.__setstate__(state)
+    scaler.scale(torch.ones(()))
+    iterate(scaler, torch.optim.SGD(params_with(1.0), lr=0.1), math.inf if enabled else 1.0)
+    assert scaler.get_scale() == (2.0**-24 if enabled else 1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_hundred_overflows_then_a_good_step(kind):
+    """torch's scale is 0 by then, and the good step makes every weight NaN."""
+    scaler = scaled()
+    optimizer = kind(params_with(1.0, 2.0))
+    with pytest.warns(AmpWarning, match=r"found infinite or NaN gradients in \d+ updates in a row") as caught:
+        for _ in range(200):
+            iterate(scaler, optimizer, math.inf)
+    assert len(caught) == 1 and caught[0].filename == iterate.__code__.co_filename
+    assert scaler.get_scale() > 0
+    before = [param.clone() for param in optimizer.param_groups[0]["params"]]
+    iterate(scaler, optimizer, scaler.get_scale())
+    for param, old in zip(optimizer.param_groups[0]["params"], before, strict=True):
+        assert param.isfinite().all() and (param < old).all()
+
+
+def test_no_warning_while_good_steps_come_in_between():
+    scaler, optimizer = scaled(), torch.optim.SGD(params_with(1.0), lr=0.1)
+    for i in range(300):
+        iterate(scaler, optimizer, math.inf if i % 99 else 1.0)
+
+
+# Flags
+
+
+def test_flags_tell_whether_steps_were_skipped():
+    scaler = scaled()
+    good, bad = torch.optim.AdamW(params_with(1.0)), torch.optim.RMSprop(params_with(math.nan))
+    with pytest.raises(ScalerError, match="found no step so far, expected one: ask after"):
+        _ = scaler.last_step_skipped
+    scaler.step(good)
+    with pytest.raises(ScalerError, match="found no step so far"):
+        scaler.step_skipped(bad)
+    kept = scaler.last_step_skipped
+    scaler.step(bad)
+    assert kept.dtype == torch.bool and kept.shape == ()
+    flags = [kept, scaler.last_step_skipped, scaler.step_skipped(good), scaler.step_skipped(bad)]
+    assert [flag.item() for flag in flags] == [False, True, False, True]
+    scaler.update()
+    assert scaler.last_step_skipped.item() and not scaler.step_skipped(good).item()
+    iterate(scaler, good, math.inf)
+    assert not kept.item() and scaler.step_skipped(good).item()
+
+
+def test_nothing_is_kept_of_an_optimizer_that_is_gone():
+    scaler, optimizer = scaled(), torch.optim.AdamW(params_with(1.0))
+    scaler.step(optimizer)
+    assert len(scaler._records._by_id) == 1
+    del optimizer
+    gc.collect()
+    assert not scaler._records._by_id
+
+
+# Switched off
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disabled_scaler_steps_as_the_optimizer_and_never_skips(kind):
+    scaler = GradScaler("cpu", enabled=False)
+    ours, plain = (kind(params_with(2.0, 3.0)) for _ in range(2))
+    for grads in ((2.0, 3.0), (1.0, math.inf)):
+        for optimizer in (ours, plain):
+            for param, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
+                param.grad = torch.full((3,), grad)
+        scaler.step(ours)
+        plain.step()
+        scaler.update()
+        assert not scaler.last_step_skipped.item()
+        for a, b in zip(*(o.param_groups[0]["params"] for o in (ours, plain)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=0, equal_nan=True)
+    assert scaler.state_dict() == {} and scaler.get_scale() == 1.0
+    assert pickle.loads(pickle.dumps(scaler)).is_enabled() is False
+    with pytest.raises(AttributeError, match="'GradScaler' object has no attribute '_growth_factor'"):
+        scaler.get_growth_factor()
+
+
+@pytest.mark.parametrize("as_keyword", [True, False])
+def test_a_disabled_scaler_hands_a_closure_to_the_optimizer(as_keyword):
+    scaler, optimizer = GradScaler("cpu", enabled=False), torch.optim.SGD(params_with(1.0), lr=0.1)
+    result = scaler.step(optimizer, closure=lambda: 5.0) if as_keyword else scaler.step(optimizer, lambda: 5.0)
+    assert result == 5.0 and (optimizer.param_groups[0]["params"][0] < 1).all()
+
+
+def test_without_cuda_it_is_disabled_as_torchs_is():
+    if torch.cuda.is_available():
+        pytest.skip("CUDA is available")
+    with pytest.warns(UserWarning, match="CUDA is not available.  Disabling."):
+        assert not GradScaler().is_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GradScaler(enabled=False)

@@ -1,0 +1,97 @@
+"""Neither step nor update nor clip asks the device for a number."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampcompile.scaler.fused import amp_aware
+from ampcompile.scaler.grad_scaler import GradScaler
+from tests.scaler.cases import KINDS, scaled
+
+ASKING = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "masked_select", "unique"}
+
+
+class Questions(TorchDispatchMode):
+    """Collects the ops that make the host wait for a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1]
+        device_to_host = name in ("_to_copy", "copy_") and str((kwargs or {}).get("device", "")) == "cpu"
+        if name in ASKING or (device_to_host and args[0].device.type != "cpu"):
+            self.asked.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def asking_nothing() -> Iterator[None]:
+    with Questions() as questions:
+        yield
+    assert questions.asked == []
+
+
+def optimizers(params):
+    yield from (kind(params) for kind in KINDS[:3])
+    yield torch.optim.SGD(params, lr=torch.tensor(0.1), momentum=0.9, nesterov=True, weight_decay=0.1)
+    yield torch.optim.Adam(params, lr=torch.tensor(0.1), betas=(torch.tensor(0.9), torch.tensor(0.99)), amsgrad=True)
+    yield torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:], "lr": 0.3}], maximize=True)
+
+
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip_grad_norm_", "disabled"])
+@pytest.mark.parametrize("index", range(6))
+def test_an_iteration_asks_nothing(how, index):
+    params = [nn.Parameter(torch.randn(3, 4)) for _ in range(3)]
+    optimizer = list(optimizers(params))[index]
+    scaler = GradScaler("cpu", enabled=how != "disabled")
+    for bad in (math.inf, 1.0, math.nan, 2.0):
+        for param in params:
+            param.grad = torch.randn(3, 4)
+        params[1].grad[0, 0] = bad
+        loss = params[0].sum()
+        with asking_nothing():
+            scaler.scale(loss)
+            if how == "unscale_":
+                scaler.unscale_(optimizer)
+            elif how != "step":
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            flags = scaler.last_step_skipped, scaler.step_skipped(optimizer)
+            scaler.update()
+        assert all(flag.item() == (how != "disabled" and not math.isfinite(bad)) for flag in flags)
+
+
+@pytest.mark.parametrize("kind", KINDS[3:])
+def test_the_generic_path_asks_once_unless_the_optimizer_skips_by_itself(kind):
+    param = nn.Parameter(torch.ones(3))
+    optimizer, scaler = kind([param]), scaled()
+    param.grad = torch.ones(3)
+    with Questions() as questions:
+        scaler.step(optimizer)
+        scaler.update()
+    assert len(questions.asked) == (not amp_aware(optimizer))
+
+
+def test_looking_out_for_many_skips_asks_nothing():
+    param = nn.Parameter(torch.ones(3))
+    optimizer, scaler = torch.optim.SGD([param]), scaled()
+    for i in range(120):
+        param.grad = torch.full((3,), math.inf if i % 60 else 1.0)
+        with asking_nothing():
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def test_the_counter_counts():
+    with Questions() as questions:
+        torch.ones(()).item()
+        torch.equal(torch.ones(2), torch.ones(2))
+        bool(torch.ones(()) > 0)
+    assert questions.asked == ["_local_scalar_dense", "equal", "_local_scalar_dense"]

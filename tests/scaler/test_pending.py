@@ -1,0 +1,271 @@
+"""A clipping that waits for the step belongs to its gradients: it is applied, dropped with them, or refused aloud."""
+
+import math
+import pickle
+from copy import deepcopy
+
+import pytest
+import torch
+
+from ampcompile.errors import ClipError
+from ampcompile.scaler.grad_scaler import GradScaler
+from ampcompile.scaler.pending import pending
+from tests.scaler.cases import KINDS, assert_close, params_with, scaled
+
+FUSED = KINDS[:3]
+
+
+def params(optimizer):
+    return optimizer.param_groups[0]["params"]
+
+
+def backward(optimizer, *values, scale=1.0):
+    """New gradients: added where there are some, as backward does."""
+    for param, value in zip(params(optimizer), values, strict=True):
+        (param.sum() * value * scale).backward()
+
+
+def scaler_of(enabled):
+    scaler = GradScaler("cpu", enabled=enabled, init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+# A step that was left out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("end", ["update", "nothing"])
+@pytest.mark.parametrize("bad", [10.0, math.inf, math.nan])
+def test_without_scaling_a_left_out_step_takes_its_clipping_along(kind, to_none, end, bad):
+    """The loop of bfloat16 training with the usual guard: the next norm is right, and the weights stay finite."""
+    ours, plain = kind(params_with(None, None)), kind(params_with(None, None))
+    scaler = scaler_of(enabled=False)
+    for i, value in enumerate((1.0, bad, bad, 2.0, 0.1)):
+        for optimizer in (ours, plain):
+            optimizer.zero_grad(set_to_none=to_none)
+            backward(optimizer, value, 2 * value)
+        expected = torch.nn.utils.clip_grad_norm_(params(plain), 1.0)
+        torch.testing.assert_close(scaler.clip_grad_norm_(ours, 1.0), expected, equal_nan=True)
+        if i not in (1, 2):
+            scaler.step(ours)
+            plain.step()
+        if end == "update":
+            scaler.update()
+        assert_close(params(ours), params(plain))
+    assert all(param.isfinite().all() for param in params(ours))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("to_none", [False, True])
+def test_a_second_iteration_without_update_is_refused_as_by_unscale(kind, to_none):
+    scaler, optimizer = scaler_of(enabled=True), kind(params_with(None))
+    backward(optimizer, 1.0, scale=4.0)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    optimizer.zero_grad(set_to_none=to_none)
+    backward(optimizer, 1.0, scale=4.0)
+    with pytest.raises(ClipError, match=r"found new gradients at a second clip_grad_norm_\(\).*call update\(\) also"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.update()
+    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(3**0.5)
+    scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clipping_what_was_changed_after_an_unscale_of_its_own_is_fine(kind):
+    ours, plain = kind(params_with(8.0)), kind(params_with(2.0))
+    scaler = scaler_of(enabled=True)
+    scaler.unscale_(ours)
+    for optimizer in (ours, plain):
+        params(optimizer)[0].grad.add_(1.0)
+        params(optimizer)[0].grad = params(optimizer)[0].grad.clone()
+    scaler.clip_grad_norm_(ours, 1.0)
+    torch.nn.utils.clip_grad_norm_(params(plain), 1.0)
+    scaler.step(ours)
+    plain.step()
+    assert_close(params(ours), params(plain))
+
+
+# Gradients that changed before the step
+
+
+CHANGES = {
+    "written": lambda param: param.grad.add_(1.0),
+    "accumulated": lambda param: param.sum().backward(),
+    "replaced": lambda param: setattr(param, "grad", param.grad.clone()),
+    "another object with its values": lambda param: setattr(param, "grad", param.grad + 0),
+    "scaled by torch": lambda param: torch.nn.utils.clip_grad_norm_([param], 0.1),
+}
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("how", ["scaler.step", "a generic step", "optimizer.step"])
+def test_a_step_on_other_gradients_is_refused(kind, enabled, change, how):
+    scaler, optimizer = scaler_of(enabled), kind(params_with(8.0, 8.0))
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    CHANGES[change](params(optimizer)[1])
+    if how == "a generic step":
+        optimizer.register_step_post_hook(lambda *_: None)
+    for _ in range(2):
+        with pytest.raises(
+            ClipError, match=r"written or replaced since clip_grad_norm_\(\).*Call update\(\) at the end"
+        ):
+            optimizer.step() if how == "optimizer.step" else scaler.step(optimizer)
+    assert all((param == 1).all() for param in params(optimizer))
+    scaler.update()
+    scaler.step(optimizer)
+    assert not any((param == 1).any() for param in params(optimizer))
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("enabled", [False, True])
+def test_gradients_taken_away_are_no_other_gradients(kind, enabled):
+    """As when a layer is frozen after clipping."""
+    scaler, optimizer = scaler_of(enabled), kind(params_with(4.0, 4.0))
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    params(optimizer)[0].grad = None
+    scaler.step(optimizer)
+    assert (params(optimizer)[0] == 1).all() and (params(optimizer)[1] < 1).all()
+    scaler.update()
+    optimizer.zero_grad()
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    assert pending(optimizer) is None
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_without_scaling_the_clipping_outlives_update_while_its_gradients_do(kind):
+    """torch's clipping is in the gradients, whatever the order of step and update."""
+    ours, plain = kind(params_with(4.0)), kind(params_with(4.0))
+    scaler = scaler_of(enabled=False)
+    scaler.clip_grad_norm_(ours, 1.0)
+    torch.nn.utils.clip_grad_norm_(params(plain), 1.0)
+    scaler.update()
+    for step in (lambda: scaler.step(ours), plain.step):
+        step()
+    assert_close(params(ours), params(plain))
+
+
+# Who may take the step
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_optimizers_own_step_is_clipped_too(kind, enabled):
+    ours, plain = kind(params_with(8.0, 4.0)), kind(params_with(8.0, 4.0))
+    scaler = scaler_of(enabled)
+    scaler.clip_grad_norm_(ours, 0.5)
+    for param in params(plain):
+        param.grad /= 4.0 if enabled else 1.0
+    torch.nn.utils.clip_grad_norm_(params(plain), 0.5)
+    for optimizer in (ours, plain):
+        optimizer.step()
+        optimizer.step()  # clipped once
+    assert_close(params(ours), params(plain))
+    assert_close([p.grad for p in params(ours)], [p.grad for p in params(plain)])
+    assert not ours._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("enabled", [False, True])
+def test_each_optimizer_has_its_own(kind, enabled):
+    ours, plain = ([kind(params_with(8.0, 4.0)) for _ in range(2)] for _ in range(2))
+    scaler, reference = scaler_of(enabled), torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
+    reference.scale(torch.ones(()))
+    for i in range(2):
+        reference.unscale_(plain[i])
+        torch.nn.utils.clip_grad_norm_(params(plain[i]), 0.5 + i)
+        scaler.clip_grad_norm_(ours[i], 0.5 + i)
+    for each, optimizers in ((scaler, ours), (reference, plain)):
+        each.step(optimizers[1])
+        each.step(optimizers[0])
+        each.update()
+    for a, b in zip(ours, plain, strict=True):
+        assert_close(params(a), params(b))
+        assert pending(a) is None
+
+
+@pytest.mark.parametrize("copied", [lambda scaler: pickle.loads(pickle.dumps(scaler)), deepcopy])
+def test_another_scaler_steps_with_it_too(copied):
+    """A scaler without scaling can be copied at any time; the clipping stays with the optimizer."""
+    scaler, optimizer = scaler_of(enabled=False), torch.optim.SGD(params_with(3.0), lr=1.0)
+    scaler.clip_grad_norm_(optimizer, 3**0.5)
+    copied(scaler).step(optimizer)
+    torch.testing.assert_close(params(optimizer)[0].detach(), torch.zeros(3), atol=1e-6, rtol=0)
+
+
+def test_a_pending_clipping_is_no_part_of_an_optimizers_pickle_and_keeps_no_gradient_alive():
+    scaler, optimizer = scaler_of(enabled=False), torch.optim.AdamW(params_with(3.0))
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    assert pending(pickle.loads(pickle.dumps(optimizer))) is None and pending(deepcopy(optimizer)) is None
+    storage = params(optimizer)[0].grad.untyped_storage()
+    users = torch._C._storage_Use_Count(storage._cdata)
+    optimizer.zero_grad()
+    assert torch._C._storage_Use_Count(storage._cdata) == users - 1 == 1
+
+
+# What torch's clip_grad_norm_ takes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("norm_type", [1, 2, 2.0, 3.0, math.inf, "inf", 0, -1.0])
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_norms_are_torchs(kind, enabled, norm_type, foreach):
+    """Twice in a row, the second time with the usual norm."""
+    ours, plain = kind(params_with(8.0, -4.0)), kind(params_with(8.0, -4.0))
+    scaler, reference = scaler_of(enabled), torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
+    reference.scale(torch.ones(()))
+    reference.unscale_(plain)
+    for kinds in ({"norm_type": norm_type, "foreach": foreach}, {}):
+        expected = torch.nn.utils.clip_grad_norm_(params(plain), 0.5, **kinds)
+        torch.testing.assert_close(scaler.clip_grad_norm_(ours, 0.5, **kinds), expected)
+    for each, optimizer in ((scaler, ours), (reference, plain)):
+        each.step(optimizer)
+        each.update()
+    assert_close(params(ours), params(plain))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_is_torchs_error_if_that_is_asked_for(kind, enabled, norm_type, bad):
+    """Gradients are unscaled but not clipped then, by either."""
+    ours, plain = kind(params_with(8.0, bad)), kind(params_with(8.0, bad))
+    scaler, reference = scaler_of(enabled), torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
+    reference.scale(torch.ones(()))
+    reference.unscale_(plain)
+    messages = []
+    for clip in (
+        lambda: torch.nn.utils.clip_grad_norm_(params(plain), 0.5, norm_type, True),
+        lambda: scaler.clip_grad_norm_(ours, 0.5, norm_type, True),
+    ):
+        with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped") as error:
+            clip()
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    assert scaler.clip_grad_norm_(ours, 0.5, norm_type).isfinite().item() is False
+    torch.nn.utils.clip_grad_norm_(params(plain), 0.5, norm_type)
+    for each, optimizer in ((scaler, ours), (reference, plain)):
+        each.step(optimizer)
+        each.update()
+    assert_close(params(ours), params(plain))
+    assert scaler.get_scale() == reference.get_scale()
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_after_that_error_the_step_is_unscaled_and_unclipped(enabled):
+    """Seen where the optimizer itself steps, which never skips."""
+    scaler, optimizer = scaler_of(enabled), torch.optim.SGD(params_with(8.0, math.inf), lr=1.0)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        scaler.clip_grad_norm_(optimizer, 0.5, error_if_nonfinite=True)
+    optimizer.step()
+    assert (params(optimizer)[0] == 1.0 - (2.0 if enabled else 8.0)).all()
+
+
+def test_a_finite_norm_is_no_error():
+    scaler, optimizer = scaled(), torch.optim.SGD(params_with(8.0), lr=1.0)
+    assert scaler.clip_grad_norm_(optimizer, 0.5, error_if_nonfinite=True).isfinite()

@@ -1,0 +1,122 @@
+"""The step and the copies of weights: what a fused step writes needs no cast, and no stale copy passes for fresh."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ampcompile.scaler.grad_scaler import GradScaler
+from ampcompile.weights import binding as weights
+from tests.scaler.cases import assert_equal, scaled
+
+KINDS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+}
+
+
+def made(dtypes=(torch.bfloat16, torch.float16)):
+    """Parameters, and a binding that reads each in each type."""
+    params = [nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(3, 5).t())]
+    slots = [param for param in params for _ in dtypes]
+    return params, slots, weights.bind(slots, list(dtypes) * len(params))
+
+
+def fill(params, bad: float | None = None) -> None:
+    for param in params:
+        param.grad = torch.empty_like(param).normal_()
+    if bad is not None:
+        params[0].grad[0, 0] = bad
+
+
+def addresses(copies) -> list[int]:
+    """Where the copies are; a test that kept the list itself would pass for a backward that waits for them."""
+    return [copy.data_ptr() for copy in copies]
+
+
+def assert_fresh(slots, copies) -> None:
+    assert_equal(copies, [slot.detach().to(copy.dtype) for slot, copy in zip(slots, copies, strict=True)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_after_a_fused_step_nothing_is_cast(kind, enabled):
+    params, slots, binding = made((torch.bfloat16,))
+    before = addresses(binding.copies(slots))
+    optimizer, scaler = KINDS[kind](params), GradScaler("cpu", enabled=enabled)
+    scaler.scale(torch.ones(()))
+    casts = weights.weight_stats().casts
+    for bad in (None, math.inf if enabled else None, None):
+        fill(params, bad)
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert addresses(binding.copies(slots)) == before
+        assert weights.weight_stats().casts == casts
+        assert_fresh(slots, binding.copies(slots))
+
+
+def test_copies_in_both_types_are_right():
+    params, slots, binding = made()
+    binding.copies(slots)
+    optimizer, scaler = torch.optim.AdamW(params, lr=0.1), scaled()
+    for _ in range(3):
+        fill(params)
+        scaler.step(optimizer)
+        scaler.update()
+        assert_fresh(slots, binding.copies(slots))
+
+
+@pytest.mark.parametrize("bad", [None, math.inf])
+def test_a_write_without_a_trace_before_the_step_is_not_lost(bad):
+    params, slots, binding = made((torch.bfloat16,))
+    binding.copies(slots)
+    optimizer, scaler = torch.optim.SGD(params, lr=0.1), scaled()
+    fill(params, bad)
+    with torch.no_grad():
+        params[0].detach().numpy()[3, 3] = 7.0
+    scaler.step(optimizer)
+    assert scaler.last_step_skipped.item() == (bad is not None)
+    assert_fresh(slots, binding.copies(slots))
+
+
+def test_a_copy_that_a_backward_waits_for_is_left_alone():
+    params, slots, binding = made((torch.bfloat16,))
+    optimizer, scaler = torch.optim.SGD(params, lr=0.1), scaled()
+    x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    copy = binding.copies(slots)[0]
+    out = x @ copy
+    old = copy.clone()
+    del copy
+    fill(params)
+    scaler.step(optimizer)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert_equal([grad], [old.sum(1).expand_as(x)])
+    assert_fresh(slots, binding.copies(slots))
+
+
+def test_weights_outside_of_the_optimizer_stay_as_they_were():
+    params, slots, binding = made((torch.bfloat16,))
+    binding.copies(slots)
+    others, other_slots, other_binding = made((torch.bfloat16,))
+    other_binding.copies(other_slots)
+    optimizers = [torch.optim.AdamW(params), torch.optim.SGD(others, lr=0.1)]
+    scaler, casts = scaled(), weights.weight_stats().casts
+    fill([*params, *others])
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    for each, group in ((binding, slots), (other_binding, other_slots)):
+        assert_fresh(group, each.copies(group))
+    assert weights.weight_stats().casts == casts
+
+
+def test_the_generic_path_leaves_casting_to_the_next_call():
+    params, slots, binding = made((torch.bfloat16,))
+    binding.copies(slots)
+    optimizer, scaler = torch.optim.RMSprop(params, lr=0.1), scaled()
+    fill(params)
+    scaler.step(optimizer)
+    assert_fresh(slots, binding.copies(slots))

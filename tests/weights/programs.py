@@ -1,0 +1,378 @@
+"""Random programs: weights laid out in many ways, aliases of them, writers of both, backwards that wait, garbage."""
+
+import contextlib
+import copy
+import io
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import ampcompile
+from tests.weights.writers import unsampled
+
+N = 64
+MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+def one(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w)
+
+
+def two(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return torch.cat([F.linear(x, v), F.linear(x, w)], 1)
+
+
+@torch.jit.script
+def scripted(w: Tensor, i: int, j: int) -> None:
+    w.data[i, j] += 1.0
+
+
+class Flat(nn.Module):
+    """Weights that share the memory of a buffer, as copies and checkpoints of modules keep it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("flat", torch.randn(2 * N * N))
+        self.register_buffer("v", self.flat[: N * N].view(N, N))
+        self.register_buffer("w", self.flat[N * N :].view(N, N))
+
+
+def loaded(module: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def cut(flat: Tensor, at: int) -> Tensor:
+    return flat.view(-1)[at : at + N * N].view(N, N)
+
+
+class Broken(torch.optim.SGD):
+    """Writes its parameters unseen, and fails."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        raise ArithmeticError
+
+
+class Program:
+    """One program. `expect` is what casting at every call gives; all else is as users write it."""
+
+    def __init__(self, seed: int, compiled: dict[str, Callable[..., Tensor]]) -> None:
+        self.random = random.Random(seed)
+        torch.manual_seed(seed)
+        self.compiled = compiled
+        self.kept: list[Any] = []
+        self.log: list[str] = []
+        self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.layout = self.random.choice(list(LAYOUTS))
+        self.weights = LAYOUTS[self.layout](self)
+        self.aliases: list[Tensor] = []
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            acts = (self.call, self.write, self.alias, self.drop, self.backward)
+            (kind,) = self.random.choices(acts, (5, 5, 3, 1, 1))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                kind()
+        while self.waiting:
+            self.backward()
+        self.call()
+
+    def call(self) -> None:
+        mode = self.random.choice(list(MODES))
+        weights = self.random.sample(self.weights, self.random.choice((1, 2)))
+        self.log.append(f"call {mode} {[self._index(w) for w in weights]}")
+        x = torch.eye(N).requires_grad_(mode == "grad")
+        low = [w.detach().bfloat16() for w in weights]
+        with MODES[mode]():
+            got = self.compiled["two" if len(weights) == 2 else "one"](x, *weights)
+            expected = torch.cat([F.linear(x.detach().bfloat16(), w) for w in low], 1)
+        assert torch.equal(got.float(), expected.float()), f"stale: {self}"
+        if mode == "grad" and len(weights) == 1:
+            self.waiting.append((got.float().sum(), x, low[0].float().sum(0).expand(N, N)))
+
+    def backward(self) -> None:
+        if self.waiting:
+            self.log.append("backward")
+            loss, x, expected = self.waiting.pop(self.random.randrange(len(self.waiting)))
+            (gradient,) = torch.autograd.grad(loss, x)
+            torch.testing.assert_close(gradient, expected, rtol=0.02, atol=0.02, msg=lambda m: f"{self}: {m}")
+
+    def _tensor(self) -> Tensor:
+        return self.random.choice([*self.weights, *self.aliases])
+
+    def _index(self, tensor: Tensor) -> str:
+        places = [i for i, w in enumerate(self.weights) if w is tensor]
+        return f"weight {places[0]}" if places else f"alias {[i for i, a in enumerate(self.aliases) if a is tensor]}"
+
+    def alias(self) -> None:
+        source, how = self._tensor(), self.random.choice(list(ALIASES))
+        self.log.append(f"keep {how} of {self._index(source)}")
+        self.aliases.append(ALIASES[how](source))
+
+    def drop(self) -> None:
+        if self.aliases:
+            self.log.append("drop an alias")
+            del self.aliases[self.random.randrange(len(self.aliases))]
+
+    def write(self) -> None:
+        target, how = self._tensor(), self.random.choice(list(WRITERS))
+        if how in FOR_MATRICES and target.dim() != 2:
+            how = "in place"
+        if how in FOR_WEIGHTS and not any(w is target for w in self.weights):
+            how = ".data"
+        self.log.append(f"write {how} to {self._index(target)}")
+        place = unsampled(target) if target.numel() > 16 and target.is_contiguous() else (0,) * target.dim()
+        WRITERS[how](self, target, place)
+
+    def __str__(self) -> str:
+        return f"{self.layout}\n  " + "\n  ".join(self.log)
+
+
+LAYOUTS: dict[str, Callable[[Program], list[Tensor]]] = {
+    "own": lambda p: [nn.Parameter(torch.randn(N, N)) for _ in range(3)],
+    "frozen": lambda p: [nn.Parameter(torch.randn(N, N), requires_grad=i == 1) for i in range(3)],
+    "tied": lambda p: [a := nn.Parameter(torch.randn(N, N)), nn.Parameter(a.data), nn.Parameter(a.detach())],
+}
+
+
+def layout(make: Callable[[Program], list[Tensor]]) -> Callable[[Program], list[Tensor]]:
+    return LAYOUTS.setdefault((make.__doc__ or "").rstrip("."), make)
+
+
+@layout
+def _(program: Program) -> list[Tensor]:
+    """Slices of a flat parameter."""
+    flat = nn.Parameter(torch.randn(3 * N * N))
+    program.kept.append(flat)
+    return [nn.Parameter(cut(flat.data, i * N * N)) for i in range(3)]
+
+
+@layout
+def _(program: Program) -> list[Tensor]:
+    """Given the data of a flat buffer, overlapping."""
+    flat = torch.randn(3 * N * N)
+    program.kept.append(flat)
+    found = [nn.Parameter(torch.randn(N, N)) for _ in range(3)]
+    for i, weight in enumerate(found):
+        weight.data = cut(flat, i * N * N // 2)
+    return found
+
+
+@layout
+def _(program: Program) -> list[Tensor]:
+    """Set on the storage of a buffer that is gone."""
+    storage = torch.randn(2 * N * N).untyped_storage()
+    return [nn.Parameter(torch.empty(0).set_(storage, i * N * N, (N, N))) for i in (0, 1)]
+
+
+@layout
+def _(program: Program) -> list[Tensor]:
+    """A module with a flat buffer, copied."""
+    module = copy.deepcopy(Flat())
+    program.kept.append(module.flat)
+    return [nn.Parameter(module.v), nn.Parameter(module.w)]
+
+
+@layout
+def _(program: Program) -> list[Tensor]:
+    """A module with a flat buffer, saved and loaded."""
+    module = loaded(Flat())
+    program.kept.append(module.flat)
+    return [nn.Parameter(module.v), nn.Parameter(module.w)]
+
+
+@layout
+def _(program: Program) -> list[Tensor]:
+    """Assigned from a state that is kept."""
+    module = nn.ModuleList(nn.Linear(N, N, bias=False) for _ in range(3))
+    state = {name: torch.randn(N, N) for name in module.state_dict()}
+    module.load_state_dict(state, assign=True)
+    program.kept += state.values()
+    return list(module.parameters())
+
+
+@layout
+def _(program: Program) -> list[Tensor]:
+    """A fused projection, its key rows, and a row of blocks of them."""
+    fused = nn.Parameter(torch.randn(3 * N, N))
+    return [fused, nn.Parameter(fused.data[N : 2 * N]), nn.Parameter(fused.detach()[: 2 * N])]
+
+
+ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
+    ".data": lambda t: t.data,
+    "detach()": lambda t: t.detach(),
+    ".data.detach()": lambda t: t.data.detach(),
+    "a row of .data": lambda t: t.data[t.shape[0] // 2 : t.shape[0] // 2 + 1].detach(),
+    "a parameter of .data": lambda t: nn.Parameter(t.data),
+    "a parameter": lambda t: nn.Parameter(t.detach()),
+    "a view": lambda t: t.detach().view(-1),
+    "a tensor on the storage": lambda t: torch.empty(0).set_(
+        t.untyped_storage(), t.storage_offset(), t.shape, t.stride()
+    ),
+    "the base": lambda t: torch.empty(0).set_(t.untyped_storage()),
+}
+
+WRITERS: dict[str, Callable[[Program, Tensor, tuple[int, ...]], None]] = {}
+FOR_MATRICES = {"a script", "new .data", "set_ to new memory", "swap_tensors", "the data of another"}
+FOR_WEIGHTS = {"new .data", "set_ to new memory", "swap_tensors", "the data of another", "the fused scaler step"}
+
+
+def writer(name: str) -> Callable[[Any], Any]:
+    return lambda write: WRITERS.setdefault(name, write)
+
+
+@writer("in place")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    with torch.no_grad():
+        target[at] += 1
+
+
+@writer("in inference mode")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    with torch.inference_mode():
+        target[at] += 1
+
+
+@writer(".data")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    target.data[at] += 1
+
+
+@writer("a detached .data")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    alias = target.data.detach().view(target.shape)
+    torch._foreach_add_([alias[at]], 1.0)
+
+
+@writer("a kept alias")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    for alias in program.kept:
+        with torch.no_grad():
+            alias.view(-1)[program.random.randrange(alias.numel())] += 1
+
+
+@writer("all aliases")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    for alias in program.aliases:
+        with torch.no_grad():
+            alias.view(-1)[program.random.randrange(alias.numel())] += 1
+
+
+@writer("apply_")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    value = float(target[at])
+    target.detach().apply_(lambda v: v + 1 if v == value else v)
+
+
+@writer("map_")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    other = torch.zeros(target.shape)
+    other[at] = 1
+    target.data.map_(other, lambda v, o: v + o)
+
+
+@writer("a script")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    scripted(target, *at)
+
+
+@writer("an item of the storage")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    storage = target.detach().storage()
+    place = target.storage_offset() + sum(i * s for i, s in zip(at, target.stride(), strict=True))
+    storage[place] = storage[place] + 1
+
+
+@writer("bytes of the storage")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    place = target.storage_offset() + sum(i * s for i, s in zip(at, target.stride(), strict=True))
+    target.untyped_storage()[4 * place + 3] = 64 + program.random.randrange(2)
+
+
+@writer("below the counters")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
+        target[at] += 1
+
+
+@contextlib.contextmanager
+def _gradient(target: Tensor, at: tuple[int, ...]) -> Iterator[nn.Parameter]:
+    """A parameter, the target itself if it may be, with a gradient for one step."""
+    param = target if isinstance(target, nn.Parameter) and target.requires_grad else nn.Parameter(target.detach())
+    param.grad = torch.zeros_like(param)
+    param.grad[at] = 1.0
+    yield param
+    param.grad = None
+
+
+@writer("a fused optimizer")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    with _gradient(target, at) as param:
+        torch.optim.SGD([param], lr=1.0, fused=True).step()
+
+
+@writer("a fused optimizer that fails")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    with _gradient(target, at) as param, contextlib.suppress(ArithmeticError):
+        Broken([param], lr=1.0, fused=True).step()
+
+
+@writer("the fused scaler step")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    scaler = ampcompile.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    with _gradient(target, at) as param:
+        if program.random.random() < 0.2:
+            param.grad[at] = torch.inf
+        scaler.step(torch.optim.SGD([param], lr=1.0))
+        scaler.update()
+
+
+@writer("NumPy, announced")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    target.detach().numpy()[at] += 1
+    ampcompile.invalidate([target])
+
+
+@writer("NumPy, all of it")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    for weight in program.weights:
+        weight.detach().numpy()[...] += 1
+
+
+@writer("new .data")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    target.data = torch.randn(N, N)
+
+
+@writer("the data of another")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    target.data = program.random.choice(program.weights).data
+
+
+@writer("set_ to new memory")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    with torch.no_grad():
+        target.set_(torch.randn(N, N))
+
+
+@writer("swap_tensors")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    with contextlib.suppress(RuntimeError):  # pending backwards hold the tensor
+        torch.utils.swap_tensors(target, nn.Parameter(torch.randn(N, N), requires_grad=target.requires_grad))
+
+
+def compiled(lower: str) -> Iterator[tuple[str, Callable[..., Tensor]]]:
+    """The graphs of all programs, by name."""
+    for function in (one, two):
+        yield function.__name__, torch.compile(function, backend="amp", options={"lower": lower})

@@ -1,0 +1,479 @@
+"""Copies of weights: shared, freed, kept apart, and never changed under a backward that is still to come."""
+
+import copy
+import gc
+import pickle
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from operator import is_
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from ampcompile.weights.binding import bind, hoistable, invalidate, weight_stats, writable_copies, wrote
+from tests.weights.writers import unsampled
+
+BF16, F16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> None:
+    gc.collect()
+    assert weight_stats().copies == 0
+    yield
+
+
+def parameters(count: int = 3) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(6 + i, 8)) for i in range(count)]
+
+
+def low(tensors: list[Tensor], dtype: torch.dtype = BF16) -> list[Tensor]:
+    return [tensor.detach().to(dtype) for tensor in tensors]
+
+
+def same(got: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(got) == len(expected) and all(map(torch.equal, got, expected))
+
+
+def test_graphs_share_one_copy_per_weight_and_dtype() -> None:
+    params = parameters()
+    train, evaluate = bind(params, [BF16] * 3), bind([None] * 4, [BF16, BF16, F16, BF16])
+    a = train.copies(params)
+    b = evaluate.copies([params[0], params[0], params[0], params[2]])
+    assert a[0] is b[0] is b[1] and a[2] is b[3] and b[2].dtype == F16
+    assert weight_stats().copies == 4
+    assert weight_stats().bytes == 2 * sum(p.numel() for p in [*params, params[0]])
+
+
+def test_a_write_is_cast_once_for_all_graphs() -> None:
+    params = parameters()
+    bindings = [bind(params, [BF16] * 3) for _ in range(3)]
+    for binding in bindings:
+        binding.copies(params)
+    casts = weight_stats().casts
+    for _ in range(2):
+        with torch.no_grad():
+            params[1].add_(1)
+        for binding in bindings * 2:
+            assert same(binding.copies(params), low(params))
+    assert weight_stats().casts == casts + 2
+
+
+def test_copies_go_with_the_last_graph() -> None:
+    params = parameters()
+    first, second = bind(params, [BF16] * 3), bind(params[:1], [BF16])
+    first.copies(params)
+    second.copies(params[:1])
+    del first
+    assert weight_stats().copies == 1
+    del second
+    assert weight_stats() == (0, 0, weight_stats().casts)
+
+
+@pytest.mark.parametrize("collect", [gc.collect, lambda: None])
+def test_copies_go_with_the_weight(collect: Callable[[], object]) -> None:
+    params, others = parameters(), parameters()
+    binding = bind(params, [BF16] * 3)
+    binding.copies(params)
+    binding.copies(others)
+    assert weight_stats().copies == 6
+    del params
+    collect()
+    assert weight_stats().copies == 3
+    del others
+    assert weight_stats().bytes == 0
+
+
+def test_no_reference_to_a_weight_is_kept() -> None:
+    (param,) = parameters(1)
+    references, attributes = sys.getrefcount(param), dict(param.__dict__)
+    binding = bind([param], [BF16])
+    binding.copies([param])
+    _ = param.data
+    assert sys.getrefcount(param) == references
+    assert weakref.getweakrefcount(param) == 0
+    assert param.__dict__ == attributes
+    assert param._use_count() == 1
+    torch.utils.swap_tensors(param, nn.Parameter(torch.randn(6, 8)))
+    assert same(binding.copies([param]), low([param]))
+
+
+def test_alternating_sets_of_weights_cast_nothing_again() -> None:
+    sets = [parameters() for _ in range(4)]
+    binding = bind([None] * 3, [BF16] * 3)
+    for params in sets:
+        assert same(binding.copies(params), low(params))
+    casts = weight_stats().casts
+    for params in sets * 3:
+        assert same(binding.copies(params), low(params))
+    assert weight_stats().casts == casts
+    with torch.no_grad():
+        sets[2][0].zero_()
+    for params in sets * 2:
+        assert same(binding.copies(params), low(params))
+    assert weight_stats().casts == casts + 1
+
+
+def test_every_set_of_weights_keeps_its_copies_for_as_long_as_it_lives() -> None:
+    binding = bind([None] * 3, [BF16] * 3)
+    sets = [parameters() for _ in range(100)]
+    for params in sets:
+        assert same(binding.copies(params), low(params))
+    casts = weight_stats().casts
+    for params in sets * 2:
+        assert same(binding.copies(params), low(params))
+    assert weight_stats().casts == casts and weight_stats().copies == 300
+    del sets[1:]
+    del params
+    assert weight_stats().copies == 3
+    for _ in range(400):
+        binding.copies(parameters())
+    assert len(binding._sets) < 250, "sets whose weights are gone are let go of"
+
+
+def test_functional_call_with_new_tensors_every_time() -> None:
+    params = parameters()
+    binding = bind([None] * 3, [BF16] * 3)
+    for step in range(12):
+        others = [p.detach() + step for p in params]
+        assert same(binding.copies(others), low(others))
+        detached = [p.detach() for p in params]
+        assert same(binding.copies(detached), low(params))
+
+
+def test_tied_weights_share_a_copy_whoever_is_written() -> None:
+    a = nn.Parameter(torch.randn(9, 5))
+    b = nn.Parameter(a.data)
+    one, other, both = (bind([None] * n, [BF16] * n) for n in (1, 1, 2))
+
+    def check() -> None:
+        for _ in range(2):
+            assert same(one.copies([a]), low([a]))
+            assert same(other.copies([b]), low([b]))
+            assert same(both.copies([a, b]), low([a, b]))
+
+    check()
+    assert weight_stats().copies == 1
+    casts = weight_stats().casts
+    check()
+    assert weight_stats().casts == casts
+    for written in (a, b, a.data, b.data):
+        with torch.no_grad():
+            written[3, 1] += 1
+        check()
+    assert weight_stats().casts == casts + 4
+
+
+def on_the_memory_of(tensor: Tensor) -> nn.Parameter:
+    """A parameter with the same memory and a version counter that nothing connects with the other."""
+    return nn.Parameter(torch.empty(0).set_(tensor.untyped_storage(), 0, tensor.shape))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_write_through_one_tied_weight_reaches_a_graph_that_reads_the_other(first: int) -> None:
+    a = nn.Parameter(torch.randn(20, 5))
+    b = on_the_memory_of(a)
+    one, other = bind([None], [BF16]), bind([None], [BF16])
+    one.copies([a])
+    other.copies([b])
+    for written in ((a, b), (b, a))[first]:
+        with torch.no_grad():
+            written[11, 2] += 1
+        assert same(one.copies([a]), low([a]))
+        assert same(other.copies([b]), low([b]))
+
+
+def test_another_tensor_on_the_same_memory_with_the_same_version() -> None:
+    a = nn.Parameter(torch.randn(20, 5))
+    b = on_the_memory_of(a)
+    with torch.no_grad():
+        a.add_(1)
+        binding = bind([None], [BF16])
+        binding.copies([a])
+        while b._version < a._version:
+            b[11, 2] += 1
+    assert b._version == a._version and same(binding.copies([b]), low([b]))
+
+
+def test_a_new_weight_at_the_address_and_id_of_a_freed_one() -> None:
+    binding, memory = bind([None], [BF16]), torch.zeros(64, 64).numpy()
+    places = set()
+    for step in range(1, 2000):
+        value = torch.from_numpy(memory)
+        value[unsampled(value)] = step % 250  # exact in bfloat16
+        param = nn.Parameter(value)
+        place = id(param), param.data_ptr(), param._version
+        assert same(binding.copies([param]), low([param]))
+        if place in places and step > 30:
+            return
+        places.add(place)
+        del param, value
+    raise AssertionError("no id came back: nothing was tested")
+
+
+def test_the_copies_stay_the_same_while_nothing_changes() -> None:
+    params = parameters()
+    binding = bind(params, [BF16] * 3)
+    got = binding.copies(params)
+    assert all(map(is_, binding.copies(tuple(params)), got))
+
+
+def test_refreshed_in_place_when_no_backward_waits() -> None:
+    params = parameters()
+    binding = bind(params, [BF16] * 3)
+    addresses = [c.data_ptr() for c in binding.copies(params)]
+    versions = [c._version for c in binding.copies(params)]
+    for _ in range(3):
+        x = torch.randn(4, 8, dtype=BF16, requires_grad=True)
+        sum(F.linear(x, c).sum() for c in binding.copies(params)).backward()
+        with torch.no_grad():
+            for param in params:
+                param.mul_(0.5)
+        assert same(binding.copies(params), low(params))
+        assert [c.data_ptr() for c in binding.copies(params)] == addresses
+    assert all(c._version > v for c, v in zip(binding.copies(params), versions, strict=True))
+
+
+class Stash(torch.autograd.Function):
+    """Saves a weight as an attribute, where autograd doesn't check it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.weight.t(), None
+
+
+PENDING = {
+    "linear": lambda x, w: F.linear(x, w),
+    "x @ w.t()": lambda x, w: x @ w.t(),
+    "view": lambda x, w: F.linear(x, w.view(2, 3, 8)[1]),
+    "detached": lambda x, w: F.linear(x, w.detach()),
+    "conv": lambda x, w: F.conv1d(x[None].transpose(1, 2), w[:, :, None]),
+    "saved in Python": lambda x, w: Stash.apply(x, w.t()),
+    "saved in Python, no view": lambda x, w: Stash.apply(x[:, :6], w),
+}
+
+
+@pytest.mark.parametrize("op", PENDING)
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_late_backward_has_the_old_weights(op: str, updates: int, retain: bool) -> None:
+    (param,) = parameters(1)
+    binding = bind([param], [BF16])
+    x = torch.randn(5, 8, dtype=BF16, requires_grad=True)
+    loss = PENDING[op](x, binding.copies([param])[0]).float().square().sum()
+    expected_x = x.detach().clone().requires_grad_()
+    PENDING[op](expected_x, param.detach().to(BF16)).float().square().sum().backward()
+    for _ in range(updates):
+        with torch.no_grad():
+            param.add_(1)
+        assert same(binding.copies([param]), low([param]))
+        second = PENDING[op](x, binding.copies([param])[0])
+    for _ in range(1 + retain):
+        x.grad = None
+        loss.backward(retain_graph=retain)
+        assert torch.equal(x.grad, expected_x.grad)
+    del loss, second
+    address = binding.copies([param])[0].data_ptr()
+    with torch.no_grad():
+        param.add_(1)
+    assert same(binding.copies([param]), low([param]))
+    assert binding.copies([param])[0].data_ptr() == address, "nobody waits any more"
+
+
+def test_in_place_whatever_happens_makes_autograd_raise() -> None:
+    (param,) = parameters(1)
+    binding = bind([param], [BF16], in_place=True)
+    copied = binding.copies([param])[0]
+    loss = F.linear(torch.randn(5, 8, dtype=BF16, requires_grad=True), copied).sum()
+    with torch.no_grad():
+        param.add_(1)
+    assert binding.copies([param])[0] is copied
+    assert same([copied], low([param]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_pending_backwards_keep_their_buffers_and_give_them_back() -> None:
+    (param,) = parameters(1)
+    binding = bind([param], [BF16])
+    losses, buffers = [], set()
+    for _ in range(4):
+        x = torch.randn(5, 8, dtype=BF16, requires_grad=True)
+        buffers.add(binding.copies([param])[0].data_ptr())
+        losses.append(F.linear(x, binding.copies([param])[0]).sum())
+        with torch.no_grad():
+            param.add_(1)
+    assert len(buffers) == 4
+    assert weight_stats().bytes == param.numel() * 2, "older buffers belong to the backwards that wait"
+    for loss in losses:
+        loss.backward()
+
+
+def test_a_fused_step_that_writes_the_copies() -> None:
+    params = parameters()
+    binding = bind(params, [BF16] * 3)
+    binding.copies(params)
+    casts = weight_stats().casts
+
+    def fused_step() -> int:
+        written = 0
+        for param in params:
+            found = writable_copies(param)
+            new = torch.randn_like(param)
+            for tensor in (param.detach(), *found):
+                torch.from_dlpack(tensor).copy_(new)  # raises no version
+            torch.autograd.graph.increment_version([param, *found])
+            written += len(found)
+        wrote(params)
+        return written
+
+    assert fused_step() == 3
+    assert same(binding.copies(params), low(params))
+    assert weight_stats().casts == casts, "the step brought them up to date"
+    pending = F.linear(torch.randn(2, 8, dtype=BF16, requires_grad=True), binding.copies(params)[1]).sum()
+    assert fused_step() == 2
+    assert same(binding.copies(params), low(params))
+    assert weight_stats().casts == casts + 1, "the copy that a backward waits for was not written"
+    pending.backward()
+    with torch.no_grad():
+        params[0].add_(1)
+    assert same(binding.copies(params), low(params))
+
+
+def test_a_copy_made_in_inference_mode_serves_training() -> None:
+    (param,) = parameters(1)
+    binding = bind([param], [BF16])
+    with torch.inference_mode():
+        assert not binding.copies([param])[0].is_inference()
+    x = torch.randn(5, 8, dtype=BF16, requires_grad=True)
+    F.linear(x, binding.copies([param])[0]).sum().backward()
+    assert x.grad is not None
+    with torch.no_grad():
+        param.add_(1)
+    with torch.inference_mode():
+        assert same(binding.copies([param]), low([param]))
+    with torch.no_grad():
+        param.add_(1)
+    assert same(binding.copies([param]), low([param]))
+
+
+def test_inference_tensors_are_cast_every_time() -> None:
+    with torch.inference_mode():
+        weight = torch.randn(40, 3)
+    binding = bind([None], [BF16])
+    for _ in range(3):
+        with torch.inference_mode():
+            weight[20, 1] += 1
+        assert same(binding.copies([weight]), low([weight]))
+
+
+def test_layouts() -> None:
+    for weight in (
+        torch.randn(4, 6).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(3, 4, 5).permute(2, 0, 1),
+        torch.randn(()),
+        torch.randn(0, 4),
+        torch.randn(7)[1:],
+        torch.randn(7, dtype=torch.float16)[1:],
+        torch.randn(5, 3, dtype=torch.float64),
+    ):
+        binding = bind([None], [BF16])
+        assert hoistable(weight)
+        for _ in range(2):
+            (got,) = binding.copies([weight])
+            assert torch.equal(got, weight.to(BF16))
+            assert got.stride() == weight.stride()
+            weight.add_(1)
+
+
+def test_what_is_not_hoistable() -> None:
+    with torch.inference_mode():
+        inference = torch.randn(3)
+    for tensor in (
+        torch.randn(1, 3).expand(4, 3),
+        torch.randn(4, 6)[:, ::2],
+        torch.eye(3).to_sparse(),
+        torch.ones(3, dtype=torch.int64),
+        torch.randn(3).as_subclass(type("Sub", (Tensor,), {})),
+        torch.empty(3, device="meta"),
+        inference,
+        3.0,
+        None,
+    ):
+        assert not hoistable(tensor)
+    assert hoistable(nn.Parameter(torch.randn(3)))
+
+
+def test_invalidate_takes_models_parameters_and_lists() -> None:
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6))
+    binding = bind([None], [BF16])
+    binding.copies([model[0].weight])
+    for argument in (model, model[0].weight, [model[0].weight], model.parameters()):
+        casts = weight_stats().casts
+        invalidate(argument)
+        binding.copies([model[0].weight])
+        assert weight_stats().casts == casts + 1
+    invalidate(model[1])
+    binding.copies([model[0].weight])
+    assert weight_stats().casts == casts + 1
+
+
+def test_parameters_still_pickle_and_copy() -> None:
+    (param,) = parameters(1)
+    bind([param], [BF16]).copies([param])
+    assert torch.equal(pickle.loads(pickle.dumps(param)), param)
+    assert torch.equal(copy.deepcopy(param), param)
+    assert torch.equal(torch.func.vmap(lambda w: w * 2)(param), param * 2)
+
+
+def test_threads_that_call_the_same_graph() -> None:
+    params = parameters()
+    binding = bind(params, [BF16] * 3)
+    wrong: list[object] = []
+    barrier = threading.Barrier(5)
+
+    def call() -> None:
+        for _ in range(60):
+            barrier.wait()  # the weights are written
+            x = torch.randn(5, 8, dtype=BF16, requires_grad=True)
+            losses = [F.linear(x, c).float().sum() for c in binding.copies(params)]
+            if not same(binding.copies(params), low(params)):
+                wrong.append("stale")
+            barrier.wait()  # everyone has read them
+            sum(losses).backward()
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for step in range(60):
+        with torch.no_grad():
+            params[step % 3].add_(1)
+        barrier.wait()
+        barrier.wait()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_call_costs_no_more_than_it_may() -> None:
+    params = [nn.Parameter(torch.randn(16, 16)) for _ in range(150)]
+    binding = bind([None] * 150, [BF16] * 150)
+    binding.copies(params)
+    times = []
+    for _ in range(200):
+        start = time.perf_counter()
+        binding.copies(params)
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[20] < 105e-6, "30 us and 0.5 us a weight"

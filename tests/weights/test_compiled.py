@@ -1,0 +1,263 @@
+"""Hoisted weights seen from outside: compiled calls, grad modes, late backwards, micro-batches, memory."""
+
+import copy
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ampcompile.weights as weights
+from ampcompile.weights.packing import PAYS
+
+LOWERS = ["aot_eager", "inductor"]
+lowered = pytest.mark.parametrize("lower", LOWERS)
+
+
+def amp(f: Any, lower: str, **options: Any) -> Any:
+    return torch.compile(f, backend="amp", options={"lower": lower, **options})
+
+
+def casts() -> int:
+    return weights.weight_stats().casts
+
+
+@lowered
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+def test_a_call_without_gradients_takes_none_from_the_next(lower: str, first: Callable[[], Any]) -> None:
+    conv = nn.Conv2d(2, 3, 3)
+    x = torch.randn(1, 2, 6, 6)
+    compiled = amp(conv, lower)
+    with torch.autocast("cpu", torch.bfloat16):
+        with first():
+            compiled(x)
+        out = compiled(x)
+    assert out.requires_grad
+    out.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in conv.parameters())
+
+
+@lowered
+def test_both_calls_in_one_compiled_function(lower: str) -> None:
+    conv = nn.Conv2d(2, 3, 3)
+
+    def recycle(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            first = conv(x)
+        return conv(x) * first.mean()
+
+    amp(recycle, lower)(torch.randn(1, 2, 6, 6)).float().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in conv.parameters())
+
+
+class Product(nn.Module):
+    def __init__(self, product: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+        self.product = product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight)
+
+
+LATE = {
+    "linear": (F.linear, (4, 8), (3, 8)),
+    "x @ w": (torch.matmul, (8, 4), (3, 8)),
+    "conv": (F.conv2d, (4, 2, 3, 3), (1, 2, 6, 6)),
+    "view": (lambda x, w: x @ w.view(8, 4), (4, 8), (3, 8)),
+}
+
+
+@lowered
+@pytest.mark.parametrize("write", ["no_grad", "data", "fused optimizer"])
+@pytest.mark.parametrize("case", LATE)
+def test_a_late_backward_has_the_old_weights(case: str, write: str, lower: str) -> None:
+    product, weight_shape, x_shape = LATE[case]
+    module = Product(product, weight_shape)
+    compiled = amp(module, lower)
+    x = torch.randn(x_shape, requires_grad=True)
+    old = copy.deepcopy(module)
+    first = compiled(x)
+    if write == "no_grad":
+        with torch.no_grad():
+            module.weight.mul_(3)
+    elif write == "data":
+        module.weight.data.mul_(3)
+    else:
+        module.weight.grad = torch.randn_like(module.weight)
+        torch.optim.AdamW([module.weight], lr=1.0, fused=True).step()
+        module.weight.grad = None
+    second = compiled(x)
+    grad = torch.randn_like(first)
+    (late,) = torch.autograd.grad(first, x, grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        (expected,) = torch.autograd.grad(old(x), x, grad)
+        now = module(x)
+    assert torch.equal(late, expected)
+    assert torch.equal(second, now)
+    assert not torch.equal(first, second)
+
+
+@lowered
+def test_micro_batches_cast_once_and_eval_shares_the_copies(lower: str) -> None:
+    module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    module[2].weight = nn.Parameter(module[0].weight.detach().t())  # tied memory, another object
+    module[0].bias.requires_grad_(False)
+    compiled = amp(module, lower)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(3):
+        before = casts()
+        for _ in range(4):
+            compiled(torch.randn(3, 8)).float().square().mean().backward()
+        assert casts() - before <= 1
+        with torch.no_grad():
+            compiled(torch.randn(3, 8))
+        assert casts() - before <= 1
+        optimizer.step()
+        optimizer.zero_grad()
+    del compiled, module, optimizer
+    torch._dynamo.reset()
+    gc.collect()
+    assert weights.weight_stats().copies == 0
+
+
+@lowered
+def test_reads_cast_nothing(lower: str) -> None:
+    module = nn.Linear(8, 8)
+    compiled = amp(module, lower)
+    compiled(torch.randn(3, 8))
+    before = casts()
+    for _ in range(3):
+        compiled(torch.randn(3, 8))
+        module.state_dict()
+        torch.nn.utils.get_total_norm(module.parameters())
+        module.weight.data.norm()
+        repr(module.weight)
+    assert casts() == before
+
+
+@lowered
+def test_threads_running_one_module_while_it_is_updated_see_old_or_new_weights(lower: str) -> None:
+    module = nn.Linear(8, 8, bias=False)
+    compiled = amp(module, lower)
+    x = torch.ones(2, 8)
+    with torch.no_grad():
+        module.weight.fill_(1)
+        compiled(x)
+    wrong: list[float] = []
+
+    def call() -> None:
+        with torch.no_grad():
+            for _ in range(50):
+                values = compiled(x).unique()
+                if len(values) != 1 or values.item() not in (8.0, 16.0):
+                    wrong.append(values)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    with torch.no_grad():
+        for step in range(20):
+            module.weight.fill_(1 + step % 2)
+    for thread in threads:
+        thread.join()
+    assert len(wrong) <= 2  # a call may meet the half-written weight itself, as it may in eager mode
+    with torch.no_grad():
+        assert compiled(x).unique().item() == 16.0
+
+
+@lowered
+def test_fifty_calls_in_a_step_keep_one_copy(lower: str) -> None:
+    module = nn.Linear(64, 64)
+    compiled = amp(module, lower)
+    outs = [compiled(torch.randn(2, 64)) for _ in range(PAYS)]  # from then on all is packed
+    held = weights.weight_stats()
+    outs += [compiled(torch.randn(2, 64)) for _ in range(50)]
+    assert weights.weight_stats() == held
+    sum(out.float().sum() for out in outs).backward()
+    assert held.copies == 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).float()
+
+
+def test_a_hundred_blocks_compiled_one_by_one_are_cast_once() -> None:
+    blocks = nn.ModuleList(Block() for _ in range(100))
+    for block in blocks:
+        block.compile(backend="amp", options={"lower": "aot_eager"})
+    x = torch.randn(2, 8)
+
+    def run() -> Tensor:
+        h = x
+        with torch.no_grad():
+            for block in blocks:
+                h = block(h)
+        return h
+
+    first = run()
+    before = casts()
+    for _ in range(3):
+        assert torch.equal(run(), first)
+    assert casts() == before
+    with torch.no_grad():
+        blocks[41].linear.weight.mul_(2)
+    assert not torch.equal(run(), first) and casts() == before + 1
+
+
+@pytest.mark.parametrize("gone", ["deleted", "on meta", "replaced"])
+def test_copies_go_with_their_weights_at_once(gone: str) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    compiled = amp(model, "aot_eager")
+    gc.collect()
+    before = weights.weight_stats()
+    with torch.no_grad():
+        for _ in range(2):
+            compiled(torch.randn(2, 64))
+    assert weights.weight_stats().bytes == before.bytes + 4 * 64 * 64 * 2
+    gc.disable()
+    try:
+        if gone == "replaced":
+            for layer in model:
+                layer.weight = nn.Parameter(torch.randn(64, 64))
+        elif gone == "on meta":
+            model.to("meta")
+        else:
+            for layer in model:
+                del layer.weight
+        assert weights.weight_stats().bytes == before.bytes
+    finally:
+        gc.enable()
+    left = [t for t in gc.get_objects() if type(t) is Tensor and t.dtype == torch.bfloat16 and t.shape == (64, 64)]
+    assert not left
+
+
+def test_invalidate_reaches_what_a_models_graphs_read() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64, bias=False)
+            self.tables = [torch.randn(64, 64)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.linear(x), self.tables[0])
+
+    model = Reads()
+    compiled = amp(model, "aot_eager")
+    x = torch.eye(64)
+    with torch.no_grad():
+        for _ in range(12):
+            compiled(x)
+        model.tables[0].numpy()[31, 7] += 1
+        weights.invalidate(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(compiled(x), model(x))

@@ -1,0 +1,181 @@
+"""Copies on a GPU: unreported writes found without waiting, streams, captures. The logic runs on the CPU too."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from ampcompile.errors import StaleWeightError
+from ampcompile.weights import copies, copy_set, gpu
+from ampcompile.weights.binding import Binding, bind, weight_stats
+from ampcompile.weights.sample import Places
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CPU memory treated as a GPU's: the host can't look into it, a kernel compares."""
+
+    def rechecks(self, weights):
+        return [(range(len(weights)), gpu.Recheck(torch.device("cpu"), self.members))]
+
+    monkeypatch.setattr(copy_set.CopySet, "_find_rechecks", rechecks)
+    monkeypatch.setattr(copies, "places", lambda weight: Places(np.empty(0, np.int64), np.empty(0, np.int64)))
+    yield
+    gpu._reports.clear()
+
+
+def unseen(param: torch.Tensor) -> None:
+    torch.from_dlpack(param.detach()).mul_(-2)
+
+
+def setting() -> tuple[list[nn.Parameter], Binding]:
+    params = [nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(20, 7))]
+    return params, bind(params, [BF16, BF16])
+
+
+def fresh(binding: Binding, params: list[nn.Parameter]) -> bool:
+    return all(torch.equal(c, p.detach().to(BF16)) for c, p in zip(binding.copies(params), params, strict=True))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_an_unreported_write_is_repaired_before_the_call() -> None:
+    params, binding = setting()
+    assert fresh(binding, params)
+    casts = weight_stats().casts
+    for _ in range(3):
+        unseen(params[1])
+        assert fresh(binding, params)
+    assert weight_stats().casts == casts, "on the device; the host knows nothing of it"
+    with torch.no_grad():
+        params[0].add_(1)
+    unseen(params[1])
+    assert fresh(binding, params)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_other_graphs_find_it_too() -> None:
+    params, binding = setting()
+    other = bind([None], [BF16])
+    assert fresh(binding, params) and fresh(other, params[1:])
+    unseen(params[1])
+    assert fresh(other, params[1:]) and fresh(binding, params)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("seen_after", ["the same weights", "an update"])
+def test_while_a_backward_waits_nothing_is_written_and_the_next_call_raises(seen_after: str) -> None:
+    params, binding = setting()
+    x = torch.randn(3, 8, dtype=BF16, requires_grad=True)
+    F.linear(x, binding.copies(params)[0]).sum().backward()
+    expected = x.grad.clone()
+    x.grad = None
+    loss = F.linear(x, binding.copies(params)[0]).sum()
+    assert fresh(binding, params), "waiting alone is no reason to raise"
+    unseen(params[0])
+    binding.copies(params)
+    if seen_after == "an update":
+        with torch.no_grad():
+            params[0].add_(1)
+    with pytest.raises(StaleWeightError, match=r"found a weight .* call ampcompile.invalidate\(model\)"):
+        binding.copies(params)
+    loss.backward()
+    assert torch.equal(x.grad, expected), "the backward had the old weights"
+    del loss
+    assert fresh(binding, params)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_reported_write_while_a_backward_waits_gets_a_fresh_buffer() -> None:
+    params, binding = setting()
+    x = torch.randn(3, 8, dtype=BF16, requires_grad=True)
+    expected = params[0].detach().to(BF16).sum(0)
+    loss = F.linear(x, binding.copies(params)[0]).sum()
+    for _ in range(3):
+        with torch.no_grad():
+            params[0].add_(1)
+        assert fresh(binding, params)
+    loss.backward()
+    torch.testing.assert_close(x.grad[0], expected, rtol=2**-6, atol=0.1)
+
+
+def cuda_setting() -> tuple[list[nn.Parameter], Binding]:
+    params = [nn.Parameter(torch.randn(size, device="cuda")) for size in ((512, 512), (100, 333), (7,))]
+    return params, bind(params, [BF16] * 3)
+
+
+@pytest.mark.gpu
+def test_no_call_waits_for_the_gpu() -> None:
+    params, binding = cuda_setting()
+    assert fresh(binding, params)
+    x = torch.randn(3, 512, dtype=BF16, device="cuda", requires_grad=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(4):
+            loss = F.linear(x, binding.copies(params)[0]).sum()
+            binding.copies(params)
+            if step % 2:
+                with torch.no_grad():
+                    params[0].add_(1)
+            binding.copies(params)
+            loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert fresh(binding, params)
+
+
+@pytest.mark.gpu
+def test_unreported_writes_on_a_gpu() -> None:
+    params, binding = cuda_setting()
+    assert fresh(binding, params)
+    for param in params:
+        unseen(param)
+        assert fresh(binding, params)
+    loss = F.linear(torch.randn(3, 512, dtype=BF16, device="cuda", requires_grad=True), binding.copies(params)[0])
+    unseen(params[0])
+    binding.copies(params)
+    torch.cuda.synchronize()
+    with pytest.raises(StaleWeightError):
+        binding.copies(params)
+    del loss
+    assert fresh(binding, params)
+
+
+@pytest.mark.gpu
+def test_a_second_stream_waits_for_the_cast_of_the_first() -> None:
+    params, binding = cuda_setting()
+    assert fresh(binding, params)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for step in range(20):
+        with torch.no_grad():
+            params[0].add_(1)
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(streams[step % 2]):
+            torch.cuda._sleep(2_000_000)
+            binding.copies(params)
+        with torch.cuda.stream(streams[1 - step % 2]):
+            got = [copy.clone() for copy in binding.copies(params)]
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        assert all(torch.equal(c, p.detach().to(BF16)) for c, p in zip(got, params, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_captured_call_casts_at_each_replay() -> None:
+    params, binding = cuda_setting()
+    out = torch.empty(512, 512, dtype=BF16, device="cuda")
+    out.copy_(binding.copies(params)[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.copy_(binding.copies(params)[0])
+    for _ in range(3):
+        with torch.no_grad():
+            params[0].mul_(-0.5)
+        graph.replay()
+        assert torch.equal(out, params[0].detach().to(BF16))
+        assert fresh(binding, params)

@@ -1,0 +1,322 @@
+"""While copies are alive torch is patched, invisibly: with the last copy the patches go."""
+
+import copy
+import gc
+import importlib
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampcompile.torch_private import storages
+from ampcompile.weights.binding import Binding, bind, weight_stats
+from ampcompile.weights.writers import PATCHES
+from tests.weights.searching import searches_are_cheap as searches_are_cheap
+from tests.weights.writers import unsampled
+
+BF16 = torch.bfloat16
+MISSING = object()
+
+
+def what_is_patched() -> list[Any]:
+    return [vars(patch.owner).get(patch.name, MISSING) for patch in PATCHES]
+
+
+@pytest.fixture
+def copied() -> Iterator[tuple[nn.Parameter, Binding]]:
+    """A weight that has a copy."""
+    weight, binding = nn.Parameter(torch.randn(6, 8)), bind([None], [BF16])
+    binding.copies([weight])
+    yield weight, binding
+    assert torch.equal(binding.copies([weight])[0], weight.detach().to(BF16))
+
+
+def test_patches_come_with_the_first_copy_and_go_with_the_last() -> None:
+    gc.collect()
+    assert weight_stats().copies == 0
+    before = what_is_patched()
+    assert vars(Tensor).get("data", MISSING) is MISSING
+    weights, binding = [nn.Parameter(torch.randn(3, 4)) for _ in range(2)], bind([None], [BF16])
+    for weight in weights:
+        binding.copies([weight])
+    assert all(map(lambda a, b: a is not b, what_is_patched(), before))
+    del weights[0]
+    assert "data" in vars(Tensor)
+    del weight, weights
+    assert what_is_patched() == before
+    weight = nn.Parameter(torch.randn(3, 4))
+    binding.copies([weight])
+    assert "data" in vars(Tensor)
+    del binding
+    assert what_is_patched() == before, "the graph is gone"
+
+
+def test_importing_or_scaling_patches_nothing() -> None:
+    script = (
+        "import torch, ampcompile; s = ampcompile.GradScaler('cpu'); p = torch.nn.Parameter(torch.ones(3));"
+        "o = torch.optim.SGD([p], lr=0.1); p.grad = torch.ones(3); s.scale(torch.ones(())); s.step(o); s.update();"
+        "assert 'data' not in vars(torch.Tensor)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def reads_data(x: Tensor) -> Tensor:
+    return x.data * 2 + x
+
+
+TRANSFORMS: dict[str, Callable[[Tensor], Any]] = {
+    "vmap": torch.func.vmap(reads_data),
+    "grad": torch.func.grad(lambda x: reads_data(x).sum()),
+    "functionalize": torch.func.functionalize(reads_data),
+    "jvp": lambda x: torch.func.jvp(reads_data, (x,), (x,)),
+    "make_fx": lambda x: make_fx(reads_data)(x).code,
+    "pre-dispatch": lambda x: make_fx(reads_data, pre_dispatch=True)(x).code,
+    "fake": lambda x: make_fx(reads_data, tracing_mode="fake")(x).code,
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_data_of_tensors_in_transforms_and_traces(name: str) -> None:
+    def outcome() -> Any:
+        try:
+            return repr(TRANSFORMS[name](weight))
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+
+    weight = torch.randn(6, 8)
+    expected = outcome()
+    binding = bind([None], [BF16])
+    binding.copies([weight])
+    assert "data" in vars(Tensor)
+    assert outcome() == expected
+    inside = torch.func.vmap(lambda row: row + weight.data.sum())(weight)
+    assert torch.equal(inside, weight + weight.sum())
+    weight.data[2, 3] += 1
+    assert torch.equal(binding.copies([weight])[0], weight.to(BF16))
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatched(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Seen, Dispatched])
+def test_modes_see_what_they_see_without_us(mode: type, copied: tuple[nn.Parameter, Binding]) -> None:
+    weight = copied[0]
+
+    def use(tensor: Tensor) -> list[str]:
+        with mode() as seen:
+            tensor.data.add_(1)
+            tensor.data = tensor.data.view(6, 8)
+        return seen.names
+
+    assert use(weight) == use(nn.Parameter(torch.randn(6, 8)))
+    ours, patched = use(weight), vars(Tensor)["data"]
+    del Tensor.data
+    try:
+        assert ours == use(weight)
+    finally:
+        Tensor.data = patched
+
+
+def test_export_of_data(copied: tuple[nn.Parameter, Binding]) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = copied[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.data.t()
+
+    def outcome(strict: bool) -> str:
+        try:
+            return str(torch.export.export(Reads(), (torch.ones(3, 8),), strict=strict).graph)
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+
+    for strict in (True, False):
+        ours, patched = outcome(strict), vars(Tensor)["data"]
+        del Tensor.data
+        try:
+            assert outcome(strict) == ours
+        finally:
+            Tensor.data = patched
+
+
+def test_lazy_modules_and_swapped_tensors(copied: tuple[nn.Parameter, Binding]) -> None:
+    weight, binding = copied
+    lazy = nn.LazyLinear(4)
+    assert lazy(torch.ones(2, 3)).shape == (2, 4)
+    alias = weight.data
+    torch.utils.swap_tensors(alias, torch.randn(6, 8))
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.randn(6, 8)))
+    assert torch.equal(binding.copies([weight])[0], weight.detach().to(BF16))
+
+
+def test_optimizers_have_no_graph_breaks_of_ours(copied: tuple[nn.Parameter, Binding]) -> None:
+    optimizer: Any = importlib.import_module("torch.optim.optimizer")
+
+    def breaks(**options: Any) -> list[str]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        param = nn.Parameter(torch.ones(3))
+        param.grad = torch.ones(3)
+        torch.compile(torch.optim.Adam([param], lr=0.1, **options).step, backend="eager")()
+        return sorted(torch._dynamo.utils.counters["graph_break"])
+
+    hooks = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+    for options in ({}, {"foreach": True}, {"fused": True}):
+        ours, kept = breaks(**options), [dict(each) for each in hooks]
+        for each in hooks:
+            each.clear()
+        stock = breaks(**options)
+        for each, entries in zip(hooks, kept, strict=True):
+            each.update(entries)
+        assert ours == stock
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_write_through_data_that_another_backend_compiled(backend: str, copied: tuple[nn.Parameter, Binding]) -> None:
+    weight, binding = copied
+
+    def write(tensor: Tensor) -> None:
+        tensor.data[2, 3] += 1
+
+    compiled = torch.compile(write, backend=backend)
+    for _ in range(3):
+        compiled(weight)
+        assert torch.equal(binding.copies([weight])[0], weight.detach().to(BF16))
+
+
+def test_a_compiled_graph_is_not_compiled_again_when_patches_come_and_go() -> None:
+    compiled = torch.compile(lambda x: x.data * 2, backend="eager")
+    x = torch.randn(3)
+    compiled(x)
+    frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    weight, binding = nn.Parameter(torch.randn(6, 8)), bind([None], [BF16])
+    binding.copies([weight])
+    compiled(x)
+    del weight
+    compiled(x)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == frames
+
+
+def test_copies_of_modules_share_nothing(copied: tuple[nn.Parameter, Binding]) -> None:
+    weight, binding = copied
+    twin = copy.deepcopy(weight)
+    casts = weight_stats().casts
+    with torch.no_grad():
+        twin.add_(1)
+    binding.copies([weight])
+    assert weight_stats().casts == casts
+
+
+def test_patched_methods_pickle_as_torchs_own(copied: tuple[nn.Parameter, Binding]) -> None:
+    for name in ("set_", "apply_", "map_", "map2_"):
+        assert pickle.loads(pickle.dumps(getattr(Tensor, name))) is getattr(Tensor, name)
+
+
+def test_the_last_copy_dies_while_another_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    others, binding = [nn.Parameter(torch.randn(6, 8))], bind([None], [BF16])
+    binding.copies(others)
+    alias = storages.alias
+
+    def dies(tensor: Tensor) -> Tensor:
+        others.clear()
+        return alias(tensor)
+
+    weight = nn.Parameter(torch.randn(20, 20))
+    with monkeypatch.context() as patch:
+        patch.setattr(storages, "alias", dies)
+        binding.copies([weight])
+    assert "data" in vars(Tensor)
+    weight.data[unsampled(weight)] += 1
+    assert torch.equal(binding.copies([weight])[0], weight.detach().to(BF16))
+
+
+def test_a_sharer_that_leaves_resized_memory_as_another_comes() -> None:
+    weight, binding = nn.Parameter(torch.randn(20, 20)), bind([None], [BF16])
+    binding.copies([weight])
+    leaves = weight.data
+    binding.copies([weight])
+    weight.untyped_storage().resize_(1 << 22)
+    leaves.data = torch.zeros(3)
+    comes = weight.data
+    for _ in range(2):
+        binding.copies([weight])
+        comes[unsampled(weight)] += 1
+        assert torch.equal(binding.copies([weight])[0], weight.detach().to(BF16))
+
+
+def test_slices_of_a_storage_that_are_written() -> None:
+    weight, binding = nn.Parameter(torch.randn(20, 20)), bind([None], [BF16])
+    row, column = unsampled(weight)
+    at = 4 * (20 * row + column)
+    for write in (
+        lambda part: part.fill_(1),
+        lambda part: part.copy_(torch.tensor([99.0]).untyped_storage()),
+    ):
+        binding.copies([weight])
+        write(weight.untyped_storage()[at : at + 4])
+        assert torch.equal(binding.copies([weight])[0], weight.detach().to(BF16))
+
+
+@pytest.mark.parametrize("writer", ["fused step", ".data"])
+def test_a_thread_that_writes_while_another_calls(writer: str) -> None:
+    weights, binding = [nn.Parameter(torch.randn(20, 20)) for _ in range(20)], bind([None] * 20, [BF16] * 20)
+    at, stop = unsampled(weights[0]), threading.Event()
+    optimizer = torch.optim.SGD(weights, lr=1.0, fused=True)
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+        weight.grad[at] = 1.0
+
+    def call() -> None:
+        while not stop.is_set():
+            binding.copies(weights)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    callers = [threading.Thread(target=call) for _ in range(2)]
+    try:
+        for caller in callers:
+            caller.start()
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            if writer == "fused step":
+                optimizer.step()
+            else:
+                for weight in weights:
+                    weight.data[at] += 1
+            for copied, weight in zip(binding.copies(weights), weights, strict=True):
+                assert copied[at] == weight.detach()[at].to(BF16), "stale"
+    finally:
+        stop.set()
+        for caller in callers:
+            caller.join()
+        sys.setswitchinterval(interval)

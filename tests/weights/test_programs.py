@@ -1,0 +1,26 @@
+"""Random programs of weights, aliases, writers and backwards give what casting at every call gives."""
+
+import os
+
+import pytest
+import torch
+
+from tests import weight_programs
+from tests.weights.searching import searches_are_cheap as searches_are_cheap
+
+
+@pytest.mark.parametrize(
+    ("lower", "programs"),
+    [
+        ("aot_eager", 100),
+        ("eager", 100),
+        pytest.param("inductor", 10, marks=pytest.mark.ci),
+        pytest.param("aot_eager", 5000, marks=pytest.mark.slow),
+    ],
+)
+def test_programs(lower: str, programs: int) -> None:
+    first = int(os.environ["AMPCOMPILE_TEST_SEED"]) % 10**6
+    with torch._dynamo.config.patch(recompile_limit=200):
+        compiled = dict(weight_programs.compiled(lower))
+        for seed in range(first, first + programs):
+            weight_programs.Program(seed, compiled).run(14)

@@ -1,0 +1,119 @@
+"""The words of a weight that are looked at: how many, where, and what chance a write has of being seen."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+
+from ampcompile.weights.binding import bind, weight_stats
+from ampcompile.weights.sample import FEWEST, MOST, RUN, STRIDE, Places, Sample, places
+
+BF16 = torch.bfloat16
+
+
+def offsets(weight: torch.Tensor) -> np.ndarray:
+    """The words that are looked at, from the weight's beginning."""
+    found = places(weight)
+    runs = (found.runs[:, None] + np.arange(RUN)).reshape(-1)
+    return np.unique(np.concatenate([runs, found.words])) - weight.data_ptr() // 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [
+        ((40, 50), FEWEST),
+        ((16,), 1),
+        ((512, 768), FEWEST),
+        ((2048, 2048), 32),
+        ((64, 32, 8), 64),
+        ((48, 256, 1024), 2 * 48),  # 96 parts
+        ((50, 256, 1024), 2 * 50),  # a multiple of the slices
+        ((600_000_000,), MOST),
+        ((5000, 8, 8), MOST),
+    ],
+)
+def test_how_many(shape: tuple[int, ...], count: int) -> None:
+    weight = torch.empty(shape)
+    found = places(weight).runs
+    assert len(set(found.tolist())) == len(found) == count
+    begins = found - weight.data_ptr() // 4
+    assert begins.min() == 0 and begins.max() == weight.numel() - RUN
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 15])
+def test_all_of_a_tiny_one(size: int) -> None:
+    assert offsets(torch.empty(size)).tolist() == list(range(size))
+
+
+def test_every_slice_is_looked_at() -> None:
+    for shape in ((64, 32, 8), (50, 256, 1024), (7, 3, 3, 3)):
+        weight = torch.empty(shape)
+        slices = (places(weight).runs - weight.data_ptr() // 4) // weight[0].numel()
+        assert set(slices.tolist()) == set(range(shape[0]))
+
+
+@pytest.mark.parametrize("width", [64, 768, 1000, 4096])
+def test_no_column_goes_unseen_for_good(width: int) -> None:
+    """Places that are a multiple of the width apart would meet few columns again and again."""
+    weight = torch.empty(16384, width)
+    found = offsets(weight)
+    assert len(set((found % width).tolist())) > 0.4 * min(len(found), width)
+
+
+def test_one_expert_of_a_stack_rewritten_by_numpy() -> None:
+    experts = nn.Parameter(torch.randn(64, 16, 24))
+    binding = bind([None], [BF16])
+    binding.copies([experts])
+    for expert in range(64):
+        experts.detach().numpy()[expert] += 1
+        assert torch.equal(binding.copies([experts])[0], experts.detach().to(BF16)), expert
+
+
+@pytest.mark.parametrize("share", [0.002, 0.01, 0.03])
+def test_the_chance_that_the_docs_state(share: float) -> None:
+    weight = torch.randn(512, 512)
+    count, draws = len(offsets(weight)), 400
+    seen = 0
+    sample = Sample([places(weight)])
+    for _ in range(draws):
+        before = sample.read()
+        weight.view(-1)[torch.randperm(weight.numel())[: int(share * weight.numel())]] += 1
+        seen += sample.read() != before
+    expected = 1 - (1 - share) ** count
+    deviation = (draws * expected * (1 - expected)) ** 0.5
+    assert abs(seen - draws * expected) < 5 * deviation + 1
+
+
+def test_a_run_of_a_stride_is_always_seen() -> None:
+    weight = torch.zeros(1000, 1000)
+    sample = Sample([places(weight)])
+    for begin in range(0, weight.numel() - 2 * STRIDE, 9973):
+        before = sample.read()
+        weight.view(-1)[begin : begin + 2 * STRIDE] += 1
+        assert sample.read() != before
+
+
+def test_addresses_far_apart_and_high() -> None:
+    weights = [torch.randn(100) for _ in range(3)]
+    sample = Sample(map(places, weights))
+    assert sample.read() == b"".join(Sample([places(weight)]).read() for weight in weights)
+    nowhere = np.empty(0, np.int64)
+    assert Sample([Places(nowhere, nowhere)]).read() == Sample([]).read() == b""
+    addresses = np.array([0xFFFF8C000000 // 4, 2**54])  # beyond 47 bits, where processes of other CPUs have memory
+    Sample([Places(addresses, addresses)])  # not read: nothing lies there
+
+
+def test_a_tensor_that_is_no_parameter_has_to_earn_its_copy() -> None:
+    buffer = torch.zeros(8, 64)
+    binding = bind([None], [BF16], on_trial=[True])
+    view = buffer.numpy()
+    for step in range(20):
+        view[:] = 0
+        view[:, (step + 3) % 64] = 1.0
+        assert torch.equal(binding.copies([buffer])[0], buffer.to(BF16))
+    casts = weight_stats().casts
+    for _ in range(20):
+        binding.copies([buffer])
+    assert weight_stats().casts == casts
+    view[0, 41] = 3.0  # where no sample lies: it has earned the copy, and is seen as a weight is
+    assert not torch.equal(binding.copies([buffer])[0], buffer.to(BF16))

@@ -1,0 +1,71 @@
+"""Copies of weights after every known way to write a weight, and after reads: fresh, and cast only when needed."""
+
+import contextlib
+
+import pytest
+import torch
+
+from ampcompile.weights.binding import Binding, bind, invalidate, weight_stats
+from tests.weights.searching import searches_are_cheap as searches_are_cheap
+from tests.weights.writers import EXACT, SAMPLED, Net, read, unsampled
+
+MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+
+def watched_net(mode: str, dtype: torch.dtype = torch.bfloat16) -> Net:
+    """A net whose `look()` checks that the copies of its weights are up to date."""
+    net = Net()
+    binding: Binding = bind([None] * 5, [dtype] * 5)
+
+    def look() -> None:
+        with MODES[mode]():
+            copies = binding.copies(net.weights())
+        for copy, weight in zip(copies, net.weights(), strict=True):
+            torch.testing.assert_close(copy, weight.detach().to(dtype), rtol=0, atol=0)
+            assert copy.stride() == weight.stride()
+
+    net.look = look
+    look()
+    return net
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("writer", [*EXACT, *SAMPLED])
+def test_the_next_call_sees_the_write(writer: str, mode: str) -> None:
+    net = watched_net(mode)
+    before = [weight.detach().clone() for weight in net.weights()]
+    {**EXACT, **SAMPLED}[writer](net)
+    net.look()
+    assert not all(map(torch.equal, before, net.weights())), "the writer wrote nothing"
+    casts = weight_stats().casts
+    net.look()
+    assert weight_stats().casts == casts, "nothing was written in between"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_reads_cast_nothing(mode: str) -> None:
+    net = watched_net(mode)
+    casts = weight_stats().casts
+    for _ in range(3):
+        read(net)
+        net.look()
+    assert weight_stats().casts == casts
+
+
+@pytest.mark.parametrize("writer", EXACT)
+def test_float16_and_a_write_before_every_call(writer: str) -> None:
+    net = watched_net("grad", torch.float16)
+    with contextlib.suppress(AttributeError, RuntimeError):  # some writers can act only once on a model
+        for _ in range(3):
+            EXACT[writer](net)
+            net.look()
+
+
+def test_the_limit_a_partial_write_behind_pytorchs_back() -> None:
+    net = Net()
+    binding = bind([None], [torch.bfloat16])
+    before = binding.copies([net.linear.weight])[0].clone()
+    net.linear.weight.detach().numpy()[unsampled(net.linear.weight)] += 1
+    assert torch.equal(binding.copies([net.linear.weight])[0], before), "docs/weights.md says this is not seen"
+    invalidate(net)
+    assert torch.equal(binding.copies([net.linear.weight])[0], net.linear.weight.detach().bfloat16())

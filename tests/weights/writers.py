@@ -1,0 +1,422 @@
+"""Every way to write a weight that we know of: those that must be seen always, and those that a sample sees."""
+
+import copy
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters
+
+from ampcompile.weights.sample import RUN, places
+
+
+class Net(nn.Module):
+    """Weights of several layouts; `aliases` are tensors that share their memory, taken when the model was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 18)
+        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(20, 12).t())
+        self.frozen = nn.Parameter(torch.randn(16, 10), requires_grad=False)
+        self.register_buffer("table", torch.randn(30, 4))
+        self.tied = nn.Linear(24, 18)
+        self.tied.weight = nn.Parameter(self.linear.weight.data)
+        weights = self.weights()
+        self.aliases = {
+            "data": [w.data for w in weights],
+            "view of data": [w.data.t() for w in weights[:1]] + [w.data.flatten(0, 1) for w in weights[1:2]],
+            "detached": [w.detach() for w in weights],
+            "detached data": [w.data.detach() for w in weights],
+            "numpy": [w.detach().numpy() for w in weights],
+        }
+
+    def weights(self) -> list[torch.Tensor]:
+        return [self.linear.weight, self.conv.weight, self.transposed, self.frozen, self.table]
+
+    def parameters_written(self) -> list[nn.Parameter]:
+        return [self.linear.weight, self.conv.weight, self.transposed]
+
+
+def unsampled(weight: torch.Tensor) -> tuple[int, ...]:
+    """The index of an element that the sample does not look at."""
+    found = places(weight)
+    words = {int(place) + i for place in found.runs for i in range(RUN)} | set(found.words.tolist())
+    for index in np.ndindex(*weight.shape):
+        offset = sum(i * s for i, s in zip(index, weight.stride(), strict=True)) * weight.element_size()
+        if (weight.data_ptr() + offset) // 4 not in words:
+            return index
+    raise AssertionError("every element is sampled")
+
+
+Write = Callable[[Net], None]
+EXACT: dict[str, Write] = {}
+SAMPLED: dict[str, Write] = {}
+
+
+def exact(name: str) -> Callable[[Write], Write]:
+    return lambda write: EXACT.setdefault(name, write)
+
+
+def sampled(name: str) -> Callable[[Write], Write]:
+    return lambda write: SAMPLED.setdefault(name, write)
+
+
+def one_element(name: str, alias: Callable[[Net], list[torch.Tensor]]) -> None:
+    """Writing a single element that no sample sees, through `alias(net)`."""
+
+    def write(net: Net) -> None:
+        with torch.no_grad():
+            for tensor in alias(net):
+                tensor[unsampled(tensor)] += 1
+
+    EXACT[name] = write
+
+
+one_element("in place", lambda net: net.weights())
+one_element("in place, one weight", lambda net: [net.transposed])
+one_element("detach", lambda net: [w.detach() for w in net.weights()])
+one_element("view", lambda net: [w.t() if w.dim() == 2 else w.flatten(1) for w in net.weights()])
+one_element(".data", lambda net: [w.data for w in net.weights()])
+one_element(".data of a frozen weight", lambda net: [net.frozen.data])
+one_element(".data.data", lambda net: [w.data.data for w in net.weights()])
+one_element(".detach().data", lambda net: [w.detach().data for w in net.weights()])
+one_element("view of .data", lambda net: [w.data.view(-1) for w in (net.linear.weight, net.frozen)])
+one_element("state_dict().data", lambda net: [net.state_dict()["linear.weight"].data])
+one_element("alias: .data", lambda net: net.aliases["data"])
+one_element("alias: view of .data", lambda net: net.aliases["view of data"])
+one_element("alias: detach", lambda net: net.aliases["detached"])
+one_element("alias: .data.detach()", lambda net: net.aliases["detached data"])
+one_element("tied weight", lambda net: [net.tied.weight])
+one_element("tied weight's .data", lambda net: [net.tied.weight.data])
+
+
+@exact("inference_mode")
+def _(net: Net) -> None:
+    with torch.inference_mode():
+        for weight in net.weights():
+            weight[unsampled(weight)] += 1
+
+
+@exact(".data in inference_mode")
+def _(net: Net) -> None:
+    with torch.inference_mode():
+        for weight in net.weights():
+            weight.data[unsampled(weight)] += 1
+
+
+@exact("foreach")
+def _(net: Net) -> None:
+    with torch.no_grad():
+        torch._foreach_add_(net.weights(), 1.0)
+
+
+@exact("foreach on .data")
+def _(net: Net) -> None:
+    torch._foreach_mul_([weight.data for weight in net.weights()], 0.5)
+
+
+@exact("init")
+def _(net: Net) -> None:
+    nn.init.xavier_uniform_(net.linear.weight)
+
+
+@exact("data = new")
+def _(net: Net) -> None:
+    for weight in net.weights():
+        weight.data = torch.randn_like(weight)
+
+
+@exact("data = an average, swapped back and in again after another update of it")
+def _(net: Net) -> None:
+    averages = [weight.detach().clone() for weight in net.weights()]
+    own = [weight.data for weight in net.weights()]
+    net.swap = lambda values: [setattr(w, "data", v) for w, v in zip(net.weights(), values, strict=True)]
+    net.swap(averages)
+    net.look()
+    net.swap(own)
+    net.look()
+    for average in averages:
+        average[unsampled(average)] += 1
+    net.swap(averages)
+
+
+@exact("data = t, and t written later")
+def _(net: Net) -> None:
+    values = [torch.randn_like(weight) for weight in net.weights()]
+    for weight, value in zip(net.weights(), values, strict=True):
+        weight.data = value
+    net.look()
+    for value in values:
+        value[unsampled(value)] += 1
+
+
+@exact("set_")
+def _(net: Net) -> None:
+    with torch.no_grad():
+        for weight in net.weights():
+            weight.set_(torch.randn_like(weight))
+
+
+@exact("swap_tensors")
+def _(net: Net) -> None:
+    for weight in net.parameters_written():
+        torch.utils.swap_tensors(weight, nn.Parameter(torch.randn_like(weight)))
+
+
+@exact("new parameter")
+def _(net: Net) -> None:
+    net.linear.weight = nn.Parameter(torch.randn_like(net.linear.weight))
+    net.transposed = nn.Parameter(torch.randn_like(net.transposed))
+
+
+@exact("new parameter on the same memory")
+def _(net: Net) -> None:
+    net.transposed = nn.Parameter(net.transposed.data)
+    net.look()
+    with torch.no_grad():
+        net.transposed[unsampled(net.transposed)] += 1
+
+
+@exact("new buffer")
+def _(net: Net) -> None:
+    net.table = torch.randn_like(net.table)
+
+
+def new_state(net: Net) -> dict[str, torch.Tensor]:
+    state = copy.deepcopy(net.state_dict())
+    for value in state.values():
+        if value.numel() > 64:
+            value[unsampled(value)] += 1
+    return state
+
+
+@exact("load_state_dict")
+def _(net: Net) -> None:
+    net.load_state_dict(new_state(net))
+
+
+@exact("load_state_dict(assign=True)")
+def _(net: Net) -> None:
+    net.load_state_dict(new_state(net), assign=True)
+
+
+@exact("load_state_dict by swapping")
+def _(net: Net) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        net.load_state_dict(new_state(net))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@exact("vector_to_parameters")
+def _(net: Net) -> None:
+    params = list(net.linear.parameters())
+    vector_to_parameters(parameters_to_vector(params) * 0.5, params)
+
+
+@exact("module.to and back")
+def _(net: Net) -> None:
+    net.double()
+    with torch.no_grad():
+        net.linear.weight += 1e-3
+    net.float()
+
+
+@exact("prune")
+def _(net: Net) -> None:
+    prune.l1_unstructured(net.linear, "weight", amount=0.5)
+
+
+@exact("prune.remove")
+def _(net: Net) -> None:
+    prune.random_unstructured(net.linear, "weight", amount=0.5)
+    net.look()
+    prune.remove(net.linear, "weight")
+
+
+@exact("parametrize: weight_norm")
+def _(net: Net) -> None:
+    parametrizations.weight_norm(net.linear)
+    with parametrize.cached():  # else each access is a new tensor
+        assert net.linear.weight.requires_grad
+        net.look()
+        with torch.no_grad():
+            net.linear.weight[unsampled(net.linear.weight)] += 1
+        net.look()
+    with torch.no_grad():
+        net.linear.parametrizations.weight.original0.mul_(2)  # else rounding alone would make the weight another one
+    parametrize.remove_parametrizations(net.linear, "weight")
+
+
+@exact("weight_norm, a hook")
+def _(net: Net) -> None:
+    # What torch.nn.utils.weight_norm does before each forward: a new tensor under the weight's name.
+    direction, magnitude = net.linear.weight.detach().clone(), torch.rand(18, 1)
+    del net.linear.weight
+    net.linear.weight = torch._weight_norm(direction, magnitude)
+    net.look()
+    net.linear.weight = torch._weight_norm(direction, 2 * magnitude)
+
+
+@exact("embedding(max_norm=)")
+def _(net: Net) -> None:
+    with torch.no_grad():
+        F.embedding(torch.tensor([1, 3]), net.linear.weight, max_norm=1e-3)
+
+
+@exact("averaged model")
+def _(net: Net) -> None:
+    source = copy.deepcopy(nn.Sequential(net.linear, net.conv))
+    averaged = torch.optim.swa_utils.AveragedModel(nn.Sequential(net.linear, net.conv), use_buffers=True)
+    averaged.module = nn.Sequential(net.linear, net.conv)
+    averaged.n_averaged += 1
+    with torch.no_grad():
+        source[0].weight[unsampled(source[0].weight)] += 1
+    averaged.update_parameters(source)
+
+
+def optimizer(name: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], compiled: bool = False) -> None:
+    """A step that changes one element of each weight, which no sample sees."""
+
+    def write(net: Net) -> None:
+        params = net.parameters_written()
+        before = [param.detach().clone() for param in params]
+        optimizer = make(params)
+        for param in params:
+            param.grad = torch.zeros_like(param)
+            param.grad[unsampled(param)] = 1.0
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        step()
+        for param, old in zip(params, before, strict=True):
+            assert (param != old).sum() == 1
+
+    EXACT[f"{name}{', compiled' if compiled else ''}"] = write
+
+
+FORMS = {"default": {}, "foreach": {"foreach": True}, "loop": {"foreach": False}, "fused": {"fused": True}}
+for form, arguments in FORMS.items():
+    optimizer(f"SGD, {form}", lambda p, a=arguments: torch.optim.SGD(p, lr=0.1, **a))
+    optimizer(f"Adam, {form}", lambda p, a=arguments: torch.optim.Adam(p, lr=0.1, **a))
+    optimizer(f"AdamW, {form}", lambda p, a=arguments: torch.optim.AdamW(p, lr=0.1, weight_decay=0, **a))
+optimizer("Adagrad, fused", lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True))
+optimizer("Adam, loop", lambda p: torch.optim.Adam(p, lr=0.1, foreach=False), compiled=True)
+optimizer("AdamW, foreach", lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0, foreach=True), compiled=True)
+optimizer("SGD, fused", lambda p: torch.optim.SGD(p, lr=0.1, fused=True), compiled=True)
+for kind in ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"):
+    arguments = {"weight_decay": 0.0} if kind != "Rprop" else {}
+    if kind == "ASGD":
+        arguments["lambd"] = 0.0
+    optimizer(kind, lambda p, k=kind, a=arguments: getattr(torch.optim, k)(p, lr=0.1, **a))
+
+
+class Sharded(torch.optim.SGD):
+    """Owns a shard that shares no memory with the weights, and fills them without a trace, as collectives do."""
+
+    def __init__(self, net: Net) -> None:
+        self.net = net
+        super().__init__([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+    def step(self, closure: None = None) -> None:
+        for weight in self.net.parameters_written():
+            weight.detach().numpy()[unsampled(weight)] += 1
+
+
+@exact("sharded optimizer")
+def _(net: Net) -> None:
+    Sharded(net).step()
+
+
+@exact("optimizer of a frozen weight")
+def _(net: Net) -> None:
+    shared = nn.Parameter(net.frozen.detach())
+    shared.grad = torch.zeros_like(shared)
+    shared.grad[unsampled(shared)] = 1.0
+    torch.optim.SGD([shared], lr=0.1, fused=True).step()
+
+
+@exact("GradScaler, fused")
+def _(net: Net) -> None:
+    params = net.parameters_written()
+    scaler = torch.amp.GradScaler("cpu")
+    for param in params:
+        param.grad = torch.zeros_like(param)
+        param.grad[unsampled(param)] = 1.0
+    scaler.scale(torch.ones(1))
+    scaler.step(torch.optim.SGD(params, lr=0.1, fused=True))
+    scaler.update()
+
+
+@sampled("numpy")
+def _(net: Net) -> None:
+    for weight in net.weights():
+        weight.detach().numpy()[...] += 1
+
+
+@sampled("alias: numpy")
+def _(net: Net) -> None:
+    for alias in net.aliases["numpy"]:
+        alias[...] *= 0.5
+
+
+@sampled("dlpack")
+def _(net: Net) -> None:
+    for weight in net.weights():
+        torch.from_dlpack(weight.detach()).add_(1)
+
+
+@sampled("storage")
+def _(net: Net) -> None:
+    for weight in net.weights():
+        weight.untyped_storage().copy_(torch.randn(weight.shape).untyped_storage())
+
+
+@sampled("raw memory")
+def _(net: Net) -> None:
+    for weight in net.weights():
+        ctypes.memset(weight.data_ptr(), 0x3C, weight.nbytes)
+
+
+@sampled("a kernel that raises no version")
+def _(net: Net) -> None:
+    for weight in net.weights():
+        torch._fused_sgd_(
+            [weight.detach()],
+            [torch.ones_like(weight)],
+            [],
+            weight_decay=0.0,
+            momentum=0.0,
+            lr=0.1,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=True,
+        )
+
+
+def read(net: Net) -> None:
+    """What must not look like a write."""
+    net.state_dict()
+    copy.deepcopy(net.linear)
+    for weight in net.weights():
+        weight.data.norm()
+        weight.detach().sum()
+        weight.detach().numpy().mean()
+        weight.data.select(0, 0)[0].sum().item()
+        weight.data.clone().add_(1)
+        weight.untyped_storage()
+    torch.nn.utils.get_total_norm(net.parameters_written())
+    parameters_to_vector(net.linear.parameters())
+    net.zero_grad()
+    for param in net.parameters_written():
+        param.grad = torch.ones_like(param)
+    torch.nn.utils.clip_grad_norm_(net.parameters_written(), 1.0)
+    net.train(not net.training)
+    net.linear.requires_grad_(True)
+    F.linear(torch.randn(2, 24), net.linear.weight).sum().backward()
+    net.to("cpu")
+    net.share = [weight.data for weight in net.weights()]
