@@ -27,7 +27,8 @@ class Peer:
     freezing: bool = False
     """Whether weights become constants of the graph, cast once: for Inductor, without gradients."""
     by_block: bool = False
-    """Whether the model's `blocks` are compiled one by one, and what stands around them not at all."""
+    """Whether each block of the model, and each module beside them, is compiled by itself, as Accelerate's
+    `compile_regions` does."""
 
     @property
     def low(self) -> bool:
@@ -49,8 +50,11 @@ class Peer:
     def compiled(self, model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
         """The model, ready to be called; nothing is compiled before the first call."""
         if self.by_block:
-            for name, block in model.get_submodule("blocks").named_children():
-                model.set_submodule(f"blocks.{name}", replace(self, by_block=False).compiled(block, dtype))  # type: ignore[arg-type]
+            alone = replace(self, by_block=False)
+            for name, child in list(model.named_children()):
+                parts = child.named_children() if isinstance(child, nn.ModuleList) else [("", child)]
+                for index, part in list(parts):
+                    model.set_submodule(f"{name}.{index}".strip("."), alone.compiled(part, dtype))  # type: ignore[arg-type]
             return model
         if self.compiler == "eager":
             return model
