@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import moved
 from .auditing.audit import audit
 from .explaining.explain import explain
 from .precision import keep_fp32, precision
@@ -36,6 +37,8 @@ _LATER = {
     "register_op": "rules",
     "weight_stats": "weights",
 }
+
+moved.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ SOURCES = {import_name(path): path for folder in FOLDERS for path in sorted((ROO
 
 # The import law: what each room may import, rooms below it aside. A file belongs to the longest name that fits.
 LAW = [
-    {"errors", "dtypes"},
+    {"errors", "dtypes", "moved"},
     {"torch_private"},
     {"kernels.triton"},
     {"kernels"},

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 import ampcompile
 from ampcompile.kernels import linear_cross_entropy as kernel
 from ampcompile.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy
 from ampcompile.passes.fuse import matching
+from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy
 from ampcompile.passes.fuse.matching import Worth
 from benchmarks.architectures import build
 from tests import tiny_models
