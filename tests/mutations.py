@@ -45,7 +45,7 @@ class Mutation:
 
 def mutations(path: Path) -> Iterator[Mutation]:
     """Every mutation of a file: comparisons turned round, `and` for `or`, `not` left out, numbers one off, calls not
-    made. Neither annotations, nor assertions, nor named thresholds, nor what makes the text of an error or a log line."""
+    made. Not of annotations, assertions and named thresholds, nor of what makes the text of an error or a log line."""
     text = (ROOT / path).read_text()
     lines = text.splitlines()
     for node, changed in _changes(ast.parse(text)):
