@@ -11,6 +11,7 @@ from .torch_private import constants
 
 # What Dynamo of torch 2.15 calls torch.Tensor's reflected operators, as `2 - x`: the name inside their decorator.
 _REFLECTED = "wrapped"
+_OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}  # what Python calls otherwise
 _CONVERSIONS = frozenset({"to", "type", "type_as", "clone", "contiguous", "detach", "float", "double", "half"})
 
 
@@ -38,7 +39,8 @@ def computes(name: str) -> bool:
     """Whether a function of this `__name__` computes from its operands: `exp`, `linear`, `__matmul__`, `__radd__`."""
     if name.startswith("__") and name.endswith("__"):
         plain = name.strip("_")
-        return not plain.startswith("i") and (plain in _computing() or plain.removeprefix("r") in _computing())
+        spellings = {plain, plain.removeprefix("r")}
+        return not plain.startswith("i") and any(_OPERATORS.get(s, s) in _computing() for s in spellings)
     return name in _computing()
 
 
