@@ -17,13 +17,14 @@ from ampcompile.compiler.mixed_operands import here
 from ampcompile.compiler.module_names import module_names, modules_of
 from ampcompile.config import Options
 from ampcompile.errors import AuditError, OptionError
-from ampcompile.explaining.recorder import beside, options_of, uncompiled
+from ampcompile.explaining.recorder import beside, options_of
 from ampcompile.explaining.untouched import untouched
 from ampcompile.passes.after.bind_weights import BindWeightsEagerly
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import placeholders
 from ampcompile.policy import Policy
 from ampcompile.torch_private import compiled_functions, dynamo_caches, joint_graphs, lowering
+from ampcompile.torch_private.patches import uncompiled
 
 from .high_precision import floating
 from .numbers import ratio, relative_error

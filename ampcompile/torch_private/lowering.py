@@ -13,6 +13,8 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._ops import HigherOrderOperator
 
+from . import patches
+
 _INERT_DEVICE = "ipu"  # has autocast state, and no kernels in any torch build since 2.3
 
 
@@ -107,11 +109,10 @@ def inductors_decompositions(kept: Sequence[Any]) -> dict[Any, Callable[..., Any
     `kept`: ops of the table for which that may happen. Inductor has no code for them, so it calls eager's kernels.
     """
     from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+    from torch._inductor.lowering import fallback_handler
 
     for op in kept:
-        if op not in lowerings:
-            register_lowering(op, type_promotion_kind=None)(fallback_handler(op, add_to_fallback_set=False))
+        patches.add_lowering(op, fallback_handler(op, add_to_fallback_set=False))
     return _Decompositions(select_decomp_table())
 
 
@@ -194,8 +195,7 @@ def forget_output_values(gm: torch.fx.GraphModule) -> None:
 
 def lower_as_call(op: Any, called: Any, arguments: Callable[..., tuple[Any, ...]]) -> None:
     """Have Inductor's code call `called(*arguments(...))` for `op`, past the dispatcher and Python."""
-    from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+    from torch._inductor.lowering import fallback_handler
 
-    if op not in lowerings:
-        call = fallback_handler(called, add_to_fallback_set=False)
-        register_lowering(op, type_promotion_kind=None)(lambda *args: call(*arguments(*args)))
+    call = fallback_handler(called, add_to_fallback_set=False)
+    patches.add_lowering(op, lambda *args: call(*arguments(*args)))

@@ -336,8 +336,6 @@ def test_other_backends_are_left_alone():
 
 def test_without_dynamos_hook_there_is_one_warning_and_ambient_autocast_still_works(monkeypatch):
     ambient = ampcompile.compiler.ambient
-    monkeypatch.setattr(
-        optimize_contexts, "wrap_compiled_callables", lambda *_: (_ for _ in ()).throw(AttributeError("gone"))
-    )
+    monkeypatch.setattr(optimize_contexts, "wrap_call", lambda *_: (_ for _ in ()).throw(AttributeError("gone")))
     with pytest.warns(AmpWarning, match="open torch.autocast around the call yourself"):
         assert not ambient.install.__wrapped__()
