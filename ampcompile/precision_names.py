@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from torch._ops import OpOverload
+
+from ampcompile.torch_private import dispatcher
+from ampcompile.torch_private.types import OpOverload
 
 from .torch_private import constants
 
@@ -18,7 +20,7 @@ _CONVERSIONS = frozenset({"to", "type", "type_as", "clone", "contiguous", "detac
 def _computing() -> frozenset[str]:
     found = {name for name in torch.nn.functional.__dict__ if name.islower() and not name.startswith("_")}
     found |= {name for name in torch.functional.__all__ if not name.startswith("_")}
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in dispatcher.all_op_names():
         namespace, _, rest = name.partition("::")
         packet, _, overload = rest.partition(".")
         op = (

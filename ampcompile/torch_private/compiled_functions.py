@@ -11,7 +11,6 @@ from torch._functorch import config
 from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
 
 from . import patches
-from .lowering import graph_is_kept
 
 AutogradFunction = Any  # a class made by AOTAutograd
 Backward = Callable[..., Any]
@@ -105,6 +104,11 @@ def written(function: AutogradFunction) -> list[int]:
 def takes_apart_subclasses(function: AutogradFunction) -> bool:
     """Whether arguments or results are tensor subclasses, which the function unwraps and wraps."""
     return function.maybe_subclass_metadata is not None
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward now running was asked to keep the graph for another one."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def survive_kept_graphs(function: AutogradFunction) -> None:

@@ -60,6 +60,9 @@ def registered_autocast_dtype(op: OpOverload, device_type: str) -> torch.dtype |
     return variables.get("cast_inputs") if variables.get("device_type") == device_type else None
 
 
+all_op_names = torch._C._dispatch_get_all_op_names  # as `aten::add.Tensor`, of every op known now
+
+
 def op_named(name: str) -> OpOverload:
     """The op `ns::name.overload`; without an overload, the default one."""
     namespace, _, rest = name.partition("::")

@@ -18,6 +18,8 @@ from .patches import Wrap
 
 Frame = Any
 """Dynamo's translator of one frame."""
+CALLS_OF_MODULES = (torch.nn.Module._wrapped_call_impl, torch.nn.Module._call_impl)
+"""What runs between the call of a module and its `forward`."""
 RESUMED = "torch_dynamo_resume_in_"
 """How the names begin of the functions that Dynamo makes of what follows a graph break."""
 

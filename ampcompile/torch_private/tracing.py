@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import dispatcher, patches
 
+transforms_are_active = torch._C._are_functorch_transforms_active  # vmap, grad and the like of torch.func
 HOPS = torch.ops.higher_order
 
 
@@ -158,19 +159,6 @@ def untraced() -> Iterator[None]:
         proxy_tensor._temp_remove_metadata_torch_function_mode(),
     ):
         yield
-
-
-@contextlib.contextmanager
-def autocast_disabled() -> Iterator[None]:
-    """Autocast off on every device, but no region that a trace would record; one entered inside acts."""
-    enabled = [device for device in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(device)]
-    for device in enabled:
-        torch.set_autocast_enabled(device, False)
-    try:
-        yield
-    finally:
-        for device in enabled:
-            torch.set_autocast_enabled(device, True)
 
 
 def tracer() -> Any:
