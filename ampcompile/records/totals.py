@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampcompile.passes.graph import bodies, held_tensors
+from ampcompile.passes.graph import graphs, held_tensors
 from ampcompile.torch_private import dispatcher, tracing
 
 _CONVERSIONS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as", "prims::convert_element_type"})
@@ -29,7 +29,7 @@ class Total:
 
 def total_of(stage: str, gm: GraphModule) -> Total:
     """What a graph and its bodies convert."""
-    sizes = [_bytes(*pair) for pair in _conversions(gm, set())]
+    sizes = [_bytes(*pair) for graph in graphs(gm) for pair in _conversions(graph)]
     return Total(stage, len(sizes), sum(sizes))
 
 
@@ -80,16 +80,12 @@ class _Watched(TorchDispatchMode):
         return Total(stage, len(self.sizes), sum(self.sizes))
 
 
-def _conversions(gm: GraphModule, done: set[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    done.add(id(gm))
+def _conversions(gm: GraphModule) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for node in gm.graph.nodes:
         if isinstance(node.target, OpOverload) and node.target._schema.name in _CONVERSIONS:
             before, after = _value(node.args[0]), _value(node)
             if _converts(before, after):
                 yield before, after
-    for _, body in bodies(gm):
-        if id(body) not in done:
-            yield from _conversions(body, done)
 
 
 def _value(node: Any) -> Any:

@@ -17,10 +17,10 @@ from ampcompile.kernels.softmax import SOFTMAX
 from ampcompile.passes.analysis.aliasing import Memory
 from ampcompile.passes.analysis.commuting import CAST, same_layout
 from ampcompile.passes.analysis.gradients import stretches
-from ampcompile.passes.graph import op_name
+from ampcompile.passes.graph import graphs, op_name
 from ampcompile.torch_private import tracing
 
-from .matching import Fusion, Worth, argument, drop_unread, fuse, graphs, is_low, is_upcast
+from .matching import Fusion, Worth, argument, drop_unread, fuse, is_low, is_upcast
 
 ATEN = torch.ops.aten
 SAVED = 0, 0
@@ -50,6 +50,7 @@ class FuseSoftmax:
     name = "fuse_softmax"
     family = "softmax"
     exact = False
+    fate = "fused"
 
     def apply(self, gm: GraphModule) -> int:
         return sum(self._fuse(graph) for graph in graphs(gm))

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampcompile.passes.before.hoist_weights import CAST, HoistWeights
 from ampcompile.passes.weight_copy import WEIGHT_COPY
-
-from .rewriting import count, rewritten
+from tests.passes.rewriting import count, rewritten
 
 
 class Block(nn.Module):

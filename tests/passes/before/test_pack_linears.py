@@ -11,8 +11,7 @@ from ampcompile.kernels.packed_linear import PACKED_LINEAR, available
 from ampcompile.passes.before.pack_linears import PackLinears
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.weights.packing import PAYS
-
-from .rewriting import count, rewritten
+from tests.passes.rewriting import count, rewritten
 
 pytestmark = pytest.mark.skipif(not available(torch.bfloat16), reason="this CPU's oneDNN has no bfloat16 products")
 

@@ -19,8 +19,7 @@ from ampcompile.passes.fuse.matching import Worth
 from ampcompile.torch_private import lowering
 from tests import tiny_models
 from tests.compiling import amp, error, gradients, training_errors
-
-from .rewriting import count, rewritten
+from tests.passes.rewriting import count, rewritten
 
 ASKED = {"fuse": "cross_entropy"}
 

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from ampcompile.passes.fuse.losses import leave_rows_whole, losses, repeated
 from ampcompile.torch_private import tracing
-
-from .captured import captured, settled
+from tests.passes.captured import captured, settled
 
 TARGET = torch.randint(5, (12,))
 

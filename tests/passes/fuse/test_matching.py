@@ -9,8 +9,7 @@ from ampcompile.config import Options
 from ampcompile.kernels import usable
 from ampcompile.passes.fuse import matching
 from ampcompile.passes.pipeline import fusion
-
-from .captured import captured, settled
+from tests.passes.captured import captured, settled
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

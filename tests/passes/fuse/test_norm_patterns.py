@@ -6,8 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ampcompile.passes.fuse.norm_patterns import Norm, norms
-
-from .captured import captured, settled
+from tests.passes.captured import captured, settled
 
 X, V = torch.randn(3, 4, 8), torch.randn(8)
 
