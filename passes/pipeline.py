@@ -34,7 +34,6 @@ from ampcompile.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
 from ampcompile.passes.fuse.fuse_linear_cast import FuseLinearCast
 from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy
 from ampcompile.passes.fuse.fuse_norm import FuseNorm
-from ampcompile.passes.fuse.fuse_softmax import FuseSoftmax
 from ampcompile.passes.fuse.matching import FusePass, Worth
 from ampcompile.passes.replay.bind_weights_eagerly import BindWeightsEagerly
 from ampcompile.passes.replay.enable_second_backward import OpenBackwards
@@ -96,7 +95,6 @@ def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
         FuseCrossEntropy(worth),  # needs the casts of logits that are left
         FuseLinearCast(worth, torch.is_grad_enabled()),  # needs the casts of weights that weren't hoisted
         FuseNorm(worth),  # needs one cast for each reader, unless no gradient flows
-        FuseSoftmax(worth),
     )
     return tuple(each for each in passes if worth.considers(each.family))
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.passes.analysis.aliasing import returned
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
 from ampcompile.passes.graph import graphs
-
-_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ def _share(gm: GraphModule) -> int:
     apart = returned(gm.graph)  # what is returned twice is two tensors
     shared = 0
     for cast in list(gm.graph.nodes):
-        if cast.target not in _CASTS or cast in apart:
+        if not has(cast.target, CONVERSIONS_AFTER) or cast in apart:
             continue
         # A checkpointed stretch that backward runs again keeps casts of its own.
         key = (cast.target, cast.args, str(cast.kwargs), cast.meta.get("recompute"), cast.meta.get("ac_graph_id"))
