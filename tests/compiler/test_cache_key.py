@@ -5,7 +5,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from uuid import uuid4
 
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from ampcompile.compiler import lower
 from ampcompile.compiler.cache_key import covered_files, key_of, source_key
 from tests.test_layout import ROOT, SOURCES, imports
 
@@ -88,3 +94,16 @@ def test_a_file_that_is_renamed_or_whose_end_moves_to_the_next_one_gives_another
     keys = [key("x = 1\n", "y = 2\n"), key("x = 1\ny = 2\n", ""), key("y = 2\n", "x = 1\n")]
     keys.append(key_of([second.rename(tmp_path / "c.py"), first]))
     assert len(set(keys)) == 4
+
+
+def test_inductors_caches_miss_what_was_compiled_under_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = uuid4().hex, uuid4().hex
+    found = []
+    for key in (first, first, second):
+        monkeypatch.setattr(lower, "source_key", lambda key=key: key)
+        torch._dynamo.reset()
+        counters.clear()
+        with torch.no_grad():
+            torch.compile(lambda x: (x @ x).sin(), backend="amp")(torch.randn(4, 4))
+        found.append((counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_miss"]))
+    assert found == [(0, 1), (1, 0), (0, 1)]
