@@ -144,7 +144,6 @@ def _hoist_in_body(body: GraphModule, sites: list[Node], weights: set[Node], cop
         return copies[weight, dtype]
 
     hoisted = _hoist(body, {p for p, outer in given.items() if weights.issuperset(outer)}, inner_copy)
-    body.recompile()
     return hoisted
 
 
@@ -162,6 +161,7 @@ class HoistWeights:
     is_registered: Callable[[int, Node], bool] = lambda index, node: True
     name = "hoist_weights"
     exact = True
+    fate = "hoisted"
 
     def apply(self, gm: GraphModule) -> int:
         inputs = {node: index for index, node in enumerate(placeholders(gm))}

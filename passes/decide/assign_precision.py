@@ -234,7 +234,7 @@ class AssignPrecision:
     range_guards: bool = True
     name = "assign_precision"
     exact = True
-    only_decides = True  # values keep the dtypes they were captured with until the decisions are carried out
+    fate = ""
 
     def apply(self, gm: GraphModule) -> int:
         walk = _Walk(self, gm, self.regions.copy())

@@ -168,7 +168,7 @@ class PlaceCasts:
     is_weight: Callable[[int, Node], bool]
     name = "place_casts"
     exact = False  # ops in another type round differently
-    only_decides = True
+    fate = ""
 
     def apply(self, gm: GraphModule) -> int:
         placement = self.placement(gm)
