@@ -5,7 +5,6 @@ import os
 import pytest
 import torch
 
-from tests import weight_programs
 from tests.weights.searching import searches_are_cheap as searches_are_cheap
 
 
@@ -21,6 +20,6 @@ from tests.weights.searching import searches_are_cheap as searches_are_cheap
 def test_programs(lower: str, programs: int) -> None:
     first = int(os.environ["AMPCOMPILE_TEST_SEED"]) % 10**6
     with torch._dynamo.config.patch(recompile_limit=200):
-        compiled = dict(weight_programs.compiled(lower))
+        compiled = dict(programs.compiled(lower))
         for seed in range(first, first + programs):
-            weight_programs.Program(seed, compiled).run(14)
+            programs.Program(seed, compiled).run(14)
