@@ -46,7 +46,7 @@ CHOOSES = _aten("relu neg abs clamp")
 FUSED_THROUGH = (REARRANGES | _aten("clone contiguous")) - _aten("detach")
 # Of these, those that keep numbers in order: where the last dimension keeps its size, its rows stay whole.
 KEEPS_ORDER = _aten("view _unsafe_view reshape flatten contiguous clone alias")
-# Of these, those that drop numbers of one dimension.
+# Of these, those that drop numbers along the dimension that is their second argument.
 DROPS = _aten("slice select")
 # They put several operands together, without changing a number.
 JOINS = _aten("cat concat concatenate stack hstack vstack")
