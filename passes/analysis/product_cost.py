@@ -20,6 +20,8 @@ from ampcompile.dtypes import short_name
 from ampcompile.passes.graph import Decision, device_type_of, in_dtype
 from ampcompile.torch_private import tracing
 
+from .op_traits import is_elementwise
+from .schema import writes
 from .sizes import elements_hint, in_floats
 
 LOW = (torch.bfloat16, torch.float16)
@@ -154,10 +156,10 @@ def _seconds(device_type: str, dtype: torch.dtype, flops: float, numbers: int) -
 
 
 def _may_multiply(node: Node, decision: Decision) -> bool:
-    if not isinstance(node.target, OpOverload) or node.target.is_view or torch.Tag.pointwise in node.target.tags:
+    if not isinstance(node.target, OpOverload) or node.target.is_view or is_elementwise(node.target):
         return False
     results = [value for value in pytree.tree_leaves(decision.result) if in_floats(value)]
-    return any(value.dtype in LOW for value in results) and not node.target._schema.is_mutable
+    return any(value.dtype in LOW for value in results) and not writes(node.target)
 
 
 def _run(node: Node, decision: Decision) -> None:
