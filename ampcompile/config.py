@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, Self
 
 import torch
 
-from .errors import OptionError
+from .errors import AmpWarning, OptionError
 from .policy import Policy
 
 _CHOICES = {
@@ -19,7 +21,7 @@ _CHOICES = {
     "lower": ("inductor", "aot_eager", "eager"),
     "outputs": ("float32", "autocast"),
 }
-FUSED = ("cross_entropy", "linear", "linear_cross_entropy", "norm", "softmax")
+FUSED = ("cross_entropy", "linear", "linear_cross_entropy", "norm")
 """The families of fused kernels."""
 
 
@@ -95,6 +97,9 @@ def _checked(key: str, value: Any) -> Any:
             )
     elif key == "fuse":
         names = value.split("+") if isinstance(value, str) else [value]
+        if "softmax" in names:
+            _warn_of_softmax()
+            return _checked(key, "+".join(name for name in names if name != "softmax") or "none")
         if value not in ("auto", "none") and not all(name in FUSED for name in names):
             families = ", ".join(map(repr, FUSED))
             raise OptionError(f"option fuse={value!r}: expected 'auto', 'none', or some of {families}, joined by '+'.")
@@ -107,6 +112,17 @@ def _checked(key: str, value: Any) -> Any:
     elif not isinstance(value, Policy):
         raise OptionError(f"option policy={value!r}: expected an ampcompile.Policy or its string form.")
     return value
+
+
+@cache
+def _warn_of_softmax() -> None:
+    """Once a process: each graph's compilation reads the options."""
+    warnings.warn(
+        f"option fuse names 'softmax', a family that ampcompile no longer has; expected some of "
+        f"{', '.join(map(repr, FUSED))}. The name is ignored, and Inductor fuses softmax by itself: leave it out.",
+        AmpWarning,
+        stacklevel=2,
+    )
 
 
 def _inductor_key(key: str, ours: set[str]) -> str:

@@ -1,4 +1,4 @@
-"""Norms and softmax between 16-bit layers: our kernels, Inductor's and Liger-Kernel's, and the bytes to be moved."""
+"""Norms between 16-bit layers: our kernels, Inductor's and Liger-Kernel's, and the bytes to be moved."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ampcompile.kernels.group_norm import group_norm
 from ampcompile.kernels.norm import norm
-from ampcompile.kernels.softmax import softmax
 from benchmarks.kernel_cases import COMPILED, LIGER, Kernel
 from benchmarks.peers import AMP, liger_unusable
 
@@ -58,23 +57,6 @@ def _group_norm(device: str) -> Kernel:
 
     # Forward reads x and writes the result; backward reads x and the gradient, and writes one.
     return _case("group norm and SiLU", 10 * x.numel(), 37 * x.numel(), (x, weight, bias), plain, ours, _liger_groups)
-
-
-def softmax_kernels(device: str) -> Iterator[Kernel]:
-    """Scores scaled, a causal mask added, softmax, rounded; forward and backward."""
-    heads, length = (4, 128) if device == "cpu" else (128, 2048)
-    scores = torch.randn(1, heads, length, length, device=device, dtype=LOW, requires_grad=True)
-    mask = torch.full((length, length), torch.finfo(LOW).min, device=device, dtype=LOW).triu(1)
-
-    def plain(scores: Tensor) -> Results:
-        return [torch.softmax(scores * 0.125 + mask, -1, dtype=torch.float32).to(LOW)]
-
-    def ours(scores: Tensor) -> Results:
-        return softmax(scores, mask, 0.125, None, False, True, True, LOW)[:1]
-
-    # Forward reads and writes, backward reads two and writes one, and each reads the mask.
-    moved = 10 * scores.numel() + 4 * mask.numel()
-    yield _case("masked softmax", moved, 14 * scores.numel(), (scores,), plain, ours, partial(_liger_softmax, mask))
 
 
 def _case(
@@ -128,10 +110,3 @@ def _liger_groups() -> Callable[..., Results]:
         return [torch.nn.functional.silu(normed).view(x.shape)]
 
     return run
-
-
-def _liger_softmax(mask: Tensor) -> Callable[..., Results]:
-    """Its softmax knows neither scale nor mask: torch does that before, as for any user of it."""
-    from liger_kernel.transformers.functional import liger_softmax
-
-    return lambda scores: [liger_softmax(scores * 0.125 + mask)]

@@ -68,7 +68,6 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         kernels["attention"] = partial(setup.call, kernel_cases.measure, attention_cases.attention_kernels)
     fused: Jobs = {
         "norm": partial(setup.call, kernel_cases.measure, row_cases.norm_kernels, setup.device),
-        "softmax": partial(setup.call, kernel_cases.measure, row_cases.softmax_kernels, setup.device),
         "linear": partial(setup.call, kernel_cases.measure, kernel_cases.linear_kernels, setup.device),
         "loss": partial(setup.call, kernel_cases.measure, loss_cases.loss_kernels, setup.device),
     }

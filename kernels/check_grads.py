@@ -26,21 +26,18 @@ def check_grads(
     multiplier: Tensor | None = None,
     max_norm: float | None = None,
     workspace: dict[str, Any] | None = None,
-    into: Sequence[Tensor] | None = None,
 ) -> Checked:
     """Check gradients and take their norm in one pass that changes none of them; no host sync.
 
     `grads`: dense float32, float16 or bfloat16 on one device, at least one. They count as multiplied by
     `multiplier` and divided by `scale` (0-dim float32, each one if None). `max_norm` clips as
     `torch.nn.utils.clip_grad_norm_` does, in float32 whatever the gradients' type. `workspace` keeps a GPU's
-    buffers between calls. `into`: float32 tensors laid out as the gradients, which the same pass fills with them, not
-    multiplied. Reads the size of a gradient per element; writes nothing, or 4 bytes.
+    buffers between calls. Reads the size of a gradient per element, writes nothing.
     """
     if grads[0].is_cuda:
         from .triton import check_grads as gpu
 
-        found = gpu.check_grads(grads, scale, multiplier, max_norm, {} if workspace is None else workspace, into)
-        return Checked(*found)
+        return Checked(*gpu.check_grads(grads, scale, multiplier, max_norm, {} if workspace is None else workspace))
     result = torch.empty(3)
     native.call(
         "check_grads",
@@ -48,7 +45,6 @@ def check_grads(
         native.sizes(grads),
         native.addresses(grads),
         native.dtype_codes(grads),
-        None if into is None else native.addresses(into),
         scale,
         multiplier,
         None if max_norm is None else native.np.array(max_norm, dtype=native.np.float64),
@@ -62,11 +58,8 @@ def check_grads_reference(
     scale: Tensor | None = None,
     multiplier: Tensor | None = None,
     max_norm: float | None = None,
-    into: Sequence[Tensor] | None = None,
 ) -> Checked:
     """The same in plain torch."""
-    if into is not None:
-        torch._foreach_copy_(list(into), list(grads))
     one = torch.ones((), device=grads[0].device)
     inverse = one if scale is None else scale.double().reciprocal().float()
     factor = inverse if multiplier is None else inverse * multiplier

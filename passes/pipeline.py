@@ -22,7 +22,6 @@ from ampcompile.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
 from ampcompile.passes.fuse.fuse_linear_cast import FuseLinearCast
 from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy
 from ampcompile.passes.fuse.fuse_norm import FuseNorm
-from ampcompile.passes.fuse.fuse_softmax import FuseSoftmax
 from ampcompile.passes.fuse.matching import FusePass, Worth
 
 from .base import Pass
@@ -71,6 +70,5 @@ def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
         FuseCrossEntropy(worth),
         FuseLinearCast(worth, torch.is_grad_enabled()),
         FuseNorm(worth),
-        FuseSoftmax(worth),
     )
     return tuple(each for each in passes if worth.considers(each.family))

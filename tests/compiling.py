@@ -83,12 +83,34 @@ def dtypes(values: Any) -> list[Any]:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether two structures hold equal tensors, NaN included, in the same dtypes."""
+    """Whether two structures hold the same leaves in the same order: tensors of one dtype, one shape, and equal bits.
+
+    0 is not -0, and infinity is no finite number. Every NaN counts as the same one, whatever its sign and payload: which
+    of two operands' payloads survives an addition depends on the order in which a compiler puts them, and torch's
+    own vectorized and scalar conversions to 16 bits write different ones.
+    """
     left, right = pytree.tree_leaves(a), pytree.tree_leaves(b)
-    return dtypes(left) == dtypes(right) and all(
-        torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) if isinstance(x, torch.Tensor) else x == y
-        for x, y in zip(left, right, strict=True)
-    )
+    return len(left) == len(right) and all(map(_same_leaf, left, right))
+
+
+def _same_leaf(a: Any, b: Any) -> bool:
+    if type(a) is not type(b) and not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return False
+    if isinstance(a, float):
+        return same_bits(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))
+    if not isinstance(a, torch.Tensor):
+        return a == b
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    """The bits of numbers as integers, all NaN alike."""
+    value = value.detach().resolve_conj().resolve_neg()
+    value = torch.view_as_real(value) if value.is_complex() else value
+    if not value.is_floating_point():
+        return value
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.itemsize]
+    return value.masked_fill(value.isnan(), torch.nan).view(integers)
 
 
 def gradients(module: torch.nn.Module, run: Callable[[torch.nn.Module], torch.Tensor]) -> list[torch.Tensor | None]:

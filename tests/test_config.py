@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from ampcompile import config
 from ampcompile.config import Options
-from ampcompile.errors import OptionError
+from ampcompile.errors import AmpWarning, OptionError
 from ampcompile.policy import Policy
 
 
@@ -36,6 +37,16 @@ def test_ours_are_read_and_the_rest_goes_to_inductor():
     assert dict(options.inductor) == {"epilogue_fusion": False, "fallback_random": True}
     assert Options.parse({"policy": policy}).policy == policy
     assert Options.parse({"fuse": "norm+cross_entropy"}).fuse == "norm+cross_entropy"
+
+
+def test_a_family_that_is_gone_warns_once_and_is_ignored():
+    config._warn_of_softmax.cache_clear()
+    with pytest.warns(AmpWarning, match=r"fuse names 'softmax', .* expected some of 'cross_entropy', .*: leave it out"):
+        assert Options.parse({"fuse": "softmax"}).fuse == "none"
+    assert Options.parse({"fuse": "softmax"}).fuse == "none"  # a second warning would be an error
+    assert Options.parse({"fuse": "norm+softmax+linear"}).fuse == "norm+linear"
+    with pytest.raises(OptionError, match=r"option fuse='norms'"):
+        Options.parse({"fuse": "norms+softmax"})
 
 
 def test_a_mode_is_inductors_settings():

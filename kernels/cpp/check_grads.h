@@ -6,9 +6,8 @@
 
 // Sum of (grad * multiplier)^2 over all gradients: finite exactly when every product is, since the square of a
 // float never overflows a double. Chunks are added in order, so the result doesn't depend on the threads.
-// `into`, if not null: where each gradient goes as float32, not multiplied, while its chunk is in the cache.
 inline double sum_of_squares(int64_t tensors, const int64_t* numel, const int64_t* grads, const int64_t* dtypes,
-                             const int64_t* into, float multiplier, int threads) {
+                             float multiplier, int threads) {
   const auto chunks = chunks_of(tensors, numel);
   std::vector<double> sums(chunks.size());
   for_each_chunk(chunks, threads, [&](const Chunk& c, int64_t i) {
@@ -25,9 +24,6 @@ inline double sum_of_squares(int64_t tensors, const int64_t* numel, const int64_
         for (int64_t lane = 0; lane < 32; ++lane) add(k, lane);
       for (int64_t lane = 0; k + lane < n; ++lane) add(k, lane);
       for (double lane : lanes) sums[i] += lane;
-      if (!into) return;
-      float* wide = at<float>(into[c.tensor], c.begin);
-      for (k = 0; k < n; ++k) wide[k] = widen(g[k]);
     });
   });
   double sum = 0;

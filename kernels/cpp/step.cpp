@@ -7,11 +7,11 @@ extern "C" {
 
 // See `check_grads.check_grads`. result: found_inf, multiplier, norm.
 void check_grads(int64_t tensors, const int64_t* numel, const int64_t* grads, const int64_t* dtypes,
-                 const int64_t* into, const float* scale, const float* multiplier, const double* max_norm,
+                 const float* scale, const float* multiplier, const double* max_norm,
                  float* result, int threads) {
   const float inverse = scale ? float(1 / double(*scale)) : 1;
   const float factor = multiplier ? *multiplier * inverse : inverse;
-  const double sum = sum_of_squares(tensors, numel, grads, dtypes, into, factor, threads);
+  const double sum = sum_of_squares(tensors, numel, grads, dtypes, factor, threads);
   const float norm = float(std::sqrt(sum));
   const float shrink = max_norm ? float(*max_norm / (double(norm) + 1e-6)) : 1;
   result[0] = !std::isfinite(sum) || inverse == 0;

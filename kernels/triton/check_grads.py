@@ -44,14 +44,13 @@ def check_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_MULTIPLIER: tl.constexpr,
     HAS_MAX_NORM: tl.constexpr,
-    WIDEN: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Programs take chunks in turn; the last to finish, of all launches, sums up.
 
-    words: sizes, addresses of the gradients, and with WIDEN of where each goes as float32.
+    words: sizes and addresses of the gradients.
     """
     factor = inverse_of(scale, HAS_SCALE)
     if HAS_MULTIPLIER:
@@ -64,29 +63,19 @@ def check_kernel(
         size = tl.load(words + tensor)
         address = tl.load(words + tensor_count + tensor)
         begin = tl.load(chunks + 2 * number + 1).to(tl.int64) * CHUNK
-        wide_at = address
-        if WIDEN:
-            wide_at = tl.load(words + 2 * tensor_count + tensor)
         part = tl.zeros([BLOCK], tl.float32)
-        if (begin + CHUNK <= size) & (((address | wide_at) & 15) == 0):
+        if (begin + CHUNK <= size) & ((address & 15) == 0):
             grad = tl.multiple_of(address.to(tl.pointer_type(GRAD)), 16)
-            wide = tl.multiple_of(wide_at.to(tl.pointer_type(tl.float32)), 16)
             for i in range(0, CHUNK, BLOCK):
                 offset = begin + i + tl.arange(0, BLOCK)
-                x = tl.load(grad + offset).to(tl.float32)
-                if WIDEN:
-                    tl.store(wide + offset, x)
-                x *= factor
+                x = tl.load(grad + offset).to(tl.float32) * factor
                 bad |= (tl.abs(x) < float("inf")).to(tl.int32) ^ 1
                 part += x * x
         else:
             grad = address.to(tl.pointer_type(GRAD))
-            wide = wide_at.to(tl.pointer_type(tl.float32))
             for i in range(0, CHUNK, BLOCK):
                 offset = begin + i + tl.arange(0, BLOCK)
                 x = tl.load(grad + offset, mask=offset < size, other=0.0).to(tl.float32)
-                if WIDEN:
-                    tl.store(wide + offset, x, mask=offset < size)
                 x = tl.where(offset < size, x * factor, 0.0)  # 0 times an infinite factor is no gradient's
                 bad |= (tl.abs(x) < float("inf")).to(tl.int32) ^ 1
                 part += x * x
@@ -118,7 +107,6 @@ def check_grads(
     multiplier: Tensor | None,
     max_norm: float | None,
     workspace: dict[Any, Any],
-    into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """found_inf, multiplier and norm; one launch for each type of gradient."""
     device = grads[0].device
@@ -127,7 +115,7 @@ def check_grads(
     dtypes = list(dict.fromkeys(grad.dtype for grad in grads))
     launches = []
     with tables.on(device):
-        words = follow(np.concatenate([numels, tables.addresses(grads, into or [])]), device)
+        words = follow(np.concatenate([numels, tables.addresses(grads)]), device)
         for dtype in dtypes:
             chosen = np.array([i for i, grad in enumerate(grads) if grad.dtype == dtype])
             pieces = tables.chunks(numels, chosen, device, workspace)
@@ -155,7 +143,6 @@ def check_grads(
                 HAS_SCALE=scale is not None,
                 HAS_MULTIPLIER=multiplier is not None,
                 HAS_MAX_NORM=max_norm is not None,
-                WIDEN=into is not None,
                 CHUNK=tables.CHUNK,
                 BLOCK=BLOCK,
                 PARTS=triton.next_power_of_2(programs),

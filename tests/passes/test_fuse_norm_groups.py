@@ -229,7 +229,7 @@ def test_the_report_says_so() -> None:
 
 
 def test_nothing_is_fused_unless_asked_for() -> None:
-    for fuse in ("auto", "none", "softmax"):
+    for fuse in ("auto", "none", "linear"):
         (graph,) = rewritten(Block(), torch.randn(2, 16, 6, 6), torch.randn(2, 8), fuse=fuse)
         assert count(graph, GROUP_NORM) == 0
         torch._dynamo.reset()

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from tests.weights import programs as random_programs
 from tests.weights.searching import searches_are_cheap as searches_are_cheap
 
 
@@ -20,6 +21,6 @@ from tests.weights.searching import searches_are_cheap as searches_are_cheap
 def test_programs(lower: str, programs: int) -> None:
     first = int(os.environ["AMPCOMPILE_TEST_SEED"]) % 10**6
     with torch._dynamo.config.patch(recompile_limit=200):
-        compiled = dict(programs.compiled(lower))
+        compiled = dict(random_programs.compiled(lower))
         for seed in range(first, first + programs):
-            programs.Program(seed, compiled).run(14)
+            random_programs.Program(seed, compiled).run(14)

@@ -17,9 +17,8 @@ from ampcompile.passes.fuse.matching import Worth
 from benchmarks.architectures import build
 from tests import tiny_models
 from tests.compiling import amp, error, gradients, training_errors
+from tests.passes.fuse.test_fuse_cross_entropy import with_labels
 from tests.passes.rewriting import count, rewritten
-
-from .test_fuse_cross_entropy import with_labels
 
 ASKED = {"fuse": "linear_cross_entropy"}
 

@@ -61,7 +61,7 @@ def test_what_isnt_such_a_value(f: object, dtype: torch.dtype) -> None:
 
 def test_counts_decide_unless_the_user_does(monkeypatch: pytest.MonkeyPatch) -> None:
     auto, asked = matching.Worth("auto"), matching.Worth("norm+linear")
-    assert auto.considers("norm") and asked.considers("norm") and not asked.considers("softmax")
+    assert auto.considers("norm") and asked.considers("norm") and not asked.considers("cross_entropy")
     assert asked(CPU, 0, 10) and asked(CUDA, None, None)
     assert auto(CUDA, 25, 100) and not auto(CUDA, 24, 100) and not auto(CUDA, 0, 0) and not auto(CUDA, None, 100)
     assert not auto(CPU, 100, 100)
