@@ -9,6 +9,7 @@ import torch
 from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.types import OpOverload
 
+from .passes.analysis import schema
 from .torch_private import constants
 
 # What Dynamo of torch 2.15 calls torch.Tensor's reflected operators, as `2 - x`: the name inside their decorator.
@@ -26,14 +27,9 @@ def _computing() -> frozenset[str]:
         op = (
             getattr(getattr(torch.ops.aten, packet, None), overload or "default", None) if namespace == "aten" else None
         )
-        if isinstance(op, OpOverload) and _computes(op):
+        if isinstance(op, OpOverload) and schema.computes(op):
             found.add(packet)
     return frozenset(name for name in found - _CONVERSIONS if not name.endswith("_")) | {_REFLECTED}
-
-
-def _computes(op: OpOverload) -> bool:
-    returns_tensors = any("Tensor" in str(value.type) for value in op._schema.returns)
-    return returns_tensors and not op.is_view and not op._schema.is_mutable
 
 
 def computes(name: str) -> bool:
