@@ -151,11 +151,6 @@ def below_autograd(target: Any) -> bool:
     return getattr(target, "__name__", "") in _BELOW_AUTOGRAD
 
 
-def reads_bits(op: OpOverload) -> bool:
-    """Whether an op gives the bits of one type as numbers of another: a view that makes other numbers."""
-    return op.is_view and op._overloadname == "dtype"
-
-
 def held_tensors(gm: GraphModule) -> dict[str, torch.Tensor]:
     """The tensors that a graph holds as attributes though they change: parameters and state of compiled optimizers."""
     return {name: getattr(gm, name) for name in getattr(gm, "_param_name_to_source", ()) if hasattr(gm, name)}
@@ -227,17 +222,3 @@ def op_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target.overloadpacket)
     return getattr(target, "__name__", str(target))
-
-
-def set_arguments(
-    op: OpOverload, args: Any, kwargs: Any, new: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments with some set by name, where they stood by position included."""
-    names = [a.name for a in op._schema.arguments if not a.kwarg_only]
-    values, kwargs = list(args), dict(kwargs)
-    for name, value in new.items():
-        if name in names and names.index(name) < len(values):
-            values[names.index(name)] = value
-        else:
-            kwargs[name] = value
-    return tuple(values), kwargs

@@ -39,7 +39,10 @@ def test_nothing_heavy_is_loaded(use: str) -> None:
 
 
 def test_the_package_itself_is_a_handful_of_modules() -> None:
-    script = "import sys, torch; before = set(sys.modules); import ampcompile\nfor name in set(sys.modules) - before:\n    if sys.modules[name].__spec__: print(name)"
+    script = (
+        "import sys, torch; before = set(sys.modules); import ampcompile\n"
+        "for name in set(sys.modules) - before:\n    if sys.modules[name].__spec__: print(name)"
+    )
     run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=300, check=True)
     assert len(run.stdout.split()) < 20
 

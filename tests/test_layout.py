@@ -23,6 +23,8 @@ SOURCES = {import_name(path): path for folder in FOLDERS for path in sorted((ROO
 LAW = [
     {"errors", "dtypes", "moved"},
     {"torch_private"},
+    {"passes.analysis.schema"},
+    {"passes.analysis.op_traits"},
     {"kernels.triton"},
     {"kernels"},
     {"weights", "rules"},

@@ -12,10 +12,9 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampcompile.passes.analysis.op_traits import CONVERSIONS, has
 from ampcompile.passes.graph import bodies, held_tensors
 from ampcompile.torch_private import dispatcher, tracing
-
-_CONVERSIONS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as", "prims::convert_element_type"})
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class _Watched(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = dispatcher.as_computed(func, args, func(*args, **(kwargs or {})))
-        if func._schema.name in _CONVERSIONS and _converts(args[0], result):
+        if has(func, CONVERSIONS) and _converts(args[0], result):
             self.sizes.append(_bytes(args[0], result))
         return result
 
@@ -83,7 +82,7 @@ class _Watched(TorchDispatchMode):
 def _conversions(gm: GraphModule, done: set[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     done.add(id(gm))
     for node in gm.graph.nodes:
-        if isinstance(node.target, OpOverload) and node.target._schema.name in _CONVERSIONS:
+        if has(node.target, CONVERSIONS):
             before, after = _value(node.args[0]), _value(node)
             if _converts(before, after):
                 yield before, after

@@ -14,10 +14,9 @@ from torch.fx import Graph, Node
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import behind_views, overwritten, returned
 from ampcompile.passes.analysis.commuting import kind, rebuilt, runs_in, same_layout
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
 from ampcompile.passes.graph import bodies
 from ampcompile.torch_private import dispatcher, tracing
-
-_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 def drop_after_differentiation(graph: Graph) -> int:
@@ -36,7 +35,7 @@ def drop_after_differentiation(graph: Graph) -> int:
 
 def _is_cast(node: Node) -> bool:
     """Whether a node changes the floating dtype of its operand, and nothing else about it."""
-    if node.target not in _CASTS:
+    if not has(node.target, CONVERSIONS_AFTER):
         return False
     before, after = node.args[0].meta["val"], node.meta["val"]
     floating = before.is_floating_point() and after.is_floating_point()
@@ -73,7 +72,8 @@ def _as_computed(graph: Graph, node: Node) -> int:
     value = node.meta["val"] = dispatcher.as_computed(node.target, node.args, node.meta["val"], lambda n: n.meta["val"])
     for result in [user for user in node.users if user.target is operator.getitem]:
         result.meta["val"] = value[result.args[1]]
-        for cast in [u for u in result.users if u.target in _CASTS and u.meta["val"].dtype == result.meta["val"].dtype]:
+        casts = [user for user in result.users if has(user.target, CONVERSIONS_AFTER)]
+        for cast in [cast for cast in casts if cast.meta["val"].dtype == result.meta["val"].dtype]:
             cast.replace_all_uses_with(result)
             graph.erase_node(cast)
             dropped += 1

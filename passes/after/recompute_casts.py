@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import behind_views
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
 from ampcompile.passes.analysis.sizes import in_floats
 from ampcompile.passes.graph import bodies, placeholders
 
-_AFTER = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _TAG = "recompute"  # torch's own, by which checkpoints tell the same; it comes through differentiation
 
 
@@ -41,7 +40,7 @@ def _tag(cast: Node) -> bool:
 
 
 def _widens(node: Node) -> bool:
-    if node.target not in _AFTER:
+    if not has(node.target, CONVERSIONS_AFTER):
         return False
     before, after = node.args[0].meta["val"], node.meta["val"]
     made_here = behind_views(node.args[0]).op != "placeholder"

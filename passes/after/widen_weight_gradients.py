@@ -14,11 +14,11 @@ import torch
 from torch.fx import Graph, Node
 
 from ampcompile.passes.analysis.commuting import kind, rebuilt
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
 from ampcompile.passes.graph import placeholders
 from ampcompile.torch_private import dispatcher, tracing
 
 aten = torch.ops.aten
-_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _IN_FLOAT32 = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
 
 
@@ -48,11 +48,13 @@ def _returned(graph: Graph) -> Iterator[Node]:
     """The casts to float32 whose result is returned, or a term of a sum that is, and is used for nothing else."""
     ends = {graph.output_node()}
     for node in reversed(graph.nodes):
-        if ends.issuperset(node.users) and (kind(node) == "moves" or node.target in (aten.add.Tensor, *_CASTS)):
-            if node.target not in _CASTS:
-                ends.add(node)
-            elif node.meta["val"].dtype is torch.float32:
+        if not ends.issuperset(node.users):
+            continue
+        if has(node.target, CONVERSIONS_AFTER):
+            if node.meta["val"].dtype is torch.float32:
                 yield node
+        elif kind(node) == "moves" or node.target is aten.add.Tensor:
+            ends.add(node)
 
 
 def _from_product(cast: Node) -> list[Node]:

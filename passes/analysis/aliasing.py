@@ -12,6 +12,8 @@ from torch.fx import Graph, GraphModule, Node
 from ampcompile.passes.graph import below_autograd, bodies, placeholders
 from ampcompile.torch_private import dispatcher
 
+from .op_traits import CASTS, has
+
 # Composite ops that give memory of their own, though their schema could as well be silent about an alias.
 _FRESH_NAMES = """
 linear matmul conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d layer_norm batch_norm
@@ -20,7 +22,6 @@ scaled_dot_product_attention gelu silu max_pool1d max_pool2d max_pool3d avg_pool
 adaptive_avg_pool2d adaptive_avg_pool3d
 """
 _FRESH = frozenset(f"aten::{name}" for name in _FRESH_NAMES.split())
-_CASTS = frozenset({"aten::to", "aten::type_as"})
 
 
 class Memory:
@@ -60,7 +61,7 @@ class Memory:
                 self._written.add(operand)
 
     def _op(self, node: Node, op: OpOverload) -> None:
-        if op._schema.name in _CASTS and node.meta["val"].dtype != node.args[0].meta["val"].dtype:
+        if has(op, CASTS) and node.meta["val"].dtype != node.args[0].meta["val"].dtype:
             return  # `to` returns its operand only where it has nothing to do
         silent = dispatcher.may_return_argument(op) and op._schema.name not in _FRESH
         for i, argument in enumerate(op._schema.arguments):

@@ -9,7 +9,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Node, map_arg
 
-from ampcompile.passes.graph import reads_bits
+from .op_traits import reads_bits
 
 CAST = torch.ops.aten.to.dtype
 # Their gradient moves numbers back, or fills with zeros, so it commutes with casts too.

@@ -10,17 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import Memory
 from ampcompile.passes.analysis.commuting import CAST, kind, rebuilt, runs_in, same_layout
 from ampcompile.passes.analysis.gradients import differentiable
+from ampcompile.passes.analysis.op_traits import CASTS, has
 from ampcompile.passes.graph import bodies
 from ampcompile.torch_private import tracing
-
-_CASTS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as"})
 
 
 def is_cast(node: Node) -> bool:
@@ -119,7 +117,7 @@ def _does_nothing(node: Node) -> bool:
 
 def _operand_and_result(node: Node) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
     """The values before and after a change to a floating dtype that changes nothing else."""
-    if isinstance(node.target, OpOverload) and node.target._schema.name in _CASTS and isinstance(node.args[0], Node):
+    if has(node.target, CASTS) and isinstance(node.args[0], Node):
         before, after = node.args[0].meta["val"], node.meta["val"]
         # Of integers only those that some floating type holds are known to stay what they are.
         numbers = before.is_floating_point() or is_lossless(before.dtype, after.dtype)

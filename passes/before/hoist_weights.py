@@ -18,7 +18,8 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
-from ampcompile.passes.graph import below_autograd, placeholders, reads_bits
+from ampcompile.passes.analysis.op_traits import reads_bits
+from ampcompile.passes.graph import below_autograd, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
 from ampcompile.torch_private import tracing
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.passes.analysis.aliasing import Memory, returned
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.gradients import differentiable
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
 from ampcompile.passes.graph import bodies
-
-_AFTER = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ def share_after_differentiation(graph: Graph) -> int:
     apart = returned(graph)
     shared = 0
     for cast in list(graph.nodes):
-        if cast.target not in _AFTER or cast in apart:  # what is returned twice is two tensors
+        if not has(cast.target, CONVERSIONS_AFTER) or cast in apart:  # what is returned twice is two tensors
             continue
         # A checkpointed stretch that backward runs again keeps casts of its own.
         key = (cast.target, cast.args, str(cast.kwargs), cast.meta.get("recompute"), cast.meta.get("ac_graph_id"))

@@ -38,6 +38,8 @@ from torch.fx import GraphModule, Node, map_arg
 from torch.utils import _pytree as pytree
 
 from ampcompile.passes.analysis import higher_order
+from ampcompile.passes.analysis.op_traits import CASTS, has, reads_bits
+from ampcompile.passes.analysis.schema import set_arguments
 from ampcompile.passes.graph import (
     ENTER,
     EXIT,
@@ -50,8 +52,6 @@ from ampcompile.passes.graph import (
     in_dtype,
     module_path,
     placeholders,
-    reads_bits,
-    set_arguments,
 )
 from ampcompile.policy import Policy
 from ampcompile.torch_private import tracing
@@ -61,9 +61,7 @@ from .decisions import Call, decide
 from .dtype_memo import Repeats, traced_if_alike
 from .range_guards import guarded
 
-# The user's own casts and copies are never second-guessed.
-_CASTS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as"})
-_KEEP_VALUES = _CASTS | {"aten::lift_fresh_copy", "aten::detach_", "aten::clone"}
+_KEEP_VALUES = CASTS | {"aten::lift_fresh_copy", "aten::detach_", "aten::clone"}
 _BORN_KNOWN = frozenset({"aten", "prims", "prim", "ampcompile", "_c10d_functional", "c10d_functional"})
 HOPS = higher_order.HOPS
 
@@ -125,7 +123,7 @@ class _Walk:
         if device_type is None or low is None or not any(map(castable, tensors)):
             because = "autocast is off here" if low is None and device_type else "no floating operands"
             return self._as_it_is(node, Decision(because))
-        if op._schema.name in _CASTS:
+        if has(op, CASTS):
             return self._as_it_is(node, Decision("a cast that the user wrote stays as it is"))
         call = Call(node, op, self.values, device_type)
         rule = self.policy.rule_for(op, device_type, module_path(node))

@@ -10,10 +10,8 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-_ROUNDING = frozenset(
-    f"aten::{name}" for name in ("floor", "ceil", "round", "trunc", "floor_divide", "bucketize", "searchsorted", "item")
-)
-_CASTS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as"})
+from ampcompile.passes.analysis.op_traits import CASTS, ROUNDS_TO_INTEGERS, draws_random_numbers, has
+
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -44,12 +42,11 @@ def _counts(node: Node, counts: set[Node]) -> bool:
         return True
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
-    seeded = torch.Tag.nondeterministic_seeded in node.target.tags
-    return not seeded and all(operand in counts or not _is_floating(operand) for operand in node.all_input_nodes)
+    known = all(operand in counts or not _is_floating(operand) for operand in node.all_input_nodes)
+    return known and not draws_random_numbers(node.target)
 
 
 def _rounds(node: Node) -> bool:
-    if not isinstance(node.target, OpOverload):
-        return False
-    name, value = node.target._schema.name, node.meta.get("val")
-    return name in _ROUNDING or (name in _CASTS and isinstance(value, torch.Tensor) and value.dtype in _INTEGERS)
+    value = node.meta.get("val")
+    to_integers = isinstance(value, torch.Tensor) and value.dtype in _INTEGERS
+    return has(node.target, ROUNDS_TO_INTEGERS) or (to_integers and has(node.target, CASTS))

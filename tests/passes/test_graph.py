@@ -13,10 +13,9 @@ from ampcompile.passes.graph import (
     device_type_of,
     module_path,
     op_name,
-    set_arguments,
     source_line,
 )
-from tests.compiling import HALF, HIGH, LOW, amp
+from tests.compiling import HALF, LOW, amp
 
 aten = torch.ops.aten
 
@@ -92,13 +91,6 @@ def test_where_a_node_came_from():
     (sin,) = [n for n in nodes if n.target is aten.sin.default]
     file, _, line = source_line(sin).rpartition(":")
     assert file == __file__ and "named" in Path(file).read_text().splitlines()[int(line) - 1]
-
-
-def test_arguments_are_set_by_name_wherever_they_stand():
-    op = aten.add.Tensor
-    assert set_arguments(op, (1, 2), {}, {"other": 5, "alpha": 3}) == ((1, 5), {"alpha": 3})
-    assert set_arguments(aten.softmax.int, (1, 0, None), {}, {"dtype": HIGH}) == ((1, 0, HIGH), {})
-    assert set_arguments(aten.softmax.int, (1, 0), {}, {"dtype": HIGH}) == ((1, 0), {"dtype": HIGH})
 
 
 def test_bodies_are_the_graphs_that_are_called():

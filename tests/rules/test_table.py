@@ -1,4 +1,4 @@
-"""The tables are complete and mean what they say; what custom ops add. Agreement with eager: test_rules_parity.py."""
+"""The tables are complete and mean what they say; what custom ops add. Agreement with eager: test_parity.py."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Run by test_scaler_distributed.py: what each rank does."""
+"""Run by test_distributed.py: what each rank does."""
 
 import math
 from itertools import product

@@ -55,7 +55,7 @@ def test_an_overflow_is_found_when_clipping_and_not_looked_for_again(kind, bad):
     norm = scaler.clip_grad_norm_(optimizer, 1.0)
     torch.testing.assert_close(norm, torch.tensor(bad), equal_nan=True)
     for param in params(optimizer):
-        param.grad.data.fill_(1.0)  # a write that leaves no trace: others are refused, see test_scaler_pending.py
+        param.grad.data.fill_(1.0)  # a write that leaves no trace: others are refused, see test_pending.py
     scaler.step(optimizer)
     assert scaler.last_step_skipped.item()
     assert all((param == 1).all() for param in params(optimizer))

@@ -1,16 +1,12 @@
 """Optimizers' state after fused steps is laid out as torch lays it out, and on the CPU holds torch's bits."""
 
-import math
 from itertools import product
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
 from ampcompile.scaler.grad_scaler import GradScaler
-from ampcompile.scaler.steps import lend_steps, new_step, return_steps
-from ampcompile.torch_private import optimizers
 from tests.scaler.cases import assert_close, assert_equal
 
 SCALE = 2.0**10
@@ -108,69 +104,3 @@ def test_momentum_of_another_type_that_was_loaded_stays():
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)
     assert_close([optimizer.state[param]["momentum_buffer"]], [torch.full((3,), 1.9)])
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("default", [torch.float32, torch.float64])
-def test_step_counts_have_torchs_type_whatever_the_default_type(kind, mode, default):
-    torch.set_default_dtype(default)
-    try:
-        found = []
-        for ours in (True, False):
-            param = nn.Parameter(torch.ones(3, dtype=torch.float32))
-            optimizer, scaler = kind([param], **MODES[mode]), GradScaler("cpu", init_scale=1.0)
-            scaler.scale(torch.ones(()))
-            param.grad = torch.ones(3, dtype=torch.float32)
-            (scaler.step(optimizer) if ours else optimizer.step())
-            found.append(layouts(optimizer))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert found[0] == found[1]
-
-
-# Counts on a GPU, as fake tensors
-
-
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"capturable": True}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("read", ["step", "state_dict", "return_steps"])
-def test_counts_on_a_gpu_return_before_anyone_looks(options, read):
-    with FakeTensorMode():
-        params = [nn.Parameter(torch.ones(3, device="cuda")) for _ in range(3)]
-        optimizer = torch.optim.Adam(params, **options)
-        group = optimizer.param_groups[0]
-        home = "cuda" if "capturable" in options or "fused" in options else "cpu"
-        for param in params[:2]:
-            optimizer.state[param] = {"step": new_step(param, group), "exp_avg": param, "exp_avg_sq": param}
-            assert optimizer.state[param]["step"].device.type == home
-            optimizer.state[param]["step"] = torch.ones((), device="cuda")
-        lend_steps(optimizer)
-        lend_steps(optimizer)
-        assert list(optimizers.pre_hooks(optimizer)) == [return_steps]
-        if read == "step":
-            optimizer.step()
-        else:
-            return_steps(optimizer) if read == "return_steps" else optimizer.state_dict()
-        counts = [optimizer.state[param]["step"] for param in params[:2]]
-        assert [(c.device.type, c.dtype, c.shape) for c in counts] == [(home, torch.float32, ())] * 2
-        assert counts[0].untyped_storage()._cdata != counts[1].untyped_storage()._cdata
-        assert params[2] not in optimizer.state
-
-
-@pytest.mark.gpu
-def test_counts_are_torchs_after_fused_steps_on_a_gpu():
-    found = []
-    for ours in (True, False):
-        param = nn.Parameter(torch.ones(3, device="cuda"))
-        optimizer, scaler = torch.optim.AdamW([param]), GradScaler("cuda", init_scale=1.0)
-        scaler.scale(torch.ones((), device="cuda"))
-        for grad in (1.0, math.inf, 2.0, 3.0):
-            param.grad = torch.full_like(param, grad)
-            if ours and grad != 3.0:
-                scaler.step(optimizer)
-                scaler.update(1.0)
-            elif grad != math.inf:
-                optimizer.step()
-            found.append(optimizer.state_dict()["state"][0]["step"])
-    assert all(step.is_cpu for step in found)
-    assert [step.item() for step in found] == [1, 1, 2, 3] * 2

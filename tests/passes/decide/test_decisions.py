@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ampcompile.passes.analysis.schema import set_arguments
 from ampcompile.passes.decide.decisions import Call, decide
-from ampcompile.passes.graph import set_arguments
 from ampcompile.rules.table import Rule, table
 from ampcompile.torch_private.dispatcher import op_named
 from tests.compiling import HALF, HIGH, LOW

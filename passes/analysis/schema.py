@@ -1,0 +1,75 @@
+"""The one reader of op schemas: an op's name, its arguments by name, what it writes and what its results share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from torch._ops import OpOverload
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+
+def name_of(op: OpOverload) -> str:
+    """The name that all overloads of an op have, as `aten::to`."""
+    name: str = op._schema.name
+    return name
+
+
+@cache
+def arguments_of(op: OpOverload) -> tuple[Any, ...]:
+    """What the schema says of each argument: `name`, `type`, `kwarg_only`, `alias_info`, `default_value` ..."""
+    return tuple(op._schema.arguments)
+
+
+@cache
+def written_by(op: OpOverload) -> frozenset[str]:
+    """The names of the arguments that an op writes into, as far as its schema tells."""
+    return frozenset(a.name for a in arguments_of(op) if a.alias_info is not None and a.alias_info.is_write)
+
+
+@cache
+def shared_by(op: OpOverload) -> frozenset[str]:
+    """The names of the arguments whose memory a result has, or may have; those written are among them."""
+    return frozenset(a.name for a in arguments_of(op) if a.alias_info is not None)
+
+
+def writes(op: OpOverload) -> bool:
+    """Whether an op writes into some argument."""
+    return bool(op._schema.is_mutable)
+
+
+@cache
+def computes(op: OpOverload) -> bool:
+    """False for what must see its operand itself: views, writers, and questions about sizes."""
+    returns_tensors = any("Tensor" in str(value.type) for value in op._schema.returns)
+    return returns_tensors and not op.is_view and not writes(op)
+
+
+def by_name(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a call gives, by the names in the schema; defaults that the call relies on are not in it."""
+    return dict(zip((a.name for a in arguments_of(op)), args, strict=False)) | dict(kwargs)
+
+
+def operands(node: Node) -> Iterator[tuple[str, Node]]:
+    """The nodes that a call of an op is given, lists flattened, each with its argument's name, in the call's order."""
+    assert isinstance(node.target, OpOverload)
+    for name, value in by_name(node.target, node.args, node.kwargs).items():
+        for leaf in pytree.tree_leaves(value, is_leaf=lambda x: isinstance(x, Node)):
+            if isinstance(leaf, Node):
+                yield name, leaf
+
+
+def set_arguments(
+    op: OpOverload, args: Any, kwargs: Any, new: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments with some set by name, where they stood by position included."""
+    names = [a.name for a in arguments_of(op) if not a.kwarg_only]
+    values, kwargs = list(args), dict(kwargs)
+    for name, value in new.items():
+        if name in names and names.index(name) < len(values):
+            values[names.index(name)] = value
+        else:
+            kwargs[name] = value
+    return tuple(values), kwargs

@@ -1,0 +1,80 @@
+"""What the scaler knows about an optimizer is that optimizer's own, and goes with it."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from ampcompile.errors import ScalerError
+from ampcompile.scaler.pending import leave, pending
+from ampcompile.scaler.records import Record, Records, has_grads
+from tests.scaler.cases import params_with
+
+
+class Duck:
+    """An optimizer that can be neither hashed nor referred to weakly."""
+
+    __slots__ = ("param_groups",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.param_groups = [{"params": [nn.Parameter(torch.ones(1))]}]
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(params_with(1.0), lr=0.1)
+
+
+def test_each_optimizer_has_one_record_that_goes_with_it() -> None:
+    records, first, second = Records(), sgd(), sgd()
+    assert records[first] is records[first] and records[first] is not records[second]
+    assert records[first].optimizer() is first
+    records[first].detour = "of the first"
+    del first
+    gc.collect()
+    assert list(records._by_id) == [id(second)]
+
+
+def test_an_id_that_another_optimizer_has_now_gives_a_new_record() -> None:
+    records, first, second = Records(), sgd(), sgd()
+    records._by_id[id(second)] = records[first]
+    assert records[second].optimizer() is second and records[second] is not records[first]
+
+
+def test_a_duck_typed_optimizer_is_held() -> None:
+    records, duck = Records(), Duck()
+    assert records[duck] is records[duck] and records[duck].optimizer() is duck
+
+
+@pytest.mark.parametrize(
+    ("flags", "skipped"),
+    [((), False), ((0.0,), False), ((1.0,), True), ((0.0, 0.0), False), ((0.0, 2.0), True), ((1.0, 1.0), True)],
+)
+def test_a_step_was_skipped_if_any_flag_is_set(flags: tuple[float, ...], skipped: bool) -> None:
+    optimizer = sgd()
+    record = Record(lambda: optimizer, found_infs=tuple(torch.full((1,), flag) for flag in flags))
+    found = record.skipped()
+    assert found.dtype == torch.bool and found.shape == () and found.item() == skipped
+    assert Record(lambda: None, found_infs=()).skipped().item() is False, "the optimizer may be gone"
+
+
+def test_before_the_first_step_there_is_nothing_to_tell() -> None:
+    with pytest.raises(ScalerError, match="found no step so far"):
+        Record(lambda: None).skipped()
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_the_end_of_an_iteration_drops_what_is_pending_or_marks_it_as_over(scaled: bool) -> None:
+    records, optimizer = Records(), sgd()
+    assert records[optimizer].optimizer() is optimizer
+    leave(optimizer, {torch.device("cpu"): torch.ones(())})
+    records.end_iteration(scaled)
+    left = pending(optimizer)
+    assert left is None if scaled else (left is not None and left.over)
+
+
+def test_gradients_are_looked_for_in_all_groups() -> None:
+    without, with_one = params_with(None), params_with(None, 0.0)
+    assert not has_grads(torch.optim.SGD(without, lr=0.1))
+    assert has_grads(torch.optim.SGD([{"params": without}, {"params": with_one}], lr=0.1))
