@@ -13,6 +13,7 @@ from ampcompile.rules.table import Rule
 
 from .errors import PolicyError
 from .rules import table as rules
+from .torch_private import dispatcher
 
 OP_VALUES = ("low", "fp32", "promote", "fp32_inside", "as_arrives", "default")
 MODULE_VALUES = ("low", "bf16", "fp16", "fp32", "default")
@@ -100,7 +101,7 @@ class Policy:
             ("op", self.ops, _spellings(op.name())),
         ):
             glob, value = _last_match(overrides, names)
-            if value != "default" and _computes(op):
+            if value != "default" and dispatcher.computes(op):
                 return _rule(op, value, f"policy: {kind} {glob}={value}")
         return None
 
@@ -110,12 +111,6 @@ def _last_match(overrides: Overrides, names: list[str]) -> tuple[str, str]:
         if any(fnmatchcase(name, glob) for name in names):
             return glob, value
     return "", "default"
-
-
-def _computes(op: OpOverload) -> bool:
-    """False for what must see its operand itself: views, writers, and questions about sizes."""
-    returns_tensors = any("Tensor" in str(value.type) for value in op._schema.returns)
-    return returns_tensors and not op.is_view and not op._schema.is_mutable
 
 
 def _rule(op: OpOverload, value: str, because: str) -> Rule:

@@ -123,5 +123,7 @@ def test_passes_and_kernels_have_their_tests() -> None:
 
 def test_all_but_the_gpus_kernels_imports_where_there_is_no_triton() -> None:
     inside = [module for module in SOURCES if room(module)[1] not in ("kernels.triton", "__main__")]
-    code = "import sys, importlib; sys.modules['triton'] = None\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    code = (
+        "import sys, importlib; sys.modules['triton'] = None\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    )
     subprocess.run([sys.executable, "-c", code, *inside], check=True, timeout=300)
