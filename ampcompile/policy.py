@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 from typing import Self
 
 import torch
-from torch._ops import OpOverload
 
 from ampcompile.rules.table import Rule
+from ampcompile.torch_private.types import OpOverload
 
 from .errors import PolicyError
 from .rules import table as rules

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from ampcompile.torch_private import pytree
 
 from .errors import PrecisionError
 from .torch_private import constants, dispatcher
+from .torch_private.types import OpOverload
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ARRIVING = frozenset(_FLOATS)
@@ -127,7 +128,7 @@ def _computing() -> frozenset[str]:
     """Names of the torch functions that compute something: no conversions, and none that end in an underscore."""
     found = {name for name in torch.nn.functional.__dict__ if name.islower() and not name.startswith("_")}
     found |= {name for name in torch.functional.__all__ if not name.startswith("_")}
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in dispatcher.all_op_names():
         if name.startswith("aten::"):
             packet, _, overload = name.removeprefix("aten::").partition(".")
             op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)

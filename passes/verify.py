@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, map_arg
 
 from ampcompile.torch_private import tracing
+from ampcompile.torch_private.types import OpOverload
 
 from .graph import UNDECIDED, bodies, source_line
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+
+from ampcompile.torch_private.types import OpOverload
 
 _PREFIX = "aten::_scaled_dot_product_"
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
+from ampcompile.torch_private import pytree
 from ampcompile.torch_private.joint_graphs import draws_random_numbers
+from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from .attention import attention, is_attention
 
@@ -112,7 +112,7 @@ def _laid_out(result: Any, mixed: Any) -> Any:
 def rounds(node: Node, result: Any) -> bool:
     """Whether an op computes floating values: no view, no copy, no choice among values."""
     target = node.target
-    if not isinstance(target, OpOverload | torch._ops.HigherOrderOperator):
+    if not isinstance(target, OpOverload | HigherOrderOperator):
         return False
     if isinstance(target, OpOverload) and (target.is_view or target in _MOVES):
         return False

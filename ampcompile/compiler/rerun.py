@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Node
+
+from ampcompile.torch_private.types import OpOverload
 
 # Ops that update running statistics, which they don't read in training: the argument that says so.
 _STATISTICS = {

@@ -6,11 +6,11 @@ from functools import cache
 from types import MappingProxyType
 
 import torch
-from torch._ops import OpOverload
 
 from ampcompile.dtypes import FLOATS, short_name, widest
 from ampcompile.errors import RuleError
 from ampcompile.torch_private import dispatcher
+from ampcompile.torch_private.types import OpOverload
 
 from . import accelerator, cpu, ours
 from .composite import CONTENTS

@@ -5,11 +5,11 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from ampcompile.kernels.embedding_gradient import ADD_EMBEDDING_GRADIENT
 from ampcompile.torch_private.dispatcher import AS_A_FUNCTION
+from ampcompile.torch_private.types import OpOverload
 
 _GRADIENT = torch.ops.aten.embedding_dense_backward.default
 

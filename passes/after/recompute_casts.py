@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -17,6 +16,7 @@ from ampcompile.passes.analysis.aliasing import behind_views
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
 from ampcompile.passes.analysis.sizes import in_floats
 from ampcompile.passes.graph import bodies, placeholders
+from ampcompile.torch_private.types import OpOverload
 
 _TAG = "recompute"  # torch's own, by which checkpoints tell the same; it comes through differentiation
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+
+from ampcompile.torch_private.types import OpOverload
 
 from .schema import name_of
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
@@ -22,6 +21,7 @@ from ampcompile.passes.analysis.op_traits import reads_bits
 from ampcompile.passes.graph import below_autograd, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
 from ampcompile.torch_private import tracing
+from ampcompile.torch_private.types import OpOverload
 
 CAST = torch.ops.aten.to.dtype
 # Views whose gradient only puts numbers back in place: taking it before or after the cast gives the same bits.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.passes.analysis.aliasing import Memory
@@ -18,6 +17,7 @@ from ampcompile.passes.analysis.gradients import differentiable
 from ampcompile.passes.analysis.sizes import is_smaller
 from ampcompile.passes.graph import bodies
 from ampcompile.torch_private import tracing
+from ampcompile.torch_private.types import OpOverload
 
 
 @dataclass(frozen=True)

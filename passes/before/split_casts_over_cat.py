@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.dtypes import is_lossless
@@ -19,6 +18,7 @@ from ampcompile.passes.analysis.commuting import CAST, same_layout
 from ampcompile.passes.analysis.sizes import in_floats
 from ampcompile.passes.graph import bodies
 from ampcompile.torch_private import tracing
+from ampcompile.torch_private.types import OpOverload
 
 _JOINING = frozenset(f"aten::{name}" for name in ("cat", "concat", "concatenate", "stack", "hstack", "vstack"))
 

@@ -8,14 +8,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from ampcompile.errors import BannedOpError
 from ampcompile.passes.graph import Decision, castable, op_name, source_line
 from ampcompile.rules.table import Rule
-from ampcompile.torch_private import dispatcher
+from ampcompile.torch_private import dispatcher, pytree
+from ampcompile.torch_private.types import OpOverload
 
 
 @dataclass(frozen=True)
