@@ -15,7 +15,7 @@ from ampcompile.torch_private import pytree
 
 from .errors import PrecisionError
 from .passes.analysis import schema
-from .torch_private import constants
+from .torch_private import constants, dispatcher
 from .torch_private.types import OpOverload
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
