@@ -160,6 +160,9 @@ def test_every_test_has_its_file_or_is_said_to_be_of_several() -> None:
     assert not across & mirrored().keys()
 
 
-def test_the_package_imports_where_there_is_no_triton() -> None:
-    code = "import sys; sys.modules['triton'] = None; import ampcompile.passes, ampcompile.kernels"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+def test_all_but_the_gpus_kernels_imports_where_there_is_no_triton() -> None:
+    inside = [module for module in SOURCES if room(module)[1] not in ("kernels.triton", "__main__")]
+    code = (
+        "import sys, importlib; sys.modules['triton'] = None\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    )
+    subprocess.run([sys.executable, "-c", code, *inside], check=True, timeout=300)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ampcompile.command_line import doctor as cli_doctor
+from ampcompile.torch_private import patches
 
 
 def test_doctor_measures_and_advises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,6 +22,8 @@ def test_doctor_measures_and_advises(monkeypatch: pytest.MonkeyPatch) -> None:
     json.dumps(found)
     text = cli_doctor.table(found)
     assert torch.__version__ in text and found["advice"][0] in text
+    assert all(group.name in text and group.when in text for group in patches.TABLE)
+    assert "torch.Tensor.data" in [patch["what"] for group in found["patches"] for patch in group["patches"]]
 
 
 @pytest.mark.parametrize(

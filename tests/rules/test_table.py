@@ -7,11 +7,11 @@ from ampcompile.errors import RuleError
 from ampcompile.rules import accelerator as rules_accelerator
 from ampcompile.rules import cpu as rules_cpu
 from ampcompile.rules import ours as rules_ours
+from ampcompile.rules import table as rules_table
 from ampcompile.rules.table import (
     Rule,
     composite_needs_decomposition,
     register_op,
-    registry_key,
     rule_for,
     table,
 )
@@ -207,15 +207,6 @@ def test_a_rule_is_registered_for_all_overloads_or_for_one(custom, fresh_registr
     assert rule_for(f.default, "cpu") == Rule(rule, f"registered as {rule} with ampcompile.register_op")
 
 
-def test_the_registry_key_holds_all_that_was_registered(fresh_registry):
-    assert registry_key() == ""
-    register_op("b::g", "fp32")
-    register_op("a::f.x", "promote")
-    assert registry_key() == "a::f.x=promote b::g=fp32"
-    register_op("b::g", "promote")
-    assert registry_key() == "a::f.x=promote b::g=promote"
-
-
 @pytest.mark.parametrize("op", ["f", "", "ns::", "::f", "a::b::c", 3, torch.sin, aten.sin])
 def test_an_op_without_a_full_name_is_an_error(fresh_registry, op):
     with pytest.raises(RuleError) as error:
@@ -224,7 +215,7 @@ def test_an_op_without_a_full_name_is_an_error(fresh_registry, op):
         f"register_op got {op!r} as the op; expected its name as 'ns::name' or 'ns::name.overload', "
         "or an OpOverload such as torch.ops.ns.name.default."
     )
-    assert not registry_key()
+    assert not rules_table._registered
 
 
 def test_an_unknown_rule_is_an_error(fresh_registry):
