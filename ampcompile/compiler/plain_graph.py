@@ -19,8 +19,9 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.errors import DoubleBackwardError
 from ampcompile.passes.base import run_passes
-from ampcompile.passes.graph import bodies
-from ampcompile.passes.replay.enable_second_backward import OpenBackwards, closed
+from ampcompile.passes.graph import graphs
+from ampcompile.passes.pipeline import replay
+from ampcompile.passes.replay.enable_second_backward import closed
 from ampcompile.torch_private import autocast, compiled_functions, pytree, regions, tracing
 from ampcompile.torch_private.types import OpOverload
 
@@ -32,7 +33,7 @@ CLOSED = (
 
 def without_autocast(gm: GraphModule) -> Callable[..., Any]:
     """`gm` as a callable of the same arguments and results, with autocast excluded forward and backward."""
-    run_passes([OpenBackwards()], gm)
+    run_passes(replay(), gm)
     writes, refusal = writes_to_inputs(gm), CLOSED if closed(gm) else None
 
     def run(*args: Any) -> Any:
@@ -168,9 +169,8 @@ class _Refused(torch.autograd.Function):
 
 def writes_to_inputs(gm: GraphModule) -> bool:
     """Whether an op of the graph, or of a body it calls, writes to an input in place, as far as schemas tell."""
-    if any(_begins_as_input(value) for node in gm.graph.nodes for value in _written(node)):
-        return True
-    return any(writes_to_inputs(body) for _, body in bodies(gm))
+    nodes = (node for graph in graphs(gm) for node in graph.graph.nodes)
+    return any(_begins_as_input(value) for node in nodes for value in _written(node))
 
 
 def _written(node: Node) -> Iterator[Node]:

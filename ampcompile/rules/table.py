@@ -9,6 +9,7 @@ import torch
 
 from ampcompile.dtypes import FLOATS, short_name, widest
 from ampcompile.errors import RuleError
+from ampcompile.passes.analysis.schema import name_of
 from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.types import OpOverload
 
@@ -136,18 +137,13 @@ def register_op(op: OpOverload | str, rule: str) -> None:
     _registered[name] = Rule(rule, f"registered as {rule} with ampcompile.register_op")
 
 
-def registry_key() -> str:
-    """All that `register_op` was told, in one string for compile-cache keys."""
-    return " ".join(f"{name}={rule.category}" for name, rule in sorted(_registered.items()))
-
-
 def rule_for(op: OpOverload, device_type: str) -> Rule | None:
     """The rule of an op on a device type; None: it runs in whatever dtype arrives.
 
     `register_op` beats `torch.library.register_autocast`, which beats the table.
     """
     name = op.name()
-    registered = _registered.get(name) or _registered.get(op._schema.name)
+    registered = _registered.get(name) or _registered.get(name_of(op))
     if registered is not None or op.namespace == "aten":
         return registered or table(device_type).get(name)
     return _registered_with_torch(op, device_type) or table(device_type).get(name) or _unreadable(op, device_type)
