@@ -8,7 +8,7 @@ import torch
 
 
 def mark_constant(function: Any) -> None:
-    """Mark a function as `torch.compiler.assume_constant_result` does, which loads Dynamo for it (torch 2.11 to 2.15)."""
+    """Mark a function as `torch.compiler.assume_constant_result` does, which loads Dynamo (torch 2.11 to 2.15)."""
     function._dynamo_marked_constant = True
 
 
