@@ -9,19 +9,18 @@ may be a function of another, and what flows between them is the outside's affai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from operator import getitem
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from ampcompile.errors import DoubleBackwardError
+from ampcompile.passes.analysis.aliasing import shared, written
 from ampcompile.passes.base import run_passes
-from ampcompile.passes.graph import bodies
+from ampcompile.passes.graph import below_autograd, bodies
 from ampcompile.passes.replay.enable_second_backward import OpenBackwards, closed
 from ampcompile.torch_private import lowering
 
@@ -169,30 +168,16 @@ class _Refused(torch.autograd.Function):
 
 def writes_to_inputs(gm: GraphModule) -> bool:
     """Whether an op of the graph, or of a body it calls, writes to an input in place, as far as schemas tell."""
-    if any(_begins_as_input(value) for node in gm.graph.nodes for value in _written(node)):
+    if any(_begins_as_input(value) for node in gm.graph.nodes for value in written(node)):
         return True
     return any(writes_to_inputs(body) for _, body in bodies(gm))
 
 
-def _written(node: Node) -> Iterator[Node]:
-    for value, alias in _arguments(node):
-        if alias is not None and alias.is_write:
-            yield value
-
-
 def _begins_as_input(value: Node) -> bool:
-    """Whether a value is an input, or shares its memory."""
-    if value.op == "placeholder" or value.target is getitem:
-        return value.op == "placeholder" or _begins_as_input(value.args[0])
-    return any(alias is not None and _begins_as_input(source) for source, alias in _arguments(value))
+    """Whether a value is an input, or shares its memory where autograd sees it.
 
-
-def _arguments(node: Node) -> Iterator[tuple[Node, Any]]:
-    """The values that an op takes, each with what its schema says of memory shared or written."""
-    if not isinstance(node.target, OpOverload):
-        return
-    for place, argument in enumerate(node.target._schema.arguments):
-        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-        for value in given if isinstance(given, list | tuple) else [given]:
-            if isinstance(value, Node):
-                yield value, argument.alias_info
+    Without what schemas leave unsaid: that is rarely so, and a graph that writes to its inputs has no node of its own.
+    """
+    if value.op == "placeholder" or below_autograd(value.target):
+        return value.op == "placeholder"
+    return any(map(_begins_as_input, shared(value, unsaid=False)))

@@ -7,8 +7,10 @@ import torch.nn.functional as F
 from ampcompile.passes.analysis import op_traits
 from ampcompile.passes.analysis.op_traits import (
     GIVES_OWN_MEMORY,
+    GIVES_OWN_MEMORY_OF_SEVERAL,
     JOINS,
     REARRANGES,
+    SHARES_UNSAID,
     STATISTICS,
     STATISTICS_UNREAD_IF,
     WRITES_CONSTANTS,
@@ -18,7 +20,7 @@ from ampcompile.passes.analysis.op_traits import (
     keeps_constants,
     reads_bits,
 )
-from ampcompile.passes.analysis.schema import arguments_of, written_by
+from ampcompile.passes.analysis.schema import arguments_of, shared_by, written_by
 
 ATEN = torch.ops.aten
 TABLES = {
@@ -86,6 +88,7 @@ def test_what_rearranges_shares_memory_and_takes_each_number_once_at_most():
 
 ROWS, IMAGE = torch.randn(2, 4), torch.randn(1, 2, 4, 4)
 ONES = {n: torch.ones(1, 1, *[1] * n) for n in (1, 2, 3)}
+GATES = {n: (torch.zeros(4 * n, 4), torch.zeros(4 * n, 4)) for n in (1, 3, 4)}
 INDICES = torch.tensor([0, 1])
 # Called so that the result could be the operand itself.
 OWN_MEMORY = {
@@ -102,6 +105,13 @@ OWN_MEMORY = {
     "group_norm": lambda x: F.group_norm(x, 1),
     "instance_norm": lambda x: F.instance_norm(x[None]),
     "rms_norm": lambda x: F.rms_norm(x, (4,)),
+    "bilinear": lambda x: F.bilinear(x, x, torch.ones(4, 4, 4)),
+    "prelu": lambda x: F.prelu(x, torch.ones(1)),
+    "tensordot": lambda x: torch.tensordot(x, torch.tensor(1.0), 0),
+    "lstm_cell": lambda x: torch.lstm_cell(x, (x, x), *GATES[4])[1],
+    "gru_cell": lambda x: torch.gru_cell(x, x, *GATES[3]),
+    "rnn_tanh_cell": lambda x: torch.rnn_tanh_cell(x, x, *GATES[1]),
+    "rnn_relu_cell": lambda x: torch.rnn_relu_cell(x, x, *GATES[1]),
     "softmax": lambda x: x.softmax(0),
     "log_softmax": lambda x: x.log_softmax(0),
     "cross_entropy_loss": lambda x: F.cross_entropy(x, INDICES, reduction="none"),
@@ -134,6 +144,27 @@ def test_statistics_are_arguments_that_such_norms_may_not_read():
     for name, unread_if in STATISTICS_UNREAD_IF.items():
         for op in overloads(name):
             assert STATISTICS | {unread_if} <= {argument.name for argument in arguments_of(op)}
+
+
+def test_einsum_gives_own_memory_of_several_operands_but_not_of_one():
+    assert {"aten::einsum"} == GIVES_OWN_MEMORY_OF_SEVERAL
+    found = {"ij->ji": [], "ij,jk->ik": [torch.eye(4)], "ij,->ij": [torch.tensor(1.0)], "ij,k->ji": [torch.ones(1)]}
+    for equation, others in found.items():
+        result = torch.einsum(equation, ROWS, *others)
+        assert (result.untyped_storage().data_ptr() == ROWS.untyped_storage().data_ptr()) == (not others), equation
+
+
+def test_ops_that_share_memory_and_dont_say_so():
+    found = {
+        "_unsafe_view": ATEN._unsafe_view(ROWS, [8]),
+        "unsafe_split": torch.unsafe_split(ROWS, 1)[1],
+        "unsafe_split_with_sizes": torch.unsafe_split_with_sizes(ROWS, [1, 1])[1],
+        "lift": ATEN.lift(ROWS),
+    }
+    assert {f"aten::{name}" for name in found} == SHARES_UNSAID
+    for name, value in found.items():
+        assert value.untyped_storage().data_ptr() == ROWS.untyped_storage().data_ptr(), name
+        assert not shared_by(overloads(f"aten::{name}")[0])
 
 
 def test_joined_parts_are_the_parts():
