@@ -7,11 +7,11 @@ from fnmatch import fnmatchcase
 from typing import Self
 
 import torch
-from torch._ops import OpOverload
 
 from ampcompile.passes.analysis.op_traits import STATISTICS
 from ampcompile.passes.analysis.schema import arguments_of, computes
 from ampcompile.rules.table import Rule
+from ampcompile.torch_private.types import OpOverload
 
 from .errors import PolicyError
 from .rules import table as rules

@@ -13,16 +13,16 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ampcompile import dtypes
 from ampcompile.dtypes import FLOATS
+from ampcompile.torch_private import regions
+from ampcompile.torch_private.types import HigherOrderOperator, OpOverload, is_traceable_wrapper_subclass
 
 Precision = torch.dtype | None  # the low-precision dtype of a region; None where autocast is off
-ENTER = torch.amp.autocast_mode._enter_autocast
-EXIT = torch.amp.autocast_mode._exit_autocast
+ENTER = regions.ENTER_AUTOCAST
+EXIT = regions.EXIT_AUTOCAST
 _OURS = os.path.dirname(dtypes.__file__) + os.sep
 _BELOW_AUTOGRAD = frozenset({"_get_data_attr", "_lower_version_count_by_1"})
 UNDECIDED = "amp_undecided"  # in `gm.meta` as long as the values are those that autocast gave while tracing
@@ -164,6 +164,20 @@ def bodies(gm: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
             yield node, body
 
 
+def graphs(gm: GraphModule) -> Iterator[GraphModule]:
+    """A graph and the bodies that its higher-order ops call, and theirs: each once, a caller before what it calls.
+
+    A body counts if it is there when the walk comes to it: a pass may change the graph that it was handed.
+    """
+    pending, seen = [gm], set[int]()
+    while pending:
+        graph = pending.pop()
+        if id(graph) not in seen:
+            seen.add(id(graph))
+            yield graph
+            pending += reversed([body for _, body in bodies(graph)])
+
+
 def module_path(node: Node) -> str:
     """The path of the innermost module a node was called in, as `named_modules` spells it."""
     return _path_of(node.meta.get("nn_module_stack"))
@@ -219,6 +233,6 @@ def source_line(node: Node) -> str:
 
 def op_name(target: Any) -> str:
     """An op as users write it: `aten.linear`, `flex_attention`, `operator.add`."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target.overloadpacket)
     return getattr(target, "__name__", str(target))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, map_arg
 
 from ampcompile.torch_private import tracing
+from ampcompile.torch_private.types import OpOverload
 
 from .analysis.schema import writes
-from .graph import UNDECIDED, bodies, source_line
+from .graph import UNDECIDED, graphs, source_line
 
 
 def verify(gm: GraphModule) -> None:
@@ -22,7 +22,7 @@ def verify(gm: GraphModule) -> None:
     if UNDECIDED in gm.meta:
         return
     with tracing.on_fakes_of(gm), torch.no_grad():
-        for graph in (gm, *(body for _, body in bodies(gm))):
+        for graph in graphs(gm):
             _verify(graph)
 
 

@@ -13,7 +13,9 @@ from torch.utils import _pytree as pytree
 from ampcompile.compiler.backend import Rewritten, rewrite
 from ampcompile.compiler.lower import lower
 from ampcompile.config import Options
-from ampcompile.passes.graph import bodies
+from ampcompile.passes.base import Pass
+from ampcompile.passes.decide.assign_precision import AssignPrecision
+from ampcompile.passes.graph import graphs
 
 LOW, HALF, HIGH = torch.bfloat16, torch.float16, torch.float32
 
@@ -35,23 +37,21 @@ class Recorder:
         self.graphs.append(rewrite(gm, example_inputs, self.options, self._watch))
         return lower(self.graphs[-1].graph, example_inputs, self.options)
 
-    def _watch(self, name: str, gm: GraphModule) -> None:
-        if name == "assign_precision":
+    def _watch(self, done: Pass | None, gm: GraphModule) -> None:
+        if isinstance(done, AssignPrecision):
             self.traced.append(text(gm))
             self._compare(gm)
 
     def _compare(self, gm: GraphModule) -> None:
-        for node in gm.graph.nodes:
+        for node in (node for graph in graphs(gm) for node in graph.graph.nodes):
             if node.op != "call_function" or "val" not in node.meta:
                 continue
             seen, decided = (pytree.tree_leaves(v) for v in (node.meta["val"], node.meta["amp"].result))
-            for a, b in zip(seen, decided, strict=False):
+            for a, b in zip(seen, decided, strict=True):
                 if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
                     self.compared += 1
                     if a.dtype != b.dtype:
                         self.disagreements.append(f"{node.format_node()}: autocast {a.dtype}, decided {b.dtype}")
-        for _, body in bodies(gm):
-            self._compare(body)
 
 
 def amp(f: Any, **options: Any) -> tuple[Any, Recorder]:
@@ -85,9 +85,9 @@ def dtypes(values: Any) -> list[Any]:
 def same_bits(a: Any, b: Any) -> bool:
     """Whether two structures hold the same leaves in the same order: tensors of one dtype, one shape, and equal bits.
 
-    0 is not -0, and infinity is no finite number. Every NaN counts as the same one, whatever its sign and payload: which
-    of two operands' payloads survives an addition depends on the order in which a compiler puts them, and torch's
-    own vectorized and scalar conversions to 16 bits write different ones.
+    0 is not -0, and infinity is no finite number. Every NaN counts as the same one, whatever its sign and payload:
+    which of two operands' payloads survives an addition depends on the order in which a compiler puts them, and
+    torch's own vectorized and scalar conversions to 16 bits write different ones.
     """
     left, right = pytree.tree_leaves(a), pytree.tree_leaves(b)
     return len(left) == len(right) and all(map(_same_leaf, left, right))
@@ -100,10 +100,10 @@ def _same_leaf(a: Any, b: Any) -> bool:
         return same_bits(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))
     if not isinstance(a, torch.Tensor):
         return a == b
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
 
 
-def _bits(value: torch.Tensor) -> torch.Tensor:
+def bits(value: torch.Tensor) -> torch.Tensor:
     """The bits of numbers as integers, all NaN alike."""
     value = value.detach().resolve_conj().resolve_neg()
     value = torch.view_as_real(value) if value.is_complex() else value

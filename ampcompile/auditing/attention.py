@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from ampcompile.passes.analysis.schema import by_name, name_of
+from ampcompile.torch_private.types import OpOverload
 
 _PREFIX = "aten::_scaled_dot_product_"
 

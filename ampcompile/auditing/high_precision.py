@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from ampcompile.passes.analysis.op_traits import COPIES_AFTER, draws_random_numbers, has, is_view, reads_bits
 from ampcompile.passes.analysis.schema import by_name
+from ampcompile.torch_private import pytree
+from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from .attention import attention, is_attention
 
@@ -112,7 +112,7 @@ def _laid_out(result: Any, mixed: Any) -> Any:
 def rounds(node: Node, result: Any) -> bool:
     """Whether an op computes floating values: no view, no copy, no choice among values."""
     target = node.target
-    if not isinstance(target, OpOverload | torch._ops.HigherOrderOperator):
+    if not isinstance(target, OpOverload | HigherOrderOperator):
         return False
     if is_view(target) or has(target, COPIES_AFTER):
         return False

@@ -13,20 +13,18 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
-from ampcompile.passes.after.bind_weights import BindWeightsEagerly
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import bodies, placeholders
-from ampcompile.passes.replay.enable_second_backward import OpenBackwards, closed
-from ampcompile.passes.weight_copy import WEIGHT_COPY
-from ampcompile.torch_private import compiled_functions, lowering, tracing
+from ampcompile.passes.pipeline import replay
+from ampcompile.passes.replay.enable_second_backward import closed
+from ampcompile.passes.weight_copy import read_copy
+from ampcompile.torch_private import autocast, compiled_functions, pytree, tracing
 
 from .plain_graph import CLOSED, differentiated, refused, stand_in
 from .rerun import Drawn, drawing_nothing, writes_unread
@@ -91,7 +89,7 @@ class Twice:
             return _WRITES
         if compiled_functions.takes_apart_subclasses(self._function):
             return _SUBCLASSES
-        run_passes([OpenBackwards()], self._gm)
+        run_passes(replay(), self._gm)
         return CLOSED if closed(self._gm) else None
 
     def _remember(self, ctx: Any, arguments: Sequence[Any]) -> None:
@@ -111,14 +109,14 @@ class Twice:
         if None in written or not all(writes_unread(placeholders(self._gm)[i]) for i in written if i is not None):
             self.refusal = _READS_OLD
         self._written = [i for i in written if i is not None]
-        read = [not all(user.target is WEIGHT_COPY for user in node.users) for node in placeholders(self._gm)]
+        read = [not all(user.target is read_copy for user in node.users) for node in placeholders(self._gm)]
         self._watched = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and read[i] and i not in written]
         self._sources = sources
 
     def _backward(self, original: Run, ctx: Any, gradients: Any) -> Any:
         call: _Call | None = ctx.amp_call
         if not torch.is_grad_enabled():
-            if not lowering.graph_is_kept():
+            if not compiled_functions.graph_is_kept():
                 ctx.amp_call = None
             return original(ctx, gradients)
         if call is None or self.refusal:
@@ -130,15 +128,9 @@ class Twice:
         except Drawn:
             self.refusal = _DRAWS
             return self._once(original, ctx, gradients, self.refusal)
-        if not lowering.graph_is_kept():
+        if not compiled_functions.graph_is_kept():
             ctx.amp_call = None
         return found
-
-    @cached_property
-    def _plain(self) -> Run:
-        """The graph with torch's own autograd. Takes the graph's inputs."""
-        run_passes([BindWeightsEagerly()], self._gm)
-        return self._gm
 
     def _replayed(self, args: tuple[Any, ...], needed: Sequence[bool], gradients: list[Tensor | None]) -> Any:
         """The gradients of the function's arguments, as functions of the graph's inputs and of `gradients`."""
@@ -148,8 +140,8 @@ class Twice:
         again = [inside.get(i, arg) for i, arg in enumerate(args)]
         for i in self._written:
             again[i] = args[i].clone()
-        with drawing_nothing(args), torch.enable_grad(), lowering.autocast_off():
-            results = pytree.tree_leaves(self._plain(*again), is_leaf=lambda value: value is None)
+        with drawing_nothing(args), torch.enable_grad(), autocast.autocast_off():
+            results = pytree.tree_leaves(self._gm(*again), is_leaf=lambda value: value is None)
         reached = list(self._reached(results, gradients))
         by_input: dict[int, Tensor | None] = {}
         if reached:

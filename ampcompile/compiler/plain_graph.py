@@ -3,8 +3,8 @@
 AOTAutograd bakes a backward that excludes autocast. Here autograd's own nodes run, and a region that is open around
 `loss.backward()` would act on the operations in them. So the graph's backward is one node for the outside, which
 has autograd run the nodes inside with autocast excluded. Inside, stand-ins take the place of the inputs: one input
-may be a function of another, and what flows between them is the outside's affair. What the node computes with
-`create_graph=True` is differentiable again, and has a node again.
+may be a function of another, and the autograd outside the node sees to gradients between them. What the node computes
+with `create_graph=True` is differentiable again, by another such node.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from ampcompile.errors import DoubleBackwardError
 from ampcompile.passes.analysis.aliasing import shared, written
 from ampcompile.passes.base import run_passes
-from ampcompile.passes.graph import below_autograd, bodies
-from ampcompile.passes.replay.enable_second_backward import OpenBackwards, closed
-from ampcompile.torch_private import lowering
+from ampcompile.passes.graph import below_autograd, graphs
+from ampcompile.passes.pipeline import replay
+from ampcompile.passes.replay.enable_second_backward import closed
+from ampcompile.torch_private import autocast, compiled_functions, pytree, regions, tracing
 
 CLOSED = (
     "calls a custom autograd function whose backward reads what its forward computed along the way: expected one that "
@@ -32,12 +32,12 @@ CLOSED = (
 
 def without_autocast(gm: GraphModule) -> Callable[..., Any]:
     """`gm` as a callable of the same arguments and results, with autocast excluded forward and backward."""
-    run_passes([OpenBackwards()], gm)
+    run_passes(replay(), gm)
     writes, refusal = writes_to_inputs(gm), CLOSED if closed(gm) else None
 
     def run(*args: Any) -> Any:
         inputs = {id(arg): arg for arg in args if _wants_gradient(arg)} if torch.is_grad_enabled() else {}
-        if writes or not inputs or torch._C._are_functorch_transforms_active():
+        if writes or not inputs or tracing.transforms_are_active():
             return _run(gm, args)  # inputs written in place have their history inside
         inside = {key: stand_in(tensor) for key, tensor in inputs.items()}
         results = _run(gm, [inside.get(id(arg), arg) for arg in args])
@@ -50,10 +50,10 @@ def without_autocast(gm: GraphModule) -> Callable[..., Any]:
 def _run(gm: GraphModule, args: Sequence[Any]) -> Any:
     grad_enabled = torch.is_grad_enabled()
     try:
-        with lowering.autocast_off():
+        with autocast.autocast_off():
             return gm(*args)
     except BaseException:
-        torch._C._set_grad_enabled(grad_enabled)  # the graph sets it at nodes of its own
+        regions.SET_GRAD_ENABLED(grad_enabled)  # the graph sets it at nodes of its own
         raise
 
 
@@ -106,7 +106,7 @@ def differentiated(
     gradients = [gradient for _, gradient in reached]
     wanted = [gradient for gradient in gradients if again and _wants_gradient(gradient)]
     standing = {id(gradient): stand_in(gradient) for gradient in wanted}
-    with lowering.autocast_off():
+    with autocast.autocast_off():
         found: Sequence[Tensor | None] = torch.autograd.grad(
             [result for result, _ in reached],
             list(inside),
@@ -140,7 +140,7 @@ class _Backward(torch.autograd.Function):
         if reached and wanted:
             ctx.shared |= torch.is_grad_enabled()  # by the gradients' own graph, from now on
             inputs, inside = ([tensors[i] for i in wanted] for tensors in (ctx.inputs, ctx.inside))
-            keep = ctx.shared or lowering.graph_is_kept()
+            keep = ctx.shared or compiled_functions.graph_is_kept()
             again = torch.is_grad_enabled()
             with torch.set_grad_enabled(again and not ctx.refusal):
                 computed = differentiated(reached, inputs, inside, keep)
@@ -168,9 +168,8 @@ class _Refused(torch.autograd.Function):
 
 def writes_to_inputs(gm: GraphModule) -> bool:
     """Whether an op of the graph, or of a body it calls, writes to an input in place, as far as schemas tell."""
-    if any(_begins_as_input(value) for node in gm.graph.nodes for value in written(node)):
-        return True
-    return any(writes_to_inputs(body) for _, body in bodies(gm))
+    nodes = (node for graph in graphs(gm) for node in graph.graph.nodes)
+    return any(_begins_as_input(value) for node in nodes for value in written(node))
 
 
 def _begins_as_input(value: Node) -> bool:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from ampcompile.passes.analysis.op_traits import STATISTICS, STATISTICS_UNREAD_IF, has
 from ampcompile.passes.analysis.schema import arguments_of, by_name, name_of, written_by
+from ampcompile.torch_private.types import OpOverload
 
 
 def writes_unread(value: Node) -> bool:

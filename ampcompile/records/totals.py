@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompile.passes.analysis.op_traits import CONVERSIONS, has
-from ampcompile.passes.graph import bodies, held_tensors
-from ampcompile.torch_private import dispatcher, tracing
+from ampcompile.passes.graph import graphs, held_tensors
+from ampcompile.torch_private import dispatcher, pytree, tracing
+from ampcompile.torch_private.types import OpOverload, TorchDispatchMode
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Total:
 
 def total_of(stage: str, gm: GraphModule) -> Total:
     """What a graph and its bodies convert."""
-    sizes = [_bytes(*pair) for pair in _conversions(gm, set())]
+    sizes = [_bytes(*pair) for graph in graphs(gm) for pair in _conversions(graph)]
     return Total(stage, len(sizes), sum(sizes))
 
 
@@ -79,16 +77,12 @@ class _Watched(TorchDispatchMode):
         return Total(stage, len(self.sizes), sum(self.sizes))
 
 
-def _conversions(gm: GraphModule, done: set[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    done.add(id(gm))
+def _conversions(gm: GraphModule) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for node in gm.graph.nodes:
         if has(node.target, CONVERSIONS):
             before, after = _value(node.args[0]), _value(node)
             if _converts(before, after):
                 yield before, after
-    for _, body in bodies(gm):
-        if id(body) not in done:
-            yield from _conversions(body, done)
 
 
 def _value(node: Any) -> Any:

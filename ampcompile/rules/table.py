@@ -6,12 +6,12 @@ from functools import cache
 from types import MappingProxyType
 
 import torch
-from torch._ops import OpOverload
 
 from ampcompile.dtypes import FLOATS, short_name, widest
 from ampcompile.errors import RuleError
 from ampcompile.passes.analysis.schema import name_of
 from ampcompile.torch_private import dispatcher
+from ampcompile.torch_private.types import OpOverload
 
 from . import accelerator, cpu, ours
 from .composite import CONTENTS
@@ -135,11 +135,6 @@ def register_op(op: OpOverload | str, rule: str) -> None:
     if rule not in REGISTRABLE:
         raise RuleError(f"register_op got the rule {rule!r} for {name}; expected one of {', '.join(REGISTRABLE)}.")
     _registered[name] = Rule(rule, f"registered as {rule} with ampcompile.register_op")
-
-
-def registry_key() -> str:
-    """All that `register_op` was told, in one string for compile-cache keys."""
-    return " ".join(f"{name}={rule.category}" for name, rule in sorted(_registered.items()))
 
 
 def rule_for(op: OpOverload, device_type: str) -> Rule | None:

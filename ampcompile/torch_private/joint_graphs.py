@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import lowering
+from . import autocast
 
 Run = Callable[[list[Any]], Any]
 Interpret = Callable[[GraphModule], Run]
@@ -37,7 +37,7 @@ def aot_interpreted(gm: GraphModule, inputs: Sequence[Any], forward: Interpret, 
 
         return compile_graph
 
-    with lowering.lowering_without_autocast():
+    with autocast.lowering_without_autocast():
         return aot_autograd(
             fw_compiler=compiler(forward),
             bw_compiler=compiler(backward),

@@ -1,99 +1,38 @@
-"""Every private torch call, and every difference between torch 2.11 and 2.15, in one place."""
+"""Who compiles a rewritten graph: Inductor, or AOTAutograd with eager kernels."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import HigherOrderOperator
 
-_INERT_DEVICE = "ipu"  # has autocast state, and no kernels in any torch build since 2.3
+from . import patches
 
-
-def autocast_nesting() -> int:
-    """How many `torch.autocast` regions this thread is in, all devices together."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
-@contextlib.contextmanager
-def autocast_off() -> Iterator[None]:
-    """Run with every Autocast dispatch key excluded."""
-    with torch._C._DisableAutocast():
-        yield
-
-
-@contextlib.contextmanager
-def lowering_without_autocast() -> Iterator[None]:
-    """Lower a graph so that no autocast acts, neither while it is traced nor when it or its backward runs.
-
-    AOTAutograd excludes the Autocast keys at run time, forward and backward, only if some autocast was on at
-    compile time: so one is, for a device that no tensor can be on.
-    """
-    with torch._C._DisableAutocast():
-        torch.set_autocast_enabled(_INERT_DEVICE, True)
-        try:
-            yield
-        finally:
-            torch.set_autocast_enabled(_INERT_DEVICE, False)
-
-
-def any_autocast_enabled() -> bool:
-    """Whether autocast is on for some device type in this thread; torch's own answer forgets MPS and MAIA."""
-    return any(map(torch.is_autocast_enabled, torch._C._autocast_supported_devices()))
-
-
-def graph_is_kept() -> bool:
-    """Whether the backward now running was asked to keep the graph for another one."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def autocast_states() -> dict[str, tuple[bool, torch.dtype]]:
-    """Per device type with autocast: whether it is on in this thread, and its dtype."""
-    return {
-        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in torch._C._autocast_supported_devices()
-    }
-
-
-OnJointGraph = Callable[[torch.fx.Graph], Any]
+OnJointGraph = Callable[[torch.fx.GraphModule], Any]
 
 
 class _JointGraphPass(CustomGraphPass):
-    """Passes on the graph after differentiation, in Inductor's form: known to its caches by the text of their files.
+    """What is done to the graph after differentiation, in Inductor's form: known to its caches by `key`."""
 
-    `others`: functions that decide, too, what is compiled; the caches would not know them otherwise.
-    """
-
-    def __init__(self, acts: Sequence[OnJointGraph], others: Iterable[Callable[..., Any]]) -> None:
-        self.acts = acts
-        self.files = tuple(sorted({inspect.getfile(function) for function in (*acts, *others)} | _kernel_files()))
+    def __init__(self, act: OnJointGraph, key: str) -> None:
+        self.act, self.key = act, key
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        for act in self.acts:
-            act(graph)
+        owner = graph.owning_module  # whose `graph` Inductor hands over, in every release from 2.11 to 2.15
+        assert owner is not None and owner.graph is graph
+        self.act(owner)
 
-    def uuid(self) -> bytes:
-        return get_hash_for_files(self.files)
-
-
-def _kernel_files() -> set[str]:
-    """The kernels' doors, into which AOTAutograd looks: its cache knows a custom op by name alone."""
-    spec = importlib.util.find_spec("ampcompile.kernels")
-    assert spec is not None and spec.submodule_search_locations is not None
-    return {str(path) for folder in spec.submodule_search_locations for path in Path(folder).glob("*.py")}
+    def uuid(self) -> str:
+        return self.key
 
 
 class _Decompositions(dict[Any, Callable[..., Any]]):
     """A table that Inductor's caches (2.13 on) can take into their keys: they pickle it, to hash what that gives.
 
-    Torch's version is in every key already, and what our files hold is in that of the joint graph's passes.
+    Torch's version is in every key already, and what our files hold is in the key of what is done on the joint graph.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -107,11 +46,10 @@ def inductors_decompositions(kept: Sequence[Any]) -> dict[Any, Callable[..., Any
     `kept`: ops of the table for which that may happen. Inductor has no code for them, so it calls eager's kernels.
     """
     from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+    from torch._inductor.lowering import fallback_handler
 
     for op in kept:
-        if op not in lowerings:
-            register_lowering(op, type_promotion_kind=None)(fallback_handler(op, add_to_fallback_set=False))
+        patches.add_lowering(op, fallback_handler(op, add_to_fallback_set=False))
     return _Decompositions(select_decomp_table())
 
 
@@ -119,14 +57,17 @@ def inductor(
     gm: torch.fx.GraphModule,
     inputs: Sequence[Any],
     config: dict[str, Any],
-    on_joint_graph: Sequence[OnJointGraph],
+    on_joint_graph: OnJointGraph,
+    key: str,
     decompositions: dict[Any, Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Compile with Inductor; `on_joint_graph` sees forward and backward together, or an inference graph."""
+    """Compile with Inductor; `on_joint_graph` sees forward and backward together, or an inference graph.
+
+    `key`: another one wherever `on_joint_graph`, a decomposition or a lowering of ours may do another thing.
+    """
     from torch._inductor.compile_fx import compile_fx
 
-    ours = [function for function in decompositions.values() if function.__module__.startswith("ampcompile.")]
-    patches = {**config, "joint_custom_pre_pass": _JointGraphPass(on_joint_graph, [*ours, lower_as_call])}
+    patches = {**config, "joint_custom_pre_pass": _JointGraphPass(on_joint_graph, key)}
     compiled: Any = compile_fx(gm, list(inputs), config_patches=patches, decompositions=decompositions)
     return compiled
 
@@ -147,24 +88,18 @@ def config_for_bodies(gm: torch.fx.GraphModule) -> dict[str, bool]:
     return {}
 
 
-def aot_eager(
-    gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: Sequence[OnJointGraph]
-) -> Callable[..., Any]:
+def aot_eager(gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: OnJointGraph) -> Callable[..., Any]:
     """AOTAutograd with eager kernels, as the backend of that name, with passes on the joint or inference graph."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
     def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        for act in on_joint_graph:
-            act(joint.graph)
-        joint.recompile()
+        on_joint_graph(joint)
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     def inference(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        for act in on_joint_graph:
-            act(graph.graph)
-        graph.recompile()
+        on_joint_graph(graph)
         return boxed_nop(graph, example_inputs)
 
     compiler = aot_autograd(
@@ -194,8 +129,7 @@ def forget_output_values(gm: torch.fx.GraphModule) -> None:
 
 def lower_as_call(op: Any, called: Any, arguments: Callable[..., tuple[Any, ...]]) -> None:
     """Have Inductor's code call `called(*arguments(...))` for `op`, past the dispatcher and Python."""
-    from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+    from torch._inductor.lowering import fallback_handler
 
-    if op not in lowerings:
-        call = fallback_handler(called, add_to_fallback_set=False)
-        register_lowering(op, type_promotion_kind=None)(lambda *args: call(*arguments(*args)))
+    call = fallback_handler(called, add_to_fallback_set=False)
+    patches.add_lowering(op, lambda *args: call(*arguments(*args)))

@@ -6,11 +6,11 @@ import operator
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.passes.graph import below_autograd, bodies, placeholders
 from ampcompile.torch_private import dispatcher
+from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from . import schema
 from .op_traits import CASTS, GIVES_OWN_MEMORY, GIVES_OWN_MEMORY_OF_SEVERAL, SHARES_UNSAID, has, is_view

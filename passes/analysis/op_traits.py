@@ -9,7 +9,8 @@ from collections.abc import Set
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+
+from ampcompile.torch_private.types import OpOverload
 
 from .schema import name_of
 

@@ -10,15 +10,13 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node, map_arg
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ampcompile.dtypes import short_name
 from ampcompile.passes.graph import Decision, device_type_of, in_dtype
-from ampcompile.torch_private import tracing
+from ampcompile.torch_private import pytree, tracing
+from ampcompile.torch_private.types import OpOverload, TorchDispatchMode
 
 from .op_traits import is_elementwise
 from .schema import writes

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
@@ -23,6 +22,7 @@ from ampcompile.passes.analysis.op_traits import REARRANGES, has, reads_bits
 from ampcompile.passes.graph import placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
 from ampcompile.torch_private import tracing
+from ampcompile.torch_private.types import OpOverload
 
 CAST = torch.ops.aten.to.dtype
 # Higher-order ops whose bodies may read weights handed to them, and where in their arguments the operands begin.
@@ -112,7 +112,6 @@ def _hoist_in_body(body: GraphModule, sites: list[Node], weights: set[Node], cop
         return copies[weight, dtype]
 
     hoisted = _hoist(body, {p for p, outer in given.items() if weights.issuperset(outer)}, inner_copy)
-    body.recompile()
     return hoisted
 
 
@@ -130,6 +129,7 @@ class HoistWeights:
     is_registered: Callable[[int, Node], bool] = lambda index, node: True
     name = "hoist_weights"
     exact = True
+    fate = "hoisted"
 
     def apply(self, gm: GraphModule) -> int:
         inputs = {node: index for index, node in enumerate(placeholders(gm))}

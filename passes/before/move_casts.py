@@ -16,7 +16,7 @@ from ampcompile.passes.analysis.commuting import CAST, kind, rebuilt, runs_in, s
 from ampcompile.passes.analysis.gradients import differentiable
 from ampcompile.passes.analysis.op_traits import is_elementwise
 from ampcompile.passes.analysis.sizes import is_smaller
-from ampcompile.passes.graph import bodies
+from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import tracing
 
 
@@ -27,21 +27,19 @@ class MoveCasts:
     gradients: bool
     name = "move_casts"
     exact = True
+    fate = "moved"
 
     def apply(self, gm: GraphModule) -> int:
         with tracing.on_fakes_of(gm), torch.no_grad():
-            return self._move(gm, set())
+            return sum(map(self._move, graphs(gm)))
 
-    def _move(self, gm: GraphModule, done: set[int]) -> int:
-        if id(gm) in done:
-            return 0
-        done.add(id(gm))
+    def _move(self, gm: GraphModule) -> int:
         memory, recorded = Memory(gm.graph), differentiable(gm.graph, self.gradients)
         moved = 0
         for cast in gm.graph.find_nodes(op="call_function", target=CAST):
             if "amp_cast" in cast.meta:
                 moved += _up(gm.graph, cast, memory, recorded) or _down(gm.graph, cast, memory, recorded)
-        return moved + sum(self._move(body, done) for _, body in bodies(gm))
+        return moved
 
 
 def _up(graph: Graph, cast: Node, memory: Memory, recorded: set[Node]) -> bool:

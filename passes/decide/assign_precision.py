@@ -33,9 +33,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node, map_arg
-from torch.utils import _pytree as pytree
 
 from ampcompile.passes.analysis import higher_order
 from ampcompile.passes.analysis.op_traits import CASTS, has, keeps_constants
@@ -54,7 +52,8 @@ from ampcompile.passes.graph import (
     placeholders,
 )
 from ampcompile.policy import Policy
-from ampcompile.torch_private import tracing
+from ampcompile.torch_private import pytree, tracing
+from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from .counts import lengths
 from .decisions import Call, decide
@@ -234,7 +233,7 @@ class AssignPrecision:
     range_guards: bool = True
     name = "assign_precision"
     exact = True
-    only_decides = True  # values keep the dtypes they were captured with until the decisions are carried out
+    fate = ""
 
     def apply(self, gm: GraphModule) -> int:
         walk = _Walk(self, gm, self.regions.copy())

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from ampcompile.errors import BannedOpError
@@ -16,6 +15,7 @@ from ampcompile.passes.analysis import schema
 from ampcompile.passes.graph import Decision, castable, op_name, source_line
 from ampcompile.rules.table import Rule
 from ampcompile.torch_private import dispatcher
+from ampcompile.torch_private.types import OpOverload
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node, map_arg
-from torch.utils import _pytree as pytree
 
 from ampcompile.passes.analysis.schema import writes
 from ampcompile.passes.graph import Decision
+from ampcompile.torch_private import pytree
+from ampcompile.torch_private.types import OpOverload
 
 NUMBERS = (bool, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -14,9 +14,7 @@ from math import inf
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from ampcompile.dtypes import short_name
 from ampcompile.passes.analysis.aliasing import Memory
@@ -27,6 +25,8 @@ from ampcompile.passes.analysis.schema import writes
 from ampcompile.passes.analysis.sizes import elements, elements_hint, in_floats
 from ampcompile.passes.graph import Decision, Placed, placeholders
 from ampcompile.rules.table import table
+from ampcompile.torch_private import pytree
+from ampcompile.torch_private.types import OpOverload
 
 from .minimum_cut import source_side
 
@@ -166,7 +166,7 @@ class PlaceCasts:
     is_weight: Callable[[int, Node], bool]
     name = "place_casts"
     exact = False  # ops in another type round differently
-    only_decides = True
+    fate = ""
 
     def apply(self, gm: GraphModule) -> int:
         placement = self.placement(gm)

@@ -15,7 +15,7 @@ from ampcompile.kernels.usable import memory_of, usable
 from ampcompile.passes.analysis.commuting import CAST, kind
 from ampcompile.passes.analysis.op_traits import FUSED_THROUGH, has
 from ampcompile.passes.base import Pass
-from ampcompile.passes.graph import bodies
+from ampcompile.passes.graph import graphs
 
 FUSED = "amp_fused"
 """Where a fused op carries its record, in `node.meta`."""
@@ -68,17 +68,6 @@ class FusePass(Pass, Protocol):
 
     @property
     def family(self) -> str: ...
-
-
-def graphs(gm: GraphModule) -> Iterator[GraphModule]:
-    """A graph and the bodies of its higher-order ops, each once."""
-    pending, done = [gm], set[int]()
-    while pending:
-        graph = pending.pop()
-        if id(graph) not in done:
-            done.add(id(graph))
-            yield graph
-            pending += [body for _, body in bodies(graph)]
 
 
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:

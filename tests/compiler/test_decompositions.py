@@ -10,7 +10,7 @@ from torch import nn
 
 from ampcompile.compiler.decompositions import EMBEDDING_BACKWARD, decompositions
 from ampcompile.kernels.attention_backward import ATTENTION_BACKWARD, FLASH_BACKWARD, available
-from ampcompile.passes.after import bind_weights
+from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.torch_private import lowering
 
 
@@ -27,8 +27,14 @@ class Attention(nn.Module):
         return (x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)).square().sum()
 
 
-TOKENS = torch.randint(11, (24, 7))
-TOKENS[:, 0] = 3
+TOKENS = torch.empty(24, 7, dtype=torch.long)
+
+
+@pytest.fixture(autouse=True)
+def drawn() -> None:
+    """Numbers of the test's own seed."""
+    TOKENS.random_(11)
+    TOKENS[:, 0] = 3
 
 
 def gradients(model, run):
@@ -38,13 +44,13 @@ def gradients(model, run):
 def called(monkeypatch, heads, **options):
     """A model, what is compiled of it, and the ops of the differentiated graph."""
     ops = []
-    original = bind_weights.bind
+    original = BindWeights.apply
 
-    def watched(graph):
-        ops.extend(node.target for node in graph.nodes)
-        return original(graph)
+    def watched(self, gm):
+        ops.extend(node.target for node in gm.graph.nodes)
+        return original(self, gm)
 
-    monkeypatch.setattr(bind_weights, "bind", watched)
+    monkeypatch.setattr(BindWeights, "apply", watched)
     model = Attention(heads)
     run = torch.compile(model, backend="amp", options=options)
     with torch._functorch.config.patch(enable_autograd_cache=False):  # what it holds isn't differentiated again
