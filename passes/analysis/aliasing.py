@@ -122,7 +122,7 @@ def behind_views(value: Node) -> Node:
 
 
 def _is_part(value: Node) -> bool:
-    return value.target is operator.getitem or is_view(value.target)
+    return value.target is operator.getitem or is_view(value.target) or has(value.target, SHARES_UNSAID)
 
 
 def returned(graph: Graph) -> set[Node]:

@@ -18,13 +18,13 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
 from ampcompile.passes.analysis.aliasing import shared, written
+from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.op_traits import REARRANGES, has, reads_bits
 from ampcompile.passes.graph import placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import OpOverload
 
-CAST = torch.ops.aten.to.dtype
 # Higher-order ops whose bodies may read weights handed to them, and where in their arguments the operands begin.
 _OPERANDS_FROM: dict[Any, int] = {
     torch.ops.higher_order.tag_activation_checkpoint: 1,
