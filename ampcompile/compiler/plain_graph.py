@@ -169,7 +169,7 @@ class _Refused(torch.autograd.Function):
 def writes_to_inputs(gm: GraphModule) -> bool:
     """Whether an op of the graph, or of a body it calls, writes to an input in place, as far as schemas tell."""
     nodes = (node for graph in graphs(gm) for node in graph.graph.nodes)
-    return any(_begins_as_input(value) for node in nodes for value in written(node))
+    return any(_begins_as_input(value) for node in nodes for value in written(node, unsaid=False))
 
 
 def _begins_as_input(value: Node) -> bool:

@@ -13,14 +13,25 @@ from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from . import schema
-from .op_traits import CASTS, GIVES_OWN_MEMORY, GIVES_OWN_MEMORY_OF_SEVERAL, SHARES_UNSAID, has, is_view
+from .op_traits import (
+    CASTS,
+    GIVES_OWN_MEMORY,
+    GIVES_OWN_MEMORY_OF_SEVERAL,
+    SHARES_UNSAID,
+    STATISTICS,
+    UPDATES_STATISTICS,
+    has,
+    is_view,
+)
 
 
-def written(node: Node) -> list[Node]:
-    """The operands that a call of an op writes into, as its schema says."""
+def written(node: Node, unsaid: bool = True) -> list[Node]:
+    """The operands that a call of an op writes into: as its schema says, and `unsaid` a norm's running statistics."""
     if not isinstance(node.target, OpOverload):
         return []
     names = schema.written_by(node.target)
+    if unsaid and has(node.target, UPDATES_STATISTICS):
+        names |= STATISTICS
     return [operand for name, operand in schema.operands(node) if name in names]
 
 
@@ -139,7 +150,6 @@ def _reads_data(gm: GraphModule) -> bool:
 
 def _writes(body: GraphModule) -> bool:
     """Whether anything in a body, or in the bodies it calls, writes into memory."""
-    return any(
-        node.op == "call_module" or (isinstance(node.target, OpOverload) and schema.writes(node.target))
-        for node in body.graph.nodes
-    ) or any(_writes(inner) for _, inner in bodies(body))
+    return any(node.op == "call_module" or written(node) for node in body.graph.nodes) or any(
+        _writes(inner) for _, inner in bodies(body)
+    )

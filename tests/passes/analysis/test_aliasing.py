@@ -66,6 +66,15 @@ def test_what_an_op_writes_and_what_its_result_shares():
     assert shared(operands[0]) == operands[0].all_input_nodes, "the whole"
 
 
+def test_a_norm_writes_its_statistics_though_no_schema_says_so():
+    gm = captured(
+        lambda x, m, v: F.batch_norm(x, m, v, training=True), torch.randn(4, 3), torch.zeros(3), torch.ones(3)
+    )
+    (norm,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
+    assert set(written(norm)) == set(norm.args[3:5]) and written(norm, unsaid=False) == []
+    assert all(map(Memory(gm.graph).is_written, norm.args[3:5])) and not Memory(gm.graph).is_written(norm.args[0])
+
+
 def test_what_a_schema_leaves_unsaid():
     x = torch.randn(3, 3)
     for f in (lambda a: F.dropout(a, training=False), lambda a: torch.ops.aten._unsafe_view(a, [9])):

@@ -13,6 +13,7 @@ from ampcompile.passes.analysis.op_traits import (
     SHARES_UNSAID,
     STATISTICS,
     STATISTICS_UNREAD_IF,
+    UPDATES_STATISTICS,
     WRITES_CONSTANTS,
     draws_random_numbers,
     has,
@@ -45,7 +46,7 @@ def test_what_is_no_op_has_no_trait():
     assert not is_elementwise(torch.sin) and not draws_random_numbers(torch.sin) and not reads_bits(torch.sin)
 
 
-X = torch.randn(4, 4, 4)
+X = torch.arange(64.0).view(4, 4, 4)
 REARRANGED = {
     "t": lambda x: x[0].t(),
     "numpy_T": lambda x: x[0].T,
@@ -79,14 +80,13 @@ REARRANGED = {
 
 def test_what_rearranges_shares_memory_and_takes_each_number_once_at_most():
     assert {f"aten::{name}" for name in REARRANGED} == REARRANGES
-    places = torch.arange(64.0).view(4, 4, 4)
     for name, rearranged in REARRANGED.items():
         assert rearranged(X).untyped_storage().data_ptr() == X.untyped_storage().data_ptr(), name
-        found = rearranged(places).flatten()
+        found = rearranged(X).flatten()
         assert len(found.unique()) == len(found), name
 
 
-ROWS, IMAGE = torch.randn(2, 4), torch.randn(1, 2, 4, 4)
+ROWS = torch.arange(8.0).view(2, 4)
 ONES = {n: torch.ones(1, 1, *[1] * n) for n in (1, 2, 3)}
 GATES = {n: (torch.zeros(4 * n, 4), torch.zeros(4 * n, 4)) for n in (1, 3, 4)}
 INDICES = torch.tensor([0, 1])
@@ -138,6 +138,14 @@ def test_ops_that_give_own_memory_do_so_even_where_they_have_nothing_to_do():
     for name, f in OWN_MEMORY.items():
         own = f(ROWS).untyped_storage().data_ptr()
         assert own != ROWS.untyped_storage().data_ptr(), name
+
+
+@pytest.mark.parametrize("norm", [ATEN.batch_norm.default, ATEN.instance_norm.default, ATEN.native_batch_norm.default])
+def test_norms_update_statistics_that_their_schemas_call_read(norm):
+    mean, variance, more = torch.zeros(4), torch.ones(4), [True, 0.5, 1e-5, False][: len(arguments_of(norm)) - 5]
+    norm(X, None, None, mean, variance, *more)
+    assert mean.any() and not variance.equal(torch.ones(4))
+    assert has(norm, UPDATES_STATISTICS) and not written_by(norm) and {a.name for a in arguments_of(norm)} >= STATISTICS
 
 
 def test_statistics_are_arguments_that_such_norms_may_not_read():

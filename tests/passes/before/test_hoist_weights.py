@@ -114,6 +114,29 @@ def test_declines_and_gives_eagers_numbers_where_schemas_dont_tell_of_the_write(
         assert torch.equal(compiled(x), expected)
 
 
+class ReadsStatistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, momentum=1.0)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm(x), x @ self.norm.running_mean[:, None]
+
+
+@pytest.mark.parametrize("lower", ["eager", "aot_eager"])
+def test_declines_and_gives_eagers_numbers_where_a_norm_updates_its_statistics(lower: str) -> None:
+    module = ReadsStatistics()
+    twin = copy.deepcopy(module)
+    (graph,) = rewritten(copy.deepcopy(module), torch.randn(4, 8))
+    assert count(graph, WEIGHT_COPY) == 0
+    compiled = torch.compile(module, backend="amp", options={"lower": lower, "outputs": "autocast"})
+    for _ in range(2):
+        x = torch.randn(4, 8)
+        with torch.autocast("cpu"):
+            expected = twin(x)
+        assert torch.equal(compiled(x)[1], expected[1])
+
+
 DECLINES = {
     "an activation": lambda m, x: x @ x.t(),
     "a weight computed in the graph": lambda m, x: x @ (m.frozen * 2),
