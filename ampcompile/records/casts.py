@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import FLOATS
+from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.base import Applied
 from ampcompile.passes.fuse.matching import fusions
 from ampcompile.passes.graph import Cast, Decision, bodies, module_path, op_name, placeholders, source_line
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from .graph import NodeRecord
 
 Shape = tuple[int | str, ...]
-CAST = torch.ops.aten.to.dtype
 
 
 @dataclass(frozen=True)

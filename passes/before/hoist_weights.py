@@ -17,13 +17,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
+from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.op_traits import reads_bits
 from ampcompile.passes.graph import below_autograd, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import OpOverload
 
-CAST = torch.ops.aten.to.dtype
 # Views whose gradient only puts numbers back in place: taking it before or after the cast gives the same bits.
 _NAMES = """
 t numpy_T mT transpose permute movedim view _unsafe_view reshape flatten unflatten squeeze unsqueeze
