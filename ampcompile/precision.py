@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ampcompile.torch_private import pytree
 
 from .errors import PrecisionError
+from .passes.analysis import schema
 from .torch_private import constants, dispatcher
 from .torch_private.types import OpOverload
 
@@ -132,7 +133,7 @@ def _computing() -> frozenset[str]:
         if name.startswith("aten::"):
             packet, _, overload = name.removeprefix("aten::").partition(".")
             op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-            if isinstance(op, OpOverload) and dispatcher.computes(op):
+            if isinstance(op, OpOverload) and schema.computes(op):
                 found.add(packet)
     return frozenset(name for name in found - _CONVERSIONS if not name.endswith("_")) | {_REFLECTED}
 

@@ -17,10 +17,8 @@ from unittest import mock
 import torch
 from torch.fx import GraphModule
 
-from ampcompile.compiler import backend
+from ampcompile.compiler import backend, lower
 from ampcompile.config import Options
-from ampcompile.passes.after import bind_weights, drop_casts, recompute_casts
-from ampcompile.passes.before import share_casts
 from benchmarks.models import GPT, GPTConfig
 
 TWELVE_LAYERS = GPTConfig(layers=12, width=384, heads=6, vocab=2048, context=128)
@@ -28,13 +26,6 @@ TWELVE_LAYERS = GPTConfig(layers=12, width=384, heads=6, vocab=2048, context=128
 ONE_LAYER = GPTConfig(layers=1, width=16, heads=2, vocab=32, context=8)
 
 TEN_THOUSAND_NODES = replace(ONE_LAYER, layers=212)
-
-AFTER_DIFFERENTIATION = (
-    (bind_weights, "bind"),
-    (drop_casts, "drop_after_differentiation"),
-    (share_casts, "share_after_differentiation"),
-    (recompute_casts, "recompute_after_differentiation"),
-)
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ def our_seconds() -> Iterator[list[float]]:
         return call
 
     with ExitStack() as stack:
-        for module, name in ((backend, "rewrite"), *AFTER_DIFFERENTIATION):
+        for module, name in ((backend, "rewrite"), (lower, "_on_joint_graph")):
             stack.enter_context(mock.patch.object(module, name, timed(getattr(module, name))))
         yield seconds
 

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from ampcompile.errors import AmpError, PassError
 
+from .graph import graphs
 from .verify import verify
 
 log = logging.getLogger("ampcompile")
@@ -21,14 +22,20 @@ VERIFY = os.environ.get("AMPCOMPILE_VERIFY") == "1"  # between every two passes;
 
 
 class Pass(Protocol):
-    """A frozen value with options as fields. `exact`: no digit of any result changes."""
+    """A frozen value with options as fields, before or after differentiation. It leaves all ceremony to `run_passes`.
+
+    `exact`: no digit of any result changes. `fate`: what `explain` says of a cast of ours that is gone after the
+    pass; empty if the pass takes none away.
+    """
 
     @property
     def name(self) -> str: ...
     @property
     def exact(self) -> bool: ...
+    @property
+    def fate(self) -> str: ...
     def apply(self, gm: GraphModule) -> int:
-        """Rewrite the graph in place; returns the number of rewrites."""
+        """Rewrite the graph, and the bodies that it calls, in place; returns the number of rewrites."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +47,24 @@ class Applied:
     seconds: float
 
 
-Watch = Callable[[str, GraphModule], None]
+Watch = Callable[[Pass | None, GraphModule], None]
+"""Sees a graph after each pass; None stands for AOTAutograd, which wrote the graph before the first pass."""
 
 
 def run_passes(passes: Sequence[Pass], gm: GraphModule, watch: Watch | None = None) -> list[Applied]:
     """Run the passes in order. Raises PassError, naming the pass and those before it, if one fails.
 
-    `watch(name, gm)` is called after each pass.
+    Around each pass the graph and its bodies are checked, compiled anew and timed, and `watch(pass, gm)` is called.
     """
     history: list[Applied] = []
     for current in passes:
         start = time.perf_counter()
         try:
             rewrites = current.apply(gm)
-            gm.graph.lint()
-            gm.recompile()
-            if VERIFY and not getattr(current, "only_decides", False):
+            for graph in graphs(gm):
+                graph.graph.lint()
+                graph.recompile()
+            if VERIFY:
                 verify(gm)
         except AmpError:
             raise
@@ -68,6 +77,6 @@ def run_passes(passes: Sequence[Pass], gm: GraphModule, watch: Watch | None = No
             ) from error
         history.append(Applied(current.name, rewrites, time.perf_counter() - start))
         if watch is not None:
-            watch(current.name, gm)
+            watch(current, gm)
         log.debug("%s: %d rewrites, %.1f ms", current.name, rewrites, 1e3 * history[-1].seconds)
     return history

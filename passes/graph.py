@@ -164,6 +164,20 @@ def bodies(gm: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
             yield node, body
 
 
+def graphs(gm: GraphModule) -> Iterator[GraphModule]:
+    """A graph and the bodies that its higher-order ops call, and theirs: each once, a caller before what it calls.
+
+    A body counts if it is there when the walk comes to it: a pass may change the graph that it was handed.
+    """
+    pending, seen = [gm], set[int]()
+    while pending:
+        graph = pending.pop()
+        if id(graph) not in seen:
+            seen.add(id(graph))
+            yield graph
+            pending += reversed([body for _, body in bodies(graph)])
+
+
 def module_path(node: Node) -> str:
     """The path of the innermost module a node was called in, as `named_modules` spells it."""
     return _path_of(node.meta.get("nn_module_stack"))

@@ -1,4 +1,8 @@
-"""The order of the passes, and why."""
+"""Every pass in the order it runs, by phase; a comment says what the pass needs from those before it.
+
+The phases `decide`, `before` and `fusion` see a graph that `capture` made of one of Dynamo's. `after` sees forward and
+backward as one graph, `replay` a graph that torch's own autograd differentiates.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,14 @@ from torch.fx import Node
 
 from ampcompile.config import Options
 from ampcompile.kernels import packed_linear
+from ampcompile.passes.after.add_embedding_gradients import AddEmbeddingGradients
+from ampcompile.passes.after.bind_weights import BindWeights
+from ampcompile.passes.after.drop_casts import DropCasts
+from ampcompile.passes.after.merge_copies import MergeCopies
+from ampcompile.passes.after.recompute_casts import RecomputeCasts
+from ampcompile.passes.after.save_old_values import SaveOldValues
+from ampcompile.passes.after.share_casts import ShareEveryCast
+from ampcompile.passes.after.widen_weight_gradients import WidenWeightGradients
 from ampcompile.passes.before.fold_casts import FoldCasts
 from ampcompile.passes.before.hoist_weights import HoistWeights
 from ampcompile.passes.before.insert_casts import InsertCasts
@@ -23,37 +35,50 @@ from ampcompile.passes.fuse.fuse_linear_cast import FuseLinearCast
 from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy
 from ampcompile.passes.fuse.fuse_norm import FuseNorm
 from ampcompile.passes.fuse.matching import FusePass, Worth
+from ampcompile.passes.replay.bind_weights_eagerly import BindWeightsEagerly
+from ampcompile.passes.replay.enable_second_backward import OpenBackwards
 
 from .base import Pass
 from .graph import Regions
+
+IsWeight = Callable[[int, Node], bool]
 
 
 def pipeline(
     options: Options,
     regions: Regions,
-    is_weight: Callable[[int, Node], bool],
-    is_registered: Callable[[int, Node], bool] = lambda index, node: True,
+    is_weight: IsWeight,
+    is_registered: IsWeight = lambda index, node: True,
 ) -> tuple[Pass, ...]:
     """Passes on the captured graph; `regions` is the autocast state around it. The others: see `HoistWeights`."""
-    gradients = torch.is_grad_enabled()
+    return decide(options, regions, is_weight) + before(options, is_weight, is_registered)
+
+
+def decide(options: Options, regions: Regions, is_weight: IsWeight) -> tuple[Pass, ...]:
+    """Passes that decide the dtype of every op, and change nothing."""
     assign = AssignPrecision(options.policy, regions, options.range_guards)
-    decide: tuple[Pass, ...] = (assign,)  # needs a captured graph with its fakes
+    passes: tuple[Pass, ...] = (assign,)  # needs a captured graph with its fakes
     if options.placement == "bytes":
         # Needs a decision on every node; what follows from other places for all others is decided once more.
-        decide += (PlaceCasts(gradients, options.lower == "inductor", is_weight), assign)
-    act: tuple[Pass, ...] = (InsertCasts(),)  # needs a decision on every node
-    tidy: tuple[Pass, ...] = (
+        passes += (PlaceCasts(torch.is_grad_enabled(), options.lower == "inductor", is_weight), assign)
+    return passes
+
+
+def before(options: Options, is_weight: IsWeight, is_registered: IsWeight) -> tuple[Pass, ...]:
+    """Passes that insert the casts, tidy them, and take those of weights out of the graph."""
+    gradients = torch.is_grad_enabled()
+    passes: tuple[Pass, ...] = (
+        InsertCasts(),  # needs a decision on every node
         SpreadCasts(),  # before folding, which then finds parts that were widened
         FoldCasts(gradients, options.numerics == "relaxed"),  # needs every cast, ours and the user's
         MoveCasts(gradients),  # after folding, which looks through the same ops
     )
     if options.weights == "cached":
         # Needs every cast in place: what is left to cast is a weight's own.
-        tidy += (HoistWeights(is_weight, is_registered),)
+        passes += (HoistWeights(is_weight, is_registered),)
         if options.lower == "inductor" and not gradients and packed_linear.available(torch.bfloat16):
-            tidy += (PackLinears(frozenset({torch.bfloat16})),)  # needs hoisted weights
-    tidy += (ShareCasts(gradients),)  # last: a weight's copy is packed for one reader
-    return decide + act + tidy
+            passes += (PackLinears(frozenset({torch.bfloat16})),)  # needs hoisted weights
+    return (*passes, ShareCasts(gradients))  # last: a weight's copy is packed for one reader
 
 
 def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
@@ -67,8 +92,33 @@ def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
     worth = Worth(options.fuse)
     passes: tuple[FusePass, ...] = (
         FuseLinearCrossEntropy(worth),  # before what takes either of its two ops
-        FuseCrossEntropy(worth),
-        FuseLinearCast(worth, torch.is_grad_enabled()),
-        FuseNorm(worth),
+        FuseCrossEntropy(worth),  # needs the casts of logits that are left
+        FuseLinearCast(worth, torch.is_grad_enabled()),  # needs the casts of weights that weren't hoisted
+        FuseNorm(worth),  # needs one cast for each reader, unless no gradient flows
     )
     return tuple(each for each in passes if worth.considers(each.family))
+
+
+def after() -> tuple[Pass, ...]:
+    """Passes on the joint graph of forward and backward, or on forward alone where no gradient is asked for.
+
+    Nothing is added up between two casts there any more, so merging them no longer merges their gradients.
+    """
+    return (
+        BindWeights(),  # first: the others know copies of weights as inputs
+        MergeCopies(),  # before sharing, which then finds the casts of one tensor instead of its copies'
+        DropCasts(),  # before sharing: it looks only through values with one reader
+        ShareEveryCast(),  # needs no more than one tensor for each value
+        WidenWeightGradients(),  # after dropping: needs what is left of the casts of gradients
+        AddEmbeddingGradients(),  # after widening: a product written in float32 may be added to
+        RecomputeCasts(),  # marks the casts that are left
+        SaveOldValues(),  # last: its marks override those that say what to compute again
+    )
+
+
+def replay() -> tuple[Pass, ...]:
+    """Passes on a rewritten graph that torch's own autograd differentiates, once or more, as it runs."""
+    return (
+        OpenBackwards(),  # needs custom functions as capture left them
+        BindWeightsEagerly(),  # needs hoisted weights; turns nested regions into calls that autograd goes into
+    )

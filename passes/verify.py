@@ -10,7 +10,8 @@ from torch.fx import GraphModule, map_arg
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import OpOverload
 
-from .graph import UNDECIDED, bodies, source_line
+from .analysis.schema import writes
+from .graph import UNDECIDED, graphs, source_line
 
 
 def verify(gm: GraphModule) -> None:
@@ -21,7 +22,7 @@ def verify(gm: GraphModule) -> None:
     if UNDECIDED in gm.meta:
         return
     with tracing.on_fakes_of(gm), torch.no_grad():
-        for graph in (gm, *(body for _, body in bodies(gm))):
+        for graph in graphs(gm):
             _verify(graph)
 
 
@@ -29,7 +30,7 @@ def _verify(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         claimed = node.meta.get("val")
         on_tensors = isinstance(node.target, OpOverload) and isinstance(claimed, torch.Tensor)
-        if not on_tensors or node.target._schema.is_mutable:
+        if not on_tensors or writes(node.target):
             continue
         found = node.target(*_values(node.args), **_values(node.kwargs))
         assert found.dtype == claimed.dtype, (

@@ -13,7 +13,9 @@ from torch.utils import _pytree as pytree
 from ampcompile.compiler.backend import Rewritten, rewrite
 from ampcompile.compiler.lower import lower
 from ampcompile.config import Options
-from ampcompile.passes.graph import bodies
+from ampcompile.passes.base import Pass
+from ampcompile.passes.decide.assign_precision import AssignPrecision
+from ampcompile.passes.graph import graphs
 
 LOW, HALF, HIGH = torch.bfloat16, torch.float16, torch.float32
 
@@ -35,13 +37,13 @@ class Recorder:
         self.graphs.append(rewrite(gm, example_inputs, self.options, self._watch))
         return lower(self.graphs[-1].graph, example_inputs, self.options)
 
-    def _watch(self, name: str, gm: GraphModule) -> None:
-        if name == "assign_precision":
+    def _watch(self, done: Pass | None, gm: GraphModule) -> None:
+        if isinstance(done, AssignPrecision):
             self.traced.append(text(gm))
             self._compare(gm)
 
     def _compare(self, gm: GraphModule) -> None:
-        for node in gm.graph.nodes:
+        for node in (node for graph in graphs(gm) for node in graph.graph.nodes):
             if node.op != "call_function" or "val" not in node.meta:
                 continue
             seen, decided = (pytree.tree_leaves(v) for v in (node.meta["val"], node.meta["amp"].result))
@@ -50,8 +52,6 @@ class Recorder:
                     self.compared += 1
                     if a.dtype != b.dtype:
                         self.disagreements.append(f"{node.format_node()}: autocast {a.dtype}, decided {b.dtype}")
-        for _, body in bodies(gm):
-            self._compare(body)
 
 
 def amp(f: Any, **options: Any) -> tuple[Any, Recorder]:

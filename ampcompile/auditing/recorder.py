@@ -18,9 +18,9 @@ from ampcompile.config import Options
 from ampcompile.errors import AuditError, OptionError
 from ampcompile.explaining.recorder import beside, options_of
 from ampcompile.explaining.untouched import untouched
-from ampcompile.passes.after.bind_weights import BindWeightsEagerly
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import placeholders
+from ampcompile.passes.replay.bind_weights_eagerly import BindWeightsEagerly
 from ampcompile.policy import Policy
 from ampcompile.torch_private import compiled_functions, dynamo_caches, joint_graphs, lowering, pytree
 from ampcompile.torch_private.patches import uncompiled
@@ -140,7 +140,7 @@ class _Call:
 
 
 def _mean_squares(values: list[Tensor]) -> Tensor:
-    return torch.stack([value.float().abs().square().mean() for value in values]).sum()
+    return torch.stack([value.abs().float().square().mean() for value in values]).sum()
 
 
 def _tensor_names(f: Any, args: Any, kwargs: Any) -> dict[int, str]:

@@ -45,7 +45,7 @@ class Rewritten:
 def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, watch: Watch | None = None) -> Rewritten:
     """Decide and insert every cast of one Dynamo graph, under the autocast state of the call.
 
-    `watch(name, graph)` is called after each pass.
+    `watch(pass, graph)` is called after each pass.
     """
     names = module_names(here.called)
     if options.policy.modules:

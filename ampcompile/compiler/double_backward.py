@@ -13,18 +13,17 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ampcompile.passes.after.bind_weights import BindWeightsEagerly
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import bodies, placeholders
-from ampcompile.passes.replay.enable_second_backward import OpenBackwards, closed
-from ampcompile.passes.weight_copy import WEIGHT_COPY
+from ampcompile.passes.pipeline import replay
+from ampcompile.passes.replay.enable_second_backward import closed
+from ampcompile.passes.weight_copy import read_copy
 from ampcompile.torch_private import autocast, compiled_functions, pytree, tracing
 
 from .plain_graph import CLOSED, differentiated, refused, stand_in
@@ -90,7 +89,7 @@ class Twice:
             return _WRITES
         if compiled_functions.takes_apart_subclasses(self._function):
             return _SUBCLASSES
-        run_passes([OpenBackwards()], self._gm)
+        run_passes(replay(), self._gm)
         return CLOSED if closed(self._gm) else None
 
     def _remember(self, ctx: Any, arguments: Sequence[Any]) -> None:
@@ -110,7 +109,7 @@ class Twice:
         if None in written or not all(writes_unread(placeholders(self._gm)[i]) for i in written if i is not None):
             self.refusal = _READS_OLD
         self._written = [i for i in written if i is not None]
-        read = [not all(user.target is WEIGHT_COPY for user in node.users) for node in placeholders(self._gm)]
+        read = [not all(user.target is read_copy for user in node.users) for node in placeholders(self._gm)]
         self._watched = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and read[i] and i not in written]
         self._sources = sources
 
@@ -133,12 +132,6 @@ class Twice:
             ctx.amp_call = None
         return found
 
-    @cached_property
-    def _plain(self) -> Run:
-        """The graph with torch's own autograd. Takes the graph's inputs."""
-        run_passes([BindWeightsEagerly()], self._gm)
-        return self._gm
-
     def _replayed(self, args: tuple[Any, ...], needed: Sequence[bool], gradients: list[Tensor | None]) -> Any:
         """The gradients of the function's arguments, as functions of the graph's inputs and of `gradients`."""
         assert self._sources is not None
@@ -148,7 +141,7 @@ class Twice:
         for i in self._written:
             again[i] = args[i].clone()
         with drawing_nothing(args), torch.enable_grad(), autocast.autocast_off():
-            results = pytree.tree_leaves(self._plain(*again), is_leaf=lambda value: value is None)
+            results = pytree.tree_leaves(self._gm(*again), is_leaf=lambda value: value is None)
         reached = list(self._reached(results, gradients))
         by_input: dict[int, Tensor | None] = {}
         if reached:

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from ampcompile import weights
 from ampcompile.config import Options
 from ampcompile.kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
-from ampcompile.passes.after import (
-    add_embedding_gradients,
-    bind_weights,
-    drop_casts,
-    merge_copies,
-    recompute_casts,
-    save_old_values,
-    widen_weight_gradients,
-)
+from ampcompile.passes import pipeline
 from ampcompile.passes.analysis.aliasing import written_below_autograd
 from ampcompile.passes.base import Watch, run_passes
-from ampcompile.passes.before import share_casts
 from ampcompile.passes.fuse.matching import UNFUSED
 from ampcompile.passes.weight_copy import Slot
 from ampcompile.torch_private import autocast, compiled_functions, lowering, tracing
 
 from . import double_backward, widen_outputs
+from .cache_key import source_key
 from .decompositions import decompositions
 from .plain_graph import without_autocast
 
@@ -38,7 +31,7 @@ def lower(
 ) -> Callable[..., Any]:
     """The callable that Dynamo installs. Casts are explicit in `gm`: no autocast acts while it is lowered or runs.
 
-    `watch(name, graph)` sees the graph after differentiation, before and after each pass on it (`aot_eager` only).
+    `watch` sees the graph after differentiation, and after each pass on it (`aot_eager` only).
     """
     leaves = widen_outputs.at_run_time(gm)
     copies = [node for node in gm.graph.find_nodes(op="placeholder") if "amp_copy" in node.meta]
@@ -52,48 +45,26 @@ def lower(
         return leaves(_then_cast_again(run, written) if written else run)
 
     if options.lower == "eager":
-        run_passes([bind_weights.BindWeightsEagerly()], gm)
         return around(without_autocast(gm))
     rewritten = (gm.meta.pop(UNFUSED, None) or double_backward.kept(gm)) if torch.is_grad_enabled() else None
     with autocast.lowering_without_autocast(), compiled_functions.functions_made() as functions:
         if options.lower == "aot_eager":
-            compiled = lowering.aot_eager(gm, inputs, _watched(_on_joint_graph(), watch))
+            compiled = lowering.aot_eager(gm, inputs, partial(_on_joint_graph, watch))
         else:
             lowering.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
             config = _inductor_config(gm, options, slots)
-            compiled = lowering.inductor(gm, inputs, config, _on_joint_graph(), decompositions())
+            compiled = lowering.inductor(
+                gm, inputs, config, partial(_on_joint_graph, None), source_key(), decompositions()
+            )
     if rewritten is not None and functions:
         compiled = double_backward.Twice(rewritten, functions[-1])(compiled)
     return around(compiled)
 
 
-def _on_joint_graph() -> list[lowering.OnJointGraph]:
-    """What is done after differentiation, when merging two casts no longer merges their gradients."""
-    return [
-        bind_weights.bind,
-        merge_copies.merge_copies,
-        drop_casts.drop_after_differentiation,
-        share_casts.share_after_differentiation,
-        widen_weight_gradients.widen_gradients,
-        add_embedding_gradients.add_embeddings,
-        recompute_casts.recompute_after_differentiation,
-        save_old_values.save_old_values,
-    ]
-
-
-def _watched(acts: Sequence[lowering.OnJointGraph], watch: Watch | None) -> Sequence[lowering.OnJointGraph]:
-    if watch is None:
-        return acts
-
-    def then_watch(name: str, act: lowering.OnJointGraph) -> lowering.OnJointGraph:
-        def watched(graph: Graph) -> None:
-            act(graph)
-            watch(name, graph.owning_module)
-
-        return watched
-
-    before = then_watch("differentiated: forward and backward", lambda graph: None)
-    return [before, *(then_watch(act.__module__.rpartition(".")[2], act) for act in acts)]
+def _on_joint_graph(watch: Watch | None, gm: GraphModule) -> None:
+    if watch is not None:
+        watch(None, gm)
+    run_passes(pipeline.after(), gm, watch)
 
 
 def _inductor_config(gm: GraphModule, options: Options, slots: Sequence[Slot]) -> dict[str, Any]:

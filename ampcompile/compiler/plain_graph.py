@@ -3,8 +3,8 @@
 AOTAutograd bakes a backward that excludes autocast. Here autograd's own nodes run, and a region that is open around
 `loss.backward()` would act on the operations in them. So the graph's backward is one node for the outside, which
 has autograd run the nodes inside with autocast excluded. Inside, stand-ins take the place of the inputs: one input
-may be a function of another, and what flows between them is the outside's affair. What the node computes with
-`create_graph=True` is differentiable again, and has a node again.
+may be a function of another, and the autograd outside the node sees to gradients between them. What the node computes
+with `create_graph=True` is differentiable again, by another such node.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.errors import DoubleBackwardError
 from ampcompile.passes.base import run_passes
-from ampcompile.passes.graph import bodies
-from ampcompile.passes.replay.enable_second_backward import OpenBackwards, closed
+from ampcompile.passes.graph import graphs
+from ampcompile.passes.pipeline import replay
+from ampcompile.passes.replay.enable_second_backward import closed
 from ampcompile.torch_private import autocast, compiled_functions, pytree, regions, tracing
 from ampcompile.torch_private.types import OpOverload
 
@@ -32,7 +33,7 @@ CLOSED = (
 
 def without_autocast(gm: GraphModule) -> Callable[..., Any]:
     """`gm` as a callable of the same arguments and results, with autocast excluded forward and backward."""
-    run_passes([OpenBackwards()], gm)
+    run_passes(replay(), gm)
     writes, refusal = writes_to_inputs(gm), CLOSED if closed(gm) else None
 
     def run(*args: Any) -> Any:
@@ -168,9 +169,8 @@ class _Refused(torch.autograd.Function):
 
 def writes_to_inputs(gm: GraphModule) -> bool:
     """Whether an op of the graph, or of a body it calls, writes to an input in place, as far as schemas tell."""
-    if any(_begins_as_input(value) for node in gm.graph.nodes for value in _written(node)):
-        return True
-    return any(writes_to_inputs(body) for _, body in bodies(gm))
+    nodes = (node for graph in graphs(gm) for node in graph.graph.nodes)
+    return any(_begins_as_input(value) for node in nodes for value in _written(node))
 
 
 def _written(node: Node) -> Iterator[Node]:

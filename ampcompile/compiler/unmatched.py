@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from ampcompile.errors import AmpWarning
-from ampcompile.passes.graph import bodies, module_path
+from ampcompile.passes.graph import graphs, module_path
 from ampcompile.policy import Policy
 from ampcompile.torch_private.types import OpOverload
 
@@ -27,12 +27,10 @@ class Seen:
 
     def add(self, gm: GraphModule) -> None:
         """Remember a captured graph and its bodies."""
-        for node in gm.graph.nodes:
+        for node in (node for graph in graphs(gm) for node in graph.graph.nodes):
             if isinstance(node.target, OpOverload):
                 self.ops.add(node.target.name())
                 self.modules.add(module_path(node))
-        for _, body in bodies(gm):
-            self.add(body)
 
 
 def checked(compiled: Callable[..., Any], fn: Any, policy: Policy) -> Callable[..., Any]:

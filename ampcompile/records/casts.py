@@ -14,7 +14,7 @@ from ampcompile.dtypes import FLOATS
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.base import Applied
 from ampcompile.passes.fuse.matching import fusions
-from ampcompile.passes.graph import Cast, Decision, bodies, module_path, op_name, placeholders, source_line
+from ampcompile.passes.graph import Cast, Decision, bodies, graphs, module_path, op_name, placeholders, source_line
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import pytree
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
@@ -115,13 +115,15 @@ class GraphRecord:
 
 def cast_nodes(gm: GraphModule) -> Iterator[Node]:
     """Every cast inserted, hoisted ones included, of a graph and its bodies."""
-    for graph, _ in _with_bodies(gm, {}):
-        yield from (node for node in graph.graph.nodes if is_cast(node))
+    for graph in graphs(gm):
+        yield from filter(is_cast, graph.graph.nodes)
 
 
 def casts_of(gm: GraphModule, weights: set[Node]) -> Iterator[tuple[int, CastRecord]]:
     """The casts of a rewritten graph and its bodies, in order, by number; `weights` are inputs of `gm`."""
-    for graph, origins in _with_bodies(gm, {n: "weight" if n in weights else "input" for n in placeholders(gm)}):
+    origins = {n: "weight" if n in weights else "input" for n in placeholders(gm)}
+    for graph in graphs(gm):
+        _trace_into_bodies(graph, origins)
         for node in filter(is_cast, graph.graph.nodes):
             record: Cast = node.meta["amp_cast"]
             before, after = node.args[0].meta["val"], node.meta["val"]
@@ -142,7 +144,7 @@ def casts_of(gm: GraphModule, weights: set[Node]) -> Iterator[tuple[int, CastRec
 
 def ops_of(gm: GraphModule) -> Iterator[OpRecord]:
     """The ops on tensors of a rewritten graph and its bodies, in order, without the casts inserted."""
-    for graph, _ in _with_bodies(gm, {}):
+    for graph in graphs(gm):
         for node in graph.graph.nodes:
             if is_cast(node) or not _on_tensors(node):
                 continue
@@ -173,23 +175,16 @@ def shape_of(value: torch.Tensor) -> Shape:
     return tuple(size if isinstance(size, int) else str(size) for size in value.shape)
 
 
-def _with_bodies(gm: GraphModule, origins: dict[Node, str]) -> Iterator[tuple[GraphModule, dict[Node, str]]]:
-    """A graph and its bodies, each once, with what is known of where their inputs come from."""
-    done: set[int] = set()
-    pending = [(gm, origins)]
-    while pending:
-        graph, known = pending.pop(0)
-        if id(graph) in done:
-            continue
-        done.add(id(graph))
-        yield graph, known
-        for attribute, body in bodies(graph):
-            inner = placeholders(body)
-            call = next((user for user in attribute.users), None)
-            # What stands last among the operands is handed to the body's inputs, whatever the op puts before it.
-            outer = pytree.tree_leaves(call.args if call is not None else ())[-len(inner) :] if inner else []
-            given = {i: _origin(o, known) for i, o in zip(inner, outer, strict=False) if isinstance(o, Node)}
-            pending.append((body, given))
+def _trace_into_bodies(gm: GraphModule, origins: dict[Node, str]) -> None:
+    """Add where the inputs of the bodies that a graph calls come from; a body that others call keeps what is known."""
+    for attribute, body in bodies(gm):
+        inner = placeholders(body)
+        call = next((user for user in attribute.users), None)
+        # What stands last among the operands is handed to the body's inputs, whatever the op puts before it.
+        outer = pytree.tree_leaves(call.args if call is not None else ())[-len(inner) :] if inner else []
+        for value, given in zip(inner, outer, strict=False):
+            if isinstance(given, Node):
+                origins.setdefault(value, _origin(given, origins))
 
 
 def _origin(node: Any, origins: dict[Node, str]) -> str:

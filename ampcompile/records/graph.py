@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
-from ampcompile.passes.graph import bodies, module_path, op_name, source_line
+from ampcompile.passes.graph import bodies, graphs, module_path, op_name, source_line
 
 from .casts import Shape, computes_in, is_cast, shape_of
 
@@ -35,16 +35,14 @@ class NodeRecord:
     """The number of the cast, by which its fate is known."""
 
 
-def nodes_of(gm: GraphModule, prefix: str = "", done: set[int] | None = None) -> Iterator[NodeRecord]:
+def nodes_of(gm: GraphModule) -> Iterator[NodeRecord]:
     """The values of a graph that `insert_casts` has left, and of its bodies."""
-    done = set() if done is None else done
-    done.add(id(gm))
-    for node in gm.graph.nodes:
-        if node.op != "get_attr" or not isinstance(getattr(gm, str(node.target), None), GraphModule):
-            yield _record(node, prefix)
-    for attribute, body in bodies(gm):
-        if id(body) not in done:
-            yield from nodes_of(body, f"{prefix}{attribute.name}/", done)
+    prefixes = {gm: ""}
+    for graph in graphs(gm):
+        prefix, called = prefixes[graph], dict(bodies(graph))
+        yield from (_record(node, prefix) for node in graph.graph.nodes if node not in called)
+        for attribute, body in called.items():
+            prefixes.setdefault(body, f"{prefix}{attribute.name}/")
 
 
 def _record(node: Node, prefix: str) -> NodeRecord:

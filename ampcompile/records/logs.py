@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule
 
 from ampcompile.dtypes import short_name
-from ampcompile.passes.base import Applied, Watch
+from ampcompile.passes.base import Applied, Pass, Watch
 from ampcompile.torch_private import structured_trace
 
 from .casts import CastRecord, GraphRecord, OpRecord
@@ -37,9 +37,9 @@ def both(first: Watch | None, second: Watch | None) -> Watch | None:
     if first is None or second is None:
         return first or second
 
-    def watch(name: str, gm: GraphModule) -> None:
-        first(name, gm)
-        second(name, gm)
+    def watch(done: Pass | None, gm: GraphModule) -> None:
+        first(done, gm)
+        second(done, gm)
 
     return watch
 

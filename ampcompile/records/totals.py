@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.passes.analysis.op_traits import CONVERSIONS, has
-from ampcompile.passes.graph import bodies, held_tensors
+from ampcompile.passes.graph import graphs, held_tensors
 from ampcompile.torch_private import dispatcher, pytree, tracing
 from ampcompile.torch_private.types import OpOverload, TorchDispatchMode
 
@@ -26,7 +26,7 @@ class Total:
 
 def total_of(stage: str, gm: GraphModule) -> Total:
     """What a graph and its bodies convert."""
-    sizes = [_bytes(*pair) for pair in _conversions(gm, set())]
+    sizes = [_bytes(*pair) for graph in graphs(gm) for pair in _conversions(graph)]
     return Total(stage, len(sizes), sum(sizes))
 
 
@@ -77,16 +77,12 @@ class _Watched(TorchDispatchMode):
         return Total(stage, len(self.sizes), sum(self.sizes))
 
 
-def _conversions(gm: GraphModule, done: set[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    done.add(id(gm))
+def _conversions(gm: GraphModule) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for node in gm.graph.nodes:
         if has(node.target, CONVERSIONS):
             before, after = _value(node.args[0]), _value(node)
             if _converts(before, after):
                 yield before, after
-    for _, body in bodies(gm):
-        if id(body) not in done:
-            yield from _conversions(body, done)
 
 
 def _value(node: Any) -> Any:

@@ -11,15 +11,14 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
 from ampcompile.passes.analysis.product_cost import Estimate, estimate
-from ampcompile.passes.base import Applied
-from ampcompile.passes.graph import placeholders
+from ampcompile.passes.base import Applied, Pass
+from ampcompile.passes.before.insert_casts import InsertCasts
+from ampcompile.passes.decide.assign_precision import AssignPrecision
+from ampcompile.passes.graph import UNDECIDED, placeholders
 
 from .casts import CastRecord, GraphRecord, OpRecord, cast_nodes, casts_of, fusions_of, ops_of
 from .graph import NodeRecord, nodes_of
 from .totals import Total, total_of
-
-# What has become of a cast that is gone after a pass, by the verb in the pass's name.
-_FATES = {"hoist": "hoisted", "share": "shared", "fold": "folded", "drop": "folded", "move": "moved", "fuse": "fused"}
 
 
 class Watcher:
@@ -35,24 +34,23 @@ class Watcher:
         self.estimate: Estimate | None = None
         self._there: set[int] = set()  # numbers of the casts that the graph still holds
 
-    def watch(self, name: str, gm: GraphModule) -> None:
+    def watch(self, done: Pass | None, gm: GraphModule) -> None:
         """Called after each pass on the captured graph."""
-        if name == "assign_precision":
+        if isinstance(done, AssignPrecision):
             self.estimate = estimate(gm, _weights(gm, self.example_inputs))
-        if name in ("assign_precision", "place_casts"):  # casts nothing yet
+        if done is None or UNDECIDED in gm.meta:  # casts nothing yet
             return
-        self.totals.append(total_of(name, gm))
-        if name == "insert_casts":
+        self.totals.append(total_of(done.name, gm))
+        if isinstance(done, InsertCasts):
             self.ops = tuple(ops_of(gm))
             self.nodes = tuple(nodes_of(gm))
             self.casts = dict(casts_of(gm, _weights(gm, self.example_inputs)))
             self._there = set(self.casts)
             return
         there = {node.meta["amp_cast"].number: node.meta["amp_cast"].fate for node in cast_nodes(gm)}
-        word = _FATES.get(name.partition("_")[0])
         for number in self._there:
             record = self.casts[number]
-            gone = (*record.fate, word) if word else record.fate
+            gone = (*record.fate, done.fate) if done.fate else record.fate
             self.casts[number] = replace(record, fate=there.get(number, gone))
         self._there &= there.keys()
 
@@ -80,11 +78,10 @@ class JointWatcher:
         self.totals: list[Total] = []
         self.code = ""
 
-    def watch(self, name: str, gm: GraphModule) -> None:
+    def watch(self, done: Pass | None, gm: GraphModule) -> None:
         """Called when a graph was differentiated, and after each pass on it."""
-        stage = name if name.startswith("differentiated") else f"{name}, forward and backward"
+        stage = "differentiated: forward and backward" if done is None else f"{done.name}, forward and backward"
         self.totals.append(total_of(stage, gm))
-        gm.recompile()
         self.code = gm.print_readable(print_output=False)
 
 

@@ -41,12 +41,6 @@ def may_return_argument(op: OpOverload) -> bool:
     return not op._schema.is_mutable and (aliases or is_composite(op))
 
 
-def computes(op: OpOverload) -> bool:
-    """False for what must see its operand itself: views, writers, and questions about sizes."""
-    returns_tensors = any("Tensor" in str(value.type) for value in op._schema.returns)
-    return returns_tensors and not op.is_view and not op._schema.is_mutable
-
-
 def registered_autocast_dtype(op: OpOverload, device_type: str) -> torch.dtype | None:
     """The dtype given to `torch.library.register_autocast` for an op, or None if none can be found.
 

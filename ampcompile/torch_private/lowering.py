@@ -2,50 +2,37 @@
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import HigherOrderOperator
 
 from . import patches
 
-OnJointGraph = Callable[[torch.fx.Graph], Any]
+OnJointGraph = Callable[[torch.fx.GraphModule], Any]
 
 
 class _JointGraphPass(CustomGraphPass):
-    """Passes on the graph after differentiation, in Inductor's form: known to its caches by the text of their files.
+    """What is done to the graph after differentiation, in Inductor's form: known to its caches by `key`."""
 
-    `others`: functions that decide, too, what is compiled; the caches would not know them otherwise.
-    """
-
-    def __init__(self, acts: Sequence[OnJointGraph], others: Iterable[Callable[..., Any]]) -> None:
-        self.acts = acts
-        self.files = tuple(sorted({inspect.getfile(function) for function in (*acts, *others)} | _kernel_files()))
+    def __init__(self, act: OnJointGraph, key: str) -> None:
+        self.act, self.key = act, key
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        for act in self.acts:
-            act(graph)
+        owner = graph.owning_module  # whose `graph` Inductor hands over, in every release from 2.11 to 2.15
+        assert owner is not None and owner.graph is graph
+        self.act(owner)
 
-    def uuid(self) -> bytes:
-        return get_hash_for_files(self.files)
-
-
-def _kernel_files() -> set[str]:
-    """The kernels' doors, into which AOTAutograd looks: its cache knows a custom op by name alone."""
-    spec = importlib.util.find_spec("ampcompile.kernels")
-    assert spec is not None and spec.submodule_search_locations is not None
-    return {str(path) for folder in spec.submodule_search_locations for path in Path(folder).glob("*.py")}
+    def uuid(self) -> str:
+        return self.key
 
 
 class _Decompositions(dict[Any, Callable[..., Any]]):
     """A table that Inductor's caches (2.13 on) can take into their keys: they pickle it, to hash what that gives.
 
-    Torch's version is in every key already, and what our files hold is in that of the joint graph's passes.
+    Torch's version is in every key already, and what our files hold is in the key of what is done on the joint graph.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -70,14 +57,17 @@ def inductor(
     gm: torch.fx.GraphModule,
     inputs: Sequence[Any],
     config: dict[str, Any],
-    on_joint_graph: Sequence[OnJointGraph],
+    on_joint_graph: OnJointGraph,
+    key: str,
     decompositions: dict[Any, Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Compile with Inductor; `on_joint_graph` sees forward and backward together, or an inference graph."""
+    """Compile with Inductor; `on_joint_graph` sees forward and backward together, or an inference graph.
+
+    `key`: another one wherever `on_joint_graph`, a decomposition or a lowering of ours may do another thing.
+    """
     from torch._inductor.compile_fx import compile_fx
 
-    ours = [function for function in decompositions.values() if function.__module__.startswith("ampcompile.")]
-    patches = {**config, "joint_custom_pre_pass": _JointGraphPass(on_joint_graph, [*ours, lower_as_call])}
+    patches = {**config, "joint_custom_pre_pass": _JointGraphPass(on_joint_graph, key)}
     compiled: Any = compile_fx(gm, list(inputs), config_patches=patches, decompositions=decompositions)
     return compiled
 
@@ -98,24 +88,18 @@ def config_for_bodies(gm: torch.fx.GraphModule) -> dict[str, bool]:
     return {}
 
 
-def aot_eager(
-    gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: Sequence[OnJointGraph]
-) -> Callable[..., Any]:
+def aot_eager(gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: OnJointGraph) -> Callable[..., Any]:
     """AOTAutograd with eager kernels, as the backend of that name, with passes on the joint or inference graph."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
     def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        for act in on_joint_graph:
-            act(joint.graph)
-        joint.recompile()
+        on_joint_graph(joint)
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     def inference(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        for act in on_joint_graph:
-            act(graph.graph)
-        graph.recompile()
+        on_joint_graph(graph)
         return boxed_nop(graph, example_inputs)
 
     compiler = aot_autograd(

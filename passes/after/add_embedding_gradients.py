@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.kernels.embedding_gradient import ADD_EMBEDDING_GRADIENT
 from ampcompile.torch_private.dispatcher import AS_A_FUNCTION
 from ampcompile.torch_private.types import OpOverload
 
 _GRADIENT = torch.ops.aten.embedding_dense_backward.default
-
-
-def add_embeddings(graph: Graph) -> int:
-    """For a joint graph; an inference graph has no gradients. Returns the sums that are taken in place.
-
-    Inductor lets the op write over its operand, as nothing else reads it.
-    """
-    replaced = 0
-    for gradient in graph.find_nodes(op="call_function", target=_GRADIENT):
-        if (other := _added_to(gradient)) is not None:
-            _replace(graph, gradient, other)
-            replaced += 1
-    return replaced
 
 
 def _added_to(gradient: Node) -> Node | None:
@@ -69,3 +57,23 @@ def _replace(graph: Graph, gradient: Node, other: Node) -> None:
     total.replace_all_uses_with(result)
     graph.erase_node(total)
     graph.erase_node(gradient)
+
+
+@dataclass(frozen=True)
+class AddEmbeddingGradients:
+    """For a joint graph; an inference graph has no gradients. Returns the sums that are taken in place.
+
+    Inductor lets the op write over its operand, as nothing else reads it.
+    """
+
+    name = "add_embedding_gradients"
+    exact = False  # its rows are added to the other gradient one by one, not to each other first
+    fate = ""
+
+    def apply(self, gm: GraphModule) -> int:
+        replaced = 0
+        for gradient in gm.graph.find_nodes(op="call_function", target=_GRADIENT):
+            if (other := _added_to(gradient)) is not None:
+                _replace(gm.graph, gradient, other)
+                replaced += 1
+        return replaced

@@ -7,30 +7,17 @@ one): it is rearranged as it is. No gradient is added up here any more, so what 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import behind_views, overwritten, returned
 from ampcompile.passes.analysis.commuting import kind, rebuilt, runs_in, same_layout
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
-from ampcompile.passes.graph import bodies
+from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import dispatcher, tracing
-
-
-def drop_after_differentiation(graph: Graph) -> int:
-    """For a joint or inference graph, whose ops write nothing but inputs, at its end. Returns the casts dropped."""
-    dropped = 0
-    with tracing.on_fakes_of(graph.owning_module), torch.no_grad():
-        for node in list(graph.nodes):
-            if node.target in dispatcher.FAKES_OF_WRONG_DTYPE:
-                dropped += _as_computed(graph, node)
-        apart, written = returned(graph), overwritten(graph)  # what is returned twice is two tensors
-        for cast in list(graph.nodes):
-            if _is_cast(cast) and cast not in apart:
-                dropped += _drop(graph, cast, written)
-    return dropped + sum(drop_after_differentiation(body.graph) for _, body in bodies(graph.owning_module))
 
 
 def _is_cast(node: Node) -> bool:
@@ -78,3 +65,28 @@ def _as_computed(graph: Graph, node: Node) -> int:
             graph.erase_node(cast)
             dropped += 1
     return dropped
+
+
+def _drop_in(gm: GraphModule) -> int:
+    graph, dropped = gm.graph, 0
+    with tracing.on_fakes_of(gm), torch.no_grad():
+        for node in list(graph.nodes):
+            if node.target in dispatcher.FAKES_OF_WRONG_DTYPE:
+                dropped += _as_computed(graph, node)
+        apart, written = returned(graph), overwritten(graph)  # two outputs must not become one tensor
+        for cast in list(graph.nodes):
+            if _is_cast(cast) and cast not in apart:
+                dropped += _drop(graph, cast, written)
+    return dropped
+
+
+@dataclass(frozen=True)
+class DropCasts:
+    """For a joint or inference graph, whose ops write nothing but inputs, at its end. Returns the casts dropped."""
+
+    name = "drop_casts"
+    exact = True
+    fate = "folded"
+
+    def apply(self, gm: GraphModule) -> int:
+        return sum(map(_drop_in, graphs(gm)))

@@ -5,19 +5,32 @@ Before, each reader had a copy of its own, so that their gradients were added up
 
 from __future__ import annotations
 
-from torch.fx import Graph
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
 
 from ampcompile.kernels.norm import COPIED
-from ampcompile.passes.graph import bodies
+from ampcompile.passes.graph import graphs
 
 
-def merge_copies(graph: Graph) -> int:
-    """For a joint or inference graph, whose ops write nothing but inputs, at its end. Returns the copies merged."""
-    returned = set(graph.output_node().all_input_nodes)  # what is returned twice is two tensors
+def _merge(gm: GraphModule) -> int:
+    returned = set(gm.graph.output_node().all_input_nodes)  # two outputs must not become one tensor
     merged = 0
-    for copy in graph.find_nodes(op="call_function", target=COPIED):
+    for copy in gm.graph.find_nodes(op="call_function", target=COPIED):
         if copy not in returned:
             copy.replace_all_uses_with(copy.args[0])
-            graph.erase_node(copy)
+            gm.graph.erase_node(copy)
             merged += 1
-    return merged + sum(merge_copies(body.graph) for _, body in bodies(graph.owning_module))
+    return merged
+
+
+@dataclass(frozen=True)
+class MergeCopies:
+    """For a joint or inference graph, whose ops write nothing but inputs, at its end. Returns the copies merged."""
+
+    name = "merge_copies"
+    exact = True
+    fate = ""
+
+    def apply(self, gm: GraphModule) -> int:
+        return sum(map(_merge, graphs(gm)))

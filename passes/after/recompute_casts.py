@@ -7,30 +7,29 @@ needs it all the same: weights may be written before backward comes, by optimize
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from torch.fx import Graph, Node
+from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import behind_views
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
 from ampcompile.passes.analysis.sizes import in_floats
-from ampcompile.passes.graph import bodies, placeholders
+from ampcompile.passes.graph import graphs, placeholders
 from ampcompile.torch_private.types import OpOverload
 
 _TAG = "recompute"  # torch's own, by which checkpoints tell the same; it comes through differentiation
 
 
-def recompute_after_differentiation(graph: Graph) -> int:
-    """Tag the widening casts of a joint graph that backward reads; returns how many. An inference graph has none."""
-    backward = {node for node in placeholders(graph.owning_module) if str(node.target).startswith("tangents")}
-    for node in graph.nodes:
+def _tag_in(gm: GraphModule) -> int:
+    backward = {node for node in placeholders(gm) if str(node.target).startswith("tangents")}
+    for node in gm.graph.nodes:
         if not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)
-    returned = set(graph.output_node().all_input_nodes)
-    casts = [node for node in graph.nodes if _widens(node) and node not in backward | returned]
-    tagged = sum(_tag(cast) for cast in casts if any(user in backward for user in _readers(cast)))
-    return tagged + sum(recompute_after_differentiation(body.graph) for _, body in bodies(graph.owning_module))
+    returned = set(gm.graph.output_node().all_input_nodes)
+    casts = [node for node in gm.graph.nodes if _widens(node) and node not in backward | returned]
+    return sum(_tag(cast) for cast in casts if any(user in backward for user in _readers(cast)))
 
 
 def _tag(cast: Node) -> bool:
@@ -55,3 +54,15 @@ def _readers(node: Node) -> Iterator[Node]:
         yield user
         if isinstance(user.target, OpOverload) and user.target.is_view:
             yield from _readers(user)
+
+
+@dataclass(frozen=True)
+class RecomputeCasts:
+    """Tags the widening casts of a joint graph that backward reads; returns how many. An inference graph has none."""
+
+    name = "recompute_casts"
+    exact = True
+    fate = ""
+
+    def apply(self, gm: GraphModule) -> int:
+        return sum(map(_tag_in, graphs(gm)))

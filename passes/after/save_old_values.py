@@ -7,19 +7,20 @@ graph writes an input at its end: a copy taken before would be taken anew, of th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from torch.fx import Graph, Node
+from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ampcompile.passes.analysis.aliasing import behind_views, overwritten
-from ampcompile.passes.graph import bodies
+from ampcompile.passes.graph import graphs
 
 _WRITE = torch.ops.aten.copy_.default
 
 
-def save_old_values(graph: Graph) -> int:
-    """For a joint graph: returns the number of values that are saved if backward wants them, not computed again."""
-    pending, kept = list(overwritten(graph)), 0
+def _save(gm: GraphModule) -> int:
+    pending, kept = list(overwritten(gm.graph)), 0
     while pending:
         for user in pending.pop().users:
             if user.op != "call_function" or user.target is _WRITE:
@@ -29,8 +30,20 @@ def save_old_values(graph: Graph) -> int:
             else:
                 user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
                 kept += 1
-    return kept + sum(save_old_values(body.graph) for _, body in bodies(graph.owning_module))
+    return kept
 
 
 def _is_view(node: Node) -> bool:
     return behind_views(node) is not node
+
+
+@dataclass(frozen=True)
+class SaveOldValues:
+    """For a joint graph: returns the number of values that are saved if backward wants them, not computed again."""
+
+    name = "save_old_values"
+    exact = True
+    fate = ""
+
+    def apply(self, gm: GraphModule) -> int:
+        return sum(map(_save, graphs(gm)))

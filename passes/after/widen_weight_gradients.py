@@ -9,9 +9,10 @@ and those in the middle of backward, keep the roundings of eager autocast.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.passes.analysis.commuting import kind, rebuilt
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
@@ -22,23 +23,10 @@ aten = torch.ops.aten
 _IN_FLOAT32 = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
 
 
-def widen_gradients(graph: Graph) -> int:
-    """For a joint graph; an inference graph has no gradients. Returns the number of products that write float32."""
-    backward = _backward(graph)
-    widened = 0
-    with tracing.on_fakes_of(graph.owning_module), torch.no_grad():
-        for cast in list(_returned(graph)):
-            path = _from_product(cast)
-            if path and path[0] in backward and dispatcher.multiplies_into_float32(path[0].meta["val"].device):
-                _widen(graph, path, cast)
-                widened += 1
-    return widened
-
-
-def _backward(graph: Graph) -> set[Node]:
+def _backward(gm: GraphModule) -> set[Node]:
     """The nodes that depend on a gradient."""
-    found = {node for node in placeholders(graph.owning_module) if str(node.target).startswith("tangents")}
-    for node in graph.nodes:
+    found = {node for node in placeholders(gm) if str(node.target).startswith("tangents")}
+    for node in gm.graph.nodes:
         if not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
@@ -78,3 +66,22 @@ def _widen(graph: Graph, path: list[Node], cast: Node) -> None:
         cast.replace_all_uses_with(rebuilt(moved, wide))
     for unused in (cast, *reversed(path)):
         graph.erase_node(unused)
+
+
+@dataclass(frozen=True)
+class WidenWeightGradients:
+    """For a joint graph; an inference graph has no gradients. Returns the number of products that write float32."""
+
+    name = "widen_weight_gradients"
+    exact = False  # gradients of weights keep the bits that rounding them to 16 would drop
+    fate = ""
+
+    def apply(self, gm: GraphModule) -> int:
+        backward, widened = _backward(gm), 0
+        with tracing.on_fakes_of(gm), torch.no_grad():
+            for cast in list(_returned(gm.graph)):
+                path = _from_product(cast)
+                if path and path[0] in backward and dispatcher.multiplies_into_float32(path[0].meta["val"].device):
+                    _widen(gm.graph, path, cast)
+                    widened += 1
+        return widened

@@ -17,7 +17,7 @@ from ampcompile.passes.analysis.aliasing import Memory
 from ampcompile.passes.analysis.commuting import CAST, kind, rebuilt, runs_in, same_layout
 from ampcompile.passes.analysis.gradients import differentiable
 from ampcompile.passes.analysis.op_traits import CASTS, has
-from ampcompile.passes.graph import bodies
+from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import tracing
 
 
@@ -34,6 +34,7 @@ class FoldCasts:
     gradients: bool
     relaxed: bool = False
     name = "fold_casts"
+    fate = "folded"
 
     @property
     def exact(self) -> bool:
@@ -41,18 +42,15 @@ class FoldCasts:
 
     def apply(self, gm: GraphModule) -> int:
         with tracing.on_fakes_of(gm), torch.no_grad():
-            return self._fold(gm, set())
+            return sum(map(self._fold, graphs(gm)))
 
-    def _fold(self, gm: GraphModule, done: set[int]) -> int:
-        if id(gm) in done:
-            return 0
-        done.add(id(gm))
+    def _fold(self, gm: GraphModule) -> int:
         memory, folded = Memory(gm.graph), 0
         recorded = differentiable(gm.graph, self.gradients)
         for second in gm.graph.find_nodes(op="call_function", target=CAST):
             if "amp_cast" in second.meta:
                 folded += self._fold_one(gm.graph, second, memory, recorded)
-        return folded + sum(self._fold(body, done) for _, body in bodies(gm))
+        return folded
 
     def _fold_one(self, graph: Graph, second: Node, memory: Memory, recorded: set[Node]) -> bool:
         first, path = _above(second, second in recorded)

@@ -18,18 +18,12 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
 from ampcompile.passes.analysis.commuting import CAST
-from ampcompile.passes.analysis.op_traits import reads_bits
+from ampcompile.passes.analysis.op_traits import REARRANGES, has, reads_bits
 from ampcompile.passes.graph import below_autograd, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import OpOverload
 
-# Views whose gradient only puts numbers back in place: taking it before or after the cast gives the same bits.
-_NAMES = """
-t numpy_T mT transpose permute movedim view _unsafe_view reshape flatten unflatten squeeze unsqueeze
-slice narrow select split split_with_sizes chunk unbind tensor_split alias detach view_as
-"""
-_REARRANGING = frozenset(f"aten::{name}" for name in _NAMES.split())
 # Higher-order ops whose bodies may read weights handed to them, and where in their arguments the operands begin.
 _OPERANDS_FROM: dict[Any, int] = {
     torch.ops.higher_order.tag_activation_checkpoint: 1,
@@ -51,8 +45,7 @@ def _chain(cast: Node) -> tuple[Node, list[Node]]:
 def _rearranges(node: Node) -> bool:
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and _rearranges(node.args[0])
-    op = node.target
-    return isinstance(op, OpOverload) and op._schema.name in _REARRANGING and not reads_bits(op)
+    return has(node.target, REARRANGES) and not reads_bits(node.target)
 
 
 def _uses(value: Node) -> Iterator[str]:
@@ -144,7 +137,6 @@ def _hoist_in_body(body: GraphModule, sites: list[Node], weights: set[Node], cop
         return copies[weight, dtype]
 
     hoisted = _hoist(body, {p for p, outer in given.items() if weights.issuperset(outer)}, inner_copy)
-    body.recompile()
     return hoisted
 
 
@@ -162,6 +154,7 @@ class HoistWeights:
     is_registered: Callable[[int, Node], bool] = lambda index, node: True
     name = "hoist_weights"
     exact = True
+    fate = "hoisted"
 
     def apply(self, gm: GraphModule) -> int:
         inputs = {node: index for index, node in enumerate(placeholders(gm))}

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node, map_arg
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.higher_order import HOPS
 from ampcompile.passes.analysis.schema import set_arguments
-from ampcompile.passes.graph import ENTER, EXIT, UNDECIDED, Cast, Decision, bodies, castable, op_name
+from ampcompile.passes.graph import ENTER, EXIT, UNDECIDED, Cast, Decision, castable, graphs, op_name
 from ampcompile.torch_private import pytree, tracing
 
 CLAMP = torch.ops.aten.clamp.default
@@ -26,17 +26,15 @@ class InsertCasts:
 
     name = "insert_casts"
     exact = False  # this is where mixed precision rounds
+    fate = ""
 
     def apply(self, gm: GraphModule) -> int:
         gm.meta.pop(UNDECIDED, None)
         with tracing.on_fakes_of(gm), torch.no_grad():
-            return _act(gm, set())
+            return sum(map(_act, graphs(gm)))
 
 
-def _act(gm: GraphModule, done: set[int]) -> int:
-    if id(gm) in done:
-        return 0
-    done.add(id(gm))
+def _act(gm: GraphModule) -> int:
     casts = 0
     for node in list(gm.graph.nodes):
         decision: Decision = node.meta["amp"]
@@ -56,8 +54,6 @@ def _act(gm: GraphModule, done: set[int]) -> int:
     for node in reversed(list(gm.graph.nodes)):
         if node.target is EXIT or node.target is ENTER:
             gm.graph.erase_node(node)
-    casts += sum(_act(body, done) for _, body in bodies(gm))
-    gm.recompile()
     return casts
 
 

@@ -14,10 +14,10 @@ from torch.fx import Graph, GraphModule, Node
 from ampcompile.passes.analysis.aliasing import Memory
 from ampcompile.passes.analysis.commuting import CAST, kind, rebuilt, runs_in, same_layout
 from ampcompile.passes.analysis.gradients import differentiable
+from ampcompile.passes.analysis.op_traits import is_elementwise
 from ampcompile.passes.analysis.sizes import is_smaller
-from ampcompile.passes.graph import bodies
+from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import tracing
-from ampcompile.torch_private.types import OpOverload
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,19 @@ class MoveCasts:
     gradients: bool
     name = "move_casts"
     exact = True
+    fate = "moved"
 
     def apply(self, gm: GraphModule) -> int:
         with tracing.on_fakes_of(gm), torch.no_grad():
-            return self._move(gm, set())
+            return sum(map(self._move, graphs(gm)))
 
-    def _move(self, gm: GraphModule, done: set[int]) -> int:
-        if id(gm) in done:
-            return 0
-        done.add(id(gm))
+    def _move(self, gm: GraphModule) -> int:
         memory, recorded = Memory(gm.graph), differentiable(gm.graph, self.gradients)
         moved = 0
         for cast in gm.graph.find_nodes(op="call_function", target=CAST):
             if "amp_cast" in cast.meta:
                 moved += _up(gm.graph, cast, memory, recorded) or _down(gm.graph, cast, memory, recorded)
-        return moved + sum(self._move(body, done) for _, body in bodies(gm))
+        return moved
 
 
 def _up(graph: Graph, cast: Node, memory: Memory, recorded: set[Node]) -> bool:
@@ -101,7 +99,7 @@ def _cast_of(operand: Node, cast: Node) -> Node:
 
 def _put_in_place(graph: Graph, old: Node, new: Node, unused: list[Node]) -> bool:
     """Hand `new` to those who read `old`, and drop what nobody reads any more; or undo it if they would mind."""
-    fits = same_layout(old.meta["val"], new.meta["val"]) or all(map(_is_elementwise, old.users))
+    fits = same_layout(old.meta["val"], new.meta["val"]) or all(is_elementwise(user.target) for user in old.users)
     if fits:
         old.replace_all_uses_with(new)
     else:
@@ -116,7 +114,3 @@ def _put_in_place(graph: Graph, old: Node, new: Node, unused: list[Node]) -> boo
         if not node.users:
             graph.erase_node(node)
     return fits
-
-
-def _is_elementwise(user: Node) -> bool:
-    return isinstance(user.target, OpOverload) and torch.Tag.pointwise in user.target.tags and not user.target.is_view

@@ -37,6 +37,7 @@ class PackLinears:
     dtypes: frozenset[torch.dtype]
     name = "pack_linears"
     exact = True
+    fate = ""
 
     def apply(self, gm: GraphModule) -> int:
         inputs: dict[Slot, Node] = {}

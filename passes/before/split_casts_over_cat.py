@@ -15,12 +15,10 @@ from torch.fx import Graph, GraphModule, Node
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import Memory
 from ampcompile.passes.analysis.commuting import CAST, same_layout
+from ampcompile.passes.analysis.op_traits import JOINS, has
 from ampcompile.passes.analysis.sizes import in_floats
-from ampcompile.passes.graph import bodies
+from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import tracing
-from ampcompile.torch_private.types import OpOverload
-
-_JOINING = frozenset(f"aten::{name}" for name in ("cat", "concat", "concatenate", "stack", "hstack", "vstack"))
 
 
 @dataclass(frozen=True)
@@ -29,27 +27,24 @@ class SpreadCasts:
 
     name = "spread_casts"
     exact = True
+    fate = "moved"
 
     def apply(self, gm: GraphModule) -> int:
         with tracing.on_fakes_of(gm), torch.no_grad():
-            return _spread(gm, set())
+            return sum(map(_spread, graphs(gm)))
 
 
-def _spread(gm: GraphModule, done: set[int]) -> int:
-    if id(gm) in done:
-        return 0
-    done.add(id(gm))
+def _spread(gm: GraphModule) -> int:
     casts = [cast for cast in gm.graph.find_nodes(op="call_function", target=CAST) if _narrows_a_whole(cast)]
     memory = Memory(gm.graph) if casts else None
-    spread = sum(_spread_one(gm.graph, cast, memory) for cast in casts if memory is not None)
-    return spread + sum(_spread(body, done) for _, body in bodies(gm))
+    return sum(_spread_one(gm.graph, cast, memory) for cast in casts if memory is not None)
 
 
 def _narrows_a_whole(cast: Node) -> bool:
     whole = cast.args[0]
     if "amp_cast" not in cast.meta or not isinstance(whole, Node) or len(whole.users) > 1:
         return False
-    if not isinstance(whole.target, OpOverload) or whole.target._schema.name not in _JOINING or not whole.args:
+    if not has(whole.target, JOINS) or not whole.args:
         return False
     low, high = cast.meta["val"].dtype, whole.meta["val"].dtype
     parts = [part.meta["val"] for part in whole.all_input_nodes]

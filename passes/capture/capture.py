@@ -23,9 +23,9 @@ from ampcompile.passes.graph import (
     EXIT,
     UNDECIDED,
     below_autograd,
-    bodies,
     current_module_path,
     device_type_of,
+    graphs,
     held_tensors,
     placeholders,
 )
@@ -201,7 +201,7 @@ def _finish(captured: GraphModule, original: GraphModule) -> GraphModule:
         if hasattr(source, "_dynamo_source"):
             node._dynamo_source = source._dynamo_source
     held = held_tensors(original)
-    for graph in [captured, *(body for _, body in bodies(captured))]:
+    for graph in graphs(captured):
         # AOTAutograd takes parameters and buffers for inputs that Dynamo named.
         for name, constant in [*graph._parameters.items(), *graph._buffers.items()]:
             if name not in held:
@@ -241,7 +241,7 @@ def capture(gm: GraphModule, fakes: list[Any], mode: FakeTensorMode, policy: Pol
         traced = tracing.trace_pre_dispatch(
             _Capture(gm, _Bodies(takes_apart, held_tensors(gm))).run, fakes, takes_apart
         )
-    for graph in [traced, *(body for _, body in bodies(traced))]:
+    for graph in graphs(traced):
         for node in graph.graph.find_nodes(op="get_attr"):
             assert not isinstance(getattr(graph, str(node.target), None), FakeTensor), f"fake constant {node}"
     return _finish(traced, gm)

@@ -36,8 +36,8 @@ import torch
 from torch.fx import GraphModule, Node, map_arg
 
 from ampcompile.passes.analysis import higher_order
-from ampcompile.passes.analysis.op_traits import CASTS, has, reads_bits
-from ampcompile.passes.analysis.schema import set_arguments
+from ampcompile.passes.analysis.op_traits import CASTS, has, keeps_constants
+from ampcompile.passes.analysis.schema import set_arguments, writes
 from ampcompile.passes.graph import (
     ENTER,
     EXIT,
@@ -60,7 +60,6 @@ from .decisions import Call, decide
 from .dtype_memo import Repeats, traced_if_alike
 from .range_guards import guarded
 
-_KEEP_VALUES = CASTS | {"aten::lift_fresh_copy", "aten::detach_", "aten::clone"}
 _BORN_KNOWN = frozenset({"aten", "prims", "prim", "ampcompile", "_c10d_functional", "c10d_functional"})
 HOPS = higher_order.HOPS
 
@@ -142,10 +141,10 @@ class _Walk:
 
     def _follow_constants(self, node: Node, op: OpOverload) -> None:
         source = next(iter(node.all_input_nodes), node)
-        if (op.is_view and not reads_bits(op)) or op._schema.name in _KEEP_VALUES:
+        if keeps_constants(op):
             if source in self.constants:
                 self.constants[node] = self.constants[source]
-        elif op._schema.is_mutable and source in self.constants:
+        elif writes(op) and source in self.constants:
             self.constants.clear()  # whatever aliases it changes too
 
     def _higher_order(self, node: Node, hop: HigherOrderOperator) -> Decision:
@@ -234,7 +233,7 @@ class AssignPrecision:
     range_guards: bool = True
     name = "assign_precision"
     exact = True
-    only_decides = True  # values keep the dtypes they were captured with until the decisions are carried out
+    fate = ""
 
     def apply(self, gm: GraphModule) -> int:
         walk = _Walk(self, gm, self.regions.copy())

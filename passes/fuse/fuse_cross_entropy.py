@@ -8,11 +8,11 @@ from torch.fx import GraphModule
 
 from ampcompile.kernels.cross_entropy import CROSS_ENTROPY
 from ampcompile.passes.analysis.sizes import elements_hint
-from ampcompile.passes.graph import op_name
+from ampcompile.passes.graph import graphs, op_name
 from ampcompile.torch_private import tracing
 
 from .losses import Loss, losses, repeated
-from .matching import Fusion, Worth, drop_unread, fuse, graphs
+from .matching import Fusion, Worth, drop_unread, fuse
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class FuseCrossEntropy:
     family = "cross_entropy"
     name = "fuse_cross_entropy"
     exact = False
+    fate = "fused"
 
     def apply(self, gm: GraphModule) -> int:
         with tracing.on_fakes_of(gm):

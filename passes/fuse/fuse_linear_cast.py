@@ -19,11 +19,11 @@ from ampcompile.passes.analysis.aliasing import Memory
 from ampcompile.passes.analysis.commuting import CAST, rebuilt
 from ampcompile.passes.analysis.gradients import differentiable
 from ampcompile.passes.analysis.sizes import elements_hint, is_smaller
-from ampcompile.passes.graph import op_name
+from ampcompile.passes.graph import graphs, op_name
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import is_traceable_wrapper_subclass
 
-from .matching import Fusion, Worth, argument, drop_unread, fuse, graphs, is_low, is_view
+from .matching import Fusion, Worth, argument, drop_unread, fuse, is_low, is_view
 
 aten = torch.ops.aten
 _COPIES = (aten.contiguous.default, aten.clone.default)
@@ -129,6 +129,7 @@ class FuseLinearCast:
     family = "linear"
     name = "fuse_linear_cast"
     exact = False  # sums are taken in another order, and gradients of weights are not rounded
+    fate = "fused"
 
     def apply(self, gm: GraphModule) -> int:
         with tracing.on_fakes_of(gm), torch.no_grad():

@@ -11,12 +11,12 @@ from torch.fx import GraphModule, Node
 from ampcompile.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY, PIECE
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.sizes import elements_hint
-from ampcompile.passes.graph import op_name
+from ampcompile.passes.graph import graphs, op_name
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import tracing
 
 from .losses import Loss, leave_rows_whole, losses, repeated
-from .matching import Fusion, Worth, argument, drop_unread, fuse, graphs, is_low, is_view
+from .matching import Fusion, Worth, argument, drop_unread, fuse, is_low, is_view
 
 LINEAR = torch.ops.aten.linear.default
 
@@ -33,6 +33,7 @@ class FuseLinearCrossEntropy:
     family = "linear_cross_entropy"
     name = "fuse_linear_cross_entropy"
     exact = False
+    fate = "fused"
 
     def apply(self, gm: GraphModule) -> int:
         with tracing.on_fakes_of(gm):

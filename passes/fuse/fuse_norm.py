@@ -20,10 +20,10 @@ from ampcompile.kernels.norm import NORM
 from ampcompile.passes.analysis.aliasing import Memory
 from ampcompile.passes.analysis.commuting import CAST, rebuilt, same_layout
 from ampcompile.passes.analysis.gradients import stretches
-from ampcompile.passes.graph import op_name
+from ampcompile.passes.graph import graphs, op_name
 from ampcompile.torch_private import tracing
 
-from .matching import Fusion, Worth, drop_unread, fuse, graphs, is_low, is_view, low_source
+from .matching import Fusion, Worth, drop_unread, fuse, is_low, is_view, low_source
 from .norm_patterns import Norm, norms
 
 ADD = torch.ops.aten.add.Tensor
@@ -41,6 +41,7 @@ class FuseNorm:
     name = "fuse_norm"
     family = "norm"
     exact = False
+    fate = "fused"
 
     def apply(self, gm: GraphModule) -> int:
         return sum(self._fuse(graph) for graph in graphs(gm))

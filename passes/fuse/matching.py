@@ -13,8 +13,9 @@ from torch.fx import GraphModule, Node, map_arg
 from ampcompile.dtypes import is_lossless
 from ampcompile.kernels.usable import memory_of, usable
 from ampcompile.passes.analysis.commuting import CAST, kind
+from ampcompile.passes.analysis.op_traits import FUSED_THROUGH, has
 from ampcompile.passes.base import Pass
-from ampcompile.passes.graph import bodies
+from ampcompile.passes.graph import graphs
 
 FUSED = "amp_fused"
 """Where a fused op carries its record, in `node.meta`."""
@@ -22,11 +23,6 @@ UNFUSED = "amp_unfused"
 """Where `gm.meta` holds the graph as it was before fusing: a fused op has no derivative of its backward."""
 
 _LOW = (torch.bfloat16, torch.float16)
-_VIEW_NAMES = """
-view _unsafe_view reshape flatten unflatten squeeze unsqueeze slice narrow select contiguous clone alias t transpose
-permute movedim mT view_as
-"""
-_VIEWS = frozenset(f"aten::{name}" for name in _VIEW_NAMES.split())
 
 
 @dataclass(frozen=True)
@@ -74,17 +70,6 @@ class FusePass(Pass, Protocol):
     def family(self) -> str: ...
 
 
-def graphs(gm: GraphModule) -> Iterator[GraphModule]:
-    """A graph and the bodies of its higher-order ops, each once."""
-    pending, done = [gm], set[int]()
-    while pending:
-        graph = pending.pop()
-        if id(graph) not in done:
-            done.add(id(graph))
-            yield graph
-            pending += [body for _, body in bodies(graph)]
-
-
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
     """An argument of a call, by position or by name."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
@@ -107,7 +92,7 @@ def is_low(node: Any) -> bool:
 
 def is_view(node: Any) -> bool:
     """Whether a node gives its first operand's numbers, or some of them, each once, in other places."""
-    return isinstance(node, Node) and kind(node) == "moves" and node.target._schema.name in _VIEWS
+    return isinstance(node, Node) and kind(node) == "moves" and has(node.target, FUSED_THROUGH)
 
 
 def low_source(value: Any) -> tuple[Node, list[Node]] | None:

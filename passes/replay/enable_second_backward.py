@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ampcompile.passes.graph import bodies
+from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import regions
 
 APPLY = torch.ops.higher_order.autograd_function_apply
@@ -44,10 +44,14 @@ def _saves_its_own_values(call: Node) -> bool:
     return any(value.op != "placeholder" and value not in outputs for value in saved if isinstance(value, Node))
 
 
+def _calls(gm: GraphModule) -> list[Node]:
+    """Every call of a custom function, in a graph and its bodies."""
+    return [call for graph in graphs(gm) for call in graph.graph.find_nodes(op="call_function", target=APPLY)]
+
+
 def closed(gm: GraphModule) -> bool:
     """Whether a custom function, here or in a body, has a backward that can't be differentiated."""
-    calls = gm.graph.find_nodes(op="call_function", target=APPLY)
-    return any(_switches(_bodies(call)[1]) for call in calls) or any(closed(body) for _, body in bodies(gm))
+    return any(_switches(_bodies(call)[1]) for call in _calls(gm))
 
 
 @dataclass(frozen=True)
@@ -56,15 +60,15 @@ class OpenBackwards:
 
     name = "open_backwards"
     exact = True
+    fate = ""
 
     def apply(self, gm: GraphModule) -> int:
-        opened = sum(self.apply(body) for _, body in bodies(gm))
-        for call in gm.graph.find_nodes(op="call_function", target=APPLY):
+        opened = 0
+        for call in _calls(gm):
             _, backward = _bodies(call)
             switches = _switches(backward)
             if switches and not _saves_its_own_values(call):
                 for node in switches:
                     backward.graph.erase_node(node)
-                backward.recompile()
                 opened += 1
         return opened

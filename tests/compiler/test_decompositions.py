@@ -10,7 +10,7 @@ from torch import nn
 
 from ampcompile.compiler.decompositions import EMBEDDING_BACKWARD, decompositions
 from ampcompile.kernels.attention_backward import ATTENTION_BACKWARD, FLASH_BACKWARD, available
-from ampcompile.passes.after import bind_weights
+from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.torch_private import lowering
 
 
@@ -44,13 +44,13 @@ def gradients(model, run):
 def called(monkeypatch, heads, **options):
     """A model, what is compiled of it, and the ops of the differentiated graph."""
     ops = []
-    original = bind_weights.bind
+    original = BindWeights.apply
 
-    def watched(graph):
-        ops.extend(node.target for node in graph.nodes)
-        return original(graph)
+    def watched(self, gm):
+        ops.extend(node.target for node in gm.graph.nodes)
+        return original(self, gm)
 
-    monkeypatch.setattr(bind_weights, "bind", watched)
+    monkeypatch.setattr(BindWeights, "apply", watched)
     model = Attention(heads)
     run = torch.compile(model, backend="amp", options=options)
     with torch._functorch.config.patch(enable_autograd_cache=False):  # what it holds isn't differentiated again

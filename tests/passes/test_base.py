@@ -16,6 +16,7 @@ from tests.passes.captured import captured, settled
 class Renames:
     name: str = "renames"
     exact: bool = True
+    fate: str = ""
 
     def apply(self, gm):
         for node in gm.graph.find_nodes(op="placeholder"):
@@ -28,6 +29,7 @@ class Fails:
     error: Exception
     name: str = "fails"
     exact: bool = True
+    fate: str = ""
 
     def apply(self, gm):
         raise self.error
@@ -37,6 +39,7 @@ class Fails:
 class Breaks:
     name: str = "breaks"
     exact: bool = True
+    fate: str = ""
 
     def apply(self, gm):
         gm.graph.output_node().args = (torch.fx.Graph().placeholder("elsewhere"),)
@@ -47,6 +50,7 @@ class Breaks:
 class Lies:
     name: str = "lies"
     exact: bool = True
+    fate: str = ""
 
     def apply(self, gm):
         node = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)[0]
@@ -61,10 +65,10 @@ def graph():
 def test_each_pass_is_recorded_recompiled_and_watched(caplog):
     gm, seen = graph(), []
     with caplog.at_level(logging.DEBUG, "ampcompile"):
-        history = run_passes([Renames(), Renames()], gm, lambda name, graph: seen.append((name, graph is gm)))
+        history = run_passes([Renames(), Renames()], gm, lambda done, graph: seen.append((done, graph is gm)))
     assert [(a.name, a.rewrites) for a in history] == [("renames", 1)] * 2
     assert all(isinstance(a, Applied) and a.seconds >= 0 for a in history)
-    assert seen == [("renames", True)] * 2
+    assert seen == [(Renames(), True)] * 2
     assert torch.equal(gm(renamed=torch.ones(1))[0], torch.ones(1).sin())
     assert "renames: 1 rewrites" in caplog.text
 

@@ -11,6 +11,7 @@ from ampcompile.passes.graph import (
     bodies,
     castable,
     device_type_of,
+    graphs,
     module_path,
     op_name,
     source_line,
@@ -100,3 +101,26 @@ def test_bodies_are_the_graphs_that_are_called():
     run(torch.randn(2, requires_grad=True))
     ((node, body),) = bodies(recorder.graphs[0].graph)
     assert node.op == "get_attr" and isinstance(body, torch.fx.GraphModule)
+
+
+def test_a_graph_and_its_bodies_are_walked_each_once_callers_first():
+    from torch.fx import Graph, GraphModule
+
+    def calling(**bodies):
+        graph = Graph()
+        x = graph.placeholder("x")
+        for name in bodies:
+            x = graph.call_function(torch.ops.higher_order.invoke_subgraph, (graph.get_attr(name), name, x))
+        graph.output((x,))
+        return GraphModule(bodies, graph)
+
+    inner = calling()
+    middle, last = calling(inner=inner), calling(shared=inner)
+    whole = calling(middle=middle, again=middle, last=last)
+    assert list(graphs(whole)) == [whole, middle, inner, last]
+    seen = []
+    for graph in graphs(whole):  # goes by what is there when it comes to it
+        seen.append(graph)
+        if graph is whole:
+            whole.last = inner
+    assert seen == [whole, middle, inner]

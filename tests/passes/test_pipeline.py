@@ -6,10 +6,20 @@ import torch
 from ampcompile.config import Options
 from ampcompile.kernels import packed_linear
 from ampcompile.passes.graph import Regions
-from ampcompile.passes.pipeline import fusion, pipeline
+from ampcompile.passes.pipeline import after, fusion, pipeline, replay
 
 BASE = ["assign_precision", "insert_casts", "spread_casts", "fold_casts", "move_casts"]
 PACKED = ["pack_linears"] if packed_linear.available(torch.bfloat16) else []
+AFTER = [
+    "bind_weights",
+    "merge_copies",
+    "drop_casts",
+    "share_casts",
+    "widen_weight_gradients",
+    "add_embedding_gradients",
+    "recompute_casts",
+    "save_old_values",
+]
 
 
 @pytest.mark.parametrize(
@@ -38,3 +48,23 @@ def test_fused_kernels_are_looked_for_on_a_gpu_or_by_name() -> None:
     assert fusion(Options(), "cpu") == fusion(Options(fuse="none"), "cuda") == ()
     assert [each.name for each in fusion(Options(fuse="cross_entropy"), "cpu")] == ["fuse_cross_entropy"]
     assert fusion(Options(fuse="cross_entropy", lower="eager"), "cpu") == ()
+
+
+def test_after_differentiation_only_gradients_change_their_digits() -> None:
+    assert [each.name for each in after()] == AFTER
+    assert [each.name for each in after() if not each.exact] == ["widen_weight_gradients", "add_embedding_gradients"]
+    assert [each.name for each in replay() if each.exact] == ["open_backwards", "bind_weights_eagerly"]
+
+
+def test_every_pass_states_what_became_of_the_casts_it_takes_away() -> None:
+    passes = pipeline(Options(placement="bytes"), Regions({}), lambda index, node: True)
+    fates = {each.name: each.fate for each in (*passes, *fusion(Options(), "cuda"), *after(), *replay()) if each.fate}
+    fused = {each.name: "fused" for each in fusion(Options(), "cuda")}
+    assert fates == fused | {
+        "spread_casts": "moved",
+        "fold_casts": "folded",
+        "move_casts": "moved",
+        "hoist_weights": "hoisted",
+        "share_casts": "shared",
+        "drop_casts": "folded",
+    }

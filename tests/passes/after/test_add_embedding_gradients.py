@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ampcompile.passes.after.add_embedding_gradients import add_embeddings
+from ampcompile.passes.after.add_embedding_gradients import AddEmbeddingGradients
 from ampcompile.torch_private.dispatcher import AS_A_FUNCTION
 from tests.compiling import training_errors
 
@@ -44,7 +44,7 @@ def test_fires(name):
     count, f = FIRES[name]
     gm = joint(f)
     (before,) = (node.meta["val"] for node in gm.graph.output_node().all_input_nodes)
-    assert add_embeddings(gm.graph) == count
+    assert AddEmbeddingGradients().apply(gm) == count
     gm.graph.lint()
     gm.recompile()
     left = sum(node.target in (aten.add.Tensor, aten.embedding_dense_backward.default) for node in gm.graph.nodes)
@@ -54,7 +54,7 @@ def test_fires(name):
     assert (after.dtype, after.shape, after.stride()) == (before.dtype, before.shape, before.stride())
     arguments = torch.randn(4, 6, 8), torch.randint(11, (4, 6)), torch.randn(8, 11)
     torch.testing.assert_close(gm(*arguments), f(*arguments))
-    assert add_embeddings(gm.graph) == 0
+    assert AddEmbeddingGradients().apply(gm) == 0
 
 
 DECLINES = {
@@ -77,12 +77,12 @@ DECLINES = {
 def test_declines(name):
     gm = joint(DECLINES[name])
     before = str(gm.graph)
-    assert add_embeddings(gm.graph) == 0 and str(gm.graph) == before
+    assert AddEmbeddingGradients().apply(gm) == 0 and str(gm.graph) == before
 
 
 @pytest.mark.parametrize("device", ["cuda", "meta"])
 def test_declines_on_other_devices(device):
-    assert add_embeddings(joint(FIRES["a product"][1], device).graph) == 0
+    assert AddEmbeddingGradients().apply(joint(FIRES["a product"][1], device)) == 0
 
 
 class Tied(nn.Module):

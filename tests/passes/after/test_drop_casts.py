@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ampcompile
-from ampcompile.passes.after.drop_casts import drop_after_differentiation
+from ampcompile.passes.after.drop_casts import DropCasts
 from tests.compiling import HALF, HIGH, LOW, amp, eager, gradients, same_bits
 
 DROPPED = {
@@ -32,11 +32,11 @@ KEPT = {
 def dropped(f):
     x, i = torch.randn(4, 4).to(LOW), torch.tensor([2, 0, 0, 1])
     gm = make_fx(f, tracing_mode="fake")(x, i)
-    before, found = f(x, i), drop_after_differentiation(gm.graph)
+    before, found = f(x, i), DropCasts().apply(gm)
     gm.graph.lint()
     gm.recompile()
     assert same_bits(gm(x, i), before)
-    assert drop_after_differentiation(gm.graph) == 0
+    assert DropCasts().apply(gm) == 0
     return found
 
 

@@ -4,12 +4,12 @@ import torch
 from torch.fx import symbolic_trace
 
 from ampcompile.kernels.norm import COPIED
-from ampcompile.passes.after.merge_copies import merge_copies
+from ampcompile.passes.after.merge_copies import MergeCopies
 
 
 def joint(f):
     graph = symbolic_trace(f)
-    return graph, merge_copies(graph.graph)
+    return graph, MergeCopies().apply(graph)
 
 
 def test_readers_share_one_tensor():
@@ -21,7 +21,7 @@ def test_readers_share_one_tensor():
     x = torch.randn(5)
     assert merged == 3 and not graph.graph.find_nodes(op="call_function", target=COPIED)
     assert torch.equal(torch.fx.GraphModule(graph, graph.graph)(x), x.exp().sin() + x.exp().cos() + x.exp())
-    assert merge_copies(graph.graph) == 0, "idempotent"
+    assert MergeCopies().apply(graph) == 0, "idempotent"
 
 
 def test_what_is_returned_stays_a_tensor_of_its_own():

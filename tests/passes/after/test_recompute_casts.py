@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ampcompile.compiler import lower
-from ampcompile.passes.after.recompute_casts import recompute_after_differentiation
+from ampcompile.passes import pipeline
+from ampcompile.passes.after.recompute_casts import RecomputeCasts
 from tests.compiling import HALF, HIGH, LOW, amp, gradients, same_bits
 
 
@@ -54,8 +54,8 @@ def test_less_is_kept_and_gradients_have_the_same_bits(name, monkeypatch):
     make, options, less = SAVED[name]
     model, x = make(), torch.randn(4, 16)
     after, ours = bytes_saved(model, x, **options)
-    acts = [act for act in lower._on_joint_graph() if act is not recompute_after_differentiation]
-    monkeypatch.setattr(lower, "_on_joint_graph", lambda: acts)
+    others = tuple(each for each in pipeline.after() if each != RecomputeCasts())
+    monkeypatch.setattr(pipeline, "after", lambda: others)
     before, theirs = bytes_saved(model, x, **options)
     assert before - after == less
     assert same_bits(ours, theirs)
@@ -98,9 +98,9 @@ READ = {  # f gives a value and what backward reads, and whether that is a cast 
 def test_tags_what_backward_reads_widened(name):
     f, tagged = READ[name]
     gm = joint(f, torch.randn(4, 4))
-    assert recompute_after_differentiation(gm.graph) == tagged
-    assert recompute_after_differentiation(gm.graph) == 0
+    assert RecomputeCasts().apply(gm) == tagged
+    assert RecomputeCasts().apply(gm) == 0
 
 
 def test_a_graph_without_backward_has_none():
-    assert recompute_after_differentiation(make_fx(lambda x: x.to(LOW).to(HIGH))(torch.randn(3)).graph) == 0
+    assert RecomputeCasts().apply(make_fx(lambda x: x.to(LOW).to(HIGH))(torch.randn(3))) == 0

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ampcompile
-from ampcompile.passes.after.widen_weight_gradients import widen_gradients
+from ampcompile.passes.after.widen_weight_gradients import WidenWeightGradients
 from ampcompile.torch_private import dispatcher
 from tests import tiny_models
 from tests.compiling import amp, error, gradients
@@ -53,7 +53,7 @@ def test_fires_on_what_is_only_returned(name, dtype):
     gm = joint(FIRES[name], (6, 8), (6, 4), dtype=dtype)
     returned = [node.meta["val"] for node in gm.graph.output_node().all_input_nodes]
     before = counted(gm, aten.mm.default, aten.bmm.default)
-    assert widen_gradients(gm.graph) == sum(before) > 0
+    assert WidenWeightGradients().apply(gm) == sum(before) > 0
     assert counted(gm, aten.mm.dtype, aten.bmm.dtype) == before
     assert counted(gm, aten.mm.default, aten.bmm.default, aten._to_copy.default) == [0, 0, 0]
     after = [node.meta["val"] for node in gm.graph.output_node().all_input_nodes]
@@ -62,7 +62,7 @@ def test_fires_on_what_is_only_returned(name, dtype):
     for node in gm.graph.nodes:
         if node.target in (aten.mm.dtype, aten.t.default, aten.view.default) and node.meta["val"].dim():
             assert node.target(*torch.fx.map_arg(node.args, lambda n: n.meta["val"])).dtype == node.meta["val"].dtype
-    assert widen_gradients(gm.graph) == 0
+    assert WidenWeightGradients().apply(gm) == 0
 
 
 DECLINES = {
@@ -83,16 +83,16 @@ DECLINES = {
 def test_declines(name):
     gm = joint(DECLINES[name], (6, 8), (6, 8), (6, 4))
     before = str(gm.graph)
-    assert widen_gradients(gm.graph) == 0 and str(gm.graph) == before
+    assert WidenWeightGradients().apply(gm) == 0 and str(gm.graph) == before
 
 
 @pytest.mark.parametrize("device", ["cpu", "xpu", "meta"])
 def test_declines_on_other_devices(device):
-    assert widen_gradients(joint(FIRES["a linear layer's"], (6, 8), (6, 4), device=device).graph) == 0
+    assert WidenWeightGradients().apply(joint(FIRES["a linear layer's"], (6, 8), (6, 4), device=device)) == 0
 
 
 def test_declines_float32_products():
-    assert widen_gradients(joint(FIRES["a linear layer's"], (6, 8), (6, 4), dtype=torch.float32).graph) == 0
+    assert WidenWeightGradients().apply(joint(FIRES["a linear layer's"], (6, 8), (6, 4), dtype=torch.float32)) == 0
 
 
 def test_inductor_knows_these_products():

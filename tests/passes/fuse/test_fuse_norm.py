@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import ampcompile
 from ampcompile.kernels.norm import COPIED, NORM
+from ampcompile.passes.after.drop_casts import DropCasts
 from ampcompile.passes.base import run_passes
-from ampcompile.passes.before import share_casts
 from ampcompile.passes.fuse.fuse_norm import FuseNorm
 from ampcompile.passes.fuse.matching import Worth, fusions
 from tests import tiny_models
@@ -318,13 +318,13 @@ def test_trains_compiled_and_the_report_says_so(lower: str) -> None:
 
 def test_readers_share_one_tensor_after_differentiation(monkeypatch: pytest.MonkeyPatch) -> None:
     left = []
-    original = share_casts.share_after_differentiation
+    original = DropCasts.apply
 
-    def watched(graph: torch.fx.Graph) -> int:
-        left.append(len(graph.find_nodes(op="call_function", target=COPIED)))
-        return original(graph)
+    def watched(self: DropCasts, gm: torch.fx.GraphModule) -> int:
+        left.append(len(gm.graph.find_nodes(op="call_function", target=COPIED)))
+        return original(self, gm)
 
-    monkeypatch.setattr(share_casts, "share_after_differentiation", watched)
+    monkeypatch.setattr(DropCasts, "apply", watched)
     amp(Block(), fuse="norm")[0](torch.randn(9, 32)).sum().backward()
     assert left == [0]
 

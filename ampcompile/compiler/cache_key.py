@@ -1,0 +1,40 @@
+"""What Inductor's caches know our part of a compilation by: the text of all files that may decide what is compiled."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+# Nothing in them changes what a graph becomes: they stand above the compiler, or do their work around the graph.
+_WITHOUT = frozenset({"auditing", "command_line", "explaining", "records", "scaler", "weights"})
+
+
+@cache
+def source_key() -> str:
+    """The key of the installed package. It is read once per process, when the first graph is lowered."""
+    return key_of(covered_files())
+
+
+def covered_files() -> list[Path]:
+    """The package's files that the key covers, passes, kernels and their C++ included."""
+    rooms = [find_spec(f"ampcompile.{name}") for name in ("passes", "kernels")]  # not beside us where we are edited
+    folders = [Path(folder) for room in rooms if room is not None for folder in room.submodule_search_locations or ()]
+    own = Path(__file__).parents[1]
+    folders += [folder for folder in own.iterdir() if folder.is_dir() and folder.name not in _WITHOUT]
+    return [*own.glob("*.py"), *(path for folder in folders for path in _sources(folder))]
+
+
+def key_of(files: Iterable[Path]) -> str:
+    """A hash over the texts of files, and which of them they are."""
+    hashed = hashlib.sha256()
+    for path in sorted(files):
+        text = path.read_bytes()
+        hashed.update(f"{path.parent.name}/{path.name} {len(text)} ".encode() + text)
+    return hashed.hexdigest()
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h"))

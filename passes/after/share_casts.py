@@ -1,0 +1,44 @@
+"""After differentiation: one cast per value and dtype, since no gradients are added up between casts any more.
+
+Which of them backward then keeps or computes again is decided by bytes, when torch splits the graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from ampcompile.passes.analysis.aliasing import returned
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
+from ampcompile.passes.graph import graphs
+
+
+@dataclass(frozen=True)
+class ShareEveryCast:
+    """For a joint or inference graph, whose ops write nothing but inputs, at its end. Returns the casts saved."""
+
+    name = "share_casts"
+    exact = True
+    fate = "shared"
+
+    def apply(self, gm: GraphModule) -> int:
+        return sum(map(_share, graphs(gm)))
+
+
+def _share(gm: GraphModule) -> int:
+    first: dict[Any, Node] = {}
+    apart = returned(gm.graph)  # two outputs must not become one tensor
+    shared = 0
+    for cast in list(gm.graph.nodes):
+        if not has(cast.target, CONVERSIONS_AFTER) or cast in apart:
+            continue
+        # A checkpointed stretch that backward runs again keeps casts of its own.
+        key = (cast.target, cast.args, str(cast.kwargs), cast.meta.get("recompute"), cast.meta.get("ac_graph_id"))
+        kept = first.setdefault(key, cast)
+        if kept is not cast:
+            cast.replace_all_uses_with(kept)
+            gm.graph.erase_node(cast)
+            shared += 1
+    return shared

@@ -1,0 +1,109 @@
+"""Whatever decides what is compiled is in the key that Inductor's caches know it by, and nothing else is."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from ampcompile.compiler import lower
+from ampcompile.compiler.cache_key import covered_files, key_of, source_key
+from tests.test_layout import ROOT, SOURCES, imports
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from ampcompile.compiler.cache_key import covered_files, key_of
+
+before = key_of(covered_files())
+for name in sys.argv[1:]:
+    path = Path(name)
+    text = path.read_text()
+    path.write_text(text + "\\n")
+    print(name, key_of(covered_files()) != before)
+    path.write_text(text)
+assert key_of(covered_files()) == before
+"""
+DECIDES = [
+    "ampcompile/passes/after/drop_casts.py",
+    "ampcompile/passes/analysis/commuting.py",
+    "ampcompile/passes/graph.py",
+    "ampcompile/kernels/norm.py",
+    "ampcompile/kernels/triton/norm.py",
+    "ampcompile/kernels/cpp/attention.h",
+    "ampcompile/compiler/decompositions.py",
+    "ampcompile/torch_private/dispatcher.py",
+    "ampcompile/dtypes.py",
+]
+DECIDES_NOTHING = ["ampcompile/explaining/table.py", "docs/explain.md", "tests/conftest.py", "pyproject.toml"]
+
+
+def test_an_edit_of_what_decides_gives_another_key_and_no_other_edit_does(tmp_path: Path) -> None:
+    for name in ("ampcompile", "docs", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("passes", "kernels"):
+        shutil.copytree(ROOT / name, tmp_path / "ampcompile" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", SCRIPT, *DECIDES, *DECIDES_NOTHING],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    changed = dict(line.split() for line in done.stdout.splitlines())
+    assert [name for name, is_new in changed.items() if is_new == "True"] == DECIDES
+    assert [name for name, is_new in changed.items() if is_new == "False"] == DECIDES_NOTHING
+
+
+def test_the_key_covers_all_that_passes_kernels_and_decompositions_import() -> None:
+    rooms = (
+        "ampcompile.passes",
+        "ampcompile.kernels",
+        "ampcompile.torch_private",
+        "ampcompile.compiler.decompositions",
+    )
+    pending = [module for module in SOURCES if module.startswith(rooms)]
+    reached: set[str] = set()
+    while pending:
+        module = pending.pop()
+        if module not in reached:
+            reached.add(module)
+            pending += imports(module) & SOURCES.keys()
+    covered = {path.resolve() for path in covered_files()}
+    assert not {module for module in reached if SOURCES[module].resolve() not in covered}
+    assert {path.resolve() for path in (ROOT / "kernels" / "cpp").iterdir() if path.is_file()} <= covered
+    assert source_key() == key_of(covered_files())
+
+
+def test_a_file_that_is_renamed_or_whose_end_moves_to_the_next_one_gives_another_key(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.py", tmp_path / "b.py"
+
+    def key(one: str, other: str) -> str:
+        first.write_text(one)
+        second.write_text(other)
+        return key_of([first, second])
+
+    keys = [key("x = 1\n", "y = 2\n"), key("x = 1\ny = 2\n", ""), key("y = 2\n", "x = 1\n")]
+    keys.append(key_of([second.rename(tmp_path / "c.py"), first]))
+    assert len(set(keys)) == 4
+
+
+def test_inductors_caches_miss_what_was_compiled_under_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = uuid4().hex, uuid4().hex
+    found = []
+    for key in (first, first, second):
+        monkeypatch.setattr(lower, "source_key", lambda key=key: key)
+        torch._dynamo.reset()
+        counters.clear()
+        with torch.no_grad():
+            torch.compile(lambda x: (x @ x).sin(), backend="amp")(torch.randn(4, 4))
+        found.append((counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_miss"]))
+    assert found == [(0, 1), (1, 0), (0, 1)]

@@ -1,0 +1,45 @@
+"""One cast per value and dtype after differentiation, except where it is returned."""
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import ampcompile
+from ampcompile.passes.after.share_casts import ShareEveryCast
+from tests.compiling import LOW, amp
+
+
+def test_after_differentiation_all_readers_share_and_nothing_that_is_returned_does():
+    def f(x):
+        return x.to(LOW) * 2, x.to(LOW) + 1, x.to(LOW), x.to(LOW), x.to(torch.float16)
+
+    x = torch.randn(3)
+    gm = make_fx(f, tracing_mode="fake")(x)
+    assert ShareEveryCast().apply(gm) == 1
+    assert ShareEveryCast().apply(gm) == 0
+    gm.recompile()
+    results = gm(x)
+    assert all(torch.equal(a, b) for a, b in zip(results, f(x), strict=True))
+    assert results[2].data_ptr() != results[3].data_ptr()
+
+
+def test_a_weight_used_eight_times_is_cast_once_and_its_gradient_summed_in_float32():
+    model = torch.nn.Linear(16, 16, bias=False)
+
+    def eight(x):
+        return sum(model(x * (1 + i / 7)).float() for i in range(8)).square().sum()
+
+    x = torch.randn(4, 16)
+    totals = ampcompile.explain(eight, weights="every_call")(x).graphs[0].totals
+    casts = {total.stage.partition(",")[0]: total.casts for total in totals}
+    assert casts["bind_weights"] - casts["share_casts"] >= 7
+    run, _ = amp(eight)
+    run(x).backward()
+    ours_, model.weight.grad = model.weight.grad, None
+    exact = torch.nn.Linear(16, 16, bias=False).double()
+    exact.load_state_dict(model.state_dict())
+    sum(exact(x.double() * (1 + i / 7)) for i in range(8)).square().sum().backward()
+    with torch.autocast("cpu", LOW):
+        eight(x).backward()  # one cast, cached: gradients are summed in bfloat16
+    distance = [(g.double() - exact.weight.grad).norm() / exact.weight.grad.norm() for g in (ours_, model.weight.grad)]
+    assert not torch.equal(ours_.to(LOW).float(), ours_), "a sum in bfloat16 has bfloat16's digits"
+    assert distance[0] < distance[1] * 1.05
