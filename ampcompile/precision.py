@@ -15,7 +15,7 @@ from ampcompile.torch_private import pytree
 
 from .errors import PrecisionError
 from .passes.analysis import schema
-from .torch_private import constants, dispatcher
+from .torch_private import dispatcher, dynamo_marks
 from .torch_private.types import OpOverload
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -148,7 +148,7 @@ def _computes(name: str) -> bool:
     return name in _computing()
 
 
-constants.constant_when_traced(_computes)
+dynamo_marks.mark_constant(_computes)
 
 
 def _subclass_with(cls: type, decorator: Callable[[Any], Any], forward: Callable[..., Any]) -> type:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import logging
+import os
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -151,7 +152,16 @@ def under_rule(call: Call, rule: Rule, low: torch.dtype = LOW) -> Any:
 
 @cache
 def sampled_calls(per_op: int = 4) -> dict[str, list[Call]]:
-    """Calls of several hundred ATen ops, by name, in float32: those of torch's operator database, and some by hand."""
+    """Calls of several hundred ATen ops, by name, in float32: those of torch's operator database, and some by hand.
+
+    They are drawn from the run's seed, not from that of the test that asks first.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(os.environ["AMPCOMPILE_TEST_SEED"]))
+        return _calls_of_torch(per_op) | _calls_by_hand()
+
+
+def _calls_of_torch(per_op: int) -> dict[str, list[Call]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
@@ -167,7 +177,7 @@ def sampled_calls(per_op: int = 4) -> dict[str, list[Call]]:
                     for call in calls_in(info.op, (sample.input, *sample.args), sample.kwargs):
                         if call.op.namespace == "aten" and len(found[call.op.name()]) < per_op:
                             found[call.op.name()].append(call)
-    return dict(found) | _calls_by_hand()
+    return dict(found)
 
 
 def _calls_by_hand() -> dict[str, list[Call]]:

@@ -29,6 +29,7 @@ def loaded(use: str) -> set[str]:
     "use",
     [
         "pass",
+        "ampcompile.GradScaler",
         "ampcompile.precision(torch.float32)(torch.nn.Linear(2, 2))(torch.ones(2, 2))",
         "ampcompile.Policy.parse('op softmax=fp32'), ampcompile.explain, ampcompile.audit",
     ],

@@ -121,7 +121,7 @@ UNTESTED = {
     "kernels.triton": "in processes of their own, by tests/kernels/triton/test_families.py",
 }
 NAMES_OF_TORCH = """
-    compiled_functions constants dispatcher dynamo_caches dynamo_modules foreach frame_returns joint_graphs lowering
+    compiled_functions dispatcher dynamo_caches dynamo_marks dynamo_modules foreach frame_returns joint_graphs lowering
     optimize_contexts pytree regions tracing types
 """
 UNTESTED |= {f"torch_private.{name}": "by the tests of the rooms that use it" for name in NAMES_OF_TORCH.split()}

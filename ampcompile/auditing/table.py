@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
-import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from ampcompile.dtypes import short_name
+from ampcompile.explaining.text import table_of, text_of
 
 from .numbers import Numbers
 from .records import ModuleNumbers, OpNumbers, Place
@@ -22,26 +20,16 @@ if TYPE_CHECKING:
 
 MODULES, OPS = 40, 10
 """How many rows the tables have at most."""
+NUMBERS = ("alone", "from start", "largest", "overflow", "to zero")
+"""What both tables tell of a row's `Numbers`."""
 
 
 def render(audit: Audit, width: int | None = None) -> str:
     """The tables, at most `width` columns wide (default: the terminal's)."""
-    console = Console(
-        file=io.StringIO(),
-        width=width or shutil.get_terminal_size((120, 24)).columns,
-        highlight=False,
-        color_system=None,
-    )
-    for line in _headlines(audit):
-        console.print(line, markup=False)
-    console.print()
-    console.print(_module_table(audit.modules))
-    console.print()
-    console.print(_op_table(audit.ops))
+    parts: list[str | Table] = [*_headlines(audit), "", _module_table(audit.modules), "", _op_table(audit.ops)]
     if audit.unmeasured:
-        console.print(f"not run in high precision: {', '.join(audit.unmeasured)}", markup=False)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines())
+        parts.append(f"not run in high precision: {', '.join(audit.unmeasured)}")
+    return text_of(parts, width)
 
 
 def _headlines(audit: Audit) -> list[str]:
@@ -65,7 +53,7 @@ def _where(place: Place | None) -> str:
 def _module_table(modules: Sequence[ModuleNumbers]) -> Table:
     shown = sorted(modules, key=lambda m: _badness(m.numbers), reverse=True)[:MODULES]
     title = "module" if len(shown) == len(modules) else f"module (the worst {len(shown)} of {len(modules)})"
-    table = _table([title], ["ops"])
+    table = table_of([title], ["ops", *NUMBERS])
     for module in modules:
         if module in shown:
             table.add_row(module.module or "(none)", str(module.ops), *_cells(module.numbers))
@@ -73,7 +61,7 @@ def _module_table(modules: Sequence[ModuleNumbers]) -> Table:
 
 
 def _op_table(ops: Sequence[OpNumbers]) -> Table:
-    table = _table(["op, the worst first", "module", "line", "dtype"], [])
+    table = table_of(["op, the worst first", "module", "line", "dtype"], NUMBERS)
     for op in sorted(ops, key=lambda op: _badness(op.numbers), reverse=True)[:OPS]:
         name = f"{op.op} (backward)" if op.backward else op.op
         row = (name, op.module or "(none)", os.path.basename(op.source), short_name(op.dtype))
@@ -83,15 +71,6 @@ def _op_table(ops: Sequence[OpNumbers]) -> Table:
 
 def _badness(numbers: Numbers) -> tuple[bool, float, float]:
     return numbers.overflowed > 0, numbers.flushed, numbers.local or 0.0
-
-
-def _table(texts: Sequence[str], counts: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="", padding=(0, 1, 0, 0))
-    for heading in texts:
-        table.add_column(heading, overflow="fold")
-    for heading in (*counts, "alone", "from start", "largest", "overflow", "to zero"):
-        table.add_column(heading, justify="right", overflow="fold")
-    return table
 
 
 def _cells(numbers: Numbers) -> tuple[str, ...]:

@@ -17,11 +17,11 @@ from ampcompile.compiler.ambient import device_of_arguments
 from ampcompile.compiler.module_names import modules_of
 from ampcompile.config import Options
 from ampcompile.dtypes import short_name
+from ampcompile.explaining.text import render_table
 from ampcompile.explaining.untouched import untouched
 from ampcompile.torch_private import pytree
 from ampcompile.weights.binding import invalidate
 
-from .table import render_table
 from .target import Target
 
 ROUNDS = 5  # at least

@@ -17,12 +17,10 @@ import torch
 from rich.console import Console
 
 from ampcompile.dtypes import short_name
-from ampcompile.explaining.table import human_bytes
+from ampcompile.explaining.text import human_bytes, render_table
 from ampcompile.kernels import native
 from ampcompile.passes.analysis.product_cost import gains_from
 from ampcompile.torch_private import backends, patches
-
-from .table import render_table
 
 PACKAGES = ("ampcompile", "torch", "triton", "numpy", "rich")
 _UNITS = {

@@ -9,8 +9,7 @@ with `create_graph=True` is differentiable again, by another such node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from operator import getitem
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +17,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ampcompile.errors import DoubleBackwardError
+from ampcompile.passes.analysis.aliasing import shared, written
 from ampcompile.passes.base import run_passes
-from ampcompile.passes.graph import graphs
+from ampcompile.passes.graph import below_autograd, graphs
 from ampcompile.passes.pipeline import replay
 from ampcompile.passes.replay.enable_second_backward import closed
 from ampcompile.torch_private import autocast, compiled_functions, pytree, regions, tracing
-from ampcompile.torch_private.types import OpOverload
 
 CLOSED = (
     "calls a custom autograd function whose backward reads what its forward computed along the way: expected one that "
@@ -170,28 +169,14 @@ class _Refused(torch.autograd.Function):
 def writes_to_inputs(gm: GraphModule) -> bool:
     """Whether an op of the graph, or of a body it calls, writes to an input in place, as far as schemas tell."""
     nodes = (node for graph in graphs(gm) for node in graph.graph.nodes)
-    return any(_begins_as_input(value) for node in nodes for value in _written(node))
-
-
-def _written(node: Node) -> Iterator[Node]:
-    for value, alias in _arguments(node):
-        if alias is not None and alias.is_write:
-            yield value
+    return any(_begins_as_input(value) for node in nodes for value in written(node, unsaid=False))
 
 
 def _begins_as_input(value: Node) -> bool:
-    """Whether a value is an input, or shares its memory."""
-    if value.op == "placeholder" or value.target is getitem:
-        return value.op == "placeholder" or _begins_as_input(value.args[0])
-    return any(alias is not None and _begins_as_input(source) for source, alias in _arguments(value))
+    """Whether a value is an input, or shares its memory where autograd sees it.
 
-
-def _arguments(node: Node) -> Iterator[tuple[Node, Any]]:
-    """The values that an op takes, each with what its schema says of memory shared or written."""
-    if not isinstance(node.target, OpOverload):
-        return
-    for place, argument in enumerate(node.target._schema.arguments):
-        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-        for value in given if isinstance(given, list | tuple) else [given]:
-            if isinstance(value, Node):
-                yield value, argument.alias_info
+    Without what schemas leave unsaid: that is rarely so, and a graph that writes to its inputs has no node of its own.
+    """
+    if value.op == "placeholder" or below_autograd(value.target):
+        return value.op == "placeholder"
+    return any(map(_begins_as_input, shared(value, unsaid=False)))

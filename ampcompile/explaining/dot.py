@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ampcompile.records.casts import CastRecord, GraphRecord
 from ampcompile.records.graph import NodeRecord
 
-from .table import human_bytes
+from .text import human_bytes
 
 _COLOURS = {"bf16": "#1d63d1", "f16": "#0b7a4b", "f32": "#b45309", "f64": "#8b2fc9"}
 

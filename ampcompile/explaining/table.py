@@ -2,57 +2,43 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from ampcompile.dtypes import short_name
 from ampcompile.records.casts import CastRecord, GraphRecord, OpRecord
 from ampcompile.records.totals import Total
 
+from .text import human_bytes, table_of, text_of
+
 
 def render(
     graphs: Sequence[GraphRecord], unknown: Sequence[str], totals: Sequence[Total], width: int | None = None
 ) -> str:
     """The table of all graphs, at most `width` columns wide (default: the terminal's)."""
-    console = Console(
-        file=io.StringIO(),
-        width=width or shutil.get_terminal_size((120, 24)).columns,
-        highlight=False,
-        color_system=None,
-    )
-    reasons = _Footnotes()
+    reasons, parts = _Footnotes(), list[str | Table]()
     for index, graph in enumerate(graphs):
-        console.print(_headline(index, len(graphs), graph), markup=False)
+        parts.append(_headline(index, len(graphs), graph))
         if graph.casts:
-            console.print(_cast_table(graph.casts, reasons))
-        console.print(_op_table(graph.ops, reasons))
+            parts.append(_cast_table(graph.casts, reasons))
+        parts.append(_op_table(graph.ops, reasons))
         if graph.reason:
-            console.print(f"graph break after graph {index}: {graph.reason.splitlines()[0]}", markup=False)
-        console.print()
-    for text, number in reasons.numbers.items():
-        console.print(f"[{number}] {text}", markup=False)
+            parts.append(f"graph break after graph {index}: {graph.reason.splitlines()[0]}")
+        parts.append("")
+    parts += [f"[{number}] {text}" for text, number in reasons.numbers.items()]
     if unknown:
-        console.print(
-            f"unknown to the policy: {', '.join(unknown)} (ampcompile.register_op gives a rule)", markup=False
-        )
+        parts.append(f"unknown to the policy: {', '.join(unknown)} (ampcompile.register_op gives a rule)")
     if totals:
-        console.print()
-        console.print(_total_table(totals))
-    console.print(_summary(graphs), markup=False)
-    for graph in graphs:
-        if graph.estimate is not None and graph.estimate.products:
-            console.print(str(graph.estimate), markup=False)
+        parts += ["", _total_table(totals)]
+    parts.append(_summary(graphs))
+    parts += [str(graph.estimate) for graph in graphs if graph.estimate is not None and graph.estimate.products]
     if any(graph.fusions for graph in graphs):
-        console.print(_fused(graphs), markup=False)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines())
+        parts.append(_fused(graphs))
+    return text_of(parts, width)
 
 
 class _Footnotes:
@@ -61,14 +47,6 @@ class _Footnotes:
 
     def __call__(self, text: str) -> str:
         return str(self.numbers.setdefault(text, len(self.numbers) + 1)) if text else ""
-
-
-def human_bytes(count: int) -> str:
-    """`1.5 MiB`, `640 B`."""
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
 def _headline(index: int, count: int, graph: GraphRecord) -> str:
@@ -95,11 +73,7 @@ def _merged(rows: Iterable[tuple[tuple[str, ...], int]]) -> list[tuple[tuple[str
 
 
 def _cast_table(casts: Sequence[CastRecord], reasons: _Footnotes) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="", padding=(0, 1, 0, 0))
-    for heading in ("cast for", "module", "line", "of", "dtypes", "shape", "fate"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("times", "bytes", "why"):
-        table.add_column(heading, justify="right", overflow="fold")
+    table = table_of(["cast for", "module", "line", "of", "dtypes", "shape", "fate"], ["times", "bytes", "why"])
     rows = (
         (
             (
@@ -122,11 +96,7 @@ def _cast_table(casts: Sequence[CastRecord], reasons: _Footnotes) -> Table:
 
 
 def _op_table(ops: Sequence[OpRecord], reasons: _Footnotes) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="", padding=(0, 1, 0, 0))
-    table.add_column("op", overflow="fold")
-    table.add_column("dtype")
-    table.add_column("times", justify="right")
-    table.add_column("why", justify="right")
+    table = table_of(["op", "dtype"], ["times", "why"])
     rows = (((op.op, short_name(op.dtype) if op.dtype else "", op.because), 0) for op in ops)
     for row, count, _ in sorted(_merged(rows)):
         table.add_row(*row[:-1], str(count), reasons(row[-1]))
@@ -134,10 +104,7 @@ def _op_table(ops: Sequence[OpRecord], reasons: _Footnotes) -> Table:
 
 
 def _total_table(totals: Sequence[Total]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="", padding=(0, 1, 0, 0))
-    table.add_column("conversions between floating dtypes in one call", overflow="fold")
-    table.add_column("times", justify="right")
-    table.add_column("bytes", justify="right")
+    table = table_of(["conversions between floating dtypes in one call"], ["times", "bytes"])
     for total in totals:
         table.add_row(total.stage, str(total.casts), human_bytes(total.bytes))
     return table

@@ -11,6 +11,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import FLOATS
+from ampcompile.passes.analysis.commuting import CAST
+from ampcompile.passes.analysis.op_traits import is_view
 from ampcompile.passes.base import Applied
 from ampcompile.passes.fuse.matching import fusions
 from ampcompile.passes.graph import Cast, Decision, bodies, graphs, module_path, op_name, placeholders, source_line
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from .graph import NodeRecord
 
 Shape = tuple[int | str, ...]
-CAST = torch.ops.aten.to.dtype
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def _origin(node: Any, origins: dict[Node, str]) -> str:
     while isinstance(node, Node) and node not in origins:
         if node.op == "get_attr":
             return "constant"
-        if node.target is operator.getitem or (isinstance(node.target, OpOverload) and node.target.is_view):
+        if node.target is operator.getitem or is_view(node.target):
             node = node.args[0]
         else:
             break

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import ClipError
-from ampcompile.torch_private import constants, foreach, optimizers
+from ampcompile.torch_private import dynamo_marks, foreach, optimizers
 
 PerDevice = dict[torch.device, Tensor]
 
@@ -48,7 +48,7 @@ class Pending:
         """Forget the factors."""
         self._hook.remove()
 
-    @constants.run_untraced
+    @dynamo_marks.run_untraced
     def __call__(self, optimizer: Any, *_: Any) -> None:
         settle(optimizer)
 

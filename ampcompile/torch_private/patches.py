@@ -170,6 +170,7 @@ def install(
     """
     if group in _installed:
         return
+    assert wraps.keys() == {patch.place for patch in group.patches}
     undo = partial(uninstall, group)
     undo()  # what an interrupt left
     places = [(patch.owner, patch.name, wraps[patch.place]) for patch in group.patches]

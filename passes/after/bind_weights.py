@@ -7,18 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from ampcompile.passes.analysis.aliasing import behind_views
 from ampcompile.passes.graph import graphs
 from ampcompile.passes.weight_copy import WEIGHT_COPY
-from ampcompile.torch_private.types import OpOverload
-
-
-def _may_be(node: Node, copies: set[Node]) -> bool:
-    """Whether a value is a copy, or a view of one."""
-    while node not in copies:
-        if not (isinstance(node.target, OpOverload) and node.target.is_view and isinstance(node.args[0], Node)):
-            return False
-        node = node.args[0]
-    return True
 
 
 def _bind(gm: GraphModule) -> int:
@@ -32,7 +23,7 @@ def _bind(gm: GraphModule) -> int:
     output = graph.output_node()
     with graph.inserting_before(output):
         for value in set(output.all_input_nodes):
-            if copies and _may_be(value, copies):
+            if behind_views(value) in copies:
                 clone = graph.call_function(torch.ops.aten.clone.default, (value,))
                 clone.meta = dict(value.meta)
                 output.replace_input_with(value, clone)

@@ -14,10 +14,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import behind_views
-from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_view
 from ampcompile.passes.analysis.sizes import in_floats
 from ampcompile.passes.graph import graphs, placeholders
-from ampcompile.torch_private.types import OpOverload
 
 _TAG = "recompute"  # torch's own, by which checkpoints tell the same; it comes through differentiation
 
@@ -52,7 +51,7 @@ def _readers(node: Node) -> Iterator[Node]:
     """Who reads a value, views of it included."""
     for user in node.users:
         yield user
-        if isinstance(user.target, OpOverload) and user.target.is_view:
+        if is_view(user.target):
             yield from _readers(user)
 
 

@@ -3,25 +3,64 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.passes.graph import below_autograd, bodies, placeholders
 from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
-from .op_traits import CASTS, has
+from . import schema
+from .op_traits import (
+    CASTS,
+    GIVES_OWN_MEMORY,
+    GIVES_OWN_MEMORY_OF_SEVERAL,
+    SHARES_UNSAID,
+    STATISTICS,
+    UPDATES_STATISTICS,
+    has,
+    is_view,
+)
 
-# Composite ops that give memory of their own, though their schema could as well be silent about an alias.
-_FRESH_NAMES = """
-linear matmul conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d layer_norm batch_norm
-group_norm instance_norm rms_norm softmax log_softmax cross_entropy_loss nll_loss nll_loss_nd embedding cat concat
-scaled_dot_product_attention gelu silu max_pool1d max_pool2d max_pool3d avg_pool1d adaptive_avg_pool1d
-adaptive_avg_pool2d adaptive_avg_pool3d
-"""
-_FRESH = frozenset(f"aten::{name}" for name in _FRESH_NAMES.split())
+
+def written(node: Node, unsaid: bool = True) -> list[Node]:
+    """The operands that a call of an op writes into: as its schema says, and `unsaid` a norm's running statistics."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    names = schema.written_by(node.target)
+    if unsaid and has(node.target, UPDATES_STATISTICS):
+        names |= STATISTICS
+    return [operand for name, operand in schema.operands(node) if name in names]
+
+
+def shared(node: Node, unsaid: bool = True) -> list[Node]:
+    """The operands whose memory a value has, or may have: what its op's schema says, and `unsaid` what it doesn't.
+
+    Of calls that are no ops only parts and `.data` are known.
+    """
+    if node.target is operator.getitem or below_autograd(node.target):
+        return [operand for operand in node.args[:1] if isinstance(operand, Node)]
+    if not isinstance(node.target, OpOverload) or _converts(node):
+        return []
+    operands, names = list(schema.operands(node)), schema.shared_by(node.target)
+    anyone = unsaid and _may_return_operand(node.target, len(operands))
+    return [operand for name, operand in operands if anyone or name in names]
+
+
+def _converts(node: Node) -> bool:
+    """Whether a node gives its operand another dtype: only where a cast has nothing to do it returns its operand."""
+    if not has(node.target, CASTS) or not isinstance(node.args[0], Node):
+        return False
+    before, after = (n.meta.get("val") for n in (node.args[0], node))
+    return isinstance(before, Tensor) and isinstance(after, Tensor) and before.dtype != after.dtype
+
+
+def _may_return_operand(op: OpOverload, operands: int) -> bool:
+    if has(op, GIVES_OWN_MEMORY) or (operands > 1 and has(op, GIVES_OWN_MEMORY_OF_SEVERAL)):
+        return False
+    return has(op, SHARES_UNSAID) or dispatcher.may_return_argument(op)
 
 
 class Memory:
@@ -38,10 +77,10 @@ class Memory:
             elif node.op != "call_function" or isinstance(node.target, HigherOrderOperator):
                 writes = any(inner.get(operand, False) for operand in node.all_input_nodes)
                 self._hand_over(node, writes or not any(operand in inner for operand in node.all_input_nodes))
-            elif isinstance(node.target, OpOverload):
-                self._op(node, node.target)
-            elif node.target is operator.getitem or below_autograd(node.target):
-                self._join(node, node.args[0])
+            else:
+                self._written.update(written(node))
+                for operand in shared(node):
+                    self._join(node, operand)
         self._written = {self._of(node) for node in self._written}
         self._outside = {self._of(node) for node in self._outside}
 
@@ -60,23 +99,8 @@ class Memory:
             if writes:
                 self._written.add(operand)
 
-    def _op(self, node: Node, op: OpOverload) -> None:
-        if has(op, CASTS) and node.meta["val"].dtype != node.args[0].meta["val"].dtype:
-            return  # `to` returns its operand only where it has nothing to do
-        silent = dispatcher.may_return_argument(op) and op._schema.name not in _FRESH
-        for i, argument in enumerate(op._schema.arguments):
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            alias = argument.alias_info
-            for operand in given if isinstance(given, list | tuple) else (given,):
-                if isinstance(operand, Node):
-                    if alias is not None or silent:
-                        self._join(node, operand)
-                    if alias is not None and alias.is_write:
-                        self._written.add(operand)
-
-    def _join(self, node: Node, other: Any) -> None:
-        if isinstance(other, Node):
-            self._group[self._of(node)] = self._of(other)
+    def _join(self, node: Node, other: Node) -> None:
+        self._group[self._of(node)] = self._of(other)
 
     def _of(self, node: Node) -> Node:
         root = node
@@ -109,7 +133,7 @@ def behind_views(value: Node) -> Node:
 
 
 def _is_part(value: Node) -> bool:
-    return value.target is operator.getitem or (isinstance(value.target, OpOverload) and value.target.is_view)
+    return value.target is operator.getitem or is_view(value.target) or has(value.target, SHARES_UNSAID)
 
 
 def returned(graph: Graph) -> set[Node]:
@@ -126,7 +150,6 @@ def _reads_data(gm: GraphModule) -> bool:
 
 def _writes(body: GraphModule) -> bool:
     """Whether anything in a body, or in the bodies it calls, writes into memory."""
-    return any(
-        node.op == "call_module" or (isinstance(node.target, OpOverload) and node.target._schema.is_mutable)
-        for node in body.graph.nodes
-    ) or any(_writes(inner) for _, inner in bodies(body))
+    return any(node.op == "call_module" or written(node) for node in body.graph.nodes) or any(
+        _writes(inner) for _, inner in bodies(body)
+    )

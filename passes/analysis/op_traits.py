@@ -71,10 +71,18 @@ GIVES_OWN_MEMORY = _aten("""
 linear matmul conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d layer_norm batch_norm
 group_norm instance_norm rms_norm softmax log_softmax cross_entropy_loss nll_loss nll_loss_nd embedding cat concat
 scaled_dot_product_attention gelu silu max_pool1d max_pool2d max_pool3d avg_pool1d adaptive_avg_pool1d
-adaptive_avg_pool2d adaptive_avg_pool3d
+adaptive_avg_pool2d adaptive_avg_pool3d bilinear prelu tensordot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
 """)
+# The same of several operands; of one it may give a view.
+GIVES_OWN_MEMORY_OF_SEVERAL = _aten("einsum")
+# No composite ops, and their schemas say nothing of memory, but they give a view of their operand, or the operand.
+SHARES_UNSAID = _aten("_unsafe_view unsafe_split unsafe_split_with_sizes lift")
 
-# Norms update these arguments in place; their schemas don't say so.
+# They write into the arguments `STATISTICS`, in training at least; their schemas don't say so.
+UPDATES_STATISTICS = _aten("""
+batch_norm instance_norm native_batch_norm cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index
+batch_norm_update_stats batch_norm_gather_stats batch_norm_gather_stats_with_counts
+""")
 STATISTICS = frozenset({"running_mean", "running_var"})
 # Norms that don't read them where the argument named here is true.
 STATISTICS_UNREAD_IF = {"aten::batch_norm": "training", "aten::instance_norm": "use_input_stats"}

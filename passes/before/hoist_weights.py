@@ -17,13 +17,14 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
+from ampcompile.passes.analysis.aliasing import shared, written
+from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.op_traits import REARRANGES, has, reads_bits
-from ampcompile.passes.graph import below_autograd, placeholders
+from ampcompile.passes.graph import placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import OpOverload
 
-CAST = torch.ops.aten.to.dtype
 # Higher-order ops whose bodies may read weights handed to them, and where in their arguments the operands begin.
 _OPERANDS_FROM: dict[Any, int] = {
     torch.ops.higher_order.tag_activation_checkpoint: 1,
@@ -55,7 +56,7 @@ def _uses(value: Node) -> Iterator[str]:
         current = pending.pop()
         for user in current.users:
             yield _use(user, current)
-            if _shares_memory(user, current) and user not in seen:
+            if current in shared(user) and user not in seen:
                 seen.add(user)
                 pending.append(user)
 
@@ -63,44 +64,18 @@ def _uses(value: Node) -> Iterator[str]:
 def _use(user: Node, value: Node) -> str:
     if user.op == "output":
         return "returned"
-    if _hands_on(user):
-        return "read"
     if isinstance(user.target, OpOverload):
-        return (
-            "written" if any(_names(user, value, a) and _writes(a) for a in user.target._schema.arguments) else "read"
-        )
+        return "written" if value in written(user) else "read"
     if user.target in _OPERANDS_FROM:
         places = [i - _OPERANDS_FROM[user.target] for i, argument in enumerate(user.args) if argument is value]
         inner = placeholders(_body(user))
         return "written" if any(use != "read" for i in places for use in _uses(inner[i])) else "read"
-    return "written"  # another higher-order op, or a stretch left alone: it may do anything
-
-
-def _hands_on(user: Node) -> bool:
-    return user.target is operator.getitem or below_autograd(user.target)
+    # Another higher-order op, or a stretch left alone, may do anything; a part or `.data` is looked at as a value.
+    return "read" if value in shared(user) else "written"
 
 
 def _body(call: Node) -> GraphModule:
     return getattr(call.graph.owning_module, call.args[0].target)
-
-
-def _shares_memory(user: Node, value: Node) -> bool:
-    if _hands_on(user):
-        return True
-    if not isinstance(user.target, OpOverload):
-        return False
-    return any(a.alias_info is not None and _names(user, value, a) for a in user.target._schema.arguments)
-
-
-def _writes(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _names(user: Node, value: Node, argument: Any) -> bool:
-    names = [a.name for a in user.target._schema.arguments]
-    index = names.index(argument.name)
-    given = user.args[index] if index < len(user.args) else user.kwargs.get(argument.name)
-    return value is given or (isinstance(given, list | tuple) and value in given)
 
 
 CopyOf = Callable[[Node, torch.dtype], Node]

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node, map_arg
 
+from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.higher_order import HOPS
 from ampcompile.passes.analysis.schema import set_arguments
 from ampcompile.passes.graph import ENTER, EXIT, UNDECIDED, Cast, Decision, castable, graphs, op_name
 from ampcompile.torch_private import pytree, tracing
 
-CAST = torch.ops.aten.to.dtype
 CLAMP = torch.ops.aten.clamp.default
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "seq_nr", "custom")
 

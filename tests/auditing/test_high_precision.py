@@ -1,5 +1,6 @@
 """Ops again in high precision: operands raised, dtypes replaced, results laid out as the mixed ones."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,16 +32,17 @@ def test_every_floating_and_complex_tensor_is_raised_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "args"),
+    ("target", "draw"),
     [
-        (aten._to_copy.default, (torch.randn(3, 4),)),
-        (aten.mm.default, (torch.randn(3, 4).to(LOW), torch.randn(4, 5).to(LOW))),
-        (aten.mm.dtype, (torch.randn(3, 4).to(LOW), torch.randn(4, 5).to(LOW), HIGH)),
-        (aten._softmax.default, (torch.randn(3, 4).to(HALF), -1, True)),
+        (aten._to_copy.default, lambda: (torch.randn(3, 4),)),
+        (aten.mm.default, lambda: (torch.randn(3, 4).to(LOW), torch.randn(4, 5).to(LOW))),
+        (aten.mm.dtype, lambda: (torch.randn(3, 4).to(LOW), torch.randn(4, 5).to(LOW), HIGH)),
+        (aten._softmax.default, lambda: (torch.randn(3, 4).to(HALF), -1, True)),
     ],
-    ids=str,
+    ids=["_to_copy", "mm", "mm.dtype", "_softmax"],
 )
-def test_an_op_that_is_asked_for_a_dtype_computes_in_the_high_one(target: Any, args: tuple[Any, ...]) -> None:
+def test_an_op_that_is_asked_for_a_dtype_computes_in_the_high_one(target: Any, draw: Callable[[], Any]) -> None:
+    args = draw()
     kwargs = {"dtype": LOW} if target is aten._to_copy.default else {}
     mixed = {
         aten.mm.dtype: lambda: aten.mm.default(*args[:2]).float(),  # CPUs lack it

@@ -61,6 +61,13 @@ def test_where_a_place_is_missing_nothing_is_replaced(absent: str) -> None:
     assert Thing().act() == ["act"] and Thing().rest() == ["rest"]
 
 
+def test_wraps_and_table_name_the_same_places(group: Group) -> None:
+    first, second = (patch.place for patch in PLACES)
+    for wraps in ({first: WRAPS[first]}, WRAPS | {"Thing.sleep": WRAPS[second]}):
+        with pytest.raises(AssertionError):
+            patches.install(group, wraps)
+
+
 def test_what_a_failure_left_is_undone_first(group: Group) -> None:
     def fail(_: Any) -> Any:
         raise KeyboardInterrupt
@@ -69,6 +76,14 @@ def test_what_a_failure_left_is_undone_first(group: Group) -> None:
         patches.install(group, WRAPS | {PLACES[1].place: fail})
     patches.install(group, WRAPS)
     assert Thing().act() == ["ours", "act"] and Thing().rest() == ["ours", "rest"]
+
+
+def test_what_nobody_will_undo_does_not_count_as_installed(group: Group) -> None:
+    undo: list[Callable[[], None]] = []
+    with pytest.raises(ZeroDivisionError):
+        patches.install(group, WRAPS, lambda _: 1 // 0)
+    patches.install(group, WRAPS, undo.append)
+    assert len(undo) == 1 and Thing().act() == ["ours", "act"]
 
 
 def test_one_attribute_replaced_for_a_while(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:

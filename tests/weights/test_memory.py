@@ -123,6 +123,9 @@ def test_reports_change_what_they_say() -> None:
     assert changed(memory, everything_doubted) == (False, True, True)
     assert changed(memory, lambda: memory.forget(weight)) == (False, True, True)
     assert not memory.sharers and not memory.weights
+    memory.admit(weight)
+    assert changed(memory, memory.forget_sharers) == (False, True, True)
+    assert not memory.sharers and not memory.weights
 
 
 def test_forgetting_one_sharer_keeps_the_others() -> None:

@@ -1,5 +1,8 @@
 """After differentiation a read of a copy is the copy, unless somebody could keep it."""
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
@@ -31,6 +34,16 @@ def test_a_returned_copy_is_cloned_a_view_of_it_too() -> None:
     assert torch.equal(view, copy.t()[1:])
     for result in (whole, view):
         assert result.untyped_storage().data_ptr() != copy.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("view", [lambda c: c.split(2)[1], lambda c: torch.ops.aten._unsafe_view(c, [15])])
+def test_so_are_a_part_of_it_and_a_view_that_no_schema_tells_of(view: Callable[[Tensor], Tensor]) -> None:
+    graph, weight, copy = traced(lambda w, c: (view(weight_copy(w, c)), w + 1))
+    BindWeights().apply(graph)
+    graph.recompile()
+    result, _ = graph(weight, copy)
+    assert torch.equal(result, view(copy))
+    assert result.untyped_storage().data_ptr() != copy.untyped_storage().data_ptr()
 
 
 def test_declines_and_is_idempotent() -> None:

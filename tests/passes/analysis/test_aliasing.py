@@ -2,9 +2,10 @@
 
 import torch
 import torch.nn.functional as F
+from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
-from ampcompile.passes.analysis.aliasing import Memory
+from ampcompile.passes.analysis.aliasing import Memory, shared, written
 from tests.passes.captured import captured
 
 
@@ -47,3 +48,47 @@ def test_a_body_writes_into_what_it_is_given_and_may_return_it():
     assert not found.is_written(nodes["sin"])
     found, nodes = memory(calls(lambda y: y.mul_(2)), torch.randn(3, 3))
     assert found.is_written(nodes["sin"])
+
+
+def last(f, *args):
+    node = captured(f, *args, dtype=None).graph.output_node().all_input_nodes[0]
+    return node, node.all_input_nodes
+
+
+def test_what_an_op_writes_and_what_its_result_shares():
+    x = torch.randn(3, 3)
+    node, operands = last(lambda a, b: a.sin().add_(b), x, x)
+    assert written(node) == shared(node) == operands[:1]
+    node, operands = last(lambda a, b: a + b, x, x + 1)
+    assert written(node) == shared(node) == [] and len(operands) == 2
+    node, operands = last(lambda a: a.split(1)[1], x)
+    assert shared(node) == operands, "a part"
+    assert shared(operands[0]) == operands[0].all_input_nodes, "the whole"
+
+
+def test_a_norm_writes_its_statistics_though_no_schema_says_so():
+    gm = captured(
+        lambda x, m, v: F.batch_norm(x, m, v, training=True), torch.randn(4, 3), torch.zeros(3), torch.ones(3)
+    )
+    (norm,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
+    assert set(written(norm)) == set(norm.args[3:5]) and written(norm, unsaid=False) == []
+    assert all(map(Memory(gm.graph).is_written, norm.args[3:5])) and not Memory(gm.graph).is_written(norm.args[0])
+
+
+def test_what_a_schema_leaves_unsaid():
+    x = torch.randn(3, 3)
+    for f in (lambda a: F.dropout(a, training=False), lambda a: torch.ops.aten._unsafe_view(a, [9])):
+        node, operands = last(f, x)
+        assert shared(node) == operands and shared(node, unsaid=False) == []
+    graph = Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    one = graph.call_function(torch.ops.aten.einsum.default, ("ij->ji", [a]))
+    two = graph.call_function(torch.ops.aten.einsum.default, ("ij,jk->ik", [a, b]))
+    assert shared(one) == [a] and shared(two) == []
+
+
+def test_a_cast_shares_only_where_it_has_nothing_to_do():
+    x = torch.randn(3, 3)
+    same, operands = last(lambda a: a.float(), x)
+    assert shared(same) == operands
+    assert shared(last(lambda a: a.double(), x)[0]) == []

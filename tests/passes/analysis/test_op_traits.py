@@ -7,10 +7,13 @@ import torch.nn.functional as F
 from ampcompile.passes.analysis import op_traits
 from ampcompile.passes.analysis.op_traits import (
     GIVES_OWN_MEMORY,
+    GIVES_OWN_MEMORY_OF_SEVERAL,
     JOINS,
     REARRANGES,
+    SHARES_UNSAID,
     STATISTICS,
     STATISTICS_UNREAD_IF,
+    UPDATES_STATISTICS,
     WRITES_CONSTANTS,
     draws_random_numbers,
     has,
@@ -18,7 +21,7 @@ from ampcompile.passes.analysis.op_traits import (
     keeps_constants,
     reads_bits,
 )
-from ampcompile.passes.analysis.schema import arguments_of, written_by
+from ampcompile.passes.analysis.schema import arguments_of, shared_by, written_by
 
 ATEN = torch.ops.aten
 TABLES = {
@@ -43,7 +46,7 @@ def test_what_is_no_op_has_no_trait():
     assert not is_elementwise(torch.sin) and not draws_random_numbers(torch.sin) and not reads_bits(torch.sin)
 
 
-X = torch.randn(4, 4, 4)
+X = torch.arange(64.0).view(4, 4, 4)
 REARRANGED = {
     "t": lambda x: x[0].t(),
     "numpy_T": lambda x: x[0].T,
@@ -77,15 +80,15 @@ REARRANGED = {
 
 def test_what_rearranges_shares_memory_and_takes_each_number_once_at_most():
     assert {f"aten::{name}" for name in REARRANGED} == REARRANGES
-    places = torch.arange(64.0).view(4, 4, 4)
     for name, rearranged in REARRANGED.items():
         assert rearranged(X).untyped_storage().data_ptr() == X.untyped_storage().data_ptr(), name
-        found = rearranged(places).flatten()
+        found = rearranged(X).flatten()
         assert len(found.unique()) == len(found), name
 
 
-ROWS, IMAGE = torch.randn(2, 4), torch.randn(1, 2, 4, 4)
+ROWS = torch.arange(8.0).view(2, 4)
 ONES = {n: torch.ones(1, 1, *[1] * n) for n in (1, 2, 3)}
+GATES = {n: (torch.zeros(4 * n, 4), torch.zeros(4 * n, 4)) for n in (1, 3, 4)}
 INDICES = torch.tensor([0, 1])
 # Called so that the result could be the operand itself.
 OWN_MEMORY = {
@@ -102,6 +105,13 @@ OWN_MEMORY = {
     "group_norm": lambda x: F.group_norm(x, 1),
     "instance_norm": lambda x: F.instance_norm(x[None]),
     "rms_norm": lambda x: F.rms_norm(x, (4,)),
+    "bilinear": lambda x: F.bilinear(x, x, torch.ones(4, 4, 4)),
+    "prelu": lambda x: F.prelu(x, torch.ones(1)),
+    "tensordot": lambda x: torch.tensordot(x, torch.tensor(1.0), 0),
+    "lstm_cell": lambda x: torch.lstm_cell(x, (x, x), *GATES[4])[1],
+    "gru_cell": lambda x: torch.gru_cell(x, x, *GATES[3]),
+    "rnn_tanh_cell": lambda x: torch.rnn_tanh_cell(x, x, *GATES[1]),
+    "rnn_relu_cell": lambda x: torch.rnn_relu_cell(x, x, *GATES[1]),
     "softmax": lambda x: x.softmax(0),
     "log_softmax": lambda x: x.log_softmax(0),
     "cross_entropy_loss": lambda x: F.cross_entropy(x, INDICES, reduction="none"),
@@ -130,10 +140,39 @@ def test_ops_that_give_own_memory_do_so_even_where_they_have_nothing_to_do():
         assert own != ROWS.untyped_storage().data_ptr(), name
 
 
+@pytest.mark.parametrize("norm", [ATEN.batch_norm.default, ATEN.instance_norm.default, ATEN.native_batch_norm.default])
+def test_norms_update_statistics_that_their_schemas_call_read(norm):
+    mean, variance, more = torch.zeros(4), torch.ones(4), [True, 0.5, 1e-5, False][: len(arguments_of(norm)) - 5]
+    norm(X, None, None, mean, variance, *more)
+    assert mean.any() and not variance.equal(torch.ones(4))
+    assert has(norm, UPDATES_STATISTICS) and not written_by(norm) and {a.name for a in arguments_of(norm)} >= STATISTICS
+
+
 def test_statistics_are_arguments_that_such_norms_may_not_read():
     for name, unread_if in STATISTICS_UNREAD_IF.items():
         for op in overloads(name):
             assert STATISTICS | {unread_if} <= {argument.name for argument in arguments_of(op)}
+
+
+def test_einsum_gives_own_memory_of_several_operands_but_not_of_one():
+    assert {"aten::einsum"} == GIVES_OWN_MEMORY_OF_SEVERAL
+    found = {"ij->ji": [], "ij,jk->ik": [torch.eye(4)], "ij,->ij": [torch.tensor(1.0)], "ij,k->ji": [torch.ones(1)]}
+    for equation, others in found.items():
+        result = torch.einsum(equation, ROWS, *others)
+        assert (result.untyped_storage().data_ptr() == ROWS.untyped_storage().data_ptr()) == (not others), equation
+
+
+def test_ops_that_share_memory_and_dont_say_so():
+    found = {
+        "_unsafe_view": ATEN._unsafe_view(ROWS, [8]),
+        "unsafe_split": torch.unsafe_split(ROWS, 1)[1],
+        "unsafe_split_with_sizes": torch.unsafe_split_with_sizes(ROWS, [1, 1])[1],
+        "lift": ATEN.lift(ROWS),
+    }
+    assert {f"aten::{name}" for name in found} == SHARES_UNSAID
+    for name, value in found.items():
+        assert value.untyped_storage().data_ptr() == ROWS.untyped_storage().data_ptr(), name
+        assert not shared_by(overloads(f"aten::{name}")[0])
 
 
 def test_joined_parts_are_the_parts():

@@ -75,6 +75,68 @@ def returned(m: Any, x: Tensor) -> Any:
     return F.linear(x, m.weight.t()[:8]), low
 
 
+# Ops that may give the weight itself, or a view of it, though their schemas don't say so.
+UNSAID = {
+    "dropout": lambda w: F.dropout(w, training=False),
+    "type_as": lambda w: w.type_as(torch.ones(1)),
+    "atleast_2d": torch.atleast_2d,
+    "sum_to_size": lambda w: w.sum_to_size(8, 8),
+    "broadcast_tensors": lambda w: torch.broadcast_tensors(w)[0],
+    "_unsafe_view": lambda w: torch.ops.aten._unsafe_view(w, [64]),
+    "unsafe_split": lambda w: torch.unsafe_split(w, 4)[1],
+    "lift": torch.ops.aten.lift,
+    "einsum of one operand": lambda w: torch.einsum("ij->ji", w),
+}
+
+
+class WrittenUnsaid(nn.Module):
+    def __init__(self, alias: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.alias = alias
+        self.register_buffer("buffer", torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.alias(self.buffer).mul_(2)
+        return x @ self.buffer
+
+
+@pytest.mark.parametrize("name", UNSAID)
+def test_declines_and_gives_eagers_numbers_where_schemas_dont_tell_of_the_write(name: str) -> None:
+    torch.manual_seed(0)
+    module, x = WrittenUnsaid(UNSAID[name]), torch.randn(3, 8)
+    twin = copy.deepcopy(module)
+    (graph,) = rewritten(copy.deepcopy(module), x)
+    assert count(graph, WEIGHT_COPY) == 0
+    compiled = torch.compile(module, backend="amp", options={"lower": "eager", "outputs": "autocast"})
+    for _ in range(2):
+        with torch.autocast("cpu"):
+            expected = twin(x)
+        assert torch.equal(compiled(x), expected)
+
+
+class ReadsStatistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, momentum=1.0)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm(x), x @ self.norm.running_mean[:, None]
+
+
+@pytest.mark.parametrize("lower", ["eager", "aot_eager"])
+def test_declines_and_gives_eagers_numbers_where_a_norm_updates_its_statistics(lower: str) -> None:
+    module = ReadsStatistics()
+    twin = copy.deepcopy(module)
+    (graph,) = rewritten(copy.deepcopy(module), torch.randn(4, 8))
+    assert count(graph, WEIGHT_COPY) == 0
+    compiled = torch.compile(module, backend="amp", options={"lower": lower, "outputs": "autocast"})
+    for _ in range(2):
+        x = torch.randn(4, 8)
+        with torch.autocast("cpu"):
+            expected = twin(x)
+        assert torch.equal(compiled(x)[1], expected[1])
+
+
 DECLINES = {
     "an activation": lambda m, x: x @ x.t(),
     "a weight computed in the graph": lambda m, x: x @ (m.frozen * 2),

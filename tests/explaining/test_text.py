@@ -2,7 +2,7 @@
 
 import pytest
 
-from ampcompile.command_line.table import render_table
+from ampcompile.explaining.text import human_bytes, render_table
 
 
 def test_columns_are_as_wide_as_their_texts_and_nothing_trails() -> None:
@@ -21,3 +21,18 @@ def test_it_folds_where_the_terminal_is_narrow(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("COLUMNS", "20")
     lines = render_table(("text",), [("word " * 20,)]).splitlines()
     assert len(lines) > 4 and max(map(len, lines)) <= 20
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536 * 1024, "1.5 MiB"),
+        (2**30, "1.0 GiB"),
+        (3 * 2**50, "3072.0 TiB"),
+    ],
+)
+def test_sizes(count: int, text: str) -> None:
+    assert human_bytes(count) == text
