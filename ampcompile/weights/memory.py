@@ -198,18 +198,27 @@ def _storage_freed(memory: weakref.ref[Memory], _: object) -> None:
         _forget_ranges_with_the_last()
 
 
+class _IfFree:
+    """Holds the lock if no other thread does. Both ways are C's: no signal comes between taking it and letting it go.
+
+    `as` gives whether it is held; if not, leaving raises RuntimeError.
+    """
+
+    __enter__ = staticmethod(functools.partial(lock.acquire, blocking=False))
+    __exit__ = staticmethod(lock.__exit__)
+
+
 def _forget_ranges_with_the_last() -> None:
-    ours = lock._is_owned()  # type: ignore[attr-defined]  # asked, so that an interrupt at any point leaves it right
+    taken = False
     try:
-        if not ours and not lock.acquire(blocking=False):
-            return  # somebody is making copies
-        if all(memory() is None for memory in _memories.valuerefs()):
-            set_ranges(())
-            while on_last_freed:
-                on_last_freed.pop()()
-    finally:
-        if not ours and lock._is_owned():  # type: ignore[attr-defined]
-            lock.release()
+        with _IfFree() as taken:
+            if taken and all(memory() is None for memory in _memories.valuerefs()):
+                set_ranges(())
+                while on_last_freed:
+                    on_last_freed.pop()()
+    except RuntimeError:
+        if taken:
+            raise  # else another thread is making copies
 
 
 def memory_of(tensor: Tensor) -> Memory:
