@@ -49,7 +49,7 @@ format: $(TOOLS) ## rewrite files to the format that lint checks
 # Type checkers can't follow the editable install's map of sub-packages; they can follow links.
 types: $(TOOLS) ## mypy
 	@rm -rf .types && mkdir -p .types/ampcompile
-	@ln -s ../../passes ../../kernels ../../ampcompile/[!_]* ../../ampcompile/__*.py .types/ampcompile/
+	@cd .types/ampcompile && ln -s ../../passes ../../kernels ../../ampcompile/[!_]* ../../ampcompile/__*.py .
 	MYPYPATH=.types $(PYTHON) -m mypy -p ampcompile -p benchmarks -p examples
 
 matrix: $(READY) $(MATRIX:%=.matrix/%/.ready) ## the suite's core on the oldest, the newest and the pinned torch

@@ -11,6 +11,8 @@ from typing import Any, Self
 
 import torch
 
+from ampcompile.torch_private import backends
+
 from .errors import AmpWarning, OptionError
 from .policy import Policy
 
@@ -72,9 +74,7 @@ class Options:
 def _of_mode(mode: str | None) -> dict[str, Any]:
     if mode in (None, "default"):
         return {}
-    from torch._inductor import list_mode_options
-
-    modes = list_mode_options()
+    modes = backends.inductor_modes()
     if mode not in modes:
         raise OptionError(
             f"mode={mode!r} is not a mode of torch.compile; expected one of {', '.join(modes)}. Beside options of ours "
@@ -126,9 +126,7 @@ def _warn_of_softmax() -> None:
 
 
 def _inductor_key(key: str, ours: set[str]) -> str:
-    from torch._inductor import config as inductor_config
-
-    known = inductor_config.get_config_copy()
+    known = backends.inductor_options()
     name = key.replace("-", "_")
     if name in known:
         return name

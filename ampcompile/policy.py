@@ -7,9 +7,11 @@ from fnmatch import fnmatchcase
 from typing import Self
 
 import torch
-from torch._ops import OpOverload
 
+from ampcompile.passes.analysis.op_traits import STATISTICS
+from ampcompile.passes.analysis.schema import arguments_of, computes
 from ampcompile.rules.table import Rule
+from ampcompile.torch_private.types import OpOverload
 
 from .errors import PolicyError
 from .rules import table as rules
@@ -18,7 +20,6 @@ OP_VALUES = ("low", "fp32", "promote", "fp32_inside", "as_arrives", "default")
 MODULE_VALUES = ("low", "bf16", "fp16", "fp32", "default")
 _CATEGORIES = {"low": "lower_precision_fp", "bf16": "lower_precision_fp", "fp16": "lower_precision_fp"}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_STATISTICS = ("running_mean", "running_var")  # norms update them in place; their schemas don't say so
 _PAYS = "where it pays"
 
 Overrides = tuple[tuple[str, str], ...]
@@ -100,7 +101,7 @@ class Policy:
             ("op", self.ops, _spellings(op.name())),
         ):
             glob, value = _last_match(overrides, names)
-            if value != "default" and _computes(op):
+            if value != "default" and computes(op):
                 return _rule(op, value, f"policy: {kind} {glob}={value}")
         return None
 
@@ -112,14 +113,8 @@ def _last_match(overrides: Overrides, names: list[str]) -> tuple[str, str]:
     return "", "default"
 
 
-def _computes(op: OpOverload) -> bool:
-    """False for what must see its operand itself: views, writers, and questions about sizes."""
-    returns_tensors = any("Tensor" in str(value.type) for value in op._schema.returns)
-    return returns_tensors and not op.is_view and not op._schema.is_mutable
-
-
 def _rule(op: OpOverload, value: str, because: str) -> Rule:
-    statistics = tuple(a.name for a in op._schema.arguments if a.name in _STATISTICS)
+    statistics = tuple(a.name for a in arguments_of(op) if a.name in STATISTICS)
     category = _CATEGORIES.get(value, value)
     if statistics and category == "lower_precision_fp":
         return Rule("as_arrives", f"{because}, except that running statistics stay as they are")

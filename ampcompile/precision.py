@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from ampcompile.torch_private import pytree
 
 from .errors import PrecisionError
 from .precision_class import subclass_with

@@ -5,8 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from torch._ops import OpOverload
 
+from ampcompile.torch_private import dispatcher
+from ampcompile.torch_private.types import OpOverload
+
+from .passes.analysis import schema
 from .torch_private import constants
 
 # What Dynamo of torch 2.15 calls torch.Tensor's reflected operators, as `2 - x`: the name inside their decorator.
@@ -18,20 +21,15 @@ _CONVERSIONS = frozenset({"to", "type", "type_as", "clone", "contiguous", "detac
 def _computing() -> frozenset[str]:
     found = {name for name in torch.nn.functional.__dict__ if name.islower() and not name.startswith("_")}
     found |= {name for name in torch.functional.__all__ if not name.startswith("_")}
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in dispatcher.all_op_names():
         namespace, _, rest = name.partition("::")
         packet, _, overload = rest.partition(".")
         op = (
             getattr(getattr(torch.ops.aten, packet, None), overload or "default", None) if namespace == "aten" else None
         )
-        if isinstance(op, OpOverload) and _computes(op):
+        if isinstance(op, OpOverload) and schema.computes(op):
             found.add(packet)
     return frozenset(name for name in found - _CONVERSIONS if not name.endswith("_")) | {_REFLECTED}
-
-
-def _computes(op: OpOverload) -> bool:
-    returns_tensors = any("Tensor" in str(value.type) for value in op._schema.returns)
-    return returns_tensors and not op.is_view and not op._schema.is_mutable
 
 
 def computes(name: str) -> bool:

@@ -66,23 +66,6 @@ def step_kernels(model: str, device: str) -> Iterator[Kernel]:
             "torch: get_total_norm": lambda: torch.nn.utils.get_total_norm(grads),
         },
     )
-    low = [grad.bfloat16() for grad in grads]
-    wide = [torch.empty_like(grad) for grad in grads]
-
-    def copied_and_normed() -> Tensor:
-        torch._foreach_copy_(wide, low)
-        return torch.nn.utils.get_total_norm(wide)
-
-    yield Kernel(
-        "widen, check and norm of bfloat16 gradients",
-        6 * count,
-        3 * count,
-        {
-            AMP: lambda: check_grads(low, scale, None, 1.0, workspace, wide),
-            COMPILED: _compiled(check_grads_reference, low, scale, None, 1.0, wide),
-            "torch: foreach_copy, get_total_norm": copied_and_normed,
-        },
-    )
     flip = -one  # repeated division would drive the gradients into denormals, and one changes nothing
     yield Kernel(
         "unscale gradients",

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ampcompile.torch_private import foreach
+
 
 def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     """Write each weight, rounded to nearest, into its copy, and raise the copies' versions; no host sync.
@@ -20,7 +22,7 @@ def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
 
 def cast_many_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     """The same in plain torch: on the CPU at the speed of memory, on a GPU a launch per weight."""
-    torch._foreach_copy_(list(copies), list(weights))
+    foreach.copy_(list(copies), list(weights))
 
 
 def _cast_on(device: torch.device, copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ampcompile.torch_private import foreach
+
 
 def update_scale_(
     scale: Tensor,
@@ -38,6 +40,6 @@ def update_scale_(
         )
         return
     found = found_infs[0] if len(found_infs) == 1 else torch.stack([f.reshape(()) for f in found_infs]).ne(0).any()
-    torch._amp_update_scale_(scale, growth_tracker, found.float(), growth_factor, backoff_factor, growth_interval)
+    foreach.update_scale_(scale, growth_tracker, found.float(), growth_factor, backoff_factor, growth_interval)
     scale.clamp_(min_scale, max_scale)
     skips.add_(1).mul_(found.ne(0))

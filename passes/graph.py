@@ -13,16 +13,16 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ampcompile import dtypes
 from ampcompile.dtypes import FLOATS
+from ampcompile.torch_private import regions
+from ampcompile.torch_private.types import HigherOrderOperator, OpOverload, is_traceable_wrapper_subclass
 
 Precision = torch.dtype | None  # the low-precision dtype of a region; None where autocast is off
-ENTER = torch.amp.autocast_mode._enter_autocast
-EXIT = torch.amp.autocast_mode._exit_autocast
+ENTER = regions.ENTER_AUTOCAST
+EXIT = regions.EXIT_AUTOCAST
 _OURS = os.path.dirname(dtypes.__file__) + os.sep
 _BELOW_AUTOGRAD = frozenset({"_get_data_attr", "_lower_version_count_by_1"})
 UNDECIDED = "amp_undecided"  # in `gm.meta` as long as the values are those that autocast gave while tracing
@@ -233,6 +233,6 @@ def source_line(node: Node) -> str:
 
 def op_name(target: Any) -> str:
     """An op as users write it: `aten.linear`, `flex_attention`, `operator.add`."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target.overloadpacket)
     return getattr(target, "__name__", str(target))

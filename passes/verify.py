@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, map_arg
 
 from ampcompile.torch_private import tracing
+from ampcompile.torch_private.types import OpOverload
 
+from .analysis.schema import writes
 from .graph import UNDECIDED, graphs, source_line
 
 
@@ -29,7 +30,7 @@ def _verify(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         claimed = node.meta.get("val")
         on_tensors = isinstance(node.target, OpOverload) and isinstance(claimed, torch.Tensor)
-        if not on_tensors or node.target._schema.is_mutable:
+        if not on_tensors or writes(node.target):
             continue
         found = node.target(*_values(node.args), **_values(node.kwargs))
         assert found.dtype == claimed.dtype, (

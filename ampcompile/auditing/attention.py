@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+
+from ampcompile.passes.analysis.schema import by_name, name_of
+from ampcompile.torch_private.types import OpOverload
 
 _PREFIX = "aten::_scaled_dot_product_"
 
 
 def is_attention(target: Any) -> bool:
     """Whether an op is one of torch's fused attentions, or the backward of one."""
-    return isinstance(target, OpOverload) and target._schema.name.startswith(_PREFIX)
+    return isinstance(target, OpOverload) and name_of(target).startswith(_PREFIX)
 
 
 def attention(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any) -> tuple[Any, ...] | None:
@@ -21,7 +23,7 @@ def attention(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mix
 
     None with dropout: its mask is known to the fused kernel alone.
     """
-    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+    given = by_name(op, args, kwargs)
     if given.get("dropout_p"):
         return None
     bias = next((given[name] for name in ("attn_bias", "attn_mask") if given.get(name) is not None), None)

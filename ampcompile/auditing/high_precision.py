@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
+from ampcompile.passes.analysis.op_traits import COPIES_AFTER, draws_random_numbers, has, is_view, reads_bits
+from ampcompile.passes.analysis.schema import by_name
+from ampcompile.torch_private import pytree
 from ampcompile.torch_private.joint_graphs import draws_random_numbers
+from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from .attention import attention, is_attention
 
@@ -57,12 +59,11 @@ def _call(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any,
         return args[0] * mixed[1] * scale, mixed[1]
     if is_attention(target):
         return attention(target, args, kwargs, raised(mixed, dtype))
-    if draws_random_numbers(node) or target is aten.view.dtype:  # a view of bits
+    if draws_random_numbers(target) or reads_bits(target):
         return None
     if target in _OUT_DTYPE:
-        names = [argument.name for argument in target._schema.arguments]
-        args = tuple(arg for name, arg in zip(names, args, strict=False) if name != "out_dtype")
-        return _OUT_DTYPE[target](*args, **{k: v for k, v in kwargs.items() if k != "out_dtype"})
+        given = by_name(target, args, kwargs)
+        return _OUT_DTYPE[target](**{name: value for name, value in given.items() if name != "out_dtype"})
     if target in _SOFTMAX:
         return target(args[0], args[1], False)  # its flag makes float32 of a 16-bit operand
     return target(*args, **kwargs)
@@ -112,9 +113,9 @@ def _laid_out(result: Any, mixed: Any) -> Any:
 def rounds(node: Node, result: Any) -> bool:
     """Whether an op computes floating values: no view, no copy, no choice among values."""
     target = node.target
-    if not isinstance(target, OpOverload | torch._ops.HigherOrderOperator):
+    if not isinstance(target, OpOverload | HigherOrderOperator):
         return False
-    if isinstance(target, OpOverload) and (target.is_view or target in _MOVES):
+    if is_view(target) or has(target, COPIES_AFTER):
         return False
     return any(floating(value) for value in pytree.tree_leaves(result))
 
@@ -122,6 +123,3 @@ def rounds(node: Node, result: Any) -> bool:
 def floating(value: Any) -> bool:
     """Whether a value is a tensor of floating or complex numbers."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-_MOVES = (aten.clone.default, aten._unsafe_view.default, aten.view_copy.default, aten.lift_fresh_copy.default)

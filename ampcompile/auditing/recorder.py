@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
 from ampcompile.compiler.backend import rewrite
 from ampcompile.compiler.lower import lower
@@ -17,13 +16,14 @@ from ampcompile.compiler.mixed_operands import here
 from ampcompile.compiler.module_names import module_names, modules_of
 from ampcompile.config import Options
 from ampcompile.errors import AuditError, OptionError
-from ampcompile.explaining.recorder import beside, options_of, uncompiled
+from ampcompile.explaining.recorder import beside, options_of
 from ampcompile.explaining.untouched import untouched
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import placeholders
 from ampcompile.passes.replay.bind_weights_eagerly import BindWeightsEagerly
 from ampcompile.policy import Policy
-from ampcompile.torch_private import compiled_functions, dynamo_caches, joint_graphs, lowering
+from ampcompile.torch_private import compiled_functions, dynamo_caches, joint_graphs, lowering, pytree
+from ampcompile.torch_private.patches import uncompiled
 
 from .high_precision import floating
 from .numbers import ratio, relative_error

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from ampcompile.passes.graph import module_path, modules_named, op_name, source_line
-from ampcompile.torch_private import joint_graphs
+from ampcompile.torch_private import joint_graphs, pytree
 
 from .high_precision import floating, in_high, raised, rounds
 from .numbers import numbers, squares

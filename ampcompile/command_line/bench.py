@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from torch.utils import _pytree as pytree
 
 from ampcompile.compiler.ambient import device_of_arguments
 from ampcompile.compiler.module_names import modules_of
 from ampcompile.config import Options
 from ampcompile.dtypes import short_name
 from ampcompile.explaining.untouched import untouched
+from ampcompile.torch_private import pytree
 from ampcompile.weights.binding import invalidate
 
 from .table import render_table

@@ -8,6 +8,7 @@ import platform
 import shutil
 import statistics
 import time
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ampcompile.dtypes import short_name
 from ampcompile.explaining.table import human_bytes
 from ampcompile.kernels import native
 from ampcompile.passes.analysis.product_cost import gains_from
-from ampcompile.torch_private import backends
+from ampcompile.torch_private import backends, patches
 
 from .table import render_table
 
@@ -52,6 +53,7 @@ def examine(console: Console | None = None, rounds: int = 15) -> dict[str, Any]:
         name: {"folder": str(folder), "bytes": _bytes(folder)}
         for name, folder in (("Inductor", backends.inductor_cache()), ("ampcompile", native.cache_folder()))
     }
+    found["patches"] = [asdict(group) for group in patches.TABLE]
     found["missing"] = _missing("cuda" in devices)
     found["advice"] = [line for device in devices for line in _advice(device, found["products"])]
     return found
@@ -143,6 +145,7 @@ def _missing(cuda: bool) -> list[str]:
         found.append("no triton: Inductor needs it to compile for a GPU. Install the triton that fits this torch.")
     if not backends.backend_is_found():
         found.append('torch.compile(backend="amp") is not found: install the package with pip, entry points included.')
+    found += [f"{patch.what}: torch {torch.__version__} has no such thing to patch" for patch in patches.missing()]
     return found
 
 
@@ -172,5 +175,7 @@ def table(found: dict[str, Any]) -> str:
         for p in found["products"]
     ]
     parts = [render_table(("", ""), rows), render_table(("matrix products", "", "", "f32", "bf16", "f16"), products)]
+    patched = [(g["name"], str(len(g["patches"])), g["when"], g["undone"]) for g in found["patches"]]
+    parts.append(render_table(("patches of torch", "places", "made", "undone"), patched))
     missing = [f"missing: {words}" for words in found["missing"]] or ["nothing is missing"]
     return "\n\n".join([*parts, "\n".join([*found["advice"], *missing])])

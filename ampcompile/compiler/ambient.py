@@ -14,12 +14,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ampcompile.config import Options
 from ampcompile.errors import AmpWarning, OptionError
 from ampcompile.policy import Policy
-from ampcompile.torch_private import dynamo_modules, frame_returns, lowering, optimize_contexts
+from ampcompile.torch_private import (
+    autocast,
+    dynamo_modules,
+    frame_returns,
+    optimize_contexts,
+    patches,
+    pytree,
+)
 
 from . import mixed_operands, unmatched, widen_outputs
 from .mixed_operands import here
@@ -31,9 +37,9 @@ def disabled_by_user(device_type: str) -> bool:
     Told by elimination, since nothing records which device a region was opened for: autocast is off for this
     device, some region is open, and no other device's is on.
     """
-    if torch.is_autocast_enabled(device_type) or lowering.autocast_nesting() == 0:
+    if torch.is_autocast_enabled(device_type) or autocast.autocast_nesting() == 0:
         return False
-    return not lowering.any_autocast_enabled()
+    return not autocast.any_autocast_enabled()
 
 
 @contextlib.contextmanager
@@ -181,10 +187,17 @@ def _inside_another(name: str) -> None:
 def install() -> bool:
     """Have torch.compile wrap what it compiles for a backend of ours; False, with one warning, if it can't be."""
     try:
-        optimize_contexts.wrap_compiled_callables(_wrap, _shapes_and_breaks)
-        frame_returns.watch_returns(widen_outputs.decide)
-        dynamo_modules.watch_inlined_modules(lambda backend: _reader(backend) is not None, _inside_another)
-    except AttributeError as error:
+        patches.install(
+            patches.COMPILED_CALLS,
+            {
+                "OptimizeContext.__call__": optimize_contexts.wrap_call(_wrap, _shapes_and_breaks),
+                "OutputGraph.compile_subgraph": frame_returns.watch_returns(widen_outputs.decide),
+                "VariableBuilder.wrap_module": dynamo_modules.watch_inlined_modules(
+                    lambda backend: _reader(backend) is not None, _inside_another
+                ),
+            },
+        )
+    except (AttributeError, ImportError) as error:
         warnings.warn(
             f"ampcompile can't reach Dynamo's compiled callables in torch {torch.__version__} ({error}): open "
             "torch.autocast around the call yourself, or code that reads dtypes sees float32.",

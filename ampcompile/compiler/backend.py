@@ -22,7 +22,7 @@ from ampcompile.passes.fuse.matching import UNFUSED
 from ampcompile.passes.graph import Regions, modules_named, placeholders
 from ampcompile.passes.pipeline import fusion, pipeline
 from ampcompile.records import logs
-from ampcompile.torch_private import compiled_functions, dynamo_modules, lowering, tracing
+from ampcompile.torch_private import autocast, compiled_functions, dynamo_modules, tracing
 
 from . import ambient
 from .double_backward import kept
@@ -75,7 +75,7 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
             here.seen.add(graph)
         graph.meta[LEAVING] = leaving(gm, graph)
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
-        regions = Regions(lowering.autocast_states())
+        regions = Regions(autocast.autocast_states())
     is_weight = _weight_test(example_inputs)
     if options.policy.where_it_pays and _alone() and not _pays(graph, options, regions, is_weight):
         modules = (*options.policy.modules, ("*", "fp32"))

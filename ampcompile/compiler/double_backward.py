@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import bodies, placeholders
 from ampcompile.passes.pipeline import replay
 from ampcompile.passes.replay.enable_second_backward import closed
 from ampcompile.passes.weight_copy import read_copy
-from ampcompile.torch_private import compiled_functions, lowering, tracing
+from ampcompile.torch_private import autocast, compiled_functions, pytree, tracing
 
 from .plain_graph import CLOSED, differentiated, refused, stand_in
 from .rerun import Drawn, drawing_nothing, writes_unread
@@ -117,7 +116,7 @@ class Twice:
     def _backward(self, original: Run, ctx: Any, gradients: Any) -> Any:
         call: _Call | None = ctx.amp_call
         if not torch.is_grad_enabled():
-            if not lowering.graph_is_kept():
+            if not compiled_functions.graph_is_kept():
                 ctx.amp_call = None
             return original(ctx, gradients)
         if call is None or self.refusal:
@@ -129,7 +128,7 @@ class Twice:
         except Drawn:
             self.refusal = _DRAWS
             return self._once(original, ctx, gradients, self.refusal)
-        if not lowering.graph_is_kept():
+        if not compiled_functions.graph_is_kept():
             ctx.amp_call = None
         return found
 
@@ -141,7 +140,7 @@ class Twice:
         again = [inside.get(i, arg) for i, arg in enumerate(args)]
         for i in self._written:
             again[i] = args[i].clone()
-        with drawing_nothing(args), torch.enable_grad(), lowering.autocast_off():
+        with drawing_nothing(args), torch.enable_grad(), autocast.autocast_off():
             results = pytree.tree_leaves(self._gm(*again), is_leaf=lambda value: value is None)
         reached = list(self._reached(results, gradients))
         by_input: dict[int, Tensor | None] = {}

@@ -18,7 +18,7 @@ from ampcompile.passes.analysis.aliasing import written_below_autograd
 from ampcompile.passes.base import Watch, run_passes
 from ampcompile.passes.fuse.matching import UNFUSED
 from ampcompile.passes.weight_copy import Slot
-from ampcompile.torch_private import compiled_functions, lowering, tracing
+from ampcompile.torch_private import autocast, compiled_functions, lowering, tracing
 
 from . import double_backward, widen_outputs
 from .cache_key import source_key
@@ -47,7 +47,7 @@ def lower(
     if options.lower == "eager":
         return around(without_autocast(gm))
     rewritten = (gm.meta.pop(UNFUSED, None) or double_backward.kept(gm)) if torch.is_grad_enabled() else None
-    with lowering.lowering_without_autocast(), compiled_functions.functions_made() as functions:
+    with autocast.lowering_without_autocast(), compiled_functions.functions_made() as functions:
         if options.lower == "aot_eager":
             compiled = lowering.aot_eager(gm, inputs, partial(_on_joint_graph, watch))
         else:

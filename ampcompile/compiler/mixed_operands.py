@@ -13,13 +13,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 
 from ampcompile.dtypes import FLOATS
 from ampcompile.rules import table as rules
 from ampcompile.rules.table import Rule
-from ampcompile.torch_private import dispatcher, tracing
+from ampcompile.torch_private import autocast, dispatcher, pytree, tracing
+from ampcompile.torch_private.types import OpOverload
 
 
 class _Thread(threading.local):
@@ -59,7 +58,7 @@ def _install(op: OpOverload, rule: Rule, device_type: str) -> bool:
         if not _refused(arriving, low):
             return as_before(*args, **kwargs)
         dtype = rule.operand_dtype(arriving, low)
-        with torch._C._DisableAutocast():
+        with autocast.autocast_off():
             return op(*_cast(args, dtype), **_cast(kwargs, dtype))
 
     as_before = dispatcher.interpose(op, device_type, promoted)

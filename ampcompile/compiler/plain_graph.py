@@ -15,16 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from ampcompile.errors import DoubleBackwardError
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import graphs
 from ampcompile.passes.pipeline import replay
 from ampcompile.passes.replay.enable_second_backward import closed
-from ampcompile.torch_private import lowering
+from ampcompile.torch_private import autocast, compiled_functions, pytree, regions, tracing
+from ampcompile.torch_private.types import OpOverload
 
 CLOSED = (
     "calls a custom autograd function whose backward reads what its forward computed along the way: expected one that "
@@ -39,7 +38,7 @@ def without_autocast(gm: GraphModule) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         inputs = {id(arg): arg for arg in args if _wants_gradient(arg)} if torch.is_grad_enabled() else {}
-        if writes or not inputs or torch._C._are_functorch_transforms_active():
+        if writes or not inputs or tracing.transforms_are_active():
             return _run(gm, args)  # inputs written in place have their history inside
         inside = {key: stand_in(tensor) for key, tensor in inputs.items()}
         results = _run(gm, [inside.get(id(arg), arg) for arg in args])
@@ -52,10 +51,10 @@ def without_autocast(gm: GraphModule) -> Callable[..., Any]:
 def _run(gm: GraphModule, args: Sequence[Any]) -> Any:
     grad_enabled = torch.is_grad_enabled()
     try:
-        with lowering.autocast_off():
+        with autocast.autocast_off():
             return gm(*args)
     except BaseException:
-        torch._C._set_grad_enabled(grad_enabled)  # the graph sets it at nodes of its own
+        regions.SET_GRAD_ENABLED(grad_enabled)  # the graph sets it at nodes of its own
         raise
 
 
@@ -108,7 +107,7 @@ def differentiated(
     gradients = [gradient for _, gradient in reached]
     wanted = [gradient for gradient in gradients if again and _wants_gradient(gradient)]
     standing = {id(gradient): stand_in(gradient) for gradient in wanted}
-    with lowering.autocast_off():
+    with autocast.autocast_off():
         found: Sequence[Tensor | None] = torch.autograd.grad(
             [result for result, _ in reached],
             list(inside),
@@ -142,7 +141,7 @@ class _Backward(torch.autograd.Function):
         if reached and wanted:
             ctx.shared |= torch.is_grad_enabled()  # by the gradients' own graph, from now on
             inputs, inside = ([tensors[i] for i in wanted] for tensors in (ctx.inputs, ctx.inside))
-            keep = ctx.shared or lowering.graph_is_kept()
+            keep = ctx.shared or compiled_functions.graph_is_kept()
             again = torch.is_grad_enabled()
             with torch.set_grad_enabled(again and not ctx.refusal):
                 computed = differentiated(reached, inputs, inside, keep)

@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Node
 
-# Ops that update running statistics, which they don't read in training: the argument that says so.
-_STATISTICS = {
-    torch.ops.aten.batch_norm.default: "training",
-    torch.ops.aten.instance_norm.default: "use_input_stats",
-}
+from ampcompile.passes.analysis.op_traits import STATISTICS, STATISTICS_UNREAD_IF, has
+from ampcompile.passes.analysis.schema import arguments_of, by_name, name_of, written_by
+from ampcompile.torch_private.types import OpOverload
 
 
 def writes_unread(value: Node) -> bool:
@@ -24,24 +21,18 @@ def writes_unread(value: Node) -> bool:
 
 
 def _updates_statistics(user: Node, value: Node) -> bool:
-    if user.target not in _STATISTICS:
+    if not has(user.target, STATISTICS_UNREAD_IF.keys()):
         return False
-    given = _by_name(user)
-    others = [name for name, argument in given.items() if argument is value]
-    return bool(given[_STATISTICS[user.target]]) and set(others) <= {"running_mean", "running_var"}
+    given = by_name(user.target, user.args, user.kwargs)
+    as_what = {name for name, argument in given.items() if argument is value}
+    return bool(given[STATISTICS_UNREAD_IF[name_of(user.target)]]) and as_what <= STATISTICS
 
 
 def _updates_itself(user: Node, value: Node) -> bool:
     if not isinstance(user.target, OpOverload) or user.users:
         return False
-    alias = user.target._schema.arguments[0].alias_info
-    return alias is not None and alias.is_write and user.args[0] is value and user.all_input_nodes == [value]
-
-
-def _by_name(call: Node) -> dict[str, Any]:
-    assert isinstance(call.target, OpOverload)
-    names = [argument.name for argument in call.target._schema.arguments]
-    return dict(zip(names, call.args, strict=False)) | call.kwargs
+    first = arguments_of(user.target)[0].name
+    return first in written_by(user.target) and user.args[0] is value and user.all_input_nodes == [value]
 
 
 class Drawn(Exception):

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch._ops import OpOverload
 from torch.fx import GraphModule
 
 from ampcompile.errors import AmpWarning
 from ampcompile.passes.graph import graphs, module_path
 from ampcompile.policy import Policy
+from ampcompile.torch_private.types import OpOverload
 
 from .mixed_operands import here
 from .module_names import module_names

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
 from ampcompile import dtypes
 from ampcompile.passes.graph import Cast
-from ampcompile.torch_private import frame_returns, tracing
+from ampcompile.torch_private import frame_returns, pytree, tracing
 from ampcompile.torch_private.frame_returns import RESUMED, holds_values, memory_of
 
 from . import mixed_operands
@@ -161,7 +160,7 @@ class _HandsOn(dict[str, bool]):
 
 _HANDS_ON = _HandsOn()
 # They do so without hooks: those run in a function inside.
-_CALLS_OF_MODULES = {id(f.__code__) for f in (torch.nn.Module._wrapped_call_impl, torch.nn.Module._call_impl)}
+_CALLS_OF_MODULES = {id(f.__code__) for f in frame_returns.CALLS_OF_MODULES}
 
 
 def _resumes(code: CodeType, caller: CodeType) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from ampcompile.records.casts import GraphRecord
 from ampcompile.records.totals import eager_totals
 from ampcompile.records.watch import JointWatcher, Watcher
 from ampcompile.torch_private import compiled_functions, dynamo_caches, structured_trace
+from ampcompile.torch_private.patches import uncompiled
 
 from .report import Report
 from .untouched import untouched
@@ -51,19 +51,6 @@ def beside(kept: Options, given: Options, names: set[str]) -> Options:
     """The options a callable was compiled with, with those given by name instead."""
     ours = {f.name: getattr(given, f.name) for f in fields(Options) if f.name in names}
     return replace(kept, **ours, inductor=tuple({**dict(kept.inductor), **dict(given.inductor)}.items()))
-
-
-@contextlib.contextmanager
-def uncompiled(f: Any) -> Iterator[None]:
-    """Without what `f.compile()` put in a module's way."""
-    if not isinstance(f, torch.nn.Module) or f._compiled_call_impl is None:
-        yield
-        return
-    kept, f._compiled_call_impl = f._compiled_call_impl, None
-    try:
-        yield
-    finally:
-        f._compiled_call_impl = kept
 
 
 def _recorder(options: Options, graphs: list[GraphRecord], through_inductor: bool) -> Callable[..., Any]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ampcompile.compiler.module_names import modules_of
+from ampcompile.torch_private import pytree
 
 
 @contextlib.contextmanager

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from ampcompile.dtypes import FLOATS
 from ampcompile.passes.base import Applied
 from ampcompile.passes.fuse.matching import fusions
 from ampcompile.passes.graph import Cast, Decision, bodies, graphs, module_path, op_name, placeholders, source_line
 from ampcompile.passes.weight_copy import WEIGHT_COPY
+from ampcompile.torch_private import pytree
+from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from .totals import Total, hint
 

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompile.passes.analysis.op_traits import CONVERSIONS, has
 from ampcompile.passes.graph import graphs, held_tensors
-from ampcompile.torch_private import dispatcher, tracing
+from ampcompile.torch_private import dispatcher, pytree, tracing
+from ampcompile.torch_private.types import OpOverload, TorchDispatchMode
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ from functools import cache
 from types import MappingProxyType
 
 import torch
-from torch._ops import OpOverload
 
 from ampcompile.dtypes import FLOATS, short_name, widest
 from ampcompile.errors import RuleError
+from ampcompile.passes.analysis.schema import name_of
 from ampcompile.torch_private import dispatcher
+from ampcompile.torch_private.types import OpOverload
 
 from . import accelerator, cpu, ours
 from .composite import CONTENTS
@@ -147,7 +148,7 @@ def rule_for(op: OpOverload, device_type: str) -> Rule | None:
     `register_op` beats `torch.library.register_autocast`, which beats the table.
     """
     name = op.name()
-    registered = _registered.get(name) or _registered.get(op._schema.name)
+    registered = _registered.get(name) or _registered.get(name_of(op))
     if registered is not None or op.namespace == "aten":
         return registered or table(device_type).get(name)
     return _registered_with_torch(op, device_type) or table(device_type).get(name) or _unreadable(op, device_type)

@@ -9,7 +9,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ScalerError
 from ampcompile.kernels.update_scale import update_scale_
-from ampcompile.torch_private import optimizers
+from ampcompile.torch_private import constants, optimizers
 
 from .clip import clip_in_step, require_one_iteration
 from .conditions import NotFusedError
@@ -68,7 +68,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__setstate__(state)
         self._forget()
 
-    @torch.compiler.disable
+    @constants.run_untraced
     def clip_grad_norm_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -107,7 +107,7 @@ class GradScaler(torch.amp.GradScaler):
                 left = pending(optimizer)
                 state["clipped"] = Gradients(optimizer) if left is None else left.gradients
 
-    @torch.compiler.disable
+    @constants.run_untraced
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Take a step of `optimizer` with unscaled gradients, or none if one of them is infinite or NaN.
 
@@ -170,7 +170,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> PerDevice:
         return unscale_grads(optimizer, inv_scale, found_inf, allow_fp16, self._records[optimizer].workspaces)
 
-    @torch.compiler.disable
+    @constants.run_untraced
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale, or set it to `new_scale`, and begin a new iteration; no host sync.
 

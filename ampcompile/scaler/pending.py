@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import ClipError
-from ampcompile.torch_private import optimizers
+from ampcompile.torch_private import constants, foreach, optimizers
 
 PerDevice = dict[torch.device, Tensor]
 
@@ -48,7 +48,7 @@ class Pending:
         """Forget the factors."""
         self._hook.remove()
 
-    @torch.compiler.disable
+    @constants.run_untraced
     def __call__(self, optimizer: Any, *_: Any) -> None:
         settle(optimizer)
 
@@ -94,7 +94,7 @@ def settle(optimizer: Any) -> None:
     grads = gradients(optimizer)
     with torch.no_grad():
         for device, factor in clipped.items():
-            torch._foreach_mul_([grad for grad in grads if grad.device == device], factor)
+            foreach.multiply_([grad for grad in grads if grad.device == device], factor)
     left.gradients.note(optimizer)
     left.drop()
 

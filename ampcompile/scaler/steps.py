@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import optimizers
+from ampcompile.torch_private import constants, optimizers
 
 
 def new_step(param: Tensor, group: Mapping[str, Any]) -> Tensor:
@@ -34,7 +34,7 @@ def lend_steps(optimizer: torch.optim.Optimizer) -> None:
         optimizer.register_state_dict_pre_hook(return_steps)
 
 
-@torch.compiler.disable
+@constants.run_untraced
 def return_steps(optimizer: Any, *_: Any) -> None:
     """Bring all counts back to where torch keeps them."""
     params = [p for group in optimizer.param_groups if not counts_on_device(group) for p in group["params"]]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ampcompile.kernels.unscale import unscale_
+from ampcompile.torch_private import foreach
 
 from .conditions import GRAD_DTYPES, NotFusedError, dense, require_kernels, require_no_overlap
 
@@ -75,6 +76,6 @@ def unscale_by_torch(grads: list[Tensor], multiplier: Tensor, found_inf: Tensor)
     """`torch.amp.GradScaler`'s op, which knows every layout, and for DTensors asks all ranks; it looks at scaled
     gradients only, so once more at unscaled ones. A multiplier of zero undoes an infinite scale: an overflow.
     """
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, multiplier)
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, torch.ones_like(multiplier))
+    foreach.check_and_unscale_(grads, found_inf, multiplier)
+    foreach.check_and_unscale_(grads, found_inf, torch.ones_like(multiplier))
     found_inf.copy_(torch.where(multiplier.reshape(found_inf.shape) == 0, 1.0, found_inf))

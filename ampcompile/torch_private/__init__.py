@@ -1,1 +1,7 @@
-"""What of torch is private, or differs between 2.11 and 2.15. Imports nothing of ours but `errors` and `dtypes`."""
+"""Every private name of torch, every difference between torch 2.11 and 2.15, and every patch of torch (`patches`).
+
+Imports nothing of ours but `errors` and `dtypes`. What `import ampcompile` or the gradient scaler needs of it loads
+neither Dynamo nor Inductor: `autocast`, `constants`, `dispatcher`, `foreach`, `optimizers`, `patches`, `pytree`,
+`regions`, `storages` and `types`. A name that a new release of torch renames is mended here, with the version that
+needs it; the rooms above see no difference.
+"""

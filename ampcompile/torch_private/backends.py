@@ -1,9 +1,10 @@
-"""What the command line asks of torch in private: its backends by name, and where Inductor keeps what it compiled."""
+"""torch.compile's backends by name, and Inductor's options, modes and caches."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,6 +14,20 @@ def inductor_cache() -> Path:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
+
+
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """The modes of `torch.compile`, each with Inductor's options that it stands for."""
+    from torch._inductor import list_mode_options
+
+    return list_mode_options()
+
+
+def inductor_options() -> dict[str, Any]:
+    """Inductor's options with their values."""
+    from torch._inductor import config
+
+    return config.get_config_copy()
 
 
 def backend_is_found() -> bool:

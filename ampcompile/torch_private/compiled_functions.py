@@ -10,7 +10,7 @@ import torch
 from torch._functorch import config
 from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
 
-from .lowering import graph_is_kept
+from . import patches
 
 AutogradFunction = Any  # a class made by AOTAutograd
 Backward = Callable[..., Any]
@@ -31,22 +31,19 @@ def functions_made() -> Iterator[list[AutogradFunction]]:
     It hands `CompiledFunction.apply` to a wrapper that lives in the same module in all versions. Dynamo compiles in
     one thread at a time.
     """
-    from torch._functorch._aot_autograd.runtime_wrappers import RuntimeWrapper
-
     made: list[AutogradFunction] = []
-    original = RuntimeWrapper.post_compile
 
-    def post_compile(self: Any, compiled_fn: Any, *args: Any, **kwargs: Any) -> Any:
-        function = getattr(compiled_fn, "__self__", None)
-        if isinstance(function, type) and issubclass(function, torch.autograd.Function):
-            made.append(function)
-        return original(self, compiled_fn, *args, **kwargs)
+    def wrap(original: Any) -> Any:
+        def post_compile(self: Any, compiled_fn: Any, *args: Any, **kwargs: Any) -> Any:
+            function = getattr(compiled_fn, "__self__", None)
+            if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+                made.append(function)
+            return original(self, compiled_fn, *args, **kwargs)
 
-    RuntimeWrapper.post_compile = post_compile  # type: ignore[method-assign]
-    try:
+        return post_compile
+
+    with patches.replaced("RuntimeWrapper.post_compile", wrap):
         yield made
-    finally:
-        RuntimeWrapper.post_compile = original  # type: ignore[method-assign]
 
 
 def intercept(
@@ -74,8 +71,8 @@ def intercept(
     def replaced(ctx: Any, *gradients: Any) -> Any:
         return backward(call, ctx, gradients[0] if boxed else gradients)
 
-    function.forward = staticmethod(forward_after)
-    function.backward = staticmethod(replaced)
+    patches.replace_on(function, "forward", staticmethod(forward_after))
+    patches.replace_on(function, "backward", staticmethod(replaced))
 
 
 class Place(NamedTuple):
@@ -109,6 +106,11 @@ def takes_apart_subclasses(function: AutogradFunction) -> bool:
     return function.maybe_subclass_metadata is not None
 
 
+def graph_is_kept() -> bool:
+    """Whether the backward now running was asked to keep the graph for another one."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def survive_kept_graphs(function: AutogradFunction) -> None:
     """Have a backward with `retain_graph=True` leave what was saved as it is.
 
@@ -126,4 +128,4 @@ def survive_kept_graphs(function: AutogradFunction) -> None:
         with config.patch(donated_buffer=False):
             return own(ctx, arguments)
 
-    function._backward_impl = staticmethod(backward_impl)
+    patches.replace_on(function, "_backward_impl", staticmethod(backward_impl))

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, resolve_key
 
+from . import patches
+
 major, minor = torch.__version__.split(".")[:2]
 TORCH = (int(major), int(minor))
 """The installed torch release, as (2, 13)."""
@@ -58,6 +60,9 @@ def registered_autocast_dtype(op: OpOverload, device_type: str) -> torch.dtype |
     return variables.get("cast_inputs") if variables.get("device_type") == device_type else None
 
 
+all_op_names = torch._C._dispatch_get_all_op_names  # as `aten::add.Tensor`, of every op known now
+
+
 def op_named(name: str) -> OpOverload:
     """The op `ns::name.overload`; without an overload, the default one."""
     namespace, _, rest = name.partition("::")
@@ -86,7 +91,7 @@ def interpose(op: OpOverload, device_type: str, kernel: Callable[..., Any]) -> C
     # would call the fallback there, which has no gradient.
     resolved = resolve_key(op, key)
     before = op.py_kernels.get(resolved)
-    op.py_impl(key)(kernel)
+    patches.add_tracing_kernel(op, key, kernel)
     return before or partial(op._op_dk, resolved)
 
 

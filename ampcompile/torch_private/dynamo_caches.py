@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +11,9 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
-from torch._dynamo import convert_frame, eval_frame, guards, pgo
+from torch._dynamo import eval_frame, guards
+
+from . import patches
 
 _NO_MODULE = torch.nn.Module()
 
@@ -48,15 +49,12 @@ def how_compiled(f: Any) -> Compiled | None:
 def dynamo_as_it_was(backend: Callable[..., Any]) -> Iterator[None]:
     """Afterwards Dynamo holds nothing compiled for `backend` and has learnt no sizes; other backends' code stays."""
     codes: list[CodeType] = []
-    hook = convert_frame.register_bytecode_hook(lambda code, _: codes.append(code))
-    sizes = copy.deepcopy(pgo._CODE_STATE)
+    # Entries of other backends count towards the limits, past which Dynamo gives a function up for good.
+    limits = torch._dynamo.config.patch(recompile_limit=10**6, accumulated_recompile_limit=10**6)
     try:
-        # Entries of other backends count towards the limits, past which Dynamo gives a function up for good.
-        with torch._dynamo.config.patch(recompile_limit=10**6, accumulated_recompile_limit=10**6):
+        with limits, patches.watch_dynamo(lambda code, _: codes.append(code)):
             yield
     finally:
-        hook.remove()
-        pgo._CODE_STATE = sizes
         for code in codes:
             _forget(code, backend)
         for key in [key for key, kept in eval_frame.cached_backends.items() if _innermost(kept) is backend]:

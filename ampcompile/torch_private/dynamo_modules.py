@@ -9,9 +9,9 @@ import torch
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables.builder import VariableBuilder
 
 from .optimize_contexts import innermost_backend
+from .patches import Wrap
 
 
 def guard_modules_of_frame(gm: torch.fx.GraphModule, names: Mapping[str, str]) -> None:
@@ -33,16 +33,21 @@ def _base(source: Any) -> Any:
     return source
 
 
-def watch_inlined_modules(is_ours: Callable[[Any], bool], tell: Callable[[str], None]) -> None:
-    """Have `tell(name)` called when Dynamo traces through a module that was compiled for a backend that `is_ours`."""
-    original = VariableBuilder.wrap_module
+def watch_inlined_modules(is_ours: Callable[[Any], bool], tell: Callable[[str], None]) -> Wrap:
+    """A wrap of `VariableBuilder.wrap_module`, where Dynamo traces through a module that was compiled.
 
-    def wrap_module(self: Any, value: Any) -> Any:
-        if type(value) is torch._dynamo.OptimizedModule and is_ours(innermost_backend(value.dynamo_ctx)):
-            tell(type(value._orig_mod).__qualname__)
-        return original(self, value)
+    It calls `tell(name)` if the module was compiled for a backend that `is_ours`.
+    """
 
-    VariableBuilder.wrap_module = wrap_module  # type: ignore[method-assign]
+    def wrap(original: Any) -> Any:
+        def wrap_module(self: Any, value: Any) -> Any:
+            if type(value) is torch._dynamo.OptimizedModule and is_ours(innermost_backend(value.dynamo_ctx)):
+                tell(type(value._orig_mod).__qualname__)
+            return original(self, value)
+
+        return wrap_module
+
+    return wrap
 
 
 def is_registered(placeholder: torch.fx.Node) -> bool:

@@ -8,29 +8,34 @@ from typing import Any
 
 import torch
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables import LazyVariableTracker, TensorVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch.fx import Node
 
+from .patches import Wrap
+
 Frame = Any
 """Dynamo's translator of one frame."""
+CALLS_OF_MODULES = (torch.nn.Module._wrapped_call_impl, torch.nn.Module._call_impl)
+"""What runs between the call of a module and its `forward`."""
 RESUMED = "torch_dynamo_resume_in_"
 """How the names begin of the functions that Dynamo makes of what follows a graph break."""
 
 
-def watch_returns(act: Callable[[Frame], None]) -> None:
-    """Have `act(frame)` called where Dynamo reaches the end of a frame that returns a value."""
-    original = OutputGraph.compile_subgraph
+def watch_returns(act: Callable[[Frame], None]) -> Wrap:
+    """A wrap of `OutputGraph.compile_subgraph` that calls `act(frame)` at the end of a frame that returns a value."""
 
-    def compile_subgraph(self: Any, tx: Any, reason: Any, *args: Any, **kwargs: Any) -> Any:
-        if reason.reason == "return_value" and tx.current_instruction.opname == "RETURN_VALUE":
-            act(tx)
-        return original(self, tx, reason, *args, **kwargs)
+    def wrap(original: Any) -> Any:
+        def compile_subgraph(self: Any, tx: Any, reason: Any, *args: Any, **kwargs: Any) -> Any:
+            if reason.reason == "return_value" and tx.current_instruction.opname == "RETURN_VALUE":
+                act(tx)
+            return original(self, tx, reason, *args, **kwargs)
 
-    OutputGraph.compile_subgraph = compile_subgraph  # type: ignore[method-assign]
+        return compile_subgraph
+
+    return wrap
 
 
 def computed_and_returned(frame: Frame, dtype: torch.dtype) -> tuple[list[Any], bool]:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import lowering
+from . import autocast
 
 Run = Callable[[list[Any]], Any]
 Interpret = Callable[[GraphModule], Run]
@@ -37,7 +37,7 @@ def aot_interpreted(gm: GraphModule, inputs: Sequence[Any], forward: Interpret, 
 
         return compile_graph
 
-    with lowering.lowering_without_autocast():
+    with autocast.lowering_without_autocast():
         return aot_autograd(
             fw_compiler=compiler(forward),
             bw_compiler=compiler(backward),
@@ -51,11 +51,6 @@ def name_backward_nodes(graph: torch.fx.Graph) -> None:
     for node in graph.nodes:
         if "fwd_nn_module_stack" in node.meta:
             node.meta.setdefault("nn_module_stack", node.meta["fwd_nn_module_stack"])
-
-
-def draws_random_numbers(node: Node) -> bool:
-    """Whether an op gives other numbers when it runs again."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def by_tensor() -> WeakTensorKeyDictionary:

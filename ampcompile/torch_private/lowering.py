@@ -1,63 +1,15 @@
-"""Every private torch call, and every difference between torch 2.11 and 2.15, in one place."""
+"""Who compiles a rewritten graph: Inductor, or AOTAutograd with eager kernels."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import HigherOrderOperator
 
-_INERT_DEVICE = "ipu"  # has autocast state, and no kernels in any torch build since 2.3
-
-
-def autocast_nesting() -> int:
-    """How many `torch.autocast` regions this thread is in, all devices together."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
-@contextlib.contextmanager
-def autocast_off() -> Iterator[None]:
-    """Run with every Autocast dispatch key excluded."""
-    with torch._C._DisableAutocast():
-        yield
-
-
-@contextlib.contextmanager
-def lowering_without_autocast() -> Iterator[None]:
-    """Lower a graph so that no autocast acts, neither while it is traced nor when it or its backward runs.
-
-    AOTAutograd excludes the Autocast keys at run time, forward and backward, only if some autocast was on at
-    compile time: so one is, for a device that no tensor can be on.
-    """
-    with torch._C._DisableAutocast():
-        torch.set_autocast_enabled(_INERT_DEVICE, True)
-        try:
-            yield
-        finally:
-            torch.set_autocast_enabled(_INERT_DEVICE, False)
-
-
-def any_autocast_enabled() -> bool:
-    """Whether autocast is on for some device type in this thread; torch's own answer forgets MPS and MAIA."""
-    return any(map(torch.is_autocast_enabled, torch._C._autocast_supported_devices()))
-
-
-def graph_is_kept() -> bool:
-    """Whether the backward now running was asked to keep the graph for another one."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def autocast_states() -> dict[str, tuple[bool, torch.dtype]]:
-    """Per device type with autocast: whether it is on in this thread, and its dtype."""
-    return {
-        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in torch._C._autocast_supported_devices()
-    }
-
+from . import patches
 
 OnJointGraph = Callable[[torch.fx.GraphModule], Any]
 
@@ -94,11 +46,10 @@ def inductors_decompositions(kept: Sequence[Any]) -> dict[Any, Callable[..., Any
     `kept`: ops of the table for which that may happen. Inductor has no code for them, so it calls eager's kernels.
     """
     from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+    from torch._inductor.lowering import fallback_handler
 
     for op in kept:
-        if op not in lowerings:
-            register_lowering(op, type_promotion_kind=None)(fallback_handler(op, add_to_fallback_set=False))
+        patches.add_lowering(op, fallback_handler(op, add_to_fallback_set=False))
     return _Decompositions(select_decomp_table())
 
 
@@ -178,8 +129,7 @@ def forget_output_values(gm: torch.fx.GraphModule) -> None:
 
 def lower_as_call(op: Any, called: Any, arguments: Callable[..., tuple[Any, ...]]) -> None:
     """Have Inductor's code call `called(*arguments(...))` for `op`, past the dispatcher and Python."""
-    from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+    from torch._inductor.lowering import fallback_handler
 
-    if op not in lowerings:
-        call = fallback_handler(called, add_to_fallback_set=False)
-        register_lowering(op, type_promotion_kind=None)(lambda *args: call(*arguments(*args)))
+    call = fallback_handler(called, add_to_fallback_set=False)
+    patches.add_lowering(op, lambda *args: call(*arguments(*args)))

@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from torch._dynamo import eval_frame
 
+from .patches import Wrap
+
 
 def innermost_backend(context: Any) -> Any:
     """The backend behind Dynamo's chain of callbacks; `torch.compile` wraps it, with its mode and options."""
     return eval_frame.innermost_backend(context.callback)
 
 
-def wrap_compiled_callables(
+def wrap_call(
     wrap: Callable[[Any, Any, Any], Any], asked: Callable[[Any, bool | None, bool], tuple[bool | None, bool]]
-) -> None:
-    """Have `wrap(backend, fn, compiled)` stand in for every callable that Dynamo's optimize context returns.
+) -> Wrap:
+    """A wrap of `OptimizeContext.__call__`: `wrap(backend, fn, compiled)` stands in for every callable it returns.
 
     `asked(backend, dynamic, fullgraph)` tells what those two are to be, given what torch.compile was told.
 
@@ -25,28 +27,30 @@ def wrap_compiled_callables(
     since 2.13 `_ForceDispatchKeyGuard` undoes what it changes in the dispatch keys. Modules and classes come
     back through this call with their methods, so only functions are wrapped.
     """
-    original = eval_frame.OptimizeContext.__call__
 
-    def call(self: Any, fn: Any) -> Any:
-        backend = innermost_backend(self)
-        wanted = asked(backend, self._dynamic, self.fullgraph)
-        if wanted != (self._dynamic, self.fullgraph):
-            self = _context_like(self, backend, *wanted)
-        compiled = original(self, fn)
-        if isinstance(fn, torch.nn.Module | type):
-            return compiled
-        looking = set_frame_callback(None)
-        try:
-            wrapped = wrap(backend, fn, compiled)
-        finally:
-            set_frame_callback(looking)
-        if wrapped is not compiled:
-            # Dynamo follows `_torchdynamo_orig_callable`, copied by functools.wraps, only if this matches.
-            wrapped._torchdynamo_wrapper_id = id(wrapped)
-        return wrapped
+    def wrap_context(original: Any) -> Any:
+        def call(self: Any, fn: Any) -> Any:
+            backend = innermost_backend(self)
+            wanted = asked(backend, self._dynamic, self.fullgraph)
+            if wanted != (self._dynamic, self.fullgraph):
+                self = _context_like(self, backend, *wanted)
+            compiled = original(self, fn)
+            if isinstance(fn, torch.nn.Module | type):
+                return compiled
+            looking = set_frame_callback(None)
+            try:
+                wrapped = wrap(backend, fn, compiled)
+            finally:
+                set_frame_callback(looking)
+            if wrapped is not compiled:
+                # Dynamo follows `_torchdynamo_orig_callable`, copied by functools.wraps, only if this matches.
+                wrapped._torchdynamo_wrapper_id = id(wrapped)
+            return wrapped
 
-    pass_over(call)
-    eval_frame.OptimizeContext.__call__ = call  # type: ignore[method-assign]
+        pass_over(call)
+        return call
+
+    return wrap_context
 
 
 def pass_over(function: Any) -> None:

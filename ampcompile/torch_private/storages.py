@@ -19,15 +19,13 @@ _SET_DATA = _DATA.__set__
 _NOTHING: dict[torch.device, Tensor] = {}
 
 read_data = _DATA.__get__  # `tensor.data` as torch does it
+DATA_DOC: str | None = _DATA.__doc__
 
 version = attrgetter("_version")
 storage_users = torch._C._storage_Use_Count  # of a `storage_key`: how many hold the storage
 # A weak reference to a tensor's C++ object, which `torch.utils.swap_tensors` doesn't mind as it would Python's:
 # `expired()` tells whether the tensor was freed.
 TensorHandle: Any = torch._C._WeakTensorRef  # type: ignore[attr-defined]
-swap_tensor_impl: tuple[Any, str] = (torch._C, "_swap_tensor_impl")  # what `torch.utils.swap_tensors` ends in
-ScriptFunction, ScriptMethod = torch._C.ScriptFunction, torch._C.ScriptMethod
-BelowADInplaceOrView: Any = torch._C._AutoDispatchBelowADInplaceOrView
 
 NoTorchFunction = torch._C.DisableTorchFunction  # modes of the user don't see what happens inside
 address: Any = torch._C._data_address  # type: ignore[attr-defined]  # of a tensor's first element; no mode sees it, no copy-on-write ends by it

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 from torch._logging import _internal
 
+from . import patches
+
 
 def traced() -> bool:
     """Whether a structured trace is being written (`TORCH_TRACE`)."""
@@ -31,9 +33,5 @@ def artifacts_of_this_compile() -> Iterator[list[tuple[str, str]]]:
             if isinstance(text, str):
                 found.append((name, text))
 
-    collector = Collector()
-    _internal.trace_log.addHandler(collector)
-    try:
+    with patches.trace_handler(Collector()):
         yield found
-    finally:
-        _internal.trace_log.removeHandler(collector)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,15 +13,16 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._higher_order_ops.utils import reenter_make_fx
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._ops import OpOverload
-from torch._subclasses import FakeTensor, FakeTensorMode, fake_impls
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import dispatcher
+from . import dispatcher, patches
 
+transforms_are_active = torch._C._are_functorch_transforms_active  # vmap, grad and the like of torch.func
 HOPS = torch.ops.higher_order
 
 
@@ -58,17 +58,12 @@ def computing_on(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
-@cache
 def let_grouped_products_be_float32() -> None:
     """Have fake tensors accept the dtypes that `_grouped_mm` computes in besides bfloat16: float32 and float16.
 
-    Eager mode runs them on all devices; the fake kernel of torch 2.11 to 2.15 raises. Once per process.
+    Eager mode runs them on all devices; the fake kernel of torch 2.11 to 2.15 raises.
     """
-    op = torch.ops.aten._grouped_mm.default
-    if op in fake_impls.op_implementations_dict:
-        return
 
-    @fake_impls.register_op_impl(op)
     def shaped(fake_mode: FakeTensorMode, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         def result(
             a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
@@ -78,6 +73,8 @@ def let_grouped_products_be_float32() -> None:
 
         dtypes = {operand.dtype for operand in args[:2]}
         return result(*args, **kwargs) if dtypes in ({torch.float32}, {torch.float16}) else NotImplemented
+
+    patches.add_fake_kernel(torch.ops.aten._grouped_mm.default, shaped)
 
 
 def is_of_fixed_layout(fake: torch.Tensor) -> bool:
@@ -122,7 +119,8 @@ def _recording(run: Callable[..., Any], takes_apart: TakesApart) -> Callable[...
                 return record_call("call_function", op, args, {}, args[0], mode.tracer)
             return _record_apart(mode.tracer.tensor_tracker, record, op, types, args, kwargs or {})
 
-        mode.__torch_dispatch__ = record_or_take_apart  # looked up on the instance, there and here
+        # Looked up on the instance, there and here.
+        patches.replace_on(mode, "__torch_dispatch__", record_or_take_apart)
         return run(*args)
 
     return traced
@@ -161,19 +159,6 @@ def untraced() -> Iterator[None]:
         proxy_tensor._temp_remove_metadata_torch_function_mode(),
     ):
         yield
-
-
-@contextlib.contextmanager
-def autocast_disabled() -> Iterator[None]:
-    """Autocast off on every device, but no region that a trace would record; one entered inside acts."""
-    enabled = [device for device in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(device)]
-    for device in enabled:
-        torch.set_autocast_enabled(device, False)
-    try:
-        yield
-    finally:
-        for device in enabled:
-            torch.set_autocast_enabled(device, True)
 
 
 def tracer() -> Any:

@@ -2,8 +2,8 @@
 
 torch's own writers that raise no version counter report here: `.data` hands out aliases with counters of their own,
 fused optimizers write below the counters, and a handful of methods never heard of them. While copies are alive, torch
-is patched at the places in `PATCHES`; with the last copy the patches go. The hooks on `optimizer.step()` are torch's
-own and stay.
+is patched at the places in `patches.COPIES`; with the last copy the patches go. The hooks on `optimizer.step()` are
+torch's own and stay.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import functools
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampcompile.torch_private import storages
+from ampcompile.torch_private import patches, storages
 from ampcompile.torch_private.storages import address
 
 from .memory import (
@@ -40,17 +39,8 @@ _get_data = storages.read_data
 _scripts: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
-class Patch(NamedTuple):
-    """An attribute of torch that is replaced while copies are alive: by what `wrap` makes of it."""
-
-    owner: Any
-    name: str
-    wrap: Callable[[Any], Any]
-    why: str
-
-
 def _data(_: Any) -> property:
-    return property(_hand_out_data, _give_data, doc=torch._C.TensorBase.data.__doc__)
+    return property(_hand_out_data, _give_data, doc=storages.DATA_DOC)
 
 
 def _hand_out_data(self: Tensor) -> Tensor:
@@ -158,58 +148,32 @@ def _swaps(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor],
     return swapping
 
 
-_NO_VERSION = "writes without raising the version counter"
-PATCHES = (
-    Patch(Tensor, "data", _data, "gives out an alias with a version counter of its own"),
-    Patch(Tensor, "set_", _moves, "shares another tensor's memory, not its version counter"),
-    *(Patch(Tensor, name, _writes, _NO_VERSION) for name in ("apply_", "map_", "map2_")),
-    *(Patch(torch.UntypedStorage, name, _writes_storage, _NO_VERSION) for name in ("__setitem__", "copy_", "fill_")),
-    Patch(torch.TypedStorage, "_setitem", _writes_storage, _NO_VERSION),
-    Patch(storages.ScriptFunction, "__call__", _scripted, "takes `.data` in C++"),
-    Patch(storages.ScriptMethod, "__call__", _scripted, "takes `.data` in C++"),
-    Patch(storages.BelowADInplaceOrView, "__exit__", _ends, "operations inside raise no version counter"),
-    Patch(*storages.swap_tensor_impl, _swaps, "refuses tensors with weak references, as we have them"),
-)
-_MISSING = object()
-_replaced: list[tuple[Patch, Any]] = []
-_watching = False
+_WRAPS: dict[str, patches.Wrap] = {
+    "Tensor.data": _data,
+    "Tensor.set_": _moves,
+    "Tensor.apply_": _writes,
+    "Tensor.map_": _writes,
+    "Tensor.map2_": _writes,
+    "UntypedStorage.__setitem__": _writes_storage,
+    "UntypedStorage.copy_": _writes_storage,
+    "UntypedStorage.fill_": _writes_storage,
+    "TypedStorage._setitem": _writes_storage,
+    "ScriptFunction.__call__": _scripted,
+    "ScriptMethod.__call__": _scripted,
+    "_AutoDispatchBelowADInplaceOrView.__exit__": _ends,
+    "_C._swap_tensor_impl": _swaps,
+}
 
 
 def watch() -> None:
     """Install what isn't yet: hooks on optimizers for good, patches until the last copied weight is freed."""
-    global _watching
-    if _watching:
-        return
     _hook_optimizers()
-    _unpatch()  # what an interrupt left
-    for patch in PATCHES:
-        _replaced.append((patch, vars(patch.owner).get(patch.name, _MISSING)))
-        replacement = patch.wrap(getattr(patch.owner, patch.name))
-        if not isinstance(replacement, property):  # so that it pickles as what it stands for
-            owner = getattr(patch.owner, "__qualname__", "")
-            replacement.__qualname__ = f"{owner}.{patch.name}".strip(".")
-            replacement.__module__ = patch.owner.__module__ if owner else patch.owner.__name__
-        setattr(patch.owner, patch.name, replacement)
-    on_last_freed.append(_unpatch)
-    _watching = True
-
-
-def _unpatch() -> None:
-    global _watching
-    _watching = False
-    while _replaced:
-        patch, original = _replaced[-1]
-        if original is not _MISSING:
-            setattr(patch.owner, patch.name, original)
-        elif patch.name in vars(patch.owner):
-            delattr(patch.owner, patch.name)
-        _replaced.pop()
+    patches.install(patches.COPIES, _WRAPS, plan=on_last_freed.append)
 
 
 @functools.cache
 def _hook_optimizers() -> None:
-    register_optimizer_step_pre_hook(_step_begins)
-    register_optimizer_step_post_hook(_step_ended)
+    patches.add_optimizer_hooks(_step_begins, _step_ended)
 
 
 def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:

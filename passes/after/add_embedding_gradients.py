@@ -6,11 +6,11 @@ import operator
 from dataclasses import dataclass
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.kernels.embedding_gradient import ADD_EMBEDDING_GRADIENT
 from ampcompile.torch_private.dispatcher import AS_A_FUNCTION
+from ampcompile.torch_private.types import OpOverload
 
 _GRADIENT = torch.ops.aten.embedding_dense_backward.default
 

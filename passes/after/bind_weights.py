@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from ampcompile.passes.graph import graphs
 from ampcompile.passes.weight_copy import WEIGHT_COPY
+from ampcompile.torch_private.types import OpOverload
 
 
 def _may_be(node: Node, copies: set[Node]) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -18,6 +17,7 @@ from ampcompile.passes.analysis.aliasing import behind_views
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
 from ampcompile.passes.analysis.sizes import in_floats
 from ampcompile.passes.graph import graphs, placeholders
+from ampcompile.torch_private.types import OpOverload
 
 _TAG = "recompute"  # torch's own, by which checkpoints tell the same; it comes through differentiation
 

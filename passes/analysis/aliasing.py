@@ -6,11 +6,11 @@ import operator
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.passes.graph import below_autograd, bodies, placeholders
 from ampcompile.torch_private import dispatcher
+from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from .op_traits import CASTS, has
 

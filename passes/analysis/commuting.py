@@ -6,32 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node, map_arg
 
-from .op_traits import reads_bits
+from ampcompile.torch_private.types import OpOverload
+
+from .op_traits import CHOOSES, MOVES, REPEATS, has, reads_bits
+from .schema import name_of
 
 CAST = torch.ops.aten.to.dtype
-# Their gradient moves numbers back, or fills with zeros, so it commutes with casts too.
-_MOVING = """
-t numpy_T mT adjoint transpose permute movedim view _unsafe_view reshape flatten unflatten squeeze unsqueeze
-slice narrow select alias detach view_as clone contiguous flip roll constant_pad_nd pad diagonal tril triu swapaxes
-masked_fill pixel_shuffle pixel_unshuffle channel_shuffle
-"""
-# Their gradient adds numbers up, and sums are rounded in the type they are taken in.
-_REPEATING = """
-expand expand_as repeat repeat_interleave index_select gather index _unsafe_index embedding take take_along_dim
-reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
-"""
-# They give one of their operands, or change its sign. Narrowing first could turn a small number into a zero of either
-# sign, and which zero a choice between equals returns is up to the kernel: they commute with exact casts only.
-_CHOOSING = "relu neg abs clamp"
-
-_NAMES = {
-    f"aten::{name}": kind
-    for kind, names in (("moves", _MOVING), ("repeats", _REPEATING), ("chooses", _CHOOSING))
-    for name in names.split()
-}
+_KINDS = ((MOVES, "moves"), (REPEATS, "repeats"), (CHOOSES, "chooses"))
 
 
 def kind(node: object) -> str:
@@ -43,9 +26,9 @@ def kind(node: object) -> str:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return ""
-    if op._schema.name == "aten::masked_fill" and _shape(value) != _shape(node.args[0].meta["val"]):
+    if name_of(op) == "aten::masked_fill" and _shape(value) != _shape(node.args[0].meta["val"]):
         return "repeats"
-    return _NAMES.get(op._schema.name, "")
+    return next((kind for trait, kind in _KINDS if has(op, trait)), "")
 
 
 def runs_in(node: Node, dtype: torch.dtype) -> bool:
@@ -65,7 +48,7 @@ def _shape(value: torch.Tensor) -> list[str]:
 
 def _constants(node: Node, op: OpOverload) -> list[Any]:
     """The numbers of a call that meet the operand's own, or stand among them."""
-    name = op._schema.name
+    name = name_of(op)
     if name == "aten::clamp":
         return [bound if bound != 0 else "a zero of some sign" for bound in (*node.args[1:], *node.kwargs.values())]
     if name == "aten::masked_fill":

@@ -6,12 +6,9 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils import _pytree as pytree
 
 from ampcompile.passes.graph import changes_state
-
-_ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode
-_EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode
+from ampcompile.torch_private import pytree, regions
 
 
 def differentiable(graph: Graph, enabled: bool) -> set[Node]:
@@ -22,12 +19,12 @@ def differentiable(graph: Graph, enabled: bool) -> set[Node]:
     found: set[Node] = set()
     outer: list[bool] = []
     for node in graph.nodes:
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is regions.SET_GRAD_ENABLED:
             enabled = bool(node.args[0])
-        elif node.target is _ENTER_INFERENCE:
+        elif node.target is regions.ENTER_INFERENCE:
             outer.append(enabled)
             enabled = enabled and not node.args[0]
-        elif node.target is _EXIT_INFERENCE:
+        elif node.target is regions.EXIT_INFERENCE:
             enabled = outer.pop()
         elif node.op == "placeholder":
             if _is_floating(node.meta.get("val")):

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from ampcompile.dtypes import FLOATS, widest
 from ampcompile.passes.graph import in_dtype
-from ampcompile.torch_private import tracing
+from ampcompile.torch_private import pytree, tracing
+from ampcompile.torch_private.types import HigherOrderOperator
 
 HOPS = tracing.HOPS
 Inputs = Callable[[tuple[Any, ...], dict[str, Any], list[Any]], list[Any]]

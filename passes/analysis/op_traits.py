@@ -5,10 +5,12 @@ A name stands for all overloads of an op. `has(node.target, TRAIT)` asks; it is 
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+
+from ampcompile.torch_private.types import OpOverload
 
 from .schema import name_of
 
@@ -46,7 +48,7 @@ CHOOSES = _aten("relu neg abs clamp")
 FUSED_THROUGH = (REARRANGES | _aten("clone contiguous")) - _aten("detach")
 # Of these, those that keep numbers in order: where the last dimension keeps its size, its rows stay whole.
 KEEPS_ORDER = _aten("view _unsafe_view reshape flatten contiguous clone alias")
-# Of these, those that drop numbers of one dimension.
+# Of these, those that drop numbers along the dimension that is their second argument.
 DROPS = _aten("slice select")
 # They put several operands together, without changing a number.
 JOINS = _aten("cat concat concatenate stack hstack vstack")
@@ -55,6 +57,7 @@ KEEPS_CONSTANTS = CASTS | _aten("lift_fresh_copy detach_ clone")
 # After differentiation: copies that compute nothing, and so have no error of their own.
 COPIES_AFTER = _aten("clone _unsafe_view view_copy lift_fresh_copy")
 
+_READS_BITS = ("aten::view.dtype", "aten::view_copy.dtype", "prims::view_of_dtype")  # overloads, not all of an op's
 # They make integers, or what stands for integers, of floating numbers.
 ROUNDS_TO_INTEGERS = _aten("floor ceil round trunc floor_divide bucketize searchsorted item")
 # They write numbers from their other arguments into their operand as they are, so that these must fit its type.
@@ -72,12 +75,12 @@ adaptive_avg_pool2d adaptive_avg_pool3d
 """)
 
 # Norms update these arguments in place; their schemas don't say so.
-STATISTICS = ("running_mean", "running_var")
+STATISTICS = frozenset({"running_mean", "running_var"})
 # Norms that don't read them where the argument named here is true.
 STATISTICS_UNREAD_IF = {"aten::batch_norm": "training", "aten::instance_norm": "use_input_stats"}
 
 
-def has(target: Any, trait: frozenset[str]) -> bool:
+def has(target: Any, trait: Set[str]) -> bool:
     """Whether a node's target is an op with a trait."""
     return isinstance(target, OpOverload) and name_of(target) in trait
 
@@ -89,7 +92,7 @@ def is_view(target: Any) -> bool:
 
 def reads_bits(target: Any) -> bool:
     """Whether an op gives the bits of one type as numbers of another: a view that makes other numbers."""
-    return isinstance(target, OpOverload) and target.name() in ("aten::view.dtype", "prims::view_of_dtype")
+    return isinstance(target, OpOverload) and target.name() in _READS_BITS
 
 
 def keeps_constants(op: OpOverload) -> bool:

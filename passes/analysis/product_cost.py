@@ -10,16 +10,16 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node, map_arg
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ampcompile.dtypes import short_name
 from ampcompile.passes.graph import Decision, device_type_of, in_dtype
-from ampcompile.torch_private import tracing
+from ampcompile.torch_private import pytree, tracing
+from ampcompile.torch_private.types import OpOverload, TorchDispatchMode
 
+from .op_traits import is_elementwise
+from .schema import writes
 from .sizes import elements_hint, in_floats
 
 LOW = (torch.bfloat16, torch.float16)
@@ -154,10 +154,10 @@ def _seconds(device_type: str, dtype: torch.dtype, flops: float, numbers: int) -
 
 
 def _may_multiply(node: Node, decision: Decision) -> bool:
-    if not isinstance(node.target, OpOverload) or node.target.is_view or torch.Tag.pointwise in node.target.tags:
+    if not isinstance(node.target, OpOverload) or node.target.is_view or is_elementwise(node.target):
         return False
     results = [value for value in pytree.tree_leaves(decision.result) if in_floats(value)]
-    return any(value.dtype in LOW for value in results) and not node.target._schema.is_mutable
+    return any(value.dtype in LOW for value in results) and not writes(node.target)
 
 
 def _run(node: Node, decision: Decision) -> None:

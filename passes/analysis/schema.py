@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from torch._ops import OpOverload
 from torch.fx import Node
-from torch.utils import _pytree as pytree
+
+from ampcompile.torch_private import pytree
+from ampcompile.torch_private.types import OpOverload
 
 
 def name_of(op: OpOverload) -> str:

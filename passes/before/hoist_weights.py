@@ -14,22 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
-from ampcompile.passes.analysis.op_traits import reads_bits
+from ampcompile.passes.analysis.op_traits import REARRANGES, has, reads_bits
 from ampcompile.passes.graph import below_autograd, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
 from ampcompile.torch_private import tracing
+from ampcompile.torch_private.types import OpOverload
 
 CAST = torch.ops.aten.to.dtype
-# Views whose gradient only puts numbers back in place: taking it before or after the cast gives the same bits.
-_NAMES = """
-t numpy_T mT transpose permute movedim view _unsafe_view reshape flatten unflatten squeeze unsqueeze
-slice narrow select split split_with_sizes chunk unbind tensor_split alias detach view_as
-"""
-_REARRANGING = frozenset(f"aten::{name}" for name in _NAMES.split())
 # Higher-order ops whose bodies may read weights handed to them, and where in their arguments the operands begin.
 _OPERANDS_FROM: dict[Any, int] = {
     torch.ops.higher_order.tag_activation_checkpoint: 1,
@@ -51,8 +45,7 @@ def _chain(cast: Node) -> tuple[Node, list[Node]]:
 def _rearranges(node: Node) -> bool:
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and _rearranges(node.args[0])
-    op = node.target
-    return isinstance(op, OpOverload) and op._schema.name in _REARRANGING and not reads_bits(op)
+    return has(node.target, REARRANGES) and not reads_bits(node.target)
 
 
 def _uses(value: Node) -> Iterator[str]:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node, map_arg
-from torch.utils import _pytree as pytree
 
 from ampcompile.passes.analysis.higher_order import HOPS
 from ampcompile.passes.analysis.schema import set_arguments
 from ampcompile.passes.graph import ENTER, EXIT, UNDECIDED, Cast, Decision, castable, graphs, op_name
-from ampcompile.torch_private import tracing
+from ampcompile.torch_private import pytree, tracing
 
 CAST = torch.ops.aten.to.dtype
 CLAMP = torch.ops.aten.clamp.default

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.passes.analysis.aliasing import Memory
 from ampcompile.passes.analysis.commuting import CAST, kind, rebuilt, runs_in, same_layout
 from ampcompile.passes.analysis.gradients import differentiable
+from ampcompile.passes.analysis.op_traits import is_elementwise
 from ampcompile.passes.analysis.sizes import is_smaller
 from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import tracing
@@ -99,7 +99,7 @@ def _cast_of(operand: Node, cast: Node) -> Node:
 
 def _put_in_place(graph: Graph, old: Node, new: Node, unused: list[Node]) -> bool:
     """Hand `new` to those who read `old`, and drop what nobody reads any more; or undo it if they would mind."""
-    fits = same_layout(old.meta["val"], new.meta["val"]) or all(map(_is_elementwise, old.users))
+    fits = same_layout(old.meta["val"], new.meta["val"]) or all(is_elementwise(user.target) for user in old.users)
     if fits:
         old.replace_all_uses_with(new)
     else:
@@ -114,7 +114,3 @@ def _put_in_place(graph: Graph, old: Node, new: Node, unused: list[Node]) -> boo
         if not node.users:
             graph.erase_node(node)
     return fits
-
-
-def _is_elementwise(user: Node) -> bool:
-    return isinstance(user.target, OpOverload) and torch.Tag.pointwise in user.target.tags and not user.target.is_view

@@ -10,17 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import Memory
 from ampcompile.passes.analysis.commuting import CAST, same_layout
+from ampcompile.passes.analysis.op_traits import JOINS, has
 from ampcompile.passes.analysis.sizes import in_floats
 from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import tracing
-
-_JOINING = frozenset(f"aten::{name}" for name in ("cat", "concat", "concatenate", "stack", "hstack", "vstack"))
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def _narrows_a_whole(cast: Node) -> bool:
     whole = cast.args[0]
     if "amp_cast" not in cast.meta or not isinstance(whole, Node) or len(whole.users) > 1:
         return False
-    if not isinstance(whole.target, OpOverload) or whole.target._schema.name not in _JOINING or not whole.args:
+    if not has(whole.target, JOINS) or not whole.args:
         return False
     low, high = cast.meta["val"].dtype, whole.meta["val"].dtype
     parts = [part.meta["val"] for part in whole.all_input_nodes]

@@ -13,11 +13,8 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node, map_arg
 from torch.fx.graph import CodeGen
-from torch.utils import _pytree as pytree
 
 from ampcompile.dtypes import representable
 from ampcompile.passes.analysis import higher_order
@@ -33,13 +30,12 @@ from ampcompile.passes.graph import (
     placeholders,
 )
 from ampcompile.policy import Policy
-from ampcompile.torch_private import dispatcher, tracing
+from ampcompile.torch_private import autocast, dispatcher, pytree, regions, tracing
+from ampcompile.torch_private.types import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload
 
 from . import outline
 
-_ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode
-_EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode
-_RECORDED = frozenset({ENTER, EXIT, torch._C._set_grad_enabled})  # by make_fx itself
+_RECORDED = frozenset({ENTER, EXIT, regions.SET_GRAD_ENABLED})  # by make_fx itself
 
 
 class _Capture(Interpreter):
@@ -61,9 +57,9 @@ class _Capture(Interpreter):
         if n.op == "call_function" and "example_value" not in n.meta and self._is_state_change(n, result):
             args, kwargs = map_arg((n.args, n.kwargs), self.state_changes.__getitem__)
             self.state_changes[n] = tracing.record_state_change(n.target, args, kwargs)
-            if n.target is _ENTER_INFERENCE:
-                self.open.append(lambda: _EXIT_INFERENCE(result))
-            elif n.target is _EXIT_INFERENCE:
+            if n.target is regions.ENTER_INFERENCE:
+                self.open.append(lambda: regions.EXIT_INFERENCE(result))
+            elif n.target is regions.EXIT_INFERENCE:
                 self.open.pop()
         return result
 
@@ -109,7 +105,7 @@ class _Capture(Interpreter):
         value = self.fetch_attr(target)
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
             return value
-        mode = torch._guards.detect_fake_mode()
+        mode = tracing.detect_fake_mode()
         assert mode is not None
         with tracing.untraced():
             fake = mode.from_tensor(value)
@@ -169,7 +165,7 @@ class _Bodies:
                 with body.mode():
                     return _Capture(graph, self).run(*args)
 
-            with nullcontext() if body.autocast else tracing.autocast_disabled():
+            with nullcontext() if body.autocast else autocast.autocast_disabled():
                 captured = tracing.trace_body(run, inputs, self._takes_apart)
             captured.meta.update(graph.meta)
             self._names[captured] = self.attach(captured, "amp_body_")

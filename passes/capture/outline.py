@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 from torch.fx.passes.split_module import split_module
-from torch.utils import _pytree as pytree
 
 from ampcompile.passes.analysis import higher_order
 from ampcompile.passes.graph import Regions
+from ampcompile.torch_private import pytree
+from ampcompile.torch_private.types import HigherOrderOperator
 
 OUTLINED = "amp_left_alone_"
 _LEVELS = ("_vmap", "_grad", "_jvp", "_func")

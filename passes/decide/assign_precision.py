@@ -33,13 +33,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node, map_arg
-from torch.utils import _pytree as pytree
 
 from ampcompile.passes.analysis import higher_order
-from ampcompile.passes.analysis.op_traits import CASTS, has, reads_bits
-from ampcompile.passes.analysis.schema import set_arguments
+from ampcompile.passes.analysis.op_traits import CASTS, has, keeps_constants
+from ampcompile.passes.analysis.schema import set_arguments, writes
 from ampcompile.passes.graph import (
     ENTER,
     EXIT,
@@ -54,14 +52,14 @@ from ampcompile.passes.graph import (
     placeholders,
 )
 from ampcompile.policy import Policy
-from ampcompile.torch_private import tracing
+from ampcompile.torch_private import pytree, tracing
+from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from .counts import lengths
 from .decisions import Call, decide
 from .dtype_memo import Repeats, traced_if_alike
 from .range_guards import guarded
 
-_KEEP_VALUES = CASTS | {"aten::lift_fresh_copy", "aten::detach_", "aten::clone"}
 _BORN_KNOWN = frozenset({"aten", "prims", "prim", "ampcompile", "_c10d_functional", "c10d_functional"})
 HOPS = higher_order.HOPS
 
@@ -143,10 +141,10 @@ class _Walk:
 
     def _follow_constants(self, node: Node, op: OpOverload) -> None:
         source = next(iter(node.all_input_nodes), node)
-        if (op.is_view and not reads_bits(op)) or op._schema.name in _KEEP_VALUES:
+        if keeps_constants(op):
             if source in self.constants:
                 self.constants[node] = self.constants[source]
-        elif op._schema.is_mutable and source in self.constants:
+        elif writes(op) and source in self.constants:
             self.constants.clear()  # whatever aliases it changes too
 
     def _higher_order(self, node: Node, hop: HigherOrderOperator) -> Decision:

@@ -7,10 +7,10 @@ turned into samples, are off by several there, and what they index is another pl
 from __future__ import annotations
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from ampcompile.passes.analysis.op_traits import CASTS, ROUNDS_TO_INTEGERS, draws_random_numbers, has
+from ampcompile.torch_private.types import OpOverload
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

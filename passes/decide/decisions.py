@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from ampcompile.errors import BannedOpError
+from ampcompile.passes.analysis import schema
 from ampcompile.passes.graph import Decision, castable, op_name, source_line
 from ampcompile.rules.table import Rule
 from ampcompile.torch_private import dispatcher
+from ampcompile.torch_private.types import OpOverload
 
 
 @dataclass(frozen=True)
@@ -30,33 +30,25 @@ class Call:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """What stands in the call, nodes included, by the names in the op's schema."""
-        names = [argument.name for argument in self.op._schema.arguments]
-        return dict(zip(names, self.node.args, strict=False)) | dict(self.node.kwargs)
+        return schema.by_name(self.op, self.node.args, self.node.kwargs)
 
     @cached_property
     def arriving(self) -> list[torch.dtype]:
         """The dtypes of all tensor operands in the schema's order, tensor lists flattened."""
-        values = (self.values[operand] for _, operand in self._operands())
+        values = (self.values[operand] for _, operand in schema.operands(self.node))
         return [value.dtype for value in values if isinstance(value, torch.Tensor)]
 
     def castable(self, keeps: tuple[str, ...] = ()) -> list[tuple[str, Node]]:
         """The operands that autocast may cast, each with its argument's name; none that the op writes into."""
-        written = [a.name for a in self.op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         return [
             (name, operand)
-            for name, operand in self._operands()
-            if name not in written and name not in keeps and self._is_castable(self.values[operand])
+            for name, operand in schema.operands(self.node)
+            if name not in schema.written_by(self.op) and name not in keeps and self._is_castable(self.values[operand])
         ]
 
     def _is_castable(self, value: Any) -> bool:
         # A number that waits on the CPU for an op on an accelerator is not of autocast's device.
         return castable(value) and value.device.type == self.device_type
-
-    def _operands(self) -> Iterator[tuple[str, Node]]:
-        for name, value in self.arguments.items():
-            for leaf in pytree.tree_leaves(value, is_leaf=lambda x: isinstance(x, Node)):
-                if isinstance(leaf, Node):
-                    yield name, leaf
 
 
 def decide(call: Call, rule: Rule, low: torch.dtype) -> Decision:
@@ -91,8 +83,8 @@ def _asking_float32(call: Call, rule: Rule) -> Decision:
 
 def _omitted(call: Call, target: OpOverload) -> dict[str, Any]:
     """Defaults that the call relies on and that the overload called instead doesn't have."""
-    needed = {argument.name for argument in target._schema.arguments if not argument.has_default_value()}
-    own = {a.name: a.default_value for a in call.op._schema.arguments if a.has_default_value()}
+    needed = {argument.name for argument in schema.arguments_of(target) if not argument.has_default_value()}
+    own = {a.name: a.default_value for a in schema.arguments_of(call.op) if a.has_default_value()}
     return {name: value for name, value in own.items() if name in needed and name not in call.arguments}
 
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node, map_arg
-from torch.utils import _pytree as pytree
 
+from ampcompile.passes.analysis.schema import writes
 from ampcompile.passes.graph import Decision
+from ampcompile.torch_private import pytree
+from ampcompile.torch_private.types import OpOverload
 
 NUMBERS = (bool, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -46,7 +47,7 @@ def _dtypes(value: Any) -> list[Any]:
 def _call(node: Node, decision: Decision, values: Mapping[Node, Any]) -> str | None:
     """All that the dtypes of a call's results depend on; None if more than dtypes may change, or operands are lists."""
     target = decision.target or node.target
-    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or writes(target):
         return None
     if not all(isinstance(values[n], (torch.Tensor, *NUMBERS)) for n in node.all_input_nodes):
         return None

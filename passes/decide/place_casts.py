@@ -14,17 +14,19 @@ from math import inf
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from ampcompile.dtypes import short_name
 from ampcompile.passes.analysis.aliasing import Memory
 from ampcompile.passes.analysis.commuting import kind
 from ampcompile.passes.analysis.gradients import differentiable
+from ampcompile.passes.analysis.op_traits import is_elementwise
+from ampcompile.passes.analysis.schema import writes
 from ampcompile.passes.analysis.sizes import elements, elements_hint, in_floats
 from ampcompile.passes.graph import Decision, Placed, placeholders
 from ampcompile.rules.table import table
+from ampcompile.torch_private import pytree
+from ampcompile.torch_private.types import OpOverload
 
 from .minimum_cut import source_side
 
@@ -65,13 +67,13 @@ class Placement:
 
     def forward(self, operand: Node, user: Node) -> int:
         """Bytes of a cast between two ops in different types, 0 where it is part of both ops' kernel."""
-        if operand in self.weights or (self.fuses and _is_elementwise(operand) and _is_elementwise(user)):
+        if operand in self.weights or (self.fuses and is_elementwise(operand.target) and is_elementwise(user.target)):
             return 0
         return self.bytes(operand)
 
     def backward(self, operand: Node, user: Node) -> int:
         """Bytes of the casts of its gradients, one for each place where the op reads it."""
-        fused = self.fuses and _is_elementwise(operand) and _is_elementwise(user)
+        fused = self.fuses and is_elementwise(operand.target) and is_elementwise(user.target)
         if fused or operand not in self.recorded or user not in self.recorded:
             return 0
         return self.bytes(operand) * pytree.arg_tree_leaves(*user.args, **user.kwargs).count(operand)
@@ -150,10 +152,6 @@ class Placement:
         return labels
 
 
-def _is_elementwise(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
-
-
 @dataclass(frozen=True)
 class PlaceCasts:
     """`gradients`: grad mode is on around the graph. `fuses`: Inductor runs it, where casts between elementwise ops
@@ -198,7 +196,7 @@ class PlaceCasts:
 
 def _is_free(node: Node, low: torch.dtype, memory: Memory) -> bool:
     op, decision = node.target, node.meta["amp"]
-    if not isinstance(op, OpOverload) or op._schema.is_mutable or not decision.known or decision.arguments:
+    if not isinstance(op, OpOverload) or writes(op) or not decision.known or decision.arguments:
         return False
     result = decision.result
     if not in_floats(result) or result.dtype not in (HIGH, low) or elements_hint(result) is None:
@@ -207,7 +205,7 @@ def _is_free(node: Node, low: torch.dtype, memory: Memory) -> bool:
     if decision.operands or not decision.free or op.name() in table("cuda") or op.name() in table(result.device.type):
         return False
     operands = [n.meta["amp"].result for n in node.all_input_nodes]
-    if not (_is_elementwise(node) or kind(node)) or any(
+    if not (is_elementwise(node.target) or kind(node)) or any(
         isinstance(v, torch.Tensor) and v.is_floating_point() and v.dtype not in (HIGH, low) for v in operands
     ):
         return False

@@ -10,6 +10,8 @@ import torch
 from torch.fx import Node
 
 from ampcompile.dtypes import representable, short_name, widest
+from ampcompile.passes.analysis import schema
+from ampcompile.passes.analysis.op_traits import WRITES_CONSTANTS, has
 from ampcompile.passes.graph import Decision, castable
 
 from .decisions import Call
@@ -19,12 +21,6 @@ _LOW = (torch.float16, torch.bfloat16)
 # so it can't vanish; but one too large is meant for an element, as the fill value of `pad`.
 _ELEMENTS = ("number", "Optional[number]", "Tensor", "Optional[Tensor]")
 _INSIDE = ("float", "Optional[float]")
-_WRITE_CONSTANTS = frozenset(
-    f"aten::{op}"
-    for op in ("clamp_", "clamp_max_", "clamp_min_", "copy_", "fill_", "hardtanh_", "index_copy_", "index_fill_")
-) | frozenset(
-    f"aten::{op}" for op in ("index_put_", "masked_fill_", "masked_scatter_", "put_", "scatter_", "threshold_")
-)
 
 
 def guarded(call: Call, decision: Decision, constants: Mapping[Node, float], lengths: Set[Node]) -> Decision:
@@ -33,10 +29,10 @@ def guarded(call: Call, decision: Decision, constants: Mapping[Node, float], len
     `constants`: the largest finite magnitude in the tensors that are known. `lengths`: values that are made integers
     of. An op that writes into its operand can't widen it: what it writes is clamped to the operand's range.
     """
-    if call.op._schema.name in _WRITE_CONSTANTS:
+    if has(call.op, WRITES_CONSTANTS):
         return _clamped(call, decision, constants, call.arriving[0])
     dtype = _computes_in(call, decision)
-    if dtype not in _LOW or call.op._schema.is_mutable:
+    if dtype not in _LOW or schema.writes(call.op):
         return decision
     if call.node in lengths:
         return _in_float32(call, f"range guard: a length or position, which {short_name(dtype)} doesn't count exactly")
@@ -59,7 +55,7 @@ def _computes_in(call: Call, decision: Decision) -> torch.dtype | None:
 
 
 def _numbers(call: Call, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
-    for argument in call.op._schema.arguments:
+    for argument in schema.arguments_of(call.op):
         value = call.arguments.get(argument.name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             continue

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ampcompile.kernels.linear_cast import LINEAR_CAST, ROWS_FEW, ROWS_SHARED
 from ampcompile.passes.analysis.aliasing import Memory
@@ -22,6 +21,7 @@ from ampcompile.passes.analysis.gradients import differentiable
 from ampcompile.passes.analysis.sizes import elements_hint, is_smaller
 from ampcompile.passes.graph import graphs, op_name
 from ampcompile.torch_private import tracing
+from ampcompile.torch_private.types import is_traceable_wrapper_subclass
 
 from .matching import Fusion, Worth, argument, drop_unread, fuse, is_low, is_view
 

@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule, Node, map_arg
 
 from ampcompile.passes.analysis.aliasing import Memory
+from ampcompile.passes.analysis.op_traits import DROPS, KEEPS_ORDER, has
 
 from .matching import argument, is_low, is_upcast, low_source
 
@@ -80,8 +81,7 @@ def _leaves_rows_whole(node: Node) -> bool:
     before, after = node.args[0].meta["val"], node.meta["val"]
     if before.shape[-1] is not after.shape[-1] and str(before.shape[-1]) != str(after.shape[-1]):
         return False
-    name = node.target._schema.name.removeprefix("aten::")
-    if name in ("slice", "select"):
+    if has(node.target, DROPS):
         dim = argument(node, 1, "dim", 0)
         return dim % before.dim() != before.dim() - 1
-    return name in ("view", "_unsafe_view", "reshape", "flatten", "contiguous", "clone", "alias")
+    return has(node.target, KEEPS_ORDER)

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node, map_arg
 from ampcompile.dtypes import is_lossless
 from ampcompile.kernels.usable import memory_of, usable
 from ampcompile.passes.analysis.commuting import CAST, kind
+from ampcompile.passes.analysis.op_traits import FUSED_THROUGH, has
 from ampcompile.passes.base import Pass
 from ampcompile.passes.graph import graphs
 
@@ -22,11 +23,6 @@ UNFUSED = "amp_unfused"
 """Where `gm.meta` holds the graph as it was before fusing: a fused op has no derivative of its backward."""
 
 _LOW = (torch.bfloat16, torch.float16)
-_VIEW_NAMES = """
-view _unsafe_view reshape flatten unflatten squeeze unsqueeze slice narrow select contiguous clone alias t transpose
-permute movedim mT view_as
-"""
-_VIEWS = frozenset(f"aten::{name}" for name in _VIEW_NAMES.split())
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,7 @@ def is_low(node: Any) -> bool:
 
 def is_view(node: Any) -> bool:
     """Whether a node gives its first operand's numbers, or some of them, each once, in other places."""
-    return isinstance(node, Node) and kind(node) == "moves" and node.target._schema.name in _VIEWS
+    return isinstance(node, Node) and kind(node) == "moves" and has(node.target, FUSED_THROUGH)
 
 
 def low_source(value: Any) -> tuple[Node, list[Node]] | None:

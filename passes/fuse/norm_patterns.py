@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from ampcompile.passes.analysis.commuting import CAST
+from ampcompile.torch_private.types import OpOverload
 
 from .matching import argument, is_low, is_upcast
 

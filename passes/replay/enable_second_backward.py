@@ -16,9 +16,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.passes.graph import graphs
+from ampcompile.torch_private import regions
 
 APPLY = torch.ops.higher_order.autograd_function_apply
-SWITCH = torch._C._set_grad_enabled
+SWITCH = regions.SET_GRAD_ENABLED
 
 
 def _switches(backward: GraphModule) -> list[Node]:

@@ -16,6 +16,7 @@ from ampcompile.command_line import main as cli
 from ampcompile.command_line.bench import Results, Times, bench
 from ampcompile.command_line.target import Target, load
 from ampcompile.errors import CommandLineError
+from ampcompile.torch_private import patches
 
 FACTORIES = """
 import torch
@@ -190,6 +191,8 @@ def test_doctor_measures_and_advises(monkeypatch: pytest.MonkeyPatch) -> None:
     json.dumps(found)
     text = cli_doctor.table(found)
     assert torch.__version__ in text and found["advice"][0] in text
+    assert all(group.name in text and group.when in text for group in patches.TABLE)
+    assert "torch.Tensor.data" in [patch["what"] for group in found["patches"] for patch in group["patches"]]
 
 
 @pytest.mark.parametrize(
@@ -205,8 +208,10 @@ def test_advice_follows_what_was_measured(gain: float, words: str) -> None:
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_doctor.shutil, "which", lambda name: None)
     monkeypatch.setattr(cli_doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(patches, "missing", lambda: [patches.Patch("torch.Tensor.gone", "made up")])
     words = cli_doctor._missing(cuda=True)
-    assert len(words) == 2 and "no C++ compiler" in words[0] and "no triton" in words[1]
+    assert len(words) == 3 and "no C++ compiler" in words[0] and "no triton" in words[1]
+    assert "torch.Tensor.gone: torch" in words[2]
 
 
 def test_the_module_runs(tmp_path: Path) -> None:

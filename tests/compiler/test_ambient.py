@@ -8,7 +8,7 @@ from torch import nn
 
 import ampcompile.backend
 from ampcompile.errors import AmpWarning
-from ampcompile.torch_private import lowering, optimize_contexts
+from ampcompile.torch_private import autocast, optimize_contexts
 from tests.compiling import HALF, HIGH, LOW, amp, compiled, dtypes, eager, regions, same_bits
 
 # Dynamo looks at `.grad` of whatever is alive at a graph break.
@@ -153,8 +153,8 @@ def test_another_devices_autocast_does_not_disable_this_ones():
 
 def state():
     return (
-        lowering.autocast_states(),
-        lowering.autocast_nesting(),
+        autocast.autocast_states(),
+        autocast.autocast_nesting(),
         torch.is_autocast_cache_enabled(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -336,8 +336,6 @@ def test_other_backends_are_left_alone():
 
 def test_without_dynamos_hook_there_is_one_warning_and_ambient_autocast_still_works(monkeypatch):
     ambient = ampcompile.compiler.ambient
-    monkeypatch.setattr(
-        optimize_contexts, "wrap_compiled_callables", lambda *_: (_ for _ in ()).throw(AttributeError("gone"))
-    )
+    monkeypatch.setattr(optimize_contexts, "wrap_call", lambda *_: (_ for _ in ()).throw(AttributeError("gone")))
     with pytest.warns(AmpWarning, match="open torch.autocast around the call yourself"):
         assert not ambient.install.__wrapped__()

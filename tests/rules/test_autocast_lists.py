@@ -18,7 +18,7 @@ from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.capture.capture import capture
 from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.graph import Regions
-from ampcompile.torch_private import dispatcher, lowering
+from ampcompile.torch_private import autocast, dispatcher
 from tests.compiling import HALF, LOW, compiled, dtypes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's deprecations, met on purpose
@@ -110,7 +110,7 @@ def test_the_cuda_list_on_fake_cuda_tensors_has_eager_autocasts_dtypes(dtype, ra
         gm, inputs = as_graph(table)
         with ambient.autocast_for("cuda", Options(dtype=dtype)):
             captured = capture(gm, inputs, mode, Options().policy)
-            regions = Regions(lowering.autocast_states())
+            regions = Regions(autocast.autocast_states())
         run_passes([AssignPrecision(Options().policy, regions, range_guards), InsertCasts()], captured)
         results = captured(*inputs)
     assert len(table) >= 120

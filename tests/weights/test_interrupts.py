@@ -15,13 +15,14 @@ import torch
 import torch.nn as nn
 
 from ampcompile import weights
+from ampcompile.torch_private import patches
 from ampcompile.weights.binding import Binding, bind, invalidate, writable_copies, wrote
 from ampcompile.weights.memory import lock
 from tests.weights.searching import searches_are_cheap as searches_are_cheap
 from tests.weights.writers import unsampled
 
 BF16 = torch.bfloat16
-OURS = str(Path(weights.__file__).parent) + os.sep
+OURS = (str(Path(weights.__file__).parent) + os.sep, patches.__file__)
 
 
 def swallowed(frame: FrameType | None) -> bool:

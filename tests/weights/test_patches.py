@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompile.torch_private import storages
+from ampcompile.torch_private.patches import COPIES
 from ampcompile.weights.binding import Binding, bind, weight_stats
-from ampcompile.weights.writers import PATCHES
 from tests.weights.searching import searches_are_cheap as searches_are_cheap
 from tests.weights.writers import unsampled
 
@@ -30,7 +30,7 @@ MISSING = object()
 
 
 def what_is_patched() -> list[Any]:
-    return [vars(patch.owner).get(patch.name, MISSING) for patch in PATCHES]
+    return [vars(patch.owner).get(patch.name, MISSING) for patch in COPIES.patches]
 
 
 @pytest.fixture

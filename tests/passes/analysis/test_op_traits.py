@@ -9,6 +9,8 @@ from ampcompile.passes.analysis.op_traits import (
     GIVES_OWN_MEMORY,
     JOINS,
     REARRANGES,
+    STATISTICS,
+    STATISTICS_UNREAD_IF,
     WRITES_CONSTANTS,
     draws_random_numbers,
     has,
@@ -16,10 +18,12 @@ from ampcompile.passes.analysis.op_traits import (
     keeps_constants,
     reads_bits,
 )
-from ampcompile.passes.analysis.schema import written_by
+from ampcompile.passes.analysis.schema import arguments_of, written_by
 
 ATEN = torch.ops.aten
-TABLES = {name: table for name, table in vars(op_traits).items() if isinstance(table, frozenset)}
+TABLES = {
+    name: table for name, table in vars(op_traits).items() if isinstance(table, frozenset) and name != "STATISTICS"
+}
 
 
 def overloads(name):
@@ -126,6 +130,12 @@ def test_ops_that_give_own_memory_do_so_even_where_they_have_nothing_to_do():
         assert own != ROWS.untyped_storage().data_ptr(), name
 
 
+def test_statistics_are_arguments_that_such_norms_may_not_read():
+    for name, unread_if in STATISTICS_UNREAD_IF.items():
+        for op in overloads(name):
+            assert STATISTICS | {unread_if} <= {argument.name for argument in arguments_of(op)}
+
+
 def test_joined_parts_are_the_parts():
     for name in JOINS:
         (op,) = (op for op in overloads(name) if op._overloadname == "default")
@@ -138,7 +148,11 @@ def test_constants_are_written_by_ops_that_write():
 
 
 def test_a_view_of_bits_makes_other_numbers():
-    assert reads_bits(ATEN.view.dtype) and reads_bits(torch.ops.prims.view_of_dtype.default)
+    assert (
+        reads_bits(ATEN.view.dtype)
+        and reads_bits(ATEN.view_copy.dtype)
+        and reads_bits(torch.ops.prims.view_of_dtype.default)
+    )
     assert not reads_bits(ATEN.view.default) and not reads_bits(ATEN.to.dtype)
     assert (
         keeps_constants(ATEN.view.default) and keeps_constants(ATEN.to.dtype) and keeps_constants(ATEN.expand.default)

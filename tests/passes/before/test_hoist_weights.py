@@ -41,6 +41,8 @@ FIRES = {
     "linear": (lambda m, x: m.linear(x), 2, 2),  # (forward, weight_copy calls, copies)
     "a weight used twice has one copy and two reads": (lambda m, x: m.linear(m.linear(x)), 4, 2),
     "a view of a weight": (lambda m, x: x @ m.linear.weight.t(), 1, 1),
+    "a view that is spelled otherwise": (lambda m, x: x @ m.frozen.swapaxes(0, 1) + x @ m.buffer.adjoint(), 2, 2),
+    "its diagonal": (lambda m, x: x @ m.buffer.diagonal(), 1, 1),
     "frozen weight and buffer": (lambda m, x: x @ m.frozen + x @ m.buffer, 2, 2),
     "all of it": (twice_and_view, 9, 5),
     "inside checkpoints": (checkpointed, 4, 2),

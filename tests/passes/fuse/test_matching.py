@@ -1,5 +1,7 @@
 """What the fuse passes share: which values they see through, and when a fusion pays."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -29,6 +31,12 @@ def test_a_float32_value_is_followed_through_views_to_its_cast(dtype: torch.dtyp
     assert low.target is torch.ops.aten.slice.Tensor and matching.is_low(low)
 
 
+@pytest.mark.parametrize("view", [lambda x: x.mT, lambda x: x.swapaxes(0, 1), lambda x: x.diagonal(), lambda x: x.T])
+def test_views_are_views_however_they_are_spelled(view: Callable[[Tensor], Tensor]) -> None:
+    found = matching.low_source(exponent(lambda x: view(x.float()).exp(), torch.randn(4, 4).to(torch.bfloat16)))
+    assert found is not None and len(found[1]) == 2
+
+
 def reused(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     return wide.view(-1).exp(), wide
@@ -41,10 +49,11 @@ def reused(x: Tensor) -> tuple[Tensor, Tensor]:
         (lambda x: x.float().exp(), torch.float32),
         (lambda x: x.double().exp(), torch.bfloat16),
         (lambda x: (x.float() + 1).exp(), torch.bfloat16),
+        (lambda x: x.float().detach().exp(), torch.bfloat16),  # it ends a gradient
         (lambda x: x.float().expand(2, 3, 4).exp(), torch.bfloat16),  # its gradient is a sum
         (lambda x: x.float().view(torch.int32).float().exp(), torch.bfloat16),
     ],
-    ids=["reused", "float32 already", "float64", "an addition", "repeated", "other numbers"],
+    ids=["reused", "float32 already", "float64", "an addition", "detached", "repeated", "other numbers"],
 )
 def test_what_isnt_such_a_value(f: object, dtype: torch.dtype) -> None:
     assert matching.low_source(exponent(f, torch.randn(3, 4).to(dtype))) is None

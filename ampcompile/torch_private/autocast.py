@@ -1,0 +1,64 @@
+"""Autocast's state in this thread, and how it is kept from acting."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+_INERT_DEVICE = "ipu"  # has autocast state, and no kernels in any torch build since 2.3
+
+
+def autocast_nesting() -> int:
+    """How many `torch.autocast` regions this thread is in, all devices together."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+@contextlib.contextmanager
+def autocast_off() -> Iterator[None]:
+    """Run with every Autocast dispatch key excluded."""
+    with torch._C._DisableAutocast():
+        yield
+
+
+@contextlib.contextmanager
+def lowering_without_autocast() -> Iterator[None]:
+    """Lower a graph so that no autocast acts, neither while it is traced nor when it or its backward runs.
+
+    AOTAutograd excludes the Autocast keys at run time, forward and backward, only if some autocast was on at
+    compile time: so one is, for a device that no tensor can be on.
+    """
+    with torch._C._DisableAutocast():
+        torch.set_autocast_enabled(_INERT_DEVICE, True)
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled(_INERT_DEVICE, False)
+
+
+def any_autocast_enabled() -> bool:
+    """Whether autocast is on for some device type in this thread; torch's own answer forgets MPS and MAIA."""
+    return any(map(torch.is_autocast_enabled, torch._C._autocast_supported_devices()))
+
+
+def autocast_states() -> dict[str, tuple[bool, torch.dtype]]:
+    """Per device type with autocast: whether it is on in this thread, and its dtype."""
+    return {
+        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in torch._C._autocast_supported_devices()
+    }
+
+
+@contextlib.contextmanager
+def autocast_disabled() -> Iterator[None]:
+    """Autocast off on every device, but no region that a trace would record; one entered inside acts."""
+    enabled = [device for device in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(device)]
+    for device in enabled:
+        torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        for device in enabled:
+            torch.set_autocast_enabled(device, True)

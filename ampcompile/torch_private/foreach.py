@@ -1,0 +1,10 @@
+"""torch's operations on lists of tensors, and those of its gradient scaler; written in place, all of them."""
+
+from typing import Any
+
+import torch
+
+copy_: Any = torch._foreach_copy_
+multiply_: Any = torch._foreach_mul_
+check_and_unscale_: Any = torch._amp_foreach_non_finite_check_and_unscale_
+update_scale_: Any = torch._amp_update_scale_

@@ -1,0 +1,298 @@
+"""Every patch of torch that the project makes: what, when, why, and how it is undone.
+
+A patch changes what torch does: it replaces an attribute, adds an entry to one of torch's tables, or changes a single
+object that torch made for us. `TABLE` names them all, and only the functions below it make them. What takes an
+attribute's place is written where it belongs, in the rooms above, and handed in. State that torch offers for setting,
+such as autocast's or a configuration's, is no patch; nor is what Dynamo knows of the frame that it is tracing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+_resolve = cache(resolve_name)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One thing of torch that is changed, by its full name."""
+
+    what: str
+    why: str
+
+    @property
+    def owner(self) -> Any:
+        """The module, class or object that holds it. Raises AttributeError or ImportError where there is none."""
+        return _resolve(self.what.rpartition(".")[0])
+
+    @property
+    def name(self) -> str:
+        """The attribute's name."""
+        return self.what.rpartition(".")[2]
+
+    @property
+    def place(self) -> str:
+        """The names of owner and attribute, such as `Tensor.data`."""
+        return ".".join(self.what.split(".")[-2:])
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Patches that come and go together."""
+
+    name: str
+    when: str
+    undone: str
+    patches: tuple[Patch, ...]
+
+
+COMPILED_CALLS = Group(
+    "compiled calls",
+    when="when the backend is loaded",
+    undone="never: what is compiled for other backends passes through",
+    patches=(
+        Patch(
+            "torch._dynamo.eval_frame.OptimizeContext.__call__",
+            "calls of what is compiled for our backend run under autocast; torch has no public hook around them",
+        ),
+        Patch(
+            "torch._dynamo.output_graph.OutputGraph.compile_subgraph",
+            "tells what a frame returns before its graph is compiled, so that results leave in float32",
+        ),
+        Patch(
+            "torch._dynamo.variables.builder.VariableBuilder.wrap_module",
+            "tells when another backend compiles a module that was compiled for ours",
+        ),
+    ),
+)
+TRACING = Group(
+    "tracing",
+    when="at the first call or graph for a device type",
+    undone="never: outside of calls of ours the kernels step aside",
+    patches=(
+        Patch(
+            "torch._ops.OpOverload.py_impl",
+            "registers kernels of ours: ops that eager autocast refuses promote instead",
+        ),
+        Patch("torch._subclasses.fake_impls.op_implementations_dict", "`_grouped_mm` of float32 and float16 traces"),
+    ),
+)
+LOWERING = Group(
+    "lowering",
+    when="before Inductor compiles a graph of ours",
+    undone="never: only ops without a lowering get one",
+    patches=(Patch("torch._inductor.lowering.lowerings", "ops of ours, and torch's that our graphs keep whole"),),
+)
+ONE_GRAPH = Group(
+    "one graph",
+    when="when a graph of ours is traced or compiled",
+    undone="when that ends; what AOTAutograd made for the graph goes with it",
+    patches=(
+        Patch(
+            "torch._functorch._aot_autograd.runtime_wrappers.RuntimeWrapper.post_compile",
+            "tells which autograd functions AOTAutograd makes or loads",
+        ),
+        Patch(
+            "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode.__torch_dispatch__",
+            "one trace's: composite ops without a rule are taken apart; an op that returns its argument gets a node",
+        ),
+        Patch("torch.autograd.Function.forward", "one compiled graph's: remembers its inputs for a second backward"),
+        Patch(
+            "torch.autograd.Function.backward",
+            "one compiled graph's, and its `_backward_impl`: differentiates again, keeps what another backward reads",
+        ),
+    ),
+)
+EXPLAINING = Group(
+    "explaining",
+    when="when `explain` or `audit` runs a call",
+    undone="when the call returns",
+    patches=(
+        Patch("torch._dynamo.pgo._CODE_STATE", "Dynamo learns no sizes from the call"),
+        Patch("torch._dynamo.convert_frame._bytecode_hooks", "tells whose compiled code is to be dropped"),
+        Patch("torch._logging._internal.trace_log.handlers", "collects the graphs that torch's compilers show"),
+        Patch("torch.nn.Module._compiled_call_impl", "one module's, which `compile()` set: it is compiled anew"),
+    ),
+)
+OPTIMIZER_HOOKS = Group(
+    "optimizer hooks",
+    when="when the first copy of a weight is made",
+    undone="never: without copies they find nothing to tell",
+    patches=(
+        Patch("torch.optim.optimizer._global_optimizer_pre_hooks", "an optimizer is about to write its parameters"),
+        Patch("torch.optim.optimizer._global_optimizer_post_hooks", "an optimizer has written its parameters"),
+    ),
+)
+_NO_VERSION = "writes without raising the version counter"
+COPIES = Group(
+    "copies",
+    when="when the first copy of a weight is made",
+    undone="with the last copied weight",
+    patches=(
+        Patch("torch.Tensor.data", "gives out an alias with a version counter of its own"),
+        Patch("torch.Tensor.set_", "shares another tensor's memory, not its version counter"),
+        *(Patch(f"torch.Tensor.{name}", _NO_VERSION) for name in ("apply_", "map_", "map2_")),
+        *(Patch(f"torch.UntypedStorage.{name}", _NO_VERSION) for name in ("__setitem__", "copy_", "fill_")),
+        Patch("torch.TypedStorage._setitem", _NO_VERSION),
+        Patch("torch._C.ScriptFunction.__call__", "takes `.data` in C++"),
+        Patch("torch._C.ScriptMethod.__call__", "takes `.data` in C++"),
+        Patch("torch._C._AutoDispatchBelowADInplaceOrView.__exit__", "operations inside raise no version counter"),
+        Patch("torch._C._swap_tensor_impl", "refuses tensors with weak references, as we have them"),
+    ),
+)
+TABLE = (COMPILED_CALLS, TRACING, LOWERING, ONE_GRAPH, EXPLAINING, OPTIMIZER_HOOKS, COPIES)
+
+Wrap = Callable[[Any], Any]
+"""What makes a replacement of what was there."""
+_MISSING = object()
+_installed: set[Group] = set()
+_replaced: defaultdict[Group, list[tuple[Any, str, Any]]] = defaultdict(list)
+
+
+def install(
+    group: Group, wraps: Mapping[str, Wrap], plan: Callable[[Callable[[], None]], object] = lambda undo: None
+) -> None:
+    """Replace the attributes of a group, unless they are: `wraps` has the wrap of each by its `place`.
+
+    `plan` gets what undoes it all, once all is done. Interrupted at any point, the next call starts afresh.
+    Raises AttributeError or ImportError where this torch has no such attribute; nothing is replaced then.
+    """
+    if group in _installed:
+        return
+    undo = partial(uninstall, group)
+    undo()  # what an interrupt left
+    places = [(patch.owner, patch.name, wraps[patch.place]) for patch in group.patches]
+    originals = [getattr(owner, name) for owner, name, _ in places]
+    for (owner, name, wrap), original in zip(places, originals, strict=True):
+        _replaced[group].append((owner, name, vars(owner).get(name, _MISSING)))
+        _replace(owner, name, wrap(original))
+    plan(undo)
+    _installed.add(group)
+
+
+def uninstall(group: Group) -> None:
+    """Put back what `install` replaced, if anything."""
+    _installed.discard(group)
+    replaced = _replaced[group]
+    while replaced:
+        owner, name, original = replaced[-1]
+        if original is not _MISSING:
+            setattr(owner, name, original)
+        elif name in vars(owner):
+            delattr(owner, name)
+        replaced.pop()
+
+
+def _replace(owner: Any, name: str, replacement: Any) -> None:
+    if not isinstance(replacement, property):  # so that it pickles as what it stands for
+        kind = getattr(owner, "__qualname__", "")
+        replacement.__qualname__ = f"{kind}.{name}".strip(".")
+        replacement.__module__ = owner.__module__ if kind else owner.__name__
+    setattr(owner, name, replacement)
+
+
+@contextlib.contextmanager
+def replaced(place: str, wrap: Wrap) -> Iterator[None]:
+    """Replace one attribute of the table for a while."""
+    patch = next(patch for group in TABLE for patch in group.patches if patch.place == place)
+    with _restored(patch.owner, patch.name) as original:
+        _replace(patch.owner, patch.name, wrap(original))
+        yield
+
+
+@contextlib.contextmanager
+def _restored(owner: Any, name: str) -> Iterator[Any]:
+    original = getattr(owner, name)
+    try:
+        yield original
+    finally:
+        setattr(owner, name, original)
+
+
+def replace_on(instance: Any, name: str, replacement: Any) -> None:
+    """Replace an attribute of a single object that torch made for us, for as long as the object lives."""
+    setattr(instance, name, replacement)
+
+
+def add_tracing_kernel(op: Any, key: Any, kernel: Callable[..., Any]) -> None:
+    """Have the Python dispatcher, which only tracing switches on, call a kernel for an op at a dispatch key."""
+    op.py_impl(key)(kernel)
+
+
+def add_fake_kernel(op: Any, kernel: Callable[..., Any]) -> None:
+    """Have fake tensors run `kernel(mode, op, *args, **kwargs)` for an op without one; NotImplemented: as before."""
+    from torch._subclasses import fake_impls
+
+    if op not in fake_impls.op_implementations_dict:
+        fake_impls.register_op_impl(op)(kernel)
+
+
+def add_lowering(op: Any, lower: Callable[..., Any]) -> None:
+    """Have Inductor lower an op without a lowering by a function."""
+    from torch._inductor.lowering import lowerings, register_lowering
+
+    if op not in lowerings:
+        register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def add_optimizer_hooks(before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Have functions called before and after the step of every optimizer."""
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+@contextlib.contextmanager
+def watch_dynamo(hook: Any) -> Iterator[None]:
+    """Have `hook(original code, compiled code)` called for what Dynamo compiles; it forgets what sizes it learns."""
+    from torch._dynamo import convert_frame, pgo
+
+    with _restored(pgo, "_CODE_STATE") as sizes:
+        pgo._CODE_STATE = copy.deepcopy(sizes)
+        with convert_frame.register_bytecode_hook(hook):
+            yield
+
+
+@contextlib.contextmanager
+def trace_handler(handler: logging.Handler) -> Iterator[None]:
+    """Have a handler get what goes to torch's structured trace meanwhile."""
+    from torch._logging._internal import trace_log
+
+    trace_log.addHandler(handler)
+    try:
+        yield
+    finally:
+        trace_log.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def uncompiled(f: Any) -> Iterator[None]:
+    """Without what `f.compile()` put in the way of a module's call; other callables stay as they are."""
+    if not isinstance(f, torch.nn.Module) or f._compiled_call_impl is None:
+        yield
+        return
+    with _restored(f, "_compiled_call_impl"):
+        f._compiled_call_impl = None
+        yield
+
+
+def missing() -> list[Patch]:
+    """The patches whose place the installed torch lacks. Loads Dynamo and Inductor to look."""
+
+    def is_there(patch: Patch) -> bool:
+        try:
+            return hasattr(patch.owner, patch.name)
+        except (AttributeError, ImportError):
+            return False
+
+    return [patch for group in TABLE for patch in group.patches if not is_there(patch)]

@@ -1,0 +1,144 @@
+"""Private names of torch and changes of torch stand in ampcompile/torch_private, by the syntax trees of all files."""
+
+import ast
+import re
+
+import pytest
+
+from tests.test_layout import SOURCES, room
+
+# Attributes that torch reads on functions, graphs and modules of ours or of the user's; setting them changes no torch.
+MARKS = {
+    "__class__",
+    "_boxed_call",
+    "_dynamo_marked_constant",
+    "_dynamo_source",
+    "_param_name_to_source",
+    "_torchdynamo_inline",
+    "_torchdynamo_wrapper_id",
+}
+# What adds to torch's own tables and lists.
+REGISTRARS = {
+    "addHandler",
+    "py_impl",
+    "register_bytecode_hook",
+    "register_lowering",
+    "register_op_impl",
+    "register_optimizer_step_post_hook",
+    "register_optimizer_step_pre_hook",
+}
+
+
+def torch_names(tree: ast.AST) -> dict[str, str]:
+    """What a file's names stand for, those that it imports from torch."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.partition(".")[0]
+                found |= {alias.asname: alias.name} if alias.asname else {first: first}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return {name: full for name, full in found.items() if full.split(".")[0] in ("torch", "functorch")}
+
+
+def root(node: ast.AST) -> str:
+    """The first name of `a.b().c[d]`."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """The private names of torch in a file: imported, written out with dots, or in a string that is nothing else."""
+    bound, found = torch_names(tree), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and re.fullmatch(r"[\w.]+", dotted := ast.unparse(node)):
+            first, _, rest = dotted.partition(".")
+            found |= {f"{bound[first]}.{rest}"} if first in bound else set()
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {node.value}
+    found = {name for name in found if not name.startswith("torch.ops.")}  # ops bear the names of their schemas
+    return {name for name in found if re.fullmatch(r"torch(\.\w+)*[.:]_(?!_)[\w.:]*|functorch(\.\w+)*", name)}
+
+
+def changes_of_torch(tree: ast.AST) -> set[str]:
+    """Assignments to attributes of torch's objects in a file, also by `setattr`, and calls of `REGISTRARS`."""
+    bound, found = torch_names(tree), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            first = root(node)
+            private = node.attr.startswith("_") and first != "self" and node.attr not in MARKS
+            if first in bound or private:
+                found.add(ast.unparse(node))
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("setattr", "delattr"):
+            owner, name = node.args[:2]
+            if root(owner) in bound or isinstance(name, ast.Constant):
+                found.add(ast.unparse(node))
+        elif isinstance(node, ast.Call):
+            if {getattr(node.func, "id", ""), getattr(node.func, "attr", "")} & REGISTRARS:
+                found.add(ast.unparse(node.func))
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names} & REGISTRARS
+    return found
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_private_names_of_torch_and_patches_stand_in_their_place(module: str) -> None:
+    tree = ast.parse(SOURCES[module].read_text())
+    if room(module)[1] != "torch_private":
+        assert not private_names(tree), "ask a module of ampcompile/torch_private for it"
+    if module != "ampcompile.torch_private.patches":
+        assert not changes_of_torch(tree), "ampcompile/torch_private/patches.py changes torch, nobody else"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._dynamo",
+        "import torch\ntorch._C._DisableAutocast()",
+        "import torch as t\nt.nn.Module._call_impl",
+        "from torch import _C",
+        "from torch._ops import OpOverload",
+        "from torch.utils import _pytree as pytree",
+        "from torch.nn import Module\nModule._call_impl",
+        "import importlib\nimportlib.import_module('torch._inductor.config')",
+        "from functorch.compile import aot_function",
+    ],
+)
+def test_private_names_are_found(code: str) -> None:
+    assert private_names(ast.parse(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import torch\ntorch.__version__, torch.ops.aten._to_copy", "import _ctypes\n_ctypes.x._y", "'torch.compile'"],
+)
+def test_public_names_are_not_taken_for_private_ones(code: str) -> None:
+    assert not private_names(ast.parse(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\ntorch.Tensor.data = 1",
+        "import torch\ndel torch.Tensor.data",
+        "from torch import nn\nnn.Module.training, x = 1, 2",
+        "from torch import nn\nsetattr(nn.Module, name, 1)",
+        "delattr(module, 'forward')",
+        "module._compiled_call_impl = None",
+        "handle = op.py_impl(key)(kernel)",
+        "from torch.optim.optimizer import register_optimizer_step_pre_hook",
+    ],
+)
+def test_changes_of_torch_are_found(code: str) -> None:
+    assert changes_of_torch(ast.parse(code))
+
+
+@pytest.mark.parametrize("code", ["self._x = 1", "setattr(graph, name, body)", "import torch\nx = torch.Tensor.data"])
+def test_other_assignments_are_not_taken_for_changes_of_torch(code: str) -> None:
+    assert not changes_of_torch(ast.parse(code))

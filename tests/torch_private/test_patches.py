@@ -1,0 +1,143 @@
+"""The table of patches is complete, comes and goes as a whole, and is the one that the documentation shows."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ampcompile.torch_private import patches
+from ampcompile.torch_private.patches import TABLE, Group, Patch
+
+PAGE = Path(__file__).parents[2] / "docs" / "patches.md"
+
+
+class Base:
+    def act(self) -> list[str]:
+        return ["act"]
+
+
+class Thing(Base):
+    """What stands for torch."""
+
+    def rest(self) -> list[str]:
+        return ["rest"]
+
+
+PLACES = tuple(Patch(f"{__name__}.Thing.{name}", "made up") for name in ("act", "rest"))
+WRAPS = {patch.place: lambda original: lambda self: ["ours", *original(self)] for patch in PLACES}
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    made_up = Group("made up", "a test runs", "when it ends", PLACES)
+    yield made_up
+    patches.uninstall(made_up)
+    assert Thing().act() == ["act"] and "act" not in vars(Thing) and Thing().rest() == ["rest"]
+
+
+def test_a_group_is_installed_once_and_undone_as_a_whole(group: Group) -> None:
+    undo: list[Callable[[], None]] = []
+    for _ in range(2):
+        patches.install(group, WRAPS, undo.append)
+        assert Thing().act() == ["ours", "act"] and Thing().rest() == ["ours", "rest"]
+    assert len(undo) == 1
+    assert (Thing.act.__module__, Thing.act.__qualname__) == (__name__, "Thing.act")
+    undo[0]()
+    assert Thing().act() == ["act"] and "act" not in vars(Thing) and Thing().rest() == ["rest"]
+    patches.install(group, WRAPS)
+    assert Thing().rest() == ["ours", "rest"]
+
+
+@pytest.mark.parametrize("absent", ["Thing.sleep", "Nothing.act"])
+def test_where_a_place_is_missing_nothing_is_replaced(absent: str) -> None:
+    patch = Patch(f"{__name__}.{absent}", "made up")
+    lacking = Group("made up", "never", "never", (*PLACES, patch))
+    with pytest.raises((AttributeError, ImportError)):
+        patches.install(lacking, WRAPS | {patch.place: WRAPS[PLACES[0].place]})
+    assert Thing().act() == ["act"] and Thing().rest() == ["rest"]
+
+
+def test_what_a_failure_left_is_undone_first(group: Group) -> None:
+    def fail(_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        patches.install(group, WRAPS | {PLACES[1].place: fail})
+    patches.install(group, WRAPS)
+    assert Thing().act() == ["ours", "act"] and Thing().rest() == ["ours", "rest"]
+
+
+def test_one_attribute_replaced_for_a_while(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "TABLE", (*TABLE, group))
+    place = PLACES[1].place
+    with pytest.raises(ValueError), patches.replaced(place, WRAPS[place]):
+        with patches.replaced(place, WRAPS[place]):
+            assert Thing().rest() == ["ours", "ours", "rest"]
+        assert Thing().rest() == ["ours", "rest"]
+        raise ValueError
+    assert Thing().rest() == ["rest"]
+
+
+def test_the_installed_torch_has_every_place(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not patches.missing()
+    gone = [Patch("torch.Tensor.no_such_method", ""), Patch("torch.no_such_module.act", "")]
+    monkeypatch.setattr(patches, "TABLE", (group, Group("gone", "", "", tuple(gone))))
+    assert patches.missing() == gone
+
+
+def test_kernels_and_lowerings_are_added_only_where_there_are_none() -> None:
+    from torch._inductor.lowering import lowerings
+    from torch._subclasses import fake_impls
+
+    add = torch.ops.aten.add.Tensor
+    lowering = lowerings[add]
+    patches.add_lowering(add, lambda *_: None)
+    assert lowerings[add] is lowering
+    known, kernel = next(iter(fake_impls.op_implementations_dict.items()))
+    patches.add_fake_kernel(known, lambda *_: None)
+    assert fake_impls.op_implementations_dict[known] is kernel
+
+
+SCALES = """
+import sys, torch, ampcompile
+ampcompile.GradScaler
+assert "torch._dynamo" not in sys.modules, "touching it loads Dynamo"
+{loss}
+from ampcompile.torch_private import patches
+from torch.optim import optimizer
+print(sorted(group.name for group in patches._installed))
+print(len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks))
+"""
+STEP = """
+p = torch.nn.Parameter(torch.ones(3))
+s, o = ampcompile.GradScaler("cpu"), torch.optim.SGD([p], lr=0.1)
+s.scale(p.sum()).backward()
+s.clip_grad_norm_(o, 1.0)
+s.step(o)
+s.update()
+"""
+
+
+@pytest.mark.parametrize("use", ["", STEP])
+def test_a_scaler_patches_nothing(use: str) -> None:
+    script = SCALES.format(loss=use)
+    run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == ["[]", "0 0"]
+
+
+def page() -> str:
+    """What docs/patches.md shows of the table."""
+    parts = [(PAGE.read_text() if PAGE.exists() else "").partition("\n## ")[0]]
+    for group in TABLE:
+        rows = [f"| `{patch.what}` | {patch.why} |" for patch in group.patches]
+        parts.append(f"## {group.name}\n\nMade {group.when}, undone {group.undone}.\n")
+        parts.append("\n".join(["| place | why |", "|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def test_the_documentation_shows_the_table() -> None:
+    assert PAGE.read_text() == page(), f"write what `{__name__}.page()` returns to {PAGE}"
