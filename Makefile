@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format types matrix bench test-gpu bench-gpu
+.PHONY: help demo test check lint format types matrix mutations rooms bench test-gpu bench-gpu
 
 VENV := .venv/bin/python
 PYTHON := $(VENV)
@@ -58,6 +58,12 @@ matrix: $(READY) $(MATRIX:%=.matrix/%/.ready) ## the suite's core on the oldest,
 		OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $$python $(PYTEST) -n $(JOBS) --timeout=600 $(CORE) $(ARGS) \
 			|| failed="$$failed $$python"; \
 	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
+
+mutations: $(READY) ## whether the suite notices one wrong line, 30 times (an hour)
+	$(PYTHON) -m tests.mutations $(ARGS)
+
+rooms: $(READY) ## docs/rooms.md, from the pipeline, the imports and the docstrings
+	$(PYTHON) -m tests.rooms_page
 
 test-gpu: $(READY) ## the tests that need a CUDA device
 	$(PYTHON) $(PYTEST) -m gpu $(ARGS)

@@ -12,6 +12,7 @@ MOVED = {
     "audit_records": "auditing.records",
     "audit_result": "auditing.result",
     "estimate": "passes.analysis.product_cost",
+    "precision_class": "precision",
     "report": "explaining.report",
     "report_graph": "records.graph",
     "report_records": "records.casts",

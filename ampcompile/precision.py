@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,15 @@ from torch.overrides import TorchFunctionMode
 from ampcompile.torch_private import pytree
 
 from .errors import PrecisionError
-from .precision_class import subclass_with
-from .precision_names import computes
+from .passes.analysis import schema
+from .torch_private import constants, dispatcher
+from .torch_private.types import OpOverload
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ARRIVING = frozenset(_FLOATS)
+# What Dynamo of torch 2.15 calls torch.Tensor's reflected operators, as `2 - x`: the name inside their decorator.
+_REFLECTED = "wrapped"
+_CONVERSIONS = frozenset({"to", "type", "type_as", "clone", "contiguous", "detach", "float", "double", "half"})
 
 
 class precision(TorchFunctionMode):
@@ -45,7 +50,7 @@ class precision(TorchFunctionMode):
     def __call__(self, target: Any) -> Any:
         """Decorate a function, a module class or a module object."""
         if isinstance(target, type) and issubclass(target, torch.nn.Module):
-            return subclass_with(target, self, self._function(target.forward))
+            return _subclass_with(target, self, self._function(target.forward))
         if isinstance(target, torch.nn.Module):
             return self._module(target)
         if isinstance(target, type) or not callable(target) or _runs_later(target):
@@ -77,7 +82,7 @@ class precision(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not computes(func.__name__) or "out" in kwargs:
+        if not _computes(func.__name__) or "out" in kwargs:
             return func(*args, **kwargs)
         if self.dtype == torch.float32:
             args, kwargs = _converted((args, kwargs), self.dtype)
@@ -117,6 +122,79 @@ def _runs_later(function: Any) -> bool:
         test(function)
         for test in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
     )
+
+
+@functools.cache
+def _computing() -> frozenset[str]:
+    """Names of the torch functions that compute something: no conversions, and none that end in an underscore."""
+    found = {name for name in torch.nn.functional.__dict__ if name.islower() and not name.startswith("_")}
+    found |= {name for name in torch.functional.__all__ if not name.startswith("_")}
+    for name in dispatcher.all_op_names():
+        if name.startswith("aten::"):
+            packet, _, overload = name.removeprefix("aten::").partition(".")
+            op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+            if isinstance(op, OpOverload) and schema.computes(op):
+                found.add(packet)
+    return frozenset(name for name in found - _CONVERSIONS if not name.endswith("_")) | {_REFLECTED}
+
+
+def _computes(name: str) -> bool:
+    """Whether a function of this `__name__` computes from its operands: `exp`, `linear`, `__matmul__`, `__radd__`."""
+    if name.startswith("__") and name.endswith("__"):
+        plain = name.strip("_")
+        return not plain.startswith("i") and (plain in _computing() or plain.removeprefix("r") in _computing())
+    return name in _computing()
+
+
+constants.constant_when_traced(_computes)
+
+
+def _subclass_with(cls: type, decorator: Callable[[Any], Any], forward: Callable[..., Any]) -> type:
+    """A subclass of `cls` under the same name. `decorator(cls)` makes it again, where it is unpickled.
+
+    A class whose methods call `super(Name, self)` and whose name is about to be bound to the result, as by `@`, is
+    changed in place: it would find itself as its own parent.
+    """
+    if _would_find_itself(cls):
+        cls.forward = forward  # type: ignore[attr-defined]
+        return cls
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        if type(self) is made and _named_by(made) is not made:  # the name still means the class that was wrapped
+            return _remake, (decorator, cls), self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+        return super(made, self).__reduce_ex__(protocol)
+
+    members = {
+        "forward": forward,
+        "__reduce_ex__": reduce,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    made: Any = type(cls)(cls.__name__, (cls,), members)
+    return made
+
+
+def _remake(decorator: Callable[[Any], Any], cls: type) -> torch.nn.Module:
+    made = decorator(cls)
+    return made.__new__(made)
+
+
+def _named_by(cls: type) -> Any:
+    found: Any = sys.modules.get(cls.__module__)
+    for part in cls.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _would_find_itself(cls: type) -> bool:
+    for function in filter(inspect.isfunction, vars(cls).values()):
+        code = function.__code__
+        if "super" in code.co_names and cls.__name__ in code.co_names + code.co_freevars:
+            bound = inspect.getclosurevars(function)
+            if {**bound.globals, **bound.nonlocals}.get(cls.__name__) is not cls:
+                return True
+    return False
 
 
 keep_fp32 = precision(torch.float32)

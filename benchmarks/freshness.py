@@ -42,7 +42,7 @@ def _seconds(call: Callable[[], Any], times: int) -> list[float]:
 
 def _signals(count: int) -> list[Row]:
     params = [nn.Parameter(torch.randn(64, 64)) for _ in range(count)]
-    binding = bind([None] * count, [torch.bfloat16] * count)
+    binding = bind([torch.bfloat16] * count)
     binding.copies(params)
     (known,) = weights_memory.sets
     whole = _seconds(lambda: binding.copies(params), 200)
@@ -86,7 +86,7 @@ def _data() -> list[Row]:
     gc.collect()
     weight, other = nn.Parameter(torch.randn(64, 64)), torch.randn(8)
     alone = _seconds(_taking_data(other), 5000)
-    binding = bind([None], [torch.bfloat16])
+    binding = bind([torch.bfloat16])
     binding.copies([weight])
     rows = [Row("tensor.data, no copy alive", AMP, {"seconds": alone})]
     for where, tensor in (("elsewhere", other), ("copied", weight)):

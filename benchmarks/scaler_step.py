@@ -60,7 +60,7 @@ def ours(params: Params) -> Callable[[], object]:
     scaler = GradScaler(params[0].device.type)
     scaler.scale(torch.ones((), device=params[0].device))
     matrices = [param for param in params if param.dim() > 1]
-    binding = weights.bind(matrices, [torch.bfloat16] * len(matrices))
+    binding = weights.bind([torch.bfloat16] * len(matrices))
     binding.copies(matrices)
 
     def step() -> object:

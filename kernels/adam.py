@@ -1,10 +1,9 @@
 """Adam and AdamW over all parameters at once, with unscaling, clipping, skipping and the weights' copies folded in."""
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,31 +60,15 @@ def adam_(
     """
     t = tensors
     rows = (t.grads, t.params, t.exp_avgs, t.exp_avg_sqs, t.max_exp_avg_sqs, t.steps, t.copies)
+    settings = native.group_values(t.groups)
     if t.params[0].is_cuda:
         from .triton import adam as gpu
 
         lrs = [group.lr for group in t.groups]
         workspace = {} if workspace is None else workspace
-        gpu.adam_(rows, t.group_of, group_values(t.groups), lrs, multiplier, found_inf, workspace)
-        return
-    native.call(
-        "adam",
-        len(t.params),
-        native.sizes(t.params),
-        native.addresses(*rows),
-        native.dtype_codes(t.grads),
-        native.dtype_codes(t.copies),
-        np.array(t.group_of, dtype=np.int64),
-        group_values(t.groups),
-        multiplier,
-        found_inf,
-    )
-
-
-def group_values(groups: Sequence[AdamGroup]) -> np.ndarray:
-    """float64 [groups, 7], in the order of the fields; learning rates on a GPU are 0 here."""
-    known = [replace(group, lr=0.0) if isinstance(group.lr, Tensor) else group for group in groups]
-    return np.array([astuple(group) for group in known], dtype=np.float64)
+        gpu.adam_(rows, t.group_of, settings, lrs, multiplier, found_inf, workspace)
+    else:
+        native.step("adam", rows, t.group_of, settings, multiplier, found_inf)
 
 
 def adam_reference_(tensors: AdamTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:

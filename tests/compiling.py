@@ -47,7 +47,7 @@ class Recorder:
             if node.op != "call_function" or "val" not in node.meta:
                 continue
             seen, decided = (pytree.tree_leaves(v) for v in (node.meta["val"], node.meta["amp"].result))
-            for a, b in zip(seen, decided, strict=False):
+            for a, b in zip(seen, decided, strict=True):
                 if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
                     self.compared += 1
                     if a.dtype != b.dtype:
@@ -85,9 +85,9 @@ def dtypes(values: Any) -> list[Any]:
 def same_bits(a: Any, b: Any) -> bool:
     """Whether two structures hold the same leaves in the same order: tensors of one dtype, one shape, and equal bits.
 
-    0 is not -0, and infinity is no finite number. Every NaN counts as the same one, whatever its sign and payload: which
-    of two operands' payloads survives an addition depends on the order in which a compiler puts them, and torch's
-    own vectorized and scalar conversions to 16 bits write different ones.
+    0 is not -0, and infinity is no finite number. Every NaN counts as the same one, whatever its sign and payload:
+    which of two operands' payloads survives an addition depends on the order in which a compiler puts them, and
+    torch's own vectorized and scalar conversions to 16 bits write different ones.
     """
     left, right = pytree.tree_leaves(a), pytree.tree_leaves(b)
     return len(left) == len(right) and all(map(_same_leaf, left, right))
@@ -100,10 +100,10 @@ def _same_leaf(a: Any, b: Any) -> bool:
         return same_bits(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))
     if not isinstance(a, torch.Tensor):
         return a == b
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
 
 
-def _bits(value: torch.Tensor) -> torch.Tensor:
+def bits(value: torch.Tensor) -> torch.Tensor:
     """The bits of numbers as integers, all NaN alike."""
     value = value.detach().resolve_conj().resolve_neg()
     value = torch.view_as_real(value) if value.is_complex() else value

@@ -3,8 +3,9 @@
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """A test's numbers are drawn when it runs, from its own seed: what a file draws on import no seed repeats."""
+    before = torch.get_rng_state()
+    report = yield
+    if not torch.equal(torch.get_rng_state(), before):
+        raise pytest.UsageError(f"{collector.nodeid} draws random numbers when it is imported: draw them in a fixture")
+    return report
 
 
 def modes() -> dict[str, object]:

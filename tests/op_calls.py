@@ -1,6 +1,7 @@
 """Calls of ATen ops as the dispatcher's Autocast key sees them, and the two ways to run one that must agree."""
 
 import contextlib
+import itertools
 import logging
 import warnings
 from collections import defaultdict
@@ -128,7 +129,7 @@ def under_rule(call: Call, rule: Rule, low: torch.dtype = LOW) -> Any:
     assert rule.category != "banned", "banned"
     op, args, kwargs = call.op, call.args, call.kwargs
     names = [argument.name for argument in op._schema.arguments]
-    bound = dict(zip(names, args, strict=False)) | kwargs
+    bound = dict(zip(names[: len(args)], args, strict=True)) | kwargs
     arriving = [x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     if arriving and rule.asks_float32(arriving):
         if rule.redispatch:  # whose arguments may have no defaults
@@ -161,7 +162,7 @@ def sampled_calls(per_op: int = 4) -> dict[str, list[Call]]:
         # what can't be made or traced here (sparse, data-dependent, CUDA only) has no samples
         with warnings.catch_warnings(), contextlib.suppress(Exception):
             warnings.simplefilter("ignore")
-            for sample, _ in zip(info.sample_inputs("cpu", dtype), range(6), strict=False):
+            for sample in itertools.islice(info.sample_inputs("cpu", dtype), 6):
                 with contextlib.suppress(Exception):
                     for call in calls_in(info.op, (sample.input, *sample.args), sample.kwargs):
                         if call.op.namespace == "aten" and len(found[call.op.name()]) < per_op:

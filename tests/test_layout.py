@@ -121,6 +121,9 @@ def test_passes_and_kernels_have_their_tests() -> None:
     assert not missing
 
 
-def test_the_package_imports_where_there_is_no_triton() -> None:
-    code = "import sys; sys.modules['triton'] = None; import ampcompile.passes, ampcompile.kernels"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+def test_all_but_the_gpus_kernels_imports_where_there_is_no_triton() -> None:
+    inside = [module for module in SOURCES if room(module)[1] not in ("kernels.triton", "__main__")]
+    code = (
+        "import sys, importlib; sys.modules['triton'] = None\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    )
+    subprocess.run([sys.executable, "-c", code, *inside], check=True, timeout=300)

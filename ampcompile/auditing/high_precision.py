@@ -13,7 +13,6 @@ from torch.fx import GraphModule, Node
 from ampcompile.passes.analysis.op_traits import COPIES_AFTER, draws_random_numbers, has, is_view, reads_bits
 from ampcompile.passes.analysis.schema import by_name
 from ampcompile.torch_private import pytree
-from ampcompile.torch_private.joint_graphs import draws_random_numbers
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from .attention import attention, is_attention

@@ -140,7 +140,7 @@ class _Call:
 
 
 def _mean_squares(values: list[Tensor]) -> Tensor:
-    return torch.stack([value.float().abs().square().mean() for value in values]).sum()
+    return torch.stack([value.abs().float().square().mean() for value in values]).sum()
 
 
 def _tensor_names(f: Any, args: Any, kwargs: Any) -> dict[int, str]:

@@ -79,7 +79,6 @@ def _with_copies(compiled: Callable[..., Any], slots: Sequence[Slot], options: O
     # CUDA graphs record addresses: their copies are refreshed in place, always.
     replayed = dict(options.inductor).get("triton.cudagraphs", False)
     binding = weights.bind(
-        [None] * len(slots),
         [slot.dtype for slot in slots],
         in_place=replayed,
         packed=[slot.layout == "packed" for slot in slots],

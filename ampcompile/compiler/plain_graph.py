@@ -3,8 +3,8 @@
 AOTAutograd bakes a backward that excludes autocast. Here autograd's own nodes run, and a region that is open around
 `loss.backward()` would act on the operations in them. So the graph's backward is one node for the outside, which
 has autograd run the nodes inside with autocast excluded. Inside, stand-ins take the place of the inputs: one input
-may be a function of another, and what flows between them is the outside's affair. What the node computes with
-`create_graph=True` is differentiable again, and has a node again.
+may be a function of another, and the autograd outside the node sees to gradients between them. What the node computes
+with `create_graph=True` is differentiable again, by another such node.
 """
 
 from __future__ import annotations

@@ -137,11 +137,6 @@ def register_op(op: OpOverload | str, rule: str) -> None:
     _registered[name] = Rule(rule, f"registered as {rule} with ampcompile.register_op")
 
 
-def registry_key() -> str:
-    """All that `register_op` was told, in one string for compile-cache keys."""
-    return " ".join(f"{name}={rule.category}" for name, rule in sorted(_registered.items()))
-
-
 def rule_for(op: OpOverload, device_type: str) -> Rule | None:
     """The rule of an op on a device type; None: it runs in whatever dtype arrives.
 

@@ -111,19 +111,17 @@ def _doubtful(members: Sequence[Copy], held: Sequence[Weight]) -> set[Memory]:
 
 
 def bind(
-    weights: Sequence[Tensor | None],
     dtypes: Sequence[torch.dtype],
     in_place: bool = False,
     packed: Sequence[bool] | None = None,
     on_trial: Sequence[bool] | None = None,
 ) -> Binding:
-    """A binding for one compiled graph. Copies are made at its first call: `weights` may be fake or unknown here.
+    """A binding for one compiled graph. `dtypes`: of its copies, which are made at its first call.
 
     `in_place`: copies keep their addresses whatever happens, for replayed CUDA graphs; a backward that is still to
     come and saved one then raises autograd's error. `packed`: slots that are read packed once that pays. `on_trial`:
     slots whose weights aren't known to be weights, and are cast at each call until they stayed the same for some.
     """
-    assert len(weights) == len(dtypes)
     nowhere = [False] * len(dtypes)
     return Binding(dtypes, in_place, packed or nowhere, on_trial or nowhere)
 

@@ -73,7 +73,7 @@ def _drop_in(gm: GraphModule) -> int:
         for node in list(graph.nodes):
             if node.target in dispatcher.FAKES_OF_WRONG_DTYPE:
                 dropped += _as_computed(graph, node)
-        apart, written = returned(graph), overwritten(graph)  # what is returned twice is two tensors
+        apart, written = returned(graph), overwritten(graph)  # two outputs must not become one tensor
         for cast in list(graph.nodes):
             if _is_cast(cast) and cast not in apart:
                 dropped += _drop(graph, cast, written)

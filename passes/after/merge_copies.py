@@ -14,7 +14,7 @@ from ampcompile.passes.graph import graphs
 
 
 def _merge(gm: GraphModule) -> int:
-    returned = set(gm.graph.output_node().all_input_nodes)  # what is returned twice is two tensors
+    returned = set(gm.graph.output_node().all_input_nodes)  # two outputs must not become one tensor
     merged = 0
     for copy in gm.graph.find_nodes(op="call_function", target=COPIED):
         if copy not in returned:

@@ -29,7 +29,7 @@ class ShareEveryCast:
 
 def _share(gm: GraphModule) -> int:
     first: dict[Any, Node] = {}
-    apart = returned(gm.graph)  # what is returned twice is two tensors
+    apart = returned(gm.graph)  # two outputs must not become one tensor
     shared = 0
     for cast in list(gm.graph.nodes):
         if not has(cast.target, CONVERSIONS_AFTER) or cast in apart:

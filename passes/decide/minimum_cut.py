@@ -14,8 +14,8 @@ Capacities = Mapping[tuple[Hashable, Hashable], float]
 def source_side(capacities: Capacities, source: Hashable, sink: Hashable) -> set[Any]:
     """The vertices on the source's side of a minimum cut; `capacities`: of each edge, infinity where it may not be cut.
 
-    A vertex whose edge from the source is worth all its ways out can stay with the source, whatever the others do,
-    and likewise for the sink. Where casts are placed that settles nearly all of them, in linear time.
+    A vertex can stay with the source, whatever the others do, if its edge from the source holds at least as much as
+    all its outgoing edges together; likewise for the sink. Where casts are placed that settles nearly all of them, in linear time.
     """
     ways_out: dict[Hashable, dict[Hashable, float]] = defaultdict(dict)
     ways_in: dict[Hashable, dict[Hashable, float]] = defaultdict(dict)

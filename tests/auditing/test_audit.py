@@ -1,54 +1,22 @@
 """The audit tells how wrong a mixed run is and where, and leaves everything else as it was."""
 
 import copy
-import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import ampcompile
-from ampcompile.auditing import run as audit_run
-from ampcompile.auditing.high_precision import in_high
-from ampcompile.errors import AuditError, OptionError
+from tests.auditing import models
+from tests.auditing.models import Block, mean_square, planted
 from tests.compiling import amp, error, gradients
 
 # Dynamo asks every tensor that crosses a graph break for its gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 HALF = torch.float16
-
-
-class Scaled(nn.Module):
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor * self.factor
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-def planted(factor: float) -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), Scaled(factor)), nn.Linear(8, 8))
-
-
-def mean_square(y: Tensor) -> Tensor:
-    return y.to(torch.promote_types(y.dtype, torch.float32)).square().mean()
 
 
 def exact_errors(model: nn.Module, x: Tensor) -> tuple[float, float]:
@@ -65,7 +33,7 @@ def test_a_planted_overflow_is_found_where_it_is() -> None:
     audit = ampcompile.audit(planted(6e4), dtype=HALF)(torch.randn(4, 8))
     first = audit.first_overflow
     assert first is not None and (first.op, first.module, first.backward) == ("aten.mul", "1.1", False)
-    assert first.source.startswith(__file__)
+    assert first.source.startswith(models.__file__)
     overflowed = [m.module for m in audit.modules if m.numbers.overflowed]
     assert overflowed[0] == "1.1" and "0" not in overflowed
     assert audit.error == float("inf")
@@ -119,39 +87,6 @@ def test_errors_from_start_are_those_against_a_model_in_float64() -> None:
     assert audit.gradients.keys() == dict(model.named_parameters()).keys()
 
 
-def test_errors_go_on_over_a_graph_break() -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.first(x)
-            torch._dynamo.graph_break()
-            return self.second(torch.tanh(h))
-
-    model, x = Broken(), torch.randn(16, 8)
-    audit = ampcompile.audit(model, loss=mean_square)(x)
-    [output], gradient = audit.outputs, audit.gradient_error
-    twin = copy.deepcopy(model).double()
-    exact = twin.second(torch.tanh(twin.first(x.double())))
-    with torch.autocast("cpu", torch.bfloat16):
-        found = model.second(torch.tanh(model.first(x)))
-    assert output == pytest.approx(error([found], [exact]), rel=1e-6)
-    assert gradient is not None and 0 < gradient < 0.1
-    assert {op.module for op in audit.ops if op.op in ("aten.addmm", "aten.mm")} == {"first", "second"}
-
-
-def test_dropout_draws_the_same_in_both_runs() -> None:
-    model, x = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 8)), torch.randn(4, 8)
-    assert ampcompile.audit(model)(x).error < 0.05
-
-    def by_hand(x: Tensor) -> Tensor:
-        return torch.relu(x @ x.mT) * (torch.rand(4, 4) > 0.5) + torch.randn(4, 4)
-
-    assert ampcompile.audit(by_hand)(x).error < 0.05
-
-
 def in_place(x: Tensor, w: Tensor) -> Tensor:
     y = x @ w
     y[:, 0].mul_(2)
@@ -188,97 +123,3 @@ def test_nothing_is_left_behind() -> None:
     assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True))
     assert torch.equal(random, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_options_of_a_compiled_callable_are_used() -> None:
-    compiled = torch.compile(nn.Linear(8, 8), backend="amp", options={"dtype": HALF})
-    audit = ampcompile.audit(compiled)(torch.randn(2, 8))
-    assert {op.dtype for op in audit.ops if op.op == "aten.addmm"} == {HALF}
-    again = ampcompile.audit(compiled, policy="module *=fp32")(torch.randn(2, 8))
-    assert {op.dtype for op in again.ops} == {torch.float32} and again.error < 1e-6
-
-
-def test_each_op_alone_needs_no_second_run() -> None:
-    model, x = Block(), torch.randn(4, 8)
-    audit = ampcompile.audit(model, cumulative=False, against=torch.float32)(x)
-    assert audit.ops and all(op.numbers.cumulative is None for op in audit.ops)
-    assert any(op.numbers.local for op in audit.ops if op.backward)
-    with pytest.raises(AuditError, match="made with cumulative=False"):
-        _ = audit.error
-
-
-def test_each_op_alone_takes_the_memory_of_one_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[weakref.ref[Tensor]] = []
-    most = 0
-
-    def watched(*args: Any) -> Any:
-        nonlocal most
-        most = max(most, sum(tensor() is not None for tensor in held))
-        result = in_high(*args)
-        held.extend(weakref.ref(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
-        return result
-
-    monkeypatch.setattr(audit_run, "in_high", watched)
-    model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(4, 8)
-    ampcompile.audit(model, cumulative=False)(x)
-    assert len(held) > 100 and most == 0  # none is left when the next op begins
-    ampcompile.audit(model)(x)
-    assert most > 30
-
-
-def test_an_op_that_knows_no_float64_is_named() -> None:
-    @torch.library.custom_op("audit_test::low_only", mutates_args=())
-    def low_only(x: Tensor) -> Tensor:
-        if x.dtype != torch.bfloat16:
-            raise TypeError("bfloat16 only")
-        return x * 2
-
-    low_only.register_fake(torch.empty_like)
-
-    def f(x: Tensor) -> Tensor:
-        return torch.ops.audit_test.low_only(x @ x) @ x
-
-    audit = ampcompile.audit(f)(torch.randn(4, 4))
-    assert audit.unmeasured == ["audit_test.low_only"]
-    assert audit.error < 0.05
-    assert "not run in high precision: audit_test.low_only" in str(audit)
-
-
-def test_wrong_requests_are_refused() -> None:
-    with pytest.raises(OptionError, match=r"expected torch\.float64 or torch\.float32"):
-        ampcompile.audit(nn.Linear(2, 2), against=torch.float16)
-    with pytest.raises(AuditError, match="found no op to compare"):
-        ampcompile.audit(lambda x: x)(torch.ones(1))
-    inside = torch.compiler.disable(lambda x: x * 2)
-    with pytest.raises(AuditError, match="found no op to compare"):
-        ampcompile.audit(lambda x: inside(x))(torch.ones(1, requires_grad=True))
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_there_are_none(mode: Any) -> None:
-    with mode():
-        audit = ampcompile.audit(nn.Linear(8, 8), dynamic=True)(torch.randn(2, 8))
-    assert audit.outputs and audit.gradient_error is None and not any(op.backward for op in audit.ops)
-
-
-def test_a_step_that_differentiates_inside_is_audited() -> None:
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(16, 8)
-
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        return loss.detach()
-
-    inside = ampcompile.audit(step)(x).gradients
-    outside = ampcompile.audit(lambda x: model(x).square().mean())(x).gradients
-    assert inside.keys() == outside.keys() == dict(model.named_parameters()).keys()
-    assert list(inside.values()) == pytest.approx(list(outside.values()), rel=1e-3)
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_the_table_fits_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    table = str(ampcompile.audit(planted(6e4), dtype=HALF)(torch.randn(4, 8)))
-    assert max(map(len, table.splitlines())) <= 100
-    assert "first overflow: aten.mul in 1.1, test_audit.py:" in table
-    assert "infinite" in table

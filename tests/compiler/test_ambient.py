@@ -13,7 +13,13 @@ from tests.compiling import HALF, HIGH, LOW, amp, compiled, dtypes, eager, regio
 
 # Dynamo looks at `.grad` of whatever is alive at a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-LINEAR = nn.Linear(8, 8)
+LINEAR = nn.utils.skip_init(nn.Linear, 8, 8)
+
+
+@pytest.fixture(autouse=True)
+def drawn() -> None:
+    """Numbers of the test's own seed."""
+    LINEAR.reset_parameters()
 
 
 def reads_dtypes(x):

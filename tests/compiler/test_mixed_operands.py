@@ -131,7 +131,7 @@ def test_eager_autocast_and_other_backends_still_refuse():
         eager(torch.cat, [a.to(HALF), b])
 
 
-def test_another_threads_trace_is_left_alone():
+def test_another_threads_trace_is_left_alone(monkeypatch):
     a, b, refused = torch.rand(2, 2, dtype=LOW), torch.rand(2, 2), []
 
     def elsewhere():
@@ -141,14 +141,14 @@ def test_another_threads_trace_is_left_alone():
             refused.append(True)
 
     mixed_operands.install("cpu")
-    mixed_operands.here.in_call = True
-    try:
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-    finally:
-        mixed_operands.here.in_call = False
+    monkeypatch.setattr(mixed_operands.here, "called", scatter)
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
     assert refused
+    torch._dynamo.reset()
+    elsewhere()
+    assert len(refused) == 1, "in the thread of the call it isn't refused"
 
 
 def test_a_disabled_region_promotes_nothing():

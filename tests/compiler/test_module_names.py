@@ -37,8 +37,14 @@ class Outer(nn.Module):
         return outs[1:]
 
 
-MODEL = Outer(1)
+MODEL: Any = None
 PATHS = ["layers.0.first", "layers.0.second.a b.0"]
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A global module, with numbers of the test's own seed."""
+    monkeypatch.setitem(globals(), "MODEL", Outer(1))
 
 
 def of_global(x: Tensor) -> Tensor:

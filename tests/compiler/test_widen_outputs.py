@@ -17,10 +17,17 @@ from tests.compiling import HALF, HIGH, LOW, compiled, dtypes, eager, gradients,
 
 # Dynamo looks at `.grad` of whatever is alive at a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-LINEAR = nn.Linear(8, 8)
-STORED = nn.Parameter(torch.randn(8, 8, dtype=LOW))
+LINEAR = nn.utils.skip_init(nn.Linear, 8, 8)
+STORED = nn.Parameter(torch.empty(8, 8, dtype=LOW))
 LOWERS = ["aot_eager", "eager"]
 Pair = namedtuple("Pair", "first second")
+
+
+@pytest.fixture(autouse=True)
+def drawn() -> None:
+    """Numbers of the test's own seed."""
+    LINEAR.reset_parameters()
+    nn.init.normal_(STORED)
 
 
 @dataclass

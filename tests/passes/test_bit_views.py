@@ -7,8 +7,7 @@ from torch import nn
 
 from tests.compiling import LOW, amp, eager
 
-HALVES = nn.Parameter(torch.randn(16, 16).to(torch.float16).view(torch.float32))
-PAIRS = nn.Parameter(torch.randn(8, 16))
+HALVES, PAIRS = nn.Parameter(torch.empty(16, 8)), nn.Parameter(torch.empty(8, 16))
 
 PROGRAMS = {
     "a weight of another width": lambda x: F.linear(x, HALVES.view(torch.float16)),
@@ -24,6 +23,14 @@ PROGRAMS = {
     "a negative view": lambda x: F.linear(x, torch._neg_view(PAIRS)),
     "the conjugate's imaginary part": lambda x: torch.complex(x, x).conj().imag @ PAIRS.t(),
 }
+
+
+@pytest.fixture(autouse=True)
+def drawn() -> None:
+    """Numbers of the test's own seed."""
+    nn.init.normal_(PAIRS)
+    with torch.no_grad():
+        HALVES.view(torch.float16).normal_()
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -21,7 +21,15 @@ from tests.passes.rewriting import count, rewritten
 from tests.passes.tidied import inserted, ours, results
 
 FUSE = FuseNorm(Worth("norm"))
-X, W, V, B = torch.randn(2, 8, 5, 3), torch.randn(8, 8, 3, 3) / 8, torch.randn(8), torch.randn(8)
+X, W, V, B = torch.empty(2, 8, 5, 3), torch.empty(8, 8, 3, 3), torch.empty(8), torch.empty(8)
+
+
+@pytest.fixture(autouse=True)
+def drawn() -> None:
+    """Numbers of the test's own seed."""
+    for value in (X, V, B):
+        value.normal_()
+    W.normal_(std=1 / 8)
 
 
 def conv(x: Tensor, w: Tensor) -> Tensor:

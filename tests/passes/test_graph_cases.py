@@ -11,8 +11,15 @@ import torch.nn.functional as F
 import ampcompile
 from tests.compiling import HALF, HIGH, LOW, amp, dtypes, eager, same_bits
 
-X, W, V = torch.randn(8, 8), torch.randn(8, 8), torch.randn(8, 8)
-IMAGE, KERNEL, KERNEL2, BIAS = torch.randn(1, 3, 8, 8), torch.randn(3, 3, 3, 3), torch.randn(3, 3, 3, 3), torch.ones(3)
+X, W, V = (torch.empty(8, 8) for _ in range(3))
+IMAGE, KERNEL, KERNEL2, BIAS = torch.empty(1, 3, 8, 8), torch.empty(3, 3, 3, 3), torch.empty(3, 3, 3, 3), torch.ones(3)
+
+
+@pytest.fixture(autouse=True)
+def drawn() -> None:
+    """Numbers of the test's own seed."""
+    for value in (X, W, V, IMAGE, KERNEL, KERNEL2):
+        value.normal_()
 
 
 def report(f, *args, **options):

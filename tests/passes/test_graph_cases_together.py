@@ -25,7 +25,14 @@ from tests.compiling import HALF, HIGH, LOW, amp, dtypes, eager, gradients, same
 from tests.passes.captured import captured
 from tests.passes.tidied import inserted, ours, spelled, tidied
 
-X, W, V = torch.randn(8, 8), torch.randn(8, 8), torch.randn(8, 8)
+X, W, V = (torch.empty(8, 8) for _ in range(3))
+
+
+@pytest.fixture(autouse=True)
+def drawn() -> None:
+    """Numbers of the test's own seed."""
+    for value in (X, W, V):
+        value.normal_()
 
 
 def decided(f, *like, states, placement=False):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ampcompile.kernels.adam import AdamGroup, AdamTensors
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors
 from ampcompile.scaler.grad_scaler import GradScaler
+from tests.compiling import bits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CHUNK = 16384  # of the C++ kernels
@@ -68,7 +69,8 @@ def assert_equal(actual: Sequence[Tensor | None], expected: Sequence[Tensor | No
         if a is None or e is None:
             assert a is e
         else:
-            torch.testing.assert_close(a, e, rtol=0, atol=0, equal_nan=True)
+            assert a.dtype == e.dtype
+            torch.testing.assert_close(bits(a), bits(e), rtol=0, atol=0)
 
 
 def assert_close(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:

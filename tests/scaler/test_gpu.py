@@ -89,7 +89,7 @@ def test_an_iteration_is_four_launches_and_allocates_nothing():
     params = weights_on()
     optimizer, scaler = torch.optim.AdamW(params), GradScaler("cuda")
     scaler.scale(torch.ones((), device="cuda"))
-    binding = weights.bind(params, [torch.bfloat16] * len(params))
+    binding = weights.bind([torch.bfloat16] * len(params))
     copies = binding.copies(params)
     fill(params, 0)
     for _ in range(3):

@@ -21,7 +21,7 @@ def made(dtypes=(torch.bfloat16, torch.float16)):
     """Parameters, and a binding that reads each in each type."""
     params = [nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(3, 5).t())]
     slots = [param for param in params for _ in dtypes]
-    return params, slots, weights.bind(slots, list(dtypes) * len(params))
+    return params, slots, weights.bind(list(dtypes) * len(params))
 
 
 def fill(params, bad: float | None = None) -> None:

@@ -43,7 +43,7 @@ def same(got: list[Tensor], expected: list[Tensor]) -> bool:
 
 def test_graphs_share_one_copy_per_weight_and_dtype() -> None:
     params = parameters()
-    train, evaluate = bind(params, [BF16] * 3), bind([None] * 4, [BF16, BF16, F16, BF16])
+    train, evaluate = bind([BF16] * 3), bind([BF16, BF16, F16, BF16])
     a = train.copies(params)
     b = evaluate.copies([params[0], params[0], params[0], params[2]])
     assert a[0] is b[0] is b[1] and a[2] is b[3] and b[2].dtype == F16
@@ -53,7 +53,7 @@ def test_graphs_share_one_copy_per_weight_and_dtype() -> None:
 
 def test_a_write_is_cast_once_for_all_graphs() -> None:
     params = parameters()
-    bindings = [bind(params, [BF16] * 3) for _ in range(3)]
+    bindings = [bind([BF16] * 3) for _ in range(3)]
     for binding in bindings:
         binding.copies(params)
     casts = weight_stats().casts
@@ -67,7 +67,7 @@ def test_a_write_is_cast_once_for_all_graphs() -> None:
 
 def test_copies_go_with_the_last_graph() -> None:
     params = parameters()
-    first, second = bind(params, [BF16] * 3), bind(params[:1], [BF16])
+    first, second = bind([BF16] * 3), bind([BF16])
     first.copies(params)
     second.copies(params[:1])
     del first
@@ -79,7 +79,7 @@ def test_copies_go_with_the_last_graph() -> None:
 @pytest.mark.parametrize("collect", [gc.collect, lambda: None])
 def test_copies_go_with_the_weight(collect: Callable[[], object]) -> None:
     params, others = parameters(), parameters()
-    binding = bind(params, [BF16] * 3)
+    binding = bind([BF16] * 3)
     binding.copies(params)
     binding.copies(others)
     assert weight_stats().copies == 6
@@ -93,7 +93,7 @@ def test_copies_go_with_the_weight(collect: Callable[[], object]) -> None:
 def test_no_reference_to_a_weight_is_kept() -> None:
     (param,) = parameters(1)
     references, attributes = sys.getrefcount(param), dict(param.__dict__)
-    binding = bind([param], [BF16])
+    binding = bind([BF16])
     binding.copies([param])
     _ = param.data
     assert sys.getrefcount(param) == references
@@ -106,7 +106,7 @@ def test_no_reference_to_a_weight_is_kept() -> None:
 
 def test_alternating_sets_of_weights_cast_nothing_again() -> None:
     sets = [parameters() for _ in range(4)]
-    binding = bind([None] * 3, [BF16] * 3)
+    binding = bind([BF16] * 3)
     for params in sets:
         assert same(binding.copies(params), low(params))
     casts = weight_stats().casts
@@ -121,7 +121,7 @@ def test_alternating_sets_of_weights_cast_nothing_again() -> None:
 
 
 def test_every_set_of_weights_keeps_its_copies_for_as_long_as_it_lives() -> None:
-    binding = bind([None] * 3, [BF16] * 3)
+    binding = bind([BF16] * 3)
     sets = [parameters() for _ in range(100)]
     for params in sets:
         assert same(binding.copies(params), low(params))
@@ -139,7 +139,7 @@ def test_every_set_of_weights_keeps_its_copies_for_as_long_as_it_lives() -> None
 
 def test_functional_call_with_new_tensors_every_time() -> None:
     params = parameters()
-    binding = bind([None] * 3, [BF16] * 3)
+    binding = bind([BF16] * 3)
     for step in range(12):
         others = [p.detach() + step for p in params]
         assert same(binding.copies(others), low(others))
@@ -150,7 +150,7 @@ def test_functional_call_with_new_tensors_every_time() -> None:
 def test_tied_weights_share_a_copy_whoever_is_written() -> None:
     a = nn.Parameter(torch.randn(9, 5))
     b = nn.Parameter(a.data)
-    one, other, both = (bind([None] * n, [BF16] * n) for n in (1, 1, 2))
+    one, other, both = (bind([BF16] * n) for n in (1, 1, 2))
 
     def check() -> None:
         for _ in range(2):
@@ -179,7 +179,7 @@ def on_the_memory_of(tensor: Tensor) -> nn.Parameter:
 def test_a_write_through_one_tied_weight_reaches_a_graph_that_reads_the_other(first: int) -> None:
     a = nn.Parameter(torch.randn(20, 5))
     b = on_the_memory_of(a)
-    one, other = bind([None], [BF16]), bind([None], [BF16])
+    one, other = bind([BF16]), bind([BF16])
     one.copies([a])
     other.copies([b])
     for written in ((a, b), (b, a))[first]:
@@ -194,7 +194,7 @@ def test_another_tensor_on_the_same_memory_with_the_same_version() -> None:
     b = on_the_memory_of(a)
     with torch.no_grad():
         a.add_(1)
-        binding = bind([None], [BF16])
+        binding = bind([BF16])
         binding.copies([a])
         while b._version < a._version:
             b[11, 2] += 1
@@ -202,7 +202,7 @@ def test_another_tensor_on_the_same_memory_with_the_same_version() -> None:
 
 
 def test_a_new_weight_at_the_address_and_id_of_a_freed_one() -> None:
-    binding, memory = bind([None], [BF16]), torch.zeros(64, 64).numpy()
+    binding, memory = bind([BF16]), torch.zeros(64, 64).numpy()
     places = set()
     for step in range(1, 2000):
         value = torch.from_numpy(memory)
@@ -219,14 +219,14 @@ def test_a_new_weight_at_the_address_and_id_of_a_freed_one() -> None:
 
 def test_the_copies_stay_the_same_while_nothing_changes() -> None:
     params = parameters()
-    binding = bind(params, [BF16] * 3)
+    binding = bind([BF16] * 3)
     got = binding.copies(params)
     assert all(map(is_, binding.copies(tuple(params)), got))
 
 
 def test_refreshed_in_place_when_no_backward_waits() -> None:
     params = parameters()
-    binding = bind(params, [BF16] * 3)
+    binding = bind([BF16] * 3)
     addresses = [c.data_ptr() for c in binding.copies(params)]
     versions = [c._version for c in binding.copies(params)]
     for _ in range(3):
@@ -269,7 +269,7 @@ PENDING = {
 @pytest.mark.parametrize("retain", [False, True])
 def test_a_late_backward_has_the_old_weights(op: str, updates: int, retain: bool) -> None:
     (param,) = parameters(1)
-    binding = bind([param], [BF16])
+    binding = bind([BF16])
     x = torch.randn(5, 8, dtype=BF16, requires_grad=True)
     loss = PENDING[op](x, binding.copies([param])[0]).float().square().sum()
     expected_x = x.detach().clone().requires_grad_()
@@ -293,7 +293,7 @@ def test_a_late_backward_has_the_old_weights(op: str, updates: int, retain: bool
 
 def test_in_place_whatever_happens_makes_autograd_raise() -> None:
     (param,) = parameters(1)
-    binding = bind([param], [BF16], in_place=True)
+    binding = bind([BF16], in_place=True)
     copied = binding.copies([param])[0]
     loss = F.linear(torch.randn(5, 8, dtype=BF16, requires_grad=True), copied).sum()
     with torch.no_grad():
@@ -306,7 +306,7 @@ def test_in_place_whatever_happens_makes_autograd_raise() -> None:
 
 def test_pending_backwards_keep_their_buffers_and_give_them_back() -> None:
     (param,) = parameters(1)
-    binding = bind([param], [BF16])
+    binding = bind([BF16])
     losses, buffers = [], set()
     for _ in range(4):
         x = torch.randn(5, 8, dtype=BF16, requires_grad=True)
@@ -322,7 +322,7 @@ def test_pending_backwards_keep_their_buffers_and_give_them_back() -> None:
 
 def test_a_fused_step_that_writes_the_copies() -> None:
     params = parameters()
-    binding = bind(params, [BF16] * 3)
+    binding = bind([BF16] * 3)
     binding.copies(params)
     casts = weight_stats().casts
 
@@ -353,7 +353,7 @@ def test_a_fused_step_that_writes_the_copies() -> None:
 
 def test_a_copy_made_in_inference_mode_serves_training() -> None:
     (param,) = parameters(1)
-    binding = bind([param], [BF16])
+    binding = bind([BF16])
     with torch.inference_mode():
         assert not binding.copies([param])[0].is_inference()
     x = torch.randn(5, 8, dtype=BF16, requires_grad=True)
@@ -371,7 +371,7 @@ def test_a_copy_made_in_inference_mode_serves_training() -> None:
 def test_inference_tensors_are_cast_every_time() -> None:
     with torch.inference_mode():
         weight = torch.randn(40, 3)
-    binding = bind([None], [BF16])
+    binding = bind([BF16])
     for _ in range(3):
         with torch.inference_mode():
             weight[20, 1] += 1
@@ -389,7 +389,7 @@ def test_layouts() -> None:
         torch.randn(7, dtype=torch.float16)[1:],
         torch.randn(5, 3, dtype=torch.float64),
     ):
-        binding = bind([None], [BF16])
+        binding = bind([BF16])
         assert hoistable(weight)
         for _ in range(2):
             (got,) = binding.copies([weight])
@@ -418,7 +418,7 @@ def test_what_is_not_hoistable() -> None:
 
 def test_invalidate_takes_models_parameters_and_lists() -> None:
     model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6))
-    binding = bind([None], [BF16])
+    binding = bind([BF16])
     binding.copies([model[0].weight])
     for argument in (model, model[0].weight, [model[0].weight], model.parameters()):
         casts = weight_stats().casts
@@ -432,7 +432,7 @@ def test_invalidate_takes_models_parameters_and_lists() -> None:
 
 def test_parameters_still_pickle_and_copy() -> None:
     (param,) = parameters(1)
-    bind([param], [BF16]).copies([param])
+    bind([BF16]).copies([param])
     assert torch.equal(pickle.loads(pickle.dumps(param)), param)
     assert torch.equal(copy.deepcopy(param), param)
     assert torch.equal(torch.func.vmap(lambda w: w * 2)(param), param * 2)
@@ -440,7 +440,7 @@ def test_parameters_still_pickle_and_copy() -> None:
 
 def test_threads_that_call_the_same_graph() -> None:
     params = parameters()
-    binding = bind(params, [BF16] * 3)
+    binding = bind([BF16] * 3)
     wrong: list[object] = []
     barrier = threading.Barrier(5)
 
@@ -469,7 +469,7 @@ def test_threads_that_call_the_same_graph() -> None:
 
 def test_a_call_costs_no_more_than_it_may() -> None:
     params = [nn.Parameter(torch.randn(16, 16)) for _ in range(150)]
-    binding = bind([None] * 150, [BF16] * 150)
+    binding = bind([BF16] * 150)
     binding.copies(params)
     times = []
     for _ in range(200):

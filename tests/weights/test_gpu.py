@@ -35,7 +35,7 @@ def unseen(param: torch.Tensor) -> None:
 
 def setting() -> tuple[list[nn.Parameter], Binding]:
     params = [nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(20, 7))]
-    return params, bind(params, [BF16, BF16])
+    return params, bind([BF16, BF16])
 
 
 def fresh(binding: Binding, params: list[nn.Parameter]) -> bool:
@@ -60,7 +60,7 @@ def test_an_unreported_write_is_repaired_before_the_call() -> None:
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_other_graphs_find_it_too() -> None:
     params, binding = setting()
-    other = bind([None], [BF16])
+    other = bind([BF16])
     assert fresh(binding, params) and fresh(other, params[1:])
     unseen(params[1])
     assert fresh(other, params[1:]) and fresh(binding, params)
@@ -105,7 +105,7 @@ def test_a_reported_write_while_a_backward_waits_gets_a_fresh_buffer() -> None:
 
 def cuda_setting() -> tuple[list[nn.Parameter], Binding]:
     params = [nn.Parameter(torch.randn(size, device="cuda")) for size in ((512, 512), (100, 333), (7,))]
-    return params, bind(params, [BF16] * 3)
+    return params, bind([BF16] * 3)
 
 
 @pytest.mark.gpu

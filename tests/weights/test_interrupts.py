@@ -70,7 +70,7 @@ class Case:
         self.flat = torch.randn(800)
         self.weights = [nn.Parameter(self.flat[:400].view(20, 20)), nn.Parameter(torch.randn(20, 20))]
         self.alias = nn.Parameter(self.weights[1].data)
-        self.bindings: list[Binding] = [bind([None] * 2, [BF16] * 2), bind([None], [BF16])]
+        self.bindings: list[Binding] = [bind([BF16] * 2), bind([BF16])]
         if called:
             self.call()
             self.call()

@@ -17,7 +17,7 @@ BF16 = torch.bfloat16
 def setting() -> tuple[list[nn.Parameter], Binding]:
     """A graph that reads its first weight packed."""
     params = [nn.Parameter(torch.randn(70, 80)), nn.Parameter(torch.randn(70))]
-    return params, bind([None] * 2, [BF16] * 2, packed=[True, False])
+    return params, bind([BF16] * 2, packed=[True, False])
 
 
 def opaque(tensors: list[Tensor]) -> list[bool]:
@@ -70,7 +70,7 @@ def test_graphs_that_read_it_either_way_share_a_copy() -> None:
     params, binding = setting()
     for _ in range(PAYS):
         binding.copies(params)
-    strided = bind([None], [BF16])
+    strided = bind([BF16])
     for _ in range(3):
         (form,) = strided.copies(params[:1])
         assert torch.equal(form, params[0].detach().to(BF16)) and form.stride() == params[0].stride()
@@ -101,7 +101,7 @@ def test_packed_forms_go_with_their_weight() -> None:
 
 def test_what_may_have_been_written_is_packed_again_only_if_it_was() -> None:
     params, binding = setting()
-    strided = bind([None], [BF16])
+    strided = bind([BF16])
     strided.copies(params[:1])
     for _ in range(PAYS):
         packed = binding.copies(params)[0]

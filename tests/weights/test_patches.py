@@ -36,7 +36,7 @@ def what_is_patched() -> list[Any]:
 @pytest.fixture
 def copied() -> Iterator[tuple[nn.Parameter, Binding]]:
     """A weight that has a copy."""
-    weight, binding = nn.Parameter(torch.randn(6, 8)), bind([None], [BF16])
+    weight, binding = nn.Parameter(torch.randn(6, 8)), bind([BF16])
     binding.copies([weight])
     yield weight, binding
     assert torch.equal(binding.copies([weight])[0], weight.detach().to(BF16))
@@ -47,7 +47,7 @@ def test_patches_come_with_the_first_copy_and_go_with_the_last() -> None:
     assert weight_stats().copies == 0
     before = what_is_patched()
     assert vars(Tensor).get("data", MISSING) is MISSING
-    weights, binding = [nn.Parameter(torch.randn(3, 4)) for _ in range(2)], bind([None], [BF16])
+    weights, binding = [nn.Parameter(torch.randn(3, 4)) for _ in range(2)], bind([BF16])
     for weight in weights:
         binding.copies([weight])
     assert all(map(lambda a, b: a is not b, what_is_patched(), before))
@@ -96,7 +96,7 @@ def test_data_of_tensors_in_transforms_and_traces(name: str) -> None:
 
     weight = torch.randn(6, 8)
     expected = outcome()
-    binding = bind([None], [BF16])
+    binding = bind([BF16])
     binding.copies([weight])
     assert "data" in vars(Tensor)
     assert outcome() == expected
@@ -219,7 +219,7 @@ def test_a_compiled_graph_is_not_compiled_again_when_patches_come_and_go() -> No
     x = torch.randn(3)
     compiled(x)
     frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    weight, binding = nn.Parameter(torch.randn(6, 8)), bind([None], [BF16])
+    weight, binding = nn.Parameter(torch.randn(6, 8)), bind([BF16])
     binding.copies([weight])
     compiled(x)
     del weight
@@ -243,7 +243,7 @@ def test_patched_methods_pickle_as_torchs_own(copied: tuple[nn.Parameter, Bindin
 
 
 def test_the_last_copy_dies_while_another_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    others, binding = [nn.Parameter(torch.randn(6, 8))], bind([None], [BF16])
+    others, binding = [nn.Parameter(torch.randn(6, 8))], bind([BF16])
     binding.copies(others)
     alias = storages.alias
 
@@ -261,7 +261,7 @@ def test_the_last_copy_dies_while_another_is_made(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_sharer_that_leaves_resized_memory_as_another_comes() -> None:
-    weight, binding = nn.Parameter(torch.randn(20, 20)), bind([None], [BF16])
+    weight, binding = nn.Parameter(torch.randn(20, 20)), bind([BF16])
     binding.copies([weight])
     leaves = weight.data
     binding.copies([weight])
@@ -275,7 +275,7 @@ def test_a_sharer_that_leaves_resized_memory_as_another_comes() -> None:
 
 
 def test_slices_of_a_storage_that_are_written() -> None:
-    weight, binding = nn.Parameter(torch.randn(20, 20)), bind([None], [BF16])
+    weight, binding = nn.Parameter(torch.randn(20, 20)), bind([BF16])
     row, column = unsampled(weight)
     at = 4 * (20 * row + column)
     for write in (
@@ -289,7 +289,7 @@ def test_slices_of_a_storage_that_are_written() -> None:
 
 @pytest.mark.parametrize("writer", ["fused step", ".data"])
 def test_a_thread_that_writes_while_another_calls(writer: str) -> None:
-    weights, binding = [nn.Parameter(torch.randn(20, 20)) for _ in range(20)], bind([None] * 20, [BF16] * 20)
+    weights, binding = [nn.Parameter(torch.randn(20, 20)) for _ in range(20)], bind([BF16] * 20)
     at, stop = unsampled(weights[0]), threading.Event()
     optimizer = torch.optim.SGD(weights, lr=1.0, fused=True)
     for weight in weights:

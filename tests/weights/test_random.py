@@ -32,8 +32,8 @@ class World:
         ]
         self.weights[2] = nn.Parameter(self.weights[1].data)
         self.graphs: list[tuple[Binding, list[int]]] = [
-            (bind([None] * 4, [BF16] * 4), [0, 1, 2, 3]),
-            (bind([None] * 3, [BF16] * 3), [2, 0, 0]),
+            (bind([BF16] * 4), [0, 1, 2, 3]),
+            (bind([BF16] * 3), [2, 0, 0]),
         ]
         self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []
         self.aliases: list[Tensor] = []

@@ -62,7 +62,7 @@ def test_no_column_goes_unseen_for_good(width: int) -> None:
 
 def test_one_expert_of_a_stack_rewritten_by_numpy() -> None:
     experts = nn.Parameter(torch.randn(64, 16, 24))
-    binding = bind([None], [BF16])
+    binding = bind([BF16])
     binding.copies([experts])
     for expert in range(64):
         experts.detach().numpy()[expert] += 1
@@ -105,7 +105,7 @@ def test_addresses_far_apart_and_high() -> None:
 
 def test_a_tensor_that_is_no_parameter_has_to_earn_its_copy() -> None:
     buffer = torch.zeros(8, 64)
-    binding = bind([None], [BF16], on_trial=[True])
+    binding = bind([BF16], on_trial=[True])
     view = buffer.numpy()
     for step in range(20):
         view[:] = 0

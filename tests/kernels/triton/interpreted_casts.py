@@ -8,6 +8,7 @@ import torch
 from ampcompile.kernels import recheck
 from ampcompile.kernels.triton import cast_many
 from ampcompile.kernels.triton import recheck as gpu
+from tests.compiling import same_bits
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of arithmetic with infinity and NaN
@@ -36,11 +37,7 @@ def weights_of(dtype):
 
 
 def assert_same_bits(copies, weights):
-    for copy, weight in zip(copies, weights, strict=True):
-        expected = weight.to(copy.dtype)
-        assert torch.equal(copy.isnan(), expected.isnan())
-        numbers = ~copy.isnan()
-        assert torch.equal(copy[numbers].view(torch.int16), expected[numbers].view(torch.int16))
+    assert same_bits(copies, [weight.to(copy.dtype) for copy, weight in zip(copies, weights, strict=True)])
 
 
 @pytest.mark.parametrize("source", [torch.float64, torch.float32])
@@ -85,9 +82,9 @@ def test_recheck_equals_its_reference(target):
             flags = [torch.zeros(1, dtype=torch.int32) for _ in range(2)]
             workspace = {}
             gpu.recheck_(copies, weights, flags[0], False, workspace, CHUNK, 32)
-            assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(copies, expected, strict=True))
+            assert same_bits(copies, expected)
             recheck.recheck_reference_(expected, weights, flags[1], True)
             assert flags[0].item() == flags[1].item() >= (isinstance(element, slice) and written >= 0)
             gpu.recheck_(copies, weights, flags[0].zero_(), True, workspace, CHUNK, 32)
             assert flags[0].item() == flags[1].item()
-            assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(copies, expected, strict=True))
+            assert same_bits(copies, expected)

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from ampcompile.kernels.adam import adam_reference_
-from ampcompile.kernels.adam import group_values as adam_settings
 from ampcompile.kernels.check_grads import Checked, check_grads_reference
-from ampcompile.kernels.sgd import group_values as sgd_settings
+from ampcompile.kernels.native import group_values
 from ampcompile.kernels.sgd import sgd_reference_
 from ampcompile.kernels.triton import adam, check_grads, sgd, tables, unscale, update_scale
 from ampcompile.kernels.unscale import unscale_reference_
@@ -43,13 +42,13 @@ def small(monkeypatch):
 
 def adam_(t, multiplier=None, found_inf=None, workspace=None):
     rows = (t.grads, t.params, t.exp_avgs, t.exp_avg_sqs, t.max_exp_avg_sqs, t.steps, t.copies)
-    lrs, settings = [group.lr for group in t.groups], adam_settings(t.groups)
+    lrs, settings = [group.lr for group in t.groups], group_values(t.groups)
     adam.adam_(rows, t.group_of, settings, lrs, multiplier, found_inf, {} if workspace is None else workspace)
 
 
 def sgd_(t, multiplier=None, found_inf=None, workspace=None):
     rows = (t.grads, t.params, t.momentum_buffers, t.copies)
-    lrs, settings = [group.lr for group in t.groups], sgd_settings(t.groups)
+    lrs, settings = [group.lr for group in t.groups], group_values(t.groups)
     sgd.sgd_(rows, t.group_of, settings, lrs, multiplier, found_inf, {} if workspace is None else workspace)
 
 

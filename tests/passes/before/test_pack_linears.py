@@ -1,6 +1,7 @@
 """Linear layers on the CPU read packed copies, where that changes no bit."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,16 +52,16 @@ class Functional(nn.Module):
 @pytest.mark.parametrize(
     ("module", "options"),
     [
-        (Functional(), {}),
-        (Layers(64, 63), {}),
-        (Layers(), {"weights": "every_call"}),
-        (Layers(), {"dtype": torch.float16}),
+        (Functional, {}),
+        (lambda: Layers(64, 63), {}),
+        (Layers, {"weights": "every_call"}),
+        (Layers, {"dtype": torch.float16}),
     ],
     ids=["a view of a weight, and a plain product", "too small", "no copies", "no packed product of that dtype"],
 )
-def test_declines(module: nn.Module, options: dict[str, Any]) -> None:
+def test_declines(module: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     with torch.no_grad():
-        assert layouts(module, torch.randn(3, 64), **options)[0] == 0
+        assert layouts(module(), torch.randn(3, 64), **options)[0] == 0
 
 
 def test_idempotent() -> None:

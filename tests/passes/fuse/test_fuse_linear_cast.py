@@ -38,29 +38,34 @@ def matrix(*shape):
     return torch.randn(*shape)
 
 
+def like(*shape):
+    """What only lends its shape and dtype."""
+    return torch.ones(*shape)
+
+
 def in_order(f):
     """A graph's inputs stand in the order in which they are used."""
     return lambda *args: f(*(a.view(a.shape) for a in args))
 
 
 FIRES = {
-    "lora": (lora, (matrix(6, 20), matrix(9, 20), matrix(3, 20), matrix(9, 3)), 2),
-    "weight norm": (weight_norm, (matrix(2, 6, 20), matrix(9, 20), matrix(9, 1)), 1),
-    "ternary": (ternary, (matrix(6, 20), matrix(9, 20)), 1),
-    "bias": (lambda x, w, b: F.linear(x, w * 2, b * 2), (matrix(6, 20), matrix(9, 20), matrix(9)), 1),
-    "mm": (lambda x, w: torch.mm(x, w.cos()), (matrix(6, 20), matrix(20, 9)), 1),
-    "matmul": (lambda x, w: x @ w.cos(), (matrix(2, 6, 20), matrix(20, 9)), 1),
-    "addmm": (lambda x, w, b: torch.addmm(b, x, w.cos().t()), (matrix(6, 20), matrix(9, 20), matrix(9)), 1),
-    "weight first": (lambda x, w: (w.cos() @ x).view(-1), (matrix(20, 6), matrix(9, 20)), 1),
-    "transposed": (lambda x, w: x @ w.cos().t(), (matrix(6, 20), matrix(9, 20)), 1),
+    "lora": (lora, (like(6, 20), like(9, 20), like(3, 20), like(9, 3)), 2),
+    "weight norm": (weight_norm, (like(2, 6, 20), like(9, 20), like(9, 1)), 1),
+    "ternary": (ternary, (like(6, 20), like(9, 20)), 1),
+    "bias": (lambda x, w, b: F.linear(x, w * 2, b * 2), (like(6, 20), like(9, 20), like(9)), 1),
+    "mm": (lambda x, w: torch.mm(x, w.cos()), (like(6, 20), like(20, 9)), 1),
+    "matmul": (lambda x, w: x @ w.cos(), (like(2, 6, 20), like(20, 9)), 1),
+    "addmm": (lambda x, w, b: torch.addmm(b, x, w.cos().t()), (like(6, 20), like(9, 20), like(9)), 1),
+    "weight first": (lambda x, w: (w.cos() @ x).view(-1), (like(20, 6), like(9, 20)), 1),
+    "transposed": (lambda x, w: x @ w.cos().t(), (like(6, 20), like(9, 20)), 1),
     "views": (
         lambda x, w: x @ w.cos().view(4, 9, 20)[2].transpose(0, 1),
-        (matrix(6, 20), matrix(36, 20)),
+        (like(6, 20), like(36, 20)),
         1,
     ),
-    "own casts": (lambda x, w: (x @ w.cos(), x @ w.cos()), (matrix(6, 20), matrix(20, 9)), 2),
-    "an input": (lambda x, w: x @ w, (matrix(6, 20), matrix(20, 9)), 1),
-    "square": (lambda x: x @ x, (matrix(8, 8),), 1),
+    "own casts": (lambda x, w: (x @ w.cos(), x @ w.cos()), (like(6, 20), like(20, 9)), 2),
+    "an input": (lambda x, w: x @ w, (like(6, 20), like(20, 9)), 1),
+    "square": (lambda x: x @ x, (like(8, 8),), 1),
 }
 
 
@@ -72,16 +77,16 @@ def in_place(x, w):
 
 
 DECLINES = {
-    "the user's cast": (lambda x, w: x @ w.cos().bfloat16(), (matrix(6, 20).bfloat16(), matrix(20, 9))),
-    "low already": (lambda x, w: x @ (w * 2), (matrix(6, 20), matrix(20, 9).bfloat16())),
-    "written": (in_place, (matrix(6, 20), matrix(20, 9))),
-    "batched": (lambda x, w: torch.bmm(x, w.cos()), (matrix(3, 6, 20), matrix(3, 20, 9))),
-    "a batch of weights": (lambda x, w: x @ w.cos(), (matrix(6, 20), matrix(3, 20, 9))),
-    "a vector": (lambda x, w: x @ w.cos(), (matrix(6, 20), matrix(20))),
-    "added twice": (lambda x, w, b: torch.addmm(b, x, w.cos(), beta=2), (matrix(6, 20), matrix(20, 9), matrix(9))),
-    "a matrix added": (lambda x, w, b: torch.addmm(b, x, w.cos()), (matrix(6, 20), matrix(20, 9), matrix(6, 9))),
-    "copied first": (lambda x, w: x @ w.cos().t().bfloat16().contiguous(), (matrix(6, 20), matrix(9, 20))),
-    "not by autocast": (lambda x, w: x + w.cos(), (matrix(6, 20), matrix(6, 20))),
+    "the user's cast": (lambda x, w: x @ w.cos().bfloat16(), (like(6, 20).bfloat16(), like(20, 9))),
+    "low already": (lambda x, w: x @ (w * 2), (like(6, 20), like(20, 9).bfloat16())),
+    "written": (in_place, (like(6, 20), like(20, 9))),
+    "batched": (lambda x, w: torch.bmm(x, w.cos()), (like(3, 6, 20), like(3, 20, 9))),
+    "a batch of weights": (lambda x, w: x @ w.cos(), (like(6, 20), like(3, 20, 9))),
+    "a vector": (lambda x, w: x @ w.cos(), (like(6, 20), like(20))),
+    "added twice": (lambda x, w, b: torch.addmm(b, x, w.cos(), beta=2), (like(6, 20), like(20, 9), like(9))),
+    "a matrix added": (lambda x, w, b: torch.addmm(b, x, w.cos()), (like(6, 20), like(20, 9), like(6, 9))),
+    "copied first": (lambda x, w: x @ w.cos().t().bfloat16().contiguous(), (like(6, 20), like(9, 20))),
+    "not by autocast": (lambda x, w: x + w.cos(), (like(6, 20), like(6, 20))),
 }
 
 
@@ -117,7 +122,8 @@ def in_float64(f, args, like):
     found = f(*inputs)
     values = list(found) if isinstance(found, tuple) else [found]
     generator = torch.Generator().manual_seed(0)
-    seeds = [torch.randn(v.shape, generator=generator).to(known.dtype) for v, known in zip(values, like, strict=False)]
+    dtypes = [known.dtype for known in like[: len(values)]]
+    seeds = [torch.randn(v.shape, generator=generator).to(dtype) for v, dtype in zip(values, dtypes, strict=True)]
     torch.autograd.backward(values, [seed.double() for seed in seeds])
     return [*(v.detach() for v in values), *(i.detach() for i in inputs), *(i.grad for i in inputs)]
 

@@ -1,0 +1,69 @@
+"""An audit as text: what is worst stands first, numbers are short, and everything fits."""
+
+import math
+
+import pytest
+import torch
+
+import ampcompile
+from ampcompile.auditing.numbers import Numbers
+from ampcompile.auditing.records import OpNumbers, Place
+from ampcompile.auditing.result import Audit
+from ampcompile.auditing.table import MODULES, OPS, render
+from tests.auditing.models import planted
+
+
+def op(name: str, module: str, local: float | None = 0.001, overflowed: float = 0.0, flushed: float = 0.0) -> OpNumbers:
+    numbers = Numbers(local, math.inf, 1234.5, overflowed, flushed, 100)
+    return OpNumbers(Place(name, module, "/home/me/model.py:7", name == "aten.mm"), torch.bfloat16, numbers)
+
+
+def audit(*ops: OpNumbers, unmeasured: tuple[str, ...] = ()) -> Audit:
+    return Audit(ops, [0.0123, math.inf], {}, 0.25, unmeasured, torch.float64)
+
+
+def rows(text: str, heading: str) -> list[list[str]]:
+    """The rows of the table with this heading, split at blanks."""
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(heading))
+    end = next((i for i in range(start, len(lines)) if not lines[i]), len(lines))
+    return [line.split() for line in lines[start + 1 : end]]
+
+
+def test_the_head_tells_of_the_whole_run() -> None:
+    text = render(audit(op("aten.add", "a"), op("aten.mm", "", overflowed=0.5), unmeasured=("my.op", "my.other")), 120)
+    assert text.splitlines()[:5] == [
+        "mixed run against f64: 2 ops",
+        "relative error of the outputs: 1.2e-02, infinite",
+        "relative error of all gradients together: 2.5e-01",
+        "first overflow: aten.mm (backward) in no module, model.py:7",
+        "first flush to zero: none",
+    ]
+    assert text.splitlines()[-1] == "not run in high precision: my.op, my.other"
+
+
+def test_ops_are_sorted_by_overflow_then_flush_then_error() -> None:
+    found = [op("small", "m"), op("large", "m", 0.5), op("zero", "m", flushed=0.25), op("inf", "m", overflowed=0.0005)]
+    text = render(audit(*found, op("none", "m", None)), 140)
+    table = rows(text, "op, the worst first")
+    assert [row[0] for row in table] == ["inf", "zero", "large", "small", "none"]
+    assert table[0] == ["inf", "m", "model.py:7", "bf16", "1.0e-03", "infinite", "1.2e+03", "<0.1%"]
+    assert table[1][-1] == "25.0%" and table[4][4:] == ["infinite", "1.2e+03"]
+
+
+def test_only_the_worst_are_shown_modules_in_the_order_in_which_they_ran() -> None:
+    found = [op("aten.add", f"m{i}", local=0.001 * (i % 7 + 1)) for i in range(MODULES + 5)]
+    text = render(audit(*found), 140)
+    assert f"module (the worst {MODULES} of {MODULES + 5})" in text
+    names = [row[0] for row in rows(text, "module (the worst")]
+    assert len(names) == MODULES and names == sorted(names, key=lambda name: int(name[1:]))
+    assert {f"m{i}" for i in range(MODULES + 5) if i % 7} <= set(names)
+    assert len(rows(text, "op, the worst first")) == OPS
+
+
+def test_the_table_fits_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    table = str(ampcompile.audit(planted(6e4), dtype=torch.float16)(torch.randn(4, 8)))
+    assert max(map(len, table.splitlines())) <= 100
+    assert "first overflow: aten.mul in 1.1, models.py:" in table
+    assert "infinite" in table

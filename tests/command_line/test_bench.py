@@ -1,0 +1,56 @@
+"""The race: every candidate is timed, none leaves anything behind, one that fails says so."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ampcompile.command_line import bench as cli_bench
+from ampcompile.command_line.bench import Results, Times, bench
+from ampcompile.command_line.target import Target
+
+
+class _Eager:
+    """torch.compile without a compiler: what is tested here is the race."""
+
+    def __init__(self, f: Any, **_: Any) -> None:
+        self.f = f
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.f(*args, **kwargs)
+
+
+def test_bench_times_every_candidate_and_leaves_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), torch.randn(4, 8)
+    seen: list[tuple[bool, bool]] = []
+    model.register_forward_hook(lambda *_: seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))))
+    monkeypatch.setattr(torch, "compile", _Eager)
+    statistics = model[1].running_mean.clone()
+    results = bench(Target(model, (x,), {}), {}, True, seconds=0.01)
+    assert results.work == "training" and results.dtype == "bf16"
+    assert [c.name for c in results.candidates] == ["eager autocast", "Inductor with autocast", "amp"]
+    assert all(len(c.seconds) >= cli_bench.ROUNDS and c.median > 0 and not c.failed for c in results.candidates)
+    assert {(True, True), (True, False)} == set(seen)
+    assert all(p.grad is None for p in model.parameters()) and torch.equal(statistics, model[1].running_mean)
+    seen.clear()
+    assert bench(Target(model.eval(), (x,), {}), {}, True, seconds=0.01).work == "inference"
+    assert {grad for grad, _ in seen} == {False}
+
+
+def test_a_candidate_that_fails_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(_Eager):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("no compiler\nat all")
+
+    monkeypatch.setattr(torch, "compile", Broken)
+    results = bench(Target(nn.Linear(8, 8), (torch.randn(4, 8),), {}), {}, True, seconds=0.01)
+    assert [c.failed for c in results.candidates] == ["", *["RuntimeError: no compiler"] * 2]
+    assert "amp failed: RuntimeError: no compiler" in cli_bench.table(results).splitlines()
+
+
+def test_the_table_of_a_race_compares_with_eager_autocast() -> None:
+    times = (Times("eager autocast", 0.1, [0.2, 0.4, 0.3]), Times("amp", 2.0, [0.1, 0.15, 0.2]))
+    table = cli_bench.table(Results("inference", "cpu", "bf16", times))
+    row = next(line for line in table.splitlines() if line.startswith("amp"))
+    assert row.split() == ["amp", "150", "ms", "100", "to", "200", "2.00", "2.0", "s"]

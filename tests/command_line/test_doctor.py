@@ -1,0 +1,51 @@
+"""What the machine has is measured, and the advice follows the measurement."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampcompile.command_line import doctor as cli_doctor
+from ampcompile.torch_private import patches
+
+
+def test_doctor_measures_and_advises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_doctor, "_WIDTH", {"cpu": 32})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = cli_doctor.examine(rounds=3)
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["devices"][0]["device"] == "cpu" and found["devices"][0]["threads"] == torch.get_num_threads()
+    assert {p["work"]: p["shape"][0] for p in found["products"]} == {"one row": 1, "many rows": 1024}
+    assert all(seconds > 0 for p in found["products"] for seconds in p["seconds"].values())
+    assert len(found["advice"]) == 3 and "low precision" in found["advice"][0]
+    json.dumps(found)
+    text = cli_doctor.table(found)
+    assert torch.__version__ in text and found["advice"][0] in text
+    assert all(group.name in text and group.when in text for group in patches.TABLE)
+    assert "torch.Tensor.data" in [patch["what"] for group in found["patches"] for patch in group["patches"]]
+
+
+@pytest.mark.parametrize(
+    ("gain", "words"),
+    [(2.0, "2 times as fast as float32; low precision is likely to pay"), (0.25, "4 times as slow"), (1.1, "a little")],
+)
+def test_advice_follows_what_was_measured(gain: float, words: str) -> None:
+    product = {"device": "cpu", "work": "many rows", "seconds": {"f32": 1.0, "bf16": 1 / gain, "f16": 1.0}}
+    line, width = cli_doctor._advice("cpu", [product])
+    assert words in line and "square product" in width
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(cli_doctor.importlib.util, "find_spec", lambda name: None)
+    words = cli_doctor._missing(cuda=True)
+    assert len(words) == 2 and "no C++ compiler" in words[0] and "no triton" in words[1]
+
+
+def test_a_package_that_is_not_there_and_an_empty_cache_are_said_so(tmp_path: Path) -> None:
+    assert cli_doctor._version("no-such-package-anywhere") is None
+    assert cli_doctor._version("torch") is not None
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "file").write_bytes(b"12345")
+    assert cli_doctor._bytes(tmp_path) == 5 and cli_doctor._bytes(tmp_path / "none") == 0

@@ -1,0 +1,39 @@
+"""What a factory must return, and what is said where it returns something else."""
+
+import pytest
+import torch
+
+from ampcompile.command_line.target import load
+from ampcompile.errors import CommandLineError
+
+
+def test_lists_become_tuples_and_keywords_are_optional(shop: str) -> None:
+    target = load(f"{shop}:function")
+    assert isinstance(target.args, tuple) and target.args[0].shape == (4, 8) and target.kwargs == {"scale": 2.0}
+    assert load(f"{shop}:model").kwargs == {} and isinstance(load(f"{shop}:model").f, torch.nn.Module)
+
+
+@pytest.mark.parametrize(
+    ("factory", "found"),
+    [
+        ("number", "returned a int; "),
+        ("four", "returned a tuple of 4; "),
+        ("not_callable", "returned a int as model; "),
+        ("one_tensor", "returned a Tensor as args; "),
+        ("no_keywords", "returned a list as kwargs; "),
+    ],
+)
+def test_the_error_says_what_was_found_and_expected(shop: str, factory: str, found: str) -> None:
+    with pytest.raises(CommandLineError) as error:
+        load(f"{shop}:{factory}")
+    assert str(error.value).startswith(f"{shop}:{factory} {found}expected (model, args) or (model, args, kwargs)")
+
+
+def test_other_spellings_are_refused_and_other_errors_go_through(shop: str) -> None:
+    for spelling in ("shop", ":model", "shop:"):
+        with pytest.raises(CommandLineError, match=r"expected PACKAGE\.MODULE:FACTORY"):
+            load(spelling)
+    with pytest.raises(CommandLineError, match="found no module 'no_such_module'; expected one"):
+        load("no_such_module.inside:model")
+    with pytest.raises(ZeroDivisionError, match="the factory's own"):
+        load(f"{shop}:breaks")

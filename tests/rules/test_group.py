@@ -1,0 +1,20 @@
+"""One entry of the op tables: full names of ops, a known category, and a reason that reads on."""
+
+from ampcompile.rules import accelerator, cpu, ours
+from ampcompile.rules.group import ACCELERATORS, EVERY_DEVICE, GPU_LIKE, Group
+from ampcompile.rules.table import CATEGORIES
+
+
+def test_ops_are_atens_unless_they_say_so() -> None:
+    group = Group("fp32", ("cpu",), "why", "exp  norm.Scalar\n torchvision::nms")
+    assert group.names() == ["aten::exp", "aten::norm.Scalar", "torchvision::nms"]
+
+
+def test_every_group_gives_a_known_category_a_device_and_a_reason() -> None:
+    assert set(GPU_LIKE) < set(ACCELERATORS) < set(EVERY_DEVICE) == {*ACCELERATORS, "cpu"}
+    for group in (*cpu.GROUPS, *accelerator.GROUPS, *ours.GROUPS):
+        assert group.category in CATEGORIES
+        assert group.devices and set(group.devices) <= set(EVERY_DEVICE)
+        assert group.because[0].islower() or group.because.split()[0].isalnum()
+        assert not group.because.endswith(".")
+        assert group.names()

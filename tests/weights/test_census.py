@@ -1,0 +1,80 @@
+"""Sharers that are tensors in Python are found and known; those that aren't are reported, at every search."""
+
+import gc
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from ampcompile.weights import census, memory
+from ampcompile.weights.census import unexplained
+from ampcompile.weights.memory import Memory, memories, memory_of
+from ampcompile.weights.ranges import set_ranges
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    gc.collect()  # weights of other tests
+    monkeypatch.setattr(census, "_spent", 0.0)
+    yield
+    set_ranges(())
+
+
+def known(weight: Tensor) -> Memory:
+    found = memory_of(weight)
+    found.admit(weight)
+    set_ranges((each.begin, each.end) for each in memories())
+    return found
+
+
+def test_views_are_found_and_known() -> None:
+    weight = torch.randn(4)
+    found = known(weight)
+    kept = {"state": [weight.view(2, 2)], "parameter": torch.nn.Parameter(weight)}
+    alias = weight.detach()
+    assert found.examine(aliases=1) == 2
+    assert unexplained([found], [alias]) == []
+    assert {sharer.key for sharer in found.sharers} == {id(weight), id(kept["state"][0]), id(kept["parameter"])}
+    assert found.examine(aliases=1) == 0
+
+
+def test_each_alias_of_the_caller_counts_for_its_own_memory() -> None:
+    first, second = torch.randn(4), torch.randn(4)
+    found, other = known(first), known(second)
+    aliases = [first.detach(), second.detach(), first.detach()]
+    assert unexplained([found, other, found], aliases) == []
+    assert len(found.sharers) == len(other.sharers) == 1, "the caller's are no sharers"
+
+
+def test_what_only_a_backward_holds_is_not_found() -> None:
+    weight, other = torch.randn(3, 4), torch.randn(4)
+    found, innocent = known(weight), known(other)
+    waiting = torch.nn.functional.linear(torch.randn(2, 4, requires_grad=True), weight)  # saves a view made in C++
+    doubt = found.doubt
+    for _ in range(2):
+        assert unexplained([found, innocent], [weight.detach(), other.detach()]) == [found]
+    assert found.doubt is not doubt and len(found.sharers) == 1
+    del waiting
+    assert unexplained([found], [weight.detach()]) == []
+
+
+def test_objects_of_old_are_searched_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(4)
+    found = known(weight)
+    kept = [weight.view(4)]
+    gc.collect()  # all that is left is of old
+    monkeypatch.setattr(census, "_spent", math.inf)
+    assert unexplained([found], [weight.detach()]) == [found]
+    monkeypatch.setattr(census, "_spent", census._AT_FIRST / 2)
+    assert unexplained([found], [weight.detach()]) == []
+    assert census._AT_FIRST / 2 < census._spent < math.inf, "the search is counted"
+    assert memory.memory_of(kept[0]) is found and len(found.sharers) == 2
+
+
+def test_nothing_is_searched_where_nobody_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(4)
+    found = known(weight)
+    monkeypatch.setattr(gc, "get_objects", lambda generation: pytest.fail("searched"))
+    assert unexplained([found], [weight.detach()]) == []

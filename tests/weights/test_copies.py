@@ -1,0 +1,195 @@
+"""One copy: what makes it fresh, out of date, comparable, writable; and how many casts a refresh takes."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampcompile.kernels.packed_linear import available
+from ampcompile.weights import copies as copies_module
+from ampcompile.weights import memory
+from ampcompile.weights.copies import (
+    TRIAL,
+    Copy,
+    Weight,
+    copies_of,
+    copy_of,
+    interrupted,
+    passes,
+    recover,
+    refresh,
+)
+
+BF16, F16 = torch.bfloat16, torch.float16
+
+
+def made(weight: Tensor, dtype: torch.dtype = BF16) -> Copy:
+    """A fresh copy of a weight that is known."""
+    copy = copy_of(weight, dtype)
+    copy.memory.admit(weight)
+    copy.memory.examine()
+    cast(copy, weight)
+    return copy
+
+
+def cast(copy: Copy, weight: Tensor, every: bool = False, doubtful: Iterable[memory.Memory] = ()) -> int:
+    """Refresh a copy that is read in the weight's strides; how many passes that took."""
+    before = passes()
+    with torch.no_grad():
+        refresh([(copy, Weight(id(weight), weight), True)], every, set(doubtful))
+    return passes() - before
+
+
+def right(copy: Copy, weight: Tensor) -> bool:
+    return copy.tensor is not None and torch.equal(copy.tensor, weight.detach().to(copy.dtype))
+
+
+def test_a_weight_has_one_copy_for_each_type_and_layout() -> None:
+    weight = torch.randn(4, 4)
+    tied = nn.Parameter(weight)
+    copy = copy_of(weight, BF16)
+    assert copy_of(tied, BF16) is copy and copy_of(weight, F16) is not copy
+    assert copies_of(tied) == [copy], "one in float16 was made and let go"
+    half = copy_of(weight, F16)
+    assert copies_of(weight) == [copy, half]
+    for other in (weight.t(), weight[1:], weight.view(-1), weight.view(torch.int32)):
+        assert not copies_of(other)
+
+
+def test_the_copy_of_a_freed_weight_serves_no_other() -> None:
+    copy = made(weight := torch.randn(4))
+    assert right(copy, weight)
+    del weight
+    assert copy.tensor is None and copy.nbytes() == 0 and not copy.fresh(True) and copy.memory.storage() is None
+
+
+def test_a_copy_is_fresh_until_a_write_or_a_doubt() -> None:
+    weight = torch.randn(4, 6).t()
+    copy = made(weight)
+    assert copy.fresh(True) and right(copy, weight) and copy.tensor is not None
+    assert copy.tensor.stride() == weight.stride() and copy.nbytes() == 48
+    for report in (copy.memory.written, copy.memory.doubted):
+        report()
+        assert not copy.fresh(True)
+        cast(copy, weight)
+        assert copy.fresh(True)
+    weight.numpy()[0, 0] += 1  # nobody reports it, but a sample sees it
+    assert not copy.fresh(True) and cast(copy, weight) == 1 and right(copy, weight)
+
+
+def test_only_what_is_out_of_date_is_cast() -> None:
+    copy = made(weight := torch.randn(4))
+    assert cast(copy, weight) == 0
+    assert cast(copy, weight, every=True) == 1 and not copy.fresh(True), "for a graph that is captured"
+    assert cast(copy, weight) == 1 and copy.fresh(True)
+
+
+def test_a_doubt_costs_a_comparison_and_keeps_the_buffer() -> None:
+    copy = made(weight := torch.randn(4))
+    buffer = copy.buffer
+    copy.memory.doubted()
+    assert cast(copy, weight) == 0 and copy.fresh(True) and copy.buffer is buffer
+    weight.data[1] = -weight.data[1]
+    copy.words = copy.sample.read()  # as if the sample had missed it
+    copy.memory.doubted()
+    assert cast(copy, weight) == 1 and right(copy, weight)
+
+
+def test_zeros_of_either_sign_are_told_apart() -> None:
+    copy = made(weight := torch.zeros(4))
+    weight.neg_()
+    copy.words = copy.sample.read()
+    copy.memory.doubted()
+    assert cast(copy, weight) == 1
+    assert copy.tensor is not None and torch.signbit(copy.tensor).all()
+
+
+def test_what_is_doubtful_is_right_for_now_only() -> None:
+    copy = made(weight := torch.randn(4))
+    for _ in range(2):
+        assert cast(copy, weight, doubtful=[copy.memory]) == 0 and not copy.fresh(True)
+    weight.add_(1)
+    copy.memory.written()
+    assert cast(copy, weight, doubtful=[copy.memory]) == 1 and right(copy, weight) and not copy.fresh(True)
+    assert cast(copy, weight) == 0 and copy.fresh(True)
+
+
+def test_a_copy_on_trial_is_compared_until_it_stayed_the_same_for_long() -> None:
+    weight = torch.randn(4)
+    copy = copy_of(weight, BF16)
+    copy.memory.admit(weight)
+    copy.memory.examine()
+    copy.trial = TRIAL
+    assert cast(copy, weight) == 1
+    for left in reversed(range(TRIAL)):
+        assert not copy.fresh(True) and cast(copy, weight) == 0 and copy.trial == left
+    assert copy.fresh(True)
+    copy.trial = 1
+    copy.memory.written()
+    assert cast(copy, weight) == 1 and copy.trial == TRIAL, "it starts again"
+
+
+def test_a_buffer_that_a_backward_waits_for_is_left_to_it() -> None:
+    copy = made(weight := torch.randn(4))
+    assert copy.writable()
+    x = torch.ones(4, dtype=BF16, requires_grad=True)
+    waiting = x * copy.tensor  # saves the copy
+    assert not copy.writable()
+    expected = weight.to(BF16)
+    weight.add_(1)
+    copy.memory.written()
+    buffer = copy.buffer
+    assert cast(copy, weight) == 1 and right(copy, weight) and copy.buffer is not buffer
+    waiting.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, expected)
+    del waiting
+    assert copy.tensor is not None
+    view = copy.tensor[1:]
+    assert not copy.writable()
+    copy.in_place = True  # for a replayed CUDA graph, whatever happens
+    assert copy.writable()
+    del view
+
+
+def test_a_pass_that_was_interrupted_leaves_nothing_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = made(weight := torch.randn(4))
+
+    def fails(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    copy.memory.written()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(copies_module, "cast_many_", fails)
+        cast(copy, weight)
+    assert interrupted() and not copy.fresh(True)
+    recover()
+    assert not interrupted() and not copy.fresh(True)
+    assert cast(copy, weight) == 1 and copy.fresh(True) and right(copy, weight) and not interrupted()
+
+
+@pytest.mark.skipif(not available(BF16), reason="this CPU's oneDNN has no bfloat16 products")
+def test_the_packed_form_replaces_the_other_where_nobody_reads_that() -> None:
+    copy = made(weight := torch.randn(64, 64))
+    copy.strided_readers = 1
+    copy.pack()
+    assert copy.packed is not None and copy.nbytes() == 2 * 2 * 64 * 64
+    copy.strided_readers = 0
+    copy.pack()
+    assert copy.tensor is None and copy.nbytes() == 2 * 64 * 64
+    assert copy.fresh(strided=False) and not copy.fresh(strided=True) and not copy.writable()
+    assert cast(copy, weight) == 1 and right(copy, weight) and copy.packed is not None, "the weight is the same"
+    copy.memory.written()
+    copy.reads = 5
+    assert cast(copy, weight) == 1 and copy.packed is None and copy.reads == 0
+
+
+def test_what_a_step_has_rewritten_is_fresh() -> None:
+    copy = made(weight := torch.randn(4))
+    weight.add_(1)
+    copy.memory.written()
+    assert copy.tensor is not None
+    copy.tensor.copy_(weight)
+    copy.reads = 5
+    copy.rewritten()
+    assert copy.fresh(True) and copy.reads == 0 and cast(copy, weight) == 0

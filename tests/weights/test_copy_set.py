@@ -1,0 +1,122 @@
+"""A set of copies is fresh while nothing that could have written a weight has happened, and not one call longer."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ampcompile.weights import memory
+from ampcompile.weights.copies import Weight, copy_of, refresh
+from ampcompile.weights.copy_set import CopySet
+
+BF16 = torch.bfloat16
+
+
+def made(weights: list[Tensor], now: object = memory, before: CopySet | None = None) -> CopySet:
+    """A set of fresh copies, as a binding makes it; `now` None: while a CUDA graph is captured."""
+    now = memory.moment() if now is memory else now
+    members = [copy_of(weight, BF16) for weight in weights]
+    for copy, weight in zip(members, weights, strict=True):
+        copy.memory.admit(weight)
+    for copy in members:
+        copy.memory.examine()
+    held = [Weight(id(weight), weight) for weight in weights]
+    refresh([(copy, weight, True) for copy, weight in zip(members, held, strict=True)], False, ())
+    return CopySet(held, members, [False] * len(weights), now, before)
+
+
+def weights() -> list[Tensor]:
+    return [torch.randn(5, 3), torch.randn(7)]
+
+
+WRITES: dict[str, Callable[[list[Tensor]], object]] = {
+    "by torch": lambda found: found[1].add_(1),
+    "by numpy, where a sample looks": lambda found: found[1].numpy().__setitem__(0, 9.0),
+    "reported": lambda found: memory.memory_of(found[0]).written(),
+    "doubted": lambda found: memory.memory_of(found[0]).doubted(),
+    "by an alias that was handed out": lambda found: memory.handed_out.append(found[0].data_ptr()),
+    "by a tensor that nobody knows": lambda found: found.append(found[0].view(-1)),
+}
+
+
+def test_a_new_set_is_fresh_and_gives_its_copies() -> None:
+    found = weights()
+    known = made(found)
+    for _ in range(2):
+        assert known.fresh(found) and not known.gone()
+        forms = known.forms()
+        assert [form.dtype for form in forms] == [BF16] * 2
+        assert all(torch.equal(form, weight.to(BF16)) for form, weight in zip(forms, found, strict=True))
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_after_a_write_it_is_not_fresh(write: str) -> None:
+    found = weights()
+    known = made(found)
+    WRITES[write](found)
+    assert not known.fresh(found[:2])
+
+
+def test_a_write_through_a_known_sharer_that_no_graph_of_ours_reads() -> None:
+    found = weights()
+    other = found[0].view(-1)
+    shared = memory.memory_of(found[0])
+    shared.admit(other)
+    known = made(found)
+    assert known.fresh(found)
+    other.add_(1)
+    assert not known.fresh(found)
+
+
+def test_a_weight_that_moved_or_is_another_is_not_fresh() -> None:
+    found = weights()
+    known = made(found)
+    assert not known.fresh([found[0], found[1].clone()])
+    with torch.inference_mode():
+        inference = torch.randn(7)
+    assert not known.fresh([found[0], inference])
+
+
+def test_a_sharer_that_was_freed_ends_it() -> None:
+    found = weights()
+    other = found[0].view(-1)
+    shared = memory.memory_of(found[0])
+    shared.admit(other)
+    known = made(found)
+    assert known.fresh(found)
+    del other
+    assert not known.fresh(found)
+
+
+def test_what_was_made_while_capturing_or_forgotten_is_fresh_for_no_other_call() -> None:
+    found = weights()
+    assert not made(found, now=None).fresh(found)
+    known = made(found)
+    known.forget()
+    assert not known.fresh(found)
+
+
+def test_a_set_is_gone_with_one_of_its_weights() -> None:
+    found = weights()
+    known = made(found)
+    del found[1]
+    assert known.gone()
+
+
+def test_each_set_counts_as_a_reader_of_its_copies_while_it_lives() -> None:
+    found = weights()
+    first, second = made(found), made(found[:1])
+    (copy, other) = first.members
+    assert (copy.strided_readers, other.strided_readers) == (2, 1)
+    del second
+    assert copy.strided_readers == 1
+    del first
+    assert (copy.strided_readers, other.strided_readers) == (0, 0)
+
+
+def test_tied_slots_are_one_memory_and_one_copy() -> None:
+    weight = torch.randn(5)
+    known = made([weight, weight])
+    assert known.members[0] is known.members[1] and len(known.memories) == 1
+    assert known.members[0].strided_readers == 1 and known.fresh([weight, weight])

@@ -1,0 +1,203 @@
+"""A memory knows who shares it, and notices every write by those it knows and everyone it doesn't."""
+
+import gc
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampcompile.weights import memory as memory_module
+from ampcompile.weights.memory import (
+    Memory,
+    copied_memory_at,
+    copied_memory_of,
+    everything_doubted,
+    handed_out,
+    memories,
+    memory_of,
+    moment,
+    on_last_freed,
+    ticks,
+)
+from ampcompile.weights.ranges import ranges, set_ranges
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    gc.collect()  # weights of other tests
+    yield
+    handed_out.clear()
+    on_last_freed.clear()
+    set_ranges(())
+
+
+def known(weight: Tensor) -> Memory:
+    """The memory of a weight that a graph has read."""
+    found = memory_of(weight)
+    found.admit(weight)
+    assert found.examine() == 0
+    return found
+
+
+def changed(memory: Memory, act) -> tuple[bool, bool, bool]:
+    """Whether mark, doubt and the moment are others after an act."""
+    before = moment(), memory.mark, memory.doubt
+    act()
+    now = moment()
+    return memory.mark is not before[1], memory.doubt is not before[2], now is not before[0]
+
+
+def test_a_storage_has_one_record_with_its_addresses() -> None:
+    flat = torch.randn(12)
+    memory = known(flat)
+    memory.admit(flat[3:])
+    assert memory_of(flat) is memory and memory_of(torch.randn(12)) is not memory
+    assert (memory.begin, memory.end) == (flat.data_ptr(), flat.data_ptr() + 48)
+
+
+def test_a_weight_is_admitted_once() -> None:
+    weight = nn.Parameter(torch.randn(3), requires_grad=False)
+    memory = memory_of(weight)
+    doubt = memory.doubt
+    sharer = memory.admit(weight)
+    assert sharer is not None and memory.doubt is not doubt, "a new one may have written before"
+    assert not memory.trainable
+    doubt = memory.doubt
+    assert memory.admit(weight.requires_grad_()) is sharer and memory.doubt is doubt
+    assert memory.sharers == [sharer] and memory.weights == {id(weight): sharer} and memory.trainable
+
+
+def test_an_inference_tensor_has_no_counter_to_watch() -> None:
+    with torch.inference_mode():
+        weight = torch.randn(3)
+    memory = memory_of(weight)
+    assert memory.admit(weight) is None and memory.examine() == 1
+
+
+def test_a_write_by_a_sharer_is_noticed_once() -> None:
+    weight = torch.randn(3)
+    memory = known(weight)
+    assert changed(memory, memory.examine) == (False, False, False)
+    weight.add_(1)
+    assert changed(memory, memory.examine)[0]
+    assert not changed(memory, memory.examine)[0]
+
+
+def test_whoever_shares_it_unknown_is_counted_and_raises_a_doubt() -> None:
+    weight = torch.randn(3)
+    memory = known(weight)
+    views = [weight.view(-1), weight.detach()]
+    assert memory.examine(aliases=2) == 0
+    before = memory.doubt
+    assert memory.examine() == 2 and memory.doubt is not before
+    memory.admit(views[0])
+    assert memory.examine() == 1
+    views.clear()
+    assert memory.examine() == 0 and len(memory.sharers) == 1 and set(memory.weights) == {id(weight)}
+
+
+def test_a_sharer_that_went_elsewhere_ends_all_that_is_known() -> None:
+    weight, other = torch.randn(3), torch.randn(3)
+    memory = known(weight)
+    alias = weight.detach()
+    memory.admit(alias)
+    weight.set_(other)
+    assert memory.examine() == -1 and not memory.sharers and not memory.weights
+
+
+def test_a_resized_storage_is_followed_and_doubted() -> None:
+    weight = torch.randn(3)
+    memory = known(weight)
+    weight.untyped_storage().resize_(4096)
+    before = memory.doubt
+    memory.admit(weight)
+    assert memory.end - memory.begin == 4096 and memory.begin == weight.data_ptr() and memory.doubt is not before
+
+
+def test_reports_change_what_they_say() -> None:
+    memory = known(weight := torch.randn(3))
+    assert changed(memory, memory.written) == (True, False, True)
+    assert changed(memory, memory.doubted) == (False, True, True)
+    assert changed(memory, everything_doubted) == (False, True, True)
+    assert changed(memory, lambda: memory.forget(weight)) == (False, True, True)
+    assert not memory.sharers and not memory.weights
+
+
+def test_forgetting_one_sharer_keeps_the_others() -> None:
+    weight = torch.randn(3)
+    memory = known(weight)
+    sharer = memory.admit(other := weight.detach())
+    memory.forget(weight)
+    assert memory.sharers == [sharer] and set(memory.weights) == {id(other)}
+
+
+@pytest.mark.parametrize(("offset", "doubts"), [(-1, False), (0, True), (47, True), (48, False)])
+def test_an_alias_that_was_handed_out_raises_a_doubt_where_it_lies(offset: int, doubts: bool) -> None:
+    memory = known(weight := torch.randn(12))
+    assert changed(memory, lambda: handed_out.append(weight.data_ptr() + offset)) == (False, doubts, doubts)
+    assert not handed_out
+
+
+def test_a_compiled_step_has_written_what_is_trained() -> None:
+    trained, frozen = nn.Parameter(torch.randn(3)), torch.randn(3)
+    memory, other = known(trained), known(frozen)
+    mark = other.mark
+    assert changed(memory, lambda: ticks.add_(1)) == (True, False, True)
+    assert other.mark is mark
+    assert changed(memory, moment) == (False, False, False)
+
+
+def test_during_a_step_nothing_is_fresh_and_its_end_tells_who_may_have_written() -> None:
+    weight = torch.randn(3)
+    memory = known(weight)
+    weight.add_(1)
+    assert changed(memory, memory.open_step)[::2] == (True, True)
+    assert memory.step_open
+    assert changed(memory, memory.open_step) == (False, False, False), "open already"
+    mark = memory.mark
+    assert memory.close_step() and not memory.step_open and memory.mark is not mark
+    view = weight.view(-1)
+    memory.open_step()
+    assert not memory.close_step() and not memory.step_open
+    del view
+
+
+def test_with_the_weight_its_record_goes_and_with_the_last_the_ranges() -> None:
+    assert not memories()
+    freed: list[str] = []
+    on_last_freed.append(lambda: freed.append("last"))
+    weights = [torch.randn(3), torch.randn(3)]
+    held = [known(weight) for weight in weights]
+    set_ranges((each.begin, each.end) for each in memories())
+    del weights[0]
+    assert memories() == held[1:] and ranges and not freed
+    weights.clear()
+    assert not memories() and not ranges and freed == ["last"] and not on_last_freed
+
+
+def test_while_another_makes_copies_the_ranges_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Taken:
+        """A lock that another thread holds."""
+
+        _is_owned = staticmethod(lambda: False)
+        acquire = staticmethod(lambda blocking: False)
+
+    memory = known(weight := torch.randn(3))
+    set_ranges([(memory.begin, memory.end)])
+    monkeypatch.setattr(memory_module, "lock", Taken)
+    del memory, weight
+    assert ranges
+
+
+def test_the_record_of_any_tensor_is_found_where_there_is_one() -> None:
+    memory = known(weight := torch.randn(3))
+    view, elsewhere = weight[1:], torch.randn(3)
+    assert copied_memory_of(view) is memory and copied_memory_of(elsewhere) is None
+    assert copied_memory_at(view) is None, "outside of the ranges"
+    set_ranges([(memory.begin, memory.end)])
+    assert copied_memory_at(view) is memory and copied_memory_at(elsewhere) is None
+    without = torch.eye(3).to_sparse()
+    assert copied_memory_at(without) is None and copied_memory_of(without) is None
+    assert copied_memory_at(torch.from_numpy(np.ones(3))) is None
