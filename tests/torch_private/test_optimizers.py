@@ -36,7 +36,9 @@ def test_the_states_of_an_iteration_are_fresh_and_pickle() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [lambda x: x.add_(1), lambda x: setattr(x, "data", x.clone()), lambda x: x.set_(x[1:])], ids=str
+    "change",
+    [lambda x: x.add_(1), lambda x: setattr(x, "data", x.clone()), lambda x: x.set_(x[1:])],
+    ids=["add_", "data", "set_"],
 )
 def test_a_mark_changes_with_each_write_and_replacement(change: Callable[[Tensor], Any]) -> None:
     x = torch.ones(3)
