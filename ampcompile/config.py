@@ -23,7 +23,7 @@ _CHOICES = {
     "lower": ("inductor", "aot_eager", "eager"),
     "outputs": ("float32", "autocast"),
 }
-FUSED = ("cross_entropy", "linear", "linear_cross_entropy", "norm")
+FUSE_FAMILIES = ("cross_entropy", "linear", "linear_cross_entropy", "norm")
 """The families of fused kernels."""
 
 
@@ -47,7 +47,7 @@ class Options:
     """In which type low-precision results leave the outermost compiled callable where no autocast is open around it."""
     fuse: str = "auto"
     """Which families of fused kernels are used: "auto" where counted bytes say that it pays, "none", or some of
-    `FUSED`, joined by "+", wherever they match and on every device."""
+    `FUSE_FAMILIES`, joined by "+", wherever they match and on every device."""
     dynamic: bool | None = None
     """As torch.compile's. With `fullgraph` and `mode` it may stand among the options, since torch takes no `mode`
     beside them."""
@@ -100,8 +100,8 @@ def _checked(key: str, value: Any) -> Any:
         if "softmax" in names:
             _warn_of_softmax()
             return _checked(key, "+".join(name for name in names if name != "softmax") or "none")
-        if value not in ("auto", "none") and not all(name in FUSED for name in names):
-            families = ", ".join(map(repr, FUSED))
+        if value not in ("auto", "none") and not all(name in FUSE_FAMILIES for name in names):
+            families = ", ".join(map(repr, FUSE_FAMILIES))
             raise OptionError(f"option fuse={value!r}: expected 'auto', 'none', or some of {families}, joined by '+'.")
     elif key == "range_guards":
         if not isinstance(value, bool):
@@ -119,7 +119,7 @@ def _warn_of_softmax() -> None:
     """Once a process: each graph's compilation reads the options."""
     warnings.warn(
         f"option fuse names 'softmax', a family that ampcompile no longer has; expected some of "
-        f"{', '.join(map(repr, FUSED))}. The name is ignored, and Inductor fuses softmax by itself: leave it out.",
+        f"{', '.join(map(repr, FUSE_FAMILIES))}. The name is ignored, and Inductor fuses softmax: leave it out.",
         AmpWarning,
         stacklevel=2,
     )

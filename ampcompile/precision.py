@@ -22,6 +22,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ARRIVING = frozenset(_FLOATS)
 # What Dynamo of torch 2.15 calls torch.Tensor's reflected operators, as `2 - x`: the name inside their decorator.
 _REFLECTED = "wrapped"
+_OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}  # what Python calls otherwise
 _CONVERSIONS = frozenset({"to", "type", "type_as", "clone", "contiguous", "detach", "float", "double", "half"})
 
 
@@ -142,7 +143,8 @@ def _computes(name: str) -> bool:
     """Whether a function of this `__name__` computes from its operands: `exp`, `linear`, `__matmul__`, `__radd__`."""
     if name.startswith("__") and name.endswith("__"):
         plain = name.strip("_")
-        return not plain.startswith("i") and (plain in _computing() or plain.removeprefix("r") in _computing())
+        spellings = {plain, plain.removeprefix("r")}
+        return not plain.startswith("i") and any(_OPERATORS.get(s, s) in _computing() for s in spellings)
     return name in _computing()
 
 

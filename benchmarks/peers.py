@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampcompile.config import FUSED
+from ampcompile.config import FUSE_FAMILIES
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def liger_unusable(device: str) -> str | None:
 
 AMP = "amp"
 BASELINE = "Inductor + autocast"
-FUSING = tuple(f"{AMP}, fuse={family}" for family in ("none", *FUSED))
+FUSING = tuple(f"{AMP}, fuse={family}" for family in ("none", *FUSE_FAMILIES))
 """Each family of fused kernels on, and all off; without a word the cost rule decides."""
 BY_BLOCK = (f"{BASELINE}, by block", f"{AMP}, by block")
 """Regional compilation, the recommended way for large models."""

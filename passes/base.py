@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.fx import GraphModule
@@ -57,6 +57,7 @@ def run_passes(passes: Sequence[Pass], gm: GraphModule, watch: Watch | None = No
     Around each pass the graph and its bodies are checked, compiled anew and timed, and `watch(pass, gm)` is called.
     """
     history: list[Applied] = []
+    known: dict[Any, torch.dtype] = {}  # to the verifier
     for current in passes:
         start = time.perf_counter()
         try:
@@ -65,7 +66,7 @@ def run_passes(passes: Sequence[Pass], gm: GraphModule, watch: Watch | None = No
                 graph.graph.lint()
                 graph.recompile()
             if VERIFY:
-                verify(gm)
+                verify(gm, known)
         except AmpError:
             raise
         except Exception as error:

@@ -56,7 +56,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacementWish:
     """What `place_casts` wants of an op that no rule speaks of, in `node.meta["amp_placed"]`."""
 
     operands: Mapping[Node, torch.dtype]

@@ -27,16 +27,16 @@ from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.before.move_casts import MoveCasts
 from ampcompile.passes.before.pack_linears import PackLinears
 from ampcompile.passes.before.share_casts import ShareCasts
-from ampcompile.passes.before.split_casts_over_cat import SpreadCasts
+from ampcompile.passes.before.split_casts_over_cat import SplitCastsOverCat
 from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.decide.place_casts import PlaceCasts
 from ampcompile.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
 from ampcompile.passes.fuse.fuse_linear_cast import FuseLinearCast
 from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy
 from ampcompile.passes.fuse.fuse_norm import FuseNorm
-from ampcompile.passes.fuse.matching import FusePass, Worth
+from ampcompile.passes.fuse.matching import FusePass, FusionCost
 from ampcompile.passes.replay.bind_weights_eagerly import BindWeightsEagerly
-from ampcompile.passes.replay.enable_second_backward import OpenBackwards
+from ampcompile.passes.replay.enable_second_backward import EnableSecondBackward
 
 from .base import Pass
 from .graph import Regions
@@ -69,7 +69,7 @@ def before(options: Options, is_weight: IsWeight, is_registered: IsWeight) -> tu
     gradients = torch.is_grad_enabled()
     passes: tuple[Pass, ...] = (
         InsertCasts(),  # needs a decision on every node
-        SpreadCasts(),  # before folding, which then finds parts that were widened
+        SplitCastsOverCat(),  # before folding, which then finds parts that were widened
         FoldCasts(gradients, options.numerics == "relaxed"),  # needs every cast, ours and the user's
         MoveCasts(gradients),  # after folding, which looks through the same ops
     )
@@ -89,7 +89,7 @@ def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
     """
     if options.lower == "eager" or (options.fuse == "auto" and device_type != "cuda"):
         return ()
-    worth = Worth(options.fuse)
+    worth = FusionCost(options.fuse)
     passes: tuple[FusePass, ...] = (
         FuseLinearCrossEntropy(worth),  # before what takes either of its two ops
         FuseCrossEntropy(worth),  # needs the casts of logits that are left
@@ -119,6 +119,6 @@ def after() -> tuple[Pass, ...]:
 def replay() -> tuple[Pass, ...]:
     """Passes on a rewritten graph that torch's own autograd differentiates, once or more, as it runs."""
     return (
-        OpenBackwards(),  # needs custom functions as capture left them
+        EnableSecondBackward(),  # needs custom functions as capture left them
         BindWeightsEagerly(),  # needs hoisted weights; turns nested regions into calls that autograd goes into
     )

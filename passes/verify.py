@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, map_arg
+from torch.fx import GraphModule, Node, map_arg
+from torch.utils import _pytree as pytree
 
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import OpOverload
@@ -14,29 +15,37 @@ from .analysis.schema import writes
 from .graph import UNDECIDED, graphs, source_line
 
 
-def verify(gm: GraphModule) -> None:
+def verify(gm: GraphModule, known: dict[Any, torch.dtype] | None = None) -> None:
     """Raise AssertionError at the first op whose fake value has another dtype than running it again gives.
 
     Until the casts are inserted a graph's values are those of the autocast trace, which its ops alone don't give.
+    `known`: what ops on such operands gave before; a graph that is verified after each of many passes runs each once.
     """
     if UNDECIDED in gm.meta:
         return
+    known = {} if known is None else known
     with tracing.on_fakes_of(gm), torch.no_grad():
         for graph in graphs(gm):
-            _verify(graph)
+            for node in graph.graph.nodes:
+                _verify(node, known)
 
 
-def _verify(gm: GraphModule) -> None:
-    for node in gm.graph.nodes:
-        claimed = node.meta.get("val")
-        on_tensors = isinstance(node.target, OpOverload) and isinstance(claimed, torch.Tensor)
-        if not on_tensors or writes(node.target):
-            continue
-        found = node.target(*_values(node.args), **_values(node.kwargs))
-        assert found.dtype == claimed.dtype, (
-            f"{node.format_node()} claims {claimed.dtype}, gives {found.dtype} ({source_line(node)})"
-        )
+def _verify(node: Node, known: dict[Any, torch.dtype]) -> None:
+    claimed = node.meta.get("val")
+    on_tensors = isinstance(node.target, OpOverload) and isinstance(claimed, torch.Tensor)
+    if not on_tensors or writes(node.target):
+        return
+    arguments = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    key = node.target, str(pytree.tree_map_only(torch.Tensor, _kind, arguments))
+    if key not in known:
+        args, kwargs = arguments
+        known[key] = node.target(*args, **kwargs).dtype
+    assert known[key] == claimed.dtype, (
+        f"{node.format_node()} claims {claimed.dtype}, gives {known[key]} ({source_line(node)})"
+    )
 
 
-def _values(arguments: Any) -> Any:
-    return map_arg(arguments, lambda node: node.meta["val"])
+def _kind(value: torch.Tensor) -> tuple[Any, ...]:
+    """All that the dtype of a result may depend on."""
+    strides = value.stride() if value.layout is torch.strided else ()
+    return type(value).__name__, value.dtype, value.device, value.layout, tuple(value.shape), strides

@@ -1,9 +1,11 @@
 """What earlier states of the package pickled loads: tests/older holds what they wrote, before files became rooms."""
 
+import importlib
 import pickle
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ampcompile import GradScaler, Policy
@@ -38,3 +40,12 @@ def test_a_module_kept_in_float32() -> None:
 def test_every_older_module_has_its_names() -> None:
     for old in MOVED:
         assert __import__(f"ampcompile.{old}", fromlist=["x"]).__name__ == f"ampcompile.{old}"
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_a_name_of_old_gives_what_its_module_has_now(old: str) -> None:
+    now, before = (importlib.import_module(f"ampcompile.{name}") for name in (MOVED[old], old))
+    classes = [name for name, value in vars(now).items() if isinstance(value, type)]
+    assert classes and all(getattr(before, name) is getattr(now, name) for name in classes)
+    with pytest.raises(AttributeError):
+        _ = before.no_such_name

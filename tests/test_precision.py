@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import ampcompile
 from ampcompile import keep_fp32, precision
 from ampcompile.errors import PrecisionError
+from ampcompile.precision import _computes, _subclass_with
 
 LOW, HIGH = torch.bfloat16, torch.float32
 WAYS = {
@@ -251,3 +252,167 @@ def test_what_cant_be_decorated(target: Any) -> None:
 def test_dtypes_that_make_no_sense(dtype: Any) -> None:
     with pytest.raises(PrecisionError, match=r"expected torch\.float32, torch\.bfloat16 or torch\.float16"):
         precision(dtype)
+
+
+# Which functions compute
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "exp",
+        "linear",
+        "conv2d",
+        "softmax",
+        "einsum",
+        "cross_entropy",
+        "matmul",
+        "__matmul__",
+        "__rmatmul__",
+        "__add__",
+        "__radd__",
+        "__pow__",
+        "__rpow__",
+        "__rsub__",
+        "__truediv__",
+        "wrapped",
+        "sum",
+        "cat",
+        "bmm",
+        "where",
+        "layer_norm",
+    ],
+)
+def test_what_computes(name: str) -> None:
+    assert _computes(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "view",
+        "reshape_as",
+        "transpose",
+        "add_",
+        "copy_",
+        "relu_",
+        "to",
+        "float",
+        "half",
+        "type",
+        "clone",
+        "contiguous",
+        "detach",
+        "size",
+        "dim",
+        "is_floating_point",
+        "__iadd__",
+        "__imatmul__",
+        "__len__",
+        "__bool__",
+        "__repr__",
+        "__get__",
+        "no_such_function",
+        "_softmax_backward",
+    ],
+)
+def test_what_does_not(name: str) -> None:
+    assert not _computes(name)
+
+
+def test_a_traced_call_asks_only_once() -> None:
+    @torch.compile(backend="eager", fullgraph=True)
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if _computes("exp") and not _computes("view") else x - 1
+
+    assert f(torch.zeros(1)).item() == 1
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda x: x / 3,
+        lambda x: 3 / x,
+        lambda x: x // 3,
+        lambda x: 3 // x,
+        lambda x: x % 3,
+        lambda x: 3 % x,
+        lambda x: x**2,
+        lambda x: 2**x,
+        lambda x: 2 - x,
+        lambda x: x @ x,
+        lambda x: -x,
+        abs,
+    ],
+)
+def test_every_operator_computes_in_a_block_as_the_op_does(operator: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    low = (torch.rand(3, 3) + 1).bfloat16()
+    with precision(torch.float32):
+        found = operator(low)
+    assert found.dtype == torch.float32 and torch.equal(found, operator(low.float()))
+
+
+# A subclass with another forward
+
+
+class Plain(nn.Module):
+    """Says its width."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self) -> str:
+        return f"plain {self.width}"
+
+
+def marked(cls: type) -> type:
+    """Decorates a class; found by its name where a pickle is read."""
+    forward: Callable[..., str] = cls.forward  # type: ignore[attr-defined]
+    return _subclass_with(cls, marked, lambda self: f"marked {forward(self)}")
+
+
+Marked = marked(Plain)
+
+
+@marked
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super(Named, self).__init__()  # noqa: UP008
+        self.width = 5
+
+    def forward(self) -> str:
+        return f"named {self.width}"
+
+
+def test_it_has_the_name_and_the_words_of_the_class_that_stays_as_it_was() -> None:
+    assert (Marked.__name__, Marked.__qualname__, Marked.__module__, Marked.__doc__) == (
+        Plain.__name__,
+        Plain.__qualname__,
+        Plain.__module__,
+        "Says its width.",
+    )
+    assert issubclass(Marked, Plain) and Marked is not Plain
+    assert (Marked(4)(), Plain(4)()) == ("marked plain 4", "plain 4")
+
+
+def test_a_class_that_names_itself_in_super_is_changed_in_place() -> None:
+    assert Named.__mro__[1] is nn.Module
+    assert Named()() == "marked named 5"
+
+
+def test_a_class_that_names_itself_is_subclassed_once_its_name_is_bound() -> None:
+    twice: Any = marked(Named)
+    assert twice.__mro__[1] is Named and twice()() == "marked marked named 5"
+
+
+def test_pickles_come_back_as_the_subclass_with_their_state() -> None:
+    module = Marked(4)
+    module.register_buffer("table", torch.ones(2))
+    back = pickle.loads(pickle.dumps(module))
+    assert type(back).__mro__[1] is Plain and type(back) is not Plain
+    assert back() == "marked plain 4" and torch.equal(back.table, torch.ones(2))
+    again = pickle.loads(pickle.dumps(back))
+    assert again() == "marked plain 4", "marked once"
+    assert pickle.loads(pickle.dumps(Named()))() == "marked named 5"
+    assert pickle.loads(pickle.dumps(Plain(2)))() == "plain 2"

@@ -1,4 +1,4 @@
-"""Ops of a mixed graph in high precision: operands raised, every floating dtype in their arguments replaced."""
+"""Ops of a mixed graph in high precision: their operands, and every floating dtype in their arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OUT_DTYPE = {aten.mm.dtype: aten.mm.default, aten.addmm.dtype: aten.addmm.defau
 _SOFTMAX = (aten._softmax.default, aten._log_softmax.default)
 
 
-def raised(value: Any, dtype: torch.dtype) -> Any:
+def to_high_precision(value: Any, dtype: torch.dtype) -> Any:
     """A structure with every floating and complex tensor in high precision."""
 
     def raise_tensor(tensor: Tensor) -> Tensor:
@@ -34,20 +34,24 @@ def raised(value: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map_only(Tensor, raise_tensor, value)
 
 
-def in_high(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any, dtype: torch.dtype) -> Any:
-    """The result of a node on raised operands, laid out as `mixed`, its result in the mixed run. None: there is none.
+def compute_in_high_precision(
+    node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any, dtype: torch.dtype
+) -> Any:
+    """The result of a node on operands in high precision, laid out as `mixed`, its result in the mixed run.
+
+    None if there is none.
 
     Where an op doesn't know `dtype` it runs in float32.
     """
     for attempt in dict.fromkeys((dtype, torch.float32)):
         try:
-            high_args, high_kwargs = raised(_retyped((args, kwargs), attempt), attempt)
+            high_args, high_kwargs = to_high_precision(_retyped((args, kwargs), attempt), attempt)
             result = _call(node, high_args, high_kwargs, mixed, attempt)
         except torch.OutOfMemoryError:
             raise
         except _REFUSED:
             continue
-        return None if result is None else _laid_out(raised(result, dtype), mixed)
+        return None if result is None else _laid_out(to_high_precision(result, dtype), mixed)
     return None
 
 
@@ -57,7 +61,7 @@ def _call(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any,
         scale = 1 / (1 - args[1]) if args[2] is not False and args[1] < 1 else 1.0
         return args[0] * mixed[1] * scale, mixed[1]
     if is_attention(target):
-        return attention(target, args, kwargs, raised(mixed, dtype))
+        return attention(target, args, kwargs, to_high_precision(mixed, dtype))
     if draws_random_numbers(target) or reads_bits(target):
         return None
     if target in _OUT_DTYPE:
@@ -86,7 +90,7 @@ def _body(body: GraphModule, dtype: torch.dtype) -> GraphModule:
         if node.op == "call_function":
             node.args, node.kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), replace)
         elif node.op == "get_attr":
-            setattr(twin, str(node.target), raised(_retyped(getattr(body, str(node.target)), dtype), dtype))
+            setattr(twin, str(node.target), to_high_precision(_retyped(getattr(body, str(node.target)), dtype), dtype))
     twin.recompile()
     return twin
 

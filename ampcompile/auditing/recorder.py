@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ampcompile.compiler.backend import rewrite
+from ampcompile.compiler.call_state import current_call
 from ampcompile.compiler.lower import lower
-from ampcompile.compiler.mixed_operands import here
 from ampcompile.compiler.module_names import module_names, modules_of
 from ampcompile.config import Options
 from ampcompile.errors import AuditError, OptionError
+from ampcompile.explaining.preserve_state import preserve_state
 from ampcompile.explaining.recorder import beside, options_of
-from ampcompile.explaining.untouched import untouched
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import placeholders
 from ampcompile.passes.replay.bind_weights_eagerly import BindWeightsEagerly
@@ -61,7 +61,7 @@ def audited(
 
         def with_policy(policy: Policy, local: bool) -> Audit:
             call = _Call(f, replace(settings, local=local), replace(chosen, policy=policy), dynamic)
-            with untouched(f, args, kwargs):
+            with preserve_state(f, args, kwargs):
                 joint_graphs.start_from(random_state)
                 return replace(call(args, kwargs), policy=policy, with_policy=with_policy)
 
@@ -113,7 +113,7 @@ class _Call:
             ]
             run_passes([BindWeightsEagerly()], rewritten)
             lowering.forget_output_values(rewritten)
-            forward, backward = interpreters(session, module_names(here.called or self.f), inputs)
+            forward, backward = interpreters(session, module_names(current_call.callable or self.f), inputs)
             return joint_graphs.aot_interpreted(rewritten, example_inputs, forward, backward)
 
         interpret.amp_options = lambda **_: self.options  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from ampcompile.passes.graph import module_path, modules_named, op_name, source_line
 from ampcompile.torch_private import joint_graphs, pytree
 
-from .high_precision import floating, in_high, raised, rounds
+from .high_precision import compute_in_high_precision, floating, rounds, to_high_precision
 from .numbers import numbers, squares
 from .records import OpNumbers, Place
 
@@ -36,11 +36,11 @@ class Session:
     def exact_of(self, value: Any) -> Any:
         """The exact run's value of a graph input; one that no graph made is taken as exact."""
         known = self.exact.get(value) if isinstance(value, Tensor) else None
-        return raised(value, self.against) if known is None else known
+        return to_high_precision(value, self.against) if known is None else known
 
     def add_gradient(self, name: str, mixed: Tensor, exact: Tensor) -> None:
         """A gradient of an input; one that is used in several graphs has several."""
-        mixed = raised(mixed, self.against)
+        mixed = to_high_precision(mixed, self.against)
         before = self.gradients.get(name)
         self.gradients[name] = (mixed, exact) if before is None else (before[0] + mixed, before[1] + exact)
 
@@ -73,7 +73,7 @@ def interpreters(
     """
 
     def forward(gm: GraphModule) -> joint_graphs.Run:
-        run = _Beside(gm, session, names, backward=False)
+        run = _PairedRun(gm, session, names, backward=False)
 
         def forward_run(args: list[Any]) -> Any:
             session.ran = True
@@ -94,7 +94,7 @@ def interpreters(
 
     def backward(gm: GraphModule) -> joint_graphs.Run:
         joint_graphs.name_backward_nodes(gm.graph)
-        run = _Beside(gm, session, names, backward=True)
+        run = _PairedRun(gm, session, names, backward=True)
         placeholders = [node.name for node in gm.graph.find_nodes(op="placeholder")]
 
         def backward_run(args: list[Any]) -> Any:
@@ -119,7 +119,7 @@ def interpreters(
     return forward, backward
 
 
-class _Beside:
+class _PairedRun:
     """Runs one functional graph in mixed precision, and compares every op."""
 
     def __init__(self, gm: GraphModule, session: Session, names: dict[str, str], backward: bool) -> None:
@@ -146,7 +146,7 @@ class _Beside:
                 values[node], exact_values[node] = next(inputs), next(exact_inputs, None)
             elif node.op == "get_attr":
                 values[node] = _attribute(self.gm, str(node.target))
-                exact_values[node] = raised(values[node], self.session.against)
+                exact_values[node] = to_high_precision(values[node], self.session.against)
             elif node.op == "output":
                 break
             else:
@@ -171,13 +171,13 @@ class _Beside:
         if session.local and rounds(node, result):
             self._record(node, result, self._in_high(node, args, kwargs, result), exact)
         if session.cumulative and exact is None:
-            exact = raised(result, session.against)
+            exact = to_high_precision(result, session.against)
         return result, exact
 
     def _in_high(self, node: Node, args: Any, kwargs: Any, result: Any) -> Any:
         if not any(isinstance(value, Tensor) for value in pytree.tree_leaves(result)):
             return result  # sizes and numbers: those of the mixed run
-        return in_high(node, args, kwargs, result, self.session.against)
+        return compute_in_high_precision(node, args, kwargs, result, self.session.against)
 
     def _record(self, node: Node, result: Any, alone: Any, exact: Any) -> None:
         found, local, cumulative = (

@@ -17,8 +17,8 @@ from ampcompile.compiler.ambient import device_of_arguments
 from ampcompile.compiler.module_names import modules_of
 from ampcompile.config import Options
 from ampcompile.dtypes import short_name
+from ampcompile.explaining.preserve_state import preserve_state
 from ampcompile.explaining.text import render_table
-from ampcompile.explaining.untouched import untouched
 from ampcompile.torch_private import pytree
 from ampcompile.weights.binding import invalidate
 
@@ -94,7 +94,7 @@ def bench(
             invalidate(module)
 
     candidates = [_Candidate(Times(name), step(target, f, around, changed), wait) for name, f, around in ways]
-    with untouched(target.f, target.args, target.kwargs), _progress(console) as progress:
+    with preserve_state(target.f, target.args, target.kwargs), _progress(console) as progress:
         _measure(candidates, seconds, progress)
     work = "training" if training else "inference"
     return Results(work, device, short_name(dtype), tuple(c.times for c in candidates))

@@ -28,7 +28,7 @@ from ampcompile.torch_private import (
 )
 
 from . import mixed_operands, unmatched, widen_outputs
-from .mixed_operands import here
+from .call_state import current_call
 
 
 def disabled_by_user(device_type: str) -> bool:
@@ -50,15 +50,15 @@ def autocast_for(device_type: str, options: Options) -> Iterator[None]:
     user's in which the graph is called. Elsewhere: the options' dtype beats an ambient one beats the device's default.
     """
     mixed_operands.install(device_type)
-    if here.called is not None:
+    if current_call.callable is not None:
         yield
         return
-    here.called = options
+    current_call.callable = options
     try:
         with contextlib.nullcontext() if disabled_by_user(device_type) else _region(device_type, options):
             yield
     finally:
-        here.called = None
+        current_call.callable = None
 
 
 def _region(device_type: str, options: Options) -> torch.autocast:
@@ -135,23 +135,23 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
     device_of, module, widens = _device_finder(fn), getattr(fn, "__self__", None), options.outputs == "float32"
     plain = compiled
     if options.policy != Policy():
-        compiled = unmatched.checked(compiled, fn, options.policy)
+        compiled = unmatched.warn_after_first_call(compiled, fn, options.policy)
 
     @functools.wraps(plain)
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
         looking = optimize_contexts.set_frame_callback(None)
-        called = here.called
+        called = current_call.callable
         try:
             device_type = device_of(args, kwargs)
             mixed_operands.install(device_type)
-            here.called = fn
+            current_call.callable = fn
             if disabled_by_user(device_type):
                 return compiled(*args, **kwargs)
             alone = called is None and not torch.is_autocast_enabled(device_type)
             with _region(device_type, options) as region:
                 return widen_outputs.call(compiled, args, kwargs, region.fast_dtype, widens and alone, module)
         finally:
-            here.called = called
+            current_call.callable = called
             optimize_contexts.set_frame_callback(looking)
 
     optimize_contexts.pass_over(under_autocast)
@@ -173,7 +173,7 @@ def _inlined(compiled: Any) -> Any:
 @torch.compiler.assume_constant_result
 def _inside_another(name: str) -> None:
     """Warn if Dynamo is compiling for another backend, which then gets what was compiled for us."""
-    if here.called is None:
+    if current_call.callable is None:
         warnings.warn(
             f"{name} was compiled with backend 'amp' and is called inside a function that another backend compiles: "
             "that one compiles it too, and without autocast it runs in float32. Compile the outer function with "

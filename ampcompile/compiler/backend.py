@@ -18,16 +18,16 @@ from ampcompile.passes.analysis.product_cost import estimate
 from ampcompile.passes.base import Applied, Watch, run_passes
 from ampcompile.passes.capture.capture import capture
 from ampcompile.passes.decide.assign_precision import AssignPrecision
-from ampcompile.passes.fuse.matching import UNFUSED
+from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
 from ampcompile.passes.graph import Regions, modules_named, placeholders
 from ampcompile.passes.pipeline import fusion, pipeline
 from ampcompile.records import logs
 from ampcompile.torch_private import autocast, compiled_functions, dynamo_modules, tracing
 
 from . import ambient
-from .double_backward import kept
+from .call_state import current_call
+from .double_backward import copy_graph
 from .lower import lower
-from .mixed_operands import here
 from .module_names import module_names
 from .widen_outputs import LEAVING, leaving
 
@@ -47,7 +47,7 @@ def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, wa
 
     `watch(pass, graph)` is called after each pass.
     """
-    names = module_names(here.called)
+    names = module_names(current_call.callable)
     if options.policy.modules:
         dynamo_modules.guard_modules_of_frame(gm, names)
     with modules_named(names), _collecting_rarely():
@@ -71,8 +71,8 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     with ambient.autocast_for(device_type, options):
         start = time.perf_counter()
         graph = capture(gm, fakes, mode, options.policy)
-        if here.seen is not None:
-            here.seen.add(graph)
+        if current_call.graphs is not None:
+            current_call.graphs.add(graph)
         graph.meta[LEAVING] = leaving(gm, graph)
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(autocast.autocast_states())
@@ -88,7 +88,7 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     ]
     if fuse := fusion(options, device_type):
         if torch.is_grad_enabled():
-            graph.meta[UNFUSED] = kept(graph)
+            graph.meta[GRAPH_BEFORE_FUSION] = copy_graph(graph)
         history += run_passes(fuse, graph, watch)
     if logged is not None:
         logs.say(logged.record(gm, graph, history))

@@ -24,7 +24,7 @@ def covered_files() -> list[Path]:
     folders = [Path(folder) for room in rooms if room is not None for folder in room.submodule_search_locations or ()]
     own = Path(__file__).parents[1]
     folders += [folder for folder in own.iterdir() if folder.is_dir() and folder.name not in _WITHOUT]
-    return [*own.glob("*.py"), *(path for folder in folders for path in _sources(folder))]
+    return sorted({*own.glob("*.py"), *(path for folder in folders for path in _sources(folder))})
 
 
 def key_of(files: Iterable[Path]) -> str:

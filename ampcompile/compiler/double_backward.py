@@ -22,12 +22,12 @@ from torch.fx import GraphModule
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import bodies, placeholders
 from ampcompile.passes.pipeline import replay
-from ampcompile.passes.replay.enable_second_backward import closed
+from ampcompile.passes.replay.enable_second_backward import has_closed_backward
 from ampcompile.passes.weight_copy import read_copy
 from ampcompile.torch_private import autocast, compiled_functions, pytree, tracing
 
 from .plain_graph import CLOSED, differentiated, refused, stand_in
-from .rerun import Drawn, drawing_nothing, writes_unread
+from .rerun import RandomNumbersDrawn, forbid_random_numbers, only_updates_statistics
 
 Run = Callable[..., Any]
 _EAGERLY = (
@@ -49,15 +49,15 @@ class _Call(NamedTuple):
     versions: list[int]
 
 
-def kept(gm: GraphModule) -> GraphModule:
+def copy_graph(gm: GraphModule) -> GraphModule:
     """A copy of a graph, bodies included, that later changes of `gm` leave alone. Constants are shared."""
     twin = GraphModule(gm, copy.deepcopy(gm.graph))
     for node, body in bodies(gm):
-        setattr(twin, str(node.target), kept(body))
+        setattr(twin, str(node.target), copy_graph(body))
     return twin
 
 
-class Twice:
+class DoubleBackward:
     """The second way to differentiate one compiled graph: `function` is AOTAutograd's, `gm` the graph as rewritten."""
 
     def __init__(self, gm: GraphModule, function: compiled_functions.AutogradFunction) -> None:
@@ -90,7 +90,7 @@ class Twice:
         if compiled_functions.takes_apart_subclasses(self._function):
             return _SUBCLASSES
         run_passes(replay(), self._gm)
-        return CLOSED if closed(self._gm) else None
+        return CLOSED if has_closed_backward(self._gm) else None
 
     def _remember(self, ctx: Any, arguments: Sequence[Any]) -> None:
         args = getattr(self._here, "args", None)
@@ -106,7 +106,9 @@ class Twice:
         index = {id(arg): i for i, arg in reversed(list(enumerate(args)))}
         sources = [index.get(id(argument)) if isinstance(argument, Tensor) else None for argument in arguments]
         written = {sources[i] for i in compiled_functions.written(self._function)}
-        if None in written or not all(writes_unread(placeholders(self._gm)[i]) for i in written if i is not None):
+        if None in written or not all(
+            only_updates_statistics(placeholders(self._gm)[i]) for i in written if i is not None
+        ):
             self.refusal = _READS_OLD
         self._written = [i for i in written if i is not None]
         read = [not all(user.target is read_copy for user in node.users) for node in placeholders(self._gm)]
@@ -125,7 +127,7 @@ class Twice:
             return self._once(original, ctx, gradients, _WRITTEN)
         try:
             found = self._replayed(call.args, ctx.needs_input_grad, list(gradients))
-        except Drawn:
+        except RandomNumbersDrawn:
             self.refusal = _DRAWS
             return self._once(original, ctx, gradients, self.refusal)
         if not compiled_functions.graph_is_kept():
@@ -140,7 +142,7 @@ class Twice:
         again = [inside.get(i, arg) for i, arg in enumerate(args)]
         for i in self._written:
             again[i] = args[i].clone()
-        with drawing_nothing(args), torch.enable_grad(), autocast.autocast_off():
+        with forbid_random_numbers(args), torch.enable_grad(), autocast.autocast_off():
             results = pytree.tree_leaves(self._gm(*again), is_leaf=lambda value: value is None)
         reached = list(self._reached(results, gradients))
         by_input: dict[int, Tensor | None] = {}

@@ -16,7 +16,7 @@ from ampcompile.kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_a
 from ampcompile.passes import pipeline
 from ampcompile.passes.analysis.aliasing import written_below_autograd
 from ampcompile.passes.base import Watch, run_passes
-from ampcompile.passes.fuse.matching import UNFUSED
+from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
 from ampcompile.passes.weight_copy import Slot
 from ampcompile.torch_private import autocast, compiled_functions, lowering, tracing
 
@@ -46,7 +46,9 @@ def lower(
 
     if options.lower == "eager":
         return around(without_autocast(gm))
-    rewritten = (gm.meta.pop(UNFUSED, None) or double_backward.kept(gm)) if torch.is_grad_enabled() else None
+    rewritten = (
+        (gm.meta.pop(GRAPH_BEFORE_FUSION, None) or double_backward.copy_graph(gm)) if torch.is_grad_enabled() else None
+    )
     with autocast.lowering_without_autocast(), compiled_functions.functions_made() as functions:
         if options.lower == "aot_eager":
             compiled = lowering.aot_eager(gm, inputs, partial(_on_joint_graph, watch))
@@ -57,7 +59,7 @@ def lower(
                 gm, inputs, config, partial(_on_joint_graph, None), source_key(), decompositions()
             )
     if rewritten is not None and functions:
-        compiled = double_backward.Twice(rewritten, functions[-1])(compiled)
+        compiled = double_backward.DoubleBackward(rewritten, functions[-1])(compiled)
     return around(compiled)
 
 

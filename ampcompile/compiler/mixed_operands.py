@@ -8,7 +8,6 @@ amp-compiled callable, and steps aside otherwise.
 
 from __future__ import annotations
 
-import threading
 from functools import cache
 from typing import Any
 
@@ -20,20 +19,7 @@ from ampcompile.rules.table import Rule
 from ampcompile.torch_private import autocast, dispatcher, pytree, tracing
 from ampcompile.torch_private.types import OpOverload
 
-
-class _Thread(threading.local):
-    called: Any = None
-    seen: Any = None
-    low: torch.dtype | None = None
-    widening: bool = False
-    widened: bool = False
-
-
-here = _Thread()
-"""`called`: what torch.compile was given, while this thread is in a call of something compiled for us; else None.
-`seen`: collects what is compiled in the call, where somebody wants to know.
-`low`: the call's low-precision type; None where autocast is off by the user's wish, too.
-`widening`: whether what the call returns leaves it in float32. `widened`: whether a graph has seen to it."""
+from .call_state import current_call
 
 
 @cache
@@ -51,7 +37,7 @@ def install(device_type: str) -> int:
 def _install(op: OpOverload, rule: Rule, device_type: str) -> bool:
     def promoted(*args: Any, **kwargs: Any) -> Any:
         assert as_before is not None
-        if here.called is None or not dispatcher.autocast_acts(device_type):
+        if current_call.callable is None or not dispatcher.autocast_acts(device_type):
             return as_before(*args, **kwargs)
         arriving = [v.dtype for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         low = torch.get_autocast_dtype(device_type)

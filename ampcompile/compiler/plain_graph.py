@@ -21,7 +21,7 @@ from ampcompile.passes.analysis.aliasing import shared, written
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import below_autograd, graphs
 from ampcompile.passes.pipeline import replay
-from ampcompile.passes.replay.enable_second_backward import closed
+from ampcompile.passes.replay.enable_second_backward import has_closed_backward
 from ampcompile.torch_private import autocast, compiled_functions, pytree, regions, tracing
 
 CLOSED = (
@@ -33,7 +33,7 @@ CLOSED = (
 def without_autocast(gm: GraphModule) -> Callable[..., Any]:
     """`gm` as a callable of the same arguments and results, with autocast excluded forward and backward."""
     run_passes(replay(), gm)
-    writes, refusal = writes_to_inputs(gm), CLOSED if closed(gm) else None
+    writes, refusal = writes_to_inputs(gm), CLOSED if has_closed_backward(gm) else None
 
     def run(*args: Any) -> Any:
         inputs = {id(arg): arg for arg in args if _wants_gradient(arg)} if torch.is_grad_enabled() else {}

@@ -15,7 +15,7 @@ from ampcompile.passes.analysis.schema import arguments_of, by_name, name_of, wr
 from ampcompile.torch_private.types import OpOverload
 
 
-def writes_unread(value: Node) -> bool:
+def only_updates_statistics(value: Node) -> bool:
     """Whether nothing that a graph returns depends on what a written input held: statistics and counters."""
     return all(_updates_statistics(user, value) or _updates_itself(user, value) for user in value.users)
 
@@ -35,13 +35,13 @@ def _updates_itself(user: Node, value: Node) -> bool:
     return first in written_by(user.target) and user.args[0] is value and user.all_input_nodes == [value]
 
 
-class Drawn(Exception):
+class RandomNumbersDrawn(Exception):
     """Random numbers were drawn."""
 
 
 @contextlib.contextmanager
-def drawing_nothing(values: Sequence[Any]) -> Iterator[None]:
-    """Raise Drawn at the end, with the generators as they were, if random numbers were drawn on a tensor's device."""
+def forbid_random_numbers(values: Sequence[Any]) -> Iterator[None]:
+    """Raise RandomNumbersDrawn at the end if any were drawn on a tensor's device; the generators are then as before."""
     devices = {value.device for value in values if isinstance(value, Tensor)} | {torch.device("cpu")}
     modules = [(d, torch.get_device_module(d)) for d in devices if d.type != "cpu"]
     before: list[tuple[Any, Tensor, tuple[Any, ...]]] = [(torch, torch.get_rng_state(), ())]
@@ -51,4 +51,4 @@ def drawing_nothing(values: Sequence[Any]) -> Iterator[None]:
     if any(drawn):
         for module, state, where in before:
             module.set_rng_state(state, *where)
-        raise Drawn
+        raise RandomNumbersDrawn

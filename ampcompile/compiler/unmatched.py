@@ -14,7 +14,7 @@ from ampcompile.passes.graph import graphs, module_path
 from ampcompile.policy import Policy
 from ampcompile.torch_private.types import OpOverload
 
-from .mixed_operands import here
+from .call_state import current_call
 from .module_names import module_names
 
 
@@ -33,7 +33,7 @@ class Seen:
                 self.modules.add(module_path(node))
 
 
-def checked(compiled: Callable[..., Any], fn: Any, policy: Policy) -> Callable[..., Any]:
+def warn_after_first_call(compiled: Callable[..., Any], fn: Any, policy: Policy) -> Callable[..., Any]:
     """`compiled`, made from `fn`, whose first call is followed by a look at what `policy` has matched."""
     waiting = True
 
@@ -41,12 +41,12 @@ def checked(compiled: Callable[..., Any], fn: Any, policy: Policy) -> Callable[.
         nonlocal waiting
         if not waiting:
             return compiled(*args, **kwargs)
-        here.seen, outer = Seen(), here.seen
+        current_call.graphs, outer = Seen(), current_call.graphs
         try:
             result = compiled(*args, **kwargs)
-            seen = here.seen
+            seen = current_call.graphs
         finally:
-            here.seen = outer
+            current_call.graphs = outer
         waiting = not seen.ops  # nothing was compiled: Dynamo had it already, or ran it eagerly
         if not waiting:
             _warn(policy, seen.ops, seen.modules | set(module_names(fn).values()))

@@ -26,8 +26,8 @@ from ampcompile.passes.graph import Cast
 from ampcompile.torch_private import frame_returns, pytree, tracing
 from ampcompile.torch_private.frame_returns import RESUMED, holds_values, memory_of
 
-from . import mixed_operands
-from .mixed_operands import here
+from . import call_state
+from .call_state import current_call
 
 LEAVING = "amp_leaving"  # in `gm.meta`, a graph's `Leaving`
 BECAUSE = "leaves the compiled call in float32: no autocast is open around it"
@@ -38,16 +38,16 @@ def call(compiled: Callable[..., Any], args: Any, kwargs: Any, low: torch.dtype,
 
     `module`: the one it is of, if any.
     """
-    outer = here.low, here.widening
-    here.low, here.widening, here.widened = low, widening, False
+    outer = current_call.low_dtype, current_call.widens
+    current_call.low_dtype, current_call.widens, current_call.widened = low, widening, False
     there = list(_tensors(args, kwargs)) if widening and any(map(_may_change, (*args, *kwargs.values()))) else None
     try:
         result = compiled(*args, **kwargs)
-        if not widening or here.widened:
+        if not widening or current_call.widened:
             return result
         return widened(result, low, lambda: (*(_tensors(args, kwargs) if there is None else there), *_state(module)))
     finally:
-        here.low, here.widening = outer
+        current_call.low_dtype, current_call.widens = outer
 
 
 def _may_change(argument: Any) -> bool:
@@ -70,12 +70,12 @@ def widen(tensor: torch.Tensor) -> torch.Tensor:
 
 def decide(frame: frame_returns.Frame) -> None:
     """At the end of a frame of the outermost callable: what it computes in the call's low type leaves in float32."""
-    if here.low is None or not _is_outermost(sys._getframe(), frame.f_code):
+    if current_call.low_dtype is None or not _is_outermost(sys._getframe(), frame.f_code):
         return
-    tensors, are_all = frame_returns.computed_and_returned(frame, here.low)
+    tensors, are_all = frame_returns.computed_and_returned(frame, current_call.low_dtype)
     if tensors:
-        frame_returns.guard_on(frame, mixed_operands.__name__, "here", "widening")
-        if here.widening:
+        frame_returns.guard_on(frame, call_state.__name__, "current_call", "widens")
+        if current_call.widens:
             frame_returns.replace(frame, tensors, widen, are_all)
 
 
@@ -124,8 +124,8 @@ def at_run_time(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[...,
             results = run(*args)
             if tracing.fakes_only():
                 return results
-            if here.widening and _is_outermost(sys._getframe(1)):
-                here.widened = whole
+            if current_call.widens and _is_outermost(sys._getframe(1)):
+                current_call.widened = whole
                 return results
             return [result.to(dtype) if i in places else result for i, result in enumerate(results)]
 

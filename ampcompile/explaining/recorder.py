@@ -18,8 +18,8 @@ from ampcompile.records.watch import JointWatcher, Watcher
 from ampcompile.torch_private import compiled_functions, dynamo_caches, structured_trace
 from ampcompile.torch_private.patches import uncompiled
 
+from .preserve_state import preserve_state
 from .report import Report
-from .untouched import untouched
 
 
 def recorded(f: Any, options: dict[str, Any], mode: str | None, dynamic: bool | None) -> Callable[..., Report]:
@@ -33,7 +33,7 @@ def recorded(f: Any, options: dict[str, Any], mode: str | None, dynamic: bool | 
     def explained(*args: Any, **kwargs: Any) -> Report:
         graphs: list[GraphRecord] = []
         backend = _recorder(chosen, graphs, through_inductor=options.get("lower") == "inductor")
-        with dynamo_caches.dynamo_as_it_was(backend), untouched(f, args, kwargs), uncompiled(f):
+        with dynamo_caches.dynamo_as_it_was(backend), preserve_state(f, args, kwargs), uncompiled(f):
             torch.compile(f, backend=backend, dynamic=dynamic)(*args, **kwargs)
         return Report(graphs)
 

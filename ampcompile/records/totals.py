@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from ampcompile.passes.analysis.op_traits import CONVERSIONS, has
 from ampcompile.passes.graph import graphs, held_tensors
 from ampcompile.torch_private import dispatcher, pytree, tracing
-from ampcompile.torch_private.types import OpOverload, TorchDispatchMode
+from ampcompile.torch_private.types import HigherOrderOperator, OpOverload, TorchDispatchMode
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,34 @@ def _backward(results: Any, inputs: Sequence[Any]) -> None:
 
 
 class _Watched(TorchDispatchMode):
-    """Notes the bytes of every conversion between floating dtypes."""
+    """Notes the bytes of every conversion between floating dtypes, in all bodies of higher-order ops too."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self.sizes: list[int] = []
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: OpOverload | HigherOrderOperator,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            return func(*pytree.tree_map_only(GraphModule, self._watch, args), **(kwargs or {}))
         result = dispatcher.as_computed(func, args, func(*args, **(kwargs or {})))
         if has(func, CONVERSIONS) and _converts(args[0], result):
             self.sizes.append(_bytes(args[0], result))
         return result
+
+    def _watch(self, body: GraphModule) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            with self:
+                return body(*args)
+
+        return watched
 
     def total(self, stage: str) -> Total:
         return Total(stage, len(self.sizes), sum(self.sizes))

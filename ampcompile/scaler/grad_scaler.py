@@ -15,7 +15,7 @@ from .clip import clip_in_step, require_one_iteration
 from .conditions import NotFusedError
 from .fused import FusedStep, PerDevice, amp_aware, collect
 from .generic import generic_step
-from .pending import Gradients, drop, factors, parameters, pending, settle
+from .pending import Gradients, apply_pending, drop, factors, parameters, pending
 from .records import Record, Records, has_grads
 from .skips import SkipWatch
 from .unscale import unscale_grads
@@ -99,7 +99,7 @@ class GradScaler(torch.amp.GradScaler):
                 return clip_in_step(fused, scale, fresh, float(max_norm), error_if_nonfinite)
             if ready:
                 self.unscale_(optimizer)
-            settle(optimizer)
+            apply_pending(optimizer)
             params = parameters(optimizer)
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
         finally:
@@ -119,7 +119,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             fused = self._fused(optimizer, record) if plain else None
             if fused is None:
-                settle(optimizer)
+                apply_pending(optimizer)
                 result = optimizer.step(*args, **kwargs)
             else:
                 fused.run(factors(optimizer), ())
@@ -141,7 +141,7 @@ class GradScaler(torch.amp.GradScaler):
                 state["found_inf_per_device"], multipliers, _ = fused.check(self._scale, multipliers)
             fused.run(multipliers, state["found_inf_per_device"].values())
         elif has_grads(optimizer) or amp_aware(optimizer):
-            settle(optimizer)
+            apply_pending(optimizer)
             result = generic_step(self, optimizer, state, args, kwargs)
         state["stage"] = OptState.STEPPED
         state["idle"] = not has_grads(optimizer)

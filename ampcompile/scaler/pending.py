@@ -50,7 +50,7 @@ class Pending:
 
     @dynamo_marks.run_untraced
     def __call__(self, optimizer: Any, *_: Any) -> None:
-        settle(optimizer)
+        apply_pending(optimizer)
 
 
 def pending(optimizer: Any) -> Pending | None:
@@ -86,7 +86,7 @@ def factors(optimizer: Any) -> PerDevice:
     return {}
 
 
-def settle(optimizer: Any) -> None:
+def apply_pending(optimizer: Any) -> None:
     """Multiply the gradients themselves by what is pending: the step won't be a fused one."""
     clipped = factors(optimizer)
     if (left := pending(optimizer)) is None:

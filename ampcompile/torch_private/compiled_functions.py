@@ -75,20 +75,22 @@ def intercept(
     patches.replace_on(function, "backward", staticmethod(replaced))
 
 
-class Place(NamedTuple):
+class ResultSlot(NamedTuple):
     """What a gradient that reaches the function belongs to: an output of the graph, or the base of that view."""
 
     output: int
     kind: Literal["output", "base"]
 
 
-def places(function: AutogradFunction) -> list[Place | None]:
+def places(function: AutogradFunction) -> list[ResultSlot | None]:
     """For each value that the function returns: whose it is; None for views, which autograd sees outside of it."""
     meta: ViewAndMutationMeta = function.metadata
-    found: list[Place | None] = [None] * meta.num_mutated_inp_runtime_indices
-    found += [Place(i, "output") if info.output_type in _FRESH else None for i, info in enumerate(meta.output_info)]
+    found: list[ResultSlot | None] = [None] * meta.num_mutated_inp_runtime_indices
+    found += [
+        ResultSlot(i, "output") if info.output_type in _FRESH else None for i, info in enumerate(meta.output_info)
+    ]
     views = {info.base_idx: i for i, info in enumerate(meta.output_info) if info.output_type in _WITH_BASE}
-    return [*found, *(Place(views[base], "base") for base in range(meta.num_intermediate_bases))]
+    return [*found, *(ResultSlot(views[base], "base") for base in range(meta.num_intermediate_bases))]
 
 
 def writes_to_differentiated_inputs(function: AutogradFunction) -> bool:

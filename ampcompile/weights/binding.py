@@ -14,9 +14,9 @@ from ampcompile.torch_private import storages
 
 from . import gpu, memory, writers
 from .census import unexplained
-from .copies import TRIAL, Copy, Weight, copies, copies_of, copy_of, interrupted, passes, recover, refresh
+from .copies import TRIAL, Copy, Weight, cast_passes, copies, copies_of, copy_of, interrupted, recover, refresh
 from .copy_set import CopySet
-from .memory import Memory, lock, moment
+from .memory import Memory, lock, write_epoch
 from .ranges import set_ranges
 
 _CLASSES = (Tensor, torch.nn.Parameter, storages.FakeTensor)
@@ -62,9 +62,9 @@ class Binding:
     def _refresh(self, ids: tuple[int, ...], weights: Sequence[Tensor]) -> CopySet:
         with lock, torch.inference_mode(False), torch.no_grad():
             if interrupted():
-                memory.passed()
+                memory.begin_epoch()
                 recover()
-            now = moment()
+            now = write_epoch()
             held = [Weight(key, storages.alias(weight)) for key, weight in zip(ids, weights, strict=True)]
             members = [copy_of(weight.tensor, dtype) for weight, dtype in zip(held, self._dtypes, strict=True)]
             for copy, weight, on_trial in zip(members, weights, self._on_trial, strict=True):
@@ -164,7 +164,7 @@ def weight_stats() -> WeightStats:
     """What the copies cost now: see `WeightStats`."""
     with lock:
         held = [size for copy in list(copies.values()) if (size := copy.nbytes())]
-        return WeightStats(sum(held), len(held), passes())
+        return WeightStats(sum(held), len(held), cast_passes())
 
 
 def writable_copies(param: Tensor) -> tuple[Tensor, ...]:
@@ -174,16 +174,16 @@ def writable_copies(param: Tensor) -> tuple[Tensor, ...]:
     then nothing that shares the parameter's memory counts as fresh.
     """
     with lock:
-        moment()
+        write_epoch()
         found = copies_of(param)
         if found:
             found[0].memory.open_step()
         for copy in found:
-            # A step may turn out to be skipped on the device: what is lent must be right without it.
-            copy.lent = copy.writable() and copy.fresh(strided=True)
-            if copy.lent:
+            # A step may turn out to be skipped on the device: what is lent to the step must be right without it.
+            copy.lent_to_step = copy.writable() and copy.fresh(strided=True)
+            if copy.lent_to_step:
                 copy.mark = None
-        return tuple(copy.tensor for copy in found if copy.lent and copy.tensor is not None)
+        return tuple(copy.tensor for copy in found if copy.lent_to_step and copy.tensor is not None)
 
 
 def wrote(params: Iterable[Tensor]) -> None:
@@ -195,9 +195,9 @@ def wrote(params: Iterable[Tensor]) -> None:
     with lock, torch.inference_mode(False):
         found = [copy for param in params for copy in copies_of(param)]
         proven = {each: each.close_step() for each in {copy.memory for copy in found}}
-        written = [copy for copy in found if copy.lent]
+        written = [copy for copy in found if copy.lent_to_step]
         for copy in written:
-            copy.lent = False
+            copy.lent_to_step = False
             if proven[copy.memory]:
                 copy.rewritten()
         gpu.cast_done([copy.tensor for copy in written if copy.tensor is not None])

@@ -51,7 +51,7 @@ class Copy:
         self.places = places(weight)
         self.sample, self.words = Sample([self.places]), b""
         self.in_place = False
-        self.lent = False
+        self.lent_to_step = False
         self.trial = 0
         self.strided_readers = 0
         self.reads = 0
@@ -100,7 +100,7 @@ class Copy:
         return True
 
     def prepare(self, weight: Weight) -> tuple[object, object, bytes]:
-        """Have a buffer that may be overwritten, and hold nothing. Returns what the weight is now, for `settle`."""
+        """Have a buffer that may be overwritten, and hold nothing. Returns what the weight is now, for `note_cast`."""
         if not self.fresh(strided=False):
             self.packed, self.reads = None, 0
         self.mark = None
@@ -110,7 +110,7 @@ class Copy:
             self.trial = TRIAL
         return self.memory.mark, self.memory.doubt, self.sample.read()
 
-    def settle(self, mark: object, doubt: object, sampled: bytes) -> None:
+    def note_cast(self, mark: object, doubt: object, sampled: bytes) -> None:
         """The buffer holds what the weight held when it had this mark and these words; `doubt` None: for now."""
         self.doubt, self.words = doubt, sampled
         self.mark = mark
@@ -118,7 +118,7 @@ class Copy:
     def rewritten(self) -> None:
         """The buffer holds what the weight holds now."""
         self.packed, self.reads = None, 0
-        self.settle(self.memory.mark, self.memory.doubt, self.sample.read())
+        self.note_cast(self.memory.mark, self.memory.doubt, self.sample.read())
 
     def pack(self) -> None:
         """Take the packed form too, and instead of the other one where nobody reads that."""
@@ -181,7 +181,7 @@ def refresh(reads: Iterable[tuple[Copy, Weight, bool]], every: bool, doubtful: C
     gpu.cast_done(written)
     for (copy, _), (mark, doubt, sampled) in zip(stale, states, strict=True):
         if not every:
-            copy.settle(mark, None if copy.trial or copy.memory in doubtful else doubt, sampled)
+            copy.note_cast(mark, None if copy.trial or copy.memory in doubtful else doubt, sampled)
     _passes += 1
     _casting = False
 
@@ -197,6 +197,6 @@ def recover() -> None:
     _casting = False
 
 
-def passes() -> int:
+def cast_passes() -> int:
     """How many refresh passes have cast something."""
     return _passes

@@ -22,7 +22,7 @@ _form = attrgetter("tensor")
 class CopySet:
     """Fresh copies of some weights, and everything that has to stay as it is for them to stay fresh.
 
-    `packed`: which weights are read packed. `now`: the `moment` before any of the weights was looked at; None: the
+    `packed`: which weights are read packed. `now`: the `write_epoch` before any of the weights was looked at; None: the
     copies are fresh for this once only. `before`: the set that this one takes the place of.
     """
 
@@ -44,7 +44,7 @@ class CopySet:
         self._unpacked = [c for c, p in zip(members, packed, strict=True) if p and c.packed is None]
         distinct = list(dict.fromkeys(members))
         self.memories = list(dict.fromkeys(copy.memory for copy in distinct))
-        self._settle([weight.key for weight in weights], now)
+        self._note_state([weight.key for weight in weights], now)
         self._addresses = [weight.tensor.data_ptr() for weight in weights]
         in_order = sorted(distinct, key=lambda copy: not copy.places.runs.size)  # as a sample of several reads them
         self.sample = Sample(copy.places for copy in in_order)
@@ -56,11 +56,11 @@ class CopySet:
         )
         memory.sets.add(self)
 
-    def _settle(self, ids: Sequence[int], now: object) -> None:
+    def _note_state(self, ids: Sequence[int], now: object) -> None:
         """Note what must stay: the sharers of the weights' memory, and their versions."""
         known = [copy.memory.weights.get(key) for copy, key in zip(self.members, ids, strict=True)]
         proven = all(c.mark is c.memory.mark and c.doubt is c.memory.doubt for c in self.members)
-        self._moment = now if proven and None not in known else None
+        self._epoch = now if proven and None not in known else None
         self._versions = [sharer.seen for sharer in known if sharer is not None]
         sharers = [sharer for each in self.memories for sharer in each.sharers]
         others = [sharer for sharer in sharers if sharer not in known]
@@ -72,7 +72,7 @@ class CopySet:
 
     def fresh(self, weights: Sequence[Tensor]) -> bool:
         """Whether none of the weights was written; they are the ones that the set was made of. 0.2 us a weight."""
-        if self._moment is not memory.moment() or interrupted():
+        if self._epoch is not memory.write_epoch() or interrupted():
             return False
         try:
             if self._versions != list(map(storages.version, weights)):
@@ -109,7 +109,7 @@ class CopySet:
 
     def forget(self) -> None:
         """Nothing is known of the weights any more."""
-        self._moment = None
+        self._epoch = None
         self._handles = self._weights = []
 
     def gone(self) -> bool:

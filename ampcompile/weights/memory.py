@@ -35,10 +35,10 @@ handed_out: list[int] = []
 ticks = torch.zeros(1, dtype=torch.int64)
 """Written where an optimizer's step was compiled, hooks and all: its version tells that it ran."""
 _ticks_seen = ticks._version
-_moment = object()
+_epoch = object()
 
 
-def moment() -> object:
+def write_epoch() -> object:
     """The same object for as long as no write to a weight's memory was reported, and no alias was handed out."""
     global _ticks_seen
     if ticks._version != _ticks_seen:
@@ -48,13 +48,13 @@ def moment() -> object:
         _ticks_seen = ticks._version
     if handed_out:
         doubt_handed_out()
-    return _moment
+    return _epoch
 
 
-def passed() -> None:
+def begin_epoch() -> None:
     """Have every call look closely."""
-    global _moment
-    _moment = object()
+    global _epoch
+    _epoch = object()
 
 
 def doubt_handed_out() -> None:
@@ -103,12 +103,12 @@ class Memory:
     def written(self) -> None:
         """Something has written this memory."""
         self.mark = object()
-        passed()
+        begin_epoch()
 
     def doubted(self) -> None:
         """Something may have written this memory."""
         self.doubt = object()
-        passed()
+        begin_epoch()
 
     def admit(self, weight: Tensor) -> Sharer | None:
         """Know a tensor that a graph reads; None for one without a counter. A new one may have written before."""
@@ -151,11 +151,11 @@ class Memory:
 
     def open_step(self) -> None:
         """From now to `close_step` nothing here counts as fresh. Tells what was written before, as `examine` does."""
-        if self._examined is not _moment:
+        if self._examined is not _epoch:
             self.examine()
             self.step_open = True
-            passed()
-            self._examined = _moment
+            begin_epoch()
+            self._examined = _epoch
 
     def close_step(self) -> bool:
         """A step has written the memory. Returns whether it is known that nobody else did."""
@@ -198,18 +198,27 @@ def _storage_freed(memory: weakref.ref[Memory], _: object) -> None:
         _forget_ranges_with_the_last()
 
 
+class _IfFree:
+    """Holds the lock if no other thread does. Both ways are C's: no signal comes between taking it and letting it go.
+
+    `as` gives whether it is held; if not, leaving raises RuntimeError.
+    """
+
+    __enter__ = staticmethod(functools.partial(lock.acquire, blocking=False))
+    __exit__ = staticmethod(lock.__exit__)
+
+
 def _forget_ranges_with_the_last() -> None:
-    ours = lock._is_owned()  # type: ignore[attr-defined]  # asked, so that an interrupt at any point leaves it right
+    taken = False
     try:
-        if not ours and not lock.acquire(blocking=False):
-            return  # somebody is making copies
-        if all(memory() is None for memory in _memories.valuerefs()):
-            set_ranges(())
-            while on_last_freed:
-                on_last_freed.pop()()
-    finally:
-        if not ours and lock._is_owned():  # type: ignore[attr-defined]
-            lock.release()
+        with _IfFree() as taken:
+            if taken and all(memory() is None for memory in _memories.valuerefs()):
+                set_ranges(())
+                while on_last_freed:
+                    on_last_freed.pop()()
+    except RuntimeError:
+        if taken:
+            raise  # else another thread is making copies
 
 
 def memory_of(tensor: Tensor) -> Memory:

@@ -24,14 +24,14 @@ RUN = 16
 _WORD = 4
 
 
-class Places(NamedTuple):
+class SampledAddresses(NamedTuple):
     """Addresses, in words: of runs of words, and of single words in weights that are smaller than a run."""
 
     runs: np.ndarray
     words: np.ndarray
 
 
-def places(weight: Tensor) -> Places:
+def places(weight: Tensor) -> SampledAddresses:
     """Where to look at a dense weight; nowhere on other devices than the CPU.
 
     One place lies in each of as many parts of equal size, and varies from part to part, so that neither a column nor
@@ -42,21 +42,21 @@ def places(weight: Tensor) -> Places:
     size = (weight.data_ptr() + weight.nbytes) // _WORD - begin
     nowhere = np.empty(0, np.int64)
     if weight.device.type != "cpu" or size <= 0:
-        return Places(nowhere, nowhere)
+        return SampledAddresses(nowhere, nowhere)
     if size < RUN:
-        return Places(nowhere, begin + np.arange(size))
+        return SampledAddresses(nowhere, begin + np.arange(size))
     slices = weight.shape[0] if weight.dim() > 2 else 1
     count = min(slices * ceil(max(FEWEST, prod(weight.shape) // STRIDE) / slices), MOST, ceil(size / RUN))
     within = np.random.default_rng(count).random(count)
     found = np.minimum((np.arange(count) + within) * (size / count), size - RUN).astype(np.int64)
     found[0], found[-1] = 0, size - RUN
-    return Places(begin + np.unique(found), nowhere)
+    return SampledAddresses(begin + np.unique(found), nowhere)
 
 
 class Sample:
     """The words at some places, read many times. The caller sees to it that the memory is held."""
 
-    def __init__(self, weights: Iterable[Places]) -> None:
+    def __init__(self, weights: Iterable[SampledAddresses]) -> None:
         runs, words = zip(*weights, strict=True) if (weights := list(weights)) else ((), ())
         self._parts = [
             _Windows(found, size) for parts, size in ((runs, RUN), (words, 1)) if (found := _join(parts)).size

@@ -11,7 +11,7 @@ from ampcompile.passes.graph import changes_state
 from ampcompile.torch_private import pytree, regions
 
 
-def differentiable(graph: Graph, enabled: bool) -> set[Node]:
+def recorded_by_autograd(graph: Graph, enabled: bool) -> set[Node]:
     """The values that autograd may record; `enabled`: whether grad mode is on where the graph is called.
 
     Inputs with a fraction part are taken to want a gradient.
@@ -34,7 +34,7 @@ def differentiable(graph: Graph, enabled: bool) -> set[Node]:
     return found
 
 
-def stretches(graph: Graph) -> dict[Node, int]:
+def grad_mode_stretches(graph: Graph) -> dict[Node, int]:
     """A number for each node: equal where grad mode is sure to be the same, since nothing between changes it."""
     number, found = 0, {}
     for node in graph.nodes:

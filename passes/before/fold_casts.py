@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import Memory
 from ampcompile.passes.analysis.commuting import CAST, kind, rebuilt, runs_in, same_layout
-from ampcompile.passes.analysis.gradients import differentiable
+from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.op_traits import CASTS, has
 from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import tracing
@@ -46,7 +46,7 @@ class FoldCasts:
 
     def _fold(self, gm: GraphModule) -> int:
         memory, folded = Memory(gm.graph), 0
-        recorded = differentiable(gm.graph, self.gradients)
+        recorded = recorded_by_autograd(gm.graph, self.gradients)
         for second in gm.graph.find_nodes(op="call_function", target=CAST):
             if "amp_cast" in second.meta:
                 folded += self._fold_one(gm.graph, second, memory, recorded)

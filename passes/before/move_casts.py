@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.passes.analysis.aliasing import Memory
 from ampcompile.passes.analysis.commuting import CAST, kind, rebuilt, runs_in, same_layout
-from ampcompile.passes.analysis.gradients import differentiable
+from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.op_traits import is_elementwise
 from ampcompile.passes.analysis.sizes import is_smaller
 from ampcompile.passes.graph import graphs
@@ -34,7 +34,7 @@ class MoveCasts:
             return sum(map(self._move, graphs(gm)))
 
     def _move(self, gm: GraphModule) -> int:
-        memory, recorded = Memory(gm.graph), differentiable(gm.graph, self.gradients)
+        memory, recorded = Memory(gm.graph), recorded_by_autograd(gm.graph, self.gradients)
         moved = 0
         for cast in gm.graph.find_nodes(op="call_function", target=CAST):
             if "amp_cast" in cast.meta:

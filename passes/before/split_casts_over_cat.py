@@ -22,7 +22,7 @@ from ampcompile.torch_private import tracing
 
 
 @dataclass(frozen=True)
-class SpreadCasts:
+class SplitCastsOverCat:
     """Gradients are cut in pieces and cast as before, so they keep their bits. Returns how many casts were spread."""
 
     name = "spread_casts"

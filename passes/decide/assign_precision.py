@@ -57,7 +57,7 @@ from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from .counts import lengths
 from .decisions import Call, decide
-from .dtype_memo import Repeats, traced_if_alike
+from .dtype_memo import DtypeMemo, traced_if_alike
 from .range_guards import guarded
 
 _BORN_KNOWN = frozenset({"aten", "prims", "prim", "ampcompile", "_c10d_functional", "c10d_functional"})
@@ -71,7 +71,7 @@ class _Walk:
         self.policy: Policy = parent.policy
         self.range_guards: bool = parent.range_guards
         self.walks: dict[GraphModule, dict[Any, _Walk]] = parent.walks if isinstance(parent, _Walk) else {}
-        self.repeats: Repeats = parent.repeats if isinstance(parent, _Walk) else Repeats()
+        self.memo: DtypeMemo = parent.memo if isinstance(parent, _Walk) else DtypeMemo()
         self.gm, self.regions = gm, regions
         self.values: dict[Node, Any] = {}
         self.constants: dict[Node, float] = {}  # the largest finite magnitude in tensors that are known
@@ -210,7 +210,7 @@ class _Walk:
                 return result
             return pytree.tree_map(lambda v: in_dtype(v, decision.narrow) if castable(v) else v, result)
 
-        return replace(decision, result=self.repeats.result(node, decision, self.values, compute))
+        return replace(decision, result=self.memo.result(node, decision, self.values, compute))
 
     def _arguments(self, structure: Any, casts: Mapping[Node, torch.dtype] | None = None) -> Any:
         return map_arg(structure, lambda n: in_dtype(self.values[n], (casts or {}).get(n)))

@@ -16,7 +16,7 @@ from ampcompile.torch_private.types import OpOverload
 NUMBERS = (bool, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-class Repeats:
+class DtypeMemo:
     """The dtypes that calls gave. Of sizes it looks only at whether there are any, which is what promotion asks."""
 
     def __init__(self) -> None:

@@ -19,11 +19,11 @@ from torch.fx import GraphModule, Node
 from ampcompile.dtypes import short_name
 from ampcompile.passes.analysis.aliasing import Memory
 from ampcompile.passes.analysis.commuting import kind
-from ampcompile.passes.analysis.gradients import differentiable
+from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.op_traits import is_elementwise
 from ampcompile.passes.analysis.schema import writes
 from ampcompile.passes.analysis.sizes import elements, elements_hint, in_floats
-from ampcompile.passes.graph import Decision, Placed, placeholders
+from ampcompile.passes.graph import Decision, PlacementWish, placeholders
 from ampcompile.rules.table import table
 from ampcompile.torch_private import pytree
 from ampcompile.torch_private.types import OpOverload
@@ -176,7 +176,7 @@ class PlaceCasts:
         moved = {node for node, label in labels.items() if label != placement.free[node]}
         for node in moved | {user for other in moved for user in other.users}:
             if operands := _operands(placement, node, labels):
-                node.meta["amp_placed"] = Placed(operands, _because(placement, node, labels))
+                node.meta["amp_placed"] = PlacementWish(operands, _because(placement, node, labels))
         return len(moved)
 
     def placement(self, gm: GraphModule) -> Placement | None:
@@ -186,7 +186,7 @@ class PlaceCasts:
         if len(found) != 1:
             return None
         weights = {node for i, node in enumerate(placeholders(gm)) if self.is_weight(i, node)}
-        placement = Placement(gm, found.pop(), weights, differentiable(gm.graph, self.gradients), self.fuses)
+        placement = Placement(gm, found.pop(), weights, recorded_by_autograd(gm.graph, self.gradients), self.fuses)
         memory = Memory(gm.graph)
         for node in gm.graph.nodes:
             if _is_free(node, placement.low, memory):

@@ -12,7 +12,7 @@ from ampcompile.passes.graph import graphs, op_name
 from ampcompile.torch_private import tracing
 
 from .losses import Loss, losses, repeated
-from .matching import Fusion, Worth, drop_unread, fuse
+from .matching import Fusion, FusionCost, drop_unread, fuse
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class FuseCrossEntropy:
     the gradient over them. So only who asks for it gets it.
     """
 
-    worth: Worth
+    worth: FusionCost
     family = "cross_entropy"
     name = "fuse_cross_entropy"
     exact = False

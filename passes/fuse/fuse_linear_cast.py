@@ -17,13 +17,13 @@ from torch.fx import GraphModule, Node
 from ampcompile.kernels.linear_cast import LINEAR_CAST, ROWS_FEW, ROWS_SHARED
 from ampcompile.passes.analysis.aliasing import Memory
 from ampcompile.passes.analysis.commuting import CAST, rebuilt
-from ampcompile.passes.analysis.gradients import differentiable
+from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.sizes import elements_hint, is_smaller
 from ampcompile.passes.graph import graphs, op_name
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import is_traceable_wrapper_subclass
 
-from .matching import Fusion, Worth, argument, drop_unread, fuse, is_low, is_view
+from .matching import Fusion, FusionCost, argument, drop_unread, fuse, is_low, is_view
 
 aten = torch.ops.aten
 _COPIES = (aten.contiguous.default, aten.clone.default)
@@ -124,7 +124,7 @@ class FuseLinearCast:
     the weight's bytes, and they are halved. With many rows it is bound by arithmetic, which isn't less.
     """
 
-    worth: Worth
+    worth: FusionCost
     gradients: bool
     family = "linear"
     name = "fuse_linear_cast"
@@ -136,7 +136,7 @@ class FuseLinearCast:
             return sum(self._fuse(graph) for graph in graphs(gm))
 
     def _fuse(self, gm: GraphModule) -> int:
-        memory, recorded = Memory(gm.graph), differentiable(gm.graph, self.gradients)
+        memory, recorded = Memory(gm.graph), recorded_by_autograd(gm.graph, self.gradients)
         fused = 0
         for node in list(gm.graph.nodes):
             for layer in _readings(node) if node.op == "call_function" else ():

@@ -16,7 +16,7 @@ from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import tracing
 
 from .losses import Loss, leave_rows_whole, losses, repeated
-from .matching import Fusion, Worth, argument, drop_unread, fuse, is_low, is_view
+from .matching import Fusion, FusionCost, argument, drop_unread, fuse, is_low, is_view
 
 LINEAR = torch.ops.aten.linear.default
 
@@ -29,7 +29,7 @@ class FuseLinearCrossEntropy:
     part of the device's memory.
     """
 
-    worth: Worth
+    worth: FusionCost
     family = "linear_cross_entropy"
     name = "fuse_linear_cross_entropy"
     exact = False

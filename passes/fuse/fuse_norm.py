@@ -19,11 +19,11 @@ from ampcompile.kernels.group_norm import GROUP_NORM
 from ampcompile.kernels.norm import NORM
 from ampcompile.passes.analysis.aliasing import Memory
 from ampcompile.passes.analysis.commuting import CAST, rebuilt, same_layout
-from ampcompile.passes.analysis.gradients import stretches
+from ampcompile.passes.analysis.gradients import grad_mode_stretches
 from ampcompile.passes.graph import graphs, op_name
 from ampcompile.torch_private import tracing
 
-from .matching import Fusion, Worth, drop_unread, fuse, is_low, is_view, low_source
+from .matching import Fusion, FusionCost, drop_unread, find_16_bit_source, fuse, is_low, is_view
 from .norm_patterns import Norm, norms
 
 ADD = torch.ops.aten.add.Tensor
@@ -37,7 +37,7 @@ group norm's backward, which Inductor runs in two, but whose kernel holds on to 
 class FuseNorm:
     """Returns how many norms were fused. Not exact: rows are summed in another order."""
 
-    worth: Worth
+    worth: FusionCost
     name = "fuse_norm"
     family = "norm"
     exact = False
@@ -47,7 +47,7 @@ class FuseNorm:
         return sum(self._fuse(graph) for graph in graphs(gm))
 
     def _fuse(self, gm: GraphModule) -> int:
-        memory, stretch, fused = Memory(gm.graph), stretches(gm.graph), 0
+        memory, stretch, fused = Memory(gm.graph), grad_mode_stretches(gm.graph), 0
         with tracing.on_fakes_of(gm), torch.no_grad():
             for norm in norms(gm.graph):
                 if _suits(norm, memory, stretch) and self.worth(norm.node.meta["val"].device, *SAVED):
@@ -75,7 +75,7 @@ def _is_dense(value: torch.Tensor) -> bool:
 def _rewrite(norm: Norm, memory: Memory, stretch: dict[Node, int]) -> bool:
     node, casts = norm.node, _low_readers(norm.node)
     operand, inside = norm.operand, [*norm.inside, node]
-    before = low_source(operand)
+    before = find_16_bit_source(operand)
     here = stretch[node]
     if before is not None and not memory.is_written(before[0]) and all(stretch[n] == here for n in before[1]):
         inside = [*before[1], *inside]
@@ -148,4 +148,4 @@ def _is_read(node: Node, casts: set[Node]) -> bool:
 
 def _narrow(vector: Node | None) -> Any:
     """The 16-bit form of a weight that was widened for the norm."""
-    return vector if vector is None or (found := low_source(vector)) is None or len(found[1]) > 1 else found[0]
+    return vector if vector is None or (found := find_16_bit_source(vector)) is None or len(found[1]) > 1 else found[0]

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node, map_arg
 from ampcompile.passes.analysis.aliasing import Memory
 from ampcompile.passes.analysis.op_traits import DROPS, KEEPS_ORDER, has
 
-from .matching import argument, is_low, is_upcast, low_source
+from .matching import argument, find_16_bit_source, is_low, is_upcast
 
 LOSS = torch.ops.aten.cross_entropy_loss.default
 _REDUCTIONS = ("none", "mean", "sum")
@@ -34,7 +34,7 @@ def losses(gm: GraphModule) -> Iterator[Loss]:
     """Those of (rows, classes) logits and class indices, where nothing else reads the logits in float32."""
     memory = Memory(gm.graph)
     for node in gm.graph.find_nodes(op="call_function", target=LOSS):
-        found = low_source(node.args[0])
+        found = find_16_bit_source(node.args[0])
         target, weight = node.args[1], argument(node, 2, "weight")
         if found is None or memory.is_written(found[0]) or not _fits(node.args[0], target, weight):
             continue

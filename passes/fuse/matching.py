@@ -17,9 +17,9 @@ from ampcompile.passes.analysis.op_traits import FUSED_THROUGH, has
 from ampcompile.passes.base import Pass
 from ampcompile.passes.graph import graphs
 
-FUSED = "amp_fused"
+FUSION = "amp_fused"
 """Where a fused op carries its record, in `node.meta`."""
-UNFUSED = "amp_unfused"
+GRAPH_BEFORE_FUSION = "amp_unfused"
 """Where `gm.meta` holds the graph as it was before fusing: a fused op has no derivative of its backward."""
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -38,7 +38,7 @@ class Fusion:
 
 
 @dataclass(frozen=True)
-class Worth:
+class FusionCost:
     """When a pattern is fused: `fuse` is the option of that name.
 
     A family that the user names is fused wherever it matches. With "auto" the counts decide, which no GPU run has
@@ -64,7 +64,7 @@ class Worth:
 
 
 class FusePass(Pass, Protocol):
-    """A pass `fuse_*`: a frozen dataclass whose field `worth` is a `Worth`."""
+    """A pass `fuse_*`: a frozen dataclass whose field `worth` is a `FusionCost`."""
 
     @property
     def family(self) -> str: ...
@@ -95,7 +95,7 @@ def is_view(node: Any) -> bool:
     return isinstance(node, Node) and kind(node) == "moves" and has(node.target, FUSED_THROUGH)
 
 
-def low_source(value: Any) -> tuple[Node, list[Node]] | None:
+def find_16_bit_source(value: Any) -> tuple[Node, list[Node]] | None:
     """The 16-bit value that a float32 one was widened from, and the nodes from there on, in order: one cast, and views.
 
     None if there is none, or if one of the nodes has another user: then float32 is needed anyway.
@@ -120,7 +120,7 @@ def fuse(old: Node, op: Any, args: Sequence[Any], record: Fusion, results: Seque
         new = graph.call_function(op, tuple(args))
         new.meta = {k: v for k, v in old.meta.items() if k not in ("val", "tensor_meta", "amp_cast")}
         new.meta["val"] = op(*map_arg(tuple(args), lambda n: n.meta["val"]))
-        new.meta[FUSED] = record
+        new.meta[FUSION] = record
         for i, replaced in enumerate(results):
             if replaced is not None:
                 part = graph.call_function(operator.getitem, (new, i))
@@ -142,4 +142,4 @@ def drop_unread(nodes: Sequence[Node]) -> None:
 def fusions(gm: GraphModule) -> Iterator[tuple[Node, Fusion]]:
     """Every fused op of a graph and its bodies."""
     for graph in graphs(gm):
-        yield from ((node, node.meta[FUSED]) for node in graph.graph.nodes if FUSED in node.meta)
+        yield from ((node, node.meta[FUSION]) for node in graph.graph.nodes if FUSION in node.meta)

@@ -3,7 +3,7 @@
 Dynamo traces a custom backward with gradients off, as if it were never differentiated. Where all that it reads are the
 function's inputs, its outputs and the gradients that come in, switching gradients on again is all it takes. A value
 computed along the way and saved has no history, so there a second derivative would lack a part: such a backward
-stays as it is, and `closed` finds it.
+stays as it is, and `has_closed_backward` finds it.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def _calls(gm: GraphModule) -> list[Node]:
     return [call for graph in graphs(gm) for call in graph.graph.find_nodes(op="call_function", target=APPLY)]
 
 
-def closed(gm: GraphModule) -> bool:
+def has_closed_backward(gm: GraphModule) -> bool:
     """Whether a custom function, here or in a body, has a backward that can't be differentiated."""
     return any(_switches(_bodies(call)[1]) for call in _calls(gm))
 
 
 @dataclass(frozen=True)
-class OpenBackwards:
+class EnableSecondBackward:
     """Returns the number of custom functions whose backwards were made differentiable."""
 
     name = "open_backwards"

@@ -1,4 +1,4 @@
-"""Ops again in high precision: operands raised, dtypes replaced, results laid out as the mixed ones."""
+"""Ops again in high precision: operands in high precision, dtypes replaced, results laid out as the mixed ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 import ampcompile
-from ampcompile.auditing.high_precision import floating, in_high, raised, rounds
+from ampcompile.auditing.high_precision import compute_in_high_precision, floating, rounds, to_high_precision
 
 aten = torch.ops.aten
 LOW, HALF, HIGH, WIDE = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -22,11 +22,13 @@ def node(target: Any) -> Node:
 def run_high(target: Any, *args: Any, dtype: torch.dtype = WIDE, **kwargs: Any) -> tuple[Any, Any]:
     """The result of an op, and that in high precision."""
     mixed = target(*args, **kwargs)
-    return mixed, in_high(node(target), args, kwargs, mixed, dtype)
+    return mixed, compute_in_high_precision(node(target), args, kwargs, mixed, dtype)
 
 
 def test_every_floating_and_complex_tensor_is_raised_and_nothing_else() -> None:
-    found = raised({"a": [torch.ones(2, dtype=HALF), 1.5], "b": (torch.ones(2).cfloat(), torch.ones(2).int())}, WIDE)
+    found = to_high_precision(
+        {"a": [torch.ones(2, dtype=HALF), 1.5], "b": (torch.ones(2).cfloat(), torch.ones(2).int())}, WIDE
+    )
     assert (found["a"][0].dtype, found["a"][1]) == (WIDE, 1.5)
     assert [value.dtype for value in found["b"]] == [torch.complex128, torch.int32]
 
@@ -48,7 +50,7 @@ def test_an_op_that_is_asked_for_a_dtype_computes_in_the_high_one(target: Any, d
         aten.mm.dtype: lambda: aten.mm.default(*args[:2]).float(),  # CPUs lack it
         aten._softmax.default: lambda: torch.softmax(args[0].float(), -1),
     }.get(target, lambda: target(*args, **kwargs))()
-    found = in_high(node(target), args, kwargs, mixed, WIDE)
+    found = compute_in_high_precision(node(target), args, kwargs, mixed, WIDE)
     operands = [arg.double() for arg in args if isinstance(arg, Tensor)]
     exact = torch.softmax(operands[0], -1) if target is aten._softmax.default else operands[0]
     exact = operands[0] @ operands[1] if len(operands) == 2 else exact
@@ -61,9 +63,15 @@ def test_dropout_takes_the_mask_that_was_drawn() -> None:
     mixed, (found, mask) = run_high(aten.native_dropout.default, x, 0.5, True)
     assert mask is mixed[1]
     torch.testing.assert_close(found, x.double() * mask * 2)
-    off = in_high(node(aten.native_dropout.default), (x, 0.5, False), {}, (x, torch.ones(50).bool()), WIDE)
+    off = compute_in_high_precision(
+        node(aten.native_dropout.default), (x, 0.5, False), {}, (x, torch.ones(50).bool()), WIDE
+    )
     torch.testing.assert_close(off[0], x.double())
-    assert in_high(node(aten.native_dropout.default), (x, 1.0, True), {}, (x * 0, x < -99), WIDE)[0].eq(0).all()
+    assert (
+        compute_in_high_precision(node(aten.native_dropout.default), (x, 1.0, True), {}, (x * 0, x < -99), WIDE)[0]
+        .eq(0)
+        .all()
+    )
 
 
 def test_what_draws_or_reads_bits_has_no_second_run() -> None:
@@ -83,10 +91,10 @@ def test_an_op_that_knows_no_float64_runs_in_float32_or_not_at_all() -> None:
         return x / 3
 
     x = torch.ones(2, dtype=LOW)
-    found = in_high(node(op), (x,), {}, op(x), WIDE)
+    found = compute_in_high_precision(node(op), (x,), {}, op(x), WIDE)
     assert found.dtype == WIDE and torch.equal(found, (x.float() / 3).double())
     knows.discard(HIGH)
-    assert in_high(node(op), (x,), {}, x, WIDE) is None
+    assert compute_in_high_precision(node(op), (x,), {}, x, WIDE) is None
     assert asked == [LOW, WIDE, HIGH, WIDE, HIGH]
 
 
@@ -95,17 +103,19 @@ def test_an_error_of_memory_goes_through() -> None:
         raise torch.OutOfMemoryError("no more")
 
     with pytest.raises(torch.OutOfMemoryError):
-        in_high(node(op), (torch.ones(1),), {}, torch.ones(1), WIDE)
+        compute_in_high_precision(node(op), (torch.ones(1),), {}, torch.ones(1), WIDE)
 
 
 def test_results_have_the_strides_of_the_mixed_run_and_no_other_shape() -> None:
     x, mixed = torch.randn(3, 4), torch.randn(4, 3).t()
     identity = node(lambda x: x)
-    found = in_high(identity, (x,), {}, mixed, WIDE)
+    found = compute_in_high_precision(identity, (x,), {}, mixed, WIDE)
     assert found.stride() == mixed.stride() and torch.equal(found, x.double())
-    assert in_high(identity, (x,), {}, torch.randn(4, 3), WIDE) is None
-    assert in_high(identity, ([x, 5],), {}, [x, 7], WIDE)[1] == 7, "sizes and numbers are the mixed run's"
-    assert in_high(identity, ([x, x],), {}, x, WIDE) is None
+    assert compute_in_high_precision(identity, (x,), {}, torch.randn(4, 3), WIDE) is None
+    assert compute_in_high_precision(identity, ([x, 5],), {}, [x, 7], WIDE)[1] == 7, (
+        "sizes and numbers are the mixed run's"
+    )
+    assert compute_in_high_precision(identity, ([x, x],), {}, x, WIDE) is None
 
 
 def test_bodies_of_higher_order_ops_are_copied_with_their_dtypes_replaced() -> None:
@@ -114,7 +124,7 @@ def test_bodies_of_higher_order_ops_are_copied_with_their_dtypes_replaced() -> N
     graph.output(graph.call_function(aten.mul.Tensor, (value, graph.get_attr("third"))))
     body = GraphModule({"third": torch.tensor(1 / 3, dtype=LOW)}, graph)
     x = torch.randn(3)
-    found = in_high(node(lambda body, x: body(x)), (body, x), {}, body(x), WIDE)
+    found = compute_in_high_precision(node(lambda body, x: body(x)), (body, x), {}, body(x), WIDE)
     torch.testing.assert_close(found, x.double() * torch.tensor(1 / 3, dtype=LOW).double())
     assert body(x).dtype == LOW, "the mixed run's own is as it was"
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 import ampcompile
 from ampcompile.auditing import run as audit_run
-from ampcompile.auditing.high_precision import in_high
+from ampcompile.auditing.high_precision import compute_in_high_precision
 from ampcompile.auditing.run import Session
 from ampcompile.errors import AuditError
 from tests.auditing.models import Block, mean_square
@@ -57,7 +57,7 @@ def test_each_op_alone_takes_the_memory_of_one_op(monkeypatch: pytest.MonkeyPatc
     def watched(*args: Any) -> Any:
         nonlocal most
         most = max(most, sum(tensor() is not None for tensor in held))
-        result = in_high(*args)
+        result = compute_in_high_precision(*args)
         held.extend(weakref.ref(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
         return result
 

@@ -19,7 +19,7 @@ def stock(model, compiled=True, outputs="autocast"):
 
 
 def norm(calls):
-    """Of all floating numbers together; what is not finite counts as 0."""
+    """Of all floating numbers together; what is not finite counts as 0, and is left to `overflows`."""
     flat = [t.double().flatten() for call in calls for t in call if t.is_floating_point()]
     return float(torch.cat(flat).nan_to_num(0.0, 0.0, 0.0).norm()) if flat else 0.0
 
@@ -28,6 +28,16 @@ def distance(found, exact):
     return norm(
         [[f.double() - e.double() for f, e in zip(*calls, strict=True)] for calls in zip(found, exact, strict=True)]
     )
+
+
+def overflows(found, *others):
+    """How many floating numbers are infinite or NaN in one outcome and in no other."""
+    count = 0
+    for calls in zip(found, *others, strict=True):
+        for value, *beside in zip(*calls, strict=True):
+            finite = [b.isfinite() for b in beside]
+            count += int((~value.isfinite() & torch.stack(finite).all(0)).sum())
+    return count
 
 
 def differences(ours: Outcome, theirs: Outcome, exact: Outcome | None) -> list[str]:
@@ -43,6 +53,8 @@ def differences(ours: Outcome, theirs: Outcome, exact: Outcome | None) -> list[s
         elif not same_bits(a, b):
             e = getattr(exact or theirs, kind)
             mine, stocks = distance(a, e), distance(b, e) if exact else 0.01 * norm(b)
+            if lost := overflows(a, b, e):
+                found.append(f"{kind}: {lost} not finite where stock's and float64's are")
             if mine > 1.1 * stocks + 1e-6:
                 found.append(f"{kind}: {mine} from float64, stock {stocks}")
     return found
@@ -113,3 +125,5 @@ def test_a_program_that_is_wrong_is_found():
     wrong = outcome(program(1), stock)
     wrong.results[0][0].flatten()[0] += 0.5
     assert not differences(right, right, None) and differences(wrong, right, None)
+    wrong.results[0][0].copy_(right.results[0][0]).flatten()[0] = torch.inf
+    assert differences(wrong, right, None), "an overflow, though the other numbers are right"

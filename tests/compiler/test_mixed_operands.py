@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ampcompile.compiler import mixed_operands
+from ampcompile.compiler.call_state import current_call
 from ampcompile.dtypes import widest
 from ampcompile.torch_private import dispatcher
 from tests.compiling import HALF, HIGH, LOW, amp, dtypes, eager
@@ -141,7 +142,7 @@ def test_another_threads_trace_is_left_alone(monkeypatch):
             refused.append(True)
 
     mixed_operands.install("cpu")
-    monkeypatch.setattr(mixed_operands.here, "called", scatter)
+    monkeypatch.setattr(current_call, "callable", scatter)
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ampcompile.compiler.rerun import Drawn, drawing_nothing, writes_unread
+from ampcompile.compiler.rerun import RandomNumbersDrawn, forbid_random_numbers, only_updates_statistics
 from ampcompile.passes.graph import placeholders
 
 aten = torch.ops.aten
@@ -12,9 +12,9 @@ aten = torch.ops.aten
 
 def test_drawing_is_noticed_and_undone():
     state = torch.get_rng_state()
-    with drawing_nothing([torch.ones(2)]):
+    with forbid_random_numbers([torch.ones(2)]):
         torch.ones(2).sin()
-    with pytest.raises(Drawn), drawing_nothing([torch.ones(2)]):
+    with pytest.raises(RandomNumbersDrawn), forbid_random_numbers([torch.ones(2)]):
         torch.nn.functional.dropout(torch.ones(9))
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -37,4 +37,4 @@ def normalised(x, mean, var, training):
 )
 def test_what_was_there_counts_if_anything_reads_it(f, unread):
     graph = make_fx(f, pre_dispatch=True)(torch.randn(5, 3), torch.zeros(3))
-    assert writes_unread(placeholders(graph)[1]) is unread
+    assert only_updates_statistics(placeholders(graph)[1]) is unread

@@ -1,29 +1,13 @@
 """A report as text: equal rows are merged, reasons are footnotes, sizes are short."""
 
-import pytest
 import torch
 
-from ampcompile.explaining.table import human_bytes, render
+from ampcompile.explaining.table import render
 from ampcompile.records.casts import FusionRecord, OpRecord
 from ampcompile.records.totals import Total
 from tests.explaining.made_up import cast, graph
 
 HOISTED = ("inserted", "hoisted")
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536 * 1024, "1.5 MiB"),
-        (2**30, "1.0 GiB"),
-        (3 * 2**50, "3072.0 TiB"),
-    ],
-)
-def test_sizes(count: int, text: str) -> None:
-    assert human_bytes(count) == text
 
 
 def rows(text: str) -> list[list[str]]:

@@ -13,14 +13,14 @@ import ampcompile
 from ampcompile.kernels.group_norm import GROUP_NORM
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.fuse.fuse_norm import FuseNorm
-from ampcompile.passes.fuse.matching import Worth
+from ampcompile.passes.fuse.matching import FusionCost
 from benchmarks.unet import UNet
 from tests.compiling import HIGH, LOW, error, training_errors
 from tests.passes.fuse.test_fuse_norm import in_float64, in_order, to
 from tests.passes.rewriting import count, rewritten
 from tests.passes.tidied import inserted, ours, results
 
-FUSE = FuseNorm(Worth("norm"))
+FUSE = FuseNorm(FusionCost("norm"))
 X, W, V, B = torch.empty(2, 8, 5, 3), torch.empty(8, 8, 3, 3), torch.empty(8), torch.empty(8)
 
 

@@ -16,7 +16,7 @@ from ampcompile.passes.before.fold_casts import FoldCasts, is_cast
 from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.before.move_casts import MoveCasts
 from ampcompile.passes.before.share_casts import ShareCasts
-from ampcompile.passes.before.split_casts_over_cat import SpreadCasts
+from ampcompile.passes.before.split_casts_over_cat import SplitCastsOverCat
 from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.decide.place_casts import PlaceCasts
 from ampcompile.passes.graph import Regions
@@ -134,7 +134,7 @@ def all_reduced(x, w):
 
 def test_nothing_is_cast_across_a_collective():
     gm = decided(all_reduced, CPU, CPU, states={"cpu": (True, LOW)}, placement=True)
-    rewrites = run_passes([SpreadCasts(), FoldCasts(False), MoveCasts(False)], gm)
+    rewrites = run_passes([SplitCastsOverCat(), FoldCasts(False), MoveCasts(False)], gm)
     assert sum(done.rewrites for done in rewrites) == 0
     collectives = [op for op in spelled(gm) if op.startswith("_c10d")]
     assert collectives and all(op.endswith(":f32") for op in collectives)
@@ -201,7 +201,7 @@ FORWARD_CASTS = {  # case: function and inputs; casts of ours once nothing is di
 def test_as_few_casts_as_expected(name):
     f, args, casts = FORWARD_CASTS[name]
     gm = inserted(f, *args)
-    for each in (SpreadCasts(), FoldCasts(False), MoveCasts(False), ShareCasts(False)):
+    for each in (SplitCastsOverCat(), FoldCasts(False), MoveCasts(False), ShareCasts(False)):
         tidied(gm, each, *args, gradients=False)
     assert len(ours(gm)) == casts
     assert dtypes(amp(f)[0](*args)) == dtypes(eager(f, *args))
@@ -262,7 +262,7 @@ def test_a_product_and_a_sum_with_casts_at_every_place(transposed):
             return torch.mm(at("sum", product + c, places), c)
 
         gm = inserted(f, X, W, V)
-        passes = [SpreadCasts(), FoldCasts(False), MoveCasts(False), ShareCasts(False)]
+        passes = [SplitCastsOverCat(), FoldCasts(False), MoveCasts(False), ShareCasts(False)]
         for each in passes:
             tidied(gm, each, X, W, V, gradients=False)
         casts = ours(gm)

@@ -110,3 +110,14 @@ def test_random_state_and_autocast_cache_are_left_alone() -> None:
     state = torch.get_rng_state()
     ampcompile.explain(model, outputs="autocast")(torch.randn(2, 4, generator=torch.Generator()))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_bodies_of_higher_order_ops_count_in_eager_autocast_as_in_our_graph() -> None:
+    w = torch.randn(4, 4)
+
+    def branches(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x @ w, lambda x: (x + 1) @ w, (x,))
+
+    with torch.no_grad():
+        totals = {t.stage: t.casts for t in ampcompile.explain(branches, outputs="autocast")(torch.randn(2, 4)).totals}
+    assert totals["eager autocast, forward"] == totals["insert_casts"] == 4, "two products, in one branch each"

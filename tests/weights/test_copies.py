@@ -13,10 +13,10 @@ from ampcompile.weights.copies import (
     TRIAL,
     Copy,
     Weight,
+    cast_passes,
     copies_of,
     copy_of,
     interrupted,
-    passes,
     recover,
     refresh,
 )
@@ -35,10 +35,10 @@ def made(weight: Tensor, dtype: torch.dtype = BF16) -> Copy:
 
 def cast(copy: Copy, weight: Tensor, every: bool = False, doubtful: Iterable[memory.Memory] = ()) -> int:
     """Refresh a copy that is read in the weight's strides; how many passes that took."""
-    before = passes()
+    before = cast_passes()
     with torch.no_grad():
         refresh([(copy, Weight(id(weight), weight), True)], every, set(doubtful))
-    return passes() - before
+    return cast_passes() - before
 
 
 def right(copy: Copy, weight: Tensor) -> bool:

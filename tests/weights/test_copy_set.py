@@ -15,7 +15,7 @@ BF16 = torch.bfloat16
 
 def made(weights: list[Tensor], now: object = memory, before: CopySet | None = None) -> CopySet:
     """A set of fresh copies, as a binding makes it; `now` None: while a CUDA graph is captured."""
-    now = memory.moment() if now is memory else now
+    now = memory.write_epoch() if now is memory else now
     members = [copy_of(weight, BF16) for weight in weights]
     for copy, weight in zip(members, weights, strict=True):
         copy.memory.admit(weight)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ampcompile.errors import StaleWeightError
 from ampcompile.weights import copies, copy_set, gpu
 from ampcompile.weights.binding import Binding, bind, weight_stats
-from ampcompile.weights.sample import Places
+from ampcompile.weights.sample import SampledAddresses
 
 BF16 = torch.bfloat16
 
@@ -24,7 +24,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return [(range(len(weights)), gpu.Recheck(torch.device("cpu"), self.members))]
 
     monkeypatch.setattr(copy_set.CopySet, "_find_rechecks", rechecks)
-    monkeypatch.setattr(copies, "places", lambda weight: Places(np.empty(0, np.int64), np.empty(0, np.int64)))
+    monkeypatch.setattr(copies, "places", lambda weight: SampledAddresses(np.empty(0, np.int64), np.empty(0, np.int64)))
     yield
     gpu._reports.clear()
 

@@ -49,7 +49,7 @@ def interrupted(at: int, act: Callable[[], object]) -> bool:
                 raise KeyboardInterrupt
         return trace
 
-    before = sys.gettrace()
+    before, torch_function = sys.gettrace(), torch._C._get_torch_function_state()
     sys.settrace(trace)
     try:
         act()
@@ -58,6 +58,7 @@ def interrupted(at: int, act: Callable[[], object]) -> bool:
     finally:
         sys.settrace(before)
         torch.set_grad_enabled(True)  # `no_grad` itself doesn't survive every interrupt
+        torch._C._set_torch_function_state(torch_function)  # nor does what disables it
         while lock._is_owned():  # tracing interrupts between a `with` block and its exit, where no signal does
             lock.release()
     return lines >= at

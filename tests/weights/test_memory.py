@@ -17,9 +17,9 @@ from ampcompile.weights.memory import (
     handed_out,
     memories,
     memory_of,
-    moment,
     on_last_freed,
     ticks,
+    write_epoch,
 )
 from ampcompile.weights.ranges import ranges, set_ranges
 
@@ -42,10 +42,10 @@ def known(weight: Tensor) -> Memory:
 
 
 def changed(memory: Memory, act) -> tuple[bool, bool, bool]:
-    """Whether mark, doubt and the moment are others after an act."""
-    before = moment(), memory.mark, memory.doubt
+    """Whether mark, doubt and the write_epoch are others after an act."""
+    before = write_epoch(), memory.mark, memory.doubt
     act()
-    now = moment()
+    now = write_epoch()
     return memory.mark is not before[1], memory.doubt is not before[2], now is not before[0]
 
 
@@ -123,6 +123,9 @@ def test_reports_change_what_they_say() -> None:
     assert changed(memory, everything_doubted) == (False, True, True)
     assert changed(memory, lambda: memory.forget(weight)) == (False, True, True)
     assert not memory.sharers and not memory.weights
+    memory.admit(weight)
+    assert changed(memory, memory.forget_sharers) == (False, True, True)
+    assert not memory.sharers and not memory.weights
 
 
 def test_forgetting_one_sharer_keeps_the_others() -> None:
@@ -146,7 +149,7 @@ def test_a_compiled_step_has_written_what_is_trained() -> None:
     mark = other.mark
     assert changed(memory, lambda: ticks.add_(1)) == (True, False, True)
     assert other.mark is mark
-    assert changed(memory, moment) == (False, False, False)
+    assert changed(memory, write_epoch) == (False, False, False)
 
 
 def test_during_a_step_nothing_is_fresh_and_its_end_tells_who_may_have_written() -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 from ampcompile.weights.binding import bind, weight_stats
-from ampcompile.weights.sample import FEWEST, MOST, RUN, STRIDE, Places, Sample, places
+from ampcompile.weights.sample import FEWEST, MOST, RUN, STRIDE, Sample, SampledAddresses, places
 
 BF16 = torch.bfloat16
 
@@ -98,9 +98,9 @@ def test_addresses_far_apart_and_high() -> None:
     sample = Sample(map(places, weights))
     assert sample.read() == b"".join(Sample([places(weight)]).read() for weight in weights)
     nowhere = np.empty(0, np.int64)
-    assert Sample([Places(nowhere, nowhere)]).read() == Sample([]).read() == b""
+    assert Sample([SampledAddresses(nowhere, nowhere)]).read() == Sample([]).read() == b""
     addresses = np.array([0xFFFF8C000000 // 4, 2**54])  # beyond 47 bits, where processes of other CPUs have memory
-    Sample([Places(addresses, addresses)])  # not read: nothing lies there
+    Sample([SampledAddresses(addresses, addresses)])  # not read: nothing lies there
 
 
 def test_a_tensor_that_is_no_parameter_has_to_earn_its_copy() -> None:

@@ -1,11 +1,14 @@
 """Copies of weights after every known way to write a weight, and after reads: fresh, and cast only when needed."""
 
 import contextlib
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from ampcompile.weights import writers as writers_module
 from ampcompile.weights.binding import Binding, bind, invalidate, weight_stats
+from ampcompile.weights.memory import ticks
 from tests.weights.searching import searches_are_cheap as searches_are_cheap
 from tests.weights.writers import EXACT, SAMPLED, Net, read, unsampled
 
@@ -68,3 +71,15 @@ def test_the_limit_a_partial_write_behind_pytorchs_back() -> None:
     assert torch.equal(binding.copies([net.linear.weight])[0], before), "docs/weights.md says this is not seen"
     invalidate(net)
     assert torch.equal(binding.copies([net.linear.weight])[0], net.linear.weight.detach().bfloat16())
+
+
+@pytest.mark.parametrize("hook", [writers_module._step_begins, writers_module._step_ended])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_compiled_step_ticks_where_it_begins_and_ends_if_it_raises_no_version(
+    hook: Callable[..., None], fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, fused=fused)
+    before = ticks._version
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    hook(optimizer)
+    assert ticks._version == before + fused and not writers_module.step_is_running()

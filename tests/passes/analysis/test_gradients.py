@@ -2,12 +2,12 @@
 
 import torch
 
-from ampcompile.passes.analysis.gradients import differentiable, stretches
+from ampcompile.passes.analysis.gradients import grad_mode_stretches, recorded_by_autograd
 from tests.passes.captured import captured
 
 
 def names(f, *args, enabled=True):
-    return {node.name for node in differentiable(captured(f, *args, dtype=None).graph, enabled)}
+    return {node.name for node in recorded_by_autograd(captured(f, *args, dtype=None).graph, enabled)}
 
 
 def test_integers_and_what_comes_of_them_want_no_gradient():
@@ -35,5 +35,7 @@ def test_a_stretch_ends_where_grad_mode_changes():
             z = y.cos() + 1
         return y.exp(), z.tan()
 
-    found = {node.name: number for node, number in stretches(captured(f, torch.randn(3), dtype=None).graph).items()}
+    found = {
+        node.name: number for node, number in grad_mode_stretches(captured(f, torch.randn(3), dtype=None).graph).items()
+    }
     assert found["sin"] < found["cos"] == found["add"] < found["exp"] == found["tan"]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from ampcompile.passes.before.fold_casts import FoldCasts
-from ampcompile.passes.before.split_casts_over_cat import SpreadCasts
+from ampcompile.passes.before.split_casts_over_cat import SplitCastsOverCat
 from tests.compiling import LOW, amp
 from tests.passes.tidied import inserted, ours, spelled, tidied
 
@@ -26,12 +26,12 @@ def test_fires_with_the_same_bits(name, gradients):
     x, w = torch.randn(8, 8), torch.randn(8, 8)
     gm = inserted(f, x, w)
     assert len(ours(gm)) == before
-    assert tidied(gm, SpreadCasts(), x, w, gradients=gradients)
+    assert tidied(gm, SplitCastsOverCat(), x, w, gradients=gradients)
     assert not any(op.endswith("f32") for op in spelled(gm) if op.startswith(("cat", "stack")))
     assert len(ours(gm)) == after
     tidied(gm, FoldCasts(gradients), x, w, gradients=gradients)
     assert len(ours(gm)) == folded
-    assert tidied(gm, SpreadCasts(), x, w, gradients=gradients) == 0
+    assert tidied(gm, SplitCastsOverCat(), x, w, gradients=gradients) == 0
 
 
 def written(x, w):
@@ -52,7 +52,7 @@ DECLINES = {
 def test_declines(name):
     x, w = torch.randn(8, 8), torch.randn(8, 8)
     gm = inserted(DECLINES[name], x, w)
-    assert tidied(gm, SpreadCasts(), x, w) == 0
+    assert tidied(gm, SplitCastsOverCat(), x, w) == 0
 
 
 def test_weights_that_are_joined_have_copies():

@@ -60,12 +60,12 @@ def test_decisions_are_those_of_computing_every_call(f, policy, monkeypatch):
 def test_of_calls_that_are_alike_one_is_computed(monkeypatch):
     gm = captured(layers, torch.randn(8, 8), torch.randn(8, 8))
     computed = []
-    result = dtype_memo.Repeats.result
+    result = dtype_memo.DtypeMemo.result
 
     def counted(self, node, decision, values, compute):
         return result(self, node, decision, values, lambda: computed.append(node.target) or compute())
 
-    monkeypatch.setattr(dtype_memo.Repeats, "result", counted)
+    monkeypatch.setattr(dtype_memo.DtypeMemo, "result", counted)
     AssignPrecision(Policy(), on(LOW)).apply(gm)
     assert computed == [aten.matmul.default]
 

@@ -14,7 +14,7 @@ import ampcompile
 from ampcompile.kernels.cross_entropy import CROSS_ENTROPY
 from ampcompile.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
 from ampcompile.passes.fuse.losses import LOSS
-from ampcompile.passes.fuse.matching import Worth
+from ampcompile.passes.fuse.matching import FusionCost
 from tests import tiny_models
 from tests.compiling import amp, error, gradients, training_errors
 from tests.passes.rewriting import count, rewritten
@@ -99,9 +99,9 @@ def test_declines(f: Any) -> None:
 def test_declines_where_nothing_is_gained_or_triton_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     given = torch.randn(6, 16), torch.randint(40, (6,))
     (graph,) = rewritten(Head(), *given)
-    assert FuseCrossEntropy(Worth("auto")).apply(graph.graph) == 0
-    assert FuseCrossEntropy(Worth("cross_entropy")).apply(graph.graph) == 1
-    assert FuseCrossEntropy(Worth("cross_entropy")).apply(graph.graph) == 0, "idempotent"
+    assert FuseCrossEntropy(FusionCost("auto")).apply(graph.graph) == 0
+    assert FuseCrossEntropy(FusionCost("cross_entropy")).apply(graph.graph) == 1
+    assert FuseCrossEntropy(FusionCost("cross_entropy")).apply(graph.graph) == 0, "idempotent"
 
 
 def test_fires_in_a_checkpointed_stretch() -> None:

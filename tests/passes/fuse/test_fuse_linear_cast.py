@@ -11,13 +11,13 @@ import ampcompile
 from ampcompile.kernels.linear_cast import LINEAR_CAST
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.fuse.fuse_linear_cast import FuseLinearCast
-from ampcompile.passes.fuse.matching import Worth, fusions
+from ampcompile.passes.fuse.matching import FusionCost, fusions
 from tests import tiny_models
 from tests.compiling import amp, error, gradients
 from tests.passes.rewriting import count, rewritten
 from tests.passes.tidied import inserted, ours, results
 
-FUSE = FuseLinearCast(Worth("linear"), gradients=True)
+FUSE = FuseLinearCast(FusionCost("linear"), gradients=True)
 
 
 def lora(x, w, a, b):
@@ -246,7 +246,7 @@ def test_one_graph_for_every_number_of_rows():
 def test_by_count_few_rows_pay_and_only_where_the_weight_lies_in_memory(f, rows, few):
     asked = []
 
-    class Asked(Worth):
+    class Asked(FusionCost):
         def __call__(self, device, saved, moved, freed=0):
             asked.append((saved, moved))
             return super().__call__(torch.device("cuda"), saved, moved)

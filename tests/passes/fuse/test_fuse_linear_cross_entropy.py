@@ -13,7 +13,7 @@ from ampcompile.kernels import linear_cross_entropy as kernel
 from ampcompile.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from ampcompile.passes.fuse import matching
 from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy
-from ampcompile.passes.fuse.matching import Worth
+from ampcompile.passes.fuse.matching import FusionCost
 from benchmarks.architectures import build
 from tests import tiny_models
 from tests.compiling import amp, error, gradients, training_errors
@@ -123,13 +123,13 @@ def test_declines(kind: type[Head]) -> None:
 def test_by_itself_it_fires_where_logits_are_a_tenth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     (graph,) = rewritten(Head(), tokens())
     cuda = torch.device("cuda")
-    logits, worth = 2**36, Worth("auto")
+    logits, worth = 2**36, FusionCost("auto")
     assert not worth(cuda, -logits, 6 * logits, freed=logits), "no GPU, nothing known of its memory"
     monkeypatch.setattr(matching, "memory_of", lambda device: 5 * logits)
     assert worth(cuda, -logits, 6 * logits, freed=logits)
     assert FuseLinearCrossEntropy(worth).apply(graph.graph) == 0, "not on the CPU"
-    assert FuseLinearCrossEntropy(Worth("linear_cross_entropy")).apply(graph.graph) == 1
-    assert FuseLinearCrossEntropy(Worth("linear_cross_entropy")).apply(graph.graph) == 0, "idempotent"
+    assert FuseLinearCrossEntropy(FusionCost("linear_cross_entropy")).apply(graph.graph) == 1
+    assert FuseLinearCrossEntropy(FusionCost("linear_cross_entropy")).apply(graph.graph) == 0, "idempotent"
 
 
 def test_explain_counts_what_it_costs_and_what_it_frees() -> None:

@@ -13,13 +13,13 @@ from ampcompile.kernels.norm import COPIED, NORM
 from ampcompile.passes.after.drop_casts import DropCasts
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.fuse.fuse_norm import FuseNorm
-from ampcompile.passes.fuse.matching import Worth, fusions
+from ampcompile.passes.fuse.matching import FusionCost, fusions
 from tests import tiny_models
 from tests.compiling import HIGH, LOW, amp, error
 from tests.passes.rewriting import count, rewritten
 from tests.passes.tidied import inserted, ours, results
 
-FUSE = FuseNorm(Worth("norm"))
+FUSE = FuseNorm(FusionCost("norm"))
 X, W, V, B = torch.empty(6, 5, 32), torch.empty(32, 32), torch.empty(32), torch.empty(32)
 
 
@@ -334,7 +334,7 @@ def test_nothing_is_fused_unless_asked_for() -> None:
         (graph,) = rewritten(Block(), torch.randn(9, 32), fuse=fuse)
         assert count(graph, NORM) == 0
         torch._dynamo.reset()
-    assert not FuseNorm(Worth("auto")).worth(torch.device("cuda"), 0, 0)
+    assert not FuseNorm(FusionCost("auto")).worth(torch.device("cuda"), 0, 0)
 
 
 def test_one_graph_for_every_number_of_rows() -> None:

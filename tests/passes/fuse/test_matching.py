@@ -24,7 +24,9 @@ def exponent(f: object, *args: Tensor) -> Node:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_float32_value_is_followed_through_views_to_its_cast(dtype: torch.dtype) -> None:
-    found = matching.low_source(exponent(lambda x: x[1:].float().reshape(-1)[:2].exp(), torch.randn(3, 4).to(dtype)))
+    found = matching.find_16_bit_source(
+        exponent(lambda x: x[1:].float().reshape(-1)[:2].exp(), torch.randn(3, 4).to(dtype))
+    )
     assert found is not None
     low, path = found
     assert [str(node.target) for node in path] == ["aten.to.dtype", "aten.reshape.default", "aten.slice.Tensor"]
@@ -33,7 +35,7 @@ def test_a_float32_value_is_followed_through_views_to_its_cast(dtype: torch.dtyp
 
 @pytest.mark.parametrize("view", [lambda x: x.mT, lambda x: x.swapaxes(0, 1), lambda x: x.diagonal(), lambda x: x.T])
 def test_views_are_views_however_they_are_spelled(view: Callable[[Tensor], Tensor]) -> None:
-    found = matching.low_source(exponent(lambda x: view(x.float()).exp(), torch.randn(4, 4).to(torch.bfloat16)))
+    found = matching.find_16_bit_source(exponent(lambda x: view(x.float()).exp(), torch.randn(4, 4).to(torch.bfloat16)))
     assert found is not None and len(found[1]) == 2
 
 
@@ -56,11 +58,11 @@ def reused(x: Tensor) -> tuple[Tensor, Tensor]:
     ids=["reused", "float32 already", "float64", "an addition", "detached", "repeated", "other numbers"],
 )
 def test_what_isnt_such_a_value(f: object, dtype: torch.dtype) -> None:
-    assert matching.low_source(exponent(f, torch.randn(3, 4).to(dtype))) is None
+    assert matching.find_16_bit_source(exponent(f, torch.randn(3, 4).to(dtype))) is None
 
 
 def test_counts_decide_unless_the_user_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    auto, asked = matching.Worth("auto"), matching.Worth("norm+linear")
+    auto, asked = matching.FusionCost("auto"), matching.FusionCost("norm+linear")
     assert auto.considers("norm") and asked.considers("norm") and not asked.considers("cross_entropy")
     assert asked(CPU, 0, 10) and asked(CUDA, None, None)
     assert auto(CUDA, 25, 100) and not auto(CUDA, 24, 100) and not auto(CUDA, 0, 0) and not auto(CUDA, None, 100)
@@ -85,6 +87,6 @@ def test_a_bodys_fusions_are_found() -> None:
     inner = [g for g in matching.graphs(graph) if g is not graph]
     assert len(inner) == 1
     node = inner[0].graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default)[0]
-    node.meta[matching.FUSED] = record = matching.Fusion("norm", "aten.exp", 8)
+    node.meta[matching.FUSION] = record = matching.Fusion("norm", "aten.exp", 8)
     assert list(matching.fusions(graph)) == [(node, record)]
     assert usable.usable()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ampcompile.compiler.double_backward import kept
-from ampcompile.passes.replay.enable_second_backward import OpenBackwards, closed
+from ampcompile.compiler.double_backward import copy_graph
+from ampcompile.passes.replay.enable_second_backward import EnableSecondBackward, has_closed_backward
 from tests.compiler.test_double_backward import Cube, Grows, Hides
 from tests.passes.rewriting import rewritten
 
@@ -16,14 +16,14 @@ def test_fires_where_what_is_saved_has_a_history(function, opens):
     shapes = [(3,), ()] if function is Cube else [(3,)]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     (found,) = rewritten(lambda *xs: function.apply(*xs), *inputs)
-    graph = kept(found.graph)
-    assert closed(graph)
-    assert OpenBackwards().apply(graph) == int(opens)
-    assert closed(graph) is not opens
-    assert OpenBackwards().apply(graph) == 0
-    assert closed(kept(found.graph))  # the original
+    graph = copy_graph(found.graph)
+    assert has_closed_backward(graph)
+    assert EnableSecondBackward().apply(graph) == int(opens)
+    assert has_closed_backward(graph) is not opens
+    assert EnableSecondBackward().apply(graph) == 0
+    assert has_closed_backward(copy_graph(found.graph))  # the original
 
 
 def test_declines_where_there_is_none():
     (found,) = rewritten(lambda x: x.sin(), torch.randn(3, requires_grad=True))
-    assert OpenBackwards().apply(found.graph) == 0 and not closed(found.graph)
+    assert EnableSecondBackward().apply(found.graph) == 0 and not has_closed_backward(found.graph)

@@ -13,7 +13,7 @@ from ampcompile.torch_private import pytree
 
 
 @contextlib.contextmanager
-def untouched(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+def preserve_state(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
     """Afterwards gradients, buffers and random states are as before, of the modules and tensors `f` is seen to use.
 
     Not undone: writes to parameters (an optimizer stepping inside `f`), to tensors given as arguments, and whatever

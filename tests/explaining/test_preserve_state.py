@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampcompile.explaining.untouched import untouched
+from ampcompile.explaining.preserve_state import preserve_state
 
 
 def model_and_input() -> tuple[nn.Module, Tensor]:
@@ -25,7 +25,7 @@ def test_everything_is_put_back(seen: str, fails: bool) -> None:
     args = (x, [model]) if seen == "argument" else (x,)
     kwargs = {"model": model} if seen == "keyword" else {}
     try:
-        with untouched(f, args, kwargs):
+        with preserve_state(f, args, kwargs):
             assert model[0].weight.grad is None, "what the call adds up is its own"
             model(x).sum().backward()
             model[1].running_var = torch.zeros(3)
@@ -45,6 +45,6 @@ def test_everything_is_put_back(seen: str, fails: bool) -> None:
 def test_a_buffer_that_was_not_written_is_not_written_either() -> None:
     model, _ = model_and_input()
     versions = [buffer._version for buffer in model.buffers()]
-    with untouched(model, (), {}):
+    with preserve_state(model, (), {}):
         pass
     assert [buffer._version for buffer in model.buffers()] == versions

@@ -1,0 +1,89 @@
+"""A graph is followed from pass to pass: what became of each cast, what is left, and under which autocast it ran."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampcompile
+from ampcompile.records.casts import GraphRecord
+
+
+def record(f, *args: Tensor, **options) -> GraphRecord:
+    [graph] = ampcompile.explain(f, **options)(*args).graphs
+    return graph
+
+
+def double(x: Tensor) -> Tensor:
+    return x @ x
+
+
+@pytest.mark.parametrize(
+    ("dtype", "around", "words"),
+    [
+        (None, None, "cpu in bf16"),
+        (torch.float16, None, "cpu in f16"),
+        (None, torch.float16, "cpu in f16"),
+        (None, False, "cpu without autocast"),
+    ],
+)
+def test_a_graph_says_under_which_autocast_it_was_traced(dtype, around, words: str) -> None:
+    enabled = around is not False
+    with (
+        torch.autocast("cpu", around or None, enabled=around is not None and enabled)
+        if around is not None
+        else (torch.enable_grad())
+    ):
+        assert record(double, torch.randn(2, 2), **({"dtype": dtype} if dtype else {})).precision == words
+
+
+def test_the_casts_are_followed_to_their_end() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    with torch.no_grad():
+        found = record(lambda x: layer(x) + layer(x), torch.randn(2, 4), outputs="autocast")
+    assert [(cast.of, cast.fate) for cast in found.casts] == [
+        ("input", ("inserted",)),
+        ("weight", ("inserted", "hoisted")),
+        ("input", ("inserted", "shared")),
+        ("weight", ("inserted", "hoisted")),
+    ]
+    assert list(found.numbered_casts) == sorted(found.numbered_casts)
+    assert found.estimate is not None and found.estimate.products
+
+
+def test_every_pass_since_the_casts_is_in_the_totals() -> None:
+    found = record(double, torch.randn(2, 2, requires_grad=True))
+    stages = [total.stage for total in found.totals]
+    assert stages[:3] == ["eager autocast, forward", "eager autocast, backward", "insert_casts"]
+    joint = [stage for stage in stages if stage.endswith("forward and backward")]
+    assert joint[0] == "differentiated: forward and backward" and len(joint) > 3
+    assert stages.index("insert_casts") < stages.index(joint[0]) == len(stages) - len(joint)
+    done = [applied.name for applied in found.history]
+    assert done.index("assign_precision") < done.index("insert_casts")
+    assert [stage for stage in stages[2 : -len(joint)]] == done[done.index("insert_casts") :]
+
+
+def test_inputs_that_dynamo_knows_as_parameters_or_buffers_are_weights() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 2))
+            self.register_buffer("table", torch.randn(2, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight @ self.table
+
+    assert [cast.of for cast in record(Both(), torch.randn(2, 2), outputs="autocast").casts] == [
+        "input",
+        "weight",
+        "weight",
+    ]
+
+
+def test_why_a_graph_ends_is_told_where_it_breaks() -> None:
+    def broken(x: Tensor) -> Tensor:
+        y = x @ x
+        torch._dynamo.graph_break()
+        return y @ y
+
+    first, second = ampcompile.explain(broken)(torch.randn(2, 2)).graphs
+    assert "graph_break" in first.reason and second.reason == ""

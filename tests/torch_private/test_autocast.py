@@ -1,0 +1,64 @@
+"""Autocast's state is read for all devices, switched off for a while, and put back, errors or not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ampcompile.torch_private.autocast import (
+    any_autocast_enabled,
+    autocast_disabled,
+    autocast_nesting,
+    autocast_off,
+    autocast_states,
+    lowering_without_autocast,
+)
+
+
+def test_nesting_counts_regions_and_stays_as_it_is() -> None:
+    assert autocast_nesting() == autocast_nesting() == 0
+    with torch.autocast("cpu"), torch.autocast("cpu", enabled=False):
+        assert autocast_nesting() == autocast_nesting() == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps", "maia"])
+def test_the_state_of_every_device_is_told(device: str) -> None:
+    assert not any_autocast_enabled() and not autocast_states()[device][0]
+    torch.set_autocast_enabled(device, True)
+    try:
+        assert any_autocast_enabled()
+        assert [name for name, (enabled, _) in autocast_states().items() if enabled] == [device]
+    finally:
+        torch.set_autocast_enabled(device, False)
+    with torch.autocast("cpu", torch.float16):
+        assert autocast_states()["cpu"] == (True, torch.float16)
+
+
+@pytest.mark.parametrize("without", [autocast_off, autocast_disabled, lowering_without_autocast])
+@pytest.mark.parametrize("fails", [False, True])
+def test_inside_no_cast_is_made_and_afterwards_they_are_again(without: Callable[[], Any], fails: bool) -> None:
+    x = torch.randn(2, 2)
+    with torch.autocast("cpu"):
+        try:
+            with without():
+                assert (x @ x).dtype == torch.float32
+                if fails:
+                    raise KeyError
+        except KeyError:
+            assert fails
+        assert (x @ x).dtype == torch.bfloat16
+    assert not any_autocast_enabled()
+
+
+def test_a_region_that_is_entered_where_autocast_is_disabled_acts() -> None:
+    x = torch.randn(2, 2)
+    with autocast_disabled(), torch.autocast("cpu"):
+        assert (x @ x).dtype == torch.bfloat16
+
+
+def test_while_lowering_some_autocast_is_on() -> None:
+    """Without, AOTAutograd would not exclude the keys at run time."""
+    with lowering_without_autocast():
+        assert torch._C._is_any_autocast_enabled()
+    assert not torch._C._is_any_autocast_enabled()

@@ -1,0 +1,57 @@
+"""An optimizer's hooks are listed, its gradients recognized, and storages held weakly keep their ids to themselves."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ampcompile.torch_private.optimizers import fresh_optimizer_states, mark, pre_hooks, step_hooks, weak_storages
+
+
+def test_hooks_of_this_and_of_all_optimizers_are_listed() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    before, hooks = step_hooks(optimizer), [lambda *_: None for _ in range(4)]
+    handles = [
+        optimizer.register_step_pre_hook(hooks[0]),
+        optimizer.register_step_post_hook(hooks[1]),
+        register_optimizer_step_pre_hook(hooks[2]),
+        register_optimizer_step_post_hook(hooks[3]),
+    ]
+    try:
+        assert set(step_hooks(optimizer)) == {*before, *hooks} and pre_hooks(optimizer) == hooks[:1]
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert step_hooks(optimizer) == before and pre_hooks(object()) == []
+
+
+def test_the_states_of_an_iteration_are_fresh_and_pickle() -> None:
+    states = pickle.loads(pickle.dumps(fresh_optimizer_states()))
+    assert states[3] == {"stage": OptState.READY, "found_inf_per_device": {}} and states[3] is not states[4]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x.add_(1), lambda x: setattr(x, "data", x.clone()), lambda x: x.set_(x[1:])],
+    ids=["add_", "data", "set_"],
+)
+def test_a_mark_changes_with_each_write_and_replacement(change: Callable[[Tensor], Any]) -> None:
+    x = torch.ones(3)
+    before = mark(x)
+    assert mark(x.detach()) == before is not None
+    change(x)
+    assert mark(x) != before
+    assert mark(torch.eye(2).to_sparse()) is None
+
+
+def test_storages_held_weakly_may_be_freed_and_sparse_tensors_have_none() -> None:
+    x = torch.ones(3)
+    (held,) = weak_storages([x, torch.eye(2).to_sparse()])
+    assert not held.expired()
+    del x
+    assert held.expired()

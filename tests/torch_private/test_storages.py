@@ -1,0 +1,65 @@
+"""What tells of a tensor's memory: keys, use counts, version counters, aliases that follow no data."""
+
+import pytest
+import torch
+from torch import nn
+
+from ampcompile.torch_private import storages
+
+
+def test_views_share_a_key_and_count_as_users() -> None:
+    x = torch.randn(4)
+    key, users = storages.storage_key(x), storages.storage_users(storages.storage_key(x))
+    view = x[1:]
+    assert storages.storage_key(view) == key != storages.storage_key(x.clone())
+    assert storages.storage_users(key) == users + 1
+    del view
+    assert storages.storage_users(key) == users
+
+
+def test_a_counter_follows_writes_and_holds_no_memory() -> None:
+    x = torch.randn(4)
+    counter = storages.counter_of(x)
+    users = storages.storage_users(storages.storage_key(x))
+    assert counter is not None and counter.numel() == 0
+    before = counter._version
+    x.view(2, 2).add_(1)
+    assert counter._version == x._version == before + 1
+    del counter
+    assert storages.storage_users(storages.storage_key(x)) == users, "it was no user"
+
+
+def test_what_has_no_counter_gives_none() -> None:
+    with torch.inference_mode():
+        inference = torch.ones(2)
+    assert storages.counter_of(inference) is None and storages.counter_of(torch.eye(2).to_sparse()) is None
+
+
+def test_an_alias_stays_where_it_is_when_the_tensor_gets_other_data() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    alias = storages.alias(weight)
+    assert type(alias) is torch.Tensor and not alias.requires_grad and storages.same_place(weight, alias)
+    weight.data = torch.zeros(2)
+    assert alias.tolist() == [1, 1] and not storages.same_place(weight, alias)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda x: x[1:], lambda x: x.t(), lambda x: x.view(torch.int32), lambda x: x.clone(), lambda x: x.view(-1)],
+)
+def test_another_view_is_not_the_same_place(other) -> None:
+    x = torch.randn(3, 3)
+    assert storages.same_place(x, x.detach()) and not storages.same_place(x, other(x))
+
+
+def test_place_is_none_without_memory() -> None:
+    x = torch.randn(4)
+    assert storages.place(x[1:]) == (storages.storage_key(x), x.data_ptr() + 4)
+    assert storages.place(torch.eye(2).to_sparse()) is None
+
+
+def test_parameters_that_fsdp_gathers_are_known() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    assert not storages.is_managed_by_fsdp(weight)
+    weight._fsdp_flattened = True
+    assert storages.is_managed_by_fsdp(weight)
