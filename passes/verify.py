@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node, map_arg
-from torch.utils import _pytree as pytree
 
-from ampcompile.torch_private import tracing
+from ampcompile.torch_private import pytree, tracing
 from ampcompile.torch_private.types import OpOverload
 
 from .analysis.schema import writes

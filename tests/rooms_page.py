@@ -52,7 +52,7 @@ def flow() -> list[str]:
             lines.append(f'    {before} --> aot["AOTAutograd: forward and backward"]')
             before = "aot"
         names = "<br/>".join(module.rpartition(".")[2] for module in passes(phase))
-        lines.append(f'    {"fusion" if phase == "replay" else before} --> {phase}["<b>{title}</b><br/>{names}"]')
+        lines.append(f'    {"before" if phase == "replay" else before} --> {phase}["<b>{title}</b><br/>{names}"]')
         before = phase if phase != "replay" else before
     lines += [
         '    after --> inductor["Inductor, or eager kernels: the code that runs"]',

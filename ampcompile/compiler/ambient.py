@@ -140,17 +140,23 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
     @functools.wraps(plain)
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
         looking = optimize_contexts.set_frame_callback(None)
-        called = current_call.callable
+        called, cached = current_call.callable, torch.is_autocast_cache_enabled()
         try:
             device_type = device_of(args, kwargs)
             mixed_operands.install(device_type)
             current_call.callable = fn
             if disabled_by_user(device_type):
                 return compiled(*args, **kwargs)
-            alone = called is None and not torch.is_autocast_enabled(device_type)
+            ambient = torch.is_autocast_enabled(device_type)
+            low = torch.get_autocast_dtype(device_type)
+            if ambient and options.dtype in (None, low):  # all but the cache of casts is as it should be
+                torch.set_autocast_cache_enabled(False)
+                return widen_outputs.call(compiled, args, kwargs, low, False, module)
             with _region(device_type, options) as region:
-                return widen_outputs.call(compiled, args, kwargs, region.fast_dtype, widens and alone, module)
+                widening = widens and called is None and not ambient
+                return widen_outputs.call(compiled, args, kwargs, region.fast_dtype, widening, module)
         finally:
+            torch.set_autocast_cache_enabled(cached)
             current_call.callable = called
             optimize_contexts.set_frame_callback(looking)
 

@@ -143,7 +143,7 @@ COPIES = Group(
         Patch("torch.Tensor.data", "gives out an alias with a version counter of its own"),
         Patch("torch.Tensor.set_", "shares another tensor's memory, not its version counter"),
         *(Patch(f"torch.Tensor.{name}", _NO_VERSION) for name in ("apply_", "map_", "map2_")),
-        *(Patch(f"torch.UntypedStorage.{name}", _NO_VERSION) for name in ("__setitem__", "copy_", "fill_")),
+        *(Patch(f"torch.UntypedStorage.{name}", _NO_VERSION) for name in ("__setitem__", "byteswap", "copy_", "fill_")),
         Patch("torch.TypedStorage._setitem", _NO_VERSION),
         Patch("torch._C.ScriptFunction.__call__", "takes `.data` in C++"),
         Patch("torch._C.ScriptMethod.__call__", "takes `.data` in C++"),

@@ -155,6 +155,7 @@ _WRAPS: dict[str, patches.Wrap] = {
     "Tensor.map_": _writes,
     "Tensor.map2_": _writes,
     "UntypedStorage.__setitem__": _writes_storage,
+    "UntypedStorage.byteswap": _writes_storage,
     "UntypedStorage.copy_": _writes_storage,
     "UntypedStorage.fill_": _writes_storage,
     "TypedStorage._setitem": _writes_storage,

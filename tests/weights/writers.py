@@ -94,6 +94,16 @@ one_element("tied weight", lambda net: [net.tied.weight])
 one_element("tied weight's .data", lambda net: [net.tied.weight.data])
 
 
+@exact("a storage's bytes swapped")
+def _(net: Net) -> None:
+    weight = net.linear.weight
+    row, column = unsampled(weight)
+    at = 4 * (row * weight.stride(0) + column)
+    weight.data[row, column] = 1.5
+    net.look()  # casts again: what follows is the only write since
+    weight.untyped_storage()[at : at + 4].byteswap(torch.float32)
+
+
 @exact("inference_mode")
 def _(net: Net) -> None:
     with torch.inference_mode():
