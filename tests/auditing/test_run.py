@@ -61,7 +61,7 @@ def test_each_op_alone_takes_the_memory_of_one_op(monkeypatch: pytest.MonkeyPatc
         held.extend(weakref.ref(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
         return result
 
-    monkeypatch.setattr(audit_run, "in_high", watched)
+    monkeypatch.setattr(audit_run, "compute_in_high_precision", watched)
     model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(4, 8)
     ampcompile.audit(model, cumulative=False)(x)
     assert len(held) > 100 and most == 0  # none is left when the next op begins

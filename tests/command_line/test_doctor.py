@@ -20,6 +20,7 @@ def test_doctor_measures_and_advises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(seconds > 0 for p in found["products"] for seconds in p["seconds"].values())
     assert len(found["advice"]) == 3 and "low precision" in found["advice"][0]
     json.dumps(found)
+    monkeypatch.setenv("COLUMNS", "400")
     text = cli_doctor.table(found)
     assert torch.__version__ in text and found["advice"][0] in text
     assert all(group.name in text and group.when in text for group in patches.TABLE)

@@ -1,6 +1,7 @@
 """A memory knows who shares it, and notices every write by those it knows and everyone it doesn't."""
 
 import gc
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -8,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampcompile.weights import memory as memory_module
 from ampcompile.weights.memory import (
     Memory,
     copied_memory_at,
     copied_memory_of,
     everything_doubted,
     handed_out,
+    lock,
     memories,
     memory_of,
     on_last_freed,
@@ -180,18 +181,24 @@ def test_with_the_weight_its_record_goes_and_with_the_last_the_ranges() -> None:
     assert not memories() and not ranges and freed == ["last"] and not on_last_freed
 
 
-def test_while_another_makes_copies_the_ranges_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Taken:
-        """A lock that another thread holds."""
-
-        _is_owned = staticmethod(lambda: False)
-        acquire = staticmethod(lambda blocking: False)
-
+def test_while_another_makes_copies_the_ranges_stay() -> None:
     memory = known(weight := torch.randn(3))
     set_ranges([(memory.begin, memory.end)])
-    monkeypatch.setattr(memory_module, "lock", Taken)
+    holds, done = threading.Event(), threading.Event()
+
+    def make_copies() -> None:
+        with lock:
+            holds.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=make_copies)
+    thread.start()
+    holds.wait(60)
     del memory, weight
-    assert ranges
+    left = list(ranges)
+    done.set()
+    thread.join()
+    assert left
 
 
 def test_the_record_of_any_tensor_is_found_where_there_is_one() -> None:
