@@ -27,7 +27,7 @@ COLOURS = {
     "torch": "#1fa2b8",
     "Liger-Kernel": "#c2689b",
 }
-MARKERS = {"max-autotune": "^", "reduce-overhead": "s", "freezing": "D"}
+MARKERS = {"max-autotune": "^", "reduce-overhead": "s", "freezing": "D", "by block": "v"}
 STYLE: Any = {
     "font.size": 10,
     "text.color": TEXT,
