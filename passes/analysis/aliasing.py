@@ -63,7 +63,7 @@ def _may_return_operand(op: OpOverload, operands: int) -> bool:
     return has(op, SHARES_UNSAID) or dispatcher.may_return_argument(op)
 
 
-class Memory:
+class Aliases:
     """The memory of one graph's values, looked at once; nodes added later are their own."""
 
     def __init__(self, graph: Graph) -> None:
@@ -115,7 +115,7 @@ def written_below_autograd(gm: GraphModule) -> list[int]:
     """The inputs, no copies of weights, that may be written through `.data` or given other data: no version tells."""
     if not _reads_data(gm):
         return []
-    memory = Memory(gm.graph)
+    memory = Aliases(gm.graph)
     return [i for i, n in enumerate(placeholders(gm)) if "amp_copy" not in n.meta and memory.is_written(n)]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.dtypes import is_lossless
-from ampcompile.passes.analysis.aliasing import Memory
+from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST, kind, rebuilt, runs_in, same_layout
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.op_traits import CASTS, has
@@ -45,14 +45,14 @@ class FoldCasts:
             return sum(map(self._fold, graphs(gm)))
 
     def _fold(self, gm: GraphModule) -> int:
-        memory, folded = Memory(gm.graph), 0
+        memory, folded = Aliases(gm.graph), 0
         recorded = recorded_by_autograd(gm.graph, self.gradients)
         for second in gm.graph.find_nodes(op="call_function", target=CAST):
             if "amp_cast" in second.meta:
                 folded += self._fold_one(gm.graph, second, memory, recorded)
         return folded
 
-    def _fold_one(self, graph: Graph, second: Node, memory: Memory, recorded: set[Node]) -> bool:
+    def _fold_one(self, graph: Graph, second: Node, memory: Aliases, recorded: set[Node]) -> bool:
         first, path = _above(second, second in recorded)
         if first is None or not self._may_fold(first, second, path, second in recorded):
             return False

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampcompile.passes.analysis.aliasing import Memory
+from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST, kind, rebuilt, runs_in, same_layout
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.op_traits import is_elementwise
@@ -34,7 +34,7 @@ class MoveCasts:
             return sum(map(self._move, graphs(gm)))
 
     def _move(self, gm: GraphModule) -> int:
-        memory, recorded = Memory(gm.graph), recorded_by_autograd(gm.graph, self.gradients)
+        memory, recorded = Aliases(gm.graph), recorded_by_autograd(gm.graph, self.gradients)
         moved = 0
         for cast in gm.graph.find_nodes(op="call_function", target=CAST):
             if "amp_cast" in cast.meta:
@@ -42,7 +42,7 @@ class MoveCasts:
         return moved
 
 
-def _up(graph: Graph, cast: Node, memory: Memory, recorded: set[Node]) -> bool:
+def _up(graph: Graph, cast: Node, memory: Aliases, recorded: set[Node]) -> bool:
     """Cast what the ops before the cast were made from, if that is less."""
     path: list[Node] = []
     best: list[Node] = []
@@ -61,7 +61,7 @@ def _up(graph: Graph, cast: Node, memory: Memory, recorded: set[Node]) -> bool:
     return _put_in_place(graph, cast, last, [cast, *reversed(best)])
 
 
-def _down(graph: Graph, cast: Node, memory: Memory, recorded: set[Node]) -> bool:
+def _down(graph: Graph, cast: Node, memory: Aliases, recorded: set[Node]) -> bool:
     """Cast what the ops behind the cast leave of it, if that is less."""
     path: list[Node] = []
     best: list[Node] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from ampcompile.passes.analysis.aliasing import Memory
+from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.graph import graphs
@@ -30,7 +30,7 @@ class ShareCasts:
         return sum(map(self._share, graphs(gm)))
 
     def _share(self, gm: GraphModule) -> int:
-        memory, recorded = Memory(gm.graph), recorded_by_autograd(gm.graph, self.gradients)
+        memory, recorded = Aliases(gm.graph), recorded_by_autograd(gm.graph, self.gradients)
         first: dict[Any, Node] = {}
         shared = 0
         for cast in gm.graph.find_nodes(op="call_function", target=CAST):

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.dtypes import is_lossless
-from ampcompile.passes.analysis.aliasing import Memory
+from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST, same_layout
 from ampcompile.passes.analysis.op_traits import JOINS, has
 from ampcompile.passes.analysis.sizes import in_floats
@@ -36,7 +36,7 @@ class SplitCastsOverCat:
 
 def _spread(gm: GraphModule) -> int:
     casts = [cast for cast in gm.graph.find_nodes(op="call_function", target=CAST) if _narrows_a_whole(cast)]
-    memory = Memory(gm.graph) if casts else None
+    memory = Aliases(gm.graph) if casts else None
     return sum(_spread_one(gm.graph, cast, memory) for cast in casts if memory is not None)
 
 
@@ -51,7 +51,7 @@ def _narrows_a_whole(cast: Node) -> bool:
     return is_lossless(low, high) and all(in_floats(part) and is_lossless(part.dtype, high) for part in parts)
 
 
-def _spread_one(graph: Graph, cast: Node, memory: Memory) -> bool:
+def _spread_one(graph: Graph, cast: Node, memory: Aliases) -> bool:
     whole, dtype = cast.args
     assert isinstance(whole, Node)
     parts: Any = whole.args[0]

@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
-from ampcompile.passes.analysis.aliasing import Memory
+from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import kind
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.op_traits import is_elementwise
@@ -187,14 +187,14 @@ class PlaceCasts:
             return None
         weights = {node for i, node in enumerate(placeholders(gm)) if self.is_weight(i, node)}
         placement = Placement(gm, found.pop(), weights, recorded_by_autograd(gm.graph, self.gradients), self.fuses)
-        memory = Memory(gm.graph)
+        memory = Aliases(gm.graph)
         for node in gm.graph.nodes:
             if _is_free(node, placement.low, memory):
                 placement.free[node] = node.meta["amp"].result.dtype
         return placement
 
 
-def _is_free(node: Node, low: torch.dtype, memory: Memory) -> bool:
+def _is_free(node: Node, low: torch.dtype, memory: Aliases) -> bool:
     op, decision = node.target, node.meta["amp"]
     if not isinstance(op, OpOverload) or writes(op) or not decision.known or decision.arguments:
         return False

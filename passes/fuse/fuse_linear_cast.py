@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.kernels.linear_cast import LINEAR_CAST, ROWS_FEW, ROWS_SHARED
-from ampcompile.passes.analysis.aliasing import Memory
+from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST, rebuilt
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.sizes import elements_hint, is_smaller
@@ -74,7 +74,7 @@ def _readings(node: Node) -> Iterator[_Layer]:
             yield _Layer(first, second, bias, transposed=True)
 
 
-def _source(operand: Any, memory: Memory) -> _Source | None:
+def _source(operand: Any, memory: Aliases) -> _Source | None:
     """The float32 value that an operand rounds, for this product alone; None where another needs the rounded one."""
     views: list[Node] = []
     while is_view(operand) and operand.target not in _COPIES and len(operand.users) == 1:
@@ -136,7 +136,7 @@ class FuseLinearCast:
             return sum(self._fuse(graph) for graph in graphs(gm))
 
     def _fuse(self, gm: GraphModule) -> int:
-        memory, recorded = Memory(gm.graph), recorded_by_autograd(gm.graph, self.gradients)
+        memory, recorded = Aliases(gm.graph), recorded_by_autograd(gm.graph, self.gradients)
         fused = 0
         for node in list(gm.graph.nodes):
             for layer in _readings(node) if node.op == "call_function" else ():
@@ -151,7 +151,7 @@ class FuseLinearCast:
                     break
         return fused
 
-    def _matched(self, layer: _Layer, memory: Memory) -> _Source | None:
+    def _matched(self, layer: _Layer, memory: Aliases) -> _Source | None:
         if not is_low(layer.x) or layer.weight.meta["val"].dim() != 2:
             return None
         x, weight = layer.x.meta["val"], layer.weight.meta["val"]

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from ampcompile.dtypes import FLOATS
 from ampcompile.kernels.group_norm import GROUP_NORM
 from ampcompile.kernels.norm import NORM
-from ampcompile.passes.analysis.aliasing import Memory
+from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST, rebuilt, same_layout
 from ampcompile.passes.analysis.gradients import grad_mode_stretches
 from ampcompile.passes.graph import graphs, op_name
@@ -47,7 +47,7 @@ class FuseNorm:
         return sum(self._fuse(graph) for graph in graphs(gm))
 
     def _fuse(self, gm: GraphModule) -> int:
-        memory, stretch, fused = Memory(gm.graph), grad_mode_stretches(gm.graph), 0
+        memory, stretch, fused = Aliases(gm.graph), grad_mode_stretches(gm.graph), 0
         with tracing.on_fakes_of(gm), torch.no_grad():
             for norm in norms(gm.graph):
                 if _suits(norm, memory, stretch) and self.worth(norm.node.meta["val"].device, *SAVED):
@@ -55,7 +55,7 @@ class FuseNorm:
         return fused
 
 
-def _suits(norm: Norm, memory: Memory, stretch: dict[Node, int]) -> bool:
+def _suits(norm: Norm, memory: Aliases, stretch: dict[Node, int]) -> bool:
     """Whether the kernel takes such operands, nobody writes into them, and all of it has a gradient or none."""
     given = [node for node in (norm.node, norm.operand, norm.weight, norm.bias) if node is not None]
     values = [node.meta["val"] for node in given]
@@ -72,7 +72,7 @@ def _is_dense(value: torch.Tensor) -> bool:
     return same_layout(value, value.new_empty(value.shape))
 
 
-def _rewrite(norm: Norm, memory: Memory, stretch: dict[Node, int]) -> bool:
+def _rewrite(norm: Norm, memory: Aliases, stretch: dict[Node, int]) -> bool:
     node, casts = norm.node, _low_readers(norm.node)
     operand, inside = norm.operand, [*norm.inside, node]
     before = find_16_bit_source(operand)
@@ -101,7 +101,7 @@ def _rewrite(norm: Norm, memory: Memory, stretch: dict[Node, int]) -> bool:
     return True
 
 
-def _addends(h: Node, norm: Node, inside: set[Node], memory: Memory) -> tuple[Node, Node] | None:
+def _addends(h: Node, norm: Node, inside: set[Node], memory: Aliases) -> tuple[Node, Node] | None:
     """The two terms of a sum that the norm's kernel can compute: alike in shape, and read by nobody before."""
     if h.target is not ADD or h.kwargs or not all(isinstance(term, Node) for term in h.args):
         return None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node, map_arg
 
-from ampcompile.passes.analysis.aliasing import Memory
+from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.op_traits import DROPS, KEEPS_ORDER, has
 
 from .matching import argument, find_16_bit_source, is_low, is_upcast
@@ -32,7 +32,7 @@ class Loss(NamedTuple):
 
 def losses(gm: GraphModule) -> Iterator[Loss]:
     """Those of (rows, classes) logits and class indices, where nothing else reads the logits in float32."""
-    memory = Memory(gm.graph)
+    memory = Aliases(gm.graph)
     for node in gm.graph.find_nodes(op="call_function", target=LOSS):
         found = find_16_bit_source(node.args[0])
         target, weight = node.args[1], argument(node, 2, "weight")

@@ -5,13 +5,13 @@ import torch.nn.functional as F
 from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
-from ampcompile.passes.analysis.aliasing import Memory, shared, written
+from ampcompile.passes.analysis.aliasing import Aliases, shared, written
 from tests.passes.captured import captured
 
 
 def memory(f, *args):
     gm = captured(f, *args, dtype=None)
-    return Memory(gm.graph), {node.name: node for node in gm.graph.nodes}
+    return Aliases(gm.graph), {node.name: node for node in gm.graph.nodes}
 
 
 def test_views_share_and_what_is_computed_does_not():
@@ -72,7 +72,7 @@ def test_a_norm_writes_its_statistics_though_no_schema_says_so():
     )
     (norm,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
     assert set(written(norm)) == set(norm.args[3:5]) and written(norm, unsaid=False) == []
-    assert all(map(Memory(gm.graph).is_written, norm.args[3:5])) and not Memory(gm.graph).is_written(norm.args[0])
+    assert all(map(Aliases(gm.graph).is_written, norm.args[3:5])) and not Aliases(gm.graph).is_written(norm.args[0])
 
 
 def test_what_a_schema_leaves_unsaid():
