@@ -21,7 +21,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """CPU memory treated as a GPU's: the host can't look into it, a kernel compares."""
 
     def rechecks(self, weights):
-        return [(range(len(weights)), gpu.Recheck(torch.device("cpu"), self.members))]
+        return [(range(len(weights)), gpu.Recheck(torch.device("cpu"), self.members, self.tables))]
 
     monkeypatch.setattr(copy_set.CopySet, "_find_rechecks", rechecks)
     monkeypatch.setattr(copies, "places", lambda weight: SampledAddresses(np.empty(0, np.int64), np.empty(0, np.int64)))
