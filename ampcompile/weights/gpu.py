@@ -8,7 +8,8 @@ then the comparison reports, and the next call that learns of it raises.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from .copies import Copy
 
 _reports: dict[torch.device, Report] = {}
+_tensor: Callable[[Copy], Tensor] = attrgetter("tensor")
+_launch: Callable[[Copy], Any] = attrgetter("launch")
 
 
 class LastLaunch:
@@ -53,13 +56,13 @@ class Report:
     def __init__(self, device: torch.device) -> None:
         self.device_mark, self.repaired = torch.zeros(2, 1, dtype=torch.int32, device=device)
         self.generation = 1
-        self.made = LastLaunch(device) if device.type == "cuda" else None
+        self.made = LastLaunch(device) if self.device_mark.is_cuda else None
         self._views: dict[int, tuple[Tensor, Any]] = {}  # by stream: one's copies arrive in order
 
     def fetch(self, stream: int) -> None:
         """Have the host see what was found by now."""
         if stream not in self._views:
-            pinned = torch.zeros(1, dtype=torch.int32, pin_memory=self.device_mark.is_cuda)
+            pinned = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
             self._views[stream] = pinned, pinned.numpy()
         self._views[stream][0].copy_(self.device_mark, non_blocking=True)
 
@@ -95,11 +98,9 @@ class Recheck:
         if all(copy in cast for copy in members):
             return
         free = self._nobody_waits(members)
-        tensors = list(map(_buffer, members))
-        stream = storages.current_stream(self.device) if self.device.type == "cuda" else 0
-        launches = {copy.launch for copy in members if copy.launch is not None}
-        for launch in launches:
-            launch.wait()
+        tensors = list(map(_tensor, members))
+        stream = storages.current_stream(self.device) if weights[0].is_cuda else 0
+        launches = follow(members)
         if stream not in self._streams:
             self._streams.add(stream)
             keep_for_stream(members)
@@ -116,11 +117,10 @@ class Recheck:
 
     def _nobody_waits(self, members: Sequence[Copy]) -> bool:
         """Whether all buffers may be written: at most a look at how many own each, while that stays the same."""
-        owners = [
-            [storages.tensor_users(_buffer(copy)) for copy in members],
-            list(map(storages.storage_users, self._storages)),
-            [sys.getrefcount(_buffer(copy)) for copy in members],
-        ]
+        tensors = list(map(_tensor, members))
+        users = list(map(storages.tensor_users, tensors)), list(map(storages.storage_users, self._storages))
+        owners = *users, list(map(sys.getrefcount, tensors))
+        del tensors  # the copies' own count has no other
         if owners != self._owners:
             if not all(copy.writable() for copy in members):
                 return False
@@ -142,10 +142,12 @@ def keep_for_stream(copies: Iterable[Copy]) -> None:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-def follow(copies: Iterable[Copy]) -> None:
-    """Have the current streams wait for whoever wrote these copies last."""
-    for launch in {copy.launch for copy in copies if copy.launch is not None}:
+def follow(copies: Iterable[Copy]) -> set[LastLaunch]:
+    """Have the current streams wait for whoever wrote these copies last. Returns what they were written by."""
+    launches = set(map(_launch, copies)) - {None}
+    for launch in launches:
         launch.wait()
+    return launches
 
 
 def cast_done(copies: Sequence[Copy]) -> None:
