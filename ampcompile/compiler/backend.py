@@ -80,6 +80,8 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     if options.policy.where_it_pays and _alone() and not _pays(graph, options, regions, is_weight):
         modules = (*options.policy.modules, ("*", "fp32"))
         options = replace(options, policy=replace(options.policy, modules=modules))
+    if not logs.said_of_emulation() and device_type == "cpu":
+        _say_whether_emulated(graph, options, regions, is_weight)
     logged = logs.watcher(example_inputs)
     watch = logs.both(watch, None if logged is None else logged.watch)
     history = [

@@ -20,6 +20,7 @@ from .copies import (
     Copy,
     Form,
     Weight,
+    cast,
     cast_for_capture,
     cast_passes,
     copies,
@@ -212,7 +213,7 @@ def weight_stats() -> WeightStats:
 def writable_copies(param: Tensor) -> tuple[Tensor, ...]:
     """The copies of a parameter that may be overwritten now: no backward that is still to come saved them.
 
-    For an optimizer that writes them together with the weight. It raises their versions, then calls `wrote`; until
+    For an optimizer that writes them together with the weight; those held as float32 are left to `wrote`. It raises their versions, then calls `wrote`; until
     then nothing that shares the parameter's memory counts as fresh. Where the step goes into a CUDA graph, they stay
     where they are for as long as the parameter's memory does.
     """
@@ -225,14 +226,15 @@ def writable_copies(param: Tensor) -> tuple[Tensor, ...]:
         captured = gpu.capturing([param])
         for copy in found:
             # A step may turn out to be skipped on the device: what is lent to the step must be right without it.
-            copy.lent_to_step = not copy.form.wide and copy.writable() and copy.fresh(strided=True)
+            copy.lent_to_step = copy.writable() and copy.fresh(strided=True)
             if copy.lent_to_step:
                 copy.mark = None
                 if captured:
                     copy.stay()
         if not captured:
             gpu.follow(found)
-        return tuple(copy.tensor for copy in found if copy.lent_to_step and copy.tensor is not None)
+        lent = [copy for copy in found if copy.lent_to_step and not copy.form.wide]
+        return tuple(copy.tensor for copy in lent if copy.tensor is not None)
 
 
 def wrote(params: Iterable[Tensor]) -> None:
@@ -241,10 +243,11 @@ def wrote(params: Iterable[Tensor]) -> None:
     What else shares their memory (a tied weight's copy that could not be written, slices of a flat buffer) is out of
     date.
     """
-    with lock, torch.inference_mode(False):
-        found = [copy for param in params for copy in copies_of(param)]
-        proven = {each: each.close_step() for each in {copy.memory for copy in found}}
-        written = [copy for copy in found if copy.lent_to_step]
+    with lock, torch.inference_mode(False), torch.no_grad():
+        found = [(copy, param) for param in params for copy in copies_of(param)]
+        proven = {each: each.close_step() for each in {copy.memory for copy, _ in found}}
+        written = [copy for copy, _ in found if copy.lent_to_step]
+        cast([(c, param) for c, param in found if c.lent_to_step and c.form.wide and proven[c.memory]])
         for copy in written:
             copy.lent_to_step = False
             if proven[copy.memory]:
