@@ -167,33 +167,38 @@ def weight_stats() -> WeightStats:
         return WeightStats(sum(held), len(held), cast_passes())
 
 
-def writable_copies(param: Tensor) -> tuple[Tensor, ...]:
-    """The copies of a parameter that may be overwritten now: no backward that is still to come saved them.
+def writable_copies(params: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """The copies of each parameter that may be overwritten now: no backward that is still to come saved them.
 
-    For an optimizer that writes them together with the weight. It raises their versions, then calls `wrote`; until
-    then nothing that shares the parameter's memory counts as fresh.
+    For an optimizer that writes them together with the weights. It raises their versions, then calls `wrote`; until
+    then nothing that shares the parameters' memory counts as fresh.
     """
     with lock:
         write_epoch()
-        found = copies_of(param)
-        if found:
-            found[0].memory.open_step()
-        for copy in found:
-            # A step may turn out to be skipped on the device: what is lent to the step must be right without it.
-            copy.lent_to_step = copy.writable() and copy.fresh(strided=True)
-            if copy.lent_to_step:
-                copy.mark = None
-        return tuple(copy.tensor for copy in found if copy.lent_to_step and copy.tensor is not None)
+        return [_lend(param) if copied else () for param, copied in zip(params, memory.are_copied(params), strict=True)]
 
 
-def wrote(params: Iterable[Tensor]) -> None:
+def _lend(param: Tensor) -> tuple[Tensor, ...]:
+    found = copies_of(param)
+    if found:
+        found[0].memory.open_step()
+    for copy in found:
+        # A step may turn out to be skipped on the device: what is lent to the step must be right without it.
+        copy.lent_to_step = copy.writable() and copy.fresh(strided=True)
+        if copy.lent_to_step:
+            copy.mark = None
+    return tuple(copy.tensor for copy in found if copy.lent_to_step and copy.tensor is not None)
+
+
+def wrote(params: Sequence[Tensor]) -> None:
     """All that `writable_copies` gave for these parameters was just rewritten from the parameters' new values.
 
     What else shares their memory (a tied weight's copy that could not be written, slices of a flat buffer) is out of
     date.
     """
     with lock, torch.inference_mode(False):
-        found = [copy for param in params for copy in copies_of(param)]
+        copied = [param for param, known in zip(params, memory.are_copied(params), strict=True) if known]
+        found = [copy for param in copied for copy in copies_of(param)]
         proven = {each: each.close_step() for each in {copy.memory for copy in found}}
         written = [copy for copy in found if copy.lent_to_step]
         for copy in written:
