@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Container, Iterable
-from typing import NamedTuple
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ TRIAL = 8
 _DTYPES = (torch.bfloat16, torch.float16)
 
 copies: weakref.WeakValueDictionary[tuple, Copy] = weakref.WeakValueDictionary()
+_captured: set[Copy] = set()
 _passes = 0
 _casting = False
 
@@ -37,7 +38,7 @@ class Weight(NamedTuple):
 
 
 class Copy:
-    """A weight in low precision, shared by all graphs that read it; freed with the last of them, or with the weight.
+    """A weight in low precision, shared by all graphs that read it; freed with the last of them, the weight, or alone.
 
     `mark` and `doubt` are the memory's at the last cast, which may have been written since if one is another object.
     """
@@ -51,6 +52,7 @@ class Copy:
         self.places = places(weight)
         self.sample, self.words = Sample([self.places]), b""
         self.in_place = False
+        self.launch: gpu.LastLaunch | None = None  # on a GPU
         self.lent_to_step = False
         self.trial = 0
         self.strided_readers = 0
@@ -61,8 +63,9 @@ class Copy:
 
     def _allocate(self, weight: Tensor) -> None:
         """Take a fresh buffer; the old one stays with whoever saved it."""
-        self.tensor = torch.empty_strided(weight.shape, weight.stride(), dtype=self.dtype, device=weight.device)
+        self.tensor = _empty_copy(weight, self.dtype)
         self.buffer = object()
+        self.streams: set[int] = set()  # those that its memory waits for
         self._storage = storages.storage_key(self.tensor)
         self._idle = self._owners()
 
@@ -128,9 +131,18 @@ class Copy:
         if not self.strided_readers:
             self.tensor = None
 
-    def free(self) -> None:
-        """The weight is gone."""
-        self.mark = self.tensor = self.packed = None
+    def stay(self) -> None:
+        """Keep the buffer where it is for as long as there is the weight: a captured CUDA graph writes there."""
+        self.in_place = True
+        _captured.add(self)
+
+    def free(self, gone: bool) -> None:
+        """Hold no memory, unless it has to stay; `gone`: the weight is, so nothing has to."""
+        if gone:
+            _captured.discard(self)
+        elif self in _captured:
+            return
+        self.mark = self.buffer = self.tensor = self.packed = None
 
     def nbytes(self) -> int:
         """What the buffers weigh that are held now."""
@@ -154,36 +166,53 @@ def copies_of(weight: Tensor) -> list[Copy]:
     return [copy for dtype in _DTYPES if (copy := copies.get((place, dtype))) is not None]
 
 
+def _empty_copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(weight.shape, weight.stride(), dtype=dtype, device=weight.device)
+
+
 def _place(weight: Tensor) -> tuple:
     """Copies belong to memory as it is laid out, not to tensor objects: tied weights share one."""
     return storages.storage_key(weight), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
 
 
-def refresh(reads: Iterable[tuple[Copy, Weight, bool]], every: bool, doubtful: Container[Memory]) -> None:
-    """Cast the weights whose copies are out of date, or `every` one, all in one pass.
+def refresh(
+    reads: Iterable[tuple[Copy, Weight, bool]], doubtful: Container[Memory], tables: dict[Any, Any]
+) -> set[Copy]:
+    """Cast the weights whose copies are out of date, all in one pass, and return these copies.
 
     A read is a copy, its weight, and whether it is read in the weight's strides. What lies in `doubtful` memory is
-    right for now only.
+    right for now only. `tables`: of `cast_many_`.
     """
     global _passes, _casting
     read = {
         id(copy): (copy, weight)
         for copy, weight, strided in reads
-        if every or copy.memory in doubtful or not copy.fresh(strided)
+        if copy.memory in doubtful or not copy.fresh(strided)
     }.values()
-    stale = [(c, weight) for c, weight in read if every or not c.compare(weight, c.memory in doubtful)]
+    stale = [(c, weight) for c, weight in read if not c.compare(weight, c.memory in doubtful)]
     if not stale:
-        return
+        return set()
     _casting = True
     states = [copy.prepare(weight) for copy, weight in stale]
-    written = [copy.tensor for copy, _ in stale if copy.tensor is not None]
-    cast_many_(written, [weight.tensor for _, weight in stale])
+    written = [copy for copy, _ in stale]
+    gpu.follow(written)
+    cast_many_([c.tensor for c in written if c.tensor is not None], [weight.tensor for _, weight in stale], tables)
     gpu.cast_done(written)
-    for (copy, _), (mark, doubt, sampled) in zip(stale, states, strict=True):
-        if not every:
-            copy.note_cast(mark, None if copy.trial or copy.memory in doubtful else doubt, sampled)
+    for copy, (mark, doubt, sampled) in zip(written, states, strict=True):
+        copy.note_cast(mark, None if copy.trial or copy.memory in doubtful else doubt, sampled)
     _passes += 1
     _casting = False
+    return set(written)
+
+
+def cast_for_capture(weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Copies for the CUDA graph that is captured now, in its own memory: each replay casts them, and nobody else."""
+    made: dict[tuple, tuple[Tensor, Tensor]] = {}
+    for (_, weight), dtype in zip(weights, dtypes, strict=True):
+        if (key := (_place(weight), dtype)) not in made:
+            made[key] = _empty_copy(weight, dtype), weight
+    cast_many_([copy for copy, _ in made.values()], [weight for _, weight in made.values()])
+    return [made[_place(weight), dtype][0] for (_, weight), dtype in zip(weights, dtypes, strict=True)]
 
 
 def interrupted() -> bool:
