@@ -144,6 +144,7 @@ def _registered_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], boo
 def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """Dynamo backend. `mode` and `options` are those of `torch.compile`; see `ampcompile.config.Options`."""
     options = Options.parse(**kwargs)
+    logs.warn_of_unscaled(_device_type(example_inputs), example_inputs)
     graph = gm if compiled_functions.is_backward(example_inputs) else rewrite(gm, example_inputs, options).graph
     with _collecting_rarely():
         return lower(graph, example_inputs, options)

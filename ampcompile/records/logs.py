@@ -6,6 +6,8 @@ and its casts are artifacts of the structured trace, which `tlparse` shows besid
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import logging
 from collections.abc import Sequence
@@ -42,6 +44,26 @@ def both(first: Watch | None, second: Watch | None) -> Watch | None:
         second(done, gm)
 
     return watch
+
+
+def warn_of_unscaled(device_type: str, example_inputs: Sequence[Any]) -> None:
+    """Say, once, that a graph about to be compiled trains in float16 while this process has no scaler."""
+    if not torch.is_autocast_enabled(device_type) or torch.get_autocast_dtype(device_type) is not torch.float16:
+        return
+    trains = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+    if trains:
+        _look_for_a_scaler(device_type)
+
+
+@functools.cache
+def _look_for_a_scaler(device_type: str) -> None:
+    # Classes of objects are compared, not the objects: some of other packages load things when they are looked at.
+    if not any(issubclass(type(found), torch.amp.GradScaler) for found in gc.get_objects()):
+        log.warning(
+            "a graph trains in float16 on %s, and no GradScaler has been made: small gradients become zero there. "
+            "Scale the loss (see ampcompile.GradScaler), or compile with options={'dtype': torch.bfloat16}",
+            device_type,
+        )
 
 
 def say(graph: GraphRecord) -> None:
