@@ -1,19 +1,20 @@
-"""What the passes share about graphs: fake values, precision regions, decisions, where a node came from."""
+"""What the passes share about graphs: fake values, regions, decisions, where a node came from; copying and erasing."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Node, map_arg
 
 from ampcompile import dtypes
 from ampcompile.dtypes import FLOATS
@@ -137,6 +138,11 @@ def placeholders(gm: GraphModule) -> list[Node]:
     return list(gm.graph.find_nodes(op="placeholder"))
 
 
+def is_static(placeholder: Node) -> bool:
+    """Whether Dynamo marked a graph input as staying put: a parameter, a buffer, a tensor that an attribute holds."""
+    return placeholder.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
+
+
 def changes_state(node: Node) -> bool:
     """Whether a captured node is about no value: grad mode, inference mode, the choice of attention kernels."""
     of_op = isinstance(node.target, OpOverload | HigherOrderOperator)
@@ -176,6 +182,25 @@ def graphs(gm: GraphModule) -> Iterator[GraphModule]:
             seen.add(id(graph))
             yield graph
             pending += reversed([body for _, body in bodies(graph)])
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """A graph once more, which later changes of `gm` leave alone; constants and bodies are the same objects."""
+    return GraphModule(gm, copy.deepcopy(gm.graph))
+
+
+def call_on_values(node: Node) -> Any:
+    """What a call gives on its operands' fake values."""
+    target: Any = node.target
+    args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    return target(*args, **kwargs)
+
+
+def erase_unread(nodes: Sequence[Node]) -> None:
+    """Erase those that have no user left, the last one first. They must be free of effects."""
+    for node in reversed(nodes):
+        if not node.users:
+            node.graph.erase_node(node)
 
 
 def module_path(node: Node) -> str:

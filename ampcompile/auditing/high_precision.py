@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.passes.analysis.op_traits import COPIES_AFTER, draws_random_numbers, has, is_view, reads_bits
 from ampcompile.passes.analysis.schema import by_name
+from ampcompile.passes.graph import copy_graph
 from ampcompile.torch_private import pytree
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
@@ -84,7 +84,7 @@ def _retyped(arguments: Any, dtype: torch.dtype) -> Any:
 
 
 def _body(body: GraphModule, dtype: torch.dtype) -> GraphModule:
-    twin = GraphModule(body, copy.deepcopy(body.graph))
+    twin = copy_graph(body)
     replace: Callable[[Any], Any] = lambda value: _retyped(value, dtype)  # noqa: E731
     for node in twin.graph.nodes:
         if node.op == "call_function":

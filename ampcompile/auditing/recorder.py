@@ -17,7 +17,7 @@ from ampcompile.compiler.module_names import module_names, modules_of
 from ampcompile.config import Options
 from ampcompile.errors import AuditError, OptionError
 from ampcompile.explaining.preserve_state import preserve_state
-from ampcompile.explaining.recorder import beside, options_of
+from ampcompile.explaining.recorder import uncompile
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import placeholders
 from ampcompile.passes.replay.bind_weights_eagerly import BindWeightsEagerly
@@ -50,11 +50,7 @@ def audited(
     f: Any, settings: Settings, options: dict[str, Any], mode: str | None, dynamic: bool | None
 ) -> Callable[..., Audit]:
     """What `ampcompile.audit` returns; its arguments are checked here and now."""
-    compiled = dynamo_caches.how_compiled(f)
-    chosen = Options.parse(options, mode)
-    if compiled is not None:
-        f, dynamic = compiled.original, compiled.dynamic if dynamic is None else dynamic
-        chosen = beside(options_of(compiled), chosen, set(options))
+    f, chosen, dynamic = uncompile(f, options, mode, dynamic)
 
     def audit_call(*args: Any, **kwargs: Any) -> Audit:
         random_state = joint_graphs.random_state()

@@ -100,17 +100,17 @@ def _first_parameter(module: torch.nn.Module) -> tuple[torch.nn.Module | None, s
     return None, ""
 
 
-def _reader(backend: Any) -> Any:
-    """What reads the options of a backend of ours; None for others."""
-    return getattr(getattr(backend, "compiler_fn", backend), "amp_options", None)
+def options_of(backend: Any) -> Options | None:
+    """The options that a backend of ours was given, by what Dynamo holds; None for others. Raises OptionError."""
+    read = getattr(getattr(backend, "compiler_fn", backend), "amp_options", None)
+    return None if read is None else read(**getattr(backend, "kwargs", {}))
 
 
 def _shapes_and_breaks(backend: Any, dynamic: bool | None, fullgraph: bool) -> tuple[bool | None, bool]:
     """`dynamic` and `fullgraph` as our options ask, else as torch.compile was told. Raises OptionError."""
-    read_options = _reader(backend)
-    if read_options is None:
+    options = options_of(backend)
+    if options is None:
         return dynamic, fullgraph
-    options = read_options(**getattr(backend, "kwargs", {}))
     for name, beside, ours in (
         ("dynamic", dynamic, options.dynamic),
         ("fullgraph", fullgraph or None, options.fullgraph),
@@ -121,10 +121,9 @@ def _shapes_and_breaks(backend: Any, dynamic: bool | None, fullgraph: bool) -> t
 
 
 def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
-    read_options = _reader(backend)
-    if read_options is None:
+    options = options_of(backend)
+    if options is None:
         return compiled
-    options = read_options(**getattr(backend, "kwargs", {}))
     if inspect.isgeneratorfunction(inspect.unwrap(fn)):
         warnings.warn(
             f"{getattr(fn, '__qualname__', fn)} is a generator function: torch.compile compiles nothing of it, and its "
@@ -199,7 +198,7 @@ def install() -> bool:
                 "OptimizeContext.__call__": optimize_contexts.wrap_call(_wrap, _shapes_and_breaks),
                 "OutputGraph.compile_subgraph": frame_returns.watch_returns(widen_outputs.decide),
                 "VariableBuilder.wrap_module": dynamo_modules.watch_inlined_modules(
-                    lambda backend: _reader(backend) is not None, _inside_another
+                    lambda backend: options_of(backend) is not None, _inside_another
                 ),
             },
         )

@@ -19,14 +19,14 @@ from ampcompile.passes.base import Applied, Watch, run_passes
 from ampcompile.passes.capture.capture import capture
 from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
-from ampcompile.passes.graph import Regions, modules_named, placeholders
+from ampcompile.passes.graph import Regions, is_static, modules_named, placeholders
 from ampcompile.passes.pipeline import fusion, pipeline
 from ampcompile.records import logs
 from ampcompile.torch_private import autocast, compiled_functions, dynamo_modules, tracing
 
 from . import ambient
 from .call_state import current_call
-from .double_backward import copy_graph
+from .double_backward import copy_with_bodies
 from .lower import lower
 from .module_names import module_names
 from .widen_outputs import LEAVING, leaving
@@ -88,7 +88,7 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     ]
     if fuse := fusion(options, device_type):
         if torch.is_grad_enabled():
-            graph.meta[GRAPH_BEFORE_FUSION] = copy_graph(graph)
+            graph.meta[GRAPH_BEFORE_FUSION] = copy_with_bodies(graph)
         history += run_passes(fuse, graph, watch)
     if logged is not None:
         logs.say(logged.record(gm, graph, history))
@@ -122,8 +122,7 @@ def _weight_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], bool]:
 
     def is_weight(index: int, node: Node) -> bool:
         value = example_inputs[index]
-        static = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
-        marked = static or isinstance(value, torch.nn.Parameter)
+        marked = is_static(node) or isinstance(value, torch.nn.Parameter)
         if marked and value.is_cuda and not is_registered(index, node):
             return False  # the host would wait for the device to see whether it is refilled
         return marked and tracing.is_of_fixed_layout(node.meta["val"]) and weights.hoistable(value)

@@ -10,7 +10,6 @@ all the same. The node drops them with what autograd saved, so they keep no late
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ampcompile.passes.base import run_passes
-from ampcompile.passes.graph import bodies, placeholders
+from ampcompile.passes.graph import bodies, copy_graph, placeholders
 from ampcompile.passes.pipeline import replay
 from ampcompile.passes.replay.enable_second_backward import has_closed_backward
 from ampcompile.passes.weight_copy import read_copy
@@ -49,11 +48,11 @@ class _Call(NamedTuple):
     versions: list[int]
 
 
-def copy_graph(gm: GraphModule) -> GraphModule:
-    """A copy of a graph, bodies included, that later changes of `gm` leave alone. Constants are shared."""
-    twin = GraphModule(gm, copy.deepcopy(gm.graph))
+def copy_with_bodies(gm: GraphModule) -> GraphModule:
+    """A copy of a graph and its bodies that later changes of `gm` leave alone. Constants are shared."""
+    twin = copy_graph(gm)
     for node, body in bodies(gm):
-        setattr(twin, str(node.target), copy_graph(body))
+        setattr(twin, str(node.target), copy_with_bodies(body))
     return twin
 
 

@@ -47,7 +47,9 @@ def lower(
     if options.lower == "eager":
         return around(without_autocast(gm))
     rewritten = (
-        (gm.meta.pop(GRAPH_BEFORE_FUSION, None) or double_backward.copy_graph(gm)) if torch.is_grad_enabled() else None
+        (gm.meta.pop(GRAPH_BEFORE_FUSION, None) or double_backward.copy_with_bodies(gm))
+        if torch.is_grad_enabled()
+        else None
     )
     with autocast.lowering_without_autocast(), compiled_functions.functions_made() as functions:
         if options.lower == "aot_eager":

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from ampcompile.dtypes import FLOATS
+from ampcompile.passes.analysis.sizes import in_floats
+from ampcompile.passes.graph import in_dtype
 from ampcompile.rules import table as rules
 from ampcompile.rules.table import Rule
 from ampcompile.torch_private import autocast, dispatcher, pytree, tracing
@@ -58,7 +60,4 @@ def _refused(arriving: list[torch.dtype], low: torch.dtype) -> bool:
 
 
 def _cast(arguments: Any, dtype: torch.dtype | None) -> Any:
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if dtype is not None and tensor.dtype in FLOATS else tensor
-
-    return pytree.tree_map_only(torch.Tensor, cast, arguments)
+    return pytree.tree_map(lambda value: in_dtype(value, dtype) if in_floats(value) else value, arguments)

@@ -58,10 +58,6 @@ def _layers(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
-def _short_source(source: str) -> str:
-    return os.path.basename(source)
-
-
 def _merged(rows: Iterable[tuple[tuple[str, ...], int]]) -> list[tuple[tuple[str, ...], int, int]]:
     """(row, how many times, bytes of all), in the order of first appearance."""
     counts: Counter[tuple[str, ...]] = Counter()
@@ -79,10 +75,10 @@ def _cast_table(casts: Sequence[CastRecord], reasons: _Footnotes) -> Table:
             (
                 c.op,
                 _layers(c.module),
-                _short_source(c.source),
+                os.path.basename(c.source),
                 c.of,
-                f"{short_name(c.dtype_from)}>{short_name(c.dtype_to)}",
-                "x".join(map(str, c.shape)) or "scalar",
+                c.dtypes,
+                c.sizes,
                 "+".join(c.fate[1:]) or c.fate[0],
                 c.because,
             ),

@@ -77,9 +77,8 @@ def _of_op(op: OpRecord) -> str:
 
 
 def _of_cast(cast: CastRecord) -> str:
-    shape = "x".join(map(str, cast.shape)) or "scalar"
-    dtypes = f"{short_name(cast.dtype_from)}>{short_name(cast.dtype_to)}"
-    return f"cast of {cast.of} {shape} {dtypes} for {cast.op}, {cast.bytes} bytes, {'+'.join(cast.fate)}{_where(cast)}"
+    what, fate = f"{cast.of} {cast.sizes} {cast.dtypes}", "+".join(cast.fate)
+    return f"cast of {what} for {cast.op}, {cast.bytes} bytes, {fate}{_where(cast)}"
 
 
 def _where(record: OpRecord | CastRecord) -> str:

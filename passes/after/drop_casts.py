@@ -16,7 +16,7 @@ from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import behind_views, overwritten, returned
 from ampcompile.passes.analysis.commuting import kind, rebuilt, runs_in, same_layout
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
-from ampcompile.passes.graph import graphs
+from ampcompile.passes.graph import erase_unread, graphs
 from ampcompile.torch_private import dispatcher, tracing
 
 
@@ -47,9 +47,7 @@ def _drop(graph: Graph, second: Node, written: set[Node]) -> bool:
         return False
     with graph.inserting_before(second):
         second.replace_all_uses_with(rebuilt(path, source))
-    for unused in (second, *reversed(path), first):
-        if not unused.users:
-            graph.erase_node(unused)
+    erase_unread([first, *path, second])
     return True
 
 

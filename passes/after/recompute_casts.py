@@ -14,18 +14,16 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import behind_views
+from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_view
 from ampcompile.passes.analysis.sizes import in_floats
-from ampcompile.passes.graph import graphs, placeholders
+from ampcompile.passes.graph import graphs
 
 _TAG = "recompute"  # torch's own, by which checkpoints tell the same; it comes through differentiation
 
 
 def _tag_in(gm: GraphModule) -> int:
-    backward = {node for node in placeholders(gm) if str(node.target).startswith("tangents")}
-    for node in gm.graph.nodes:
-        if not backward.isdisjoint(node.all_input_nodes):
-            backward.add(node)
+    backward = computed_from_gradients(gm)
     returned = set(gm.graph.output_node().all_input_nodes)
     casts = [node for node in gm.graph.nodes if _widens(node) and node not in backward | returned]
     return sum(_tag(cast) for cast in casts if any(user in backward for user in _readers(cast)))

@@ -15,21 +15,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.passes.analysis.commuting import kind, rebuilt
+from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
-from ampcompile.passes.graph import placeholders
 from ampcompile.torch_private import dispatcher, tracing
 
 aten = torch.ops.aten
 _IN_FLOAT32 = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
-
-
-def _backward(gm: GraphModule) -> set[Node]:
-    """The nodes that depend on a gradient."""
-    found = {node for node in placeholders(gm) if str(node.target).startswith("tangents")}
-    for node in gm.graph.nodes:
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _returned(graph: Graph) -> Iterator[Node]:
@@ -77,7 +68,7 @@ class WidenWeightGradients:
     fate = ""
 
     def apply(self, gm: GraphModule) -> int:
-        backward, widened = _backward(gm), 0
+        backward, widened = computed_from_gradients(gm), 0
         with tracing.on_fakes_of(gm), torch.no_grad():
             for cast in list(_returned(gm.graph)):
                 path = _from_product(cast)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.fx import Node, map_arg
+from torch.fx import Node
 
+from ampcompile.passes.graph import call_on_values
 from ampcompile.torch_private.types import OpOverload
 
 from .op_traits import CHOOSES, MOVES, REPEATS, has, reads_bits
@@ -74,7 +76,15 @@ def rebuilt(path: Sequence[Node], operand: Node) -> Node:
         copy = node.graph.node_copy(node)
         copy.args = (operand, *node.args[1:])
         copy.meta = {key: value for key, value in node.meta.items() if key != "amp_narrowed"}
-        args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
-        copy.meta["val"] = copy.target(*args, **kwargs)
+        copy.meta["val"] = call_on_values(copy)
         operand = copy
     return operand
+
+
+def move_cast(cast: Node, operand: Node) -> Node:
+    """The same cast of another value, under the same number, right where the graph is being inserted into."""
+    moved = operand.graph.call_function(CAST, (operand, cast.args[1]))
+    record = cast.meta["amp_cast"]
+    moved.meta = {**cast.meta, "amp_cast": replace(record, fate=(*record.fate, "moved"))}
+    moved.meta["val"] = operand.meta["val"].to(cast.args[1])
+    return moved

@@ -1,7 +1,7 @@
 """How each higher-order op calls its bodies: which arguments are graphs, what each is given, what it must return.
 
 Higher-order ops stay calls and their bodies are rewritten too. A kind that is not in `CALLS` is outlined and left
-to the dispatcher's own autocast (`passes.opaque`), never dropped.
+to the dispatcher's own autocast (`passes.capture.outline`), never dropped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule
 
 from ampcompile.dtypes import FLOATS, widest
 from ampcompile.passes.graph import in_dtype
@@ -139,11 +139,3 @@ def result(
             [in_dtype(v, getattr(like, "dtype", None)) for v, like in zip(leaves, given, strict=True)], spec
         )
     return call_on_fakes(hop, args, kwargs)
-
-
-def copied(gm: GraphModule) -> GraphModule:
-    """A body's graph once more, with the same constants and bodies of its own."""
-    graph, copies = Graph(), dict[Node, Node]()
-    for node in gm.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    return GraphModule(gm, graph)

@@ -17,7 +17,7 @@ from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST, kind, rebuilt, runs_in, same_layout
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.op_traits import CASTS, has
-from ampcompile.passes.graph import graphs
+from ampcompile.passes.graph import erase_unread, graphs
 from ampcompile.torch_private import tracing
 
 
@@ -67,9 +67,7 @@ class FoldCasts:
                 second.replace_all_uses_with(rebuilt(path, source))
             else:
                 second.update_arg(0, rebuilt(path, source))
-        for unused in (*([second] if gone else []), *reversed(path), first):
-            if not unused.users and (unused is not first or "amp_cast" in first.meta):
-                graph.erase_node(unused)
+        erase_unread([*([first] if "amp_cast" in first.meta else []), *path, *([second] if gone else [])])
         return True
 
     def _may_fold(self, first: Node, second: Node, path: list[Node], recorded: bool) -> bool:

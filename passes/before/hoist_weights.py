@@ -18,9 +18,9 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
 from ampcompile.passes.analysis.aliasing import shared, written
-from ampcompile.passes.analysis.commuting import CAST
+from ampcompile.passes.analysis.commuting import CAST, rebuilt
 from ampcompile.passes.analysis.op_traits import REARRANGES, has, reads_bits
-from ampcompile.passes.graph import placeholders
+from ampcompile.passes.graph import erase_unread, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import OpOverload
@@ -88,7 +88,7 @@ def _hoist(gm: GraphModule, weights: set[Node], copy_of: CopyOf) -> int:
     for cast in list(gm.graph.find_nodes(op="call_function", target=CAST)):
         weight, views = _chain(cast)
         if "amp_cast" in cast.meta and weight in weights and all(use == "read" for use in _uses(cast)):
-            _replace(gm, cast, weight, views, copy_of(weight, cast.args[1]))
+            _replace(cast, weight, views, copy_of(weight, cast.args[1]))
             hoisted += 1
     calls: dict[GraphModule, list[Node]] = {}
     for node in gm.graph.nodes:
@@ -111,8 +111,7 @@ def _hoist_in_body(body: GraphModule, sites: list[Node], weights: set[Node], cop
                 site.args = (*site.args, copy_of(outer, dtype))
         return copies[weight, dtype]
 
-    hoisted = _hoist(body, {p for p, outer in given.items() if weights.issuperset(outer)}, inner_copy)
-    return hoisted
+    return _hoist(body, {p for p, outer in given.items() if weights.issuperset(outer)}, inner_copy)
 
 
 @dataclass(frozen=True)
@@ -158,26 +157,11 @@ def _new_input(gm: GraphModule, weight: Node, dtype: torch.dtype) -> Node:
     return copy
 
 
-def _replace(gm: GraphModule, cast: Node, weight: Node, views: list[Node], copy: Node) -> None:
-    graph = gm.graph
+def _replace(cast: Node, weight: Node, views: list[Node], copy: Node) -> None:
+    graph, record = cast.graph, cast.meta["amp_cast"]
     with graph.inserting_before(cast):
         new = graph.call_function(WEIGHT_COPY, (weight, copy))
-        new.meta = {**cast.meta, "val": copy.meta["val"]}
-        renamed = {weight: new}
-        for view in views:
-            moved = graph.node_copy(view, lambda n: renamed.get(n, n))
-            moved.meta["val"] = _view_value(moved)
-            renamed[view] = moved
-    last = renamed[views[-1]] if views else new
-    cast.replace_all_uses_with(last)
-    record = cast.meta["amp_cast"]
-    new.meta["amp_cast"] = replace(record, fate=(*record.fate, "hoisted"))
-    for unused in (cast, *reversed(views)):
-        if not unused.users:
-            graph.erase_node(unused)
-
-
-def _view_value(view: Node) -> Any:
-    args = torch.fx.map_arg(view.args, lambda n: n.meta["val"])
-    kwargs = torch.fx.map_arg(view.kwargs, lambda n: n.meta["val"])
-    return view.target(*args, **kwargs)
+        fate = (*record.fate, "hoisted")
+        new.meta = {**cast.meta, "val": copy.meta["val"], "amp_cast": replace(record, fate=fate)}
+        cast.replace_all_uses_with(rebuilt(views, new))
+    erase_unread([*views, cast])

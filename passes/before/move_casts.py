@@ -6,13 +6,13 @@ layout), and where gradients are added up as before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.passes.analysis.aliasing import Aliases
-from ampcompile.passes.analysis.commuting import CAST, kind, rebuilt, runs_in, same_layout
+from ampcompile.passes.analysis.commuting import CAST, kind, move_cast, rebuilt, runs_in, same_layout
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.op_traits import is_elementwise
 from ampcompile.passes.analysis.sizes import is_smaller
@@ -57,7 +57,7 @@ def _up(graph: Graph, cast: Node, memory: Aliases, recorded: set[Node]) -> bool:
     if not best or any(map(memory.is_written, (least, *best, cast))) or memory.is_seen(cast):
         return False
     with graph.inserting_before(cast):
-        last = rebuilt(best, _cast_of(least, cast))
+        last = rebuilt(best, move_cast(cast, least))
     return _put_in_place(graph, cast, last, [cast, *reversed(best)])
 
 
@@ -76,7 +76,7 @@ def _down(graph: Graph, cast: Node, memory: Aliases, recorded: set[Node]) -> boo
     if not best or memory.is_written(source) or memory.is_written(cast) or memory.is_seen(cast):
         return False
     with graph.inserting_before(least):
-        last = _cast_of(rebuilt(best, source), cast)
+        last = move_cast(cast, rebuilt(best, source))
     return _put_in_place(graph, least, last, [*reversed(best), cast])
 
 
@@ -86,15 +86,6 @@ def _may_pass(node: Node, cast: Node, recorded: set[Node]) -> bool:
         return False
     before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
     return runs_in(node, before) and runs_in(node, after)
-
-
-def _cast_of(operand: Node, cast: Node) -> Node:
-    """The same cast of another value."""
-    moved = operand.graph.call_function(CAST, (operand, cast.args[1]))
-    record = cast.meta["amp_cast"]
-    moved.meta = {**cast.meta, "amp_cast": replace(record, fate=(*record.fate, "moved"))}
-    moved.meta["val"] = operand.meta["val"].to(cast.args[1])
-    return moved
 
 
 def _put_in_place(graph: Graph, old: Node, new: Node, unused: list[Node]) -> bool:

@@ -6,7 +6,7 @@ it was low, and a part that is a weight has a copy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import Aliases
-from ampcompile.passes.analysis.commuting import CAST, same_layout
+from ampcompile.passes.analysis.commuting import CAST, move_cast, same_layout
 from ampcompile.passes.analysis.op_traits import JOINS, has
 from ampcompile.passes.analysis.sizes import in_floats
 from ampcompile.passes.graph import graphs
@@ -62,19 +62,8 @@ def _spread_one(graph: Graph, cast: Node, memory: Aliases) -> bool:
     if not same_layout(value, cast.meta["val"]):
         return False
     with graph.inserting_before(whole):
-        whole.update_arg(0, [_narrowed(part, cast) for part in parts])
+        whole.update_arg(0, [part if part.meta["val"].dtype == dtype else move_cast(cast, part) for part in parts])
     whole.meta["val"] = value
     cast.replace_all_uses_with(whole)
     graph.erase_node(cast)
     return True
-
-
-def _narrowed(part: Node, cast: Node) -> Node:
-    """The same cast of one part, under the same number; the part itself if it is in that type."""
-    if part.meta["val"].dtype == cast.args[1]:
-        return part
-    record = cast.meta["amp_cast"]
-    made = part.graph.call_function(CAST, (part, cast.args[1]))
-    made.meta = {**cast.meta, "amp_cast": replace(record, fate=(*record.fate, "moved"))}
-    made.meta["val"] = part.meta["val"].to(cast.args[1])
-    return made

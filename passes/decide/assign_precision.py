@@ -45,6 +45,7 @@ from ampcompile.passes.graph import (
     Regions,
     castable,
     changes_state,
+    copy_graph,
     device_type_of,
     held_tensors,
     in_dtype,
@@ -172,7 +173,7 @@ class _Walk:
         key = (dtypes, regions.key(), None if node.target is HOPS.invoke_subgraph else node)
         walks = self.walks.setdefault(gm, {})
         if key not in walks:
-            walks[key] = _Walk(self, higher_order.copied(gm) if walks else gm, regions)
+            walks[key] = _Walk(self, copy_graph(gm) if walks else gm, regions)
             walks[key].run(inputs)
         return walks[key]
 

@@ -8,11 +8,11 @@ from torch.fx import GraphModule
 
 from ampcompile.kernels.cross_entropy import CROSS_ENTROPY
 from ampcompile.passes.analysis.sizes import elements_hint
-from ampcompile.passes.graph import graphs, op_name
+from ampcompile.passes.graph import erase_unread, graphs, op_name
 from ampcompile.torch_private import tracing
 
 from .losses import Loss, losses, repeated
-from .matching import Fusion, FusionCost, drop_unread, fuse
+from .matching import Fusion, FusionCost, fuse
 
 
 @dataclass(frozen=True)
@@ -42,5 +42,5 @@ class FuseCrossEntropy:
             logits = repeated(loss.path, loss.logits)
         record = Fusion(self.family, op_name(loss.node.target), 0)
         fuse(loss.node, CROSS_ENTROPY, (logits, loss.target, loss.weight, *loss.kind), record, [loss.node])
-        drop_unread([*loss.path, loss.node])
+        erase_unread([*loss.path, loss.node])
         return True

@@ -19,11 +19,11 @@ from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST, rebuilt
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.sizes import elements_hint, is_smaller
-from ampcompile.passes.graph import graphs, op_name
+from ampcompile.passes.graph import call_on_values, erase_unread, graphs, op_name
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import is_traceable_wrapper_subclass
 
-from .matching import Fusion, FusionCost, argument, drop_unread, fuse, is_low, is_view
+from .matching import Fusion, FusionCost, argument, fuse, is_low, is_view
 
 aten = torch.ops.aten
 _COPIES = (aten.contiguous.default, aten.clone.default)
@@ -173,11 +173,11 @@ def _replace(node: Node, layer: _Layer, source: _Source, bias: _Source | None, r
             turned = _call(aten.t.default, new)
             result = _call(aten.contiguous.default, turned)
         new.replace_all_uses_with(result, delete_user_cb=lambda user: user is not turned)
-    drop_unread([*source.nodes, *([] if bias is None else bias.nodes), node])
+    erase_unread([*source.nodes, *([] if bias is None else bias.nodes), node])
 
 
 def _call(op: Any, operand: Node) -> Node:
     node = operand.graph.call_function(op, (operand,))
     node.meta = {key: operand.meta[key] for key in ("stack_trace", "nn_module_stack") if key in operand.meta}
-    node.meta["val"] = op(operand.meta["val"])
+    node.meta["val"] = call_on_values(node)
     return node

@@ -11,12 +11,12 @@ from torch.fx import GraphModule, Node
 from ampcompile.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY, PIECE
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.sizes import elements_hint
-from ampcompile.passes.graph import graphs, op_name
+from ampcompile.passes.graph import erase_unread, graphs, op_name
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import tracing
 
 from .losses import Loss, leave_rows_whole, losses, repeated
-from .matching import Fusion, FusionCost, argument, drop_unread, fuse, is_low, is_view
+from .matching import Fusion, FusionCost, argument, fuse, is_low, is_view
 
 LINEAR = torch.ops.aten.linear.default
 
@@ -53,7 +53,7 @@ class FuseLinearCrossEntropy:
         given = (rows, master, master_bias, low, low_bias, loss.target, loss.weight, *loss.kind)
         fuse(loss.node, LINEAR_CROSS_ENTROPY, given, record, [loss.node])
         reads = [node for node in (weight, bias) if isinstance(node, Node) and node.target is WEIGHT_COPY]
-        drop_unread([*reads, linear, *path, loss.node])
+        erase_unread([*reads, linear, *path, loss.node])
         return True
 
     def _record(self, loss: Loss, linear: Node) -> Fusion | None:

@@ -20,10 +20,10 @@ from ampcompile.kernels.norm import NORM
 from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST, rebuilt, same_layout
 from ampcompile.passes.analysis.gradients import grad_mode_stretches
-from ampcompile.passes.graph import graphs, op_name
+from ampcompile.passes.graph import erase_unread, graphs, op_name
 from ampcompile.torch_private import tracing
 
-from .matching import Fusion, FusionCost, drop_unread, find_16_bit_source, fuse, is_low, is_view
+from .matching import Fusion, FusionCost, find_16_bit_source, fuse, is_low, is_view
 from .norm_patterns import Norm, norms
 
 ADD = torch.ops.aten.add.Tensor
@@ -97,7 +97,7 @@ def _rewrite(norm: Norm, memory: Aliases, stretch: dict[Node, int]) -> bool:
     )
     op, record = GROUP_NORM if norm.groups else NORM, Fusion("norm", op_name(norm.what), 0)
     fuse(node, op, arguments, record, [*results, *casts])
-    drop_unread(sorted({*inside, *casts, *([operand] if addends else [])}))
+    erase_unread(sorted({*inside, *casts, *([operand] if addends else [])}))
     return True
 
 
@@ -137,7 +137,7 @@ def _before_views(cast: Node, source: Node) -> Node:
         first.args = (source, *cast.args[1:])
         first.meta = {**cast.meta, "val": source.meta["val"].to(cast.meta["val"].dtype)}
         cast.replace_all_uses_with(rebuilt(path, first))
-    drop_unread([*path, cast])
+    erase_unread([*path, cast])
     return first
 
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import GraphModule, Node
 
 from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.op_traits import DROPS, KEEPS_ORDER, has
+from ampcompile.passes.graph import call_on_values
 
 from .matching import argument, find_16_bit_source, is_low, is_upcast
 
@@ -65,8 +66,7 @@ def repeated(path: Sequence[Node], operand: Node, width: int | None = None) -> N
             if width is not None:
                 rest[0] = [*rest[0][:-1], width]
         copy.args = (operand, *rest)
-        args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
-        copy.meta = {**node.meta, "val": copy.target(*args, **kwargs)}
+        copy.meta = {**node.meta, "val": call_on_values(copy)}
         operand = copy
     assert is_low(operand)
     return operand

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.kernels.usable import memory_of, usable
 from ampcompile.passes.analysis.commuting import CAST, kind
 from ampcompile.passes.analysis.op_traits import FUSED_THROUGH, has
 from ampcompile.passes.base import Pass
-from ampcompile.passes.graph import graphs
+from ampcompile.passes.graph import call_on_values, graphs
 
 FUSION = "amp_fused"
 """Where a fused op carries its record, in `node.meta`."""
@@ -113,13 +113,13 @@ def fuse(old: Node, op: Any, args: Sequence[Any], record: Fusion, results: Seque
     """Put a call of `op` in the place of `old`, and return it. Call it inside `tracing.on_fakes_of`.
 
     If the op returns several values, `results` are the nodes that its values replace, in order, None for those that
-    nobody reads yet, as `old` may be among them. What nobody reads afterwards is left to `drop_unread`.
+    nobody reads yet, as `old` may be among them. What nobody reads afterwards is left to `erase_unread`.
     """
     graph = old.graph
     with graph.inserting_before(old):
         new = graph.call_function(op, tuple(args))
         new.meta = {k: v for k, v in old.meta.items() if k not in ("val", "tensor_meta", "amp_cast")}
-        new.meta["val"] = op(*map_arg(tuple(args), lambda n: n.meta["val"]))
+        new.meta["val"] = call_on_values(new)
         new.meta[FUSION] = record
         for i, replaced in enumerate(results):
             if replaced is not None:
@@ -130,13 +130,6 @@ def fuse(old: Node, op: Any, args: Sequence[Any], record: Fusion, results: Seque
     if not results:
         old.replace_all_uses_with(new)
     return new
-
-
-def drop_unread(nodes: Sequence[Node]) -> None:
-    """Erase those that have no user left, last first. They must be free of effects."""
-    for node in reversed(nodes):
-        if not node.users:
-            node.graph.erase_node(node)
 
 
 def fusions(gm: GraphModule) -> Iterator[tuple[Node, Fusion]]:
