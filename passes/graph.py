@@ -112,7 +112,7 @@ class Regions:
         return tuple(sorted((d, str(s)) for d, s in self._states.items()))
 
 
-def castable(value: Any) -> bool:
+def is_castable(value: Any) -> bool:
     """Whether autocast may cast a value: a dense float32, bfloat16 or float16 tensor, no quantized subclass."""
     if not isinstance(value, torch.Tensor) or value.dtype not in FLOATS:
         return False
@@ -122,7 +122,7 @@ def castable(value: Any) -> bool:
     return not is_traceable_wrapper_subclass(value) or type(value).__name__ in ("DTensor", "NestedTensor")
 
 
-def in_dtype(value: Any, dtype: torch.dtype | None) -> Any:
+def to_dtype(value: Any, dtype: torch.dtype | None) -> Any:
     """A tensor cast to a dtype; what has it already, and what is no tensor, as it is."""
     return value.to(dtype) if dtype is not None and isinstance(value, torch.Tensor) and value.dtype != dtype else value
 
@@ -144,15 +144,15 @@ def is_static(placeholder: Node) -> bool:
 
 
 def changes_state(node: Node) -> bool:
-    """Whether a captured node is about no value: grad mode, inference mode, the choice of attention kernels."""
+    """Whether a captured node sets a mode and computes nothing: grad mode, inference mode, which attention kernels."""
     of_op = isinstance(node.target, OpOverload | HigherOrderOperator)
     return node.op == "call_function" and not of_op and node.meta.get("val", node) is None
 
 
-def below_autograd(target: Any) -> bool:
-    """Whether a call is of what Dynamo makes of `tensor.data`, read or assigned: memory shared, unseen by autograd.
+def is_below_autograd(target: Any) -> bool:
+    """Whether a call is Dynamo's form of reading or assigning `tensor.data`: it shares memory behind autograd's back.
 
-    No tracer sees it. AOTAutograd, and a graph that runs as it is, do by it as eager mode does.
+    No tracer sees it either. AOTAutograd, and a graph that runs as it is, treat it as eager mode does.
     """
     return getattr(target, "__name__", "") in _BELOW_AUTOGRAD
 
@@ -217,7 +217,7 @@ _names: ContextVar[Mapping[str, str]] = ContextVar("names", default=MappingProxy
 
 
 @contextlib.contextmanager
-def modules_named(names: Mapping[str, str]) -> Iterator[None]:
+def name_modules(names: Mapping[str, str]) -> Iterator[None]:
     """Meanwhile `module_path` knows these modules: the `id` of a module, as a string, to its path."""
     token = _names.set(names)
     try:
@@ -236,11 +236,11 @@ def _path_of(stack: Mapping[str, tuple[str, Any]] | None) -> str:
     names, spelled = _names.get(), [path for path, _ in stack.values()]
     for key, path in reversed(list(zip(stack, spelled, strict=True))):
         if (named := names.get(key.partition("@")[0])) is not None:  # `@` counts the calls of a module
-            return f"{named}.{_dotted(spelled[-1].removeprefix(path))}".strip(".")
-    return _dotted(re.sub(r"^[LG]\['[^']+'\]", "", spelled[-1]))
+            return f"{named}.{_to_dotted(spelled[-1].removeprefix(path))}".strip(".")
+    return _to_dotted(re.sub(r"^[LG]\['[^']+'\]", "", spelled[-1]))
 
 
-def _dotted(path: str) -> str:
+def _to_dotted(path: str) -> str:
     path = re.sub(
         r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]",
         lambda m: "." + next(filter(None, m.groups())),

@@ -23,7 +23,7 @@ from .preserve_state import preserve_state
 from .report import Report
 
 
-def recorded(f: Any, options: dict[str, Any], mode: str | None, dynamic: bool | None) -> Callable[..., Report]:
+def make_explainer(f: Any, options: dict[str, Any], mode: str | None, dynamic: bool | None) -> Callable[..., Report]:
     """What `ampcompile.explain` returns; its arguments are checked here and now."""
     f, chosen, dynamic = uncompile(f, options, mode, dynamic)
 

@@ -37,7 +37,7 @@ def render(
     parts.append(_summary(graphs))
     parts += [str(graph.estimate) for graph in graphs if graph.estimate is not None and graph.estimate.products]
     if any(graph.fusions for graph in graphs):
-        parts.append(_fused(graphs))
+        parts.append(_fusion_line(graphs))
     return text_of(parts, width)
 
 
@@ -58,7 +58,7 @@ def _layers(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
-def _merged(rows: Iterable[tuple[tuple[str, ...], int]]) -> list[tuple[tuple[str, ...], int, int]]:
+def _merge_rows(rows: Iterable[tuple[tuple[str, ...], int]]) -> list[tuple[tuple[str, ...], int, int]]:
     """(row, how many times, bytes of all), in the order of first appearance."""
     counts: Counter[tuple[str, ...]] = Counter()
     sizes: Counter[tuple[str, ...]] = Counter()
@@ -86,7 +86,7 @@ def _cast_table(casts: Sequence[CastRecord], reasons: _Footnotes) -> Table:
         )
         for c in casts
     )
-    for row, count, size in _merged(rows):
+    for row, count, size in _merge_rows(rows):
         table.add_row(*row[:-1], str(count), human_bytes(size), reasons(row[-1]))
     return table
 
@@ -94,7 +94,7 @@ def _cast_table(casts: Sequence[CastRecord], reasons: _Footnotes) -> Table:
 def _op_table(ops: Sequence[OpRecord], reasons: _Footnotes) -> Table:
     table = table_of(["op", "dtype"], ["times", "why"])
     rows = (((op.op, short_name(op.dtype) if op.dtype else "", op.because), 0) for op in ops)
-    for row, count, _ in sorted(_merged(rows)):
+    for row, count, _ in sorted(_merge_rows(rows)):
         table.add_row(*row[:-1], str(count), reasons(row[-1]))
     return table
 
@@ -115,7 +115,7 @@ def _summary(graphs: Sequence[GraphRecord]) -> str:
     )
 
 
-def _fused(graphs: Sequence[GraphRecord]) -> str:
+def _fusion_line(graphs: Sequence[GraphRecord]) -> str:
     fusions = [fusion for graph in graphs for fusion in graph.fusions]
     families = ", ".join(f"{count} {family}" for family, count in Counter(f.family for f in fusions).items())
     saved, freed = (human_bytes(sum(sizes)) for sizes in zip(*((f.saved, f.freed) for f in fusions), strict=True))

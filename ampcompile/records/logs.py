@@ -32,7 +32,7 @@ def watcher(example_inputs: Sequence[Any]) -> Watcher | None:
     return None
 
 
-def both(first: Watch | None, second: Watch | None) -> Watch | None:
+def watch_both(first: Watch | None, second: Watch | None) -> Watch | None:
     """One watch of two, either of which may be missing."""
     if first is None or second is None:
         return first or second
@@ -44,7 +44,7 @@ def both(first: Watch | None, second: Watch | None) -> Watch | None:
     return watch
 
 
-def say(graph: GraphRecord) -> None:
+def log_graph(graph: GraphRecord) -> None:
     """Log one rewritten graph and hand it to the structured trace."""
     hoisted = sum("hoisted" in cast.fate for cast in graph.casts)
     log.info(

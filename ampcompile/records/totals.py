@@ -38,7 +38,7 @@ def eager_totals(gm: GraphModule, example_inputs: Sequence[Any]) -> list[Total]:
     """
     fakes, mode = tracing.fake_inputs(example_inputs)
     held: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in held_tensors(gm).items()}
-    cached, watched = torch.is_autocast_cache_enabled(), _Watched()
+    cached, watched = torch.is_autocast_cache_enabled(), _ConversionCounter()
     torch.set_autocast_cache_enabled(True)
     try:
         with tracing.computing_on(mode), watched, torch.random.fork_rng([]):
@@ -59,7 +59,7 @@ def _backward(results: Any, inputs: Sequence[Any]) -> None:
         torch.autograd.grad(reached, wanted, [torch.ones_like(r) for r in reached], allow_unused=True)
 
 
-class _Watched(TorchDispatchMode):
+class _ConversionCounter(TorchDispatchMode):
     """Notes the bytes of every conversion between floating dtypes, in all bodies of higher-order ops too."""
 
     supports_higher_order_operators = True

@@ -14,7 +14,7 @@ from ampcompile.torch_private import pytree, regions
 def recorded_by_autograd(graph: Graph, enabled: bool) -> set[Node]:
     """The values that autograd may record; `enabled`: whether grad mode is on where the graph is called.
 
-    Inputs with a fraction part are taken to want a gradient.
+    Floating inputs are assumed to want a gradient.
     """
     found: set[Node] = set()
     outer: list[bool] = []

@@ -17,8 +17,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
-from ampcompile.passes.analysis.aliasing import shared, written
-from ampcompile.passes.analysis.commuting import CAST, rebuilt
+from ampcompile.passes.analysis.aliasing import aliased_operands, written_operands
+from ampcompile.passes.analysis.commuting import CAST, rebuild
 from ampcompile.passes.analysis.op_traits import REARRANGES, has, reads_bits
 from ampcompile.passes.graph import erase_unread, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
@@ -32,7 +32,7 @@ _OPERANDS_FROM: dict[Any, int] = {
 }
 
 
-def _chain(cast: Node) -> tuple[Node, list[Node]]:
+def _look_through_views(cast: Node) -> tuple[Node, list[Node]]:
     """The value a cast reads through views: (where the views begin, the views in the order they apply)."""
     views: list[Node] = []
     node = cast.args[0]
@@ -56,7 +56,7 @@ def _uses(value: Node) -> Iterator[str]:
         current = pending.pop()
         for user in current.users:
             yield _use(user, current)
-            if current in shared(user) and user not in seen:
+            if current in aliased_operands(user) and user not in seen:
                 seen.add(user)
                 pending.append(user)
 
@@ -65,13 +65,13 @@ def _use(user: Node, value: Node) -> str:
     if user.op == "output":
         return "returned"
     if isinstance(user.target, OpOverload):
-        return "written" if value in written(user) else "read"
+        return "written" if value in written_operands(user) else "read"
     if user.target in _OPERANDS_FROM:
-        places = [i - _OPERANDS_FROM[user.target] for i, argument in enumerate(user.args) if argument is value]
+        indices = [i - _OPERANDS_FROM[user.target] for i, argument in enumerate(user.args) if argument is value]
         inner = placeholders(_body(user))
-        return "written" if any(use != "read" for i in places for use in _uses(inner[i])) else "read"
+        return "written" if any(use != "read" for i in indices for use in _uses(inner[i])) else "read"
     # Another higher-order op, or a stretch left alone, may do anything; a part or `.data` is looked at as a value.
-    return "read" if value in shared(user) else "written"
+    return "read" if value in aliased_operands(user) else "written"
 
 
 def _body(call: Node) -> GraphModule:
@@ -86,7 +86,7 @@ def _hoist(gm: GraphModule, weights: set[Node], copy_of: CopyOf) -> int:
     hoisted = 0
     weights = {weight for weight in weights if "written" not in _uses(weight)}
     for cast in list(gm.graph.find_nodes(op="call_function", target=CAST)):
-        weight, views = _chain(cast)
+        weight, views = _look_through_views(cast)
         if "amp_cast" in cast.meta and weight in weights and all(use == "read" for use in _uses(cast)):
             _replace(cast, weight, views, copy_of(weight, cast.args[1]))
             hoisted += 1
@@ -118,8 +118,8 @@ def _hoist_in_body(body: GraphModule, sites: list[Node], weights: set[Node], cop
 class HoistWeights:
     """`is_weight(index, placeholder)`: whether a graph input is a weight whose copy may live across calls.
 
-    `is_registered`: whether a weight is a parameter or buffer; an attribute may be an input that is refilled for each
-    call, and its copy lives once it has stayed the same for some.
+    `is_registered`: whether a weight is a parameter or buffer; any other tensor may be refilled for each call, and its
+    copy is kept only after it has stayed the same for some calls.
 
     The copies become inputs after all others, each with its `Slot` in `node.meta["amp_copy"]`.
     """
@@ -163,5 +163,5 @@ def _replace(cast: Node, weight: Node, views: list[Node], copy: Node) -> None:
         new = graph.call_function(WEIGHT_COPY, (weight, copy))
         fate = (*record.fate, "hoisted")
         new.meta = {**cast.meta, "val": copy.meta["val"], "amp_cast": replace(record, fate=fate)}
-        cast.replace_all_uses_with(rebuilt(views, new))
+        cast.replace_all_uses_with(rebuild(views, new))
     erase_unread([*views, cast])

@@ -16,28 +16,28 @@ from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST, move_cast, same_layout
 from ampcompile.passes.analysis.op_traits import JOINS, has
-from ampcompile.passes.analysis.sizes import in_floats
+from ampcompile.passes.analysis.sizes import is_float_tensor
 from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import tracing
 
 
 @dataclass(frozen=True)
 class SplitCastsOverCat:
-    """Gradients are cut in pieces and cast as before, so they keep their bits. Returns how many casts were spread."""
+    """Gradients are cut in pieces and cast as before, so they keep their bits. Returns how many casts were split."""
 
-    name = "spread_casts"
+    name = "split_casts_over_cat"
     exact = True
     fate = "moved"
 
     def apply(self, gm: GraphModule) -> int:
         with tracing.on_fakes_of(gm), torch.no_grad():
-            return sum(map(_spread, graphs(gm)))
+            return sum(map(_split_in, graphs(gm)))
 
 
-def _spread(gm: GraphModule) -> int:
+def _split_in(gm: GraphModule) -> int:
     casts = [cast for cast in gm.graph.find_nodes(op="call_function", target=CAST) if _narrows_a_whole(cast)]
     memory = Aliases(gm.graph) if casts else None
-    return sum(_spread_one(gm.graph, cast, memory) for cast in casts if memory is not None)
+    return sum(_split(gm.graph, cast, memory) for cast in casts if memory is not None)
 
 
 def _narrows_a_whole(cast: Node) -> bool:
@@ -48,14 +48,14 @@ def _narrows_a_whole(cast: Node) -> bool:
         return False
     low, high = cast.meta["val"].dtype, whole.meta["val"].dtype
     parts = [part.meta["val"] for part in whole.all_input_nodes]
-    return is_lossless(low, high) and all(in_floats(part) and is_lossless(part.dtype, high) for part in parts)
+    return is_lossless(low, high) and all(is_float_tensor(part) and is_lossless(part.dtype, high) for part in parts)
 
 
-def _spread_one(graph: Graph, cast: Node, memory: Aliases) -> bool:
+def _split(graph: Graph, cast: Node, memory: Aliases) -> bool:
     whole, dtype = cast.args
     assert isinstance(whole, Node)
     parts: Any = whole.args[0]
-    if any(map(memory.is_written, (*parts, whole, cast))) or memory.is_seen(cast):
+    if any(map(memory.is_written, (*parts, whole, cast))) or memory.is_visible_outside(cast):
         return False
     join: Any = whole.target
     value = join([part.meta["val"].to(dtype) for part in parts], *whole.args[1:], **whole.kwargs)

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.kernels.usable import memory_of, usable
-from ampcompile.passes.analysis.commuting import CAST, kind
+from ampcompile.passes.analysis.commuting import CAST, classify_movement
 from ampcompile.passes.analysis.op_traits import FUSED_THROUGH, has
 from ampcompile.passes.base import Pass
 from ampcompile.passes.graph import call_on_values, graphs
@@ -52,8 +52,8 @@ class FusionCost:
         """Whether a family is looked for at all."""
         return self.fuse == "auto" or family in self.fuse.split("+")
 
-    def __call__(self, device: torch.device, saved: int | None, moved: int | None, freed: int = 0) -> bool:
-        """`saved` of the `moved` bytes, and `freed`, as `Fusion` has them; None: known at run time only."""
+    def pays(self, device: torch.device, saved: int | None, moved: int | None, freed: int = 0) -> bool:
+        """Whether to fuse: `saved` of the `moved` bytes, and `freed`, as in `Fusion`; None: known at run time only."""
         if device.type == "cuda" and not usable():
             return False
         if self.fuse != "auto":
@@ -64,7 +64,7 @@ class FusionCost:
 
 
 class FusePass(Pass, Protocol):
-    """A pass `fuse_*`: a frozen dataclass whose field `worth` is a `FusionCost`."""
+    """A pass `fuse_*`: a frozen dataclass whose field `cost` is a `FusionCost`."""
 
     @property
     def family(self) -> str: ...
@@ -92,7 +92,7 @@ def is_low(node: Any) -> bool:
 
 def is_view(node: Any) -> bool:
     """Whether a node gives its first operand's numbers, or some of them, each once, in other places."""
-    return isinstance(node, Node) and kind(node) == "moves" and has(node.target, FUSED_THROUGH)
+    return isinstance(node, Node) and classify_movement(node) == "moves" and has(node.target, FUSED_THROUGH)
 
 
 def find_16_bit_source(value: Any) -> tuple[Node, list[Node]] | None:

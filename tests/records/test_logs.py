@@ -47,7 +47,9 @@ def test_every_decision_and_cast(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_nothing_is_prepared_when_nobody_listens() -> None:
-    script = SCRIPT.replace("model =", "from ampcompile.records import logs; logs.Watcher = logs.say = None; model =")
+    script = SCRIPT.replace(
+        "model =", "from ampcompile.records import logs; logs.Watcher = logs.log_graph = None; model ="
+    )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stderr) == (0, "")
 

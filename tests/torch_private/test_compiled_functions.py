@@ -39,7 +39,7 @@ def test_every_result_has_a_slot_and_every_slot_a_gradient() -> None:
         return x.cos(), base[1:], base[:2]
 
     (function,), _, compiled = compile_and_call(f, leaf())
-    slots = compiled_functions.places(function)
+    slots = compiled_functions.result_slots(function)
     assert slots[0] == ResultSlot(0, "output") and slots[1:3] == [None, None]
     assert [slot.kind for slot in slots[3:] if slot is not None] == ["base"] and len(slots) == 4
 
@@ -80,7 +80,7 @@ def test_arguments_that_are_written_are_told() -> None:
         return result
 
     (function,), _, _ = compile_and_call(f, leaf(), torch.zeros(()))
-    assert compiled_functions.written(function) == [1]
+    assert compiled_functions.written_arguments(function) == [1]
     assert not compiled_functions.writes_to_differentiated_inputs(function)
 
 
@@ -91,7 +91,7 @@ def test_inputs_with_a_history_that_are_written_come_back_as_results() -> None:
 
     (function,), _, _ = compile_and_call(f, leaf() * 1)
     assert compiled_functions.writes_to_differentiated_inputs(function)
-    assert compiled_functions.places(function)[0] is None
+    assert compiled_functions.result_slots(function)[0] is None
 
 
 def test_subclasses_are_taken_apart() -> None:
