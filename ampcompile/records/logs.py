@@ -35,7 +35,7 @@ def watcher(example_inputs: Sequence[Any]) -> Watcher | None:
     return None
 
 
-def both(first: Watch | None, second: Watch | None) -> Watch | None:
+def watch_both(first: Watch | None, second: Watch | None) -> Watch | None:
     """One watch of two, either of which may be missing."""
     if first is None or second is None:
         return first or second
@@ -87,7 +87,7 @@ def warn_of_emulation(estimated: Estimate) -> None:
         )
 
 
-def say(graph: GraphRecord) -> None:
+def log_graph(graph: GraphRecord) -> None:
     """Log one rewritten graph and hand it to the structured trace."""
     hoisted = sum("hoisted" in cast.fate for cast in graph.casts)
     log.info(
@@ -120,9 +120,8 @@ def _of_op(op: OpRecord) -> str:
 
 
 def _of_cast(cast: CastRecord) -> str:
-    shape = "x".join(map(str, cast.shape)) or "scalar"
-    dtypes = f"{short_name(cast.dtype_from)}>{short_name(cast.dtype_to)}"
-    return f"cast of {cast.of} {shape} {dtypes} for {cast.op}, {cast.bytes} bytes, {'+'.join(cast.fate)}{_where(cast)}"
+    what, fate = f"{cast.of} {cast.sizes} {cast.dtypes}", "+".join(cast.fate)
+    return f"cast of {what} for {cast.op}, {cast.bytes} bytes, {fate}{_where(cast)}"
 
 
 def _where(record: OpRecord | CastRecord) -> str:

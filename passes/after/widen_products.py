@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 from ampcompile.kernels import packed_linear
 from ampcompile.kernels.packed_linear import PACKED_LINEAR
-from ampcompile.passes.analysis.commuting import rebuilt, same_layout
+from ampcompile.passes.analysis.commuting import rebuild, same_layout
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, REARRANGES, has
 from ampcompile.passes.analysis.sizes import product_hint
 from ampcompile.passes.graph import graphs
@@ -95,7 +95,7 @@ class WidenProducts:
             path.insert(0, base)
             base = base.args[0]
         if has(base.target, CONVERSIONS_AFTER) and base.args[0].meta.get("amp_rounded") is base.meta["val"].dtype:
-            return rebuilt(path, base.args[0])
+            return rebuild(path, base.args[0])
         return _converted(operand, WIDE)
 
 

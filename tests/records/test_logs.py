@@ -97,7 +97,9 @@ def test_with_a_scaler_of_either_kind_there_is_nothing_to_warn_of(
 
 
 def test_nothing_is_prepared_when_nobody_listens() -> None:
-    script = SCRIPT.replace("model =", "from ampcompile.records import logs; logs.Watcher = logs.say = None; model =")
+    script = SCRIPT.replace(
+        "model =", "from ampcompile.records import logs; logs.Watcher = logs.log_graph = None; model ="
+    )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stderr) == (0, "")
 
