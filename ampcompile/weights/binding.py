@@ -244,8 +244,8 @@ def _copies_of_each(params: Sequence[Tensor]) -> list[list[Copy]]:
 def wrote(params: Sequence[Tensor]) -> None:
     """All that `writable_copies` gave for these parameters was just rewritten from the parameters' new values.
 
-    Those held as float32 are rewritten here. What else shares their memory (a tied weight's copy that could not be written, slices of a flat buffer) is out of
-    date.
+    Those held as float32 are rewritten here. What else shares their memory (a tied weight's copy that could not be
+    written, slices of a flat buffer) is out of date.
     """
     with lock, torch.inference_mode(False), torch.no_grad():
         found = [(c, param) for param, each in zip(params, _copies_of_each(params), strict=True) for c in each]
