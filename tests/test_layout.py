@@ -127,7 +127,7 @@ NAMES_OF_TORCH = """
 UNTESTED |= {f"torch_private.{name}": "by the tests of the rooms that use it" for name in NAMES_OF_TORCH.split()}
 # Tests of what the files of a room do together; beside them tests/behaviour, for what all rooms do together.
 ACROSS_FILES = {
-    "": "compiling contributing import layout package rooms_page",
+    "": "bare_machine compiling contributing import layout package rooms_page",
     "auditing": "docs",
     "explaining": "models",
     "kernels/triton": "families",
