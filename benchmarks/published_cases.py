@@ -19,6 +19,7 @@ from benchmarks.peers import AMP, unusable
 LOW = torch.bfloat16
 CONVERTED, CAST = "Inductor, bfloat16 weight", "Inductor, weight cast in each call"
 FUSED, FLASH = "torch: fused", "FlashOptim: FlashAdamW"
+FLEX = "flex attention, {}"
 
 
 def linear_layer(device: str) -> Iterator[Kernel]:
@@ -88,7 +89,7 @@ def attention(device: str) -> Iterator[Kernel]:
         given = [value.to(dtype).requires_grad_() for value in wide]
         out = attend(*given)
         grad = torch.randn_like(out)
-        candidates[f"flex attention, {str(dtype).removeprefix('torch.')}"] = _backward(out, given, grad)
+        candidates[FLEX.format(str(dtype).removeprefix("torch."))] = _backward(out, given, grad)
     flops = 5 * 2 * heads * tokens * document * features
     moved = 2 * 4 * sum(value.numel() for value in wide)
     yield Kernel("backward of flex attention", moved, flops, candidates)
