@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from .policy import Policy
     from .rules import register_op
     from .scaler import GradScaler
-    from .weights import invalidate, weight_stats
+    from .weights import free_copies, invalidate, weight_stats
 
 __all__ = [
     "GradScaler",
     "Policy",
     "audit",
     "explain",
+    "free_copies",
     "invalidate",
     "keep_fp32",
     "precision",
@@ -33,6 +34,7 @@ __all__ = [
 _LATER = {
     "GradScaler": "scaler",
     "Policy": "policy",
+    "free_copies": "weights",
     "invalidate": "weights",
     "register_op": "rules",
     "weight_stats": "weights",

@@ -192,7 +192,7 @@ def _storage_freed(memory: weakref.ref[Memory], _: object) -> None:
     """The weights are gone: their copies go with them, at once."""
     if (found := memory()) is not None:
         for copy in list(found.copies):
-            copy.free()
+            copy.free(gone=True)
         if _memories.get(found.key) is found:
             del _memories[found.key]
         _forget_ranges_with_the_last()

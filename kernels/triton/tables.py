@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import ScalerError
+from ampcompile.torch_private import storages
 
 CHUNK = 8192
 """Elements a program takes: few enough that tails waste little, many enough that a table entry costs nothing."""
@@ -55,6 +56,17 @@ def host_words(size: int, device: torch.device) -> Tensor:
 def capturing(device: torch.device) -> bool:
     """Whether launches go into a CUDA graph instead of running."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def stream(device: torch.device) -> int:
+    """The current stream's address; 0 on the CPU."""
+    return storages.current_stream(device) if device.type == "cuda" else 0
+
+
+def keep_for_stream(table: Tensor) -> None:
+    """Have a table's memory wait, once nobody holds it, for what the current stream does until then."""
+    if table.is_cuda:
+        table.record_stream(torch.cuda.current_stream(table.device))
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
