@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 PATIENCE = 300.0
-"""Seconds that one answer may take; compilation takes longest."""
+"""Seconds that one answer may take, unless the asker has more; compilation takes longest."""
 LEAVE = 10.0
 """Seconds that a process has to end once nobody listens."""
 
@@ -25,17 +25,17 @@ class Apart:
     """An object in another process."""
 
     def __init__(self, line: Connection, process: BaseProcess) -> None:
-        self.line, self.process = line, process
+        self.line, self.process, self.patience = line, process, PATIENCE
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Call a method there. Raises FailedError if that raises, if the process dies, or after PATIENCE seconds:
+        """Call a method there. Raises FailedError if that raises, if the process dies, or after `patience` seconds:
         then the process is killed, so that it doesn't go on compiling beside the others.
         """
         try:
             self.line.send((method, args))
-            if not self.line.poll(PATIENCE):
+            if not self.line.poll(self.patience):
                 self.kill()
-                raise FailedError(f"no answer within {PATIENCE:.0f} s")
+                raise FailedError(f"no answer within {self.patience:.0f} s")
             answer, failure = self.line.recv()
         except (EOFError, OSError):
             raise FailedError("its process died") from None

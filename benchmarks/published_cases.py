@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from benchmarks.architectures import build
 from benchmarks.kernel_cases import Kernel, compiled, differentiated, trained
-from benchmarks.peers import AMP, unusable
+from benchmarks.peers import AMP, PEERS, unusable
 
 LOW = torch.bfloat16
 CONVERTED, CAST = "Inductor, bfloat16 weight", "Inductor, weight cast in each call"
@@ -27,7 +27,7 @@ def linear_layer(device: str) -> Iterator[Kernel]:
     rows, features, outputs = (64, 32, 48) if device == "cpu" else (65536, 1664, 6656)
     layer = nn.Linear(features, outputs, bias=False, device=device)
     weight, low = layer.weight, layer.weight.detach().to(LOW).requires_grad_()
-    ours: Any = torch.compile(layer, backend="amp", options={"dtype": LOW, "outputs": "autocast"})
+    ours = PEERS[AMP].compiled(layer, LOW)
     x, grad = (torch.randn(rows, width, device=device, dtype=LOW) for width in (features, outputs))
 
     def cast(x: Tensor, weight: Tensor) -> Tensor:

@@ -30,6 +30,8 @@ from benchmarks.records import Row
 from benchmarks.works import Work, on_cpu, on_cuda, tiny
 
 Jobs = dict[str, Callable[[], list[Row]]]
+WHOLE_JOB = 540.0
+"""Seconds that a function may take which is a job by itself."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Setup:
     def call(self, function: Callable[..., list[Row]], *args: object) -> list[Row]:
         """The result of a function, called in a process of its own."""
         with self.caches() as caches, apart(partial, function, *args, caches=caches) as other:
+            other.patience = WHOLE_JOB
             return other.ask("__call__")
 
     def works(self) -> dict[str, tuple[Work, ...]]:

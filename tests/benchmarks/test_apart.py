@@ -61,11 +61,11 @@ def test_failures_are_told_and_survived(tmp_path: Path) -> None:
                 counter.ask("die")
 
 
-def test_a_process_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_hangs_is_given_up(tmp_path: Path) -> None:
     with apart(Counter, 1, caches=tmp_path) as counter:
         counter.ask("add", 0)
         worker = counter.ask("start_worker")
-        monkeypatch.setattr(module, "PATIENCE", 0.2)
+        counter.patience = 0.2
         with pytest.raises(FailedError, match="no answer within 0"):
             counter.ask("hang")
         assert not counter.process.is_alive(), "nor does it compile beside the others"
