@@ -63,3 +63,13 @@ def test_a_broken_kernel_leaves_the_others_their_figures(monkeypatch: pytest.Mon
     kernel = Kernel("k", 1, 1, {AMP: broken, COMPILED: lambda: math.sqrt(2)})
     theirs, ours = measure(lambda: iter([kernel]))
     assert ours.why == "RuntimeError: an illegal memory access" and len(theirs.figures["seconds"]) == 9
+
+
+def test_ours_is_compiled_as_the_code_beside_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eager op of ours would pay the dispatcher and the allocator where Inductor's code doesn't."""
+    compiled = []
+    monkeypatch.setattr("torch.compile", lambda function, **_: compiled.append(function) or function)
+    for make in (norm_kernels, linear_kernels, gradient_kernels, loss_kernels):
+        for kernel in make("cpu"):
+            assert kernel.candidates.keys() == {COMPILED, AMP} and len(compiled) == 2, kernel.name
+            compiled.clear()
