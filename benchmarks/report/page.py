@@ -32,6 +32,8 @@ No GPU has run them yet. What its first run decides, and by which rules, is writ
 [gpu_decisions.md](gpu_decisions.md).
 """
 TITLES = {
+    "broken": "Whether everything runs, on a tiny GPT",
+    "published": "Figures that others published",
     "inference": "Inference",
     "training": "Training step",
     "scaler": "The step of GradScaler and optimizer",
