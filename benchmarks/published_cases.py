@@ -5,9 +5,11 @@ The published figures, and where they are from, stand in docs/gpu_decisions.md.
 
 import importlib
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -84,19 +86,22 @@ def attention(device: str) -> Iterator[Kernel]:
 
     mask = create_block_mask(together, None, None, tokens, tokens, device=device)
     attend = torch.compile(_attention_of(mask, document, device), dynamic=False)
-    candidates: dict[str, Callable[[], object]] = {}
-    for dtype in (torch.float32, LOW):
+
+    @cache
+    @torch._functorch.config.patch(donated_buffer=False)  # else backward runs once only
+    def forward(dtype: torch.dtype) -> tuple[Tensor, list[Tensor], Tensor]:
         given = [value.to(dtype).requires_grad_() for value in wide]
         out = attend(*given)
-        grad = torch.randn_like(out)
-        candidates[FLEX.format(str(dtype).removeprefix("torch."))] = _backward(out, given, grad)
+        return out, given, torch.randn_like(out)
+
+    def backward(dtype: torch.dtype) -> object:
+        return torch.autograd.grad(*forward(dtype), retain_graph=True)
+
+    dtypes = {FLEX.format(str(dtype).removeprefix("torch.")): dtype for dtype in (torch.float32, LOW)}
+    candidates: dict[str, Callable[[], object]] = {n: partial(backward, dtype) for n, dtype in dtypes.items()}
     flops = 5 * 2 * heads * tokens * document * features
     moved = 2 * 4 * sum(value.numel() for value in wide)
     yield Kernel("backward of flex attention", moved, flops, candidates)
-
-
-def _backward(out: Tensor, given: list[Tensor], grad: Tensor) -> Callable[[], object]:
-    return lambda: torch.autograd.grad(out, given, grad, retain_graph=True)
 
 
 def _attention_of(mask: BlockMask, document: int, device: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
