@@ -95,7 +95,8 @@ def attention(device: str) -> Iterator[Kernel]:
         return out, given, torch.randn_like(out)
 
     def backward(dtype: torch.dtype) -> object:
-        return torch.autograd.grad(*forward(dtype), retain_graph=True)
+        out, given, grad = forward(dtype)
+        return torch.autograd.grad(out, given, grad, retain_graph=True)
 
     dtypes = {FLEX.format(str(dtype).removeprefix("torch.")): dtype for dtype in (torch.float32, LOW)}
     candidates: dict[str, Callable[[], object]] = {n: partial(backward, dtype) for n, dtype in dtypes.items()}
