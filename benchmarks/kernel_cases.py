@@ -174,7 +174,13 @@ def differentiated(
 
 def measure(make: Callable[..., Iterator[Kernel]], *args: Any) -> list[Row]:
     """Rows of every kernel that `make(*args)` gives, its candidates timed in turn."""
-    return [row for kernel in make(*args) for row in _measured(kernel)]
+    rows: list[Row] = []
+    try:
+        for kernel in make(*args):
+            rows += _measured(kernel)
+    except Exception as error:  # what an illegal access leaves is a device that can't do anything any more
+        rows.append(Row(f"the rest of {getattr(make, '__name__', 'them')}", AMP, why=in_one_line(error)))
+    return rows
 
 
 def _measured(kernel: Kernel) -> list[Row]:

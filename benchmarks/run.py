@@ -26,7 +26,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     found.add_argument("--out", type=Path, help="where to; by default a file in benchmarks/results/ named by machine")
     found.add_argument("--resume", action="store_true", help="leave out jobs that the file holds already")
-    found.add_argument("--minutes", type=float, default=0.0, help="stop after so many; the job at hand is left to do")
+    found.add_argument(
+        "--minutes", type=float, default=0.0, help="stop after so many (0: never); a job cut off is left to do"
+    )
     found.add_argument("--budget", type=float, default=10.0, help="seconds to time one case (default %(default)s)")
     found.add_argument("--tiny", action="store_true", help="tiny models: tries everything, the times mean nothing")
     found.add_argument("--rehearse", action="store_true", help="the jobs of --device cuda, tiny, on the CPU")

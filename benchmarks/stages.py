@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -72,7 +72,7 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         stage: {work.name: partial(race, work, setup.device, setup.budget, setup.caches) for work in works}
         for stage, works in setup.works().items()
     }
-    compiling = replace(setup.works()["training"][0], group="")
+    compiling = setup.works()["training"][0]
     # Few and large tensors: the plain references are compiled with every tensor as an input of its own.
     model = "tiny GPT 23M" if setup.tiny else "GPT 2x1024" if setup.plan == "cpu" else "GPT 10x1024"
     kernels: Jobs = {

@@ -1,6 +1,7 @@
 """The jobs for a GPU: few peers each, one of them comparable, names that differ; and all kernels' jobs run here."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 
@@ -60,8 +61,12 @@ def test_a_broken_kernel_leaves_the_others_their_figures(monkeypatch: pytest.Mon
     def broken() -> None:
         raise RuntimeError("an illegal memory access\nwas encountered")
 
-    kernel = Kernel("k", 1, 1, {AMP: broken, COMPILED: lambda: math.sqrt(2)})
-    theirs, ours = measure(lambda: iter([kernel]))
+    def kernels() -> Iterator[Kernel]:
+        yield Kernel("k", 1, 1, {AMP: broken, COMPILED: lambda: math.sqrt(2)})
+        broken()
+
+    theirs, ours, rest = measure(kernels)
+    assert rest.case == "the rest of kernels" and rest.why == ours.why
     assert ours.why == "RuntimeError: an illegal memory access" and len(theirs.figures["seconds"]) == 9
 
 
