@@ -96,7 +96,7 @@ def linear_kernels(device: str) -> Iterator[Kernel]:
     """A linear layer whose float32 weight is cast in every call: few rows, then many, then with the backward."""
     features = 1024 if device == "cpu" else 8192
     weight, bias = torch.randn(features, features, device=device), torch.randn(features, device=device)
-    for rows in (1, 16, 512 if device == "cpu" else 8192):
+    for rows in (1, 16, 512) if device == "cpu" else (1, 16, 64, 256, 8192):
         x = torch.randn(rows, features, device=device, dtype=torch.bfloat16)
         given = x, weight, bias
         candidates = {AMP: compiled(linear_cast, *given), COMPILED: compiled(linear_cast_reference, *given)}
