@@ -1,4 +1,4 @@
-"""Host time of the copies of weights on a GPU, launches left out: python -m benchmarks.copies_on_host [--rounds N]
+"""Processor time on the host of the copies of weights on a GPU, launches left out: python -m benchmarks.copies_on_host [--rounds N]
 
 No GPU is needed: CPU tensors say that they are a GPU's, and kernels, streams and events do nothing. What is left is
 what the host does before and between launches.
@@ -7,7 +7,7 @@ what the host does before and between launches.
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from time import perf_counter
+from time import thread_time
 from typing import Any
 from unittest.mock import patch
 
@@ -82,7 +82,7 @@ def weights(layers: int, width: int) -> list[nn.Parameter]:
 
 
 def measure(models: Sequence[str] = tuple(MODELS), rounds: int = ROUNDS) -> list[Row]:
-    """Seconds of the host in each round of each case."""
+    """Processor time of the host, seconds, in each round of each case."""
     return [row for model in models for row in _measure(model, rounds)]
 
 
@@ -95,9 +95,9 @@ def _measure(model: str, rounds: int) -> Iterator[Row]:
             times = []
             for _ in range(rounds + 2):
                 before()
-                begin = perf_counter()
+                begin = thread_time()
                 binding.copies(params)
-                times.append(perf_counter() - begin)
+                times.append(thread_time() - begin)
             yield Row(f"{case}, {model}", AMP, {"seconds": times[2:], **figures})
 
 

@@ -49,12 +49,14 @@ class CopySet:
         self._note_state([weight.key for weight in weights], now)
         self._addresses = [weight.tensor.data_ptr() for weight in weights]
         in_order = sorted(distinct, key=lambda copy: not copy.places.runs.size)  # as a sample of several reads them
-        self.sample = Sample(copy.places for copy in in_order)
+        if before and before.members != members:
+            before = None
+        self.sample = before.sample if before else Sample(copy.places for copy in in_order)
         self.words = b"".join(copy.words for copy in in_order)
         self._buffers = list(map(_buffer, members))
-        alike = before and before._addresses == self._addresses and before._buffers == self._buffers
+        stayed = before is not None and before._buffers == self._buffers
         self.rechecks: Rechecks = (
-            before.rechecks if before and alike else self._find_rechecks([weight.tensor for weight in weights])
+            before.rechecks if before and stayed else self._find_rechecks([weight.tensor for weight in weights])
         )
         memory.sets.add(self)
 
