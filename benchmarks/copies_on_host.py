@@ -1,7 +1,7 @@
-"""Processor time on the host of the copies of weights on a GPU, launches left out: python -m benchmarks.copies_on_host [--rounds N]
+"""What a GPU's copies of weights cost the host: python -m benchmarks.copies_on_host [--rounds N]
 
-No GPU is needed: CPU tensors say that they are a GPU's, and kernels, streams and events do nothing. What is left is
-what the host does before and between launches.
+In processor time, launches left out. No GPU is needed: CPU tensors say that they are a GPU's, and kernels, streams and
+events do nothing.
 """
 
 import argparse
@@ -50,8 +50,9 @@ def as_on_a_gpu() -> Iterator[None]:
     """CPU memory as a GPU's, which the host can't look into; nothing is launched."""
     nowhere = np.empty(0, np.int64)
 
-    def recheck_(tensors: Any, weights: Any, changed: Tensor, mark: int, rewrite: bool, *kept: dict) -> None:
-        recheck_on_gpu.recheck_(tensors, weights, changed, mark, rewrite, *kept, recheck.CHUNK, recheck.SAMPLE)
+    def recheck_(tensors: Any, weights: Any, changed: Tensor, mark: int, rewrite: bool, kept: Any, known: Any) -> None:
+        chunk, sample = recheck.CHUNK, recheck.SAMPLE
+        recheck_on_gpu.recheck_(tensors, weights, changed, mark, rewrite, kept, known, chunk, sample)
 
     stand_ins: list[tuple[Any, str, Any]] = [
         (torch.Tensor, "is_cuda", True),

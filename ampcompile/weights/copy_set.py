@@ -51,7 +51,7 @@ class CopySet:
         in_order = sorted(distinct, key=lambda copy: not copy.places.runs.size)  # as a sample of several reads them
         if before and before.members != members:
             before = None
-        self.sample = before.sample if before else Sample(copy.places for copy in in_order)
+        self.sample: Sample = before.sample if before else Sample(copy.places for copy in in_order)
         self.words = b"".join(copy.words for copy in in_order)
         self._buffers = list(map(_buffer, members))
         stayed = before is not None and before._buffers == self._buffers
