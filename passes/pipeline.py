@@ -20,6 +20,7 @@ from ampcompile.passes.after.merge_copies import MergeCopies
 from ampcompile.passes.after.recompute_casts import RecomputeCasts
 from ampcompile.passes.after.save_old_values import SaveOldValues
 from ampcompile.passes.after.share_casts import ShareEveryCast
+from ampcompile.passes.after.widen_products import WidenProducts
 from ampcompile.passes.after.widen_weight_gradients import WidenWeightGradients
 from ampcompile.passes.before.fold_casts import FoldCasts
 from ampcompile.passes.before.hoist_weights import HoistWeights
@@ -75,9 +76,10 @@ def before(options: Options, is_weight: IsWeight, is_registered: IsWeight) -> tu
     )
     if options.weights == "cached":
         # Needs every cast in place: what is left to cast is a weight's own.
-        passes += (HoistWeights(is_weight, is_registered),)
+        passes += (HoistWeights(is_weight, is_registered, options.emulated()),)
         if options.lower == "inductor" and not gradients and packed_linear.available(torch.bfloat16):
-            passes += (PackLinears(frozenset({torch.bfloat16})),)  # needs hoisted weights
+            # Needs hoisted weights.
+            passes += (PackLinears(frozenset({torch.bfloat16}) - options.emulated()),)
     return (*passes, ShareCasts(gradients))  # last: a weight's copy is packed for one reader
 
 
@@ -99,17 +101,18 @@ def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
     return tuple(each for each in passes if worth.considers(each.family))
 
 
-def after() -> tuple[Pass, ...]:
+def after(emulated: frozenset[torch.dtype] = frozenset()) -> tuple[Pass, ...]:
     """Passes on the joint graph of forward and backward, or on forward alone where no gradient is asked for.
 
-    Nothing is added up between two casts there any more, so merging them no longer merges their gradients.
+    `emulated`: the types whose products run in float32 on the CPU, see `Options.emulated`. Nothing is added up between two casts there any more, so merging them no longer merges their gradients.
     """
     return (
         BindWeights(),  # first: the others know copies of weights as inputs
         MergeCopies(),  # before sharing, which then finds the casts of one tensor instead of its copies'
         DropCasts(),  # before sharing: it looks only through values with one reader
-        ShareEveryCast(),  # needs no more than one tensor for each value
-        WidenWeightGradients(),  # after dropping: needs what is left of the casts of gradients
+        WidenWeightGradients(emulated),  # after dropping: needs what is left of the casts of gradients
+        *([WidenProducts(emulated)] if emulated else []),  # after: a product written in float32 isn't rounded
+        ShareEveryCast(),  # needs every cast, and no more than one tensor for each value
         AddEmbeddingGradients(),  # after widening: a product written in float32 may be added to
         RecomputeCasts(),  # marks the casts that are left
         SaveOldValues(),  # last: its marks override those that say what to compute again

@@ -46,27 +46,29 @@ def lower(
 
     if options.lower == "eager":
         return around(without_autocast(gm))
+    emulated = options.emulated()
     rewritten = (
         (gm.meta.pop(GRAPH_BEFORE_FUSION, None) or double_backward.copy_graph(gm)) if torch.is_grad_enabled() else None
     )
     with autocast.lowering_without_autocast(), compiled_functions.functions_made() as functions:
         if options.lower == "aot_eager":
-            compiled = lowering.aot_eager(gm, inputs, partial(_on_joint_graph, watch))
+            compiled = lowering.aot_eager(gm, inputs, partial(_on_joint_graph, emulated, watch))
         else:
             lowering.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
             config = _inductor_config(gm, options, slots)
+            key = f"{source_key()} {sorted(map(str, emulated))}"
             compiled = lowering.inductor(
-                gm, inputs, config, partial(_on_joint_graph, None), source_key(), decompositions()
+                gm, inputs, config, partial(_on_joint_graph, emulated, None), key, decompositions()
             )
     if rewritten is not None and functions:
         compiled = double_backward.DoubleBackward(rewritten, functions[-1])(compiled)
     return around(compiled)
 
 
-def _on_joint_graph(watch: Watch | None, gm: GraphModule) -> None:
+def _on_joint_graph(emulated: frozenset[torch.dtype], watch: Watch | None, gm: GraphModule) -> None:
     if watch is not None:
         watch(None, gm)
-    run_passes(pipeline.after(), gm, watch)
+    run_passes(pipeline.after(emulated), gm, watch)
 
 
 def _inductor_config(gm: GraphModule, options: Options, slots: Sequence[Slot]) -> dict[str, Any]:
@@ -83,6 +85,7 @@ def _with_copies(compiled: Callable[..., Any], slots: Sequence[Slot], options: O
     binding = weights.bind(
         [slot.dtype for slot in slots],
         in_place=replayed,
+        wide=[slot.wide for slot in slots],
         packed=[slot.layout == "packed" for slot in slots],
         on_trial=[slot.on_trial for slot in slots],
     )
@@ -110,5 +113,6 @@ def _then_cast_again(run: Callable[..., Any], written: Sequence[int]) -> Callabl
 
 
 def _shaped(weight: torch.Tensor, slot: Slot) -> torch.Tensor:
-    copy = torch.empty_like(weight, dtype=slot.dtype, requires_grad=False)
+    held = torch.float32 if slot.wide else slot.dtype
+    copy = torch.empty_like(weight, dtype=held, requires_grad=False)
     return copy if slot.layout == "strided" else copy.contiguous()

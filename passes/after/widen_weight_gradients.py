@@ -70,8 +70,12 @@ def _widen(graph: Graph, path: list[Node], cast: Node) -> None:
 
 @dataclass(frozen=True)
 class WidenWeightGradients:
-    """For a joint graph; an inference graph has no gradients. Returns the number of products that write float32."""
+    """For a joint graph; an inference graph has no gradients. Returns the number of products that write float32.
 
+    `emulated`: the types whose products run in float32 on the CPU, where they can be left so.
+    """
+
+    emulated: frozenset[torch.dtype] = frozenset()
     name = "widen_weight_gradients"
     exact = False  # gradients of weights keep the bits that rounding them to 16 would drop
     fate = ""
@@ -81,7 +85,11 @@ class WidenWeightGradients:
         with tracing.on_fakes_of(gm), torch.no_grad():
             for cast in list(_returned(gm.graph)):
                 path = _from_product(cast)
-                if path and path[0] in backward and dispatcher.multiplies_into_float32(path[0].meta["val"].device):
+                if path and path[0] in backward and self._may_write_float32(path[0].meta["val"]):
                     _widen(gm.graph, path, cast)
                     widened += 1
         return widened
+
+    def _may_write_float32(self, product: torch.Tensor) -> bool:
+        emulated = product.device.type == "cpu" and product.dtype in self.emulated
+        return emulated or dispatcher.multiplies_into_float32(product.device)

@@ -106,9 +106,11 @@ def _hoist_in_body(body: GraphModule, sites: list[Node], weights: set[Node], cop
 
     def inner_copy(weight: Node, dtype: torch.dtype) -> Node:
         if (weight, dtype) not in copies:
-            copies[weight, dtype] = _new_input(body, weight, dtype)
-            for site, outer in zip(sites, given[weight], strict=True):
-                site.args = (*site.args, copy_of(outer, dtype))
+            outer_copies = [copy_of(outer, dtype) for outer in given[weight]]
+            wide = outer_copies[0].meta["val"].dtype != dtype
+            copies[weight, dtype] = _new_input(body, weight, dtype, wide)
+            for site, outer in zip(sites, outer_copies, strict=True):
+                site.args = (*site.args, outer)
         return copies[weight, dtype]
 
     hoisted = _hoist(body, {p for p, outer in given.items() if weights.issuperset(outer)}, inner_copy)
@@ -120,13 +122,15 @@ class HoistWeights:
     """`is_weight(index, placeholder)`: whether a graph input is a weight whose copy may live across calls.
 
     `is_registered`: whether a weight is a parameter or buffer; an attribute may be an input that is refilled for each
-    call, and its copy lives once it has stayed the same for some.
+    call, and its copy lives once it has stayed the same for some. `wide`: the types whose products run in float32; a
+    copy in one of them holds its numbers as float32, and no call widens it again.
 
     The copies become inputs after all others, each with its `Slot` in `node.meta["amp_copy"]`.
     """
 
     is_weight: Callable[[int, Node], bool]
     is_registered: Callable[[int, Node], bool] = lambda index, node: True
+    wide: frozenset[torch.dtype] = frozenset()
     name = "hoist_weights"
     exact = True
     fate = "hoisted"
@@ -138,9 +142,10 @@ class HoistWeights:
         copies: dict[Slot, Node] = {}
 
         def copy_of(weight: Node, dtype: torch.dtype) -> Node:
-            slot = Slot(inputs[weight], dtype, on_trial=weight in on_trial)
+            wide = dtype in self.wide and weight.meta["val"].device.type == "cpu"
+            slot = Slot(inputs[weight], dtype, wide=wide, on_trial=weight in on_trial)
             if slot not in copies:
-                copies[slot] = _new_input(gm, weight, dtype)
+                copies[slot] = _new_input(gm, weight, dtype, wide)
                 copies[slot].meta["amp_copy"] = slot
             return copies[slot]
 
@@ -148,10 +153,11 @@ class HoistWeights:
             return _hoist(gm, weights, copy_of)
 
 
-def _new_input(gm: GraphModule, weight: Node, dtype: torch.dtype) -> Node:
+def _new_input(gm: GraphModule, weight: Node, dtype: torch.dtype, wide: bool) -> Node:
     with gm.graph.inserting_after(placeholders(gm)[-1]):
         copy = gm.graph.placeholder(f"{weight.name}_{short_name(dtype)}")
-    copy.meta["val"] = torch.empty_like(weight.meta["val"], dtype=dtype, requires_grad=False)
+    held = torch.float32 if wide else dtype
+    copy.meta["val"] = torch.empty_like(weight.meta["val"], dtype=held, requires_grad=False)
     # What Dynamo writes on inputs whose address Inductor may rely on.
     copy.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
     copy._dynamo_source = None
@@ -161,8 +167,8 @@ def _new_input(gm: GraphModule, weight: Node, dtype: torch.dtype) -> Node:
 def _replace(gm: GraphModule, cast: Node, weight: Node, views: list[Node], copy: Node) -> None:
     graph = gm.graph
     with graph.inserting_before(cast):
-        new = graph.call_function(WEIGHT_COPY, (weight, copy))
-        new.meta = {**cast.meta, "val": copy.meta["val"]}
+        new = graph.call_function(WEIGHT_COPY, (weight, copy, cast.args[1]))
+        new.meta = {**cast.meta, "val": copy.meta["val"].to(cast.args[1])}
         renamed = {weight: new}
         for view in views:
             moved = graph.node_copy(view, lambda n: renamed.get(n, n))

@@ -47,7 +47,7 @@ class PackLinears:
                 x, read, bias = (*linear.args, None)[:3]
                 if not _packable(read, self.dtypes):
                     continue
-                weight, copy = read.args
+                weight, copy, _ = read.args
                 form = self._input(gm, inputs, copy, replace(copy.meta["amp_copy"], layout="packed"))
                 linear.target, linear.args = PACKED_LINEAR, (x, weight, form, linear.kwargs.get("bias", bias))
                 linear.kwargs = {}

@@ -82,7 +82,7 @@ def _layer(loss: Loss) -> tuple[Node | None, list[Node]]:
 def _master_and_copy(read: Any) -> tuple[Any, Any]:
     """The tensor that wants a gradient, and the one to multiply with."""
     if isinstance(read, Node) and read.target is WEIGHT_COPY:
-        return read.args[0], read.args[1]
+        return read.args[0], read.args[1] if is_low(read.args[1]) else read
     if isinstance(read, Node) and read.target is CAST and "amp_cast" in read.meta:
         return read.args[0], read
     return read, read
