@@ -125,8 +125,8 @@ class CopySet:
 
     def free(self) -> None:
         """Some copies are about to be freed."""
+        self.forget()  # first: who is interrupted here must not find it fresh and freed for good
         self.freed = True
-        self.forget()
         self.rechecks = []
         self.tables.clear()
 
