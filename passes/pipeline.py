@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
-from ampcompile.config import Options
+from ampcompile.config import LOW, Options
 from ampcompile.kernels import packed_linear
 from ampcompile.passes.after.add_embedding_gradients import AddEmbeddingGradients
 from ampcompile.passes.after.bind_weights import BindWeights
@@ -76,10 +76,12 @@ def before(options: Options, is_weight: IsWeight, is_registered: IsWeight) -> tu
     )
     if options.weights == "cached":
         # Needs every cast in place: what is left to cast is a weight's own.
-        passes += (HoistWeights(is_weight, is_registered, options.emulated()),)
-        if options.lower == "inductor" and not gradients and packed_linear.available(torch.bfloat16):
-            # Needs hoisted weights.
-            passes += (PackLinears(frozenset({torch.bfloat16}) - options.emulated()),)
+        emulated = options.emulated()
+        passes += (HoistWeights(is_weight, is_registered, emulated),)
+        if options.lower == "inductor" and not gradients:
+            held = {each: torch.float32 if each in emulated else each for each in LOW}
+            packed = frozenset(each for each in LOW if packed_linear.available(held[each]))
+            passes += (PackLinears(packed),)  # needs hoisted weights
     return (*passes, ShareCasts(gradients))  # last: a weight's copy is packed for one reader
 
 

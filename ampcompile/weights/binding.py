@@ -18,6 +18,7 @@ from .census import unexplained
 from .copies import (
     TRIAL,
     Copy,
+    Form,
     Weight,
     cast_for_capture,
     cast_passes,
@@ -47,7 +48,7 @@ class WeightStats(NamedTuple):
 
 
 class Binding:
-    """The copies that one compiled graph reads: slot i holds weight i of each call in `dtypes[i]`. Thread-safe.
+    """The copies that one compiled graph reads: slot i holds weight i of each call in `forms[i]`. Thread-safe.
 
     One set of copies lives for each set of weights that the graph is called with, as blocks compiled one by one share
     a graph, for as long as the weights do. A slot's weight keeps its shape and strides from call to call, as Dynamo's
@@ -55,9 +56,9 @@ class Binding:
     """
 
     def __init__(
-        self, dtypes: Sequence[torch.dtype], in_place: bool, packed: Sequence[bool], on_trial: Sequence[bool]
+        self, forms: Sequence[Form], in_place: bool, packed: Sequence[bool], on_trial: Sequence[bool]
     ) -> None:
-        self._dtypes, self._in_place = tuple(dtypes), in_place
+        self._forms, self._in_place = tuple(forms), in_place
         self._packed, self._on_trial = tuple(packed), tuple(on_trial)
         self._sets: dict[tuple[int, ...], CopySet] = {}  # by the ids of the weights
         _bindings.add(self)
@@ -70,7 +71,7 @@ class Binding:
         if known is None or not known.fresh(weights):
             if gpu.capturing(weights):
                 with torch.inference_mode(False), torch.no_grad():
-                    return cast_for_capture(_held(ids, weights), self._dtypes)
+                    return cast_for_capture(_held(ids, weights), self._forms)
             known, cast = self._refresh(ids, weights)
         if not known.rechecks:
             forms = known.forms()
@@ -89,7 +90,7 @@ class Binding:
                 recover()
             now = write_epoch()
             held = _held(ids, weights)
-            members = [copy_of(weight.tensor, dtype) for weight, dtype in zip(held, self._dtypes, strict=True)]
+            members = [copy_of(weight.tensor, form) for weight, form in zip(held, self._forms, strict=True)]
             for copy, weight, on_trial in zip(members, weights, self._on_trial, strict=True):
                 copy.in_place |= self._in_place
                 if on_trial and copy.tensor is None and copy.packed is None:
@@ -142,15 +143,18 @@ def bind(
     in_place: bool = False,
     packed: Sequence[bool] | None = None,
     on_trial: Sequence[bool] | None = None,
+    wide: Sequence[bool] | None = None,
 ) -> Binding:
     """A binding for one compiled graph. `dtypes`: of its copies, which are made at its first call.
 
     `in_place`: copies keep their addresses whatever happens, for replayed CUDA graphs; a backward that is still to
     come and saved one then raises autograd's error. `packed`: slots that are read packed once that pays. `on_trial`:
     slots whose weights aren't known to be weights, and are cast at each call until they stayed the same for some.
+    `wide`: slots whose copies hold their numbers, rounded, as float32.
     """
     nowhere = [False] * len(dtypes)
-    return Binding(dtypes, in_place, packed or nowhere, on_trial or nowhere)
+    forms = map(Form, dtypes, wide or nowhere)
+    return Binding(list(forms), in_place, packed or nowhere, on_trial or nowhere)
 
 
 def hoistable(tensor: Any) -> bool:
@@ -221,7 +225,7 @@ def writable_copies(param: Tensor) -> tuple[Tensor, ...]:
         captured = gpu.capturing([param])
         for copy in found:
             # A step may turn out to be skipped on the device: what is lent to the step must be right without it.
-            copy.lent_to_step = copy.writable() and copy.fresh(strided=True)
+            copy.lent_to_step = not copy.form.wide and copy.writable() and copy.fresh(strided=True)
             if copy.lent_to_step:
                 copy.mark = None
                 if captured:

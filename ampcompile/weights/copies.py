@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ampcompile.kernels.cast_many import cast_many_
 from ampcompile.kernels.packed_linear import pack
+from ampcompile.kernels.round_many import round_many_
 from ampcompile.torch_private import storages
 
 from . import gpu
@@ -20,7 +21,6 @@ from .sample import Sample, places
 
 TRIAL = 8
 """How many calls must find a tensor unwritten that is neither parameter nor buffer before its copy lives on."""
-_DTYPES = (torch.bfloat16, torch.float16)
 
 copies: weakref.WeakValueDictionary[tuple, Copy] = weakref.WeakValueDictionary()
 _captured: set[Copy] = set()
@@ -37,16 +37,31 @@ class Weight(NamedTuple):
     """An alias of it: it stays in its memory, and holds it, even if another thread gives the weight other data."""
 
 
+class Form(NamedTuple):
+    """How copies hold their numbers: rounded to `dtype`, and in it; or `wide`, as float32."""
+
+    dtype: torch.dtype
+    wide: bool = False
+
+    def empty(self, weight: Tensor) -> Tensor:
+        """A buffer for a copy of a weight."""
+        held = torch.float32 if self.wide else self.dtype
+        return torch.empty_strided(weight.shape, weight.stride(), dtype=held, device=weight.device)
+
+
+_FORMS = [Form(dtype, wide) for dtype in (torch.bfloat16, torch.float16) for wide in (False, True)]
+
+
 class Copy:
     """A weight in low precision, shared by all graphs that read it; freed with the last of them, the weight, or alone.
 
     `mark` and `doubt` are the memory's at the last cast, which may have been written since if one is another object.
     """
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, form: Form) -> None:
         self.memory: Memory = memory_of(weight)
         self.memory.copies.add(self)
-        self.dtype = dtype
+        self.form = form
         self.mark: object = None  # as long as the buffer holds nothing
         self.doubt: object = None
         self.places = places(weight)
@@ -63,7 +78,7 @@ class Copy:
 
     def _allocate(self, weight: Tensor) -> None:
         """Take a fresh buffer; the old one stays with whoever saved it."""
-        self.tensor = _empty_copy(weight, self.dtype)
+        self.tensor = self.form.empty(weight)
         self.buffer = object()
         self.streams: set[int] = set()  # those that its memory waits for
         self._storage = storages.storage_key(self.tensor)
@@ -96,7 +111,9 @@ class Copy:
         doubt = self.memory.doubt
         if self.tensor is None or self.tensor.is_cuda or not self._unwritten():
             return False
-        if not torch.equal(self.tensor.view(torch.int16), weight.tensor.to(self.dtype).view(torch.int16)):
+        bits = torch.int32 if self.form.wide else torch.int16
+        rounded = weight.tensor.to(self.form.dtype).to(self.tensor.dtype)
+        if not torch.equal(self.tensor.view(bits), rounded.view(bits)):
             return False
         self.trial = max(self.trial - 1, 0)
         self.doubt = None if doubtful or self.trial else doubt
@@ -150,11 +167,11 @@ class Copy:
         return strided + (0 if self.packed is None else self.packed.numel() * self.packed.itemsize)
 
 
-def copy_of(weight: Tensor, dtype: torch.dtype) -> Copy:
-    """The one copy of a weight in a dtype, made if there is none yet."""
-    key = _place(weight), dtype
+def copy_of(weight: Tensor, form: Form) -> Copy:
+    """The one copy of a weight in a form, made if there is none yet."""
+    key = _place(weight), form
     if (copy := copies.get(key)) is None or copy.memory.storage() is None:
-        copy = copies[key] = Copy(weight, dtype)
+        copy = copies[key] = Copy(weight, form)
     return copy
 
 
@@ -163,11 +180,7 @@ def copies_of(weight: Tensor) -> list[Copy]:
     if not copies:
         return []
     place = _place(weight)
-    return [copy for dtype in _DTYPES if (copy := copies.get((place, dtype))) is not None]
-
-
-def _empty_copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(weight.shape, weight.stride(), dtype=dtype, device=weight.device)
+    return [copy for form in _FORMS if (copy := copies.get((place, form))) is not None]
 
 
 def _place(weight: Tensor) -> tuple:
@@ -196,7 +209,7 @@ def refresh(
     states = [copy.prepare(weight) for copy, weight in stale]
     written = [copy for copy, _ in stale]
     gpu.follow(written)
-    cast_many_([c.tensor for c in written if c.tensor is not None], [weight.tensor for _, weight in stale], tables)
+    _cast([(copy.form, copy.tensor, weight.tensor) for copy, weight in stale if copy.tensor is not None], tables)
     gpu.cast_done(written)
     for copy, (mark, doubt, sampled) in zip(written, states, strict=True):
         copy.note_cast(mark, None if copy.trial or copy.memory in doubtful else doubt, sampled)
@@ -205,14 +218,22 @@ def refresh(
     return set(written)
 
 
-def cast_for_capture(weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+def _cast(written: Sequence[tuple[Form, Tensor, Tensor]], tables: dict[Any, Any] | None = None) -> None:
+    """Write weights into buffers of copies, each in its form."""
+    wide = [each for each in written if each[0].wide]
+    round_many_([copy for _, copy, _ in wide], [weight for *_, weight in wide], [form.dtype for form, *_ in wide])
+    narrow = [each for each in written if not each[0].wide]
+    cast_many_([copy for _, copy, _ in narrow], [weight for *_, weight in narrow], tables)
+
+
+def cast_for_capture(weights: Sequence[Weight], forms: Sequence[Form]) -> list[Tensor]:
     """Copies for the CUDA graph that is captured now, in its own memory: each replay casts them, and nobody else."""
-    made: dict[tuple, tuple[Tensor, Tensor]] = {}
-    for (_, weight), dtype in zip(weights, dtypes, strict=True):
-        if (key := (_place(weight), dtype)) not in made:
-            made[key] = _empty_copy(weight, dtype), weight
-    cast_many_([copy for copy, _ in made.values()], [weight for _, weight in made.values()])
-    return [made[_place(weight), dtype][0] for (_, weight), dtype in zip(weights, dtypes, strict=True)]
+    made: dict[tuple, tuple[Form, Tensor, Tensor]] = {}
+    for (_, weight), form in zip(weights, forms, strict=True):
+        if (key := (_place(weight), form)) not in made:
+            made[key] = form, form.empty(weight), weight
+    _cast(list(made.values()))
+    return [made[_place(weight), form][1] for (_, weight), form in zip(weights, forms, strict=True)]
 
 
 def interrupted() -> bool:

@@ -26,7 +26,7 @@ last bit, and nothing is gained."""
 def _packable(read: object, dtypes: frozenset[torch.dtype]) -> bool:
     if not isinstance(read, Node) or read.target is not WEIGHT_COPY or len(read.users) > 1:
         return False
-    copy = read.args[1].meta["val"]
+    copy = read.meta["val"]
     return copy.device.type == "cpu" and copy.dtype in dtypes and copy.dim() == 2 and min(copy.shape) >= SMALLEST
 
 
