@@ -55,9 +55,7 @@ class Binding:
     guards see to. Which tensor it is, and where its memory lies, may change.
     """
 
-    def __init__(
-        self, forms: Sequence[Form], in_place: bool, packed: Sequence[bool], on_trial: Sequence[bool]
-    ) -> None:
+    def __init__(self, forms: Sequence[Form], in_place: bool, packed: Sequence[bool], on_trial: Sequence[bool]) -> None:
         self._forms, self._in_place = tuple(forms), in_place
         self._packed, self._on_trial = tuple(packed), tuple(on_trial)
         self._sets: dict[tuple[int, ...], CopySet] = {}  # by the ids of the weights

@@ -123,7 +123,7 @@ class Recheck:
         owners = *users, list(map(sys.getrefcount, tensors))
         del tensors  # the copies' own count has no other
         if owners != self._owners:
-            if not all(copy.writable() for copy in members):
+            if any(copy.waited_for() and not copy.in_place for copy in members):
                 return False
             self._owners = owners
         return True
