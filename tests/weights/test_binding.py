@@ -366,7 +366,7 @@ def test_while_a_fused_step_runs_no_copy_counts_as_fresh() -> None:
     graphs = [bind([BF16]), bind([BF16])]
     for binding in graphs:
         binding.copies([param])
-    writable_copies(param)
+    writable_copies([param])
     for step, binding in enumerate(graphs, 1):
         torch.from_dlpack(param.detach())[unsampled(param)] = step
         assert same(binding.copies([param]), low([param]))
@@ -493,7 +493,7 @@ def test_copies_freed_between_a_step_s_halves() -> None:
     params = parameters(1)
     binding = bind([BF16])
     binding.copies(params)
-    lent = writable_copies(params[0])
+    (lent,) = writable_copies(params)
     free_copies(params)
     with torch.no_grad():
         lent[0].copy_(params[0].mul_(-3))
