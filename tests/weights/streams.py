@@ -111,6 +111,8 @@ class Kernels:
         return known[key]
 
     def cast_many_(self, tensors: list[Tensor], weights: list[Tensor], known: dict | None = None) -> None:
+        if not tensors:
+            return
         table = self.table(tensors, weights, {} if known is None else known)
 
         def run() -> None:
