@@ -23,7 +23,7 @@ class CopySet:
     """Fresh copies of some weights, and everything that has to stay as it is for them to stay fresh.
 
     `packed`: which weights are read packed. `now`: the `write_epoch` before any of the weights was looked at. `before`:
-    the set that this one takes the place of. `tables`: those of `cast_many_`, for all casts of these weights.
+    the set of the same copies that this one takes the place of. `tables`: those of `cast_many_`, for all its casts.
     """
 
     _strided: tuple[Copy, ...] = ()  # also while it is being made
@@ -49,8 +49,6 @@ class CopySet:
         self._note_state([weight.key for weight in weights], now)
         self._addresses = [weight.tensor.data_ptr() for weight in weights]
         in_order = sorted(distinct, key=lambda copy: not copy.places.runs.size)  # as a sample of several reads them
-        if before and before.members != members:
-            before = None
         self.sample: Sample = before.sample if before else Sample(copy.places for copy in in_order)
         self.words = b"".join(copy.words for copy in in_order)
         self._buffers = list(map(_buffer, members))

@@ -489,6 +489,23 @@ def test_a_backward_that_waits_keeps_the_copy_that_was_freed() -> None:
     assert copied() is None
 
 
+def test_only_sets_of_the_same_copies_share_what_was_made_for_them() -> None:
+    params = parameters(2)
+    binding = bind([BF16] * 2)
+    ids = tuple(map(id, params))
+    sets = []
+    for write in (lambda p: p.data, lambda p: torch.randn_like(p)):
+        binding.copies(params)
+        sets.append(binding._sets[ids])
+        params[0].data = write(params[0])
+    binding.copies(params)
+    first, second, third = *sets, binding._sets[ids]
+    assert first is not second and second.sample is first.sample and second.tables is first.tables
+    assert third.sample is not first.sample and third.tables is not first.tables
+    params[0].detach().numpy()[0, :] += 1
+    assert same(binding.copies(params), low(params))
+
+
 def test_copies_freed_between_a_step_s_halves() -> None:
     params = parameters(1)
     binding = bind([BF16])

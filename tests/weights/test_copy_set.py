@@ -13,7 +13,7 @@ from ampcompile.weights.copy_set import CopySet
 BF16 = torch.bfloat16
 
 
-def made(weights: list[Tensor], before: CopySet | None = None) -> CopySet:
+def made(weights: list[Tensor]) -> CopySet:
     """A set of fresh copies, as a binding makes it."""
     now = memory.write_epoch()
     members = [copy_of(weight, Form(BF16)) for weight in weights]
@@ -23,7 +23,7 @@ def made(weights: list[Tensor], before: CopySet | None = None) -> CopySet:
         copy.memory.examine()
     held = [Weight(id(weight), weight) for weight in weights]
     refresh([(copy, weight, True) for copy, weight in zip(members, held, strict=True)], (), {})
-    return CopySet(held, members, [False] * len(weights), now, before, {})
+    return CopySet(held, members, [False] * len(weights), now, None, {})
 
 
 def weights() -> list[Tensor]:
@@ -76,16 +76,6 @@ def test_a_weight_that_moved_or_is_another_is_not_fresh() -> None:
     with torch.inference_mode():
         inference = torch.randn(7)
     assert not known.fresh([found[0], inference])
-
-
-def test_only_a_set_of_the_same_copies_takes_over_the_sample() -> None:
-    found, others = weights(), weights()
-    first = made(found)
-    assert made(found, first).sample is first.sample
-    known = made(others, first)
-    assert known.sample is not first.sample and known.fresh(others)
-    others[0].numpy()[0, 0] += 1
-    assert not known.fresh(others)
 
 
 def test_a_sharer_that_was_freed_ends_it() -> None:
