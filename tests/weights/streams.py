@@ -73,11 +73,13 @@ class Streams:
             mark: object = None
 
             def record(self, stream: int) -> None:
+                assert streams.captured is None, "CUDA allows no event between a capture and the outside"
                 mark = self.mark = object()
                 with streams.use(stream):
                     streams.launch(lambda: streams._passed.add(mark))
 
             def wait(self, stream: int) -> None:
+                assert streams.captured is None, "CUDA allows no event between a capture and the outside"
                 mark = self.mark
                 with streams.use(stream):
                     streams.launch(lambda: mark in streams._passed)
