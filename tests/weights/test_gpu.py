@@ -13,6 +13,7 @@ from ampcompile.errors import StaleWeightError
 from ampcompile.weights import copies, copy_set, gpu
 from ampcompile.weights.binding import Binding, bind, free_copies, weight_stats
 from ampcompile.weights.sample import SampledAddresses
+from tests.devices import waiting_for_nothing
 
 BF16 = torch.bfloat16
 
@@ -146,8 +147,7 @@ def test_no_call_waits_for_the_gpu() -> None:
     params, binding = cuda_setting()
     assert fresh(binding, params)
     x = torch.randn(3, 512, dtype=BF16, device="cuda", requires_grad=True)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_for_nothing("cuda"):
         for step in range(4):
             loss = F.linear(x, binding.copies(params)[0]).sum()
             binding.copies(params)
@@ -156,8 +156,6 @@ def test_no_call_waits_for_the_gpu() -> None:
                     params[0].add_(1)
             binding.copies(params)
             loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert fresh(binding, params)
 
 
