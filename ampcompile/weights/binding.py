@@ -99,11 +99,12 @@ class Binding:
             set_ranges((each.begin, each.end) for each in memory.memories())
             writers.watch()  # now that there is memory to watch: what dies meanwhile can't be the last
             strided = [not packed for packed in self._packed]
-            before = self._sets.get(ids)
+            former = self._sets.get(ids)
+            before = former if former is not None and former.members == members else None
             tables = before.tables if before else {}
             cast = refresh(zip(members, held, strided, strict=True), _doubtful(members, held), tables)
             known = CopySet(held, members, self._packed, now, before, tables)
-            if before is None:
+            if former is None:
                 self._make_room()
             self._sets[ids] = known
             return known, cast
