@@ -24,13 +24,11 @@ class Gradients:
 
     def note(self, optimizer: Any) -> None:
         """Take the gradients as they are now."""
-        grads = gradients(optimizer)
-        self._storages = optimizers.WeakStorages(grads)  # while they are held, no other storage gets their ids
-        self._marks = set(optimizers.marks(grads))
+        self._marks = optimizers.Marks(gradients(optimizer))
 
     def still(self, optimizer: Any) -> bool:
         """Whether the gradients of `optimizer` are these and weren't written; some may be gone."""
-        return self._marks.issuperset(optimizers.marks(gradients(optimizer)))
+        return self._marks.still(gradients(optimizer))
 
 
 class Pending:

@@ -56,9 +56,7 @@ class Binding:
     guards see to. Which tensor it is, and where its memory lies, may change.
     """
 
-    def __init__(
-        self, forms: Sequence[Form], in_place: bool, packed: Sequence[bool], on_trial: Sequence[bool]
-    ) -> None:
+    def __init__(self, forms: Sequence[Form], in_place: bool, packed: Sequence[bool], on_trial: Sequence[bool]) -> None:
         self._forms, self._in_place = tuple(forms), in_place
         self._packed, self._on_trial = tuple(packed), tuple(on_trial)
         self._sets: dict[tuple[int, ...], CopySet] = {}  # by the ids of the weights
@@ -232,7 +230,11 @@ def writable_copies(params: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
                         copy.stay()
         if not captured:
             gpu.follow(chain.from_iterable(found))
-        return [tuple(c.tensor for c in each if c.lent_to_step and c.tensor is not None) for each in found]
+        return [_lent(each) if each else () for each in found]
+
+
+def _lent(copies_of_one: list[Copy]) -> tuple[Tensor, ...]:
+    return tuple(copy.tensor for copy in copies_of_one if copy.lent_to_step and copy.tensor is not None)
 
 
 def _copies_of_each(params: Sequence[Tensor]) -> list[list[Copy]]:
