@@ -218,7 +218,9 @@ def writable_copies(params: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
     with lock:
         write_epoch()
         found = _copies_of_each(params)
-        captured = any(found) and gpu.capturing(params)
+        if not any(found):
+            return [()] * len(params)
+        captured = gpu.capturing(params)
         for copies_of_one in filter(None, found):
             copies_of_one[0].memory.open_step()
             for copy in copies_of_one:
@@ -238,7 +240,8 @@ def _lent(copies_of_one: list[Copy]) -> tuple[Tensor, ...]:
 
 
 def _copies_of_each(params: Sequence[Tensor]) -> list[list[Copy]]:
-    return [copies_of(p) if known else [] for p, known in zip(params, memory.are_copied(params), strict=True)]
+    known = memory.are_copied(params)
+    return [copies_of(param) if copied else [] for param, copied in zip(params, known, strict=True)] if known else []
 
 
 def wrote(params: Sequence[Tensor]) -> None:
