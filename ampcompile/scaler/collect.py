@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -176,12 +176,19 @@ def _prepare_adam(states: Any, param: Tensor, group: Group) -> None:
 
 
 def _read_adam(optimizer: Any, params: Sequence[Tensor], group_of: Sequence[int]) -> dict[str, Any]:
-    states = list(map(optimizer.state.get, params))
-    means, squares, steps = zip(*map(itemgetter("exp_avg", "exp_avg_sq", "step"), states), strict=True)
+    states = _states(optimizer.state, params)
+    means, squares, steps = zip(*map(operator.itemgetter("exp_avg", "exp_avg_sq", "step"), states), strict=True)
     peaks: list[Tensor | None] = [None] * len(params)
     if any(amsgrad := [group["amsgrad"] for group in optimizer.param_groups]):
         peaks = [s["max_exp_avg_sq"] if amsgrad[i] else None for s, i in zip(states, group_of, strict=True)]
     return {"exp_avgs": means, "exp_avg_sqs": squares, "max_exp_avg_sqs": peaks, "steps": steps}
+
+
+def _states(states: Any, params: Sequence[Tensor]) -> list[Any]:
+    """Looked up one by one only where they aren't all in their order: hashing a tensor runs Python code."""
+    if len(states) == len(params) and all(map(operator.is_, states, params)):
+        return list(states.values())
+    return list(map(states.get, params))
 
 
 def _sgd_settings(group: Group) -> SgdGroup:

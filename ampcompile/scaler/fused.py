@@ -25,6 +25,11 @@ class FusedStep:
     workspaces: dict[torch.device, dict[str, Any]]
     """What the kernels keep between steps."""
 
+    @property
+    def grads(self) -> list[Tensor]:
+        """All gradients."""
+        return [grad for tensors in self.work.values() for grad in tensors.grads]
+
     def check(
         self, scale: Tensor | None, multipliers: Mapping[torch.device, Tensor], max_norm: float | None = None
     ) -> tuple[PerDevice, PerDevice, Tensor]:

@@ -37,15 +37,16 @@ class Marks:
     """What some tensors are now, recognized later without being held. Those without a storage, sparse ones, are not."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        strided = _strided(tensors)
-        # Their storages' ids: nobody else gets them while they are held weakly.
-        self._ids: list[int] = list(map(_hold, map(Tensor.untyped_storage, strided)))
+        # The storages' ids: nobody else gets them while they are held weakly.
+        self._ids: list[int] = []
+        strided, storages = _with_storages(tensors)
+        self._ids += map(_hold, storages)
         self._marks = _marks(self._ids, strided)
 
     def still(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are among them, and none was written or given other memory."""
-        strided = _strided(tensors)
-        found = _marks(map(_address, map(Tensor.untyped_storage, strided)), strided)
+        strided, storages = _with_storages(tensors)
+        found = _marks(map(_address, storages), strided)
         return found == self._marks or set(self._marks).issuperset(found)
 
     def __del__(self) -> None:
@@ -53,8 +54,12 @@ class Marks:
             _free(each)
 
 
-def _strided(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor.layout is torch.strided]
+def _with_storages(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Any]]:
+    try:
+        return tensors, list(map(Tensor.untyped_storage, tensors))
+    except RuntimeError:
+        found = [tensor for tensor in tensors if tensor.layout is torch.strided]
+        return found, [tensor.untyped_storage() for tensor in found]
 
 
 def _marks(storages: Iterable[int], tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
