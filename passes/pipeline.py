@@ -93,20 +93,21 @@ def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
     """
     if options.lower == "eager" or (options.fuse == "auto" and device_type != "cuda"):
         return ()
-    worth = FusionCost(options.fuse)
+    cost = FusionCost(options.fuse)
     passes: tuple[FusePass, ...] = (
-        FuseLinearCrossEntropy(worth),  # before what takes either of its two ops
-        FuseCrossEntropy(worth),  # needs the casts of logits that are left
-        FuseLinearCast(worth, torch.is_grad_enabled()),  # needs the casts of weights that weren't hoisted
-        FuseNorm(worth),  # needs one cast for each reader, unless no gradient flows
+        FuseLinearCrossEntropy(cost),  # before what takes either of its two ops
+        FuseCrossEntropy(cost),  # needs the casts of logits that are left
+        FuseLinearCast(cost, torch.is_grad_enabled()),  # needs the casts of weights that weren't hoisted
+        FuseNorm(cost),  # needs one cast for each reader, unless no gradient flows
     )
-    return tuple(each for each in passes if worth.considers(each.family))
+    return tuple(each for each in passes if cost.considers(each.family))
 
 
 def after(emulated: frozenset[torch.dtype] = frozenset()) -> tuple[Pass, ...]:
     """Passes on the joint graph of forward and backward, or on forward alone where no gradient is asked for.
 
-    `emulated`: the types whose products run in float32 on the CPU, see `Options.emulated`. Nothing is added up between two casts there any more, so merging them no longer merges their gradients.
+    Nothing is added up between two casts there any more, so merging them no longer merges their gradients.
+    `emulated`: the types whose products run in float32 on the CPU, see `Options.emulated`.
     """
     return (
         BindWeights(),  # first: the others know copies of weights as inputs

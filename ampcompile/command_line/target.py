@@ -47,10 +47,10 @@ def load(spelling: str) -> Target:
         raise CommandLineError(
             f"{module_name} has no function {name!r}; expected one that it defines: {', '.join(functions) or 'none'}."
         )
-    return _checked(factory(), spelling)
+    return _check(factory(), spelling)
 
 
-def _checked(made: Any, spelling: str) -> Target:
+def _check(made: Any, spelling: str) -> Target:
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         size = f" of {len(made)}" if isinstance(made, tuple) else ""
         raise CommandLineError(f"{spelling} returned a {type(made).__name__}{size}; {_EXPECTED}.")

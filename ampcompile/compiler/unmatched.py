@@ -19,7 +19,7 @@ from .module_names import module_names
 
 
 @dataclass
-class Seen:
+class CompiledNames:
     """Names of the ops, and paths of the modules, of the graphs compiled in a call."""
 
     ops: set[str] = field(default_factory=set)
@@ -41,7 +41,7 @@ def warn_after_first_call(compiled: Callable[..., Any], fn: Any, policy: Policy)
         nonlocal waiting
         if not waiting:
             return compiled(*args, **kwargs)
-        current_call.graphs, outer = Seen(), current_call.graphs
+        current_call.graphs, outer = CompiledNames(), current_call.graphs
         try:
             result = compiled(*args, **kwargs)
             seen = current_call.graphs

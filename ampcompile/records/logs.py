@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule
 
 from ampcompile.dtypes import short_name
+from ampcompile.passes.analysis.product_cost import Estimate
 from ampcompile.passes.base import Applied, Pass, Watch
 from ampcompile.torch_private import structured_trace
 
@@ -34,7 +35,7 @@ def watcher(example_inputs: Sequence[Any]) -> Watcher | None:
     return None
 
 
-def both(first: Watch | None, second: Watch | None) -> Watch | None:
+def watch_both(first: Watch | None, second: Watch | None) -> Watch | None:
     """One watch of two, either of which may be missing."""
     if first is None or second is None:
         return first or second
@@ -66,7 +67,27 @@ def _look_for_a_scaler(device_type: str) -> None:
         )
 
 
-def say(graph: GraphRecord) -> None:
+_emulation_told = False
+
+
+def may_warn_of_emulation() -> bool:
+    """Whether `warn_of_emulation` hasn't been called yet in this process."""
+    return not _emulation_told
+
+
+def warn_of_emulation(estimated: Estimate) -> None:
+    """Say, of the first graph with products alone, that low precision doesn't pay on a CPU without units, if so."""
+    global _emulation_told
+    _emulation_told = True
+    if not estimated.pays:
+        log.warning(
+            "%s. To keep such graphs in float32, compile with options={'policy': 'where it pays'}, or call the model "
+            "inside torch.autocast('cpu', enabled=False)",
+            estimated,
+        )
+
+
+def log_graph(graph: GraphRecord) -> None:
     """Log one rewritten graph and hand it to the structured trace."""
     hoisted = sum("hoisted" in cast.fate for cast in graph.casts)
     log.info(
@@ -99,9 +120,8 @@ def _of_op(op: OpRecord) -> str:
 
 
 def _of_cast(cast: CastRecord) -> str:
-    shape = "x".join(map(str, cast.shape)) or "scalar"
-    dtypes = f"{short_name(cast.dtype_from)}>{short_name(cast.dtype_to)}"
-    return f"cast of {cast.of} {shape} {dtypes} for {cast.op}, {cast.bytes} bytes, {'+'.join(cast.fate)}{_where(cast)}"
+    what, fate = f"{cast.of} {cast.sizes} {cast.dtypes}", "+".join(cast.fate)
+    return f"cast of {what} for {cast.op}, {cast.bytes} bytes, {fate}{_where(cast)}"
 
 
 def _where(record: OpRecord | CastRecord) -> str:

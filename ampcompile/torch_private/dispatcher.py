@@ -108,7 +108,9 @@ def multiplies_into_float32(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
-_INTO_OTHER = {getattr(torch.ops.aten, n).dtype: getattr(torch.ops.aten, n).default for n in ("mm", "bmm", "addmm", "baddbmm")}
+_INTO_OTHER = {
+    getattr(torch.ops.aten, n).dtype: getattr(torch.ops.aten, n).default for n in ("mm", "bmm", "addmm", "baddbmm")
+}
 
 
 def without_out_dtype(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:

@@ -21,6 +21,7 @@ from .copies import (
     Copy,
     Form,
     Weight,
+    cast,
     cast_for_capture,
     cast_passes,
     copies,
@@ -213,7 +214,7 @@ def writable_copies(params: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
 
     For an optimizer that writes them together with the weights. It raises their versions, then calls `wrote`; until
     then nothing that shares the parameters' memory counts as fresh. Where the step goes into a CUDA graph, they stay
-    where they are for as long as the parameters' memory does.
+    where they are for as long as the parameters' memory does. Copies held as float32 are left to `wrote`.
     """
     with lock:
         write_epoch()
@@ -225,7 +226,7 @@ def writable_copies(params: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
             copies_of_one[0].memory.open_step()
             for copy in copies_of_one:
                 # A step may turn out to be skipped on the device: what is lent to the step must be right without it.
-                copy.lent_to_step = not copy.form.wide and copy.writable() and copy.fresh(strided=True)
+                copy.lent_to_step = copy.writable() and copy.fresh(strided=True)
                 if copy.lent_to_step:
                     copy.mark = None
                     if captured:
@@ -236,24 +237,30 @@ def writable_copies(params: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
 
 
 def _lent(copies_of_one: list[Copy]) -> tuple[Tensor, ...]:
-    return tuple(copy.tensor for copy in copies_of_one if copy.lent_to_step and copy.tensor is not None)
+    lent = [copy for copy in copies_of_one if copy.lent_to_step and not copy.form.wide]
+    return tuple(copy.tensor for copy in lent if copy.tensor is not None)
 
 
 def _copies_of_each(params: Sequence[Tensor]) -> list[list[Copy]]:
     known = memory.are_copied(params)
-    return [copies_of(param) if copied else [] for param, copied in zip(params, known, strict=True)] if known else []
+    return (
+        [copies_of(p) if copied else [] for p, copied in zip(params, known, strict=True)]
+        if known
+        else [[]] * len(params)
+    )
 
 
 def wrote(params: Sequence[Tensor]) -> None:
     """All that `writable_copies` gave for these parameters was just rewritten from the parameters' new values.
 
-    What else shares their memory (a tied weight's copy that could not be written, slices of a flat buffer) is out of
-    date.
+    Those held as float32 are rewritten here. What else shares their memory (a tied weight's copy that could not be
+    written, slices of a flat buffer) is out of date.
     """
-    with lock, torch.inference_mode(False):
-        found = list(chain.from_iterable(_copies_of_each(params)))
-        proven = {each: each.close_step() for each in {copy.memory for copy in found}}
-        written = [copy for copy in found if copy.lent_to_step]
+    with lock, torch.inference_mode(False), torch.no_grad():
+        found = [(c, param) for param, each in zip(params, _copies_of_each(params), strict=True) for c in each]
+        proven = {each: each.close_step() for each in {copy.memory for copy, _ in found}}
+        written = [copy for copy, _ in found if copy.lent_to_step]
+        cast([(c, param) for c, param in found if c.lent_to_step and c.form.wide and proven[c.memory]])
         for copy in written:
             copy.lent_to_step = False
             if proven[copy.memory]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from ampcompile.passes.analysis.aliasing import behind_views
+from ampcompile.passes.analysis.aliasing import base_of
 from ampcompile.passes.graph import graphs
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 
@@ -29,7 +29,7 @@ def _bind(gm: GraphModule) -> int:
     output = graph.output_node()
     with graph.inserting_before(output):
         for value in set(output.all_input_nodes):
-            if behind_views(value) in copies:
+            if base_of(value) in copies:
                 clone = graph.call_function(torch.ops.aten.clone.default, (value,))
                 clone.meta = dict(value.meta)
                 output.replace_input_with(value, clone)

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 from ampcompile.kernels import packed_linear
 from ampcompile.kernels.packed_linear import PACKED_LINEAR
-from ampcompile.passes.analysis.commuting import rebuilt, same_layout
+from ampcompile.passes.analysis.commuting import rebuild, same_layout
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, REARRANGES, has
 from ampcompile.passes.analysis.sizes import product_hint
 from ampcompile.passes.graph import graphs
@@ -90,12 +90,13 @@ class WidenProducts:
         """An operand in float32: a weight's copy as it is held, if it is held so."""
         if not self._emulated(operand):
             return operand
-        path, base = [], operand
+        path: list[Node] = []
+        base = operand
         while has(base.target, REARRANGES):
             path.insert(0, base)
             base = base.args[0]
         if has(base.target, CONVERSIONS_AFTER) and base.args[0].meta.get("amp_rounded") is base.meta["val"].dtype:
-            return rebuilt(path, base.args[0])
+            return rebuild(path, base.args[0])
         return _converted(operand, WIDE)
 
 

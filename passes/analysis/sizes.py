@@ -52,6 +52,6 @@ def is_smaller(a: Any, b: Any) -> bool:
     return first is not None and second is not None and first < second
 
 
-def in_floats(value: Any) -> bool:
+def is_float_tensor(value: Any) -> bool:
     """Whether a value is a tensor that autocast might cast."""
     return isinstance(value, torch.Tensor) and value.dtype in FLOATS

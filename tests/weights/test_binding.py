@@ -351,6 +351,20 @@ def test_a_fused_step_that_writes_the_copies() -> None:
     assert same(binding.copies(params), low(params))
 
 
+def test_while_a_fused_step_runs_no_copy_counts_as_fresh() -> None:
+    """Its kernels leave no trace, and another thread may call a graph meanwhile."""
+    param = nn.Parameter(torch.zeros(300, 8))
+    graphs = [bind([BF16]), bind([BF16])]
+    for binding in graphs:
+        binding.copies([param])
+    writable_copies(param)
+    for step, binding in enumerate(graphs, 1):
+        torch.from_dlpack(param.detach())[unsampled(param)] = step
+        assert same(binding.copies([param]), low([param]))
+    wrote([param])
+    assert same(graphs[0].copies([param]), low([param]))
+
+
 def test_a_copy_made_in_inference_mode_serves_training() -> None:
     (param,) = parameters(1)
     binding = bind([BF16])
