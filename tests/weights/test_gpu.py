@@ -134,8 +134,8 @@ def test_no_call_waits_for_the_gpu() -> None:
     params, binding = cuda_setting()
     assert fresh(binding, params)
     x = torch.randn(3, 512, dtype=BF16, device="cuda", requires_grad=True)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for step in range(4):
             loss = F.linear(x, binding.copies(params)[0]).sum()
             binding.copies(params)
