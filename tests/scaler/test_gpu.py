@@ -142,7 +142,7 @@ def test_the_whole_step_in_a_cuda_graph(kind):
 
 
 def test_two_steps_in_one_graph_whose_buffers_are_its_own():
-    """Eager steps with other gradients missing, and the end of what was kept for them, leave the graph as it is."""
+    """Nothing that eager steps keep is read by a replay: it may go, and its memory be written by others."""
     results = []
     for captured in (True, False):
         params = weights_on()
@@ -156,14 +156,9 @@ def test_two_steps_in_one_graph_whose_buffers_are_its_own():
             with torch.cuda.graph(graph):
                 for _ in range(2):
                     iteration(scaler, optimizer)
-            for missing in range(len(params)):
-                other = weights_on()
-                fill(other, 1)
-                other[missing].grad = None
-                iteration(GradScaler("cuda", enabled=False), torch.optim.AdamW(other))
             scaler._records[optimizer].workspaces.clear()
-            torch.cuda.empty_cache()
-            filler = [torch.full((2**20,), math.nan, device="cuda") for _ in range(20)]
+            others = [torch.full((1 << size,), math.nan, device="cuda") for size in range(22) for _ in range(4)]
+            assert others[0].isnan()
         for seed in range(3):
             fill(params, seed, math.inf if seed == 1 else None)
             if captured:
@@ -172,9 +167,8 @@ def test_two_steps_in_one_graph_whose_buffers_are_its_own():
                 for _ in range(2):
                     iteration(scaler, optimizer)
         results.append((params, scaler.get_scale()))
-        filler = []
     assert_close(results[0][0], results[1][0])
-    assert results[0][1] == results[1][1] and not filler
+    assert results[0][1] == results[1][1]
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # torch's, of a capture that is given up
