@@ -357,7 +357,7 @@ def test_while_a_fused_step_runs_no_copy_counts_as_fresh() -> None:
     graphs = [bind([BF16]), bind([BF16])]
     for binding in graphs:
         binding.copies([param])
-    writable_copies(param)
+    writable_copies([param])
     for step, binding in enumerate(graphs, 1):
         torch.from_dlpack(param.detach())[unsampled(param)] = step
         assert same(binding.copies([param]), low([param]))
