@@ -2,12 +2,12 @@
 
 import math
 from copy import deepcopy
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from ampcompile.kernels.sgd import SgdTensors
 from ampcompile.scaler import fused as scaler_fused
 from ampcompile.scaler.fused import FusedStep, any_set, clip_over_devices
 from ampcompile.scaler.grad_scaler import GradScaler
@@ -174,7 +174,7 @@ def test_flags_and_norms_of_several_devices_are_one():
 def test_gradients_on_several_devices_are_unscaled_and_clipped_by_their_norm_together(max_norm):
     devices = torch.device("cpu"), torch.device("cpu", 0)  # one device under two names
     work = {
-        device: SimpleNamespace(grads=[torch.tensor([8 * n])]) for device, n in zip(devices, (3.0, 4.0), strict=True)
+        device: SgdTensors([], grads=[torch.tensor([8 * n])]) for device, n in zip(devices, (3.0, 4.0), strict=True)
     }
     step = FusedStep(None, work, {device: {} for device in devices})
     found_infs, factors, norm = step.check(torch.tensor(4.0), {devices[1]: torch.tensor(0.5)}, max_norm)
