@@ -31,10 +31,10 @@ def pack(copy: Tensor) -> Tensor:
 
 
 def packed_linear(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight.t() + bias` in the dtype of `x` (..., in_features), bfloat16 or float32: (..., out_features).
+    """`x @ weight.t() + bias` (..., out_features) in the dtype of `x` (..., in_features), bfloat16 or float32.
 
-    `packed` holds the copy of `weight` in that dtype, packed or plain; `weight` itself is not read. No gradient flows: a
-    weight that is trained changes before packing it has paid.
+    `packed` holds the copy of `weight` in that dtype, packed or plain; `weight` itself is not read. No gradient flows:
+    a weight that is trained changes before packing it has paid.
     """
     return PACKED_LINEAR(x, weight, packed, bias)
 

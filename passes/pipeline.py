@@ -106,7 +106,8 @@ def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
 def after(emulated: frozenset[torch.dtype] = frozenset()) -> tuple[Pass, ...]:
     """Passes on the joint graph of forward and backward, or on forward alone where no gradient is asked for.
 
-    `emulated`: the types whose products run in float32 on the CPU, see `Options.emulated`. Nothing is added up between two casts there any more, so merging them no longer merges their gradients.
+    Nothing is added up between two casts there any more, so merging them no longer merges their gradients.
+    `emulated`: the types whose products run in float32 on the CPU, see `Options.emulated`.
     """
     return (
         BindWeights(),  # first: the others know copies of weights as inputs

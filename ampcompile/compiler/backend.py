@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from ampcompile import weights
 from ampcompile.config import Options
-from ampcompile.passes.analysis.product_cost import estimate
+from ampcompile.passes.analysis.product_cost import Estimate, estimate, is_emulated
 from ampcompile.passes.base import Applied, Watch, run_passes
 from ampcompile.passes.capture.capture import capture
 from ampcompile.passes.decide.assign_precision import AssignPrecision
@@ -77,7 +77,12 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(autocast.autocast_states())
     is_weight = _weight_test(example_inputs)
-    if options.policy.where_it_pays and _is_single_process() and not _pays(graph, options, regions, is_weight):
+    asked, low = options.policy.where_it_pays and _is_single_process(), regions.precision(device_type)
+    warns = low is not None and is_emulated(device_type, low) and logs.may_warn_of_emulation()
+    estimated = _estimate(graph, options, regions, is_weight) if asked or warns else None
+    if warns and estimated is not None and estimated.products:
+        logs.warn_of_emulation(estimated)
+    if asked and estimated is not None and not estimated.pays:
         modules = (*options.policy.modules, ("*", "fp32"))
         options = replace(options, policy=replace(options.policy, modules=modules))
     logged = logs.watcher(example_inputs)
@@ -101,12 +106,13 @@ def _is_single_process() -> bool:
     return not together or torch.distributed.get_world_size() == 1
 
 
-def _pays(graph: GraphModule, options: Options, regions: Regions, is_weight: Callable[[int, Node], bool]) -> bool:
-    """Whether low precision is worth its casts, as estimated."""
+def _estimate(
+    graph: GraphModule, options: Options, regions: Regions, is_weight: Callable[[int, Node], bool]
+) -> Estimate | None:
+    """What the products of a graph take in low precision and in float32."""
     copied = {n for i, n in enumerate(placeholders(graph)) if options.weights == "cached" and is_weight(i, n)}
     run_passes([AssignPrecision(options.policy, regions, options.range_guards)], graph)
-    estimated = estimate(graph, copied)
-    return estimated is None or estimated.pays
+    return estimate(graph, copied)
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:
@@ -143,6 +149,7 @@ def _registered_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], boo
 def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """Dynamo backend. `mode` and `options` are those of `torch.compile`; see `ampcompile.config.Options`."""
     options = Options.parse(**kwargs)
+    logs.warn_of_unscaled(_device_type(example_inputs), example_inputs)
     graph = gm if compiled_functions.is_backward(example_inputs) else rewrite(gm, example_inputs, options).graph
     with _collect_rarely():
         return lower(graph, example_inputs, options)

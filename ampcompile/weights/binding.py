@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Sequence, Set
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from .copies import (
     Copy,
     Form,
     Weight,
+    cast,
     cast_for_capture,
     cast_passes,
     copies,
@@ -207,42 +209,49 @@ def weight_stats() -> WeightStats:
         return WeightStats(sum(held), len(held), cast_passes())
 
 
-def writable_copies(param: Tensor) -> tuple[Tensor, ...]:
-    """The copies of a parameter that may be overwritten now: no backward that is still to come saved them.
+def writable_copies(params: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """The copies of each parameter that may be overwritten now: no backward that is still to come saved them.
 
-    For an optimizer that writes them together with the weight. It raises their versions, then calls `wrote`; until
-    then nothing that shares the parameter's memory counts as fresh. Where the step goes into a CUDA graph, they stay
-    where they are for as long as the parameter's memory does.
+    For an optimizer that writes them together with the weights. It raises their versions, then calls `wrote`; until
+    then nothing that shares the parameters' memory counts as fresh. Where the step goes into a CUDA graph, they stay
+    where they are for as long as the parameters' memory does. Copies held as float32 are left to `wrote`.
     """
     with lock:
         write_epoch()
-        found = copies_of(param)
-        if not found:
-            return ()
-        found[0].memory.open_step()
-        captured = gpu.capturing([param])
-        for copy in found:
-            # A step may turn out to be skipped on the device: what is lent to the step must be right without it.
-            copy.lent_to_step = not copy.form.wide and copy.writable() and copy.fresh(strided=True)
-            if copy.lent_to_step:
-                copy.mark = None
-                if captured:
-                    copy.stay()
+        found = _copies_of_each(params)
+        captured = any(found) and gpu.capturing(params)
+        for copies_of_one in filter(None, found):
+            copies_of_one[0].memory.open_step()
+            for copy in copies_of_one:
+                # A step may turn out to be skipped on the device: what is lent to the step must be right without it.
+                copy.lent_to_step = copy.writable() and copy.fresh(strided=True)
+                if copy.lent_to_step:
+                    copy.mark = None
+                    if captured:
+                        copy.stay()
         if not captured:
-            gpu.follow(found)
-        return tuple(copy.tensor for copy in found if copy.lent_to_step and copy.tensor is not None)
+            gpu.follow(chain.from_iterable(found))
+        return [
+            tuple(c.tensor for c in each if c.lent_to_step and not c.form.wide and c.tensor is not None)
+            for each in found
+        ]
 
 
-def wrote(params: Iterable[Tensor]) -> None:
+def _copies_of_each(params: Sequence[Tensor]) -> list[list[Copy]]:
+    return [copies_of(p) if known else [] for p, known in zip(params, memory.are_copied(params), strict=True)]
+
+
+def wrote(params: Sequence[Tensor]) -> None:
     """All that `writable_copies` gave for these parameters was just rewritten from the parameters' new values.
 
-    What else shares their memory (a tied weight's copy that could not be written, slices of a flat buffer) is out of
-    date.
+    Those held as float32 are rewritten here. What else shares their memory (a tied weight's copy that could not be
+    written, slices of a flat buffer) is out of date.
     """
-    with lock, torch.inference_mode(False):
-        found = [copy for param in params for copy in copies_of(param)]
-        proven = {each: each.close_step() for each in {copy.memory for copy in found}}
-        written = [copy for copy in found if copy.lent_to_step]
+    with lock, torch.inference_mode(False), torch.no_grad():
+        found = [(c, param) for param, each in zip(params, _copies_of_each(params), strict=True) for c in each]
+        proven = {each: each.close_step() for each in {copy.memory for copy, _ in found}}
+        written = [copy for copy, _ in found if copy.lent_to_step]
+        cast([(c, param) for c, param in found if c.lent_to_step and c.form.wide and proven[c.memory]])
         for copy in written:
             copy.lent_to_step = False
             if proven[copy.memory]:

@@ -209,7 +209,7 @@ def refresh(
     states = [copy.prepare(weight) for copy, weight in stale]
     written = [copy for copy, _ in stale]
     gpu.follow(written)
-    _cast([(copy.form, copy.tensor, weight.tensor) for copy, weight in stale if copy.tensor is not None], tables)
+    cast([(copy, weight.tensor) for copy, weight in stale], tables)
     gpu.cast_done(written)
     for copy, (mark, doubt, sampled) in zip(written, states, strict=True):
         copy.note_cast(mark, None if copy.trial or copy.memory in doubtful else doubt, sampled)
@@ -218,8 +218,12 @@ def refresh(
     return set(written)
 
 
+def cast(stale: Sequence[tuple[Copy, Tensor]], tables: dict[Any, Any] | None = None) -> None:
+    """Write weights into the buffers of their copies."""
+    _cast([(copy.form, copy.tensor, weight) for copy, weight in stale if copy.tensor is not None], tables)
+
+
 def _cast(written: Sequence[tuple[Form, Tensor, Tensor]], tables: dict[Any, Any] | None = None) -> None:
-    """Write weights into buffers of copies, each in its form."""
     wide = [each for each in written if each[0].wide]
     round_many_([copy for _, copy, _ in wide], [weight for *_, weight in wide], [form.dtype for form, *_ in wide])
     narrow = [each for each in written if not each[0].wide]

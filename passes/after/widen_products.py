@@ -90,7 +90,8 @@ class WidenProducts:
         """An operand in float32: a weight's copy as it is held, if it is held so."""
         if not self._emulated(operand):
             return operand
-        path, base = [], operand
+        path: list[Node] = []
+        base = operand
         while has(base.target, REARRANGES):
             path.insert(0, base)
             base = base.args[0]

@@ -14,8 +14,9 @@ from torch.fx import GraphModule, Node, map_arg
 from torch.utils.flop_counter import flop_registry
 
 from ampcompile.dtypes import short_name
+from ampcompile.kernels import packed_linear
 from ampcompile.passes.graph import Decision, device_type_of, to_dtype
-from ampcompile.torch_private import pytree, tracing
+from ampcompile.torch_private import processor, pytree, tracing
 from ampcompile.torch_private.types import OpOverload, TorchDispatchMode
 
 from .op_traits import is_elementwise
@@ -53,6 +54,8 @@ class Estimate:
     """Its products in the low type."""
     casts: float
     """Its casts, besides those of weights whose copies are kept. What a fused kernel casts in passing is free."""
+    emulated: bool = False
+    """Whether the device has no units for the low type, so that its products run in float32 (`products="auto"`)."""
 
     @property
     def gain(self) -> float:
@@ -67,18 +70,28 @@ class Estimate:
         low, count = short_name(self.low), f"{self.products} product{'s' * (self.products != 1)}"
         wide, narrow, casts = (f"{1e6 * seconds:.0f} us" for seconds in (self.wide, self.narrow, self.casts))
         verdict = "pays" if self.pays else "won't help here"
-        times = f"{count} on this {self.device}: {wide} in f32, {narrow} in {low} and {casts} for casts"
+        how = f", which has no units for {low} and multiplies in f32" if self.emulated else ""
+        times = f"{count} on this {self.device}{how}: {wide} in f32, {narrow} in {low} and {casts} for casts"
         return f"{low} {verdict} (estimated, forward): {times}"
+
+
+def is_emulated(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether a device has no units for a 16-bit type."""
+    return device_type == "cpu" and dtype in LOW and not processor.multiplies(dtype)
 
 
 @cache
 def speed(device_type: str, dtype: torch.dtype) -> Speed:
-    """Measured once in a process, in some 10 ms; on a CPU without units for the type in a few hundred."""
+    """Measured once in a process, in some 10 ms. A type that the CPU emulates is multiplied as `WidenProducts` does."""
+    emulated = is_emulated(device_type, dtype)
     seconds = []
     for width, rounds in ((_SMALL, 30), (_LARGE, 5)):
         with tracing.on_real_tensors():
-            matrix = torch.ones(width, width, device=device_type, dtype=dtype)
-            seconds.append(_median(device_type, partial(torch.mm, matrix, matrix), rounds))
+            matrix = torch.ones(width, width, device=device_type, dtype=torch.float32 if emulated else dtype)
+            multiply = partial(torch.mm, matrix, matrix)
+            if emulated and width == _LARGE and packed_linear.available(torch.float32):
+                multiply = partial(packed_linear.packed_linear, matrix, matrix, matrix, None)
+            seconds.append(_median(device_type, multiply, rounds))
     start, whole = seconds
     return Speed(start, 2 * _LARGE**3 / max(whole - start, 1e-9))
 
@@ -141,7 +154,7 @@ def estimate(gm: GraphModule, kept: Set[Node]) -> Estimate | None:
                 wide += _seconds(device, torch.float32, counted.flops, numbers)
                 narrow += _seconds(device, low, counted.flops, numbers)
     moved = sum(6 * (elements_hint(decided[n].result) or 0) for n, _ in casts)
-    return Estimate(device, low, products, wide, narrow, moved / bandwidth(device))
+    return Estimate(device, low, products, wide, narrow, moved / bandwidth(device), is_emulated(device, low))
 
 
 def _is_here(device_type: str) -> bool:

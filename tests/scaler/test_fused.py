@@ -97,7 +97,8 @@ class Copies:
 
     def __init__(self, monkeypatch, copies):
         self.copies, self.fresh = copies, []
-        monkeypatch.setattr(scaler_fused, "writable_copies", lambda param: tuple(copies.get(param, ())))
+        found = lambda params: [tuple(copies.get(param, ())) for param in params]  # noqa: E731
+        monkeypatch.setattr(scaler_fused, "writable_copies", found)
         monkeypatch.setattr(scaler_fused, "wrote", lambda params: self.fresh.extend(params))
 
     def check(self):

@@ -329,7 +329,7 @@ def test_a_fused_step_that_writes_the_copies() -> None:
     def fused_step() -> int:
         written = 0
         for param in params:
-            found = writable_copies(param)
+            found = writable_copies([param])[0]
             new = torch.randn_like(param)
             for tensor in (param.detach(), *found):
                 torch.from_dlpack(tensor).copy_(new)  # raises no version

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ampcompile.weights import memory
-from ampcompile.weights.copies import Weight, copy_of, refresh
+from ampcompile.weights.copies import Form, Weight, copy_of, refresh
 from ampcompile.weights.copy_set import CopySet
 
 BF16 = torch.bfloat16
@@ -16,7 +16,7 @@ BF16 = torch.bfloat16
 def made(weights: list[Tensor]) -> CopySet:
     """A set of fresh copies, as a binding makes it."""
     now = memory.write_epoch()
-    members = [copy_of(weight, BF16) for weight in weights]
+    members = [copy_of(weight, Form(BF16)) for weight in weights]
     for copy, weight in zip(members, weights, strict=True):
         copy.memory.admit(weight)
     for copy in members:

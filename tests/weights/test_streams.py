@@ -132,8 +132,7 @@ def test_a_step_that_may_be_skipped_follows_the_cast(streams: Streams) -> None:
     unsampled(model.params[0])
     model.call(1)
     with streams.use(2):
-        for param in model.params:
-            assert writable_copies(param)
+        assert all(writable_copies(model.params))
         wrote(model.params)  # the device decided to write nothing
     found = model.call(3)
     streams.finish(3, 2, 1)
@@ -248,7 +247,7 @@ def test_copies_that_a_captured_step_writes_stay_where_they_are(streams: Streams
     model.call(1)
     streams.finish()
     with streams.capture(), streams.use(7):
-        places = [copy.data_ptr() for param in model.params for copy in writable_copies(param)]
+        places = [copy.data_ptr() for found in writable_copies(model.params) for copy in found]
         wrote(model.params)
     assert len(places) == 2
     x = torch.randn(8, dtype=torch.bfloat16, requires_grad=True)
