@@ -13,7 +13,9 @@ DTYPES = [
 SHAPES = [((1,), 67, 65), ((3, 5), 64, 80), ((64,), 100, 136), ((2, 1, 3), 73, 97), ((130,), 64, 256)]
 
 
-def operands(dtype: torch.dtype, batch: tuple[int, ...], inner: int, outer: int, bias: bool) -> tuple[torch.Tensor, ...]:
+def operands(
+    dtype: torch.dtype, batch: tuple[int, ...], inner: int, outer: int, bias: bool
+) -> tuple[torch.Tensor, ...]:
     """Numbers of 8 bits in either type."""
     x = torch.randn(*batch, inner).bfloat16().to(dtype)
     weight = torch.randn(outer, inner).bfloat16().float()
@@ -41,5 +43,7 @@ def test_against_float64(dtype: torch.dtype) -> None:
     for form in (copy, pack(copy), copy.t().contiguous().t()):
         ours = packed_linear(x, weight, form, b)
         assert ours.dtype == dtype and ours.shape == exact.shape
-        assert (ours.double() - exact).norm() <= (rounded.double() - exact).norm() * (1.0001 if dtype.itemsize == 2 else 2)
+        assert (ours.double() - exact).norm() <= (rounded.double() - exact).norm() * (
+            1.0001 if dtype.itemsize == 2 else 2
+        )
         assert (ours.double() - exact).norm() < 0.01 * exact.norm()
