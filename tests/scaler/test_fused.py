@@ -173,9 +173,8 @@ def test_flags_and_norms_of_several_devices_are_one():
 @pytest.mark.parametrize("max_norm", [None, 2.5, 9.0])
 def test_gradients_on_several_devices_are_unscaled_and_clipped_by_their_norm_together(max_norm):
     devices = torch.device("cpu"), torch.device("cpu", 0)  # one device under two names
-    work = {
-        device: SgdTensors([], grads=[torch.tensor([8 * n])]) for device, n in zip(devices, (3.0, 4.0), strict=True)
-    }
+    grads = {device: torch.tensor([8 * n]) for device, n in zip(devices, (3.0, 4.0), strict=True)}
+    work = {device: SgdTensors([], grads=[grad]) for device, grad in grads.items()}
     step = FusedStep(None, work, {device: {} for device in devices})
     found_infs, factors, norm = step.check(torch.tensor(4.0), {devices[1]: torch.tensor(0.5)}, max_norm)
     whole = math.hypot(6, 4)  # of 24 / 4 and 32 / 4 * 0.5
