@@ -81,7 +81,7 @@ def before(options: Options, is_weight: IsWeight, is_registered: IsWeight) -> tu
         if options.lower == "inductor" and not gradients:
             held = {each: torch.float32 if each in emulated else each for each in LOW}
             packed = frozenset(each for each in LOW if packed_linear.available(held[each]))
-            passes += (PackLinears(packed),)  # needs hoisted weights
+            passes += (PackLinears(packed),) if packed else ()  # needs hoisted weights
     return (*passes, ShareCasts(gradients))  # last: a weight's copy is packed for one reader
 
 

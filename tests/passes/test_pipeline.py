@@ -9,13 +9,13 @@ from ampcompile.passes.graph import Regions
 from ampcompile.passes.pipeline import after, fusion, pipeline, replay
 
 BASE = ["assign_precision", "insert_casts", "split_casts_over_cat", "fold_casts", "move_casts"]
-PACKED = ["pack_linears"] if packed_linear.available(torch.bfloat16) else []
+PACKED = ["pack_linears"] if any(map(packed_linear.available, (torch.bfloat16, torch.float32))) else []
 AFTER = [
     "bind_weights",
     "merge_copies",
     "drop_casts",
-    "share_casts",
     "widen_weight_gradients",
+    "share_casts",
     "add_embedding_gradients",
     "recompute_casts",
     "save_old_values",
@@ -53,12 +53,14 @@ def test_fused_kernels_are_looked_for_on_a_gpu_or_by_name() -> None:
 def test_after_differentiation_only_gradients_change_their_digits() -> None:
     assert [each.name for each in after()] == AFTER
     assert [each.name for each in after() if not each.exact] == ["widen_weight_gradients", "add_embedding_gradients"]
+    emulating = [each.name for each in after(frozenset({torch.float16}))]
+    assert emulating == [*AFTER[:4], "widen_products", *AFTER[4:]]
     assert [each.name for each in replay() if each.exact] == ["enable_second_backward", "bind_weights_eagerly"]
 
 
 def test_a_pass_bears_the_name_of_its_file() -> None:
     passes = pipeline(Options(placement="bytes"), Regions({}), lambda index, node: True)
-    for each in (*passes, *fusion(Options(), "cuda"), *after(), *replay()):
+    for each in (*passes, *fusion(Options(), "cuda"), *after(frozenset({torch.float16})), *replay()):
         assert type(each).__module__.endswith(f".{each.name}")
 
 
