@@ -37,10 +37,14 @@ _LIBRARY.define(
 ATTENTION_BACKWARD = torch.ops.ampcompile.attention_backward.default
 
 
-@functools.cache
 def available() -> bool:
     """Whether this processor has a kernel of ours: AVX512-BF16, and no AMX, with which torch's wasn't measured."""
-    library = native.library() if processor.multiplies(torch.bfloat16) else None
+    return processor.multiplies(torch.bfloat16) and _is_built()
+
+
+@functools.cache
+def _is_built() -> bool:
+    library = native.library()
     return library is not None and bool(library.attention_available())
 
 

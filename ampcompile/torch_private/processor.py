@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from functools import cache
 
 import torch
 
@@ -11,11 +12,12 @@ _NO_BFLOAT16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "A
 """The values of `ONEDNN_MAX_CPU_ISA` with which oneDNN leaves units for bfloat16 unused."""
 
 
+@cache
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether the CPU has units for products of a 16-bit floating type and may use them; if not, it emulates them.
 
     `ONEDNN_MAX_CPU_ISA` and `ATEN_CPU_CAPABILITY` make a CPU one that lacks them. On other processors than x86-64 only
-    what torch says of bfloat16 counts, and float16 is taken to be there.
+    what torch says of bfloat16 counts, and float16 is taken to be there. Asked once in a process.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return dtype == torch.float16 or _onednn_takes(dtype)

@@ -15,6 +15,7 @@ from benchmarks.models import GPT, GPTConfig
 from tests.compiling import HALF, LOW, error
 from tests.devices import DEVICES, waiting_for_nothing
 
+pytestmark = pytest.mark.units
 TINY = GPTConfig(layers=1, width=64, heads=2, vocab=128, context=32)
 # What reduce-overhead adds to the default mode is CUDA graphs.
 PLACES = pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from ampcompile.records import logs
 from ampcompile.torch_private import processor
 from tests.compiling import error, gradients
 
+pytestmark = pytest.mark.units
 LOW, HALF = torch.bfloat16, torch.float16
 TYPES = pytest.mark.parametrize("dtype", [LOW, HALF])
 

@@ -5,6 +5,7 @@ import torch
 
 from ampcompile.torch_private import processor
 
+pytestmark = pytest.mark.units
 LOW, HALF = torch.bfloat16, torch.float16
 CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
@@ -23,10 +24,12 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
         monkeypatch.setattr(processor, "_onednn_takes", lambda dtype: dtype in takes)
 
-    return answer
+    yield answer
+    processor.multiplies.cache_clear()
 
 
 def units() -> list[torch.dtype]:
+    processor.multiplies.cache_clear()
     return [dtype for dtype in (LOW, HALF) if processor.multiplies(dtype)]
 
 

@@ -20,8 +20,7 @@ lowered = pytest.mark.parametrize("lower", LOWERS)
 
 
 def amp(f: Any, lower: str, **options: Any) -> Any:
-    """Products are torch's, whatever units this CPU has: copies take 2 bytes a number, and bits can be compared."""
-    return torch.compile(f, backend="amp", options={"lower": lower, "products": "torch", **options})
+    return torch.compile(f, backend="amp", options={"lower": lower, **options})
 
 
 def casts() -> int:
