@@ -45,6 +45,7 @@ def convolution_gradients(x: Tensor, w: Tensor) -> Any:
 FIRES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "mm": (torch.mm, [(5, 7), (7, 3)]),
     "mm of views": (lambda a, b: a.t() @ b[1:].t(), [(7, 5), (4, 7)]),
+    "addmm of one number": (lambda c, a, b: torch.addmm(c, a, b), [(1,), (64, 256), (256, 256)]),
     "addmm": (lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=2), [(3,), (5, 7), (7, 3)]),
     "bmm": (torch.bmm, [(2, 5, 7), (2, 7, 3)]),
     "baddbmm": (torch.baddbmm, [(2, 5, 3), (2, 5, 7), (2, 7, 3)]),
