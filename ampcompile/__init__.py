@@ -11,6 +11,7 @@ from .explaining.explain import explain
 from .precision import keep_fp32, precision
 
 if TYPE_CHECKING:
+    from .compiler.export import export
     from .policy import Policy
     from .rules import register_op
     from .scaler import GradScaler
@@ -21,6 +22,7 @@ __all__ = [
     "Policy",
     "audit",
     "explain",
+    "export",
     "invalidate",
     "keep_fp32",
     "precision",
@@ -32,6 +34,7 @@ __all__ = [
 # can't be, since the import of the module would bind its name to it.
 _LATER = {
     "GradScaler": "scaler",
+    "export": "compiler.export",
     "Policy": "policy",
     "invalidate": "weights",
     "register_op": "rules",

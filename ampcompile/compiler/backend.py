@@ -77,9 +77,7 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(autocast.autocast_states())
     is_weight = _weight_test(example_inputs)
-    if options.policy.where_it_pays and _alone() and not _pays(graph, options, regions, is_weight):
-        modules = (*options.policy.modules, ("*", "fp32"))
-        options = replace(options, policy=replace(options.policy, modules=modules))
+    options = where_it_pays(graph, options, regions, is_weight)
     logged = logs.watcher(example_inputs)
     watch = logs.both(watch, None if logged is None else logged.watch)
     history = [
@@ -93,6 +91,16 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     if logged is not None:
         logs.say(logged.record(gm, graph, history))
     return Rewritten(gm, graph, options, tuple(history))
+
+
+def where_it_pays(
+    graph: GraphModule, options: Options, regions: Regions, is_weight: Callable[[int, Node], bool]
+) -> Options:
+    """The options for a captured graph: all float32 if the user wants low precision where it pays, and it doesn't."""
+    if not options.policy.where_it_pays or not _alone() or _pays(graph, options, regions, is_weight):
+        return options
+    modules = (*options.policy.modules, ("*", "fp32"))
+    return replace(options, policy=replace(options.policy, modules=modules))
 
 
 def _alone() -> bool:
