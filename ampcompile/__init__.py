@@ -7,6 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 from . import moved
 from .auditing.audit import audit
+from .errors import (
+    AmpError,
+    AmpWarning,
+    AuditError,
+    BannedOpError,
+    ClipError,
+    CommandLineError,
+    DoubleBackwardError,
+    ExportError,
+    OptionError,
+    PassError,
+    PolicyError,
+    PrecisionError,
+    RuleError,
+    ScalerError,
+    StaleWeightError,
+    WeightError,
+)
 from .explaining.explain import explain
 from .precision import keep_fp32, precision
 
@@ -18,8 +36,24 @@ if TYPE_CHECKING:
     from .weights import invalidate, weight_stats
 
 __all__ = [
+    "AmpError",
+    "AmpWarning",
+    "AuditError",
+    "BannedOpError",
+    "ClipError",
+    "CommandLineError",
+    "DoubleBackwardError",
+    "ExportError",
     "GradScaler",
+    "OptionError",
+    "PassError",
     "Policy",
+    "PolicyError",
+    "PrecisionError",
+    "RuleError",
+    "ScalerError",
+    "StaleWeightError",
+    "WeightError",
     "audit",
     "explain",
     "export",
@@ -40,6 +74,8 @@ _LATER = {
     "register_op": "rules",
     "weight_stats": "weights",
 }
+
+__version__ = "0.1.0"
 
 moved.install()
 

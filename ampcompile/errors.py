@@ -45,6 +45,10 @@ class StaleWeightError(AmpError, RuntimeError):
     """A weight was written unseen while a backward waited for its old value, and a call used the old value too."""
 
 
+class WeightError(AmpError, TypeError):
+    """`invalidate` was given what holds no weights."""
+
+
 class DoubleBackwardError(AmpError, RuntimeError):
     """A gradient of a gradient was asked of a compiled graph that can't give one."""
 

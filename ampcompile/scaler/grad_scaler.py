@@ -1,6 +1,7 @@
 """`GradScaler`: torch's, with a step of a few fused kernels that never waits for the host."""
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: float = _min_scale,
         max_scale: float = _max_scale,
     ) -> None:
+        if enabled:
+            _check(device, init_scale)
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if not 0 <= min_scale <= max_scale:
             raise ScalerError(
@@ -226,3 +229,14 @@ class GradScaler(torch.amp.GradScaler):
         if self._latest is None:
             raise ScalerError("found no step so far, expected one: ask after scaler.step(optimizer)")
         return self._latest.skipped()
+
+
+def _check(device: str, init_scale: float) -> None:
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ScalerError(
+            f"found device {device!r}; expected a type of devices that torch knows, such as 'cuda' or 'cpu'"
+        ) from error
+    if not 0 < init_scale < math.inf:
+        raise ScalerError(f"found init_scale={init_scale!r}; expected a number above 0, such as 2.0**16")

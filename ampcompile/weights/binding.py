@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampcompile.errors import WeightError
 from ampcompile.torch_private import storages
 
 from . import gpu, memory, writers
@@ -147,7 +148,7 @@ def invalidate(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) -> 
     """Have the next call cast these weights again: for writes that PyTorch can't know of (see docs/weights.md).
 
     With a graph that reads one of them, all tensors that it keeps copies of are cast again: its buffers, and what it
-    reads from attributes, closures and globals.
+    reads from attributes, closures and globals. Raises WeightError for what holds no tensors.
     """
     with lock:
         named = {memory.copied_memory_at(tensor) for tensor in _tensors(model_or_params)} - {None}
@@ -207,4 +208,11 @@ def _tensors(found: torch.nn.Module | Tensor | Iterable[Tensor]) -> Iterable[Ten
     if isinstance(found, torch.nn.Module):
         attributes = [value for module in found.modules() for value in vars(module).values()]
         return [*found.parameters(), *found.buffers(), *(value for value in attributes if isinstance(value, Tensor))]
-    return [found] if isinstance(found, Tensor) else found
+    tensors = [found] if isinstance(found, Tensor) else list(found) if isinstance(found, Iterable) else [found]
+    for each in tensors:
+        if not isinstance(each, Tensor):
+            raise WeightError(
+                f"invalidate found {each!r:.80}; expected a module, a tensor, or several tensors such as "
+                "model.parameters()."
+            )
+    return tensors

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from operator import is_
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from ampcompile.errors import WeightError
 from ampcompile.weights.binding import bind, hoistable, invalidate, weight_stats, writable_copies, wrote
 from tests.weights.writers import unsampled
 
@@ -477,3 +479,9 @@ def test_a_call_costs_no_more_than_it_may() -> None:
         binding.copies(params)
         times.append(time.perf_counter() - start)
     assert sorted(times)[20] < 105e-6, "30 us and 0.5 us a weight"
+
+
+@pytest.mark.parametrize("nonsense", [3, "weights", [torch.ones(1), None], {"weight": torch.ones(1)}])
+def test_what_holds_no_weights_is_refused(nonsense: Any) -> None:
+    with pytest.raises(WeightError, match="expected a module, a tensor, or several tensors"):
+        invalidate(nonsense)
