@@ -23,7 +23,7 @@ from .errors import (
     RuleError,
     ScalerError,
     StaleWeightError,
-    WeightError,
+    WeightsError,
 )
 from .explaining.explain import explain
 from .precision import keep_fp32, precision
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .policy import Policy
     from .rules import register_op
     from .scaler import GradScaler
-    from .weights import invalidate, weight_stats
+    from .weights import free_copies, invalidate, weight_stats
 
 __all__ = [
     "AmpError",
@@ -53,10 +53,11 @@ __all__ = [
     "RuleError",
     "ScalerError",
     "StaleWeightError",
-    "WeightError",
+    "WeightsError",
     "audit",
     "explain",
     "export",
+    "free_copies",
     "invalidate",
     "keep_fp32",
     "precision",
@@ -70,6 +71,7 @@ _LATER = {
     "GradScaler": "scaler",
     "export": "compiler.export",
     "Policy": "policy",
+    "free_copies": "weights",
     "invalidate": "weights",
     "register_op": "rules",
     "weight_stats": "weights",

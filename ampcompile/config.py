@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from ampcompile.torch_private import backends
+from ampcompile.torch_private import backends, processor
 
 from .errors import AmpWarning, OptionError
 from .policy import Policy
@@ -22,7 +22,10 @@ _CHOICES = {
     "placement": ("eager", "bytes"),
     "lower": ("inductor", "aot_eager", "eager"),
     "outputs": ("float32", "autocast"),
+    "products": ("auto", "float32", "torch"),
 }
+LOW = (torch.bfloat16, torch.float16)
+"""The types of low precision."""
 FUSE_FAMILIES = ("cross_entropy", "linear", "linear_cross_entropy", "norm")
 """The families of fused kernels."""
 
@@ -45,6 +48,10 @@ class Options:
     lower: str = "inductor"
     outputs: str = "float32"
     """In which type low-precision results leave the outermost compiled callable where no autocast is open around it."""
+    products: str = "auto"
+    """How products of 16-bit numbers run on the CPU: "auto" in float32, on operands that are rounded, where the CPU has
+    no units for the type; "float32" so in any case; "torch" always by torch's own 16-bit kernels. Copies of weights
+    take 4 bytes a number instead of 2 where products run in float32."""
     fuse: str = "auto"
     """Which families of fused kernels are used: "auto" where counted bytes say that it pays, "none", or some of
     `FUSE_FAMILIES`, joined by "+", wherever they match and on every device."""
@@ -69,6 +76,12 @@ class Options:
             else:
                 inductor[_inductor_key(key, ours)] = value
         return cls(**values, inductor=tuple(inductor.items()))
+
+    def emulated(self) -> frozenset[torch.dtype]:
+        """The 16-bit types whose products run in float32 on the CPU."""
+        if self.products == "torch" or self.lower == "eager":
+            return frozenset()
+        return frozenset(each for each in LOW if self.products == "float32" or not processor.multiplies(each))
 
 
 def _of_mode(mode: str | None) -> dict[str, Any]:

@@ -45,8 +45,8 @@ class StaleWeightError(AmpError, RuntimeError):
     """A weight was written unseen while a backward waited for its old value, and a call used the old value too."""
 
 
-class WeightError(AmpError, TypeError):
-    """`invalidate` was given what holds no weights."""
+class WeightsError(AmpError, TypeError):
+    """`ampcompile.free_copies` or `ampcompile.invalidate` was given what is neither a module nor tensors."""
 
 
 class DoubleBackwardError(AmpError, RuntimeError):

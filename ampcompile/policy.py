@@ -15,10 +15,19 @@ from ampcompile.torch_private.types import OpOverload
 
 from .errors import PolicyError
 from .rules import table as rules
+from .rules.group import Category
 
 OP_VALUES = ("low", "fp32", "promote", "fp32_inside", "as_arrives", "default")
 MODULE_VALUES = ("low", "bf16", "fp16", "fp32", "default")
-_CATEGORIES = {"low": "lower_precision_fp", "bf16": "lower_precision_fp", "fp16": "lower_precision_fp"}
+_CATEGORIES: dict[str, Category] = {
+    "low": "lower_precision_fp",
+    "bf16": "lower_precision_fp",
+    "fp16": "lower_precision_fp",
+    "fp32": "fp32",
+    "promote": "promote",
+    "fp32_inside": "fp32_inside",
+    "as_arrives": "as_arrives",
+}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PAYS = "where it pays"
 
@@ -115,7 +124,7 @@ def _last_match(overrides: Overrides, names: list[str]) -> tuple[str, str]:
 
 def _rule(op: OpOverload, value: str, because: str) -> Rule:
     statistics = tuple(a.name for a in arguments_of(op) if a.name in STATISTICS)
-    category = _CATEGORIES.get(value, value)
+    category = _CATEGORIES[value]
     if statistics and category == "lower_precision_fp":
         return Rule("as_arrives", f"{because}, except that running statistics stay as they are")
     return Rule(category, because, dtype=_DTYPES.get(value), keeps=statistics)

@@ -1,13 +1,12 @@
 """Adam and AdamW over all parameters at once, with unscaling, clipping, skipping and the weights' copies folded in."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import native
+from .step import StepTensors, step_
 
 
 @dataclass(frozen=True)
@@ -24,26 +23,17 @@ class AdamGroup:
 
 
 @dataclass
-class AdamTensors:
-    """Lists with one entry per parameter, all tensors on one device; entries of a parameter share its strides.
+class AdamTensors(StepTensors):
+    """What a step of Adam works on. State is float32, in the layout of `torch.optim.Adam`."""
 
-    State is float32, in the layout of `torch.optim.Adam`.
-    """
-
-    groups: Sequence[AdamGroup]
-    params: list[Tensor] = field(default_factory=list)
-    """float32"""
-    grads: list[Tensor] = field(default_factory=list)
-    """float32, float16 or bfloat16"""
+    STATES = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps")
+    OPTIONAL = "max_exp_avg_sqs"
     exp_avgs: list[Tensor] = field(default_factory=list)
     exp_avg_sqs: list[Tensor] = field(default_factory=list)
     max_exp_avg_sqs: list[Tensor | None] = field(default_factory=list)
     """None where a group has no amsgrad"""
     steps: list[Tensor] = field(default_factory=list)
     """0-dim"""
-    copies: list[Tensor | None] = field(default_factory=list)
-    """float16 or bfloat16, written with the new weight; None where there is none"""
-    group_of: list[int] = field(default_factory=list)
 
 
 def adam_(
@@ -58,17 +48,7 @@ def adam_(
     Both are one float32 element on the tensors' device, or None. `workspace` keeps a GPU's buffers between calls.
     Moves 28 bytes a parameter with float32 gradients, 8 more for amsgrad, 2 more for a copy.
     """
-    t = tensors
-    rows = (t.grads, t.params, t.exp_avgs, t.exp_avg_sqs, t.max_exp_avg_sqs, t.steps, t.copies)
-    settings = native.group_values(t.groups)
-    if t.params[0].is_cuda:
-        from .triton import adam as gpu
-
-        lrs = [group.lr for group in t.groups]
-        workspace = {} if workspace is None else workspace
-        gpu.adam_(rows, t.group_of, settings, lrs, multiplier, found_inf, workspace)
-    else:
-        native.step("adam", rows, t.group_of, settings, multiplier, found_inf)
+    step_("adam", tensors, multiplier, found_inf, workspace)
 
 
 def adam_reference_(tensors: AdamTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:

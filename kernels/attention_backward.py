@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ampcompile.torch_private import processor
+
 from . import native
 
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -38,7 +40,7 @@ ATTENTION_BACKWARD = torch.ops.ampcompile.attention_backward.default
 @functools.cache
 def available() -> bool:
     """Whether this processor has a kernel of ours: AVX512-BF16, and no AMX, with which torch's wasn't measured."""
-    library = native.library()
+    library = native.library() if processor.multiplies(torch.bfloat16) else None
     return library is not None and bool(library.attention_available())
 
 

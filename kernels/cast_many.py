@@ -1,6 +1,7 @@
 """Many tensors cast at once, each into a tensor that exists already."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,16 +9,17 @@ from torch import Tensor
 from ampcompile.torch_private import foreach
 
 
-def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], tables: dict[Any, Any] | None = None) -> None:
     """Write each weight, rounded to nearest, into its copy, and raise the copies' versions; no host sync.
 
     `weights`: dense, of any floating dtype; `copies`: of the same shapes, strides and devices, float16 or bfloat16
     on a GPU. float64 is rounded to float32 first, as torch does. Reads a weight and writes a copy per element:
-    6 bytes from float32. One launch per device and pair of dtypes, outside of CUDA graph captures.
+    6 bytes from float32. One launch per device and pair of dtypes, outside of CUDA graph captures. `tables` keeps what
+    says where they lie, which costs more than the launch, for later calls with tensors in the same places.
     """
     for device in dict.fromkeys(copy.device for copy in copies):
         there = [i for i, copy in enumerate(copies) if copy.device == device]
-        _cast_on(device, [copies[i] for i in there], [weights[i] for i in there])
+        _cast_on(device, [copies[i] for i in there], [weights[i] for i in there], tables)
 
 
 def cast_many_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
@@ -25,12 +27,14 @@ def cast_many_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor]) ->
     foreach.copy_(list(copies), list(weights))
 
 
-def _cast_on(device: torch.device, copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+def _cast_on(
+    device: torch.device, copies: Sequence[Tensor], weights: Sequence[Tensor], tables: dict[Any, Any] | None
+) -> None:
     # A capture keeps addresses as arguments of its launches, but not the memory of a table of addresses.
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         from .triton import cast_many as gpu
 
-        gpu.cast_many_(copies, weights)
+        gpu.cast_many_(copies, weights, {} if tables is None else tables)
         torch.autograd.graph.increment_version(list(copies))
     else:
         cast_many_reference_(copies, weights)

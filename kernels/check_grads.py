@@ -26,18 +26,21 @@ def check_grads(
     multiplier: Tensor | None = None,
     max_norm: float | None = None,
     workspace: dict[str, Any] | None = None,
+    same: object = None,
 ) -> Checked:
     """Check gradients and take their norm in one pass that changes none of them; no host sync.
 
     `grads`: dense float32, float16 or bfloat16 on one device, at least one. They count as multiplied by
     `multiplier` and divided by `scale` (0-dim float32, each one if None). `max_norm` clips as
     `torch.nn.utils.clip_grad_norm_` does, in float32 whatever the gradients' type. `workspace` keeps a GPU's
-    buffers between calls. Reads the size of a gradient per element, writes nothing.
+    buffers between calls; `same`: the same object as in an earlier call with it, if all gradients are as they were,
+    addresses and types included. Reads the size of a gradient per element, writes nothing.
     """
     if grads[0].is_cuda:
         from .triton import check_grads as gpu
 
-        return Checked(*gpu.check_grads(grads, scale, multiplier, max_norm, {} if workspace is None else workspace))
+        workspace = {} if workspace is None else workspace
+        return Checked(*gpu.check_grads(grads, scale, multiplier, max_norm, workspace, same))
     result = torch.empty(3)
     native.call(
         "check_grads",

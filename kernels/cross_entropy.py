@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .usable import on_device_of
+
 
 class Kind(NamedTuple):
     """Which cross entropy: the arguments of `torch.nn.functional.cross_entropy` that are no tensors, and `z_loss`."""
@@ -73,7 +75,8 @@ def row_sums(logits: Tensor, weight: Tensor | None, weighted: bool) -> tuple[Ten
     if logits.is_cuda:
         from .triton import cross_entropy as gpu
 
-        return gpu.row_sums(logits, weight, weighted)
+        with on_device_of(logits):
+            return gpu.row_sums(logits, weight, weighted)
     wide = logits.float()
     return torch.stack(_parts(wide)), (wide if weight is None else wide * weight).sum(1) if weighted else None
 

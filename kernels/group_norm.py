@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .norm import copied, differentiated, norm_backward_reference, norm_reference, on_gpu, remember
+from .usable import on_device_of
 
 
 @torch.library.triton_op("ampcompile::group_norm", mutates_args=())
@@ -43,7 +44,8 @@ def group_norm(
 
         added, scale, shift = map(_contiguous, (residual, weight, bias))
         narrow = low if lows else None
-        found = gpu.forward(x.contiguous(), added, scale, shift, groups, eps, silu, inner, wide, narrow)
+        with on_device_of(x):
+            found = gpu.forward(x.contiguous(), added, scale, shift, groups, eps, silu, inner, wide, narrow)
     else:
         found = group_norm_reference(x, residual, weight, bias, groups, eps, silu, inner, wide, low if lows else None)
     results = [each for each in found if each is not None]
@@ -118,9 +120,10 @@ def group_norm_backward(
     from .triton import group_norm_backward as gpu
 
     added, scale, shift = map(_contiguous, (grad_sum, weight, bias))
-    return gpu.backward(
-        grads, added, h.contiguous(), scale, shift, mean, rstd, groups, silu, inner, to_weight, to_bias, second
-    )
+    with on_device_of(h):
+        return gpu.backward(
+            grads, added, h.contiguous(), scale, shift, mean, rstd, groups, silu, inner, to_weight, to_bias, second
+        )
 
 
 def group_norm_backward_reference(

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .usable import on_device_of
+
 ROWS_FEW = 16
 """Rows of x up to which the product is bound by the weight's bytes."""
 ROWS_SHARED = 1024
@@ -31,7 +33,8 @@ def linear_cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     from .triton import linear_cast as gpu
 
     rows = x.reshape(-1, x.shape[-1])
-    return gpu.multiply(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
+    with on_device_of(rows):
+        return gpu.multiply(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def linear_cast_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

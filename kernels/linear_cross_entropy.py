@@ -24,6 +24,7 @@ from .cross_entropy import (
     row_sums,
 )
 from .linear_cast import weight_gradient
+from .usable import on_device_of
 
 PIECE = 2**28
 """Bytes of logits at a time, about: 2048 rows of 50257 classes, enough to keep a GPU busy with one product."""
@@ -135,7 +136,8 @@ def _gradient_(logits: Tensor, lse: Tensor, target: Tensor, weight: Tensor | Non
         return gradient(logits, lse, target, weight, rows)
     from .triton import cross_entropy as gpu
 
-    gpu.gradient_(logits, lse, target, weight, *rows)
+    with on_device_of(logits):
+        gpu.gradient_(logits, lse, target, weight, *rows)
     return logits
 
 

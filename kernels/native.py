@@ -15,7 +15,8 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -101,25 +102,11 @@ def call(name: str, tensors: int, *arrays: torch.Tensor | np.ndarray | None) -> 
     function(tensors, *addresses, torch.get_num_threads())
 
 
-def step(
-    name: str,
-    rows: Sequence[Sequence[Any]],
-    group_of: Sequence[int],
-    settings: np.ndarray,
-    multiplier: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-) -> None:
-    """Call an optimizer's function. `rows`: gradients first, then parameters, copies last; `settings`: its groups'."""
-    grads, params, *_, copies = rows
-    codes = dtype_codes(grads), dtype_codes(copies)
-    groups = np.array(group_of, dtype=np.int64), settings
-    call(name, len(params), sizes(params), addresses(*rows), *codes, *groups, multiplier, found_inf)
-
-
 def group_values(groups: Sequence[Any]) -> np.ndarray:
     """float64 [groups, settings], in the order of a group's fields; learning rates on a GPU are 0 here."""
-    known = [replace(group, lr=0.0) if isinstance(group.lr, torch.Tensor) else group for group in groups]
-    return np.array([astuple(group) for group in known], dtype=np.float64)
+    read = attrgetter(*(each.name for each in fields(groups[0])))
+    rows = [[0.0 if isinstance(value, torch.Tensor) else value for value in read(group)] for group in groups]
+    return np.array(rows, dtype=np.float64)
 
 
 def addresses(*rows: Sequence[torch.Tensor | None]) -> np.ndarray:

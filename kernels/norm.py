@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .usable import on_device_of
+
 
 @torch.library.custom_op("ampcompile::copied", mutates_args=())
 def copied(x: Tensor) -> Tensor:
@@ -52,7 +54,8 @@ def norm(
         rows = x.reshape(-1, width).contiguous()
         added = None if residual is None else residual.reshape(-1, width).contiguous()
         scale, shift = (None if v is None else v.reshape(-1).contiguous() for v in (weight, bias))
-        found = gpu.forward(rows, added, scale, shift, eps, centered, inner, wide, low if lows else None)
+        with on_device_of(rows):
+            found = gpu.forward(rows, added, scale, shift, eps, centered, inner, wide, low if lows else None)
     else:
         found = norm_reference(x, residual, weight, bias, width, eps, centered, inner, wide, low if lows else None)
     *statistics, h, wide_out, low_out = found
@@ -117,7 +120,8 @@ def norm_backward(
     added = None if grad_sum is None else grad_sum.reshape(-1, width).contiguous()
     scale = None if weight is None else weight.reshape(-1).contiguous()
     rows = h.reshape(-1, width).contiguous()
-    found = gpu.backward(grads, added, rows, scale, mean, rstd, inner, to_weight, to_bias, second)
+    with on_device_of(rows):
+        found = gpu.backward(grads, added, rows, scale, mean, rstd, inner, to_weight, to_bias, second)
     own = 1 + (second is not None)
     return [*(t.view(h.shape) for t in found[:own]), *found[own:]]
 

@@ -1,4 +1,4 @@
-"""`F.linear` with a low-precision weight that oneDNN has packed beforehand (CPU).
+"""`F.linear` by oneDNN, with a weight that it may have packed beforehand (CPU).
 
 oneDNN's matrix product reads its second operand in blocks that suit the vector unit. Given a plain weight it makes
 that copy at every call; given a packed one it starts to multiply. The bits of the result are the same. Bytes per
@@ -19,24 +19,22 @@ PACKED_LINEAR = torch.ops.ampcompile.packed_linear.default
 
 
 def available(dtype: torch.dtype) -> bool:
-    """Whether this machine's oneDNN multiplies packed weights of a dtype."""
-    return (
-        dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    """Whether this machine's oneDNN multiplies packed weights of a dtype: float32, or bfloat16."""
+    if dtype == torch.bfloat16:
+        return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
 def pack(copy: Tensor) -> Tensor:
-    """`copy` (out_features, in_features), bfloat16 on the CPU, as an opaque tensor of oneDNN's."""
+    """`copy` (out_features, in_features), bfloat16 or float32 on the CPU, as an opaque tensor of oneDNN's."""
     return torch.ops.mkldnn._reorder_linear_weight(copy.detach(), None)
 
 
 def packed_linear(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight.t() + bias` in the dtype of `x` (..., in_features), bfloat16; the result is (..., out_features).
+    """`x @ weight.t() + bias` (..., out_features) in the dtype of `x` (..., in_features), bfloat16 or float32.
 
-    `packed` holds the bfloat16 copy of `weight`, packed or plain; `weight` itself is not read. No gradient flows: a
-    weight that is trained changes before packing it has paid.
+    `packed` holds the copy of `weight` in that dtype, packed or plain; `weight` itself is not read. No gradient flows:
+    a weight that is trained changes before packing it has paid.
     """
     return PACKED_LINEAR(x, weight, packed, bias)
 

@@ -16,24 +16,31 @@ def recheck_(
     copies: Sequence[Tensor],
     weights: Sequence[Tensor],
     changed: Tensor,
+    mark: int,
     rewrite: bool,
-    workspace: dict[str, Any] | None = None,
+    workspace: dict[int, Any] | None = None,
+    tables: dict[Any, Any] | None = None,
 ) -> None:
-    """Set `changed` to 1 if a sample of a weight isn't what its copy holds; `rewrite` casts such chunks; no host sync.
+    """Raise `changed` to `mark` if a sample of a weight isn't what its copy holds; `rewrite` casts such chunks.
 
     Finds writers that rewrite a tensor, not those that change elements between the samples. Versions don't
-    tell. `changed`: one int32 on the same device, never cleared. NaN equals NaN. `workspace` keeps the tables between
-    calls with the same tensors. Reads 6 bytes of each 384 (of float32), and rewrites nothing as a rule.
+    tell. `changed`: one int32 on the same device, never lowered. NaN equals NaN. No host sync. `workspace` is for calls
+    with these tensors alone, where they are now; `tables` is that of `cast_many_`. Reads 6 bytes of each 384 (of
+    float32), and rewrites nothing as a rule.
     """
     if copies[0].is_cuda:
         from .triton import recheck as gpu
 
-        gpu.recheck_(copies, weights, changed, rewrite, {} if workspace is None else workspace, CHUNK, SAMPLE)
+        workspace = {} if workspace is None else workspace
+        known = {} if tables is None else tables
+        gpu.recheck_(copies, weights, changed, mark, rewrite, workspace, known, CHUNK, SAMPLE)
     else:
-        recheck_reference_(copies, weights, changed, rewrite)
+        recheck_reference_(copies, weights, changed, mark, rewrite)
 
 
-def recheck_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor], changed: Tensor, rewrite: bool) -> None:
+def recheck_reference_(
+    copies: Sequence[Tensor], weights: Sequence[Tensor], changed: Tensor, mark: int, rewrite: bool
+) -> None:
     """The same in plain torch, with a sync for every chunk."""
     for copy, weight in zip(copies, weights, strict=True):
         for low, full in zip(_memory(copy).split(CHUNK), _memory(weight).split(CHUNK), strict=True):
@@ -41,7 +48,7 @@ def recheck_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor], chan
             expected, held = full[places].to(low.dtype), low[places]
             differs = expected.view(torch.int16) != held.view(torch.int16)
             if (differs & ~(expected.isnan() & held.isnan())).any():
-                changed.fill_(1)
+                changed.clamp_(min=mark)
                 if rewrite:
                     low.copy_(full)
 

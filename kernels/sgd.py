@@ -1,13 +1,12 @@
 """SGD over all parameters at once, with unscaling, clipping, skipping and the weights' copies folded in."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import native
+from .step import StepTensors, step_
 
 
 @dataclass(frozen=True)
@@ -23,19 +22,13 @@ class SgdGroup:
 
 
 @dataclass
-class SgdTensors:
-    """Lists with one entry per parameter, all tensors on one device; entries of a parameter share its strides."""
+class SgdTensors(StepTensors):
+    """What a step of SGD works on."""
 
-    groups: Sequence[SgdGroup]
-    params: list[Tensor] = field(default_factory=list)
-    """float32"""
-    grads: list[Tensor] = field(default_factory=list)
-    """float32, float16 or bfloat16"""
+    STATES = ("momentum_buffers",)
+    OPTIONAL = "momentum_buffers"
     momentum_buffers: list[Tensor | None] = field(default_factory=list)
     """float32, zeros before the first step; None where a group has no momentum"""
-    copies: list[Tensor | None] = field(default_factory=list)
-    """float16 or bfloat16, written with the new weight; None where there is none"""
-    group_of: list[int] = field(default_factory=list)
 
 
 def sgd_(
@@ -50,17 +43,7 @@ def sgd_(
     element on the tensors' device, or None. `workspace` keeps a GPU's buffers between calls. Moves 12 bytes a
     parameter with float32 gradients, 8 more for momentum, 2 more for a copy.
     """
-    t = tensors
-    rows = (t.grads, t.params, t.momentum_buffers, t.copies)
-    settings = native.group_values(t.groups)
-    if t.params[0].is_cuda:
-        from .triton import sgd as gpu
-
-        lrs = [group.lr for group in t.groups]
-        workspace = {} if workspace is None else workspace
-        gpu.sgd_(rows, t.group_of, settings, lrs, multiplier, found_inf, workspace)
-    else:
-        native.step("sgd", rows, t.group_of, settings, multiplier, found_inf)
+    step_("sgd", tensors, multiplier, found_inf, workspace)
 
 
 def sgd_reference_(tensors: SgdTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:

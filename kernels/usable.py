@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ampcompile.torch_private import tracing
 
@@ -34,3 +37,8 @@ def usable() -> bool:
 def memory_of(device: torch.device) -> int:
     """Bytes of a GPU's memory, 0 if there is none."""
     return torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else 0
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device: make it that of `x`. Where `x` is only traced, nothing is launched."""
+    return torch.cuda.device(x.device) if type(x) in (Tensor, torch.nn.Parameter) else nullcontext()

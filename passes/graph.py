@@ -1,19 +1,20 @@
-"""What the passes share about graphs: fake values, precision regions, decisions, where a node came from."""
+"""What the passes share about graphs: fake values, regions, decisions, where a node came from; copying and erasing."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Node, map_arg
 
 from ampcompile import dtypes
 from ampcompile.dtypes import FLOATS
@@ -112,7 +113,7 @@ class Regions:
         return tuple(sorted((d, str(s)) for d, s in self._states.items()))
 
 
-def castable(value: Any) -> bool:
+def is_castable(value: Any) -> bool:
     """Whether autocast may cast a value: a dense float32, bfloat16 or float16 tensor, no quantized subclass."""
     if not isinstance(value, torch.Tensor) or value.dtype not in FLOATS:
         return False
@@ -122,7 +123,7 @@ def castable(value: Any) -> bool:
     return not is_traceable_wrapper_subclass(value) or type(value).__name__ in ("DTensor", "NestedTensor")
 
 
-def in_dtype(value: Any, dtype: torch.dtype | None) -> Any:
+def to_dtype(value: Any, dtype: torch.dtype | None) -> Any:
     """A tensor cast to a dtype; what has it already, and what is no tensor, as it is."""
     return value.to(dtype) if dtype is not None and isinstance(value, torch.Tensor) and value.dtype != dtype else value
 
@@ -138,16 +139,21 @@ def placeholders(gm: GraphModule) -> list[Node]:
     return list(gm.graph.find_nodes(op="placeholder"))
 
 
+def is_static(placeholder: Node) -> bool:
+    """Whether Dynamo marked a graph input as staying put: a parameter, a buffer, a tensor that an attribute holds."""
+    return placeholder.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
+
+
 def changes_state(node: Node) -> bool:
-    """Whether a captured node is about no value: grad mode, inference mode, the choice of attention kernels."""
+    """Whether a captured node sets a mode and computes nothing: grad mode, inference mode, which attention kernels."""
     of_op = isinstance(node.target, OpOverload | HigherOrderOperator)
     return node.op == "call_function" and not of_op and node.meta.get("val", node) is None
 
 
-def below_autograd(target: Any) -> bool:
-    """Whether a call is of what Dynamo makes of `tensor.data`, read or assigned: memory shared, unseen by autograd.
+def is_below_autograd(target: Any) -> bool:
+    """Whether a call is Dynamo's form of reading or assigning `tensor.data`: it shares memory behind autograd's back.
 
-    No tracer sees it. AOTAutograd, and a graph that runs as it is, do by it as eager mode does.
+    No tracer sees it either. AOTAutograd, and a graph that runs as it is, treat it as eager mode does.
     """
     return getattr(target, "__name__", "") in _BELOW_AUTOGRAD
 
@@ -179,6 +185,25 @@ def graphs(gm: GraphModule) -> Iterator[GraphModule]:
             pending += reversed([body for _, body in bodies(graph)])
 
 
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """A graph once more, which later changes of `gm` leave alone; constants and bodies are the same objects."""
+    return GraphModule(gm, copy.deepcopy(gm.graph))
+
+
+def call_on_values(node: Node) -> Any:
+    """What a call gives on its operands' fake values."""
+    target: Any = node.target
+    args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    return target(*args, **kwargs)
+
+
+def erase_unread(nodes: Sequence[Node]) -> None:
+    """Erase those that have no user left, the last one first. They must be free of effects."""
+    for node in reversed(nodes):
+        if not node.users:
+            node.graph.erase_node(node)
+
+
 def module_path(node: Node) -> str:
     """The path of the innermost module a node was called in, as `named_modules` spells it."""
     return _path_of(node.meta.get("nn_module_stack"))
@@ -193,7 +218,7 @@ _names: ContextVar[Mapping[str, str]] = ContextVar("names", default=MappingProxy
 
 
 @contextlib.contextmanager
-def modules_named(names: Mapping[str, str]) -> Iterator[None]:
+def name_modules(names: Mapping[str, str]) -> Iterator[None]:
     """Meanwhile `module_path` knows these modules: the `id` of a module, as a string, to its path."""
     token = _names.set(names)
     try:
@@ -212,11 +237,11 @@ def _path_of(stack: Mapping[str, tuple[str, Any]] | None) -> str:
     names, spelled = _names.get(), [path for path, _ in stack.values()]
     for key, path in reversed(list(zip(stack, spelled, strict=True))):
         if (named := names.get(key.partition("@")[0])) is not None:  # `@` counts the calls of a module
-            return f"{named}.{_dotted(spelled[-1].removeprefix(path))}".strip(".")
-    return _dotted(re.sub(r"^[LG]\['[^']+'\]", "", spelled[-1]))
+            return f"{named}.{_to_dotted(spelled[-1].removeprefix(path))}".strip(".")
+    return _to_dotted(re.sub(r"^[LG]\['[^']+'\]", "", spelled[-1]))
 
 
-def _dotted(path: str) -> str:
+def _to_dotted(path: str) -> str:
     path = re.sub(
         r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]",
         lambda m: "." + next(filter(None, m.groups())),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
-from ampcompile.config import Options
+from ampcompile.config import LOW, Options
 from ampcompile.kernels import packed_linear
 from ampcompile.passes.after.add_embedding_gradients import AddEmbeddingGradients
 from ampcompile.passes.after.bind_weights import BindWeights
@@ -20,6 +20,7 @@ from ampcompile.passes.after.merge_copies import MergeCopies
 from ampcompile.passes.after.recompute_casts import RecomputeCasts
 from ampcompile.passes.after.save_old_values import SaveOldValues
 from ampcompile.passes.after.share_casts import ShareEveryCast
+from ampcompile.passes.after.widen_products import WidenProducts
 from ampcompile.passes.after.widen_weight_gradients import WidenWeightGradients
 from ampcompile.passes.before.fold_casts import FoldCasts
 from ampcompile.passes.before.hoist_weights import HoistWeights
@@ -75,9 +76,12 @@ def before(options: Options, is_weight: IsWeight, is_registered: IsWeight) -> tu
     )
     if options.weights == "cached":
         # Needs every cast in place: what is left to cast is a weight's own.
-        passes += (HoistWeights(is_weight, is_registered),)
-        if options.lower == "inductor" and not gradients and packed_linear.available(torch.bfloat16):
-            passes += (PackLinears(frozenset({torch.bfloat16})),)  # needs hoisted weights
+        emulated = options.emulated()
+        passes += (HoistWeights(is_weight, is_registered, emulated),)
+        if options.lower == "inductor" and not gradients:
+            held = {each: torch.float32 if each in emulated else each for each in LOW}
+            packed = frozenset(each for each in LOW if packed_linear.available(held[each]))
+            passes += (PackLinears(packed),)  # needs hoisted weights
     return (*passes, ShareCasts(gradients))  # last: a weight's copy is packed for one reader
 
 
@@ -89,27 +93,29 @@ def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
     """
     if options.lower == "eager" or (options.fuse == "auto" and device_type != "cuda"):
         return ()
-    worth = FusionCost(options.fuse)
+    cost = FusionCost(options.fuse)
     passes: tuple[FusePass, ...] = (
-        FuseLinearCrossEntropy(worth),  # before what takes either of its two ops
-        FuseCrossEntropy(worth),  # needs the casts of logits that are left
-        FuseLinearCast(worth, torch.is_grad_enabled()),  # needs the casts of weights that weren't hoisted
-        FuseNorm(worth),  # needs one cast for each reader, unless no gradient flows
+        FuseLinearCrossEntropy(cost),  # before what takes either of its two ops
+        FuseCrossEntropy(cost),  # needs the casts of logits that are left
+        FuseLinearCast(cost, torch.is_grad_enabled()),  # needs the casts of weights that weren't hoisted
+        FuseNorm(cost),  # needs one cast for each reader, unless no gradient flows
     )
-    return tuple(each for each in passes if worth.considers(each.family))
+    return tuple(each for each in passes if cost.considers(each.family))
 
 
-def after() -> tuple[Pass, ...]:
+def after(emulated: frozenset[torch.dtype] = frozenset()) -> tuple[Pass, ...]:
     """Passes on the joint graph of forward and backward, or on forward alone where no gradient is asked for.
 
     Nothing is added up between two casts there any more, so merging them no longer merges their gradients.
+    `emulated`: the types whose products run in float32 on the CPU, see `Options.emulated`.
     """
     return (
         BindWeights(),  # first: the others know copies of weights as inputs
         MergeCopies(),  # before sharing, which then finds the casts of one tensor instead of its copies'
         DropCasts(),  # before sharing: it looks only through values with one reader
-        ShareEveryCast(),  # needs no more than one tensor for each value
-        WidenWeightGradients(),  # after dropping: needs what is left of the casts of gradients
+        WidenWeightGradients(emulated),  # after dropping: needs what is left of the casts of gradients
+        *([WidenProducts(emulated)] if emulated else []),  # after: a product written in float32 isn't rounded
+        ShareEveryCast(),  # needs every cast, and no more than one tensor for each value
         AddEmbeddingGradients(),  # after widening: a product written in float32 may be added to
         RecomputeCasts(),  # marks the casts that are left
         SaveOldValues(),  # last: its marks override those that say what to compute again

@@ -16,14 +16,16 @@ class Slot:
     dtype: torch.dtype
     layout: str = "strided"
     """"strided" as the weight, or "packed" as `ampcompile.kernels.packed_linear` has it."""
+    wide: bool = False
+    """Whether the copy holds its numbers, rounded to `dtype`, as float32."""
     on_trial: bool = False
     """Whether the tensor is neither a parameter nor a registered buffer: its copy is kept once it has stayed the same
     for some calls."""
 
 
 @torch.library.custom_op("ampcompile::weight_copy", mutates_args=())
-def weight_copy(weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    """`weight` in the dtype of `copy`, an up-to-date copy of it; gradients flow to `weight`, in its dtype.
+def weight_copy(weight: torch.Tensor, copy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`weight` in `dtype`, as `copy` holds it up to date; gradients flow to `weight`, in its dtype.
 
     It never runs: a `torch.library` op may not return its input. `bind_weights` replaces it on the joint graph,
     and a graph that runs as it is uses `read_copy`.
@@ -32,16 +34,16 @@ def weight_copy(weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
 
 
 @weight_copy.register_fake
-def _(weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(copy)
+def _(weight: torch.Tensor, copy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(copy, dtype=dtype)
 
 
-def _remember_dtype(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+def _remember_dtype(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.dtype = inputs[0].dtype
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return grad.to(ctx.dtype), None
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return grad.to(ctx.dtype), None, None
 
 
 weight_copy.register_autograd(_backward, setup_context=_remember_dtype)
@@ -50,15 +52,15 @@ WEIGHT_COPY = torch.ops.ampcompile.weight_copy.default
 
 class _ReadCopy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, copy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         ctx.dtype = weight.dtype
-        return copy.detach()
+        return copy.detach().to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0].to(ctx.dtype), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0].to(ctx.dtype), None, None
 
 
-def read_copy(weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+def read_copy(weight: torch.Tensor, copy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`weight_copy` for a graph that is run as it is, with torch's own autograd; differentiable twice."""
-    return _ReadCopy.apply(weight, copy)
+    return _ReadCopy.apply(weight, copy, dtype)

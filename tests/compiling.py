@@ -60,8 +60,11 @@ def amp(f: Any, **options: Any) -> tuple[Any, Recorder]:
 
 
 def compiled(f: Any, fullgraph: bool = False, dynamic: bool | None = None, **options: Any) -> tuple[Any, Recorder]:
-    """The same; graph breaks are allowed. Results keep eager autocast's dtypes, to be compared with."""
-    recorder = Recorder(Options.parse({"lower": "aot_eager", "outputs": "autocast", **options}))
+    """The same; graph breaks are allowed. Results keep eager autocast's dtypes, to be compared with.
+
+    Products are torch's own, whatever units this CPU has, so that their bits can be compared too.
+    """
+    recorder = Recorder(Options.parse({"lower": "aot_eager", "outputs": "autocast", "products": "torch", **options}))
     return torch.compile(f, backend=recorder, fullgraph=fullgraph, dynamic=dynamic), recorder
 
 

@@ -119,12 +119,9 @@ UNTESTED = {
     "rules.accelerator": "data: tests/rules/test_table.py and test_parity.py hold it against torch",
     "rules.cpu": "data: tests/rules/test_table.py and test_parity.py hold it against torch",
     "kernels.triton": "in processes of their own, by tests/kernels/triton/test_families.py",
+    "torch_private.pytree": "names alone: without one of them nothing imports",
+    "torch_private.types": "names alone: without one of them nothing imports",
 }
-NAMES_OF_TORCH = """
-    compiled_functions dispatcher dynamo_caches dynamo_marks dynamo_modules foreach frame_returns joint_graphs lowering
-    optimize_contexts pytree regions tracing types
-"""
-UNTESTED |= {f"torch_private.{name}": "by the tests of the rooms that use it" for name in NAMES_OF_TORCH.split()}
 # Tests of what the files of a room do together; beside them tests/behaviour, for what all rooms do together.
 ACROSS_FILES = {
     "": "compiling contributing import layout package rooms_page",

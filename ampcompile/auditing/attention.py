@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompile.passes.analysis.schema import by_name, name_of
+from ampcompile.passes.analysis.schema import arguments_by_name, name_of
 from ampcompile.torch_private.types import OpOverload
 
 _PREFIX = "aten::_scaled_dot_product_"
@@ -23,21 +23,21 @@ def attention(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mix
 
     None with dropout: its mask is known to the fused kernel alone.
     """
-    given = by_name(op, args, kwargs)
+    given = arguments_by_name(op, args, kwargs)
     if given.get("dropout_p"):
         return None
     bias = next((given[name] for name in ("attn_bias", "attn_mask") if given.get(name) is not None), None)
     operands = [given["query"], given["key"], given["value"], *([bias] if bias is not None else [])]
     gradient = next((given[name] for name in ("grad_out", "grad_out_") if name in given), None)
     if gradient is None:
-        return (_written_out(given, *operands), *mixed[1:])
+        return (_compute_attention(given, *operands), *mixed[1:])
     with torch.enable_grad():
         inner = [operand.detach().requires_grad_() for operand in operands]
-        found = torch.autograd.grad(_written_out(given, *inner), inner, gradient)
+        found = torch.autograd.grad(_compute_attention(given, *inner), inner, gradient)
     return (*found[: len(mixed)], *mixed[len(found) :])
 
 
-def _written_out(
+def _compute_attention(
     given: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     if key.shape[-3] != query.shape[-3]:  # groups of heads share keys and values

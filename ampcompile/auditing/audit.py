@@ -33,7 +33,7 @@ def audit(
     The call is a real one: gradients, buffers and random states are put back afterwards. Raises what `f` raises,
     OptionError and AuditError.
     """
-    from .recorder import Settings, audited  # it imports Dynamo, and `import ampcompile` must not
+    from .recorder import Settings, make_auditor  # it imports Dynamo, and `import ampcompile` must not
 
-    run = audited(f, Settings(against, loss, backward, cumulative), options, mode, dynamic)
+    run = make_auditor(f, Settings(against, loss, backward, cumulative), options, mode, dynamic)
     return Awaiting(f, run, "ampcompile.audit")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ampcompile.passes.analysis.op_traits import COPIES_AFTER, draws_random_numbers, has, is_view, reads_bits
-from ampcompile.passes.analysis.schema import by_name
+from ampcompile.passes.analysis.schema import arguments_by_name
+from ampcompile.passes.graph import copy_graph
 from ampcompile.torch_private import pytree
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
@@ -39,19 +39,17 @@ def compute_in_high_precision(
 ) -> Any:
     """The result of a node on operands in high precision, laid out as `mixed`, its result in the mixed run.
 
-    None if there is none.
-
-    Where an op doesn't know `dtype` it runs in float32.
+    None if no kernel gives it. Where an op doesn't know `dtype` it runs in float32.
     """
     for attempt in dict.fromkeys((dtype, torch.float32)):
         try:
-            high_args, high_kwargs = to_high_precision(_retyped((args, kwargs), attempt), attempt)
+            high_args, high_kwargs = to_high_precision(_retype((args, kwargs), attempt), attempt)
             result = _call(node, high_args, high_kwargs, mixed, attempt)
         except torch.OutOfMemoryError:
             raise
         except _REFUSED:
             continue
-        return None if result is None else _laid_out(to_high_precision(result, dtype), mixed)
+        return None if result is None else _lay_out_as(to_high_precision(result, dtype), mixed)
     return None
 
 
@@ -65,14 +63,14 @@ def _call(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any,
     if draws_random_numbers(target) or reads_bits(target):
         return None
     if target in _OUT_DTYPE:
-        given = by_name(target, args, kwargs)
+        given = arguments_by_name(target, args, kwargs)
         return _OUT_DTYPE[target](**{name: value for name, value in given.items() if name != "out_dtype"})
     if target in _SOFTMAX:
         return target(args[0], args[1], False)  # its flag makes float32 of a 16-bit operand
     return target(*args, **kwargs)
 
 
-def _retyped(arguments: Any, dtype: torch.dtype) -> Any:
+def _retype(arguments: Any, dtype: torch.dtype) -> Any:
     """Arguments with every floating dtype replaced; bodies of higher-order ops likewise, each as a copy."""
 
     def retype(leaf: Any) -> Any:
@@ -84,18 +82,18 @@ def _retyped(arguments: Any, dtype: torch.dtype) -> Any:
 
 
 def _body(body: GraphModule, dtype: torch.dtype) -> GraphModule:
-    twin = GraphModule(body, copy.deepcopy(body.graph))
-    replace: Callable[[Any], Any] = lambda value: _retyped(value, dtype)  # noqa: E731
+    twin = copy_graph(body)
+    replace: Callable[[Any], Any] = lambda value: _retype(value, dtype)  # noqa: E731
     for node in twin.graph.nodes:
         if node.op == "call_function":
             node.args, node.kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), replace)
         elif node.op == "get_attr":
-            setattr(twin, str(node.target), to_high_precision(_retyped(getattr(body, str(node.target)), dtype), dtype))
+            setattr(twin, str(node.target), to_high_precision(_retype(getattr(body, str(node.target)), dtype), dtype))
     twin.recompile()
     return twin
 
 
-def _laid_out(result: Any, mixed: Any) -> Any:
+def _lay_out_as(result: Any, mixed: Any) -> Any:
     """A result with the strides of another; None if the shapes differ."""
     values, spec = pytree.tree_flatten(result)
     others = pytree.tree_leaves(mixed)
@@ -120,9 +118,9 @@ def rounds(node: Node, result: Any) -> bool:
         return False
     if is_view(target) or has(target, COPIES_AFTER):
         return False
-    return any(floating(value) for value in pytree.tree_leaves(result))
+    return any(is_floating(value) for value in pytree.tree_leaves(result))
 
 
-def floating(value: Any) -> bool:
+def is_floating(value: Any) -> bool:
     """Whether a value is a tensor of floating or complex numbers."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

@@ -30,7 +30,7 @@ class Numbers:
     elements: int
 
 
-def numbers(found: Sequence[Tensor], local: Sequence[Tensor] | None, exact: Sequence[Tensor] | None) -> Numbers:
+def measure(found: Sequence[Tensor], local: Sequence[Tensor] | None, exact: Sequence[Tensor] | None) -> Numbers:
     """The numbers of one op's results; `local` and `exact` are in high precision."""
     elements = sum(value.numel() for value in found)
     pairs = list(zip(found, local, strict=True)) if local is not None else []
@@ -46,7 +46,7 @@ def numbers(found: Sequence[Tensor], local: Sequence[Tensor] | None, exact: Sequ
     )
 
 
-def together(parts: Sequence[Numbers]) -> Numbers:
+def combine(parts: Sequence[Numbers]) -> Numbers:
     """Several as one: the worst errors, shares of all elements."""
     elements = sum(part.elements for part in parts)
     local = [part.local for part in parts if part.local is not None]

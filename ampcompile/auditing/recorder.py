@@ -17,7 +17,7 @@ from ampcompile.compiler.module_names import module_names, modules_of
 from ampcompile.config import Options
 from ampcompile.errors import AuditError, OptionError
 from ampcompile.explaining.preserve_state import preserve_state
-from ampcompile.explaining.recorder import beside, options_of
+from ampcompile.explaining.recorder import uncompile
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import placeholders
 from ampcompile.passes.replay.bind_weights_eagerly import BindWeightsEagerly
@@ -25,7 +25,7 @@ from ampcompile.policy import Policy
 from ampcompile.torch_private import compiled_functions, dynamo_caches, joint_graphs, lowering, pytree
 from ampcompile.torch_private.patches import uncompiled
 
-from .high_precision import floating
+from .high_precision import is_floating
 from .numbers import ratio, relative_error
 from .result import Audit
 from .run import Session, interpreters
@@ -46,15 +46,11 @@ class Settings:
             raise OptionError(f"audit got against={self.against!r}: expected torch.float64 or torch.float32.")
 
 
-def audited(
+def make_auditor(
     f: Any, settings: Settings, options: dict[str, Any], mode: str | None, dynamic: bool | None
 ) -> Callable[..., Audit]:
     """What `ampcompile.audit` returns; its arguments are checked here and now."""
-    compiled = dynamo_caches.how_compiled(f)
-    chosen = Options.parse(options, mode)
-    if compiled is not None:
-        f, dynamic = compiled.original, compiled.dynamic if dynamic is None else dynamic
-        chosen = beside(options_of(compiled), chosen, set(options))
+    f, chosen, dynamic = uncompile(f, options, mode, dynamic)
 
     def audit_call(*args: Any, **kwargs: Any) -> Audit:
         random_state = joint_graphs.random_state()
@@ -123,13 +119,13 @@ class _Call:
         """Of each floating tensor that `f` returned, or if no graph made them, of those that the last graph made."""
         if not self.settings.cumulative:
             return []
-        leaves = [leaf for leaf in pytree.tree_leaves(result) if floating(leaf)]
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if is_floating(leaf)]
         known = [leaf for leaf in leaves if leaf in session.exact] or session.returned
         return [relative_error(leaf.detach(), session.exact[leaf]) for leaf in known]
 
     def _loss(self, result: Any, backend: Any) -> Tensor | None:
         """What is differentiated. Compiled like `f`: gradients may be lost to underflow where they enter the graph."""
-        leaves = [leaf for leaf in pytree.tree_leaves(result) if floating(leaf) and leaf.requires_grad]
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if is_floating(leaf) and leaf.requires_grad]
         scalar = next((leaf for leaf in leaves if leaf.numel() == 1), None)
         if self.settings.loss is None and (scalar is not None or not leaves):
             return None if scalar is None else scalar.sum()

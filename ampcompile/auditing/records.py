@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .numbers import Numbers, together
+from .numbers import Numbers, combine
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class ModuleNumbers:
     numbers: Numbers
 
 
-def by_module(ops: Iterable[OpNumbers]) -> list[ModuleNumbers]:
+def group_by_module(ops: Iterable[OpNumbers]) -> list[ModuleNumbers]:
     """The modules in the order in which they ran first."""
     groups: dict[str, list[Numbers]] = {}
     for op in ops:
         groups.setdefault(op.module, []).append(op.numbers)
-    return [ModuleNumbers(module, len(parts), together(parts)) for module, parts in groups.items()]
+    return [ModuleNumbers(module, len(parts), combine(parts)) for module, parts in groups.items()]

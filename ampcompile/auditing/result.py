@@ -13,7 +13,7 @@ from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
 
 from . import suggest, table
-from .records import ModuleNumbers, OpNumbers, Place, by_module
+from .records import ModuleNumbers, OpNumbers, Place, group_by_module
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Audit:
     @property
     def modules(self) -> list[ModuleNumbers]:
         """Of each module, the ops that it calls itself."""
-        return by_module(self.ops)
+        return group_by_module(self.ops)
 
     @property
     def first_overflow(self) -> Place | None:

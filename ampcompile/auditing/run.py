@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from ampcompile.passes.graph import module_path, modules_named, op_name, source_line
+from ampcompile.passes.graph import module_path, name_modules, op_name, source_line
 from ampcompile.torch_private import joint_graphs, pytree
 
-from .high_precision import compute_in_high_precision, floating, rounds, to_high_precision
-from .numbers import numbers, squares
+from .high_precision import compute_in_high_precision, is_floating, rounds, to_high_precision
+from .numbers import measure, squares
 from .records import OpNumbers, Place
 
 
@@ -81,13 +81,13 @@ def interpreters(
             values, exact_values = run(args, exact)
             if session.cumulative:
                 for value, known in zip(values, exact_values, strict=True):
-                    if floating(value):
+                    if is_floating(value):
                         session.exact[value] = known
                 kept = [n.name if isinstance(n, Node) else "" for n in run.outputs]
                 session.pending.append(
                     _Saved(dict(zip(kept, values, strict=True)), dict(zip(kept, exact_values, strict=True)))
                 )
-            session.returned = [value for value in values if floating(value)]
+            session.returned = [value for value in values if is_floating(value)]
             return values
 
         return forward_run
@@ -108,7 +108,7 @@ def interpreters(
             values, exact_values = run(args, exact if session.cumulative else [])
             if session.cumulative and len(values) == len(inputs):
                 for name, value, reference in zip(inputs, values, exact_values, strict=True):
-                    if floating(value):
+                    if is_floating(value):
                         session.exact[value] = reference
                         if name is not None:
                             session.add_gradient(name, value, reference)
@@ -125,8 +125,8 @@ class _PairedRun:
     def __init__(self, gm: GraphModule, session: Session, names: dict[str, str], backward: bool) -> None:
         self.gm, self.session = gm, session
         self.outputs: list[Any] = pytree.tree_leaves(gm.graph.output_node().args[0])
-        with modules_named(names):
-            self.places = {n: _place(n, backward) for n in gm.graph.nodes if n.op == "call_function"}
+        with name_modules(names):
+            self.places = {n: _place_of(n, backward) for n in gm.graph.nodes if n.op == "call_function"}
         self.last_uses: dict[Node, list[Node]] = {}
         seen: set[Node] = set()
         for node in reversed(gm.graph.nodes):
@@ -167,36 +167,36 @@ class _PairedRun:
         exact = None
         if session.cumulative:
             exact_args, exact_kwargs = map_arg((node.args, node.kwargs), exact_values.__getitem__)
-            exact = self._in_high(node, exact_args, exact_kwargs, result)
+            exact = self._compute_high(node, exact_args, exact_kwargs, result)
         if session.local and rounds(node, result):
-            self._record(node, result, self._in_high(node, args, kwargs, result), exact)
+            self._record(node, result, self._compute_high(node, args, kwargs, result), exact)
         if session.cumulative and exact is None:
             exact = to_high_precision(result, session.against)
         return result, exact
 
-    def _in_high(self, node: Node, args: Any, kwargs: Any, result: Any) -> Any:
+    def _compute_high(self, node: Node, args: Any, kwargs: Any, result: Any) -> Any:
         if not any(isinstance(value, Tensor) for value in pytree.tree_leaves(result)):
             return result  # sizes and numbers: those of the mixed run
         return compute_in_high_precision(node, args, kwargs, result, self.session.against)
 
     def _record(self, node: Node, result: Any, alone: Any, exact: Any) -> None:
         found, local, cumulative = (
-            None if value is None else [leaf for leaf in pytree.tree_leaves(value) if floating(leaf)]
+            None if value is None else [leaf for leaf in pytree.tree_leaves(value) if is_floating(leaf)]
             for value in (result, alone, exact)
         )
         assert found is not None
         place = self.places[node]
         if alone is None and any(map(_is_floating_node, node.all_input_nodes)):
             self.session.unmeasured.add(place.op)
-        self.session.ops.append(OpNumbers(place, found[0].dtype, numbers(found, local, cumulative)))
+        self.session.ops.append(OpNumbers(place, found[0].dtype, measure(found, local, cumulative)))
 
 
-def _place(node: Node, backward: bool) -> Place:
+def _place_of(node: Node, backward: bool) -> Place:
     return Place(op_name(node.target), module_path(node), source_line(node), backward)
 
 
 def _is_floating_node(node: Node) -> bool:
-    return floating(node.meta.get("val"))
+    return is_floating(node.meta.get("val"))
 
 
 def _attribute(gm: GraphModule, target: str) -> Any:

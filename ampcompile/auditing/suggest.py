@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
 
-from .records import by_module
+from .records import group_by_module
 
 if TYPE_CHECKING:
     from .result import Audit
@@ -32,7 +32,7 @@ def suggest(audit: Audit, tolerance: float, trials: int, progress: Callable[[str
             f"found a relative error of {search.errors[everything]:.2g} with everything in float32; expected at most "
             f"{tolerance:.2g}. Ask for a tolerance above that: no choice of modules is better."
         )
-    chosen = _shrunk(_prefix(_suspects(audit), search.meets), search.meets)
+    chosen = _shrink(_prefix(_suspects(audit), search.meets), search.meets)
     if chosen is None:  # what counts stands outside of modules
         return everything
     spelled = _with_parents(chosen, {op.module for op in audit.ops if op.module})
@@ -70,7 +70,7 @@ def _suspects(audit: Audit) -> list[str]:
     def added(module: str) -> float:
         return sum((op.numbers.local or 0.0) ** 2 for op in audit.ops if op.module == module)
 
-    return sorted((m.module for m in by_module(audit.ops) if m.module), key=added, reverse=True)
+    return sorted((m.module for m in group_by_module(audit.ops) if m.module), key=added, reverse=True)
 
 
 def _prefix(suspects: list[str], meets: Callable[[Sequence[str]], bool]) -> list[str] | None:
@@ -84,7 +84,7 @@ def _prefix(suspects: list[str], meets: Callable[[Sequence[str]], bool]) -> list
     return suspects[:high]
 
 
-def _shrunk(chosen: list[str] | None, meets: Callable[[Sequence[str]], bool]) -> list[str] | None:
+def _shrink(chosen: list[str] | None, meets: Callable[[Sequence[str]], bool]) -> list[str] | None:
     """`chosen` without what can be spared: halves are dropped, then quarters, then single modules."""
     if chosen is None:
         return None

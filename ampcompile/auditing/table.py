@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MODULES, OPS = 40, 10
 """How many rows the tables have at most."""
 NUMBERS = ("alone", "from start", "largest", "overflow", "to zero")
-"""What both tables tell of a row's `Numbers`."""
+"""Headings of the columns that show a row's `Numbers`."""
 
 
 def render(audit: Audit, width: int | None = None) -> str:

@@ -19,6 +19,7 @@ from ampcompile.config import Options
 from ampcompile.dtypes import short_name
 from ampcompile.explaining.preserve_state import preserve_state
 from ampcompile.explaining.text import render_table
+from ampcompile.passes.analysis.product_cost import time_call
 from ampcompile.torch_private import pytree
 from ampcompile.weights.binding import invalidate
 
@@ -59,16 +60,15 @@ class Results:
 
 
 class _Candidate:
-    def __init__(self, times: Times, call: Callable[[], Any], wait: Callable[[], None]) -> None:
-        self.times, self.call, self.wait = times, call, wait
+    def __init__(self, times: Times, call: Callable[[], Any], device: str) -> None:
+        self.times, self.call, self.device = times, call, device
 
     def seconds(self, calls: int = 1) -> float:
-        self.wait()
-        start = time.perf_counter()
-        for _ in range(calls):
-            self.call()
-        self.wait()
-        return (time.perf_counter() - start) / calls
+        def repeat() -> None:
+            for _ in range(calls):
+                self.call()
+
+        return time_call(self.device, repeat) / calls
 
 
 def bench(
@@ -87,14 +87,13 @@ def bench(
         ("Inductor with autocast", torch.compile(target.f), autocast),
         ("amp", amp, nullcontext),
     )
-    wait = torch.accelerator.synchronize if device != "cpu" else lambda: None
     step = _training_step if training else _inference
 
     def changed() -> None:
         for module in modules if training else ():
             invalidate(module)
 
-    candidates = [_Candidate(Times(name), step(target, f, around, changed), wait) for name, f, around in ways]
+    candidates = [_Candidate(Times(name), step(target, f, around, changed), device) for name, f, around in ways]
     with preserve_state(target.f, target.args, target.kwargs), _progress(console) as progress:
         _measure(candidates, seconds, progress)
     work = "training" if training else "inference"

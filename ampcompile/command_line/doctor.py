@@ -7,8 +7,8 @@ import os
 import platform
 import shutil
 import statistics
-import time
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from rich.console import Console
 from ampcompile.dtypes import short_name
 from ampcompile.explaining.text import human_bytes, render_table
 from ampcompile.kernels import native
-from ampcompile.passes.analysis.product_cost import gains_from
+from ampcompile.passes.analysis.product_cost import smallest_gaining_width, time_call
 from ampcompile.torch_private import backends, patches
 
 from .progress import saying
@@ -113,20 +113,11 @@ def _products(device: str, rounds: int) -> list[dict[str, Any]]:
         for _ in range(rounds):
             for dtype, (a, b) in operands.items():
                 if sum(seconds[dtype]) < ENOUGH:
-                    seconds[dtype].append(_seconds(a, b, device))
+                    seconds[dtype].append(time_call(device, partial(torch.mm, a, b)))
         # Medians leave out the first call, which packs, tunes and wakes up.
         medians = {short_name(d): statistics.median(times[1:] or times) for d, times in seconds.items()}
         results.append({"device": device, "work": name, "shape": [rows, width, width], "seconds": medians})
     return results
-
-
-def _seconds(a: torch.Tensor, b: torch.Tensor, device: str) -> float:
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    wait()
-    start = time.perf_counter()
-    torch.mm(a, b)
-    wait()
-    return time.perf_counter() - start
 
 
 def _bytes(folder: Path) -> int:
@@ -158,7 +149,7 @@ def _advice(device: str, products: list[dict[str, Any]]) -> list[str]:
         speed = f"{gain:.2g} times as fast" if gain >= 1 else f"{1 / gain:.2g} times as slow"
         verdict = "is likely to pay" if gain >= 1.2 else "may pay a little" if gain >= 1.05 else "is not likely to pay"
         lines.append(f"{device}, {product['work']}: {low} is {speed} as float32; low precision {verdict}")
-    width = gains_from(device, torch.get_autocast_dtype(device))
+    width = smallest_gaining_width(device, torch.get_autocast_dtype(device))
     gains = "no square product is faster" if width is None else f"square products from {width} wide on are faster"
     return [*lines, f"{device}: {gains} in {low}"]
 

@@ -63,7 +63,7 @@ def load(spelling: str) -> Target:
             f"{spelling} can't be called without arguments ({error}); expected a function that takes none. Write one "
             "that calls it with the arguments you want."
         ) from error
-    target = _checked(factory(), spelling)
+    target = _check(factory(), spelling)
     _call_once(target, spelling)
     return target
 
@@ -91,7 +91,7 @@ def _call_once(target: Target, spelling: str) -> None:
         ) from error
 
 
-def _checked(made: Any, spelling: str) -> Target:
+def _check(made: Any, spelling: str) -> Target:
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         size = f" of {len(made)}" if isinstance(made, tuple) else ""
         raise CommandLineError(f"{spelling} returned a {type(made).__name__}{size}; {_EXPECTED}.")

@@ -1,7 +1,7 @@
 """Every call of an amp-compiled callable runs, and Dynamo traces it, under autocast.
 
 Code that reads a dtype (`.to(h.dtype)`, `finfo(h.dtype).min`, a branch) then sees eager autocast's dtypes, pieces
-between graph breaks are autocast too, and a disabled region that begins a graph is told from no autocast at all.
+between graph breaks are autocast too, and a graph that begins in a disabled region differs from one without autocast.
 """
 
 from __future__ import annotations
@@ -100,17 +100,17 @@ def _first_parameter(module: torch.nn.Module) -> tuple[torch.nn.Module | None, s
     return None, ""
 
 
-def _reader(backend: Any) -> Any:
-    """What reads the options of a backend of ours; None for others."""
-    return getattr(getattr(backend, "compiler_fn", backend), "amp_options", None)
+def options_of(backend: Any) -> Options | None:
+    """The options that a backend of ours was given, by what Dynamo holds; None for others. Raises OptionError."""
+    read = getattr(getattr(backend, "compiler_fn", backend), "amp_options", None)
+    return None if read is None else read(**getattr(backend, "kwargs", {}))
 
 
 def _shapes_and_breaks(backend: Any, dynamic: bool | None, fullgraph: bool) -> tuple[bool | None, bool]:
     """`dynamic` and `fullgraph` as our options ask, else as torch.compile was told. Raises OptionError."""
-    read_options = _reader(backend)
-    if read_options is None:
+    options = options_of(backend)
+    if options is None:
         return dynamic, fullgraph
-    options = read_options(**getattr(backend, "kwargs", {}))
     for name, beside, ours in (
         ("dynamic", dynamic, options.dynamic),
         ("fullgraph", fullgraph or None, options.fullgraph),
@@ -121,10 +121,9 @@ def _shapes_and_breaks(backend: Any, dynamic: bool | None, fullgraph: bool) -> t
 
 
 def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
-    read_options = _reader(backend)
-    if read_options is None:
+    options = options_of(backend)
+    if options is None:
         return compiled
-    options = read_options(**getattr(backend, "kwargs", {}))
     if inspect.isgeneratorfunction(inspect.unwrap(fn)):
         warnings.warn(
             f"{getattr(fn, '__qualname__', fn)} is a generator function: torch.compile compiles nothing of it, and its "
@@ -161,23 +160,23 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
             optimize_contexts.set_frame_callback(looking)
 
     optimize_contexts.pass_over(under_autocast)
-    under_autocast._torchdynamo_inline = _inlined(plain)  # type: ignore[attr-defined]
+    under_autocast._torchdynamo_inline = _make_inlined(plain)  # type: ignore[attr-defined]
     return under_autocast
 
 
-def _inlined(compiled: Any) -> Any:
+def _make_inlined(compiled: Any) -> Any:
     """What Dynamo traces of a callable of ours that is called inside another function that it compiles."""
     name, fn = getattr(compiled, "__qualname__", repr(compiled)), compiled._torchdynamo_inline
 
     def inlined(*args: Any, **kwargs: Any) -> Any:
-        _inside_another(name)
+        _warn_inside_another(name)
         return fn(*args, **kwargs)
 
     return inlined
 
 
 @torch.compiler.assume_constant_result
-def _inside_another(name: str) -> None:
+def _warn_inside_another(name: str) -> None:
     """Warn if Dynamo is compiling for another backend, which then gets what was compiled for us."""
     if current_call.callable is None:
         warnings.warn(
@@ -197,9 +196,9 @@ def install() -> bool:
             patches.COMPILED_CALLS,
             {
                 "OptimizeContext.__call__": optimize_contexts.wrap_call(_wrap, _shapes_and_breaks),
-                "OutputGraph.compile_subgraph": frame_returns.watch_returns(widen_outputs.decide),
+                "OutputGraph.compile_subgraph": frame_returns.watch_returns(widen_outputs.widen_returns),
                 "VariableBuilder.wrap_module": dynamo_modules.watch_inlined_modules(
-                    lambda backend: _reader(backend) is not None, _inside_another
+                    lambda backend: options_of(backend) is not None, _warn_inside_another
                 ),
             },
         )

@@ -14,22 +14,22 @@ from torch.fx import GraphModule, Node
 
 from ampcompile import weights
 from ampcompile.config import Options
-from ampcompile.passes.analysis.product_cost import estimate
+from ampcompile.passes.analysis.product_cost import Estimate, estimate, is_emulated
 from ampcompile.passes.base import Applied, Watch, run_passes
 from ampcompile.passes.capture.capture import capture
 from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
-from ampcompile.passes.graph import Regions, modules_named, placeholders
+from ampcompile.passes.graph import Regions, is_static, name_modules, placeholders
 from ampcompile.passes.pipeline import fusion, pipeline
 from ampcompile.records import logs
 from ampcompile.torch_private import autocast, compiled_functions, dynamo_modules, tracing
 
 from . import ambient
 from .call_state import current_call
-from .double_backward import copy_graph
+from .double_backward import copy_with_bodies
 from .lower import lower
 from .module_names import module_names
-from .widen_outputs import LEAVING, leaving
+from .widen_outputs import LEAVING, find_leaving
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, wa
     names = module_names(current_call.callable)
     if options.policy.modules:
         dynamo_modules.guard_modules_of_frame(gm, names)
-    with modules_named(names), _collecting_rarely():
+    with name_modules(names), _collect_rarely():
         return _rewrite(gm, example_inputs, options, watch)
 
 
 @contextlib.contextmanager
-def _collecting_rarely() -> Iterator[None]:
+def _collect_rarely() -> Iterator[None]:
     """Python's collector would walk Dynamo's whole heap again and again meanwhile: a quarter of the passes' time."""
     young, *older = gc.get_threshold()
     gc.set_threshold(50 * young, *older)
@@ -73,48 +73,61 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
         graph = capture(gm, fakes, mode, options.policy)
         if current_call.graphs is not None:
             current_call.graphs.add(graph)
-        graph.meta[LEAVING] = leaving(gm, graph)
+        graph.meta[LEAVING] = find_leaving(gm, graph)
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(autocast.autocast_states())
     is_weight = _weight_test(example_inputs)
-    options = where_it_pays(graph, options, regions, is_weight)
+    options = where_it_pays(graph, options, regions, is_weight, device_type)
     logged = logs.watcher(example_inputs)
-    watch = logs.both(watch, None if logged is None else logged.watch)
+    watch = logs.watch_both(watch, None if logged is None else logged.watch)
     history = [
         captured,
         *run_passes(pipeline(options, regions, is_weight, _registered_test(example_inputs)), graph, watch),
     ]
     if fuse := fusion(options, device_type):
         if torch.is_grad_enabled():
-            graph.meta[GRAPH_BEFORE_FUSION] = copy_graph(graph)
+            graph.meta[GRAPH_BEFORE_FUSION] = copy_with_bodies(graph)
         history += run_passes(fuse, graph, watch)
     if logged is not None:
-        logs.say(logged.record(gm, graph, history))
+        logs.log_graph(logged.record(gm, graph, history))
     return Rewritten(gm, graph, options, tuple(history))
 
 
 def where_it_pays(
-    graph: GraphModule, options: Options, regions: Regions, is_weight: Callable[[int, Node], bool]
+    graph: GraphModule,
+    options: Options,
+    regions: Regions,
+    is_weight: Callable[[int, Node], bool],
+    device_type: str,
 ) -> Options:
-    """The options for a captured graph: all float32 if the user wants low precision where it pays, and it doesn't."""
-    if not options.policy.where_it_pays or not _alone() or _pays(graph, options, regions, is_weight):
-        return options
-    modules = (*options.policy.modules, ("*", "fp32"))
-    return replace(options, policy=replace(options.policy, modules=modules))
+    """The options for a captured graph: all float32 if the user wants low precision where it pays, and it doesn't.
+
+    Warns, once, where the device only emulates the low type.
+    """
+    asked, low = options.policy.where_it_pays and _is_single_process(), regions.precision(device_type)
+    warns = low is not None and is_emulated(device_type, low) and logs.may_warn_of_emulation()
+    estimated = _estimate(graph, options, regions, is_weight) if asked or warns else None
+    if warns and estimated is not None and estimated.products:
+        logs.warn_of_emulation(estimated)
+    if asked and estimated is not None and not estimated.pays:
+        modules = (*options.policy.modules, ("*", "fp32"))
+        return replace(options, policy=replace(options.policy, modules=modules))
+    return options
 
 
-def _alone() -> bool:
+def _is_single_process() -> bool:
     """Whether no other process must decide alike."""
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
     return not together or torch.distributed.get_world_size() == 1
 
 
-def _pays(graph: GraphModule, options: Options, regions: Regions, is_weight: Callable[[int, Node], bool]) -> bool:
-    """Whether low precision is worth its casts, as estimated."""
+def _estimate(
+    graph: GraphModule, options: Options, regions: Regions, is_weight: Callable[[int, Node], bool]
+) -> Estimate | None:
+    """What the products of a graph take in low precision and in float32."""
     copied = {n for i, n in enumerate(placeholders(graph)) if options.weights == "cached" and is_weight(i, n)}
     run_passes([AssignPrecision(options.policy, regions, options.range_guards)], graph)
-    estimated = estimate(graph, copied)
-    return estimated is None or estimated.pays
+    return estimate(graph, copied)
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:
@@ -130,8 +143,7 @@ def _weight_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], bool]:
 
     def is_weight(index: int, node: Node) -> bool:
         value = example_inputs[index]
-        static = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
-        marked = static or isinstance(value, torch.nn.Parameter)
+        marked = is_static(node) or isinstance(value, torch.nn.Parameter)
         if marked and value.is_cuda and not is_registered(index, node):
             return False  # the host would wait for the device to see whether it is refilled
         return marked and tracing.is_of_fixed_layout(node.meta["val"]) and weights.hoistable(value)
@@ -152,8 +164,9 @@ def _registered_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], boo
 def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """Dynamo backend. `mode` and `options` are those of `torch.compile`; see `ampcompile.config.Options`."""
     options = Options.parse(**kwargs)
+    logs.warn_of_unscaled(_device_type(example_inputs), example_inputs)
     graph = gm if compiled_functions.is_backward(example_inputs) else rewrite(gm, example_inputs, options).graph
-    with _collecting_rarely():
+    with _collect_rarely():
         return lower(graph, example_inputs, options)
 
 

@@ -1,4 +1,4 @@
-"""What Inductor's caches know our part of a compilation by: the text of all files that may decide what is compiled."""
+"""Our part of the key of Inductor's caches: a hash over all files that may decide what is compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the call of ours that a thread is in knows of itself."""
+"""The state of the amp-compiled call that a thread is in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class CallState(threading.local):
-    """Of one thread; outside of calls of ours as it stands here."""
+    """One for each thread; outside of such calls it has these defaults."""
 
     callable: Any = None
     """What torch.compile was given; None outside of a call."""
@@ -20,7 +20,7 @@ class CallState(threading.local):
     widens: bool = False
     """Whether what the call returns leaves it in float32."""
     widened: bool = False
-    """Whether a graph has seen to it."""
+    """Whether a graph has widened all of it."""
 
 
 current_call = CallState()

@@ -10,7 +10,6 @@ all the same. The node drops them with what autograd saved, so they keep no late
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,14 +19,14 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ampcompile.passes.base import run_passes
-from ampcompile.passes.graph import bodies, placeholders
+from ampcompile.passes.graph import bodies, copy_graph, placeholders
 from ampcompile.passes.pipeline import replay
 from ampcompile.passes.replay.enable_second_backward import has_closed_backward
 from ampcompile.passes.weight_copy import read_copy
 from ampcompile.torch_private import autocast, compiled_functions, pytree, tracing
 
-from .plain_graph import CLOSED, differentiated, refused, stand_in
-from .rerun import RandomNumbersDrawn, forbid_random_numbers, only_updates_statistics
+from .plain_graph import CLOSED, differentiate, make_stand_in, refuse_gradients
+from .repeatable import RandomNumbersDrawn, forbid_random_numbers, only_updates_statistics
 
 Run = Callable[..., Any]
 _EAGERLY = (
@@ -49,11 +48,11 @@ class _Call(NamedTuple):
     versions: list[int]
 
 
-def copy_graph(gm: GraphModule) -> GraphModule:
-    """A copy of a graph, bodies included, that later changes of `gm` leave alone. Constants are shared."""
-    twin = GraphModule(gm, copy.deepcopy(gm.graph))
+def copy_with_bodies(gm: GraphModule) -> GraphModule:
+    """A copy of a graph and its bodies that later changes of `gm` leave alone. Constants are shared."""
+    twin = copy_graph(gm)
     for node, body in bodies(gm):
-        setattr(twin, str(node.target), copy_graph(body))
+        setattr(twin, str(node.target), copy_with_bodies(body))
     return twin
 
 
@@ -62,8 +61,8 @@ class DoubleBackward:
 
     def __init__(self, gm: GraphModule, function: compiled_functions.AutogradFunction) -> None:
         self._gm, self._function = gm, function
-        self._here = threading.local()  # .args: of the call that this thread is in
-        self._places = compiled_functions.places(function)
+        self._thread = threading.local()  # .args: of the call that this thread is in
+        self._slots = compiled_functions.result_slots(function)
         self._sources: list[int | None] | None = None  # which input of the graph an argument of the function is
         self._watched: list[int] = []  # the inputs whose versions are kept
         self.refusal = self._refusal()
@@ -72,14 +71,14 @@ class DoubleBackward:
 
     def __call__(self, run: Run) -> Run:
         """`run`, which takes the graph's inputs, with each call remembered."""
-        here = self._here
+        thread = self._thread
 
         def remembered(*args: Any) -> Any:
-            here.args = args
+            thread.args = args
             try:
                 return run(*args)
             finally:
-                here.args = None
+                thread.args = None
 
         return remembered
 
@@ -93,19 +92,19 @@ class DoubleBackward:
         return CLOSED if has_closed_backward(self._gm) else None
 
     def _remember(self, ctx: Any, arguments: Sequence[Any]) -> None:
-        args = getattr(self._here, "args", None)
+        args = getattr(self._thread, "args", None)
         if args is None or self.refusal or (self._sources is None and tracing.fakes_only()):
             ctx.amp_call = None
             return
         if self._sources is None:
-            self._meet(args, arguments)
+            self._learn_sources(args, arguments)
         ctx.amp_call = _Call(args, _versions(args, self._watched))
 
-    def _meet(self, args: tuple[Any, ...], arguments: Sequence[Any]) -> None:
-        """Learn at the first call what stays true of all: AOTAutograd drops inputs given twice, and may add some."""
+    def _learn_sources(self, args: tuple[Any, ...], arguments: Sequence[Any]) -> None:
+        """At the first call, learn which input each argument is: AOTAutograd drops inputs given twice, adds some."""
         index = {id(arg): i for i, arg in reversed(list(enumerate(args)))}
         sources = [index.get(id(argument)) if isinstance(argument, Tensor) else None for argument in arguments]
-        written = {sources[i] for i in compiled_functions.written(self._function)}
+        written = {sources[i] for i in compiled_functions.written_arguments(self._function)}
         if None in written or not all(
             only_updates_statistics(placeholders(self._gm)[i]) for i in written if i is not None
         ):
@@ -122,50 +121,50 @@ class DoubleBackward:
                 ctx.amp_call = None
             return original(ctx, gradients)
         if call is None or self.refusal:
-            return self._once(original, ctx, gradients, self.refusal or _ELSEWHERE)
+            return self._refuse_second(original, ctx, gradients, self.refusal or _ELSEWHERE)
         if call.versions != _versions(call.args, self._watched):
-            return self._once(original, ctx, gradients, _WRITTEN)
+            return self._refuse_second(original, ctx, gradients, _WRITTEN)
         try:
-            found = self._replayed(call.args, ctx.needs_input_grad, list(gradients))
+            found = self._replay(call.args, ctx.needs_input_grad, list(gradients))
         except RandomNumbersDrawn:
             self.refusal = _DRAWS
-            return self._once(original, ctx, gradients, self.refusal)
+            return self._refuse_second(original, ctx, gradients, self.refusal)
         if not compiled_functions.graph_is_kept():
             ctx.amp_call = None
         return found
 
-    def _replayed(self, args: tuple[Any, ...], needed: Sequence[bool], gradients: list[Tensor | None]) -> Any:
+    def _replay(self, args: tuple[Any, ...], needed: Sequence[bool], gradients: list[Tensor | None]) -> Any:
         """The gradients of the function's arguments, as functions of the graph's inputs and of `gradients`."""
         assert self._sources is not None
         wanted = {i: args[i] for i, need in zip(self._sources, needed, strict=True) if need and i is not None}
-        inside = {i: stand_in(tensor) for i, tensor in wanted.items()}
+        inside = {i: make_stand_in(tensor) for i, tensor in wanted.items()}
         again = [inside.get(i, arg) for i, arg in enumerate(args)]
         for i in self._written:
             again[i] = args[i].clone()
         with forbid_random_numbers(args), torch.enable_grad(), autocast.autocast_off():
             results = pytree.tree_leaves(self._gm(*again), is_leaf=lambda value: value is None)
-        reached = list(self._reached(results, gradients))
+        reached = list(self._find_reached(results, gradients))
         by_input: dict[int, Tensor | None] = {}
         if reached:
-            found = differentiated(reached, [*wanted.values()], [*inside.values()], keep=True)
+            found = differentiate(reached, [*wanted.values()], [*inside.values()], keep=True)
             by_input = dict(zip(wanted, found, strict=True))
         return tuple(
             by_input.get(i) if need and i is not None else None for i, need in zip(self._sources, needed, strict=True)
         )
 
-    def _reached(self, results: list[Any], gradients: Sequence[Tensor | None]) -> Any:
-        for place, gradient in zip(self._places, gradients, strict=False):
-            if place is not None and gradient is not None:
-                result = results[place.output]
-                result = result._base if place.kind == "base" else result
+    def _find_reached(self, results: list[Any], gradients: Sequence[Tensor | None]) -> Any:
+        for slot, gradient in zip(self._slots, gradients, strict=False):
+            if slot is not None and gradient is not None:
+                result = results[slot.output]
+                result = result._base if slot.kind == "base" else result
                 if result.requires_grad:
                     yield result, gradient
 
-    def _once(self, original: Run, ctx: Any, gradients: Any, reason: str) -> Any:
+    def _refuse_second(self, original: Run, ctx: Any, gradients: Any, reason: str) -> Any:
         """The compiled backward's gradients, which raise an error if they are differentiated."""
         with torch.no_grad():
             found = original(ctx, gradients)
-        return refused(reason, found)
+        return refuse_gradients(reason, found)
 
 
 def _versions(args: tuple[Any, ...], watched: list[int]) -> list[int]:

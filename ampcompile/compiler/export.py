@@ -64,7 +64,7 @@ def export(
     with ambient.autocast_for(device_type, parsed):
         with _AsCaptured():
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
-        graph = _rewritten(program, parsed, model)
+        graph = _rewrite(program, parsed, model, device_type)
         if parsed.outputs == "float32" and not within and torch.is_autocast_enabled(device_type):
             _widen_outputs(graph, torch.get_autocast_dtype(device_type))
         return _with_graph(program, graph)
@@ -85,7 +85,7 @@ class _AsCaptured(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _rewritten(program: ExportedProgram, options: Options, model: torch.nn.Module) -> GraphModule:
+def _rewrite(program: ExportedProgram, options: Options, model: torch.nn.Module, device_type: str) -> GraphModule:
     """The program's graph with every cast written out."""
     gm = program.graph_module
     mode = tracing.fake_mode_of(gm)
@@ -95,17 +95,17 @@ def _rewritten(program: ExportedProgram, options: Options, model: torch.nn.Modul
     fakes = [node.meta["val"] for node in placeholders(gm)]
     captured = capture(gm, fakes, mode, options.policy, keeps_symbols=True)
     _check_all_is_rewritten(captured)
-    seen = unmatched.Seen()
+    seen = unmatched.CompiledNames()
     seen.add(captured)
     unmatched.warn(options.policy, seen, model)
     regions, is_weight = Regions(autocast.autocast_states()), _weight_test(program)
-    options = where_it_pays(captured, options, regions, is_weight)
+    options = where_it_pays(captured, options, regions, is_weight, device_type)
     # Decided as for a compiled graph, which reads copies of weights; this one casts them.
     passes = pipeline(replace(options, weights="every_call"), regions, is_weight)
     logged = logs.watcher(fakes)
     history = run_passes(passes, captured, None if logged is None else logged.watch)
     if logged is not None:
-        logs.say(logged.record(gm, captured, history))
+        logs.log_graph(logged.record(gm, captured, history))
     return captured
 
 

@@ -14,7 +14,7 @@ from ampcompile import weights
 from ampcompile.config import Options
 from ampcompile.kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
 from ampcompile.passes import pipeline
-from ampcompile.passes.analysis.aliasing import written_below_autograd
+from ampcompile.passes.analysis.aliasing import inputs_written_below_autograd
 from ampcompile.passes.base import Watch, run_passes
 from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
 from ampcompile.passes.weight_copy import Slot
@@ -23,7 +23,7 @@ from ampcompile.torch_private import autocast, compiled_functions, lowering, tra
 from . import double_backward, widen_outputs
 from .cache_key import source_key
 from .decompositions import decompositions
-from .plain_graph import without_autocast
+from .plain_graph import exclude_autocast
 
 
 def lower(
@@ -33,40 +33,44 @@ def lower(
 
     `watch` sees the graph after differentiation, and after each pass on it (`aot_eager` only).
     """
-    leaves = widen_outputs.at_run_time(gm)
+    leaves = widen_outputs.adapt_to_caller(gm)
     copies = [node for node in gm.graph.find_nodes(op="placeholder") if "amp_copy" in node.meta]
     slots = [node.meta["amp_copy"] for node in copies]
     inputs = [*example_inputs, *(node.meta["val"] for node in copies)]
     lowering.forget_output_values(gm)
-    written = written_below_autograd(gm)
+    written = inputs_written_below_autograd(gm)
 
     def around(compiled: Callable[..., Any]) -> Callable[..., Any]:
         run = _with_copies(compiled, slots, options) if slots else compiled
-        return leaves(_then_cast_again(run, written) if written else run)
+        return leaves(_invalidate_after(run, written) if written else run)
 
     if options.lower == "eager":
-        return around(without_autocast(gm))
+        return around(exclude_autocast(gm))
+    emulated = options.emulated()
     rewritten = (
-        (gm.meta.pop(GRAPH_BEFORE_FUSION, None) or double_backward.copy_graph(gm)) if torch.is_grad_enabled() else None
+        (gm.meta.pop(GRAPH_BEFORE_FUSION, None) or double_backward.copy_with_bodies(gm))
+        if torch.is_grad_enabled()
+        else None
     )
     with autocast.lowering_without_autocast(), compiled_functions.functions_made() as functions:
         if options.lower == "aot_eager":
-            compiled = lowering.aot_eager(gm, inputs, partial(_on_joint_graph, watch))
+            compiled = lowering.aot_eager(gm, inputs, partial(_on_joint_graph, emulated, watch))
         else:
             lowering.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
             config = _inductor_config(gm, options, slots)
+            key = f"{source_key()} {sorted(map(str, emulated))}"
             compiled = lowering.inductor(
-                gm, inputs, config, partial(_on_joint_graph, None), source_key(), decompositions()
+                gm, inputs, config, partial(_on_joint_graph, emulated, None), key, decompositions()
             )
     if rewritten is not None and functions:
         compiled = double_backward.DoubleBackward(rewritten, functions[-1])(compiled)
     return around(compiled)
 
 
-def _on_joint_graph(watch: Watch | None, gm: GraphModule) -> None:
+def _on_joint_graph(emulated: frozenset[torch.dtype], watch: Watch | None, gm: GraphModule) -> None:
     if watch is not None:
         watch(None, gm)
-    run_passes(pipeline.after(), gm, watch)
+    run_passes(pipeline.after(emulated), gm, watch)
 
 
 def _inductor_config(gm: GraphModule, options: Options, slots: Sequence[Slot]) -> dict[str, Any]:
@@ -83,6 +87,7 @@ def _with_copies(compiled: Callable[..., Any], slots: Sequence[Slot], options: O
     binding = weights.bind(
         [slot.dtype for slot in slots],
         in_place=replayed,
+        wide=[slot.wide for slot in slots],
         packed=[slot.layout == "packed" for slot in slots],
         on_trial=[slot.on_trial for slot in slots],
     )
@@ -91,14 +96,14 @@ def _with_copies(compiled: Callable[..., Any], slots: Sequence[Slot], options: O
 
     def run(*args: Any) -> Any:
         if tracing.fakes_only():  # Dynamo's DDP splitter asks what the next part will get
-            return compiled(*args, *(_shaped(args[slot.weight], slot) for slot in slots))
+            return compiled(*args, *(_fake_copy(args[slot.weight], slot) for slot in slots))
         return compiled(*args, *binding.copies(pick(args)))
 
     return run
 
 
-def _then_cast_again(run: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:
-    """Copies of inputs that a graph writes to in a way that nothing tells: they are out of date once it has run."""
+def _invalidate_after(run: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:
+    """After each run, mark the copies of inputs that the graph writes to without a trace as out of date."""
 
     def run_and_tell(*args: Any) -> Any:
         try:
@@ -109,6 +114,7 @@ def _then_cast_again(run: Callable[..., Any], written: Sequence[int]) -> Callabl
     return run_and_tell
 
 
-def _shaped(weight: torch.Tensor, slot: Slot) -> torch.Tensor:
-    copy = torch.empty_like(weight, dtype=slot.dtype, requires_grad=False)
+def _fake_copy(weight: torch.Tensor, slot: Slot) -> torch.Tensor:
+    held = torch.float32 if slot.wide else slot.dtype
+    copy = torch.empty_like(weight, dtype=held, requires_grad=False)
     return copy if slot.layout == "strided" else copy.contiguous()

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from ampcompile.dtypes import FLOATS
+from ampcompile.passes.analysis.sizes import is_float_tensor
+from ampcompile.passes.graph import to_dtype
 from ampcompile.rules import table as rules
 from ampcompile.rules.table import Rule
 from ampcompile.torch_private import autocast, dispatcher, pytree, tracing
@@ -41,7 +43,7 @@ def _install(op: OpOverload, rule: Rule, device_type: str) -> bool:
             return as_before(*args, **kwargs)
         arriving = [v.dtype for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         low = torch.get_autocast_dtype(device_type)
-        if not _refused(arriving, low):
+        if not _may_be_refused(arriving, low):
             return as_before(*args, **kwargs)
         dtype = rule.operand_dtype(arriving, low)
         with autocast.autocast_off():
@@ -51,14 +53,11 @@ def _install(op: OpOverload, rule: Rule, device_type: str) -> bool:
     return as_before is not None
 
 
-def _refused(arriving: list[torch.dtype], low: torch.dtype) -> bool:
+def _may_be_refused(arriving: list[torch.dtype], low: torch.dtype) -> bool:
     """Whether eager autocast may refuse operands: they are mixed, or of the other 16-bit type."""
     floating = FLOATS.intersection(arriving)
     return len(floating) > 1 or not floating <= {torch.float32, low}
 
 
 def _cast(arguments: Any, dtype: torch.dtype | None) -> Any:
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if dtype is not None and tensor.dtype in FLOATS else tensor
-
-    return pytree.tree_map_only(torch.Tensor, cast, arguments)
+    return pytree.tree_map(lambda value: to_dtype(value, dtype) if is_float_tensor(value) else value, arguments)

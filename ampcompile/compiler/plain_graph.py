@@ -1,10 +1,10 @@
 """A rewritten graph that runs as it is, differentiable any number of times, autocast acting nowhere in it.
 
 AOTAutograd bakes a backward that excludes autocast. Here autograd's own nodes run, and a region that is open around
-`loss.backward()` would act on the operations in them. So the graph's backward is one node for the outside, which
-has autograd run the nodes inside with autocast excluded. Inside, stand-ins take the place of the inputs: one input
-may be a function of another, and the autograd outside the node sees to gradients between them. What the node computes
-with `create_graph=True` is differentiable again, by another such node.
+`loss.backward()` would act on the operations in them. So autograd sees the graph as one node, whose backward runs the
+nodes inside with autocast excluded. Inside, stand-ins take the place of the inputs: one input may be a function of
+another, and gradients between them are left to autograd outside of the node. What the node computes with
+`create_graph=True` is differentiable again, by another such node.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ampcompile.errors import DoubleBackwardError
-from ampcompile.passes.analysis.aliasing import shared, written
+from ampcompile.passes.analysis.aliasing import aliased_operands, written_operands
 from ampcompile.passes.base import run_passes
-from ampcompile.passes.graph import below_autograd, graphs
+from ampcompile.passes.graph import graphs, is_below_autograd
 from ampcompile.passes.pipeline import replay
 from ampcompile.passes.replay.enable_second_backward import has_closed_backward
 from ampcompile.torch_private import autocast, compiled_functions, pytree, regions, tracing
@@ -30,7 +30,7 @@ CLOSED = (
 )
 
 
-def without_autocast(gm: GraphModule) -> Callable[..., Any]:
+def exclude_autocast(gm: GraphModule) -> Callable[..., Any]:
     """`gm` as a callable of the same arguments and results, with autocast excluded forward and backward."""
     run_passes(replay(), gm)
     writes, refusal = writes_to_inputs(gm), CLOSED if has_closed_backward(gm) else None
@@ -39,10 +39,10 @@ def without_autocast(gm: GraphModule) -> Callable[..., Any]:
         inputs = {id(arg): arg for arg in args if _wants_gradient(arg)} if torch.is_grad_enabled() else {}
         if writes or not inputs or tracing.transforms_are_active():
             return _run(gm, args)  # inputs written in place have their history inside
-        inside = {key: stand_in(tensor) for key, tensor in inputs.items()}
+        inside = {key: make_stand_in(tensor) for key, tensor in inputs.items()}
         results = _run(gm, [inside.get(id(arg), arg) for arg in args])
         leaves, spec = pytree.tree_flatten(results)
-        return pytree.tree_unflatten(outside(leaves, [*inputs.values()], [*inside.values()], refusal), spec)
+        return pytree.tree_unflatten(hide_behind_node(leaves, [*inputs.values()], [*inside.values()], refusal), spec)
 
     return run
 
@@ -61,12 +61,12 @@ def _wants_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad and not value.is_inference()
 
 
-def stand_in(tensor: Tensor) -> Tensor:
+def make_stand_in(tensor: Tensor) -> Tensor:
     """The same memory without history."""
     return tensor.detach().requires_grad_()
 
 
-def outside(
+def hide_behind_node(
     results: Sequence[Any],
     inputs: Sequence[Tensor],
     inside: Sequence[Tensor],
@@ -94,7 +94,7 @@ def outside(
     return [of_inputs(result) for result in results]
 
 
-def differentiated(
+def differentiate(
     reached: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor], inside: Sequence[Tensor], keep: bool
 ) -> Sequence[Tensor | None]:
     """The gradients of `inputs`, given (result, gradient) of what a graph computed from their stand-ins.
@@ -105,7 +105,7 @@ def differentiated(
     again = torch.is_grad_enabled()
     gradients = [gradient for _, gradient in reached]
     wanted = [gradient for gradient in gradients if again and _wants_gradient(gradient)]
-    standing = {id(gradient): stand_in(gradient) for gradient in wanted}
+    standing = {id(gradient): make_stand_in(gradient) for gradient in wanted}
     with autocast.autocast_off():
         found: Sequence[Tensor | None] = torch.autograd.grad(
             [result for result, _ in reached],
@@ -117,7 +117,7 @@ def differentiated(
         )
     if not again:
         return found
-    return outside(found, [*inputs, *wanted], [*inside, *(standing[id(g)] for g in wanted)], shared=True)
+    return hide_behind_node(found, [*inputs, *wanted], [*inside, *(standing[id(g)] for g in wanted)], shared=True)
 
 
 class _Backward(torch.autograd.Function):
@@ -143,14 +143,14 @@ class _Backward(torch.autograd.Function):
             keep = ctx.shared or compiled_functions.graph_is_kept()
             again = torch.is_grad_enabled()
             with torch.set_grad_enabled(again and not ctx.refusal):
-                computed = differentiated(reached, inputs, inside, keep)
+                computed = differentiate(reached, inputs, inside, keep)
             found = dict(
-                zip(wanted, refused(ctx.refusal, computed) if again and ctx.refusal else computed, strict=True)
+                zip(wanted, refuse_gradients(ctx.refusal, computed) if again and ctx.refusal else computed, strict=True)
             )
         return (None, None, None, None, *map(found.get, range(len(ctx.inputs))))
 
 
-def refused(reason: str, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+def refuse_gradients(reason: str, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """Gradients that raise an error when they are differentiated."""
     return _Refused.apply(reason, torch.empty(0, requires_grad=True), *gradients)
 
@@ -169,14 +169,14 @@ class _Refused(torch.autograd.Function):
 def writes_to_inputs(gm: GraphModule) -> bool:
     """Whether an op of the graph, or of a body it calls, writes to an input in place, as far as schemas tell."""
     nodes = (node for graph in graphs(gm) for node in graph.graph.nodes)
-    return any(_begins_as_input(value) for node in nodes for value in written(node, unsaid=False))
+    return any(_begins_as_input(value) for node in nodes for value in written_operands(node, unsaid=False))
 
 
 def _begins_as_input(value: Node) -> bool:
     """Whether a value is an input, or shares its memory where autograd sees it.
 
-    Without what schemas leave unsaid: that is rarely so, and a graph that writes to its inputs has no node of its own.
+    By schemas alone: what they leave unsaid is rarely so, and a graph that writes to its inputs gets no node.
     """
-    if value.op == "placeholder" or below_autograd(value.target):
+    if value.op == "placeholder" or is_below_autograd(value.target):
         return value.op == "placeholder"
-    return any(map(_begins_as_input, shared(value, unsaid=False)))
+    return any(map(_begins_as_input, aliased_operands(value, unsaid=False)))

@@ -19,7 +19,7 @@ from .module_names import module_names
 
 
 @dataclass
-class Seen:
+class CompiledNames:
     """Names of the ops, and paths of the modules, of the graphs compiled in a call."""
 
     ops: set[str] = field(default_factory=set)
@@ -41,7 +41,7 @@ def warn_after_first_call(compiled: Callable[..., Any], fn: Any, policy: Policy)
         nonlocal waiting
         if not waiting:
             return compiled(*args, **kwargs)
-        current_call.graphs, outer = Seen(), current_call.graphs
+        current_call.graphs, outer = CompiledNames(), current_call.graphs
         try:
             result = compiled(*args, **kwargs)
             seen = current_call.graphs
@@ -55,7 +55,7 @@ def warn_after_first_call(compiled: Callable[..., Any], fn: Any, policy: Policy)
     return call
 
 
-def warn(policy: Policy, seen: Seen, fn: Any) -> None:
+def warn(policy: Policy, seen: CompiledNames, fn: Any) -> None:
     """Of each pattern that matched nothing in what was seen of `fn`, three calls further up."""
     for glob, near in policy.unmatched(seen.ops, seen.modules | set(module_names(fn).values())).items():
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""

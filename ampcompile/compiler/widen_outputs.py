@@ -5,7 +5,7 @@ low precision, as in eager autocast; so do compiled callables inside others.
 
 The cast is part of the graph that computes what is returned: at the end of a frame Dynamo tells what it returns, and
 guards tell calls that widen from those that don't. Where a graph finds, when it runs, that something else than the
-outermost callable gets its results, it casts back, which loses nothing. What no graph has cast, `widened` does.
+outermost callable gets its results, it casts back, which loses nothing. What no graph has cast, `widen_nested` does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ampcompile.torch_private.frame_returns import RESUMED, holds_values, memory
 from . import call_state
 from .call_state import current_call
 
-LEAVING = "amp_leaving"  # in `gm.meta`, a graph's `Leaving`
+LEAVING = "amp_leaving"  # in `gm.meta`, a graph's `LeavingResults`
 BECAUSE = "leaves the compiled call in float32: no autocast is open around it"
 
 
@@ -45,7 +45,8 @@ def call(compiled: Callable[..., Any], args: Any, kwargs: Any, low: torch.dtype,
         result = compiled(*args, **kwargs)
         if not widening or current_call.widened:
             return result
-        return widened(result, low, lambda: (*(_tensors(args, kwargs) if there is None else there), *_state(module)))
+        of_user = lambda: (*(_tensors(args, kwargs) if there is None else there), *_state(module))  # noqa: E731
+        return widen_nested(result, low, of_user)
     finally:
         current_call.low_dtype, current_call.widens = outer
 
@@ -68,7 +69,7 @@ def widen(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.float32)
 
 
-def decide(frame: frame_returns.Frame) -> None:
+def widen_returns(frame: frame_returns.Frame) -> None:
     """At the end of a frame of the outermost callable: what it computes in the call's low type leaves in float32."""
     if current_call.low_dtype is None or not _is_outermost(sys._getframe(), frame.f_code):
         return
@@ -80,10 +81,10 @@ def decide(frame: frame_returns.Frame) -> None:
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """The results of a graph, by place, that leave the call widened from `dtype`."""
+class LeavingResults:
+    """The results of a graph, by index, that leave the call widened from `dtype`."""
 
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     dtype: torch.dtype
     all: bool
     """Nothing else that the call returns is to be widened, if the results have the dtypes that Dynamo saw."""
@@ -91,17 +92,17 @@ class Leaving:
     """Those dtypes; None for what is no tensor."""
 
 
-def leaving(original: GraphModule, captured: GraphModule) -> Leaving | None:
+def find_leaving(original: GraphModule, captured: GraphModule) -> LeavingResults | None:
     """What leaves a graph of Dynamo's widened, None if nothing does; in the captured graph the casts become ours."""
     results = original.graph.output_node().args[0]
-    places = [i for i, result in enumerate(results) if getattr(result, "target", None) is widen]
-    if not places:
+    indices = [i for i, result in enumerate(results) if getattr(result, "target", None) is widen]
+    if not indices:
         return None
     made = captured.graph.output_node().args[0]
-    for cast in {made[i]: None for i in places}:
+    for cast in {made[i]: None for i in indices}:
         cast.meta["amp_cast"] = Cast("output", BECAUSE)
-    low = made[places[0]].args[0].meta["val"].dtype
-    return Leaving(tuple(places), low, results[places[0]].meta["amp_note"], _dtypes(captured))
+    low = made[indices[0]].args[0].meta["val"].dtype
+    return LeavingResults(tuple(indices), low, results[indices[0]].meta["amp_note"], _dtypes(captured))
 
 
 def _dtypes(gm: GraphModule) -> tuple[torch.dtype | None, ...]:
@@ -109,15 +110,15 @@ def _dtypes(gm: GraphModule) -> tuple[torch.dtype | None, ...]:
     return tuple(value.dtype if isinstance(value, torch.Tensor) else None for value in values)
 
 
-def at_run_time(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What is done to `gm`, once it is compiled, so that it serves other callers than the outermost one too.
+def adapt_to_caller(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A wrap of what `gm` is compiled to. Where its results don't leave the outermost call, they are cast back.
 
-    Where its results don't leave the call they are cast back. Where nothing else is to be widened the call is told so.
+    Where they do, and nothing else is left to widen, `current_call` notes it.
     """
-    leaves: Leaving | None = gm.meta.get(LEAVING)
+    leaves: LeavingResults | None = gm.meta.get(LEAVING)
     if leaves is None:
         return lambda run: run
-    places, dtype, whole = leaves.places, leaves.dtype, leaves.all and leaves.seen == _dtypes(gm)
+    indices, dtype, whole = leaves.indices, leaves.dtype, leaves.all and leaves.seen == _dtypes(gm)
 
     def for_any_caller(run: Callable[..., Any]) -> Callable[..., Any]:
         def run_and_look(*args: Any) -> Any:
@@ -127,7 +128,7 @@ def at_run_time(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[...,
             if current_call.widens and _is_outermost(sys._getframe(1)):
                 current_call.widened = whole
                 return results
-            return [result.to(dtype) if i in places else result for i, result in enumerate(results)]
+            return [result.to(dtype) if i in indices else result for i, result in enumerate(results)]
 
         return run_and_look
 
@@ -175,7 +176,7 @@ def _function_of(name: str) -> str:
     return name.removeprefix(RESUMED).rpartition("_at_")[0] if name.startswith(RESUMED) else name
 
 
-def widened(result: Any, dtype: torch.dtype, of_user: Callable[[], Iterable[Any]]) -> Any:
+def widen_nested(result: Any, dtype: torch.dtype, of_user: Callable[[], Iterable[Any]]) -> Any:
     """What a call returned, its tensors of `dtype` as float32, nested in tuples, lists, mappings and dataclasses too.
 
     `of_user()`: what was there before the call. Tensors in that memory, and whatever holds nothing that changes, stay

@@ -39,6 +39,6 @@ def explain(
     that steps inside `f` has stepped.
     Raises what `f` raises, and OptionError.
     """
-    from .recorder import recorded  # it imports Dynamo, and `import ampcompile` must not
+    from .recorder import make_explainer  # it imports Dynamo, and `import ampcompile` must not
 
-    return Awaiting(f, recorded(f, options, mode, dynamic), "ampcompile.explain")
+    return Awaiting(f, make_explainer(f, options, mode, dynamic), "ampcompile.explain")

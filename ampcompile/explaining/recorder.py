@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from ampcompile.compiler.ambient import options_of
 from ampcompile.compiler.backend import rewrite
 from ampcompile.compiler.lower import lower
 from ampcompile.config import Options
@@ -22,13 +23,9 @@ from .preserve_state import preserve_state
 from .report import Report
 
 
-def recorded(f: Any, options: dict[str, Any], mode: str | None, dynamic: bool | None) -> Callable[..., Report]:
+def make_explainer(f: Any, options: dict[str, Any], mode: str | None, dynamic: bool | None) -> Callable[..., Report]:
     """What `ampcompile.explain` returns; its arguments are checked here and now."""
-    compiled = dynamo_caches.how_compiled(f)
-    chosen = Options.parse(options, mode)
-    if compiled is not None:
-        f, dynamic = compiled.original, compiled.dynamic if dynamic is None else dynamic
-        chosen = beside(options_of(compiled), chosen, set(options))
+    f, chosen, dynamic = uncompile(f, options, mode, dynamic)
 
     def explained(*args: Any, **kwargs: Any) -> Report:
         graphs: list[GraphRecord] = []
@@ -40,14 +37,18 @@ def recorded(f: Any, options: dict[str, Any], mode: str | None, dynamic: bool | 
     return explained
 
 
-def options_of(compiled: dynamo_caches.Compiled) -> Options:
-    """The options a callable was compiled with, if for us."""
-    backend = compiled.backend
-    read = getattr(getattr(backend, "compiler_fn", backend), "amp_options", None)
-    return read(**getattr(backend, "kwargs", {})) if read is not None else Options()
+def uncompile(
+    f: Any, options: dict[str, Any], mode: str | None, dynamic: bool | None
+) -> tuple[Any, Options, bool | None]:
+    """The callable behind one that was compiled, its options and `dynamic`; what is given by name beats them."""
+    compiled, given = dynamo_caches.how_compiled(f), Options.parse(options, mode)
+    if compiled is None:
+        return f, given, dynamic
+    chosen = override(options_of(compiled.backend) or Options(), given, set(options))
+    return compiled.original, chosen, compiled.dynamic if dynamic is None else dynamic
 
 
-def beside(kept: Options, given: Options, names: set[str]) -> Options:
+def override(kept: Options, given: Options, names: set[str]) -> Options:
     """The options a callable was compiled with, with those given by name instead."""
     ours = {f.name: getattr(given, f.name) for f in fields(Options) if f.name in names}
     return replace(kept, **ours, inductor=tuple({**dict(kept.inductor), **dict(given.inductor)}.items()))

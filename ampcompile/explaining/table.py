@@ -37,7 +37,7 @@ def render(
     parts.append(_summary(graphs))
     parts += [str(graph.estimate) for graph in graphs if graph.estimate is not None and graph.estimate.products]
     if any(graph.fusions for graph in graphs):
-        parts.append(_fused(graphs))
+        parts.append(_fusion_line(graphs))
     return text_of(parts, width)
 
 
@@ -58,11 +58,7 @@ def _layers(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
-def _short_source(source: str) -> str:
-    return os.path.basename(source)
-
-
-def _merged(rows: Iterable[tuple[tuple[str, ...], int]]) -> list[tuple[tuple[str, ...], int, int]]:
+def _merge_rows(rows: Iterable[tuple[tuple[str, ...], int]]) -> list[tuple[tuple[str, ...], int, int]]:
     """(row, how many times, bytes of all), in the order of first appearance."""
     counts: Counter[tuple[str, ...]] = Counter()
     sizes: Counter[tuple[str, ...]] = Counter()
@@ -79,10 +75,10 @@ def _cast_table(casts: Sequence[CastRecord], reasons: _Footnotes) -> Table:
             (
                 c.op,
                 _layers(c.module),
-                _short_source(c.source),
+                os.path.basename(c.source),
                 c.of,
-                f"{short_name(c.dtype_from)}>{short_name(c.dtype_to)}",
-                "x".join(map(str, c.shape)) or "scalar",
+                c.dtypes,
+                c.sizes,
                 "+".join(c.fate[1:]) or c.fate[0],
                 c.because,
             ),
@@ -90,7 +86,7 @@ def _cast_table(casts: Sequence[CastRecord], reasons: _Footnotes) -> Table:
         )
         for c in casts
     )
-    for row, count, size in _merged(rows):
+    for row, count, size in _merge_rows(rows):
         table.add_row(*row[:-1], str(count), human_bytes(size), reasons(row[-1]))
     return table
 
@@ -98,7 +94,7 @@ def _cast_table(casts: Sequence[CastRecord], reasons: _Footnotes) -> Table:
 def _op_table(ops: Sequence[OpRecord], reasons: _Footnotes) -> Table:
     table = table_of(["op", "dtype"], ["times", "why"])
     rows = (((op.op, short_name(op.dtype) if op.dtype else "", op.because), 0) for op in ops)
-    for row, count, _ in sorted(_merged(rows)):
+    for row, count, _ in sorted(_merge_rows(rows)):
         table.add_row(*row[:-1], str(count), reasons(row[-1]))
     return table
 
@@ -119,7 +115,7 @@ def _summary(graphs: Sequence[GraphRecord]) -> str:
     )
 
 
-def _fused(graphs: Sequence[GraphRecord]) -> str:
+def _fusion_line(graphs: Sequence[GraphRecord]) -> str:
     fusions = [fusion for graph in graphs for fusion in graph.fusions]
     families = ", ".join(f"{count} {family}" for family, count in Counter(f.family for f in fusions).items())
     saved, freed = (human_bytes(sum(sizes)) for sizes in zip(*((f.saved, f.freed) for f in fusions), strict=True))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ampcompile.dtypes import FLOATS
+from ampcompile.dtypes import FLOATS, short_name
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.op_traits import is_view
 from ampcompile.passes.base import Applied
@@ -20,7 +20,7 @@ from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import pytree
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
-from .totals import Total, hint
+from .totals import Total, bytes_of
 
 if TYPE_CHECKING:
     from ampcompile.passes.analysis.product_cost import Estimate
@@ -51,6 +51,16 @@ class CastRecord:
     """What became of it, in order: inserted, hoisted, shared, folded, moved, fused."""
     of: str
     """What is cast: "weight", "input", "constant" or "activation"."""
+
+    @property
+    def dtypes(self) -> str:
+        """From which dtype to which, as `f32>bf16`."""
+        return f"{short_name(self.dtype_from)}>{short_name(self.dtype_to)}"
+
+    @property
+    def sizes(self) -> str:
+        """The shape as `8x16`."""
+        return "x".join(map(str, self.shape)) or "scalar"
 
     @property
     def runs(self) -> bool:
@@ -135,7 +145,7 @@ def casts_of(gm: GraphModule, weights: set[Node]) -> Iterator[tuple[int, CastRec
                 dtype_from=before.dtype,
                 dtype_to=after.dtype,
                 shape=shape_of(before),
-                bytes=hint(before.numel()) * (before.dtype.itemsize + after.dtype.itemsize),
+                bytes=bytes_of(before, after),
                 because=record.because,
                 fate=record.fate,
                 of=_origin(node.args[0], origins),

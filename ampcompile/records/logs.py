@@ -6,6 +6,8 @@ and its casts are artifacts of the structured trace, which `tlparse` shows besid
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import logging
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ import torch
 from torch.fx import GraphModule
 
 from ampcompile.dtypes import short_name
+from ampcompile.passes.analysis.product_cost import Estimate
 from ampcompile.passes.base import Applied, Pass, Watch
 from ampcompile.torch_private import structured_trace
 
@@ -32,7 +35,7 @@ def watcher(example_inputs: Sequence[Any]) -> Watcher | None:
     return None
 
 
-def both(first: Watch | None, second: Watch | None) -> Watch | None:
+def watch_both(first: Watch | None, second: Watch | None) -> Watch | None:
     """One watch of two, either of which may be missing."""
     if first is None or second is None:
         return first or second
@@ -44,7 +47,47 @@ def both(first: Watch | None, second: Watch | None) -> Watch | None:
     return watch
 
 
-def say(graph: GraphRecord) -> None:
+def warn_of_unscaled(device_type: str, example_inputs: Sequence[Any]) -> None:
+    """Say, once, that a graph about to be compiled trains in float16 while this process has no scaler."""
+    if not torch.is_autocast_enabled(device_type) or torch.get_autocast_dtype(device_type) is not torch.float16:
+        return
+    trains = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+    if trains:
+        _look_for_a_scaler(device_type)
+
+
+@functools.cache
+def _look_for_a_scaler(device_type: str) -> None:
+    # Classes of objects are compared, not the objects: some of other packages load things when they are looked at.
+    if not any(issubclass(type(found), torch.amp.GradScaler) for found in gc.get_objects()):
+        log.warning(
+            "a graph trains in float16 on %s, and no GradScaler has been made: small gradients become zero there. "
+            "Scale the loss (see ampcompile.GradScaler), or compile with options={'dtype': torch.bfloat16}",
+            device_type,
+        )
+
+
+_emulation_told = False
+
+
+def may_warn_of_emulation() -> bool:
+    """Whether `warn_of_emulation` hasn't been called yet in this process."""
+    return not _emulation_told
+
+
+def warn_of_emulation(estimated: Estimate) -> None:
+    """Say, of the first graph with products alone, that low precision doesn't pay on a CPU without units, if so."""
+    global _emulation_told
+    _emulation_told = True
+    if not estimated.pays:
+        log.warning(
+            "%s. To keep such graphs in float32, compile with options={'policy': 'where it pays'}, or call the model "
+            "inside torch.autocast('cpu', enabled=False)",
+            estimated,
+        )
+
+
+def log_graph(graph: GraphRecord) -> None:
     """Log one rewritten graph and hand it to the structured trace."""
     hoisted = sum("hoisted" in cast.fate for cast in graph.casts)
     log.info(
@@ -77,9 +120,8 @@ def _of_op(op: OpRecord) -> str:
 
 
 def _of_cast(cast: CastRecord) -> str:
-    shape = "x".join(map(str, cast.shape)) or "scalar"
-    dtypes = f"{short_name(cast.dtype_from)}>{short_name(cast.dtype_to)}"
-    return f"cast of {cast.of} {shape} {dtypes} for {cast.op}, {cast.bytes} bytes, {'+'.join(cast.fate)}{_where(cast)}"
+    what, fate = f"{cast.of} {cast.sizes} {cast.dtypes}", "+".join(cast.fate)
+    return f"cast of {what} for {cast.op}, {cast.bytes} bytes, {fate}{_where(cast)}"
 
 
 def _where(record: OpRecord | CastRecord) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.passes.analysis.op_traits import CONVERSIONS, has
+from ampcompile.passes.analysis.sizes import elements_hint
 from ampcompile.passes.graph import graphs, held_tensors
 from ampcompile.torch_private import dispatcher, pytree, tracing
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload, TorchDispatchMode
@@ -26,7 +27,7 @@ class Total:
 
 def total_of(stage: str, gm: GraphModule) -> Total:
     """What a graph and its bodies convert."""
-    sizes = [_bytes(*pair) for graph in graphs(gm) for pair in _conversions(graph)]
+    sizes = [bytes_of(*pair) for graph in graphs(gm) for pair in _conversions(graph)]
     return Total(stage, len(sizes), sum(sizes))
 
 
@@ -37,7 +38,7 @@ def eager_totals(gm: GraphModule, example_inputs: Sequence[Any]) -> list[Total]:
     """
     fakes, mode = tracing.fake_inputs(example_inputs)
     held: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in held_tensors(gm).items()}
-    cached, watched = torch.is_autocast_cache_enabled(), _Watched()
+    cached, watched = torch.is_autocast_cache_enabled(), _ConversionCounter()
     torch.set_autocast_cache_enabled(True)
     try:
         with tracing.computing_on(mode), watched, torch.random.fork_rng([]):
@@ -58,7 +59,7 @@ def _backward(results: Any, inputs: Sequence[Any]) -> None:
         torch.autograd.grad(reached, wanted, [torch.ones_like(r) for r in reached], allow_unused=True)
 
 
-class _Watched(TorchDispatchMode):
+class _ConversionCounter(TorchDispatchMode):
     """Notes the bytes of every conversion between floating dtypes, in all bodies of higher-order ops too."""
 
     supports_higher_order_operators = True
@@ -78,7 +79,7 @@ class _Watched(TorchDispatchMode):
             return func(*pytree.tree_map_only(GraphModule, self._watch, args), **(kwargs or {}))
         result = dispatcher.as_computed(func, args, func(*args, **(kwargs or {})))
         if has(func, CONVERSIONS) and _converts(args[0], result):
-            self.sizes.append(_bytes(args[0], result))
+            self.sizes.append(bytes_of(args[0], result))
         return result
 
     def _watch(self, body: GraphModule) -> Callable[..., Any]:
@@ -114,12 +115,6 @@ def _converts(before: Any, after: Any) -> bool:
     )
 
 
-def _bytes(before: torch.Tensor, after: torch.Tensor) -> int:
-    return hint(before.numel()) * (before.dtype.itemsize + after.dtype.itemsize)
-
-
-def hint(size: int | torch.SymInt) -> int:
-    """A size as the number it was traced with; 0 for sizes that depend on data."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else 0
+def bytes_of(before: torch.Tensor, after: torch.Tensor) -> int:
+    """What a conversion reads and writes, with the sizes it was traced with; 0 if those depend on data."""
+    return (elements_hint(before) or 0) * (before.dtype.itemsize + after.dtype.itemsize)

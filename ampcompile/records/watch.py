@@ -14,7 +14,7 @@ from ampcompile.passes.analysis.product_cost import Estimate, estimate
 from ampcompile.passes.base import Applied, Pass
 from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.decide.assign_precision import AssignPrecision
-from ampcompile.passes.graph import UNDECIDED, placeholders
+from ampcompile.passes.graph import UNDECIDED, is_static, placeholders
 
 from .casts import CastRecord, GraphRecord, OpRecord, cast_nodes, casts_of, fusions_of, ops_of
 from .graph import NodeRecord, nodes_of
@@ -89,8 +89,7 @@ def _weights(gm: GraphModule, example_inputs: Sequence[Any]) -> set[Node]:
     return {
         node
         for node, value in zip(placeholders(gm), example_inputs, strict=True)
-        if isinstance(value, torch.nn.Parameter)
-        or node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
+        if is_static(node) or isinstance(value, torch.nn.Parameter)
     }
 
 

@@ -16,23 +16,9 @@ from ampcompile.torch_private.types import OpOverload
 
 from . import accelerator, cpu, ours
 from .composite import CONTENTS
-from .group import Group
+from .group import Category, Group
 
-CATEGORIES: Mapping[str, str] = MappingProxyType(
-    {
-        "lower_precision_fp": "floating operands are cast to the low type",
-        "fp32": "floating operands are cast to float32",
-        "fp32_set_opt_dtype": "nothing is cast; the argument `dtype` is float32 unless the user gave one",
-        "fp32_append_dtype": "nothing is cast; the overload that takes a dtype is called, with float32",
-        "promote": "floating operands are cast to the widest among them",
-        "follow_destination": "floating operands are cast to the dtype of the first, which is written in place",
-        "fp32_inside": "floating operands are cast to float32, floating results to the low type",
-        "fp32_round_trip": "floating operands are cast to float32, floating results back to the first one's dtype",
-        "as_arrives": "nothing is cast",
-        "banned": "raises, as in eager autocast",
-    }
-)
-REGISTRABLE = ("lower_precision_fp", "fp32", "promote")
+REGISTRABLE: tuple[Category, ...] = ("lower_precision_fp", "fp32", "promote")
 _LABELS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "mtia": "MTIA", "maia": "MAIA"}
 
 
@@ -43,7 +29,7 @@ class Rule:
     Only operands whose dtype is in `FLOATS` are ever cast, and none that the op writes into.
     """
 
-    category: str
+    category: Category
     because: str
     dtype: torch.dtype | None = None
     """`lower_precision_fp` only: this low type, whatever the region's is."""
@@ -137,9 +123,10 @@ def register_op(op: OpOverload | str, rule: str) -> None:
         name in (known, known.partition(".")[0]) for known in dispatcher.all_op_names()
     ):
         raise RuleError(f"register_op found no op {name} in this torch; expected one of its ops, or one of your own.")
-    if rule not in REGISTRABLE:
+    category = next((known for known in REGISTRABLE if known == rule), None)
+    if category is None:
         raise RuleError(f"register_op got the rule {rule!r} for {name}; expected one of {', '.join(REGISTRABLE)}.")
-    _registered[name] = Rule(rule, f"registered as {rule} with ampcompile.register_op")
+    _registered[name] = Rule(category, f"registered as {rule} with ampcompile.register_op")
 
 
 def rule_for(op: OpOverload, device_type: str) -> Rule | None:

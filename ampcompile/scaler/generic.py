@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from .fused import amp_aware, any_set
+from .collect import amp_aware
+from .fused import any_set
 
 
 def generic_step(

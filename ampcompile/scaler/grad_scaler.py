@@ -13,8 +13,9 @@ from ampcompile.kernels.update_scale import update_scale_
 from ampcompile.torch_private import dynamo_marks, optimizers
 
 from .clip import clip_in_step, require_one_iteration
+from .collect import amp_aware, collect
 from .conditions import NotFusedError
-from .fused import FusedStep, PerDevice, amp_aware, collect
+from .fused import FusedStep, PerDevice
 from .generic import generic_step
 from .pending import Gradients, apply_pending, drop, factors, parameters, pending
 from .records import Record, Records, has_grads
@@ -154,7 +155,7 @@ class GradScaler(torch.amp.GradScaler):
     def _fused(self, optimizer: Any, record: Record, only_grads: bool = False) -> FusedStep | None:
         """The step as our kernels take it, or None if they can't."""
         try:
-            fused = collect(optimizer, record.workspaces, only_grads)
+            fused = FusedStep(optimizer, collect(optimizer, record.known, only_grads), record.workspaces)
         except NotFusedError as reason:
             if record.detour != str(reason):
                 record.detour = str(reason)

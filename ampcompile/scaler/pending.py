@@ -25,12 +25,12 @@ class Gradients:
     def note(self, optimizer: Any) -> None:
         """Take the gradients as they are now."""
         grads = gradients(optimizer)
-        self._storages = optimizers.weak_storages(grads)  # while they are held, no other storage gets their ids
-        self._marks = set(map(optimizers.mark, grads))
+        self._storages = optimizers.WeakStorages(grads)  # while they are held, no other storage gets their ids
+        self._marks = set(optimizers.marks(grads))
 
     def still(self, optimizer: Any) -> bool:
         """Whether the gradients of `optimizer` are these and weren't written; some may be gone."""
-        return all(optimizers.mark(grad) in self._marks for grad in gradients(optimizer))
+        return self._marks.issuperset(optimizers.marks(gradients(optimizer)))
 
 
 class Pending:
@@ -101,7 +101,7 @@ def apply_pending(optimizer: Any) -> None:
 
 def gradients(optimizer: Any) -> list[Tensor]:
     """All gradients of an optimizer."""
-    return [param.grad for param in parameters(optimizer) if param.grad is not None]
+    return [grad for param in parameters(optimizer) if (grad := param.grad) is not None]
 
 
 def parameters(optimizer: Any) -> list[Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ampcompile.errors import ScalerError
 
+from .collect import Known
 from .fused import any_set
 from .pending import drop, parameters, pending
 
@@ -21,6 +22,8 @@ class Record:
     optimizer: Callable[[], Any]
     workspaces: dict[torch.device, dict[str, Any]] = field(default_factory=dict)
     """What kernels keep between calls."""
+    known: dict[bool, Known] = field(default_factory=dict)
+    """What was found right about the optimizer's tensors."""
     found_infs: tuple[Tensor, ...] | None = None
     """Overflow flags of the latest step; None before the first."""
     detour: str | None = None

@@ -6,12 +6,14 @@ or `state_dict()` reads them: one copy for all, after which the host has waited.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ampcompile.errors import ScalerError
+from ampcompile.kernels.triton import tables
 from ampcompile.torch_private import dynamo_marks, optimizers
 
 
@@ -25,6 +27,21 @@ def new_step(param: Tensor, group: Mapping[str, Any]) -> Tensor:
 def counts_on_device(group: Mapping[str, Any]) -> bool:
     """Whether torch keeps the counts of a parameter group with its parameters."""
     return bool(group["fused"] or group["capturable"])
+
+
+def require_counts(optimizer: torch.optim.Optimizer, devices: Collection[torch.device]) -> None:
+    """Lend the counts to these devices where torch keeps them on the CPU; an error in a CUDA graph capture.
+
+    When they return, replays would go on counting where they were.
+    """
+    if all(map(counts_on_device, optimizer.param_groups)) or all(device.type == "cpu" for device in devices):
+        return
+    if any(map(tables.capturing, devices)):
+        raise ScalerError(
+            f"found a CUDA graph capture of a step of {type(optimizer).__name__} that counts its steps on the CPU, "
+            "expected one that counts on the GPU: make the optimizer with capturable=True or fused=True"
+        )
+    lend_steps(optimizer)
 
 
 def lend_steps(optimizer: torch.optim.Optimizer) -> None:

@@ -82,7 +82,7 @@ class ResultSlot(NamedTuple):
     kind: Literal["output", "base"]
 
 
-def places(function: AutogradFunction) -> list[ResultSlot | None]:
+def result_slots(function: AutogradFunction) -> list[ResultSlot | None]:
     """For each value that the function returns: whose it is; None for views, which autograd sees outside of it."""
     meta: ViewAndMutationMeta = function.metadata
     found: list[ResultSlot | None] = [None] * meta.num_mutated_inp_runtime_indices
@@ -98,7 +98,7 @@ def writes_to_differentiated_inputs(function: AutogradFunction) -> bool:
     return function.metadata.num_mutated_inp_runtime_indices > 0
 
 
-def written(function: AutogradFunction) -> list[int]:
+def written_arguments(function: AutogradFunction) -> list[int]:
     """The arguments that the compiled code itself writes to, such as running statistics."""
     return [i for i, info in enumerate(function.metadata.input_info) if info.mutates_data]
 

@@ -108,6 +108,16 @@ def multiplies_into_float32(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
+_INTO_OTHER = {
+    getattr(torch.ops.aten, n).dtype: getattr(torch.ops.aten, n).default for n in ("mm", "bmm", "addmm", "baddbmm")
+}
+
+
+def without_out_dtype(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A product that writes another type than its operands', as the product that writes theirs; others as they are."""
+    return (_INTO_OTHER[op], args[:-1]) if op in _INTO_OTHER else (op, args)
+
+
 # Fake kernels that claim float32 for the gradient of a 16-bit input where only the weights are float32; the real ones,
 # on all devices, give it the input's dtype (torch 2.11 to 2.15). To each its input's place among the arguments.
 FAKES_OF_WRONG_DTYPE: dict[Any, int] = {torch.ops.aten.native_group_norm_backward.default: 1}

@@ -1,16 +1,19 @@
 """What the scaler uses of torch's private parts."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp import grad_scaler
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import optimizer
 
 Hook = Callable[..., Any]
+_address, _version = attrgetter("_cdata"), attrgetter("_version")
+_hold: Any = torch.UntypedStorage._weak_ref
+_free: Any = torch.UntypedStorage._free_weak_ref
 
 
 def step_hooks(each: Any) -> list[Hook]:
@@ -30,14 +33,25 @@ def fresh_optimizer_states() -> dict[int, dict[str, Any]]:
     return defaultdict(grad_scaler._refresh_per_optimizer_state)
 
 
-def mark(tensor: Tensor) -> tuple[int, int, int] | None:
-    """What changes when a tensor is written or replaced: storage, address and version; None if it has none."""
+Mark = tuple[int, int, int]
+
+
+def marks(tensors: Sequence[Tensor]) -> list[Mark | None]:
+    """What changes when a tensor is written or replaced: storage, address and version; None for one without."""
     try:
-        return tensor.untyped_storage()._cdata, tensor.data_ptr(), tensor._version
-    except RuntimeError:
-        return None
+        storages = list(map(Tensor.untyped_storage, tensors))
+    except RuntimeError:  # a sparse one
+        return [None if tensor.layout is not torch.strided else marks([tensor])[0] for tensor in tensors]
+    return list(zip(map(_address, storages), map(Tensor.data_ptr, tensors), map(_version, tensors), strict=True))
 
 
-def weak_storages(tensors: Iterable[Tensor]) -> list[StorageWeakRef]:
+class WeakStorages:
     """The storages of strided tensors, whose ids aren't given to others while this is held."""
-    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if tensor.layout is torch.strided]
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
+        self.held = list(map(_hold, map(Tensor.untyped_storage, strided)))
+
+    def __del__(self) -> None:
+        for each in self.held:
+            _free(each)

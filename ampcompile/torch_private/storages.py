@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -22,6 +23,8 @@ read_data = _DATA.__get__  # `tensor.data` as torch does it
 DATA_DOC: str | None = _DATA.__doc__
 
 version = attrgetter("_version")
+# Of a tensor: how many own it in C++, Python's object and whoever saved it.
+tensor_users: Callable[[Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 storage_users = torch._C._storage_Use_Count  # of a `storage_key`: how many hold the storage
 # A weak reference to a tensor's C++ object, which `torch.utils.swap_tensors` doesn't mind as it would Python's:
 # `expired()` tells whether the tensor was freed.
@@ -42,11 +45,6 @@ def place(tensor: Tensor) -> tuple[int, int] | None:
         return storage_key(tensor), tensor.data_ptr()
     except RuntimeError:
         return None
-
-
-def tensor_users(tensor: Tensor) -> int:
-    """How many own a tensor in C++: Python's object, and whoever saved it."""
-    return tensor._use_count()  # type: ignore[attr-defined]
 
 
 def write_data(tensor: Tensor, value: Tensor) -> None:

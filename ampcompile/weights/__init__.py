@@ -1,5 +1,5 @@
 """Low-precision copies of weights: cast once per update, shared by all graphs, read only while proven fresh."""
 
-from .binding import Binding, bind, hoistable, invalidate, weight_stats, writable_copies, wrote
+from .binding import Binding, bind, free_copies, hoistable, invalidate, weight_stats, writable_copies, wrote
 
-__all__ = ["Binding", "bind", "hoistable", "invalidate", "weight_stats", "writable_copies", "wrote"]
+__all__ = ["Binding", "bind", "free_copies", "hoistable", "invalidate", "weight_stats", "writable_copies", "wrote"]

@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ampcompile.errors import WeightError
+from ampcompile.errors import WeightsError
 from ampcompile.torch_private import storages
 
 from . import gpu, memory, writers
 from .census import unexplained
-from .copies import TRIAL, Copy, Weight, cast_passes, copies, copies_of, copy_of, interrupted, recover, refresh
+from .copies import (
+    TRIAL,
+    Copy,
+    Form,
+    Weight,
+    cast,
+    cast_for_capture,
+    cast_passes,
+    copies,
+    copies_of,
+    copy_of,
+    interrupted,
+    recover,
+    refresh,
+)
 from .copy_set import CopySet
 from .memory import Memory, lock, write_epoch
 from .ranges import set_ranges
 
 _CLASSES = (Tensor, torch.nn.Parameter, storages.FakeTensor)
 _bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
+_NOTHING: Set[Copy] = frozenset()
 _log = logging.getLogger("ampcompile")
 
 
@@ -34,17 +50,15 @@ class WeightStats(NamedTuple):
 
 
 class Binding:
-    """The copies that one compiled graph reads: slot i holds weight i of each call in `dtypes[i]`. Thread-safe.
+    """The copies that one compiled graph reads: slot i holds weight i of each call in `forms[i]`. Thread-safe.
 
     One set of copies lives for each set of weights that the graph is called with, as blocks compiled one by one share
     a graph, for as long as the weights do. A slot's weight keeps its shape and strides from call to call, as Dynamo's
     guards see to. Which tensor it is, and where its memory lies, may change.
     """
 
-    def __init__(
-        self, dtypes: Sequence[torch.dtype], in_place: bool, packed: Sequence[bool], on_trial: Sequence[bool]
-    ) -> None:
-        self._dtypes, self._in_place = tuple(dtypes), in_place
+    def __init__(self, forms: Sequence[Form], in_place: bool, packed: Sequence[bool], on_trial: Sequence[bool]) -> None:
+        self._forms, self._in_place = tuple(forms), in_place
         self._packed, self._on_trial = tuple(packed), tuple(on_trial)
         self._sets: dict[tuple[int, ...], CopySet] = {}  # by the ids of the weights
         _bindings.add(self)
@@ -53,21 +67,30 @@ class Binding:
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """What the graph reads for this call's weights, up to date. Casts those that were not, all in one pass."""
         ids = tuple(map(id, weights))
-        known = self._sets.get(ids)
+        known, cast = self._sets.get(ids), _NOTHING
         if known is None or not known.fresh(weights):
-            known = self._refresh(ids, weights)
-        if known.rechecks:
-            known.look(weights)
-        return known.forms()
+            if gpu.capturing(weights):
+                with torch.inference_mode(False), torch.no_grad():
+                    return cast_for_capture(_held(ids, weights), self._forms)
+            known, cast = self._refresh(ids, weights)
+        if not known.rechecks:
+            forms = known.forms()
+            return self.copies(weights) if known.freed else forms
+        with lock:
+            if known.moved():  # another thread has cast meanwhile
+                return self.copies(weights)
+            known.look(weights, cast)
+            return known.forms()
 
-    def _refresh(self, ids: tuple[int, ...], weights: Sequence[Tensor]) -> CopySet:
+    def _refresh(self, ids: tuple[int, ...], weights: Sequence[Tensor]) -> tuple[CopySet, Set[Copy]]:
+        """The set as it is from now on, and what of it was cast."""
         with lock, torch.inference_mode(False), torch.no_grad():
             if interrupted():
                 memory.begin_epoch()
                 recover()
             now = write_epoch()
-            held = [Weight(key, storages.alias(weight)) for key, weight in zip(ids, weights, strict=True)]
-            members = [copy_of(weight.tensor, dtype) for weight, dtype in zip(held, self._dtypes, strict=True)]
+            held = _held(ids, weights)
+            members = [copy_of(weight.tensor, form) for weight, form in zip(held, self._forms, strict=True)]
             for copy, weight, on_trial in zip(members, weights, self._on_trial, strict=True):
                 copy.in_place |= self._in_place
                 if on_trial and copy.tensor is None and copy.packed is None:
@@ -75,15 +98,15 @@ class Binding:
                 copy.memory.admit(weight)
             set_ranges((each.begin, each.end) for each in memory.memories())
             writers.watch()  # now that there is memory to watch: what dies meanwhile can't be the last
-            captured = gpu.capturing(weights)
             strided = [not packed for packed in self._packed]
-            refresh(zip(members, held, strided, strict=True), captured, _doubtful(members, held))
             before = self._sets.get(ids)
-            known = CopySet(held, members, self._packed, None if captured else now, before)
+            tables = before.tables if before else {}
+            cast = refresh(zip(members, held, strided, strict=True), _doubtful(members, held), tables)
+            known = CopySet(held, members, self._packed, now, before, tables)
             if before is None:
                 self._make_room()
             self._sets[ids] = known
-            return known
+            return known, cast
 
     def _make_room(self) -> None:
         """Let go of sets whose weights are no more, each time that the number of sets has doubled."""
@@ -92,6 +115,10 @@ class Binding:
                 if known.gone():
                     del self._sets[ids]
             self._sweep_at = 2 * len(self._sets) + 8
+
+
+def _held(ids: Sequence[int], weights: Sequence[Tensor]) -> list[Weight]:
+    return [Weight(key, storages.alias(weight)) for key, weight in zip(ids, weights, strict=True)]
 
 
 def _doubtful(members: Sequence[Copy], held: Sequence[Weight]) -> set[Memory]:
@@ -116,15 +143,18 @@ def bind(
     in_place: bool = False,
     packed: Sequence[bool] | None = None,
     on_trial: Sequence[bool] | None = None,
+    wide: Sequence[bool] | None = None,
 ) -> Binding:
     """A binding for one compiled graph. `dtypes`: of its copies, which are made at its first call.
 
     `in_place`: copies keep their addresses whatever happens, for replayed CUDA graphs; a backward that is still to
     come and saved one then raises autograd's error. `packed`: slots that are read packed once that pays. `on_trial`:
     slots whose weights aren't known to be weights, and are cast at each call until they stayed the same for some.
+    `wide`: slots whose copies hold their numbers, rounded, as float32.
     """
     nowhere = [False] * len(dtypes)
-    return Binding(dtypes, in_place, packed or nowhere, on_trial or nowhere)
+    forms = map(Form, dtypes, wide or nowhere)
+    return Binding(list(forms), in_place, packed or nowhere, on_trial or nowhere)
 
 
 def hoistable(tensor: Any) -> bool:
@@ -148,17 +178,28 @@ def invalidate(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) -> 
     """Have the next call cast these weights again: for writes that PyTorch can't know of (see docs/weights.md).
 
     With a graph that reads one of them, all tensors that it keeps copies of are cast again: its buffers, and what it
-    reads from attributes, closures and globals. Raises WeightError for what holds no tensors.
+    reads from attributes, closures and globals. Raises `WeightsError` for what is neither a module nor tensors.
     """
     with lock:
-        named = {memory.copied_memory_at(tensor) for tensor in _tensors(model_or_params)} - {None}
-        for each in list(memory.sets):
-            if not named.isdisjoint(each.memories):
-                for copied in each.memories:
-                    copied.written()
-        for copied in named:
-            if copied is not None:
-                copied.written()
+        for copied in _copied_with(model_or_params)[0]:
+            copied.written()
+
+
+def free_copies(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
+    """Free the low-precision copies of these weights now, packed forms included; the next call casts them again.
+
+    For a model that is put aside for a while, or moved to another device. It means the same weights as `invalidate`.
+    A backward that is still to come keeps what it saved until it has run; what a CUDA graph writes that you captured,
+    with a step of `ampcompile.GradScaler` in it, stays. Raises `WeightsError` for what is neither a module nor tensors.
+    """
+    with lock:
+        memories, sets = _copied_with(model_or_params)
+        for each in sets:
+            each.free()
+        for copied in memories:
+            copied.written()
+            for copy in list(copied.copies):
+                copy.free(gone=False)
 
 
 def weight_stats() -> WeightStats:
@@ -168,51 +209,72 @@ def weight_stats() -> WeightStats:
         return WeightStats(sum(held), len(held), cast_passes())
 
 
-def writable_copies(param: Tensor) -> tuple[Tensor, ...]:
-    """The copies of a parameter that may be overwritten now: no backward that is still to come saved them.
+def writable_copies(params: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """The copies of each parameter that may be overwritten now: no backward that is still to come saved them.
 
-    For an optimizer that writes them together with the weight. It raises their versions, then calls `wrote`; until
-    then nothing that shares the parameter's memory counts as fresh.
+    For an optimizer that writes them together with the weights. It raises their versions, then calls `wrote`; until
+    then nothing that shares the parameters' memory counts as fresh. Where the step goes into a CUDA graph, they stay
+    where they are for as long as the parameters' memory does. Copies held as float32 are left to `wrote`.
     """
     with lock:
         write_epoch()
-        found = copies_of(param)
-        if found:
-            found[0].memory.open_step()
-        for copy in found:
-            # A step may turn out to be skipped on the device: what is lent to the step must be right without it.
-            copy.lent_to_step = copy.writable() and copy.fresh(strided=True)
-            if copy.lent_to_step:
-                copy.mark = None
-        return tuple(copy.tensor for copy in found if copy.lent_to_step and copy.tensor is not None)
+        found = _copies_of_each(params)
+        captured = any(found) and gpu.capturing(params)
+        for copies_of_one in filter(None, found):
+            copies_of_one[0].memory.open_step()
+            for copy in copies_of_one:
+                # A step may turn out to be skipped on the device: what is lent to the step must be right without it.
+                copy.lent_to_step = copy.writable() and copy.fresh(strided=True)
+                if copy.lent_to_step:
+                    copy.mark = None
+                    if captured:
+                        copy.stay()
+        if not captured:
+            gpu.follow(chain.from_iterable(found))
+        return [
+            tuple(c.tensor for c in each if c.lent_to_step and not c.form.wide and c.tensor is not None)
+            for each in found
+        ]
 
 
-def wrote(params: Iterable[Tensor]) -> None:
+def _copies_of_each(params: Sequence[Tensor]) -> list[list[Copy]]:
+    return [copies_of(p) if known else [] for p, known in zip(params, memory.are_copied(params), strict=True)]
+
+
+def wrote(params: Sequence[Tensor]) -> None:
     """All that `writable_copies` gave for these parameters was just rewritten from the parameters' new values.
 
-    What else shares their memory (a tied weight's copy that could not be written, slices of a flat buffer) is out of
-    date.
+    Those held as float32 are rewritten here. What else shares their memory (a tied weight's copy that could not be
+    written, slices of a flat buffer) is out of date.
     """
-    with lock, torch.inference_mode(False):
-        found = [copy for param in params for copy in copies_of(param)]
-        proven = {each: each.close_step() for each in {copy.memory for copy in found}}
-        written = [copy for copy in found if copy.lent_to_step]
+    with lock, torch.inference_mode(False), torch.no_grad():
+        found = [(c, param) for param, each in zip(params, _copies_of_each(params), strict=True) for c in each]
+        proven = {each: each.close_step() for each in {copy.memory for copy, _ in found}}
+        written = [copy for copy, _ in found if copy.lent_to_step]
+        cast([(c, param) for c, param in found if c.lent_to_step and c.form.wide and proven[c.memory]])
         for copy in written:
             copy.lent_to_step = False
             if proven[copy.memory]:
                 copy.rewritten()
-        gpu.cast_done([copy.tensor for copy in written if copy.tensor is not None])
+        gpu.cast_done([copy for copy in written if copy.tensor is not None])
 
 
-def _tensors(found: torch.nn.Module | Tensor | Iterable[Tensor]) -> Iterable[Tensor]:
+def _copied_with(model_or_params: Any) -> tuple[set[Memory], list[CopySet]]:
+    """The copied memory of these tensors and of all that is read together with one of them, and the sets of both."""
+    copied = {found for tensor in _tensors(model_or_params) if (found := memory.copied_memory_at(tensor)) is not None}
+    sets = [each for each in list(memory.sets) if not copied.isdisjoint(each.memories)]
+    return copied.union(*(each.memories for each in sets)), sets
+
+
+def _tensors(found: Any) -> list[Tensor]:
     if isinstance(found, torch.nn.Module):
         attributes = [value for module in found.modules() for value in vars(module).values()]
         return [*found.parameters(), *found.buffers(), *(value for value in attributes if isinstance(value, Tensor))]
     tensors = [found] if isinstance(found, Tensor) else list(found) if isinstance(found, Iterable) else [found]
     for each in tensors:
         if not isinstance(each, Tensor):
-            raise WeightError(
-                f"invalidate found {each!r:.80}; expected a module, a tensor, or several tensors such as "
-                "model.parameters()."
+            raise WeightsError(
+                f"found {type(each).__name__!r}, expected a torch.nn.Module, a tensor, or several tensors: pass the "
+                "model, or model.parameters()"
             )
     return tensors

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Container, Iterable
-from typing import NamedTuple
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampcompile.kernels.cast_many import cast_many_
 from ampcompile.kernels.packed_linear import pack
+from ampcompile.kernels.round_many import round_many_
 from ampcompile.torch_private import storages
 
 from . import gpu
@@ -20,9 +21,9 @@ from .sample import Sample, places
 
 TRIAL = 8
 """How many calls must find a tensor unwritten that is neither parameter nor buffer before its copy lives on."""
-_DTYPES = (torch.bfloat16, torch.float16)
 
 copies: weakref.WeakValueDictionary[tuple, Copy] = weakref.WeakValueDictionary()
+_captured: set[Copy] = set()
 _passes = 0
 _casting = False
 
@@ -36,21 +37,37 @@ class Weight(NamedTuple):
     """An alias of it: it stays in its memory, and holds it, even if another thread gives the weight other data."""
 
 
+class Form(NamedTuple):
+    """How copies hold their numbers: rounded to `dtype`, and in it; or `wide`, as float32."""
+
+    dtype: torch.dtype
+    wide: bool = False
+
+    def empty(self, weight: Tensor) -> Tensor:
+        """A buffer for a copy of a weight."""
+        held = torch.float32 if self.wide else self.dtype
+        return torch.empty_strided(weight.shape, weight.stride(), dtype=held, device=weight.device)
+
+
+_FORMS = [Form(dtype, wide) for dtype in (torch.bfloat16, torch.float16) for wide in (False, True)]
+
+
 class Copy:
-    """A weight in low precision, shared by all graphs that read it; freed with the last of them, or with the weight.
+    """A weight in low precision, shared by all graphs that read it; freed with the last of them, the weight, or alone.
 
     `mark` and `doubt` are the memory's at the last cast, which may have been written since if one is another object.
     """
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, form: Form) -> None:
         self.memory: Memory = memory_of(weight)
         self.memory.copies.add(self)
-        self.dtype = dtype
+        self.form = form
         self.mark: object = None  # as long as the buffer holds nothing
         self.doubt: object = None
         self.places = places(weight)
         self.sample, self.words = Sample([self.places]), b""
         self.in_place = False
+        self.launch: gpu.LastLaunch | None = None  # on a GPU
         self.lent_to_step = False
         self.trial = 0
         self.strided_readers = 0
@@ -61,8 +78,9 @@ class Copy:
 
     def _allocate(self, weight: Tensor) -> None:
         """Take a fresh buffer; the old one stays with whoever saved it."""
-        self.tensor = torch.empty_strided(weight.shape, weight.stride(), dtype=self.dtype, device=weight.device)
+        self.tensor = self.form.empty(weight)
         self.buffer = object()
+        self.streams: set[int] = set()  # those that its memory waits for
         self._storage = storages.storage_key(self.tensor)
         self._idle = self._owners()
 
@@ -93,7 +111,9 @@ class Copy:
         doubt = self.memory.doubt
         if self.tensor is None or self.tensor.is_cuda or not self._unwritten():
             return False
-        if not torch.equal(self.tensor.view(torch.int16), weight.tensor.to(self.dtype).view(torch.int16)):
+        bits = torch.int32 if self.form.wide else torch.int16
+        rounded = weight.tensor.to(self.form.dtype).to(self.tensor.dtype)
+        if not torch.equal(self.tensor.view(bits), rounded.view(bits)):
             return False
         self.trial = max(self.trial - 1, 0)
         self.doubt = None if doubtful or self.trial else doubt
@@ -128,9 +148,18 @@ class Copy:
         if not self.strided_readers:
             self.tensor = None
 
-    def free(self) -> None:
-        """The weight is gone."""
-        self.mark = self.tensor = self.packed = None
+    def stay(self) -> None:
+        """Keep the buffer where it is for as long as there is the weight: a captured CUDA graph writes there."""
+        self.in_place = True
+        _captured.add(self)
+
+    def free(self, gone: bool) -> None:
+        """Hold no memory, unless it has to stay; `gone`: the weight is, so nothing has to."""
+        if gone:
+            _captured.discard(self)
+        elif self in _captured:
+            return
+        self.mark = self.buffer = self.tensor = self.packed = None
 
     def nbytes(self) -> int:
         """What the buffers weigh that are held now."""
@@ -138,11 +167,11 @@ class Copy:
         return strided + (0 if self.packed is None else self.packed.numel() * self.packed.itemsize)
 
 
-def copy_of(weight: Tensor, dtype: torch.dtype) -> Copy:
-    """The one copy of a weight in a dtype, made if there is none yet."""
-    key = _place(weight), dtype
+def copy_of(weight: Tensor, form: Form) -> Copy:
+    """The one copy of a weight in a form, made if there is none yet."""
+    key = _place(weight), form
     if (copy := copies.get(key)) is None or copy.memory.storage() is None:
-        copy = copies[key] = Copy(weight, dtype)
+        copy = copies[key] = Copy(weight, form)
     return copy
 
 
@@ -151,7 +180,7 @@ def copies_of(weight: Tensor) -> list[Copy]:
     if not copies:
         return []
     place = _place(weight)
-    return [copy for dtype in _DTYPES if (copy := copies.get((place, dtype))) is not None]
+    return [copy for form in _FORMS if (copy := copies.get((place, form))) is not None]
 
 
 def _place(weight: Tensor) -> tuple:
@@ -159,31 +188,56 @@ def _place(weight: Tensor) -> tuple:
     return storages.storage_key(weight), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
 
 
-def refresh(reads: Iterable[tuple[Copy, Weight, bool]], every: bool, doubtful: Container[Memory]) -> None:
-    """Cast the weights whose copies are out of date, or `every` one, all in one pass.
+def refresh(
+    reads: Iterable[tuple[Copy, Weight, bool]], doubtful: Container[Memory], tables: dict[Any, Any]
+) -> set[Copy]:
+    """Cast the weights whose copies are out of date, all in one pass, and return these copies.
 
     A read is a copy, its weight, and whether it is read in the weight's strides. What lies in `doubtful` memory is
-    right for now only.
+    right for now only. `tables`: of `cast_many_`.
     """
     global _passes, _casting
     read = {
         id(copy): (copy, weight)
         for copy, weight, strided in reads
-        if every or copy.memory in doubtful or not copy.fresh(strided)
+        if copy.memory in doubtful or not copy.fresh(strided)
     }.values()
-    stale = [(c, weight) for c, weight in read if every or not c.compare(weight, c.memory in doubtful)]
+    stale = [(c, weight) for c, weight in read if not c.compare(weight, c.memory in doubtful)]
     if not stale:
-        return
+        return set()
     _casting = True
     states = [copy.prepare(weight) for copy, weight in stale]
-    written = [copy.tensor for copy, _ in stale if copy.tensor is not None]
-    cast_many_(written, [weight.tensor for _, weight in stale])
+    written = [copy for copy, _ in stale]
+    gpu.follow(written)
+    cast([(copy, weight.tensor) for copy, weight in stale], tables)
     gpu.cast_done(written)
-    for (copy, _), (mark, doubt, sampled) in zip(stale, states, strict=True):
-        if not every:
-            copy.note_cast(mark, None if copy.trial or copy.memory in doubtful else doubt, sampled)
+    for copy, (mark, doubt, sampled) in zip(written, states, strict=True):
+        copy.note_cast(mark, None if copy.trial or copy.memory in doubtful else doubt, sampled)
     _passes += 1
     _casting = False
+    return set(written)
+
+
+def cast(stale: Sequence[tuple[Copy, Tensor]], tables: dict[Any, Any] | None = None) -> None:
+    """Write weights into the buffers of their copies."""
+    _cast([(copy.form, copy.tensor, weight) for copy, weight in stale if copy.tensor is not None], tables)
+
+
+def _cast(written: Sequence[tuple[Form, Tensor, Tensor]], tables: dict[Any, Any] | None = None) -> None:
+    wide = [each for each in written if each[0].wide]
+    round_many_([copy for _, copy, _ in wide], [weight for *_, weight in wide], [form.dtype for form, *_ in wide])
+    narrow = [each for each in written if not each[0].wide]
+    cast_many_([copy for _, copy, _ in narrow], [weight for *_, weight in narrow], tables)
+
+
+def cast_for_capture(weights: Sequence[Weight], forms: Sequence[Form]) -> list[Tensor]:
+    """Copies for the CUDA graph that is captured now, in its own memory: each replay casts them, and nobody else."""
+    made: dict[tuple, tuple[Form, Tensor, Tensor]] = {}
+    for (_, weight), form in zip(weights, forms, strict=True):
+        if (key := (_place(weight), form)) not in made:
+            made[key] = form, form.empty(weight), weight
+    _cast(list(made.values()))
+    return [made[_place(weight), form][1] for (_, weight), form in zip(weights, forms, strict=True)]
 
 
 def interrupted() -> bool:

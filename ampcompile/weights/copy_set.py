@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -16,17 +16,18 @@ from .packing import Packed, count_reads
 from .sample import Sample
 
 Rechecks = list[tuple[list[int], gpu.Recheck]]
-_form = attrgetter("tensor")
+_form, _buffer = attrgetter("tensor"), attrgetter("buffer")
 
 
 class CopySet:
     """Fresh copies of some weights, and everything that has to stay as it is for them to stay fresh.
 
-    `packed`: which weights are read packed. `now`: the `write_epoch` before any of the weights was looked at; None: the
-    copies are fresh for this once only. `before`: the set that this one takes the place of.
+    `packed`: which weights are read packed. `now`: the `write_epoch` before any of the weights was looked at. `before`:
+    the set that this one takes the place of. `tables`: those of `cast_many_`, for all casts of these weights.
     """
 
     _strided: tuple[Copy, ...] = ()  # also while it is being made
+    freed = False  # some copies were, whatever `fresh` said
 
     def __init__(
         self,
@@ -34,9 +35,10 @@ class CopySet:
         members: Sequence[Copy],
         packed: Sequence[bool],
         now: object,
-        before: CopySet | None = None,
+        before: CopySet | None,
+        tables: dict[Any, Any],
     ) -> None:
-        self.members = members
+        self.members, self.tables = members, tables
         self._slots: list[Any] = [Packed(c) if p else c for c, p in zip(members, packed, strict=True)]
         for copy in {copy for copy, p in zip(members, packed, strict=True) if not p}:
             self._strided = (*self._strided, copy)
@@ -49,7 +51,7 @@ class CopySet:
         in_order = sorted(distinct, key=lambda copy: not copy.places.runs.size)  # as a sample of several reads them
         self.sample = Sample(copy.places for copy in in_order)
         self.words = b"".join(copy.words for copy in in_order)
-        self._buffers = [copy.buffer for copy in members]
+        self._buffers = list(map(_buffer, members))
         alike = before and before._addresses == self._addresses and before._buffers == self._buffers
         self.rechecks: Rechecks = (
             before.rechecks if before and alike else self._find_rechecks([weight.tensor for weight in weights])
@@ -95,22 +97,36 @@ class CopySet:
                 self._unpacked = count_reads(self._unpacked)
         return list(map(_form, self._slots))
 
-    def look(self, weights: Sequence[Tensor]) -> None:
-        """On GPUs, look for writes that left no trace, and cast what was written, ahead of the call that follows."""
+    def moved(self) -> bool:
+        """Whether some copies lie elsewhere by now."""
+        return list(map(_buffer, self.members)) != self._buffers
+
+    def look(self, weights: Sequence[Tensor], cast: Collection[Copy]) -> None:
+        """On GPUs, look for writes that left no trace, and cast what was written, ahead of the call that follows.
+
+        `cast`: copies that were written in this call.
+        """
         for places, recheck in self.rechecks:
-            recheck.look([self.members[i] for i in places], [weights[i] for i in places])
+            recheck.look([self.members[i] for i in places], [weights[i] for i in places], cast)
 
     def _find_rechecks(self, weights: Sequence[Tensor]) -> Rechecks:
         found: Rechecks = []
         for device in dict.fromkeys(weight.device for weight in weights if weight.is_cuda):
             places = [i for i, weight in enumerate(weights) if weight.device == device]
-            found.append((places, gpu.Recheck(device, [self.members[i] for i in places])))
+            found.append((places, gpu.Recheck(device, [self.members[i] for i in places], self.tables)))
         return found
 
     def forget(self) -> None:
         """Nothing is known of the weights any more."""
         self._epoch = None
         self._handles = self._weights = []
+
+    def free(self) -> None:
+        """Some copies are about to be freed."""
+        self.freed = True
+        self.forget()
+        self.rechecks = []
+        self.tables.clear()
 
     def gone(self) -> bool:
         """Whether a weight was freed, as an object or with its memory."""

@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -192,7 +192,7 @@ def _storage_freed(memory: weakref.ref[Memory], _: object) -> None:
     """The weights are gone: their copies go with them, at once."""
     if (found := memory()) is not None:
         for copy in list(found.copies):
-            copy.free()
+            copy.free(gone=True)
         if _memories.get(found.key) is found:
             del _memories[found.key]
         _forget_ranges_with_the_last()
@@ -232,6 +232,12 @@ def memory_of(tensor: Tensor) -> Memory:
 def known_memory(storage: int) -> Memory | None:
     """The record of a storage, if there is one."""
     return _memories.get(storage)
+
+
+def are_copied(tensors: Sequence[Tensor]) -> list[bool]:
+    """Whether there may be copies of what these tensors' storages hold; for many at a time."""
+    known = set(_memories)
+    return [key in known for key in map(storages.storage_key, tensors)] if known else [False] * len(tensors)
 
 
 def memories() -> list[Memory]:

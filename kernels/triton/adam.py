@@ -10,9 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tables
-from .copies import TYPES, launches, refresh
-
-BLOCK = 512  # with 4 warps: 4 elements of each tensor a thread, one 16-byte access
+from .step import launch, refresh
 
 
 @triton.jit(do_not_specialize=["tensor_count"])
@@ -152,51 +150,33 @@ def adam_kernel(
             update(h, grad, param, mean, square, peak, copy, offset, offset < size, AMSGRAD, COPY)
 
 
-def adam_(
-    rows: Sequence[Sequence[Any]],
-    group_of: Sequence[int],
+def step_(
+    table: tables.StepTable,
     settings: np.ndarray,
     lrs: Sequence[float | Tensor],
     multiplier: Tensor | None,
     found_inf: Tensor | None,
     workspace: dict[Any, Any],
 ) -> None:
-    """One small launch for the step counts, one for each combination of types. `rows`: see `prepare_kernel`."""
-    grads, params, _, _, peaks, _, copies = rows
-    device, count = params[0].device, len(params)
-    numels = tables.sizes(params)
-    with tables.on(device):
-        words = tables.step_words(numels, group_of, rows, settings, lrs, workspace)
-        scalars = workspace.setdefault(("adam scalars", count), torch.empty(9 * count, device=device))
-        has_multiplier, has_found_inf = multiplier is not None, found_inf is not None
-        flag = scalars if found_inf is None else found_inf
+    """One small launch for the step counts, then those of the update. `table`: see `prepare_kernel`."""
+    count = len(table.numels)
+    with tables.on(table.device):
+        words = tables.step_words(table, settings, lrs, workspace)
+        scalars = None if tables.capturing(table.device) else workspace.get("adam scalars")
+        if scalars is None or scalars.shape[0] < 9 * count:
+            scalars = torch.empty(9 * count, device=table.device)
+        if not tables.capturing(table.device):  # a graph's are its own, in memory that lives and dies with it
+            workspace["adam scalars"] = scalars
         prepare_kernel[(triton.cdiv(count, 128),)](
             words,
             scalars,
             scalars if multiplier is None else multiplier,
-            flag,
+            scalars if found_inf is None else found_inf,
             count,
-            HAS_MULTIPLIER=has_multiplier,
-            HAS_FOUND_INF=has_found_inf,
+            HAS_MULTIPLIER=multiplier is not None,
+            HAS_FOUND_INF=found_inf is not None,
             BLOCK=128,
             num_warps=4,
             enable_fp_fusion=True,
         )
-        for grad, copy, amsgrad, chosen in launches(grads, copies, peaks):
-            pieces = tables.chunks(numels, chosen, device, workspace)
-            if len(pieces):
-                adam_kernel[(len(pieces),)](
-                    words,
-                    pieces,
-                    scalars,
-                    flag,
-                    count,
-                    GRAD=TYPES[grad],
-                    COPY=TYPES[copy],
-                    AMSGRAD=amsgrad,
-                    HAS_FOUND_INF=has_found_inf,
-                    CHUNK=tables.CHUNK,
-                    BLOCK=BLOCK,
-                    num_warps=4,
-                    enable_fp_fusion=True,
-                )
+        launch(adam_kernel, table, words, scalars, found_inf, workspace, "AMSGRAD")

@@ -1,6 +1,7 @@
 """Many weights rounded into their copies on the GPU; see `ampcompile.kernels.cast_many`."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,18 @@ TYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
+
+
+MOST_TABLES = 4
+"""How many row tables are kept: all weights were written, or only some, or a waiting backward kept a copy."""
+
+
+class RowTable(NamedTuple):
+    """int64 [chunks, 3] on the device, see `cast_kernel`, and the types of the weights and of the copies."""
+
+    rows: Tensor
+    source: torch.dtype
+    target: torch.dtype
 
 
 @triton.jit
@@ -62,27 +75,41 @@ def cast_kernel(rows, FROM: tl.constexpr, TO: tl.constexpr, CHUNK: tl.constexpr,
     cast_chunk(tl.load(row), tl.load(row + 1), tl.load(row + 2), FROM, TO, CHUNK, BLOCK)
 
 
-def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], known: dict[Any, Any]) -> None:
     """One launch for each pair of dtypes."""
     with tables.on(copies[0].device):
-        for rows, source, target in row_tables(copies, weights, CHUNK):
+        for rows, source, target in row_tables(copies, weights, CHUNK, known):
             types = {"FROM": TYPES[source], "TO": TYPES[target]}
             cast_kernel[(len(rows),)](rows, **types, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=4)
 
 
 def row_tables(
-    copies: Sequence[Tensor], weights: Sequence[Tensor], chunk: int
-) -> Iterator[tuple[Tensor, torch.dtype, torch.dtype]]:
-    """For each pair of dtypes, int64 [chunks, 3] on the device: see `cast_kernel`. Copied there without a sync."""
-    device = copies[0].device
+    copies: Sequence[Tensor], weights: Sequence[Tensor], chunk: int, known: dict[Any, Any]
+) -> list[RowTable]:
+    """For each pair of dtypes its table on the device, for use on the current stream; the latest stay in `known`.
+
+    Whoever uses one on another stream than the one before waits for that first: it may be on its way to the device.
+    """
     pairs = list(zip(weights, copies, strict=True))
+    key = (chunk, *((w.data_ptr(), c.data_ptr(), w.numel(), w.dtype, c.dtype) for w, c in pairs))
+    found = known[key] = known.pop(key) if key in known else list(_row_tables(pairs, chunk))
+    while len(known) > MOST_TABLES:
+        del known[next(iter(known))]
+    for table in found:
+        tables.keep_for_stream(table.rows)
+    return found
+
+
+def _row_tables(pairs: Sequence[tuple[Tensor, Tensor]], chunk: int) -> Iterator[RowTable]:
+    """Copied to the device without a sync."""
+    device = pairs[0][0].device
     for source, target in dict.fromkeys((weight.dtype, copy.dtype) for weight, copy in pairs):
         chosen = [(w, c) for w, c in pairs if (w.dtype, c.dtype) == (source, target)]
         rows = chunk_rows([w for w, _ in chosen], [c for _, c in chosen], chunk)
         if len(rows):
             host = tables.host_words(rows.size, device)
             host.numpy()[:] = rows.reshape(-1)
-            yield host.to(device, non_blocking=True).view(-1, 3), source, target
+            yield RowTable(host.to(device, non_blocking=True).view(-1, 3), source, target)
 
 
 def chunk_rows(weights: Sequence[Tensor], copies: Sequence[Tensor], chunk: int) -> np.ndarray:

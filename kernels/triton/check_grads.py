@@ -1,16 +1,16 @@
 """One read of all gradients on the GPU; see `ampcompile.kernels.check_grads`."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import tables
-from .copies import TYPES
+from .step import TYPES
 
 BLOCK = 1024
 PROGRAMS_PER_PROCESSOR = 4
@@ -107,35 +107,30 @@ def check_grads(
     multiplier: Tensor | None,
     max_norm: float | None,
     workspace: dict[Any, Any],
+    same: object = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """found_inf, multiplier and norm; one launch for each type of gradient."""
     device = grads[0].device
-    numels = tables.sizes(grads)
-    follow = workspace.setdefault("check words", tables.Words()).follow
-    dtypes = list(dict.fromkeys(grad.dtype for grad in grads))
-    launches = []
     with tables.on(device):
-        words = follow(np.concatenate([numels, tables.addresses(grads)]), device)
-        for dtype in dtypes:
-            chosen = np.array([i for i, grad in enumerate(grads) if grad.dtype == dtype])
-            pieces = tables.chunks(numels, chosen, device, workspace)
-            launches.append((dtype, pieces, max(1, min(len(pieces), most_programs(device)))))
-        programs = sum(count for _, _, count in launches)
-        sums, flags, counter = partial_results(programs, device, workspace)
+        words, launches = tables.grad_launches(grads, "check", workspace, same)
+        counts = [max(1, min(pieces.shape[0], most_programs(device))) for _, pieces in launches]
+        programs = sum(counts)
+        # Taken out while it is in use: what an interrupted check leaves behind, half counted, is never used again.
+        partial = None if tables.capturing(device) else workspace.pop("partial results", None)
+        if partial is None or partial[0].shape[0] < programs:
+            partial = partial_results(programs, device)
         result = torch.empty(3, device=device)
         first = 0
-        for dtype, pieces, count in launches:
+        for (dtype, pieces), count in zip(launches, counts, strict=True):
             check_kernel[(count,)](
                 words,
                 pieces,
-                len(pieces),
+                pieces.shape[0],
                 len(grads),
                 result if scale is None else scale,
                 result if multiplier is None else multiplier,
                 0.0 if max_norm is None else float(max_norm),
-                sums,
-                flags,
-                counter,
+                *partial,
                 result,
                 first,
                 programs,
@@ -150,10 +145,13 @@ def check_grads(
                 enable_fp_fusion=True,
             )
             first += count
+        if not tables.capturing(device):  # a graph's are its own, in memory that lives and dies with it
+            workspace["partial results"] = partial
     found_inf, factor, norm = result.unbind()
     return found_inf, factor, norm
 
 
+@functools.cache
 def most_programs(device: torch.device) -> int:
     """As many as the device runs at once; the number decides the order of the sum, so it is fixed."""
     if device.type != "cuda":
@@ -161,13 +159,10 @@ def most_programs(device: torch.device) -> int:
     return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def partial_results(programs: int, device: torch.device, workspace: dict[Any, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def partial_results(programs: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """A sum and a flag for each program, and how many have finished; the kernel leaves the count at zero."""
-    key = ("partial results", programs)
-    if key not in workspace:
-        workspace[key] = (
-            torch.empty(programs, dtype=torch.float64, device=device),
-            torch.empty(programs, dtype=torch.int32, device=device),
-            torch.zeros((), dtype=torch.int32, device=device),
-        )
-    return workspace[key]
+    return (
+        torch.empty(programs, dtype=torch.float64, device=device),
+        torch.empty(programs, dtype=torch.int32, device=device),
+        torch.zeros((), dtype=torch.int32, device=device),
+    )

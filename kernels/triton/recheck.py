@@ -10,26 +10,33 @@ from torch import Tensor
 from . import tables
 from .cast_many import BLOCK, TYPES, cast_chunk, rounded, row_tables
 
+ROWS = 8
+"""Chunks a program looks at, all at once: a program that only looks is over before the next one has begun."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["count", "mark"])
 def recheck_kernel(
     rows,
+    count,
     changed,
+    mark,
     FROM: tl.constexpr,
     TO: tl.constexpr,
     REWRITE: tl.constexpr,
+    ROWS: tl.constexpr,
     SAMPLE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One chunk a program, rows as in `cast_kernel`: four runs of elements, rounded, are compared with the copy."""
-    row = rows + 3 * tl.program_id(0)
-    weight_at = tl.load(row)
-    copy_at = tl.load(row + 1)
-    size = tl.load(row + 2)
-    weight = weight_at.to(tl.pointer_type(FROM))
-    copy = copy_at.to(tl.pointer_type(TO))
-    lane = tl.arange(0, SAMPLE)
+    """`ROWS` chunks a program, rows as in `cast_kernel`: four runs of each, rounded, are compared with the copy."""
+    first = tl.program_id(0) * ROWS
+    chunk = tl.arange(0, ROWS)
+    row = rows + 3 * (first + chunk)
+    there = first + chunk < count
+    weight = tl.load(row, mask=there, other=0).to(tl.pointer_type(FROM))[:, None]
+    copy = tl.load(row + 1, mask=there, other=0).to(tl.pointer_type(TO))[:, None]
+    size = tl.load(row + 2, mask=there, other=0).to(tl.int32)[:, None]
+    lane = tl.arange(0, SAMPLE)[None, :]
     RUN: tl.constexpr = SAMPLE // 4
     spread = lane // RUN * (size - RUN) // 3 + lane % RUN
     offset = tl.where(size <= SAMPLE, lane, spread)
@@ -37,32 +44,41 @@ def recheck_kernel(
     held = tl.load(copy + offset, mask=offset < size, other=0.0).to(tl.int16, bitcast=True)
     INFINITY: tl.constexpr = 0x7F80 if tl.bfloat16 == TO else 0x7C00
     both_nan = ((expected & 0x7FFF) > INFINITY) & ((held & 0x7FFF) > INFINITY)
-    if tl.max(((expected != held) & ~both_nan).to(tl.int32), 0) != 0:
-        tl.store(changed, 1)
+    differs = tl.max(((expected != held) & ~both_nan).to(tl.int32), 1)
+    if tl.max(differs, 0) != 0:
+        tl.atomic_max(changed, mark)
         if REWRITE:
-            cast_chunk(weight_at, copy_at, size, FROM, TO, CHUNK, BLOCK)
+            for i in range(0, ROWS):
+                if tl.max(tl.where(chunk == i, differs, 0), 0) != 0:
+                    at = rows + 3 * (first + i)
+                    cast_chunk(tl.load(at), tl.load(at + 1), tl.load(at + 2), FROM, TO, CHUNK, BLOCK)
 
 
 def recheck_(
     copies: Sequence[Tensor],
     weights: Sequence[Tensor],
     changed: Tensor,
+    mark: int,
     rewrite: bool,
-    workspace: dict[str, Any],
+    workspace: dict[int, Any],
+    known: dict[Any, Any],
     chunk: int,
     sample: int,
 ) -> None:
     """One launch for each pair of dtypes."""
     with tables.on(changed.device):
-        if "rows" not in workspace:
-            workspace["rows"] = list(row_tables(copies, weights, chunk))
-        for rows, source, target in workspace["rows"]:
-            recheck_kernel[(len(rows),)](
+        if (stream := tables.stream(changed.device)) not in workspace:
+            workspace[stream] = row_tables(copies, weights, chunk, known)
+        for rows, source, target in workspace[stream]:
+            recheck_kernel[(triton.cdiv(len(rows), ROWS),)](
                 rows,
+                len(rows),
                 changed,
+                mark,
                 FROM=TYPES[source],
                 TO=TYPES[target],
                 REWRITE=rewrite,
+                ROWS=ROWS,
                 SAMPLE=sample,
                 CHUNK=chunk,
                 BLOCK=BLOCK,

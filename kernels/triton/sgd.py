@@ -9,9 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tables
-from .copies import TYPES, launches, refresh
-
-BLOCK = 512  # with 4 warps: 4 elements of each tensor a thread, one 16-byte access
+from .step import launch, refresh
 
 
 @triton.jit
@@ -97,37 +95,16 @@ def sgd_kernel(
             update(h, grad, param, buffer, copy, offset, offset < size, MOMENTUM, COPY)
 
 
-def sgd_(
-    rows: Sequence[Sequence[Any]],
-    group_of: Sequence[int],
+def step_(
+    table: tables.StepTable,
     settings: np.ndarray,
     lrs: Sequence[float | Tensor],
     multiplier: Tensor | None,
     found_inf: Tensor | None,
     workspace: dict[Any, Any],
 ) -> None:
-    """One launch for each combination of types. `rows`: see `sgd_kernel`."""
-    grads, params, buffers, copies = rows
-    device, count = params[0].device, len(params)
-    numels = tables.sizes(params)
-    with tables.on(device):
-        words = tables.step_words(numels, group_of, rows, settings, lrs, workspace)
-        for grad, copy, momentum, chosen in launches(grads, copies, buffers):
-            pieces = tables.chunks(numels, chosen, device, workspace)
-            if len(pieces):
-                sgd_kernel[(len(pieces),)](
-                    words,
-                    pieces,
-                    words if multiplier is None else multiplier,
-                    words if found_inf is None else found_inf,
-                    count,
-                    GRAD=TYPES[grad],
-                    COPY=TYPES[copy],
-                    MOMENTUM=momentum,
-                    HAS_MULTIPLIER=multiplier is not None,
-                    HAS_FOUND_INF=found_inf is not None,
-                    CHUNK=tables.CHUNK,
-                    BLOCK=BLOCK,
-                    num_warps=4,
-                    enable_fp_fusion=True,
-                )
+    """The launches of the update. `table`: see `sgd_kernel`."""
+    with tables.on(table.device):
+        words = tables.step_words(table, settings, lrs, workspace)
+        has_multiplier = multiplier is not None
+        launch(sgd_kernel, table, words, multiplier, found_inf, workspace, "MOMENTUM", HAS_MULTIPLIER=has_multiplier)

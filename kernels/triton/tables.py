@@ -1,17 +1,41 @@
 """Tables on the device that tell a kernel where many tensors lie and which piece of which tensor a program takes."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ampcompile.errors import ScalerError
+from ampcompile.torch_private import storages
 
 CHUNK = 8192
 """Elements a program takes: few enough that tails waste little, many enough that a table entry costs nothing."""
+
+
+SPARES = 4
+"""Steps of one optimizer that a CUDA graph can hold: memory of the host can't be had while it is captured."""
+CHUNK_TABLES = 8
+"""Kept for each optimizer and device: those of the sets of parameters that had gradients lately."""
+_captured: list[Tensor] = []
+"""What captured graphs read. Nobody tells when a graph goes, so it stays for good."""
+
+
+class StepTable(NamedTuple):
+    """What a step reads of its tensors; all but `kinds` and `device` are int64 arrays."""
+
+    device: torch.device
+    numels: np.ndarray
+    group_of: np.ndarray
+    addresses: np.ndarray
+    """Rows: gradients, parameters, the optimizer's states, copies; 0 for what isn't there"""
+    codes: tuple[np.ndarray, np.ndarray]
+    """The types of gradients and of copies, as the C++ kernels know them"""
+    kinds: list[tuple[torch.dtype, torch.dtype | None, bool, np.ndarray]]
+    """Tensors that one launch takes: type of gradients and of copies, whether there is an optional state, which."""
 
 
 class Words:
@@ -20,23 +44,25 @@ class Words:
     def __init__(self) -> None:
         self._host: np.ndarray | None = None
         self._device: Tensor | None = None
-        self._spare: Tensor | None = None
-        self._captured: list[Tensor] = []
+        self._spares: list[Tensor] = []
 
     def follow(self, words: np.ndarray, device: torch.device) -> Tensor:
         """`words` (int64) on `device`. A graph under capture gets a table of its own, filled at each replay."""
+        fitting = [spare for spare in self._spares if spare.numel() == len(words)]
         if capturing(device):
-            if self._device is None or self._spare is None or self._spare.numel() != len(words):
+            if not fitting:
                 raise ScalerError(
-                    "found a CUDA graph capture, expected a step with these parameters and gradients just before it: "
-                    "run scaler.step (and scaler.clip_grad_norm_) once outside of the graph"
+                    "found a CUDA graph capture, expected a step with these parameters and gradients just before it, "
+                    f"and at most {SPARES} steps of an optimizer in one capture: run scaler.step (and "
+                    "scaler.clip_grad_norm_) once outside of the graph"
                 )
-            host, self._spare = self._spare, None
-            self._captured.append(host)  # replays read it
+            host = fitting.pop()
+            self._spares = fitting
+            _captured.append(host)
             host.numpy()[:] = words
-            return torch.empty_like(self._device).copy_(host, non_blocking=True)
-        if self._spare is None or self._spare.numel() != len(words):
-            self._spare = host_words(len(words), device)
+            return torch.empty(len(words), dtype=torch.int64, device=device).copy_(host, non_blocking=True)
+        if len(fitting) < SPARES:
+            self._spares = list(host_words(SPARES * len(words), device).view(SPARES, -1))
         if self._device is None or self._host is None or not np.array_equal(words, self._host):
             if self._device is None or self._device.numel() != len(words):
                 self._device = torch.empty(len(words), dtype=torch.int64, device=device)
@@ -55,6 +81,17 @@ def host_words(size: int, device: torch.device) -> Tensor:
 def capturing(device: torch.device) -> bool:
     """Whether launches go into a CUDA graph instead of running."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def stream(device: torch.device) -> int:
+    """The current stream's address; 0 on the CPU."""
+    return storages.current_stream(device) if device.type == "cuda" else 0
+
+
+def keep_for_stream(table: Tensor) -> None:
+    """Have a table's memory wait, once nobody holds it, for what the current stream does until then."""
+    if table.is_cuda:
+        table.record_stream(torch.cuda.current_stream(table.device))
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
@@ -78,12 +115,10 @@ def float_bits(values: np.ndarray) -> np.ndarray:
 
 
 def chunks(numels: np.ndarray, chosen: np.ndarray, device: torch.device, workspace: dict[Any, Any]) -> Tensor:
-    """int32 [chunks, 2]: tensor and number within it of every chunk of the `chosen` tensors, short ones last.
-
-    Kept for good: a captured graph may read it.
-    """
-    key = ("chunks", CHUNK, numels.tobytes(), chosen.tobytes())
-    if key not in workspace:
+    """int32 [chunks, 2]: tensor and number within it of every chunk of the `chosen` tensors, short ones last."""
+    known: OrderedDict[Any, Tensor] = workspace.setdefault("chunks", OrderedDict())
+    key = (CHUNK, numels.tobytes(), chosen.tobytes())
+    if key not in known:
         if capturing(device):
             raise ScalerError(
                 "found parameters of new sizes in a CUDA graph capture, expected a step with them just before it: "
@@ -97,27 +132,48 @@ def chunks(numels: np.ndarray, chosen: np.ndarray, device: torch.device, workspa
         pairs = torch.from_numpy(np.stack([tensor, number], axis=1)[order].astype(np.int32))
         if device.type == "cuda":
             pairs = pairs.pin_memory()
-        workspace[key] = pairs.to(device, non_blocking=True)
-    return workspace[key]
+        known[key] = pairs.to(device, non_blocking=True)
+        if len(known) > CHUNK_TABLES:
+            known.popitem(last=False)
+    known.move_to_end(key)
+    if capturing(device):
+        _captured.append(known[key])
+    return known[key]
 
 
 def step_words(
-    numels: np.ndarray,
-    group_of: Sequence[int],
-    rows: Sequence[Sequence[Tensor | None]],
-    settings: np.ndarray,
-    lrs: Sequence[float | Tensor],
-    workspace: dict[Any, Any],
+    table: StepTable, settings: np.ndarray, lrs: Sequence[float | Tensor], workspace: dict[Any, Any]
 ) -> Tensor:
     """What an optimizer's kernel reads: sizes, groups, rows of addresses, float64 settings [groups, n] as bits.
 
     A learning rate that is a tensor becomes the first setting of its group on the device.
     """
-    device = next(tensor.device for tensor in rows[0] if tensor is not None)
-    host = np.concatenate([numels, np.array(group_of, dtype=np.int64), addresses(*rows), float_bits(settings)])
-    words = workspace.setdefault("step words", Words()).follow(host, device)
-    on_device = words[-settings.size :].view(torch.float64).view(settings.shape)
-    for row, lr in zip(on_device, lrs, strict=True):
-        if isinstance(lr, Tensor):
-            row[0].copy_(lr.reshape(()))
+    host = np.concatenate([table.numels, table.group_of, table.addresses.reshape(-1), float_bits(settings)])
+    words = workspace.setdefault("step words", Words()).follow(host, table.device)
+    if any(isinstance(lr, Tensor) for lr in lrs):
+        on_device = words[-settings.size :].view(torch.float64).view(settings.shape)
+        for row, lr in zip(on_device, lrs, strict=True):
+            if isinstance(lr, Tensor):
+                row[0].copy_(lr.reshape(()))
     return words
+
+
+def grad_launches(
+    grads: Sequence[Tensor], name: str, workspace: dict[Any, Any], same: object = None
+) -> tuple[Tensor, list[tuple[torch.dtype, Tensor]]]:
+    """What a kernel reads of gradients: sizes and addresses; then for each type of gradient the chunks of a launch.
+
+    `name`: of the kernel. `same`: the same object as in an earlier call of it, if these are the gradients of that one.
+    """
+    device = grads[0].device
+    before, host, numels, by_type = workspace.get(name, (None, None, None, {}))
+    if same is None or before is not same:
+        numels = sizes(grads)
+        host = np.concatenate([numels, addresses(grads)])
+        dtypes = [grad.dtype for grad in grads]
+        by_type = {
+            dtype: np.array([i for i, each in enumerate(dtypes) if each == dtype]) for dtype in dict.fromkeys(dtypes)
+        }
+        workspace[name] = same, host, numels, by_type
+    words = workspace.setdefault(f"{name} words", Words()).follow(host, device)
+    return words, [(dtype, chunks(numels, chosen, device, workspace)) for dtype, chosen in by_type.items()]

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import tables
-from .copies import TYPES
+from .step import TYPES
 
 BLOCK = 1024
 
@@ -50,17 +49,11 @@ def unscale_kernel(
 
 def unscale_(grads: Sequence[Tensor], multiplier: Tensor, found_inf: Tensor, workspace: dict[Any, Any]) -> None:
     """One launch for each type of gradient."""
-    device = grads[0].device
-    numels = tables.sizes(grads)
-    with tables.on(device):
-        words = workspace.setdefault("unscale words", tables.Words()).follow(
-            np.concatenate([numels, tables.addresses(grads)]), device
-        )
-        for dtype in dict.fromkeys(grad.dtype for grad in grads):
-            chosen = np.array([i for i, grad in enumerate(grads) if grad.dtype == dtype])
-            pieces = tables.chunks(numels, chosen, device, workspace)
-            if len(pieces):
-                unscale_kernel[(len(pieces),)](
+    with tables.on(grads[0].device):
+        words, launches = tables.grad_launches(grads, "unscale", workspace)
+        for dtype, pieces in launches:
+            if pieces.shape[0]:
+                unscale_kernel[(pieces.shape[0],)](
                     words,
                     pieces,
                     multiplier,

@@ -15,7 +15,7 @@ from ampcompile.torch_private.types import OpOverload
 _GRADIENT = torch.ops.aten.embedding_dense_backward.default
 
 
-def _added_to(gradient: Node) -> Node | None:
+def _find_other_term(gradient: Node) -> Node | None:
     """The other term of a sum, if it may be written over and the gradient is used for nothing else."""
     scale_grad_by_freq = gradient.args[4]
     total = next(iter(gradient.users), None)
@@ -28,7 +28,7 @@ def _added_to(gradient: Node) -> Node | None:
     ):
         return None
     other = total.args[0] if total.args[1] is gradient else total.args[1]
-    return other if other is not gradient and _is_fresh(other) and _alike(other, gradient) else None
+    return other if other is not gradient and _is_fresh(other) and _match(other, gradient) else None
 
 
 def _is_fresh(value: object) -> bool:
@@ -40,7 +40,7 @@ def _is_fresh(value: object) -> bool:
     return isinstance(value.target, OpOverload) and not value.target.is_view and value.meta["val"].is_contiguous()
 
 
-def _alike(a: Node, b: Node) -> bool:
+def _match(a: Node, b: Node) -> bool:
     a, b = a.meta["val"], b.meta["val"]
     return a.device.type == "cpu" and (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
 
@@ -73,7 +73,7 @@ class AddEmbeddingGradients:
     def apply(self, gm: GraphModule) -> int:
         replaced = 0
         for gradient in gm.graph.find_nodes(op="call_function", target=_GRADIENT):
-            if (other := _added_to(gradient)) is not None:
+            if (other := _find_other_term(gradient)) is not None:
                 _replace(gm.graph, gradient, other)
                 replaced += 1
         return replaced

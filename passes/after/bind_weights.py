@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from ampcompile.passes.analysis.aliasing import behind_views
+from ampcompile.passes.analysis.aliasing import base_of
 from ampcompile.passes.graph import graphs
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 
@@ -16,14 +16,20 @@ def _bind(gm: GraphModule) -> int:
     graph, reads = gm.graph, gm.graph.find_nodes(op="call_function", target=WEIGHT_COPY)
     copies: set[Node] = set()
     for node in reads:
-        copy = node.args[1]
+        copy, dtype = node.args[1:]
         copies.add(copy)
-        node.replace_all_uses_with(copy)
+        read = copy
+        if copy.meta["val"].dtype != dtype:  # held as float32, for products that run in it
+            copy.meta["amp_rounded"] = dtype
+            with graph.inserting_before(node):
+                read = graph.call_function(torch.ops.prims.convert_element_type.default, (copy, dtype))
+            read.meta = dict(node.meta)
+        node.replace_all_uses_with(read)
         graph.erase_node(node)
     output = graph.output_node()
     with graph.inserting_before(output):
         for value in set(output.all_input_nodes):
-            if behind_views(value) in copies:
+            if base_of(value) in copies:
                 clone = graph.call_function(torch.ops.aten.clone.default, (value,))
                 clone.meta = dict(value.meta)
                 output.replace_input_with(value, clone)

@@ -13,10 +13,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.dtypes import is_lossless
-from ampcompile.passes.analysis.aliasing import behind_views, overwritten, returned
-from ampcompile.passes.analysis.commuting import kind, rebuilt, runs_in, same_layout
+from ampcompile.passes.analysis.aliasing import base_of, overwritten_inputs, returned_values
+from ampcompile.passes.analysis.commuting import classify_movement, constants_survive, rebuild, same_layout
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
-from ampcompile.passes.graph import graphs
+from ampcompile.passes.graph import erase_unread, graphs
 from ampcompile.torch_private import dispatcher, tracing
 
 
@@ -36,24 +36,23 @@ def _drop(graph: Graph, second: Node, written: set[Node]) -> bool:
     """
     path: list[Node] = []
     first = second.args[0]
-    while isinstance(first, Node) and kind(first) and (len(first.users) == 1 or first.target.is_view):
+    while isinstance(first, Node) and classify_movement(first) and (len(first.users) == 1 or first.target.is_view):
         path.insert(0, first)
         first = first.args[0]
     if not isinstance(first, Node) or not _is_cast(first):
         return False
     source = first.args[0]
     a, b, c = (node.meta["val"].dtype for node in (source, first, second))
-    if behind_views(source) in written or a != c or not is_lossless(a, b) or not all(runs_in(node, a) for node in path):
+    exact = a == c and is_lossless(a, b) and all(constants_survive(node, a) for node in path)
+    if not exact or base_of(source) in written:
         return False
     with graph.inserting_before(second):
-        second.replace_all_uses_with(rebuilt(path, source))
-    for unused in (second, *reversed(path), first):
-        if not unused.users:
-            graph.erase_node(unused)
+        second.replace_all_uses_with(rebuild(path, source))
+    erase_unread([first, *path, second])
     return True
 
 
-def _as_computed(graph: Graph, node: Node) -> int:
+def _correct_fakes(graph: Graph, node: Node) -> int:
     """Correct what a fake kernel claims, and drop the casts that would then be copies."""
     dropped = 0
     value = node.meta["val"] = dispatcher.as_computed(node.target, node.args, node.meta["val"], lambda n: n.meta["val"])
@@ -72,8 +71,8 @@ def _drop_in(gm: GraphModule) -> int:
     with tracing.on_fakes_of(gm), torch.no_grad():
         for node in list(graph.nodes):
             if node.target in dispatcher.FAKES_OF_WRONG_DTYPE:
-                dropped += _as_computed(graph, node)
-        apart, written = returned(graph), overwritten(graph)  # two outputs must not become one tensor
+                dropped += _correct_fakes(graph, node)
+        apart, written = returned_values(graph), overwritten_inputs(graph)  # two outputs must not become one tensor
         for cast in list(graph.nodes):
             if _is_cast(cast) and cast not in apart:
                 dropped += _drop(graph, cast, written)

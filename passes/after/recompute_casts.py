@@ -1,7 +1,7 @@
-"""What backward reads is kept in the fewest bytes: a value widened from a low type is kept as it was, at half of them.
+"""Save fewer bytes for backward: of a value that was widened, the low one is saved, and widened once more.
 
-torch itself never recomputes a cast that backward's products or losses read. What a graph is given is kept as backward
-needs it all the same: weights may be written before backward comes, by optimizers that leave no trace.
+torch itself never recomputes a cast that backward's products or losses read. Casts of the graph's own inputs are saved
+wide all the same: an optimizer may write a weight before backward comes, and leave no trace.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ampcompile.dtypes import is_lossless
-from ampcompile.passes.analysis.aliasing import behind_views
+from ampcompile.passes.analysis.aliasing import base_of
+from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_view
-from ampcompile.passes.analysis.sizes import in_floats
-from ampcompile.passes.graph import graphs, placeholders
+from ampcompile.passes.analysis.sizes import is_float_tensor
+from ampcompile.passes.graph import graphs
 
 _TAG = "recompute"  # torch's own, by which checkpoints tell the same; it comes through differentiation
 
 
 def _tag_in(gm: GraphModule) -> int:
-    backward = {node for node in placeholders(gm) if str(node.target).startswith("tangents")}
-    for node in gm.graph.nodes:
-        if not backward.isdisjoint(node.all_input_nodes):
-            backward.add(node)
+    backward = computed_from_gradients(gm)
     returned = set(gm.graph.output_node().all_input_nodes)
     casts = [node for node in gm.graph.nodes if _widens(node) and node not in backward | returned]
     return sum(_tag(cast) for cast in casts if any(user in backward for user in _readers(cast)))
@@ -41,10 +39,9 @@ def _widens(node: Node) -> bool:
     if not has(node.target, CONVERSIONS_AFTER):
         return False
     before, after = node.args[0].meta["val"], node.meta["val"]
-    made_here = behind_views(node.args[0]).op != "placeholder"
-    return (
-        made_here and in_floats(before) and after.itemsize > before.itemsize and is_lossless(before.dtype, after.dtype)
-    )
+    if base_of(node.args[0]).op == "placeholder" or not is_float_tensor(before):
+        return False
+    return after.itemsize > before.itemsize and is_lossless(before.dtype, after.dtype)
 
 
 def _readers(node: Node) -> Iterator[Node]:

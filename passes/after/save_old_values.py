@@ -13,14 +13,14 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ampcompile.passes.analysis.aliasing import behind_views, overwritten
+from ampcompile.passes.analysis.aliasing import base_of, overwritten_inputs
 from ampcompile.passes.graph import graphs
 
 _WRITE = torch.ops.aten.copy_.default
 
 
 def _save(gm: GraphModule) -> int:
-    pending, kept = list(overwritten(gm.graph)), 0
+    pending, kept = list(overwritten_inputs(gm.graph)), 0
     while pending:
         for user in pending.pop().users:
             if user.op != "call_function" or user.target is _WRITE:
@@ -34,7 +34,7 @@ def _save(gm: GraphModule) -> int:
 
 
 def _is_view(node: Node) -> bool:
-    return behind_views(node) is not node
+    return base_of(node) is not node
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from ampcompile.passes.analysis.aliasing import returned
+from ampcompile.passes.analysis.aliasing import returned_values
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
 from ampcompile.passes.graph import graphs
 
@@ -29,7 +29,7 @@ class ShareEveryCast:
 
 def _share(gm: GraphModule) -> int:
     first: dict[Any, Node] = {}
-    apart = returned(gm.graph)  # two outputs must not become one tensor
+    apart = returned_values(gm.graph)  # two outputs must not become one tensor
     shared = 0
     for cast in list(gm.graph.nodes):
         if not has(cast.target, CONVERSIONS_AFTER) or cast in apart:

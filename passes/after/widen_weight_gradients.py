@@ -14,25 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampcompile.passes.analysis.commuting import kind, rebuilt
+from ampcompile.passes.analysis.commuting import classify_movement, rebuild
+from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
-from ampcompile.passes.graph import placeholders
 from ampcompile.torch_private import dispatcher, tracing
 
 aten = torch.ops.aten
 _IN_FLOAT32 = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
 
 
-def _backward(gm: GraphModule) -> set[Node]:
-    """The nodes that depend on a gradient."""
-    found = {node for node in placeholders(gm) if str(node.target).startswith("tangents")}
-    for node in gm.graph.nodes:
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def _returned(graph: Graph) -> Iterator[Node]:
+def _returned_casts(graph: Graph) -> Iterator[Node]:
     """The casts to float32 whose result is returned, or a term of a sum that is, and is used for nothing else."""
     ends = {graph.output_node()}
     for node in reversed(graph.nodes):
@@ -41,12 +32,12 @@ def _returned(graph: Graph) -> Iterator[Node]:
         if has(node.target, CONVERSIONS_AFTER):
             if node.meta["val"].dtype is torch.float32:
                 yield node
-        elif kind(node) == "moves" or node.target is aten.add.Tensor:
+        elif classify_movement(node) == "moves" or node.target is aten.add.Tensor:
             ends.add(node)
 
 
-def _from_product(cast: Node) -> list[Node]:
-    """The 16-bit product that a cast widens, for nobody else, and what moves its numbers in between, in order."""
+def _find_product(cast: Node) -> list[Node]:
+    """The 16-bit product that only this cast widens, and the ops between that move its numbers, in order."""
     path: list[Node] = []
     node = cast.args[0]
     while isinstance(node, Node) and len(node.users) == 1:
@@ -54,7 +45,7 @@ def _from_product(cast: Node) -> list[Node]:
         if node.target in _IN_FLOAT32:
             value, wide = node.meta["val"], cast.meta["val"]
             return path if value.itemsize == 2 and value.device == wide.device else []
-        node = node.args[0] if kind(node) == "moves" else None
+        node = node.args[0] if classify_movement(node) == "moves" else None
     return []
 
 
@@ -63,25 +54,33 @@ def _widen(graph: Graph, path: list[Node], cast: Node) -> None:
     with graph.inserting_before(cast):
         wide = graph.call_function(_IN_FLOAT32[product.target], (*product.args, torch.float32))
         wide.meta = {**product.meta, "val": product.meta["val"].to(torch.float32)}
-        cast.replace_all_uses_with(rebuilt(moved, wide))
+        cast.replace_all_uses_with(rebuild(moved, wide))
     for unused in (cast, *reversed(path)):
         graph.erase_node(unused)
 
 
 @dataclass(frozen=True)
 class WidenWeightGradients:
-    """For a joint graph; an inference graph has no gradients. Returns the number of products that write float32."""
+    """For a joint graph; an inference graph has no gradients. Returns the number of products that write float32.
 
+    `emulated`: the types whose products run in float32 on the CPU, where they can be left so.
+    """
+
+    emulated: frozenset[torch.dtype] = frozenset()
     name = "widen_weight_gradients"
     exact = False  # gradients of weights keep the bits that rounding them to 16 would drop
     fate = ""
 
     def apply(self, gm: GraphModule) -> int:
-        backward, widened = _backward(gm), 0
+        backward, widened = computed_from_gradients(gm), 0
         with tracing.on_fakes_of(gm), torch.no_grad():
-            for cast in list(_returned(gm.graph)):
-                path = _from_product(cast)
-                if path and path[0] in backward and dispatcher.multiplies_into_float32(path[0].meta["val"].device):
+            for cast in list(_returned_casts(gm.graph)):
+                path = _find_product(cast)
+                if path and path[0] in backward and self._may_write_float32(path[0].meta["val"]):
                     _widen(gm.graph, path, cast)
                     widened += 1
         return widened
+
+    def _may_write_float32(self, product: torch.Tensor) -> bool:
+        emulated = product.device.type == "cpu" and product.dtype in self.emulated
+        return emulated or dispatcher.multiplies_into_float32(product.device)

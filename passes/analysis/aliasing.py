@@ -1,4 +1,4 @@
-"""Which values of a graph share memory, which memory is written in the graph, and which the outside can see."""
+"""Which values of a graph share memory, which memory is written in the graph, and which is visible outside."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ampcompile.passes.graph import below_autograd, bodies, placeholders
+from ampcompile.passes.graph import bodies, is_below_autograd, placeholders
 from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
@@ -25,26 +25,26 @@ from .op_traits import (
 )
 
 
-def written(node: Node, unsaid: bool = True) -> list[Node]:
-    """The operands that a call of an op writes into: as its schema says, and `unsaid` a norm's running statistics."""
+def written_operands(node: Node, unsaid: bool = True) -> list[Node]:
+    """The operands that a call of an op writes into: those its schema names and, if `unsaid`, a norm's statistics."""
     if not isinstance(node.target, OpOverload):
         return []
-    names = schema.written_by(node.target)
+    names = schema.written_arguments(node.target)
     if unsaid and has(node.target, UPDATES_STATISTICS):
         names |= STATISTICS
     return [operand for name, operand in schema.operands(node) if name in names]
 
 
-def shared(node: Node, unsaid: bool = True) -> list[Node]:
-    """The operands whose memory a value has, or may have: what its op's schema says, and `unsaid` what it doesn't.
+def aliased_operands(node: Node, unsaid: bool = True) -> list[Node]:
+    """The operands whose memory a value shares, or may share: what the schema says and, if `unsaid`, what it doesn't.
 
-    Of calls that are no ops only parts and `.data` are known.
+    Of calls that are no ops only `getitem` and `.data` are known.
     """
-    if node.target is operator.getitem or below_autograd(node.target):
+    if node.target is operator.getitem or is_below_autograd(node.target):
         return [operand for operand in node.args[:1] if isinstance(operand, Node)]
     if not isinstance(node.target, OpOverload) or _converts(node):
         return []
-    operands, names = list(schema.operands(node)), schema.shared_by(node.target)
+    operands, names = list(schema.operands(node)), schema.aliased_arguments(node.target)
     anyone = unsaid and _may_return_operand(node.target, len(operands))
     return [operand for name, operand in operands if anyone or name in names]
 
@@ -78,8 +78,8 @@ class Aliases:
                 writes = any(inner.get(operand, False) for operand in node.all_input_nodes)
                 self._hand_over(node, writes or not any(operand in inner for operand in node.all_input_nodes))
             else:
-                self._written.update(written(node))
-                for operand in shared(node):
+                self._written.update(written_operands(node))
+                for operand in aliased_operands(node):
                     self._join(node, operand)
         self._written = {self._of(node) for node in self._written}
         self._outside = {self._of(node) for node in self._outside}
@@ -88,12 +88,12 @@ class Aliases:
         """Whether some op writes into a value's memory, before or after it is computed."""
         return self._of(node) in self._written
 
-    def is_seen(self, node: Node) -> bool:
+    def is_visible_outside(self, node: Node) -> bool:
         """Whether a value shares memory with an input, a constant or a result of the graph."""
         return self._of(node) in self._outside
 
     def _hand_over(self, node: Node, writes: bool) -> None:
-        """A call that may return what it is given, and write into it."""
+        """Join a call with all that it is given, which it may return; if it `writes`, it may write into that too."""
         for operand in node.all_input_nodes:
             self._join(node, operand)
             if writes:
@@ -111,21 +111,21 @@ class Aliases:
         return root
 
 
-def written_below_autograd(gm: GraphModule) -> list[int]:
-    """The inputs, no copies of weights, that may be written through `.data` or given other data: no version tells."""
+def inputs_written_below_autograd(gm: GraphModule) -> list[int]:
+    """Which inputs, copies aside, may be written through `.data` or be given other data: no version tells."""
     if not _reads_data(gm):
         return []
     memory = Aliases(gm.graph)
     return [i for i, n in enumerate(placeholders(gm)) if "amp_copy" not in n.meta and memory.is_written(n)]
 
 
-def overwritten(graph: Graph) -> set[Node]:
+def overwritten_inputs(graph: Graph) -> set[Node]:
     """The inputs that a graph after differentiation writes to, as it does at its end."""
     writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     return {write.args[0] for write in writes if write.args[0].op == "placeholder"}
 
 
-def behind_views(value: Node) -> Node:
+def base_of(value: Node) -> Node:
     """The value that a view, or a view of a view, is of; another value itself."""
     while _is_part(value) and isinstance(value.args[0], Node):
         value = value.args[0]
@@ -136,20 +136,20 @@ def _is_part(value: Node) -> bool:
     return value.target is operator.getitem or is_view(value.target) or has(value.target, SHARES_UNSAID)
 
 
-def returned(graph: Graph) -> set[Node]:
+def returned_values(graph: Graph) -> set[Node]:
     """The values that a graph returns, and those that it returns views of."""
     found: set[Node] = set()
     for value in graph.output_node().all_input_nodes:
-        found.update((value, behind_views(value)))
+        found.update((value, base_of(value)))
     return found
 
 
 def _reads_data(gm: GraphModule) -> bool:
-    return any(below_autograd(node.target) for node in gm.graph.nodes) or any(_reads_data(b) for _, b in bodies(gm))
+    return any(is_below_autograd(node.target) for node in gm.graph.nodes) or any(_reads_data(b) for _, b in bodies(gm))
 
 
 def _writes(body: GraphModule) -> bool:
     """Whether anything in a body, or in the bodies it calls, writes into memory."""
-    return any(node.op == "call_module" or written(node) for node in body.graph.nodes) or any(
+    return any(node.op == "call_module" or written_operands(node) for node in body.graph.nodes) or any(
         _writes(inner) for _, inner in bodies(body)
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.fx import Node, map_arg
+from torch.fx import Node
 
+from ampcompile.passes.graph import call_on_values
 from ampcompile.torch_private.types import OpOverload
 
 from .op_traits import CHOOSES, MOVES, REPEATS, has, reads_bits
@@ -17,7 +19,7 @@ CAST = torch.ops.aten.to.dtype
 _KINDS = ((MOVES, "moves"), (REPEATS, "repeats"), (CHOOSES, "chooses"))
 
 
-def kind(node: object) -> str:
+def classify_movement(node: object) -> str:
     """How an op treats its first operand: "moves", "repeats" or "chooses" among its numbers; "" for all others."""
     op = node.target if isinstance(node, Node) else None
     if not isinstance(op, OpOverload) or reads_bits(op):
@@ -31,14 +33,14 @@ def kind(node: object) -> str:
     return next((kind for trait, kind in _KINDS if has(op, trait)), "")
 
 
-def runs_in(node: Node, dtype: torch.dtype) -> bool:
+def constants_survive(node: Node, dtype: torch.dtype) -> bool:
     """Whether the constants of such an op are the same numbers in another type."""
     assert isinstance(node.target, OpOverload)
     return all(_survives(value, dtype) for value in _constants(node, node.target))
 
 
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two values have the same strides, as written: asking symbols whether they are equal would add a guard."""
+    """Whether two values have the same strides, compared as text: comparing symbols would add a guard."""
     return [str(stride) for stride in a.stride()] == [str(stride) for stride in b.stride()]
 
 
@@ -68,13 +70,21 @@ def _survives(value: Any, dtype: torch.dtype) -> bool:
     return isinstance(value, int | float) and torch.tensor(value, dtype=dtype).double().item() == value
 
 
-def rebuilt(path: Sequence[Node], operand: Node) -> Node:
+def rebuild(path: Sequence[Node], operand: Node) -> Node:
     """The ops of `path`, applied in order to another first operand, right where the graph is being inserted into."""
     for node in path:
         copy = node.graph.node_copy(node)
         copy.args = (operand, *node.args[1:])
         copy.meta = {key: value for key, value in node.meta.items() if key != "amp_narrowed"}
-        args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
-        copy.meta["val"] = copy.target(*args, **kwargs)
+        copy.meta["val"] = call_on_values(copy)
         operand = copy
     return operand
+
+
+def move_cast(cast: Node, operand: Node) -> Node:
+    """The same cast of another value, under the same number, right where the graph is being inserted into."""
+    moved = operand.graph.call_function(CAST, (operand, cast.args[1]))
+    record = cast.meta["amp_cast"]
+    moved.meta = {**cast.meta, "amp_cast": replace(record, fate=(*record.fate, "moved"))}
+    moved.meta["val"] = operand.meta["val"].to(cast.args[1])
+    return moved

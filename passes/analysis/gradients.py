@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
-from ampcompile.passes.graph import changes_state
+from ampcompile.passes.graph import changes_state, placeholders
 from ampcompile.torch_private import pytree, regions
 
 
 def recorded_by_autograd(graph: Graph, enabled: bool) -> set[Node]:
     """The values that autograd may record; `enabled`: whether grad mode is on where the graph is called.
 
-    Inputs with a fraction part are taken to want a gradient.
+    Floating inputs are assumed to want a gradient.
     """
     found: set[Node] = set()
     outer: list[bool] = []
@@ -30,6 +30,15 @@ def recorded_by_autograd(graph: Graph, enabled: bool) -> set[Node]:
             if _is_floating(node.meta.get("val")):
                 found.add(node)
         elif enabled and not found.isdisjoint(node.all_input_nodes) and _is_floating(node.meta.get("val")):
+            found.add(node)
+    return found
+
+
+def computed_from_gradients(gm: GraphModule) -> set[Node]:
+    """The backward part of a joint graph: the gradients that come in, and what depends on them."""
+    found = {node for node in placeholders(gm) if str(node.target).startswith("tangents")}
+    for node in gm.graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 

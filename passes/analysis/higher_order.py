@@ -1,7 +1,7 @@
 """How each higher-order op calls its bodies: which arguments are graphs, what each is given, what it must return.
 
 Higher-order ops stay calls and their bodies are rewritten too. A kind that is not in `CALLS` is outlined and left
-to the dispatcher's own autocast (`passes.opaque`), never dropped.
+to the dispatcher's own autocast (`passes.capture.outline`), never dropped.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule
 
 from ampcompile.dtypes import FLOATS, widest
-from ampcompile.passes.graph import in_dtype
+from ampcompile.passes.graph import to_dtype
 from ampcompile.torch_private import pytree, tracing
 from ampcompile.torch_private.types import HigherOrderOperator
 
@@ -91,7 +91,7 @@ def each_body(hop: HigherOrderOperator, args: tuple[Any, ...]) -> Iterator[tuple
             yield body, value
 
 
-def known(hop: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_known(hop: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether every graph among the arguments is at a place `CALLS` describes."""
     if hop not in CALLS:
         return False
@@ -126,7 +126,7 @@ def call_on_fakes(hop: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[
     return hop(*args, **kwargs)
 
 
-def result(
+def fake_result(
     hop: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Any], traced: Any
 ) -> Any:
     """The fake result of a call whose bodies give `outputs`; `traced` is what the call gave when it was captured."""
@@ -138,14 +138,6 @@ def result(
         leaves, spec = pytree.tree_flatten(traced)
         given = pytree.tree_leaves(outputs[-1])
         return pytree.tree_unflatten(
-            [in_dtype(v, getattr(like, "dtype", None)) for v, like in zip(leaves, given, strict=True)], spec
+            [to_dtype(v, getattr(like, "dtype", None)) for v, like in zip(leaves, given, strict=True)], spec
         )
     return call_on_fakes(hop, args, kwargs)
-
-
-def copied(gm: GraphModule) -> GraphModule:
-    """A body's graph once more, with the same constants and bodies of its own."""
-    graph, copies = Graph(), dict[Node, Node]()
-    for node in gm.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    return GraphModule(gm, graph)

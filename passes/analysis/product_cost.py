@@ -14,13 +14,14 @@ from torch.fx import GraphModule, Node, map_arg
 from torch.utils.flop_counter import flop_registry
 
 from ampcompile.dtypes import short_name
-from ampcompile.passes.graph import Decision, device_type_of, in_dtype
-from ampcompile.torch_private import pytree, tracing
+from ampcompile.kernels import packed_linear
+from ampcompile.passes.graph import Decision, device_type_of, to_dtype
+from ampcompile.torch_private import processor, pytree, tracing
 from ampcompile.torch_private.types import OpOverload, TorchDispatchMode
 
 from .op_traits import is_elementwise
 from .schema import writes
-from .sizes import elements_hint, in_floats
+from .sizes import elements_hint, is_float_tensor
 
 LOW = (torch.bfloat16, torch.float16)
 ENOUGH = 1.05  # times as fast: less is noise
@@ -53,6 +54,8 @@ class Estimate:
     """Its products in the low type."""
     casts: float
     """Its casts, besides those of weights whose copies are kept. What a fused kernel casts in passing is free."""
+    emulated: bool = False
+    """Whether the device has no units for the low type, so that its products run in float32 (`products="auto"`)."""
 
     @property
     def gain(self) -> float:
@@ -67,18 +70,28 @@ class Estimate:
         low, count = short_name(self.low), f"{self.products} product{'s' * (self.products != 1)}"
         wide, narrow, casts = (f"{1e6 * seconds:.0f} us" for seconds in (self.wide, self.narrow, self.casts))
         verdict = "pays" if self.pays else "won't help here"
-        times = f"{count} on this {self.device}: {wide} in f32, {narrow} in {low} and {casts} for casts"
+        how = f", which has no units for {low} and multiplies in f32" if self.emulated else ""
+        times = f"{count} on this {self.device}{how}: {wide} in f32, {narrow} in {low} and {casts} for casts"
         return f"{low} {verdict} (estimated, forward): {times}"
+
+
+def is_emulated(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether a device has no units for a 16-bit type."""
+    return device_type == "cpu" and dtype in LOW and not processor.multiplies(dtype)
 
 
 @cache
 def speed(device_type: str, dtype: torch.dtype) -> Speed:
-    """Measured once in a process, in some 10 ms; on a CPU without units for the type in a few hundred."""
+    """Measured once in a process, in some 10 ms. A type that the CPU emulates is multiplied as `WidenProducts` does."""
+    emulated = is_emulated(device_type, dtype)
     seconds = []
     for width, rounds in ((_SMALL, 30), (_LARGE, 5)):
         with tracing.on_real_tensors():
-            matrix = torch.ones(width, width, device=device_type, dtype=dtype)
-            seconds.append(_median(device_type, partial(torch.mm, matrix, matrix), rounds))
+            matrix = torch.ones(width, width, device=device_type, dtype=torch.float32 if emulated else dtype)
+            multiply = partial(torch.mm, matrix, matrix)
+            if emulated and width == _LARGE and packed_linear.available(torch.float32):
+                multiply = partial(packed_linear.packed_linear, matrix, matrix, matrix, None)
+            seconds.append(_median(device_type, multiply, rounds))
     start, whole = seconds
     return Speed(start, 2 * _LARGE**3 / max(whole - start, 1e-9))
 
@@ -91,27 +104,32 @@ def bandwidth(device_type: str) -> float:
         return _COPIED * 6 / _median(device_type, lambda: numbers.to(torch.bfloat16), 5)
 
 
-def gains_from(device_type: str, low: torch.dtype) -> int | None:
+def smallest_gaining_width(device_type: str, low: torch.dtype) -> int | None:
     """The width, a power of two, of the smallest square product that is faster in a low type; None if none is."""
     wide, narrow = speed(device_type, torch.float32), speed(device_type, low)
     widths = (2**n for n in range(4, 15))
     return next((n for n in widths if wide.seconds(2 * n**3) > ENOUGH * narrow.seconds(2 * n**3)), None)
 
 
+def time_call(device_type: str, call: Callable[[], Any]) -> float:
+    """Seconds of one call, until the device has done all of it."""
+    wait = torch.accelerator.synchronize if device_type != "cpu" else lambda: None
+    wait()
+    start = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - start
+
+
 def _median(device_type: str, call: Callable[[], Any], rounds: int) -> float:
-    wait = torch.cuda.synchronize if device_type == "cuda" else lambda: None
     times: list[float] = []
     while len(times) <= rounds and sum(times) < _PATIENCE:
-        wait()
-        start = time.perf_counter()
-        call()
-        wait()
-        times.append(time.perf_counter() - start)
+        times.append(time_call(device_type, call))
     return statistics.median(times[1:] or times)  # the first one packs, tunes and wakes up
 
 
 def estimate(gm: GraphModule, kept: Set[Node]) -> Estimate | None:
-    """For a graph whose precision is decided; None if nothing in it is low, or its device is not here to be measured.
+    """Of a graph whose precision is decided; None if nothing in it is low, or this machine lacks its device.
 
     `kept`: weights whose low copies are kept between calls. The bodies of higher-order ops are not looked into.
     """
@@ -136,7 +154,7 @@ def estimate(gm: GraphModule, kept: Set[Node]) -> Estimate | None:
                 wide += _seconds(device, torch.float32, counted.flops, numbers)
                 narrow += _seconds(device, low, counted.flops, numbers)
     moved = sum(6 * (elements_hint(decided[n].result) or 0) for n, _ in casts)
-    return Estimate(device, low, products, wide, narrow, moved / bandwidth(device))
+    return Estimate(device, low, products, wide, narrow, moved / bandwidth(device), is_emulated(device, low))
 
 
 def _is_here(device_type: str) -> bool:
@@ -156,13 +174,13 @@ def _seconds(device_type: str, dtype: torch.dtype, flops: float, numbers: int) -
 def _may_multiply(node: Node, decision: Decision) -> bool:
     if not isinstance(node.target, OpOverload) or node.target.is_view or is_elementwise(node.target):
         return False
-    results = [value for value in pytree.tree_leaves(decision.result) if in_floats(value)]
+    results = [value for value in pytree.tree_leaves(decision.result) if is_float_tensor(value)]
     return any(value.dtype in LOW for value in results) and not writes(node.target)
 
 
 def _run(node: Node, decision: Decision) -> None:
     def value(operand: Node) -> Any:
-        return in_dtype(operand.meta["amp"].result, decision.operands.get(operand))
+        return to_dtype(operand.meta["amp"].result, decision.operands.get(operand))
 
     args, kwargs = map_arg((node.args, node.kwargs), value)
     node.target(*args, **kwargs)

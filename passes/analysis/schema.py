@@ -25,13 +25,13 @@ def arguments_of(op: OpOverload) -> tuple[Any, ...]:
 
 
 @cache
-def written_by(op: OpOverload) -> frozenset[str]:
+def written_arguments(op: OpOverload) -> frozenset[str]:
     """The names of the arguments that an op writes into, as far as its schema tells."""
     return frozenset(a.name for a in arguments_of(op) if a.alias_info is not None and a.alias_info.is_write)
 
 
 @cache
-def shared_by(op: OpOverload) -> frozenset[str]:
+def aliased_arguments(op: OpOverload) -> frozenset[str]:
     """The names of the arguments whose memory a result has, or may have; those written are among them."""
     return frozenset(a.name for a in arguments_of(op) if a.alias_info is not None)
 
@@ -48,7 +48,7 @@ def computes(op: OpOverload) -> bool:
     return returns_tensors and not op.is_view and not writes(op)
 
 
-def by_name(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_by_name(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What a call gives, by the names in the schema; defaults that the call relies on are not in it."""
     return dict(zip((a.name for a in arguments_of(op)), args, strict=False)) | dict(kwargs)
 
@@ -56,7 +56,7 @@ def by_name(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
 def operands(node: Node) -> Iterator[tuple[str, Node]]:
     """The nodes that a call of an op is given, lists flattened, each with its argument's name, in the call's order."""
     assert isinstance(node.target, OpOverload)
-    for name, value in by_name(node.target, node.args, node.kwargs).items():
+    for name, value in arguments_by_name(node.target, node.args, node.kwargs).items():
         for leaf in pytree.tree_leaves(value, is_leaf=lambda x: isinstance(x, Node)):
             if isinstance(leaf, Node):
                 yield name, leaf

@@ -31,8 +31,13 @@ def elements(value: Any) -> sympy.Expr:
 
 def elements_hint(value: Any) -> int | None:
     """The same as the number it was traced with; None if it depends on data."""
+    return product_hint(*_sizes(value))
+
+
+def product_hint(*sizes: int | torch.SymInt) -> int | None:
+    """The product of sizes as they were traced with; None if one depends on data."""
     product = 1
-    for size in _sizes(value):
+    for size in sizes:
         if isinstance(size, torch.SymInt):
             if not size.node.has_hint():
                 return None
@@ -47,6 +52,6 @@ def is_smaller(a: Any, b: Any) -> bool:
     return first is not None and second is not None and first < second
 
 
-def in_floats(value: Any) -> bool:
+def is_float_tensor(value: Any) -> bool:
     """Whether a value is a tensor that autocast might cast."""
     return isinstance(value, torch.Tensor) and value.dtype in FLOATS

@@ -14,10 +14,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import Aliases
-from ampcompile.passes.analysis.commuting import CAST, kind, rebuilt, runs_in, same_layout
+from ampcompile.passes.analysis.commuting import CAST, classify_movement, constants_survive, rebuild, same_layout
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.op_traits import CASTS, has
-from ampcompile.passes.graph import graphs
+from ampcompile.passes.graph import erase_unread, graphs
 from ampcompile.torch_private import tracing
 
 
@@ -53,53 +53,51 @@ class FoldCasts:
         return folded
 
     def _fold_one(self, graph: Graph, second: Node, memory: Aliases, recorded: set[Node]) -> bool:
-        first, path = _above(second, second in recorded)
+        first, path = _find_first_cast(second, second in recorded)
         if first is None or not self._may_fold(first, second, path, second in recorded):
             return False
         source = first.args[0]
         assert isinstance(source, Node)
         gone = source.meta["val"].dtype == second.meta["val"].dtype
-        written = any(map(memory.is_written, _between(source, second)))
-        if written or (gone and (memory.is_written(second) or memory.is_seen(second))):
+        written = any(map(memory.is_written, _values_between(source, second)))
+        if written or (gone and (memory.is_written(second) or memory.is_visible_outside(second))):
             return False
         with graph.inserting_before(second):
             if gone:
-                second.replace_all_uses_with(rebuilt(path, source))
+                second.replace_all_uses_with(rebuild(path, source))
             else:
-                second.update_arg(0, rebuilt(path, source))
-        for unused in (*([second] if gone else []), *reversed(path), first):
-            if not unused.users and (unused is not first or "amp_cast" in first.meta):
-                graph.erase_node(unused)
+                second.update_arg(0, rebuild(path, source))
+        erase_unread([*([first] if "amp_cast" in first.meta else []), *path, *([second] if gone else [])])
         return True
 
     def _may_fold(self, first: Node, second: Node, path: list[Node], recorded: bool) -> bool:
         a, b, c = (node.meta["val"].dtype for node in (first.args[0], first, second))
-        if path and not (a.is_floating_point and all(runs_in(node, a) for node in path)):
+        if path and not (a.is_floating_point and all(constants_survive(node, a) for node in path)):
             return False
         # The gradient goes C→B→A, which must be C→A.
         exact = is_lossless(a, b) and (is_lossless(c, b) or not recorded)
         return exact or (self.relaxed and "amp_cast" in first.meta)
 
 
-def _above(second: Node, recorded: bool) -> tuple[Node | None, list[Node]]:
+def _find_first_cast(second: Node, recorded: bool) -> tuple[Node | None, list[Node]]:
     """The cast that another one reads, if only ops that commute with it stand between them; those ops, in order."""
     path: list[Node] = []
     node = second.args[0]
     while isinstance(node, Node):
         # A gradient is summed where a value is used twice or repeated, in that value's type.
-        if recorded and (len(node.users) > 1 or kind(node) == "repeats"):
+        if recorded and (len(node.users) > 1 or classify_movement(node) == "repeats"):
             break
         if is_cast(node):
             return node, path
-        if kind(node):
+        if classify_movement(node):
             path.insert(0, node)
-        elif not _does_nothing(node):
+        elif not _is_noop(node):
             break
         node = node.args[0]
     return None, []
 
 
-def _between(source: Node, second: Node) -> list[Node]:
+def _values_between(source: Node, second: Node) -> list[Node]:
     """The values that `second` comes from, back to `source`."""
     values = [second.args[0]]
     while values[-1] is not source:
@@ -107,7 +105,7 @@ def _between(source: Node, second: Node) -> list[Node]:
     return values
 
 
-def _does_nothing(node: Node) -> bool:
+def _is_noop(node: Node) -> bool:
     """Whether a node asks for the dtype that its operand has already."""
     before, after = _operand_and_result(node)
     return before is not None and after is not None and before.dtype == after.dtype

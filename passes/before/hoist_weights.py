@@ -17,10 +17,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
-from ampcompile.passes.analysis.aliasing import shared, written
-from ampcompile.passes.analysis.commuting import CAST
+from ampcompile.passes.analysis.aliasing import aliased_operands, written_operands
+from ampcompile.passes.analysis.commuting import CAST, rebuild
 from ampcompile.passes.analysis.op_traits import REARRANGES, has, reads_bits
-from ampcompile.passes.graph import placeholders
+from ampcompile.passes.graph import erase_unread, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import OpOverload
@@ -32,7 +32,7 @@ _OPERANDS_FROM: dict[Any, int] = {
 }
 
 
-def _chain(cast: Node) -> tuple[Node, list[Node]]:
+def _look_through_views(cast: Node) -> tuple[Node, list[Node]]:
     """The value a cast reads through views: (where the views begin, the views in the order they apply)."""
     views: list[Node] = []
     node = cast.args[0]
@@ -56,7 +56,7 @@ def _uses(value: Node) -> Iterator[str]:
         current = pending.pop()
         for user in current.users:
             yield _use(user, current)
-            if current in shared(user) and user not in seen:
+            if current in aliased_operands(user) and user not in seen:
                 seen.add(user)
                 pending.append(user)
 
@@ -65,13 +65,13 @@ def _use(user: Node, value: Node) -> str:
     if user.op == "output":
         return "returned"
     if isinstance(user.target, OpOverload):
-        return "written" if value in written(user) else "read"
+        return "written" if value in written_operands(user) else "read"
     if user.target in _OPERANDS_FROM:
-        places = [i - _OPERANDS_FROM[user.target] for i, argument in enumerate(user.args) if argument is value]
+        indices = [i - _OPERANDS_FROM[user.target] for i, argument in enumerate(user.args) if argument is value]
         inner = placeholders(_body(user))
-        return "written" if any(use != "read" for i in places for use in _uses(inner[i])) else "read"
+        return "written" if any(use != "read" for i in indices for use in _uses(inner[i])) else "read"
     # Another higher-order op, or a stretch left alone, may do anything; a part or `.data` is looked at as a value.
-    return "read" if value in shared(user) else "written"
+    return "read" if value in aliased_operands(user) else "written"
 
 
 def _body(call: Node) -> GraphModule:
@@ -86,9 +86,9 @@ def _hoist(gm: GraphModule, weights: set[Node], copy_of: CopyOf) -> int:
     hoisted = 0
     weights = {weight for weight in weights if "written" not in _uses(weight)}
     for cast in list(gm.graph.find_nodes(op="call_function", target=CAST)):
-        weight, views = _chain(cast)
+        weight, views = _look_through_views(cast)
         if "amp_cast" in cast.meta and weight in weights and all(use == "read" for use in _uses(cast)):
-            _replace(gm, cast, weight, views, copy_of(weight, cast.args[1]))
+            _replace(cast, weight, views, copy_of(weight, cast.args[1]))
             hoisted += 1
     calls: dict[GraphModule, list[Node]] = {}
     for node in gm.graph.nodes:
@@ -106,27 +106,30 @@ def _hoist_in_body(body: GraphModule, sites: list[Node], weights: set[Node], cop
 
     def inner_copy(weight: Node, dtype: torch.dtype) -> Node:
         if (weight, dtype) not in copies:
-            copies[weight, dtype] = _new_input(body, weight, dtype)
-            for site, outer in zip(sites, given[weight], strict=True):
-                site.args = (*site.args, copy_of(outer, dtype))
+            outer_copies = [copy_of(outer, dtype) for outer in given[weight]]
+            wide = outer_copies[0].meta["val"].dtype != dtype
+            copies[weight, dtype] = _new_input(body, weight, dtype, wide)
+            for site, outer in zip(sites, outer_copies, strict=True):
+                site.args = (*site.args, outer)
         return copies[weight, dtype]
 
-    hoisted = _hoist(body, {p for p, outer in given.items() if weights.issuperset(outer)}, inner_copy)
-    return hoisted
+    return _hoist(body, {p for p, outer in given.items() if weights.issuperset(outer)}, inner_copy)
 
 
 @dataclass(frozen=True)
 class HoistWeights:
     """`is_weight(index, placeholder)`: whether a graph input is a weight whose copy may live across calls.
 
-    `is_registered`: whether a weight is a parameter or buffer; an attribute may be an input that is refilled for each
-    call, and its copy lives once it has stayed the same for some.
+    `is_registered`: whether a weight is a parameter or buffer; any other tensor may be refilled for each call, and its
+    copy is kept only after it has stayed the same for some calls. `wide`: the types whose products run in float32; a
+    copy in one of them holds its numbers as float32, and no call widens it again.
 
     The copies become inputs after all others, each with its `Slot` in `node.meta["amp_copy"]`.
     """
 
     is_weight: Callable[[int, Node], bool]
     is_registered: Callable[[int, Node], bool] = lambda index, node: True
+    wide: frozenset[torch.dtype] = frozenset()
     name = "hoist_weights"
     exact = True
     fate = "hoisted"
@@ -138,9 +141,10 @@ class HoistWeights:
         copies: dict[Slot, Node] = {}
 
         def copy_of(weight: Node, dtype: torch.dtype) -> Node:
-            slot = Slot(inputs[weight], dtype, on_trial=weight in on_trial)
+            wide = dtype in self.wide and weight.meta["val"].device.type == "cpu"
+            slot = Slot(inputs[weight], dtype, wide=wide, on_trial=weight in on_trial)
             if slot not in copies:
-                copies[slot] = _new_input(gm, weight, dtype)
+                copies[slot] = _new_input(gm, weight, dtype, wide)
                 copies[slot].meta["amp_copy"] = slot
             return copies[slot]
 
@@ -148,36 +152,22 @@ class HoistWeights:
             return _hoist(gm, weights, copy_of)
 
 
-def _new_input(gm: GraphModule, weight: Node, dtype: torch.dtype) -> Node:
+def _new_input(gm: GraphModule, weight: Node, dtype: torch.dtype, wide: bool) -> Node:
     with gm.graph.inserting_after(placeholders(gm)[-1]):
         copy = gm.graph.placeholder(f"{weight.name}_{short_name(dtype)}")
-    copy.meta["val"] = torch.empty_like(weight.meta["val"], dtype=dtype, requires_grad=False)
+    held = torch.float32 if wide else dtype
+    copy.meta["val"] = torch.empty_like(weight.meta["val"], dtype=held, requires_grad=False)
     # What Dynamo writes on inputs whose address Inductor may rely on.
     copy.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
     copy._dynamo_source = None
     return copy
 
 
-def _replace(gm: GraphModule, cast: Node, weight: Node, views: list[Node], copy: Node) -> None:
-    graph = gm.graph
+def _replace(cast: Node, weight: Node, views: list[Node], copy: Node) -> None:
+    graph, record = cast.graph, cast.meta["amp_cast"]
     with graph.inserting_before(cast):
-        new = graph.call_function(WEIGHT_COPY, (weight, copy))
-        new.meta = {**cast.meta, "val": copy.meta["val"]}
-        renamed = {weight: new}
-        for view in views:
-            moved = graph.node_copy(view, lambda n: renamed.get(n, n))
-            moved.meta["val"] = _view_value(moved)
-            renamed[view] = moved
-    last = renamed[views[-1]] if views else new
-    cast.replace_all_uses_with(last)
-    record = cast.meta["amp_cast"]
-    new.meta["amp_cast"] = replace(record, fate=(*record.fate, "hoisted"))
-    for unused in (cast, *reversed(views)):
-        if not unused.users:
-            graph.erase_node(unused)
-
-
-def _view_value(view: Node) -> Any:
-    args = torch.fx.map_arg(view.args, lambda n: n.meta["val"])
-    kwargs = torch.fx.map_arg(view.kwargs, lambda n: n.meta["val"])
-    return view.target(*args, **kwargs)
+        new = graph.call_function(WEIGHT_COPY, (weight, copy, cast.args[1]))
+        value, fate = copy.meta["val"].to(cast.args[1]), (*record.fate, "hoisted")
+        new.meta = {**cast.meta, "val": value, "amp_cast": replace(record, fate=fate)}
+        cast.replace_all_uses_with(rebuild(views, new))
+    erase_unread([*views, cast])

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node, map_arg
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.higher_order import HOPS
 from ampcompile.passes.analysis.schema import set_arguments
-from ampcompile.passes.graph import ENTER, EXIT, UNDECIDED, Cast, Decision, castable, graphs, op_name
+from ampcompile.passes.graph import ENTER, EXIT, UNDECIDED, Cast, Decision, graphs, is_castable, op_name
 from ampcompile.torch_private import pytree, tracing
 
 CLAMP = torch.ops.aten.clamp.default
@@ -31,10 +31,10 @@ class InsertCasts:
     def apply(self, gm: GraphModule) -> int:
         gm.meta.pop(UNDECIDED, None)
         with tracing.on_fakes_of(gm), torch.no_grad():
-            return sum(map(_act, graphs(gm)))
+            return sum(map(_insert_in, graphs(gm)))
 
 
-def _act(gm: GraphModule) -> int:
+def _insert_in(gm: GraphModule) -> int:
     casts = 0
     for node in list(gm.graph.nodes):
         decision: Decision = node.meta["amp"]
@@ -61,11 +61,11 @@ def _change_operands(node: Node, decision: Decision) -> int:
     changed: dict[Node, Node] = {}
     casts = 0
     for operand, largest in decision.clamps.items():
-        operand = _seen_by_others(operand)
+        operand = _value_others_read(operand)
         with node.graph.inserting_before(node):
             changed[operand] = node.graph.call_function(CLAMP, (operand, -largest, largest))
         changed[operand].meta = {**_origin(node), "val": operand.meta["val"]}
-    wanted = {_seen_by_others(operand): dtype for operand, dtype in decision.operands.items()}
+    wanted = {_value_others_read(operand): dtype for operand, dtype in decision.operands.items()}
 
     def cast(operand: Node) -> Node:
         """One for each place where an operand stands, so that the gradients of `x @ x` are summed in x's type."""
@@ -82,17 +82,17 @@ def _change_operands(node: Node, decision: Decision) -> int:
     return casts
 
 
-def _seen_by_others(result: Node) -> Node:
+def _value_others_read(result: Node) -> Node:
     """What other ops read: the value itself, or the cast that took its place."""
     return result.meta.get("amp_narrowed", result)
 
 
 def _narrow_results(node: Node, decision: Decision, dtype: torch.dtype) -> int:
-    """Cast an op's results; the op itself, computed in float32, is seen by nobody else."""
+    """Cast an op's results to `dtype`; nothing else reads the float32 that the op itself computes."""
     several = isinstance(decision.result, tuple | list)
     results = [user for user in node.users if user.target is operator.getitem] if several else [node]
-    node.meta["val"] = pytree.tree_map(lambda v: v.float() if castable(v) else v, decision.result)
-    results = [r for r in results if castable(r.meta["amp"].result)]
+    node.meta["val"] = pytree.tree_map(lambda v: v.float() if is_castable(v) else v, decision.result)
+    results = [r for r in results if is_castable(r.meta["amp"].result)]
     for result in results:
         low: Decision = result.meta["amp"]
         with node.graph.inserting_after(result):

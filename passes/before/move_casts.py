@@ -1,18 +1,25 @@
 """Cast fewer bytes: a cast goes up through what repeats or pads numbers, and down through what drops some.
 
-Only where every result keeps its bits and its layout (or meets elementwise ops alone, which don't mind another
-layout), and where gradients are added up as before.
+Only where every result keeps its bits and its layout (or meets elementwise ops alone, whose results are the same in
+any layout), and where gradients are added up as before.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.passes.analysis.aliasing import Aliases
-from ampcompile.passes.analysis.commuting import CAST, kind, rebuilt, runs_in, same_layout
+from ampcompile.passes.analysis.commuting import (
+    CAST,
+    classify_movement,
+    constants_survive,
+    move_cast,
+    rebuild,
+    same_layout,
+)
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.op_traits import is_elementwise
 from ampcompile.passes.analysis.sizes import is_smaller
@@ -38,11 +45,11 @@ class MoveCasts:
         moved = 0
         for cast in gm.graph.find_nodes(op="call_function", target=CAST):
             if "amp_cast" in cast.meta:
-                moved += _up(gm.graph, cast, memory, recorded) or _down(gm.graph, cast, memory, recorded)
+                moved += _move_up(gm.graph, cast, memory, recorded) or _move_down(gm.graph, cast, memory, recorded)
         return moved
 
 
-def _up(graph: Graph, cast: Node, memory: Aliases, recorded: set[Node]) -> bool:
+def _move_up(graph: Graph, cast: Node, memory: Aliases, recorded: set[Node]) -> bool:
     """Cast what the ops before the cast were made from, if that is less."""
     path: list[Node] = []
     best: list[Node] = []
@@ -54,14 +61,14 @@ def _up(graph: Graph, cast: Node, memory: Aliases, recorded: set[Node]) -> bool:
         node = node.args[0]
         if isinstance(node, Node) and is_smaller(node.meta["val"], least.meta["val"]):
             best, least = list(path), node
-    if not best or any(map(memory.is_written, (least, *best, cast))) or memory.is_seen(cast):
+    if not best or any(map(memory.is_written, (least, *best, cast))) or memory.is_visible_outside(cast):
         return False
     with graph.inserting_before(cast):
-        last = rebuilt(best, _cast_of(least, cast))
+        last = rebuild(best, move_cast(cast, least))
     return _put_in_place(graph, cast, last, [cast, *reversed(best)])
 
 
-def _down(graph: Graph, cast: Node, memory: Aliases, recorded: set[Node]) -> bool:
+def _move_down(graph: Graph, cast: Node, memory: Aliases, recorded: set[Node]) -> bool:
     """Cast what the ops behind the cast leave of it, if that is less."""
     path: list[Node] = []
     best: list[Node] = []
@@ -73,32 +80,23 @@ def _down(graph: Graph, cast: Node, memory: Aliases, recorded: set[Node]) -> boo
             best, least = list(path), node
     source = cast.args[0]
     assert isinstance(source, Node)
-    if not best or memory.is_written(source) or memory.is_written(cast) or memory.is_seen(cast):
+    if not best or memory.is_written(source) or memory.is_written(cast) or memory.is_visible_outside(cast):
         return False
     with graph.inserting_before(least):
-        last = _cast_of(rebuilt(best, source), cast)
+        last = move_cast(cast, rebuild(best, source))
     return _put_in_place(graph, least, last, [*reversed(best), cast])
 
 
 def _may_pass(node: Node, cast: Node, recorded: set[Node]) -> bool:
-    found = kind(node)
+    found = classify_movement(node)
     if found not in ("moves", "repeats") or (found == "repeats" and cast in recorded):
         return False
     before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
-    return runs_in(node, before) and runs_in(node, after)
-
-
-def _cast_of(operand: Node, cast: Node) -> Node:
-    """The same cast of another value."""
-    moved = operand.graph.call_function(CAST, (operand, cast.args[1]))
-    record = cast.meta["amp_cast"]
-    moved.meta = {**cast.meta, "amp_cast": replace(record, fate=(*record.fate, "moved"))}
-    moved.meta["val"] = operand.meta["val"].to(cast.args[1])
-    return moved
+    return constants_survive(node, before) and constants_survive(node, after)
 
 
 def _put_in_place(graph: Graph, old: Node, new: Node, unused: list[Node]) -> bool:
-    """Hand `new` to those who read `old`, and drop what nobody reads any more; or undo it if they would mind."""
+    """Hand `new` to the readers of `old`, and erase what is unread; undo all if they depend on another layout."""
     fits = same_layout(old.meta["val"], new.meta["val"]) or all(is_elementwise(user.target) for user in old.users)
     if fits:
         old.replace_all_uses_with(new)

@@ -26,7 +26,7 @@ last bit, and nothing is gained."""
 def _packable(read: object, dtypes: frozenset[torch.dtype]) -> bool:
     if not isinstance(read, Node) or read.target is not WEIGHT_COPY or len(read.users) > 1:
         return False
-    copy = read.args[1].meta["val"]
+    copy = read.meta["val"]
     return copy.device.type == "cpu" and copy.dtype in dtypes and copy.dim() == 2 and min(copy.shape) >= SMALLEST
 
 
@@ -47,7 +47,7 @@ class PackLinears:
                 x, read, bias = (*linear.args, None)[:3]
                 if not _packable(read, self.dtypes):
                     continue
-                weight, copy = read.args
+                weight, copy, _ = read.args
                 form = self._input(gm, inputs, copy, replace(copy.meta["amp_copy"], layout="packed"))
                 linear.target, linear.args = PACKED_LINEAR, (x, weight, form, linear.kwargs.get("bias", bias))
                 linear.kwargs = {}

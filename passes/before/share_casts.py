@@ -36,7 +36,7 @@ class ShareCasts:
         for cast in gm.graph.find_nodes(op="call_function", target=CAST):
             source = cast.args[0]
             ours = "amp_cast" in cast.meta and cast not in recorded
-            if ours and not any(map(memory.is_written, (source, cast))) and not memory.is_seen(cast):
+            if ours and not any(map(memory.is_written, (source, cast))) and not memory.is_visible_outside(cast):
                 kept = first.setdefault((source, cast.args[1]), cast)
                 if kept is not cast:
                     cast.replace_all_uses_with(kept)

@@ -6,7 +6,7 @@ it was low, and a part that is a weight has a copy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,30 +14,30 @@ from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import Aliases
-from ampcompile.passes.analysis.commuting import CAST, same_layout
+from ampcompile.passes.analysis.commuting import CAST, move_cast, same_layout
 from ampcompile.passes.analysis.op_traits import JOINS, has
-from ampcompile.passes.analysis.sizes import in_floats
+from ampcompile.passes.analysis.sizes import is_float_tensor
 from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import tracing
 
 
 @dataclass(frozen=True)
 class SplitCastsOverCat:
-    """Gradients are cut in pieces and cast as before, so they keep their bits. Returns how many casts were spread."""
+    """Gradients are cut in pieces and cast as before, so they keep their bits. Returns how many casts were split."""
 
-    name = "spread_casts"
+    name = "split_casts_over_cat"
     exact = True
     fate = "moved"
 
     def apply(self, gm: GraphModule) -> int:
         with tracing.on_fakes_of(gm), torch.no_grad():
-            return sum(map(_spread, graphs(gm)))
+            return sum(map(_split_in, graphs(gm)))
 
 
-def _spread(gm: GraphModule) -> int:
+def _split_in(gm: GraphModule) -> int:
     casts = [cast for cast in gm.graph.find_nodes(op="call_function", target=CAST) if _narrows_a_whole(cast)]
     memory = Aliases(gm.graph) if casts else None
-    return sum(_spread_one(gm.graph, cast, memory) for cast in casts if memory is not None)
+    return sum(_split(gm.graph, cast, memory) for cast in casts if memory is not None)
 
 
 def _narrows_a_whole(cast: Node) -> bool:
@@ -48,33 +48,22 @@ def _narrows_a_whole(cast: Node) -> bool:
         return False
     low, high = cast.meta["val"].dtype, whole.meta["val"].dtype
     parts = [part.meta["val"] for part in whole.all_input_nodes]
-    return is_lossless(low, high) and all(in_floats(part) and is_lossless(part.dtype, high) for part in parts)
+    return is_lossless(low, high) and all(is_float_tensor(part) and is_lossless(part.dtype, high) for part in parts)
 
 
-def _spread_one(graph: Graph, cast: Node, memory: Aliases) -> bool:
+def _split(graph: Graph, cast: Node, memory: Aliases) -> bool:
     whole, dtype = cast.args
     assert isinstance(whole, Node)
     parts: Any = whole.args[0]
-    if any(map(memory.is_written, (*parts, whole, cast))) or memory.is_seen(cast):
+    if any(map(memory.is_written, (*parts, whole, cast))) or memory.is_visible_outside(cast):
         return False
     join: Any = whole.target
     value = join([part.meta["val"].to(dtype) for part in parts], *whole.args[1:], **whole.kwargs)
     if not same_layout(value, cast.meta["val"]):
         return False
     with graph.inserting_before(whole):
-        whole.update_arg(0, [_narrowed(part, cast) for part in parts])
+        whole.update_arg(0, [part if part.meta["val"].dtype == dtype else move_cast(cast, part) for part in parts])
     whole.meta["val"] = value
     cast.replace_all_uses_with(whole)
     graph.erase_node(cast)
     return True
-
-
-def _narrowed(part: Node, cast: Node) -> Node:
-    """The same cast of one part, under the same number; the part itself if it is in that type."""
-    if part.meta["val"].dtype == cast.args[1]:
-        return part
-    record = cast.meta["amp_cast"]
-    made = part.graph.call_function(CAST, (part, cast.args[1]))
-    made.meta = {**cast.meta, "amp_cast": replace(record, fate=(*record.fate, "moved"))}
-    made.meta["val"] = part.meta["val"].to(cast.args[1])
-    return made

@@ -22,11 +22,11 @@ from ampcompile.passes.graph import (
     ENTER,
     EXIT,
     UNDECIDED,
-    below_autograd,
     current_module_path,
     device_type_of,
     graphs,
     held_tensors,
+    is_below_autograd,
     placeholders,
 )
 from ampcompile.policy import Policy
@@ -86,7 +86,7 @@ class _Capture(Interpreter):
                 return _Capture(body, self.bodies).run(*inputs)
         if isinstance(target, HigherOrderOperator):
             return self._higher_order(target, args, kwargs)
-        if below_autograd(target):
+        if is_below_autograd(target):
             with tracing.untraced():
                 result = target(*args, **kwargs)
             return tracing.record_call("call_function", target, args, kwargs, result)
@@ -185,7 +185,7 @@ class _Bodies:
         return self._names[body]
 
     def attach_tensor(self, value: torch.Tensor) -> str:
-        """The same for a tensor: one that Dynamo's graph holds for the user keeps its name."""
+        """`attach` for a tensor; one that Dynamo's graph holds for the user keeps its name."""
         if (name := self._held.get(id(value))) is None:
             return self.attach(value, "amp_constant_")
         setattr(tracing.tracer().root, name, value)

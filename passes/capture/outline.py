@@ -78,7 +78,7 @@ def _unknown_hop(gm: GraphModule) -> Callable[[Node], bool]:
         if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
             return False
         args, kwargs = pytree.tree_map(resolve, (node.args, node.kwargs), is_leaf=lambda x: isinstance(x, Node))
-        return not higher_order.known(node.target, args, kwargs)
+        return not higher_order.is_known(node.target, args, kwargs)
 
     return unknown
 

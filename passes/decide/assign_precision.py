@@ -44,13 +44,14 @@ from ampcompile.passes.graph import (
     EXIT,
     Decision,
     Regions,
-    castable,
     changes_state,
+    copy_graph,
     device_type_of,
     held_tensors,
-    in_dtype,
+    is_castable,
     module_path,
     placeholders,
+    to_dtype,
 )
 from ampcompile.policy import Policy
 from ampcompile.torch_private import pytree, tracing
@@ -58,8 +59,8 @@ from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from .counts import lengths
 from .decisions import Call, decide
-from .dtype_memo import DtypeMemo, traced_if_alike
-from .range_guards import guarded
+from .dtype_memo import DtypeMemo, prefer_traced
+from .range_guards import guard
 
 _BORN_KNOWN = frozenset({"aten", "prims", "prim", "ampcompile", "_c10d_functional", "c10d_functional"})
 HOPS = higher_order.HOPS
@@ -83,7 +84,7 @@ class _Walk:
         arriving = iter(pytree.tree_leaves(inputs))  # a size that a custom function keeps comes as a tuple
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
-                decision = Decision("graph input", traced_if_alike(node, next(arriving)))
+                decision = Decision("graph input", prefer_traced(node, next(arriving)))
                 if CONSTANT in node.meta:
                     self.constants[node] = node.meta[CONSTANT]
             elif node.op == "get_attr":
@@ -114,18 +115,18 @@ class _Walk:
             return self._higher_order(node, node.target)
         if isinstance(node.target, OpOverload):
             return self._op(node, node.target)
-        return self._as_it_is(node, Decision("not an op on tensors"))
+        return self._leave_as_is(node, Decision("not an op on tensors"))
 
     def _op(self, node: Node, op: OpOverload) -> Decision:
         self._follow_constants(node, op)
         tensors = [self.values[n] for n in node.all_input_nodes if isinstance(self.values[n], torch.Tensor)]
         device_type = device_type_of(tensors)
         low = self.regions.precision(device_type) if device_type else None
-        if device_type is None or low is None or not any(map(castable, tensors)):
+        if device_type is None or low is None or not any(map(is_castable, tensors)):
             because = "autocast is off here" if low is None and device_type else "no floating operands"
-            return self._as_it_is(node, Decision(because))
+            return self._leave_as_is(node, Decision(because))
         if has(op, CASTS):
-            return self._as_it_is(node, Decision("a cast that the user wrote stays as it is"))
+            return self._leave_as_is(node, Decision("a cast that the user wrote stays as it is"))
         call = Call(node, op, self.values, device_type)
         rule = self.policy.rule_for(op, device_type, module_path(node))
         if rule is not None:
@@ -138,9 +139,9 @@ class _Walk:
         else:
             decision = Decision("unknown to the policy", known=False)
         if self.range_guards:
-            decision = guarded(call, decision, self.constants, self.lengths)
+            decision = guard(call, decision, self.constants, self.lengths)
         untouched = rule is None and not decision.operands and not decision.arguments
-        return self._as_it_is(node, decision) if untouched else self._carried_out(node, decision)
+        return self._leave_as_is(node, decision) if untouched else self._carry_out(node, decision)
 
     def _follow_constants(self, node: Node, op: OpOverload) -> None:
         source = next(iter(node.all_input_nodes), node)
@@ -153,7 +154,7 @@ class _Walk:
     def _higher_order(self, node: Node, hop: HigherOrderOperator) -> Decision:
         decision = Decision("its bodies are rewritten")
         if hop is HOPS.flex_attention and (low := self.regions.precision(self.values[node.args[0]].device.type)):
-            operands = {n: low for n in node.args[:3] if castable(self.values[n]) and self.values[n].dtype != low}
+            operands = {n: low for n in node.args[:3] if is_castable(self.values[n]) and self.values[n].dtype != low}
             decision = Decision("attention runs in low precision", operands=operands)
         args, kwargs = self._arguments((node.args, node.kwargs), decision.operands)
         walks: list[_Walk] = []
@@ -165,8 +166,8 @@ class _Walk:
             if walks[-1].gm is not self.values[attribute]:
                 copies[attribute] = walks[-1].gm
         agreed = higher_order.agreed_outputs(hop, args, [walk.output for walk in walks])
-        outputs = [walk.returning(dtypes) for walk, dtypes in zip(walks, agreed, strict=True)]
-        result = higher_order.result(hop, args, kwargs, outputs, node.meta.get("val"))
+        outputs = [walk.set_output_dtypes(dtypes) for walk, dtypes in zip(walks, agreed, strict=True)]
+        result = higher_order.fake_result(hop, args, kwargs, outputs, node.meta.get("val"))
         return replace(decision, bodies=copies, result=result)
 
     def _body(self, gm: GraphModule, inputs: list[Any], regions: Regions, node: Node) -> _Walk:
@@ -175,11 +176,11 @@ class _Walk:
         key = (dtypes, regions.key(), None if node.target is HOPS.invoke_subgraph else node)
         walks = self.walks.setdefault(gm, {})
         if key not in walks:
-            walks[key] = _Walk(self, higher_order.copied(gm) if walks else gm, regions)
+            walks[key] = _Walk(self, copy_graph(gm) if walks else gm, regions)
             walks[key].run(inputs)
         return walks[key]
 
-    def returning(self, dtypes: list[torch.dtype | None]) -> Any:
+    def set_output_dtypes(self, dtypes: list[torch.dtype | None]) -> Any:
         """Have the graph return its outputs in other dtypes; the outputs."""
         node = self.gm.graph.output_node()
         nodes = pytree.tree_leaves(node.args[0])
@@ -187,17 +188,17 @@ class _Walk:
         casts = {n: to for n, to in wanted if self.values[n].dtype != to}
         if casts:
             because = "every branch, and every round of a loop, gives the same dtypes"
-            self.output = pytree.tree_map(lambda n: in_dtype(self.values.get(n, n), casts.get(n)), node.args[0])
+            self.output = pytree.tree_map(lambda n: to_dtype(self.values.get(n, n), casts.get(n)), node.args[0])
             node.meta["amp"] = Decision(because, self.output, operands=casts)
         return self.output
 
-    def _as_it_is(self, node: Node, decision: Decision) -> Decision:
+    def _leave_as_is(self, node: Node, decision: Decision) -> Decision:
         """The decision about a call in which nothing changes: if nothing did before it, the value it had is right."""
         if "val" in node.meta and all(self.values[n] is n.meta.get("val") for n in node.all_input_nodes):
             return replace(decision, result=node.meta["val"])
-        return self._carried_out(node, decision)
+        return self._carry_out(node, decision)
 
-    def _carried_out(self, node: Node, decision: Decision) -> Decision:
+    def _carry_out(self, node: Node, decision: Decision) -> Decision:
         """The decision with the fake value that comes of it."""
 
         def compute() -> Any:
@@ -211,12 +212,12 @@ class _Walk:
                 result = target(*args, **kwargs)
             if decision.narrow is None:
                 return result
-            return pytree.tree_map(lambda v: in_dtype(v, decision.narrow) if castable(v) else v, result)
+            return pytree.tree_map(lambda v: to_dtype(v, decision.narrow) if is_castable(v) else v, result)
 
         return replace(decision, result=self.memo.result(node, decision, self.values, compute))
 
     def _arguments(self, structure: Any, casts: Mapping[Node, torch.dtype] | None = None) -> Any:
-        return map_arg(structure, lambda n: in_dtype(self.values[n], (casts or {}).get(n)))
+        return map_arg(structure, lambda n: to_dtype(self.values[n], (casts or {}).get(n)))
 
     def _constant(self, node: Node) -> Any:
         value = getattr(self.gm, str(node.target))

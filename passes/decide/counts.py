@@ -19,9 +19,9 @@ def lengths(graph: Graph) -> set[Node]:
     """The values that a rounding, or a conversion to integers, is made from, back to the integers they come of."""
     counts: set[Node] = set()
     for node in graph.nodes:
-        if _is_floating(node) and _counts(node, counts):
+        if _is_floating(node) and _is_count(node, counts):
             counts.add(node)
-    ends = [node for node in graph.nodes if _rounds(node)]
+    ends = [node for node in graph.nodes if _makes_integers(node)]
     found: set[Node] = set()
     while ends:
         for operand in ends.pop().all_input_nodes:
@@ -36,7 +36,7 @@ def _is_floating(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _counts(node: Node, counts: set[Node]) -> bool:
+def _is_count(node: Node, counts: set[Node]) -> bool:
     """Whether a floating value is a constant, or computed from integers, constants and counts alone."""
     if node.op == "get_attr":
         return True
@@ -46,7 +46,7 @@ def _counts(node: Node, counts: set[Node]) -> bool:
     return known and not draws_random_numbers(node.target)
 
 
-def _rounds(node: Node) -> bool:
+def _makes_integers(node: Node) -> bool:
     value = node.meta.get("val")
     to_integers = isinstance(value, torch.Tensor) and value.dtype in _INTEGERS
     return has(node.target, ROUNDS_TO_INTEGERS) or (to_integers and has(node.target, CASTS))

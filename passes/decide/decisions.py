@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from ampcompile.errors import BannedOpError
 from ampcompile.passes.analysis import schema
-from ampcompile.passes.graph import Decision, castable, op_name, source_line
+from ampcompile.passes.graph import Decision, is_castable, op_name, source_line
 from ampcompile.rules.table import Rule
 from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.types import OpOverload
@@ -30,7 +30,7 @@ class Call:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """What stands in the call, nodes included, by the names in the op's schema."""
-        return schema.by_name(self.op, self.node.args, self.node.kwargs)
+        return schema.arguments_by_name(self.op, self.node.args, self.node.kwargs)
 
     @cached_property
     def arriving(self) -> list[torch.dtype]:
@@ -40,15 +40,16 @@ class Call:
 
     def castable(self, keeps: tuple[str, ...] = ()) -> list[tuple[str, Node]]:
         """The operands that autocast may cast, each with its argument's name; none that the op writes into."""
+        excluded = {*keeps, *schema.written_arguments(self.op)}
         return [
             (name, operand)
             for name, operand in schema.operands(self.node)
-            if name not in schema.written_by(self.op) and name not in keeps and self._is_castable(self.values[operand])
+            if name not in excluded and self._is_castable(self.values[operand])
         ]
 
     def _is_castable(self, value: Any) -> bool:
         # A number that waits on the CPU for an op on an accelerator is not of autocast's device.
-        return castable(value) and value.device.type == self.device_type
+        return is_castable(value) and value.device.type == self.device_type
 
 
 def decide(call: Call, rule: Rule, low: torch.dtype) -> Decision:
@@ -60,39 +61,39 @@ def decide(call: Call, rule: Rule, low: torch.dtype) -> Decision:
             "logits, or call it inside torch.autocast(device_type, enabled=False)."
         )
     if rule.asks_float32(call.arriving):
-        return _asking_float32(call, rule)
+        return _ask_float32(call, rule)
     dtype = rule.operand_dtype(call.arriving, low)
     if dtype is None:
         return Decision(rule.because)
     wanted = {operand: dtype for _, operand in call.castable(rule.keeps)}
-    wanted |= _following(call, rule, dtype)
+    wanted |= _follow_leaders(call, rule, dtype)
     operands = {operand: to for operand, to in wanted.items() if call.values[operand].dtype != to}
     dropped = dict.fromkeys(rule.drops) if operands else {}
     narrow = rule.result_dtype(call.arriving, low)
     return Decision(rule.because, operands=operands, arguments=dropped, narrow=narrow)
 
 
-def _asking_float32(call: Call, rule: Rule) -> Decision:
+def _ask_float32(call: Call, rule: Rule) -> Decision:
     if rule.redispatch:
         target = dispatcher.op_named(rule.redispatch)
-        return Decision(rule.because, target=target, arguments=_omitted(call, target) | {"dtype": torch.float32})
+        return Decision(rule.because, target=target, arguments=_fill_defaults(call, target) | {"dtype": torch.float32})
     if call.arguments.get("dtype") is not None:
         return Decision("the user asked for a dtype")
     return Decision(rule.because, arguments={"dtype": torch.float32})
 
 
-def _omitted(call: Call, target: OpOverload) -> dict[str, Any]:
+def _fill_defaults(call: Call, target: OpOverload) -> dict[str, Any]:
     """Defaults that the call relies on and that the overload called instead doesn't have."""
     needed = {argument.name for argument in schema.arguments_of(target) if not argument.has_default_value()}
     own = {a.name: a.default_value for a in schema.arguments_of(call.op) if a.has_default_value()}
     return {name: value for name, value in own.items() if name in needed and name not in call.arguments}
 
 
-def _following(call: Call, rule: Rule, dtype: torch.dtype) -> dict[Node, torch.dtype]:
+def _follow_leaders(call: Call, rule: Rule, dtype: torch.dtype) -> dict[Node, torch.dtype]:
     """Operands that take the dtype another one ends up in, as attention's mask takes the query's."""
     found = {}
     for name, leader in rule.follows:
         argument, lead = call.arguments.get(name), call.arguments.get(leader)
-        if isinstance(argument, Node) and isinstance(lead, Node) and castable(call.values[argument]):
-            found[argument] = dtype if castable(call.values[lead]) else call.values[lead].dtype
+        if isinstance(argument, Node) and isinstance(lead, Node) and is_castable(call.values[argument]):
+            found[argument] = dtype if is_castable(call.values[lead]) else call.values[lead].dtype
     return found

@@ -17,7 +17,7 @@ NUMBERS = (bool, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBoo
 
 
 class DtypeMemo:
-    """The dtypes that calls gave. Of sizes it looks only at whether there are any, which is what promotion asks."""
+    """The dtypes that calls gave. Of a shape it notes only whether it has dimensions: promotion asks no more."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[Any]] = {}
@@ -30,11 +30,11 @@ class DtypeMemo:
         value = compute()
         if call is not None:
             self._found[call] = _dtypes(value)
-        return traced_if_alike(node, value)
+        return prefer_traced(node, value)
 
 
-def traced_if_alike(node: Node, value: Any) -> Any:
-    """The value a node had while tracing if only its identity differs: what follows is then known to be unchanged."""
+def prefer_traced(node: Node, value: Any) -> Any:
+    """The value a node had while tracing if `value` has its dtypes: what reads it is then known to be unchanged."""
     traced = node.meta.get("val")
     found = _dtypes(traced)
     return traced if found and found == _dtypes(value) else value

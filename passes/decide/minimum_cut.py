@@ -1,4 +1,4 @@
-"""The minimum s-t cut of a directed graph: what must lie on one side is put there first, the rest is a flow."""
+"""The minimum s-t cut of a directed graph: what must lie on one side is put there first, and a flow cuts the rest."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def source_side(capacities: Capacities, source: Hashable, sink: Hashable) -> set
         _merge(vertex, side, source, sink, ways_out, ways_in)
         pending += [other for other in (*after, *before) if other not in settled]
     found = {vertex for vertex, side in settled.items() if side == source}
-    return found | _by_flow(ways_out, settled, source, sink)
+    return found | _cut_by_flow(ways_out, settled, source, sink)
 
 
 def _merge(vertex: Any, side: Any, source: Any, sink: Any, ways_out: Any, ways_in: Any) -> None:
@@ -55,7 +55,7 @@ def _merge(vertex: Any, side: Any, source: Any, sink: Any, ways_out: Any, ways_i
             ways_in[sink][other] = ways_out[other][sink] = ways_out[other].get(sink, 0) + capacity
 
 
-def _by_flow(ways_out: Any, settled: Any, source: Any, sink: Any) -> set[Any]:
+def _cut_by_flow(ways_out: Any, settled: Any, source: Any, sink: Any) -> set[Any]:
     flow = networkx.DiGraph()
     flow.add_nodes_from((source, sink))
     for a, edges in ways_out.items():

@@ -1,9 +1,9 @@
 """Place the ops that may run in either type where the fewest bytes are cast: a minimum cut of the graph.
 
-Float32 is the source's side of the cut and the low type the sink's. What a rule decided, and what the outside sees,
-stands on its side; the free ops between go where the cut puts them. An edge costs the bytes that its cast reads and
-writes, forward once for all readers of a value and backward once for each, because gradients are added up in the
-value's own type. Where nothing is saved an op stays where eager autocast has it.
+Float32 is the source's side of the cut and the low type the sink's. What a rule decided, and what is visible outside,
+has its side; the free ops between go where the cut puts them. An edge costs the bytes that its cast reads and writes,
+forward once for all readers of a value and backward once for each, because gradients are added up in the value's own
+type. Where nothing is saved an op stays where eager autocast has it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
 from ampcompile.passes.analysis.aliasing import Aliases
-from ampcompile.passes.analysis.commuting import kind
+from ampcompile.passes.analysis.commuting import classify_movement
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.op_traits import is_elementwise
 from ampcompile.passes.analysis.schema import writes
-from ampcompile.passes.analysis.sizes import elements, elements_hint, in_floats
+from ampcompile.passes.analysis.sizes import elements, elements_hint, is_float_tensor
 from ampcompile.passes.graph import Decision, PlacementWish, placeholders
 from ampcompile.rules.table import table
 from ampcompile.torch_private import pytree
@@ -50,33 +50,29 @@ class Placement:
         """The type that a value is in."""
         return labels.get(node) or node.meta["amp"].result.dtype
 
-    def wants(self, user: Node, operand: Node, labels: Mapping[Node, torch.dtype]) -> torch.dtype | None:
-        """The type in which an op takes an operand; None: it takes any."""
+    def wants(self, user: Node, operand: Node, labels: Mapping[Node, torch.dtype]) -> torch.dtype:
+        """The type in which an op takes an operand."""
         if user in self.free:
             return labels[user]
         decision: Decision = user.meta["amp"]
-        return decision.operands.get(operand) or self._as_eager_has(operand)
-
-    def _as_eager_has(self, operand: Node) -> torch.dtype:
-        dtype: torch.dtype = operand.meta["amp"].result.dtype
-        return dtype
+        return decision.operands.get(operand) or self.side(operand, {})
 
     def widens_inside(self, user: Node) -> bool:
         """Whether a kernel in float32 takes some operands as they are, since another one is in float32."""
-        return self.free.get(user) == HIGH and sum(in_floats(n.meta["amp"].result) for n in user.all_input_nodes) > 1
+        return self.free.get(user) == HIGH and len(_floating_operands(user)) > 1
 
     def forward(self, operand: Node, user: Node) -> int:
         """Bytes of a cast between two ops in different types, 0 where it is part of both ops' kernel."""
-        if operand in self.weights or (self.fuses and is_elementwise(operand.target) and is_elementwise(user.target)):
-            return 0
-        return self.bytes(operand)
+        return 0 if operand in self.weights or self._in_one_kernel(operand, user) else self.bytes(operand)
 
     def backward(self, operand: Node, user: Node) -> int:
         """Bytes of the casts of its gradients, one for each place where the op reads it."""
-        fused = self.fuses and is_elementwise(operand.target) and is_elementwise(user.target)
-        if fused or operand not in self.recorded or user not in self.recorded:
+        if self._in_one_kernel(operand, user) or not self.recorded.issuperset((operand, user)):
             return 0
         return self.bytes(operand) * pytree.arg_tree_leaves(*user.args, **user.kwargs).count(operand)
+
+    def _in_one_kernel(self, operand: Node, user: Node) -> bool:
+        return self.fuses and is_elementwise(operand.target) and is_elementwise(user.target)
 
     def bytes(self, operand: Node) -> int:
         """Bytes that a cast of a value reads and writes."""
@@ -87,7 +83,7 @@ class Placement:
         return [
             (operand, user)
             for operand in self.gm.graph.nodes
-            if in_floats(operand.meta["amp"].result)
+            if is_float_tensor(operand.meta["amp"].result)
             for user in operand.users
             if user.op == "call_function" and isinstance(user.target, OpOverload)
         ]
@@ -97,7 +93,7 @@ class Placement:
         total, paid = 0, set[tuple[Node, torch.dtype]]()
         for operand, user in self.edges():
             wanted = self.wants(user, operand, labels)
-            if wanted is None or wanted == self.side(operand, labels):
+            if wanted == self.side(operand, labels):
                 continue
             total += self.backward(operand, user)
             inside = wanted == HIGH and self.widens_inside(user)
@@ -137,17 +133,13 @@ class Placement:
             edge = (HIGH, node) if eager == HIGH else (node, self.low)
             add(edge[0], edge[1], 1)
         high = source_side(capacities, HIGH, self.low)
-        return self._as_it_comes({node: HIGH if node in high else self.low for node in self.free})
+        return self._narrow_where_nothing_is_wide({node: HIGH if node in high else self.low for node in self.free})
 
-    def _as_it_comes(self, labels: dict[Node, torch.dtype]) -> dict[Node, torch.dtype]:
-        """An op that is to widen some of its operands inside needs one that is wide."""
+    def _narrow_where_nothing_is_wide(self, labels: dict[Node, torch.dtype]) -> dict[Node, torch.dtype]:
+        """Without the ops in float32 that were to widen their operands themselves, but have none in float32."""
         for node in labels:
-            operands = [n for n in node.all_input_nodes if in_floats(n.meta["amp"].result)]
-            if (
-                labels[node] == HIGH
-                and self.widens_inside(node)
-                and all(self.side(n, labels) != HIGH for n in operands)
-            ):
+            wide = any(self.side(n, labels) == HIGH for n in _floating_operands(node))
+            if labels[node] == HIGH and self.widens_inside(node) and not wide:
                 labels[node] = self.low
         return labels
 
@@ -199,28 +191,32 @@ def _is_free(node: Node, low: torch.dtype, memory: Aliases) -> bool:
     if not isinstance(op, OpOverload) or writes(op) or not decision.known or decision.arguments:
         return False
     result = decision.result
-    if not in_floats(result) or result.dtype not in (HIGH, low) or elements_hint(result) is None:
+    if not is_float_tensor(result) or result.dtype not in (HIGH, low) or elements_hint(result) is None:
         return False
     # An accelerator's list says which ops lose digits in 16 bits; what the CPU has no rule for is not free of that.
     if decision.operands or not decision.free or op.name() in table("cuda") or op.name() in table(result.device.type):
         return False
     operands = [n.meta["amp"].result for n in node.all_input_nodes]
-    if not (is_elementwise(node.target) or kind(node)) or any(
+    if not (is_elementwise(node.target) or classify_movement(node)) or any(
         isinstance(v, torch.Tensor) and v.is_floating_point() and v.dtype not in (HIGH, low) for v in operands
     ):
         return False
     ops_alone = all(user.op == "call_function" and isinstance(user.target, OpOverload) for user in node.users)
-    return ops_alone and bool(operands) and not memory.is_written(node) and not memory.is_seen(node)
+    return ops_alone and bool(operands) and not memory.is_written(node) and not memory.is_visible_outside(node)
+
+
+def _floating_operands(node: Node) -> list[Node]:
+    return [n for n in node.all_input_nodes if is_float_tensor(n.meta["amp"].result)]
 
 
 def _operands(placement: Placement, node: Node, labels: Mapping[Node, torch.dtype]) -> dict[Node, torch.dtype]:
     if node not in placement.free and node.meta["amp"].operands:
         return {}  # its rule casts what arrives
-    values = [n for n in node.all_input_nodes if in_floats(n.meta["amp"].result)]
+    values = _floating_operands(node)
     wide = any(placement.side(n, labels) == HIGH for n in values)
     if labels.get(node) == HIGH and placement.widens_inside(node) and wide:
         return {}
-    return {n: dtype for n in values if (dtype := placement.wants(node, n, labels)) is not None}
+    return {n: placement.wants(node, n, labels) for n in values}
 
 
 def _because(placement: Placement, node: Node, labels: Mapping[Node, torch.dtype]) -> str:

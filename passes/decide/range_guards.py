@@ -12,7 +12,7 @@ from torch.fx import Node
 from ampcompile.dtypes import representable, short_name, widest
 from ampcompile.passes.analysis import schema
 from ampcompile.passes.analysis.op_traits import WRITES_CONSTANTS, has
-from ampcompile.passes.graph import Decision, castable
+from ampcompile.passes.graph import Decision, is_castable
 
 from .decisions import Call
 
@@ -23,14 +23,14 @@ _ELEMENTS = ("number", "Optional[number]", "Tensor", "Optional[Tensor]")
 _INSIDE = ("float", "Optional[float]")
 
 
-def guarded(call: Call, decision: Decision, constants: Mapping[Node, float], lengths: Set[Node]) -> Decision:
+def guard(call: Call, decision: Decision, constants: Mapping[Node, float], lengths: Set[Node]) -> Decision:
     """The decision, or one that keeps the call's constants finite and nonzero, and its counts exact.
 
     `constants`: the largest finite magnitude in the tensors that are known. `lengths`: values that are made integers
     of. An op that writes into its operand can't widen it: what it writes is clamped to the operand's range.
     """
     if has(call.op, WRITES_CONSTANTS):
-        return _clamped(call, decision, constants, call.arriving[0])
+        return _clamp(call, decision, constants, call.arriving[0])
     dtype = _computes_in(call, decision)
     if dtype not in _LOW or schema.writes(call.op):
         return decision
@@ -50,7 +50,7 @@ def _in_float32(call: Call, because: str) -> Decision:
 def _computes_in(call: Call, decision: Decision) -> torch.dtype | None:
     if decision.arguments.get("dtype") is not None:
         return None
-    operands = {n: v.dtype for n in call.node.all_input_nodes if castable(v := call.values[n])}
+    operands = {n: v.dtype for n in call.node.all_input_nodes if is_castable(v := call.values[n])}
     return widest((operands | dict(decision.operands)).values())
 
 
@@ -68,7 +68,7 @@ def _tensors(decision: Decision, constants: Mapping[Node, float]) -> Iterator[tu
     return ((operand.name, constants[operand]) for operand in decision.operands if operand in constants)
 
 
-def _clamped(call: Call, decision: Decision, constants: Mapping[Node, float], dtype: torch.dtype) -> Decision:
+def _clamp(call: Call, decision: Decision, constants: Mapping[Node, float], dtype: torch.dtype) -> Decision:
     if dtype not in _LOW:
         return decision
     largest = torch.finfo(dtype).max

@@ -8,11 +8,11 @@ from torch.fx import GraphModule
 
 from ampcompile.kernels.cross_entropy import CROSS_ENTROPY
 from ampcompile.passes.analysis.sizes import elements_hint
-from ampcompile.passes.graph import graphs, op_name
+from ampcompile.passes.graph import erase_unread, graphs, op_name
 from ampcompile.torch_private import tracing
 
-from .losses import Loss, losses, repeated
-from .matching import Fusion, FusionCost, drop_unread, fuse
+from .losses import Loss, losses, repeat_views
+from .matching import Fusion, FusionCost, fuse
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class FuseCrossEntropy:
     the gradient over them. So only who asks for it gets it.
     """
 
-    worth: FusionCost
+    cost: FusionCost
     family = "cross_entropy"
     name = "fuse_cross_entropy"
     exact = False
@@ -36,11 +36,11 @@ class FuseCrossEntropy:
     def _fuse(self, loss: Loss) -> bool:
         value = loss.logits.meta["val"]
         size = elements_hint(value)
-        if not self.worth(value.device, 0, None if size is None else 3 * size * value.itemsize):
+        if not self.cost.pays(value.device, 0, None if size is None else 3 * size * value.itemsize):
             return False
         with loss.node.graph.inserting_before(loss.node):
-            logits = repeated(loss.path, loss.logits)
+            logits = repeat_views(loss.path, loss.logits)
         record = Fusion(self.family, op_name(loss.node.target), 0)
         fuse(loss.node, CROSS_ENTROPY, (logits, loss.target, loss.weight, *loss.kind), record, [loss.node])
-        drop_unread([*loss.path, loss.node])
+        erase_unread([*loss.path, loss.node])
         return True

@@ -16,14 +16,14 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.kernels.linear_cast import LINEAR_CAST, ROWS_FEW, ROWS_SHARED
 from ampcompile.passes.analysis.aliasing import Aliases
-from ampcompile.passes.analysis.commuting import CAST, rebuilt
+from ampcompile.passes.analysis.commuting import CAST, rebuild
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.sizes import elements_hint, is_smaller
-from ampcompile.passes.graph import graphs, op_name
+from ampcompile.passes.graph import call_on_values, erase_unread, graphs, op_name
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import is_traceable_wrapper_subclass
 
-from .matching import Fusion, FusionCost, argument, drop_unread, fuse, is_low, is_view
+from .matching import Fusion, FusionCost, argument, fuse, is_low, is_view
 
 aten = torch.ops.aten
 _COPIES = (aten.contiguous.default, aten.clone.default)
@@ -74,8 +74,8 @@ def _readings(node: Node) -> Iterator[_Layer]:
             yield _Layer(first, second, bias, transposed=True)
 
 
-def _source(operand: Any, memory: Aliases) -> _Source | None:
-    """The float32 value that an operand rounds, for this product alone; None where another needs the rounded one."""
+def _find_source(operand: Any, memory: Aliases) -> _Source | None:
+    """The float32 value behind an operand in 16 bits; None if there is none, or another op reads the 16 bits too."""
     views: list[Node] = []
     while is_view(operand) and operand.target not in _COPIES and len(operand.users) == 1:
         views.insert(0, operand)
@@ -102,7 +102,7 @@ def _few_rows(layer: _Layer) -> bool:
     return all(isinstance(size, int) for size in rows) and math.prod(rows) <= ROWS_FEW
 
 
-def _counted(layer: _Layer, source: _Source, out: Node, backward: bool) -> tuple[int, int] | None:
+def _count_bytes(layer: _Layer, source: _Source, out: Node, backward: bool) -> tuple[int, int] | None:
     """Bytes saved and moved by this product, and by the one that gives the gradient of x; None if data decide."""
     x, weight, result = (elements_hint(node.meta["val"]) for node in (layer.x, layer.weight, out))
     if x is None or weight is None or result is None:
@@ -124,7 +124,7 @@ class FuseLinearCast:
     the weight's bytes, and they are halved. With many rows it is bound by arithmetic, which isn't less.
     """
 
-    worth: FusionCost
+    cost: FusionCost
     gradients: bool
     family = "linear"
     name = "fuse_linear_cast"
@@ -140,44 +140,44 @@ class FuseLinearCast:
         fused = 0
         for node in list(gm.graph.nodes):
             for layer in _readings(node) if node.op == "call_function" else ():
-                source = self._matched(layer, memory)
+                source = self._match(layer, memory)
                 if source is None:
                     continue
-                saved, moved = _counted(layer, source, node, layer.x in recorded) or (None, None)
-                if self.worth(node.meta["val"].device, saved if _few_rows(layer) else 0, moved):
+                saved, moved = _count_bytes(layer, source, node, layer.x in recorded) or (None, None)
+                if self.cost.pays(node.meta["val"].device, saved if _few_rows(layer) else 0, moved):
                     record = Fusion(self.family, op_name(node.target), saved or 0)
-                    _replace(node, layer, source, _source(layer.bias, memory), record)
+                    _replace(node, layer, source, _find_source(layer.bias, memory), record)
                     fused += 1
                     break
         return fused
 
-    def _matched(self, layer: _Layer, memory: Aliases) -> _Source | None:
+    def _match(self, layer: _Layer, memory: Aliases) -> _Source | None:
         if not is_low(layer.x) or layer.weight.meta["val"].dim() != 2:
             return None
         x, weight = layer.x.meta["val"], layer.weight.meta["val"]
         # Which of two plain matrices is the weight? The larger one: its bytes are what there is to save.
         if x.dim() < 2 or (layer.swapped and (x.dim() != 2 or is_smaller(weight, x))):
             return None
-        return _source(layer.weight, memory)
+        return _find_source(layer.weight, memory)
 
 
 def _replace(node: Node, layer: _Layer, source: _Source, bias: _Source | None, record: Fusion) -> None:
     with node.graph.inserting_before(node):
-        weight = rebuilt(source.views, source.value)
+        weight = rebuild(source.views, source.value)
         weight = _call(aten.t.default, weight) if layer.transposed else weight
         x = _call(aten.t.default, layer.x) if layer.swapped else layer.x
-        full_bias = layer.bias if bias is None else rebuilt(bias.views, bias.value)
+        full_bias = layer.bias if bias is None else rebuild(bias.views, bias.value)
     new = fuse(node, LINEAR_CAST, (x, weight, full_bias), record)
     if layer.swapped:
         with node.graph.inserting_before(node):
             turned = _call(aten.t.default, new)
             result = _call(aten.contiguous.default, turned)
         new.replace_all_uses_with(result, delete_user_cb=lambda user: user is not turned)
-    drop_unread([*source.nodes, *([] if bias is None else bias.nodes), node])
+    erase_unread([*source.nodes, *([] if bias is None else bias.nodes), node])
 
 
 def _call(op: Any, operand: Node) -> Node:
     node = operand.graph.call_function(op, (operand,))
     node.meta = {key: operand.meta[key] for key in ("stack_trace", "nn_module_stack") if key in operand.meta}
-    node.meta["val"] = op(operand.meta["val"])
+    node.meta["val"] = call_on_values(node)
     return node

@@ -11,12 +11,12 @@ from torch.fx import GraphModule, Node
 from ampcompile.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY, PIECE
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.sizes import elements_hint
-from ampcompile.passes.graph import graphs, op_name
+from ampcompile.passes.graph import erase_unread, graphs, op_name
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import tracing
 
-from .losses import Loss, leave_rows_whole, losses, repeated
-from .matching import Fusion, FusionCost, argument, drop_unread, fuse, is_low, is_view
+from .losses import Loss, keep_rows_whole, losses, repeat_views
+from .matching import Fusion, FusionCost, argument, fuse, is_low, is_view
 
 LINEAR = torch.ops.aten.linear.default
 
@@ -29,7 +29,7 @@ class FuseLinearCrossEntropy:
     part of the device's memory.
     """
 
-    worth: FusionCost
+    cost: FusionCost
     family = "linear_cross_entropy"
     name = "fuse_linear_cross_entropy"
     exact = False
@@ -41,23 +41,23 @@ class FuseLinearCrossEntropy:
 
     def _fuse(self, loss: Loss) -> bool:
         linear, path = _layer(loss)
-        if linear is None or not leave_rows_whole(path):
+        if linear is None or not keep_rows_whole(path):
             return False
         x, weight, bias = linear.args[0], linear.args[1], argument(linear, 2, "bias")
         record = self._record(loss, linear)
         if record is None or not (is_low(x) and is_low(weight) and (bias is None or is_low(bias))):
             return False
         with loss.node.graph.inserting_before(loss.node):
-            rows = repeated(path, x, x.meta["val"].shape[-1])
+            rows = repeat_views(path, x, x.meta["val"].shape[-1])
         (master, low), (master_bias, low_bias) = _master_and_copy(weight), _master_and_copy(bias)
         given = (rows, master, master_bias, low, low_bias, loss.target, loss.weight, *loss.kind)
         fuse(loss.node, LINEAR_CROSS_ENTROPY, given, record, [loss.node])
         reads = [node for node in (weight, bias) if isinstance(node, Node) and node.target is WEIGHT_COPY]
-        drop_unread([*reads, linear, *path, loss.node])
+        erase_unread([*reads, linear, *path, loss.node])
         return True
 
     def _record(self, loss: Loss, linear: Node) -> Fusion | None:
-        """None if it isn't worth it."""
+        """The record of the fusion; None if it doesn't pay."""
         value = linear.meta["val"]
         sizes = [elements_hint(value), elements_hint(linear.args[1].meta["val"])]
         logits, weight = (None if size is None else size * value.itemsize for size in sizes)
@@ -65,7 +65,7 @@ class FuseLinearCrossEntropy:
             again, freed, moved = 0, 0, None
         else:
             again, freed, moved = logits + 3 * weight * -(-logits // PIECE), max(0, logits - PIECE), 6 * logits
-        if not self.worth(value.device, -again, moved, freed):
+        if not self.cost.pays(value.device, -again, moved, freed):
             return None
         return Fusion(self.family, f"{op_name(linear.target)}, {op_name(loss.node.target)}", -again, freed)
 
@@ -82,7 +82,7 @@ def _layer(loss: Loss) -> tuple[Node | None, list[Node]]:
 def _master_and_copy(read: Any) -> tuple[Any, Any]:
     """The tensor that wants a gradient, and the one to multiply with."""
     if isinstance(read, Node) and read.target is WEIGHT_COPY:
-        return read.args[0], read.args[1]
+        return read.args[0], read.args[1] if is_low(read.args[1]) else read
     if isinstance(read, Node) and read.target is CAST and "amp_cast" in read.meta:
         return read.args[0], read
     return read, read

@@ -1,9 +1,9 @@
 """Residual addition, norm and casts in one kernel: float32 stays in its registers.
 
-What is fused: `cast(norm(cast(x + residual)))`, less what isn't there; behind a group norm, SiLU before the cast. A
-cast of ours behind the norm becomes a result of the kernel, one for each reader, whose gradients the kernel adds up in
-float32; a cast to float32 in front of it, and the addition, become part of its load. The sum, and the norm in float32,
-are results too where somebody else reads them.
+What is fused: `cast(norm(cast(x + residual)))`, or the part of it that is there; behind a group norm, SiLU before the
+cast. A cast of ours behind the norm becomes a result of the kernel, one for each reader, whose gradients the kernel
+adds up in float32; a cast to float32 in front of it, and the addition, become part of its load. The sum, and the norm
+in float32, are results too where somebody else reads them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ampcompile.dtypes import FLOATS
 from ampcompile.kernels.group_norm import GROUP_NORM
 from ampcompile.kernels.norm import NORM
 from ampcompile.passes.analysis.aliasing import Aliases
-from ampcompile.passes.analysis.commuting import CAST, rebuilt, same_layout
+from ampcompile.passes.analysis.commuting import CAST, rebuild, same_layout
 from ampcompile.passes.analysis.gradients import grad_mode_stretches
-from ampcompile.passes.graph import graphs, op_name
+from ampcompile.passes.graph import erase_unread, graphs, op_name
 from ampcompile.torch_private import tracing
 
-from .matching import Fusion, FusionCost, drop_unread, find_16_bit_source, fuse, is_low, is_view
+from .matching import Fusion, FusionCost, find_16_bit_source, fuse, is_low, is_view
 from .norm_patterns import Norm, norms
 
 ADD = torch.ops.aten.add.Tensor
@@ -37,7 +37,7 @@ group norm's backward, which Inductor runs in two, but whose kernel holds on to 
 class FuseNorm:
     """Returns how many norms were fused. Not exact: rows are summed in another order."""
 
-    worth: FusionCost
+    cost: FusionCost
     name = "fuse_norm"
     family = "norm"
     exact = False
@@ -50,7 +50,7 @@ class FuseNorm:
         memory, stretch, fused = Aliases(gm.graph), grad_mode_stretches(gm.graph), 0
         with tracing.on_fakes_of(gm), torch.no_grad():
             for norm in norms(gm.graph):
-                if _suits(norm, memory, stretch) and self.worth(norm.node.meta["val"].device, *SAVED):
+                if _suits(norm, memory, stretch) and self.cost.pays(norm.node.meta["val"].device, *SAVED):
                     fused += _rewrite(norm, memory, stretch)
         return fused
 
@@ -80,24 +80,24 @@ def _rewrite(norm: Norm, memory: Aliases, stretch: dict[Node, int]) -> bool:
     if before is not None and not memory.is_written(before[0]) and all(stretch[n] == here for n in before[1]):
         inside = [*before[1], *inside]
         with node.graph.inserting_before(node):
-            operand = rebuilt([step for step in before[1] if step.target is not CAST], before[0])
+            operand = rebuild([step for step in before[1] if step.target is not CAST], before[0])
     addends = _addends(operand, node, {*inside}, memory) if stretch.get(operand) == here else None
     x, residual = addends or (operand, None)
     own = is_low(node)
     if not own and not casts and not any(map(is_low, (x, residual))):
         return False
     low = next((n.meta["val"].dtype for n in (node, *casts, x, residual) if is_low(n)), torch.bfloat16)
-    casts = [_before_views(cast, node) for cast in casts if cast.meta["val"].dtype is low]
+    casts = [_cast_before_views(cast, node) for cast in casts if cast.meta["val"].dtype is low]
     wide = not own and _is_read(node, {*casts})
     results = [None, *([None] if norm.centered else []), *([operand] if addends else [])]
     results += [node] if wide or own else []
     arguments = (
-        *(x, residual, *map(_narrow, (norm.weight, norm.bias)), norm.groups or norm.width, norm.eps),
+        *(x, residual, *map(_narrow_vector, (norm.weight, norm.bias)), norm.groups or norm.width, norm.eps),
         *(norm.silu if norm.groups else norm.centered, norm.inner, wide, low, own + len(casts)),
     )
     op, record = GROUP_NORM if norm.groups else NORM, Fusion("norm", op_name(norm.what), 0)
     fuse(node, op, arguments, record, [*results, *casts])
-    drop_unread(sorted({*inside, *casts, *([operand] if addends else [])}))
+    erase_unread(sorted({*inside, *casts, *([operand] if addends else [])}))
     return True
 
 
@@ -125,7 +125,7 @@ def _low_readers(node: Node) -> list[Node]:
     return found
 
 
-def _before_views(cast: Node, source: Node) -> Node:
+def _cast_before_views(cast: Node, source: Node) -> Node:
     """A cast of `source` itself, whose views are what `cast` was."""
     path: list[Node] = []
     while (step := cast.args[0] if not path else path[0].args[0]) is not source:
@@ -136,8 +136,8 @@ def _before_views(cast: Node, source: Node) -> Node:
         first = cast.graph.node_copy(cast)
         first.args = (source, *cast.args[1:])
         first.meta = {**cast.meta, "val": source.meta["val"].to(cast.meta["val"].dtype)}
-        cast.replace_all_uses_with(rebuilt(path, first))
-    drop_unread([*path, cast])
+        cast.replace_all_uses_with(rebuild(path, first))
+    erase_unread([*path, cast])
     return first
 
 
@@ -146,6 +146,6 @@ def _is_read(node: Node, casts: set[Node]) -> bool:
     return any(user not in casts and (not is_view(user) or _is_read(user, casts)) for user in node.users)
 
 
-def _narrow(vector: Node | None) -> Any:
+def _narrow_vector(vector: Node | None) -> Any:
     """The 16-bit form of a weight that was widened for the norm."""
     return vector if vector is None or (found := find_16_bit_source(vector)) is None or len(found[1]) > 1 else found[0]

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import GraphModule, Node
 
 from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.op_traits import DROPS, KEEPS_ORDER, has
+from ampcompile.passes.graph import call_on_values
 
 from .matching import argument, find_16_bit_source, is_low, is_upcast
 
@@ -50,10 +51,10 @@ def _fits(logits: Node, target: Any, weight: Any) -> bool:
     return value.dim() == 2 and of_indices and known and (weight is None or weight.meta["val"].dtype is torch.float32)
 
 
-def repeated(path: Sequence[Node], operand: Node, width: int | None = None) -> Node:
+def repeat_views(path: Sequence[Node], operand: Node, width: int | None = None) -> Node:
     """The views of `path`, one after the other, of another value; casts are left out. A view may have to copy.
 
-    `width`: that of the operand's last dimension, which such views leave alone (`leave_rows_whole`).
+    `width`: that of the operand's last dimension, which such views leave alone (`keep_rows_whole`).
     """
     for node in path:
         if is_upcast(node):
@@ -65,19 +66,18 @@ def repeated(path: Sequence[Node], operand: Node, width: int | None = None) -> N
             if width is not None:
                 rest[0] = [*rest[0][:-1], width]
         copy.args = (operand, *rest)
-        args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
-        copy.meta = {**node.meta, "val": copy.target(*args, **kwargs)}
+        copy.meta = {**node.meta, "val": call_on_values(copy)}
         operand = copy
     assert is_low(operand)
     return operand
 
 
-def leave_rows_whole(path: Sequence[Node]) -> bool:
-    """Whether views only choose and regroup what the last dimension holds; only such as `repeated` knows."""
-    return all(is_upcast(node) or _leaves_rows_whole(node) for node in path)
+def keep_rows_whole(path: Sequence[Node]) -> bool:
+    """Whether views only choose and regroup what the last dimension holds; only such as `repeat_views` knows."""
+    return all(is_upcast(node) or _keeps_rows_whole(node) for node in path)
 
 
-def _leaves_rows_whole(node: Node) -> bool:
+def _keeps_rows_whole(node: Node) -> bool:
     before, after = node.args[0].meta["val"], node.meta["val"]
     if before.shape[-1] is not after.shape[-1] and str(before.shape[-1]) != str(after.shape[-1]):
         return False

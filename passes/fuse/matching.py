@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.kernels.usable import memory_of, usable
-from ampcompile.passes.analysis.commuting import CAST, kind
+from ampcompile.passes.analysis.commuting import CAST, classify_movement
 from ampcompile.passes.analysis.op_traits import FUSED_THROUGH, has
 from ampcompile.passes.base import Pass
-from ampcompile.passes.graph import graphs
+from ampcompile.passes.graph import call_on_values, graphs
 
 FUSION = "amp_fused"
 """Where a fused op carries its record, in `node.meta`."""
@@ -52,8 +52,8 @@ class FusionCost:
         """Whether a family is looked for at all."""
         return self.fuse == "auto" or family in self.fuse.split("+")
 
-    def __call__(self, device: torch.device, saved: int | None, moved: int | None, freed: int = 0) -> bool:
-        """`saved` of the `moved` bytes, and `freed`, as `Fusion` has them; None: known at run time only."""
+    def pays(self, device: torch.device, saved: int | None, moved: int | None, freed: int = 0) -> bool:
+        """Whether to fuse: `saved` of the `moved` bytes, and `freed`, as in `Fusion`; None: known at run time only."""
         if device.type == "cuda" and not usable():
             return False
         if self.fuse != "auto":
@@ -64,7 +64,7 @@ class FusionCost:
 
 
 class FusePass(Pass, Protocol):
-    """A pass `fuse_*`: a frozen dataclass whose field `worth` is a `FusionCost`."""
+    """A pass `fuse_*`: a frozen dataclass whose field `cost` is a `FusionCost`."""
 
     @property
     def family(self) -> str: ...
@@ -92,7 +92,7 @@ def is_low(node: Any) -> bool:
 
 def is_view(node: Any) -> bool:
     """Whether a node gives its first operand's numbers, or some of them, each once, in other places."""
-    return isinstance(node, Node) and kind(node) == "moves" and has(node.target, FUSED_THROUGH)
+    return isinstance(node, Node) and classify_movement(node) == "moves" and has(node.target, FUSED_THROUGH)
 
 
 def find_16_bit_source(value: Any) -> tuple[Node, list[Node]] | None:
@@ -113,13 +113,13 @@ def fuse(old: Node, op: Any, args: Sequence[Any], record: Fusion, results: Seque
     """Put a call of `op` in the place of `old`, and return it. Call it inside `tracing.on_fakes_of`.
 
     If the op returns several values, `results` are the nodes that its values replace, in order, None for those that
-    nobody reads yet, as `old` may be among them. What nobody reads afterwards is left to `drop_unread`.
+    nobody reads yet, as `old` may be among them. What nobody reads afterwards is left to `erase_unread`.
     """
     graph = old.graph
     with graph.inserting_before(old):
         new = graph.call_function(op, tuple(args))
         new.meta = {k: v for k, v in old.meta.items() if k not in ("val", "tensor_meta", "amp_cast")}
-        new.meta["val"] = op(*map_arg(tuple(args), lambda n: n.meta["val"]))
+        new.meta["val"] = call_on_values(new)
         new.meta[FUSION] = record
         for i, replaced in enumerate(results):
             if replaced is not None:
@@ -130,13 +130,6 @@ def fuse(old: Node, op: Any, args: Sequence[Any], record: Fusion, results: Seque
     if not results:
         old.replace_all_uses_with(new)
     return new
-
-
-def drop_unread(nodes: Sequence[Node]) -> None:
-    """Erase those that have no user left, last first. They must be free of effects."""
-    for node in reversed(nodes):
-        if not node.users:
-            node.graph.erase_node(node)
 
 
 def fusions(gm: GraphModule) -> Iterator[tuple[Node, Fusion]]:

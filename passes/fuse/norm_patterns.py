@@ -56,16 +56,16 @@ def norms(graph: Graph) -> Iterator[Norm]:
     """All norms of a graph, in order."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in (LAYER_NORM, RMS_NORM):
-            found = _whole(node)
+            found = _match_op(node)
         elif _calls(node, GROUP_NORM):
-            found = _grouped(node)
+            found = _match_group_norm(node)
         else:
-            found = _by_hand(node) if _calls(node, ATEN.rsqrt.default) else None
+            found = _match_by_hand(node) if _calls(node, ATEN.rsqrt.default) else None
         if found is not None:
             yield found
 
 
-def _whole(node: Node) -> Norm | None:
+def _match_op(node: Node) -> Norm | None:
     centered = node.target is LAYER_NORM
     shape, weight = node.args[1], argument(node, 2, "weight")
     bias, eps = (
@@ -79,7 +79,7 @@ def _whole(node: Node) -> Norm | None:
     return Norm(node, operand, weight, bias, math.prod(shape), eps, centered)
 
 
-def _grouped(node: Node) -> Norm | None:
+def _match_group_norm(node: Node) -> Norm | None:
     """A group norm, and SiLU if that alone reads it."""
     operand, groups = node.args[:2]
     weight, bias, eps = argument(node, 2, "weight"), argument(node, 3, "bias"), argument(node, 4, "eps", 1e-5)
@@ -93,37 +93,37 @@ def _grouped(node: Node) -> Norm | None:
     return replace(norm, node=silu, inner=is_low(node), inside=(node,), silu=True)
 
 
-def _by_hand(rsqrt: Node) -> Norm | None:
+def _match_by_hand(rsqrt: Node) -> Norm | None:
     """`x * rsqrt(mean(x²) + eps)`, then `* weight`, perhaps with a cast of the user's to the type of x between."""
     inside: list[Node] = [rsqrt]
-    total = _only(rsqrt.args[0], inside, *_SUMS)
-    mean = _only(_operand(total, 0), inside, ATEN.mean.dim)
-    square = _only(_operand(mean, 0), inside, ATEN.pow.Tensor_Scalar, ATEN.square.default, ATEN.mul.Tensor)
+    total = _take_sole(rsqrt.args[0], inside, *_SUMS)
+    mean = _take_sole(_operand(total, 0), inside, ATEN.mean.dim)
+    square = _take_sole(_operand(mean, 0), inside, ATEN.pow.Tensor_Scalar, ATEN.square.default, ATEN.mul.Tensor)
     if total is None or mean is None or square is None or len(rsqrt.users) != 1:
         return None
     (product,) = rsqrt.users
     eps = argument(total, 1, "other")
-    x, other = _unwidened(square.args[0]), argument(square, 1, "exponent")
-    same = other == 2 if square.target is ATEN.pow.Tensor_Scalar else other is None or _unwidened(other) is x
+    x, other = _before_widening(square.args[0]), argument(square, 1, "exponent")
+    same = other == 2 if square.target is ATEN.pow.Tensor_Scalar else other is None or _before_widening(other) is x
     if not same or not isinstance(eps, float) or total.kwargs or not _calls(product, ATEN.mul.Tensor):
         return None
     value, shape = x.meta["val"], product.meta["val"].shape
     last = isinstance(mean.args[1], list) and mean.args[1] in ([-1], [value.dim() - 1]) and argument(mean, 2, "keepdim")
     factors = [node for node in product.args if node is not rsqrt]
     in_float32 = all(n.meta["val"].dtype is torch.float32 for n in (square, mean, total, rsqrt, product))
-    if not last or not in_float32 or len(factors) != 1 or _unwidened(factors[0]) is not x:
+    if not last or not in_float32 or len(factors) != 1 or _before_widening(factors[0]) is not x:
         return None
     if not isinstance(shape[-1], int) or list(map(str, shape)) != list(map(str, value.shape)):
         return None
-    widened = [n for read in (square.args[0], other, factors[0]) for n in _widening(read)]
+    widened = [n for read in (square.args[0], other, factors[0]) for n in _widening_casts(read)]
     closed = {*inside, product, *widened}
     inside += [node for node in dict.fromkeys(widened) if closed.issuperset(node.users)]
     if any(is_upcast(node) and node not in inside for node in widened):
         return None  # float32 is read elsewhere: the gradients of both meet there
-    return _weighted(Norm(product, x, None, None, shape[-1], eps, False, inside=tuple(inside)))
+    return _add_weight(Norm(product, x, None, None, shape[-1], eps, False, inside=tuple(inside)))
 
 
-def _weighted(norm: Norm) -> Norm:
+def _add_weight(norm: Norm) -> Norm:
     """The same with the weight, if one follows."""
     node, inside, inner = norm.node, [*norm.inside, norm.node], False
     if len(node.users) == 1 and _calls(cast := next(iter(node.users)), *_ROUNDINGS):
@@ -149,7 +149,7 @@ def _calls(node: Any, *targets: Any) -> bool:
     return isinstance(node, Node) and node.op == "call_function" and node.target in targets
 
 
-def _only(node: Any, inside: list[Node], *targets: Any) -> Node | None:
+def _take_sole(node: Any, inside: list[Node], *targets: Any) -> Node | None:
     """A node that calls one of `targets` for one reader; noted in `inside`."""
     if not _calls(node, *targets) or len(node.users) != 1:
         return None
@@ -161,7 +161,7 @@ def _operand(node: Node | None, index: int) -> Any:
     return None if node is None else node.args[index]
 
 
-def _widening(node: Any) -> list[Node]:
+def _widening_casts(node: Any) -> list[Node]:
     """The casts that end in a node and change no number: to float32, or to the type there is."""
     found = []
     while _calls(node, CAST) and (is_upcast(node) or node.meta["val"].dtype is node.args[0].meta["val"].dtype):
@@ -170,6 +170,6 @@ def _widening(node: Any) -> list[Node]:
     return found
 
 
-def _unwidened(node: Any) -> Any:
-    casts = _widening(node)
+def _before_widening(node: Any) -> Any:
+    casts = _widening_casts(node)
     return casts[-1].args[0] if casts else node

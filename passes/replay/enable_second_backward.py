@@ -58,7 +58,7 @@ def has_closed_backward(gm: GraphModule) -> bool:
 class EnableSecondBackward:
     """Returns the number of custom functions whose backwards were made differentiable."""
 
-    name = "open_backwards"
+    name = "enable_second_backward"
     exact = True
     fate = ""
 

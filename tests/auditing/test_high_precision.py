@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 import ampcompile
-from ampcompile.auditing.high_precision import compute_in_high_precision, floating, rounds, to_high_precision
+from ampcompile.auditing.high_precision import compute_in_high_precision, is_floating, rounds, to_high_precision
 
 aten = torch.ops.aten
 LOW, HALF, HIGH, WIDE = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -136,7 +136,7 @@ def test_views_copies_and_integers_round_nothing() -> None:
     for target in (aten.view.default, aten.t.default, aten.clone.default, aten._unsafe_view.default, max):
         assert not rounds(node(target), x)
     assert not rounds(node(aten.add.Tensor), x.int()) and rounds(node(aten.add.Tensor), (x.int(), x))
-    assert floating(x.cfloat()) and not floating(x.bool()) and not floating(1.0)
+    assert is_floating(x.cfloat()) and not is_floating(x.bool()) and not is_floating(1.0)
 
 
 def test_an_op_that_knows_no_float64_is_named() -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ampcompile.auditing.numbers import Numbers, numbers, ratio, relative_error, squares, together
+from ampcompile.auditing.numbers import Numbers, combine, measure, ratio, relative_error, squares
 
 HALF, WIDE = torch.float16, torch.float64
 
@@ -41,26 +41,26 @@ def test_what_is_seen_of_one_op() -> None:
     found = [torch.tensor([math.inf, 0.0, 8.0, -60000.0], dtype=HALF), torch.tensor([0.0, math.nan])]
     local = [wide(70000.0, 1e-9, 10.0, -60000.0), wide(0.0, 1e39)]
     exact = [wide(70000.0, 1e-9, 8.0, -60000.0), wide(0.0, 1.0)]
-    seen = numbers(found[:1], local[:1], None)
+    seen = measure(found[:1], local[:1], None)
     assert seen == Numbers(math.inf, None, 60000.0, 0.25, 0.25, 4)
-    seen = numbers(found, local, exact)
+    seen = measure(found, local, exact)
     assert (seen.local, seen.cumulative) == (math.inf, math.inf)
     assert (seen.overflowed, seen.flushed, seen.elements) == (1 / 6, 1 / 6, 6), "of all elements"
-    alone = numbers(found, None, exact)
+    alone = measure(found, None, exact)
     assert (alone.local, alone.overflowed, alone.flushed) == (None, 0, 0)
 
 
 def test_the_smallest_number_that_counts_as_flushed_is_float32s() -> None:
     smallest = 2.0**-149
     for exact, flushed in ((smallest, 1.0), (-smallest, 1.0), (smallest / 2, 0.0), (0.0, 0.0)):
-        assert numbers([torch.zeros(1)], [wide(exact)], None).flushed == flushed
+        assert measure([torch.zeros(1)], [wide(exact)], None).flushed == flushed
 
 
 def test_nothing_has_no_numbers() -> None:
-    assert numbers([torch.ones(0)], [wide()], [wide()]) == Numbers(0.0, 0.0, 0.0, 0.0, 0.0, 0)
+    assert measure([torch.ones(0)], [wide()], [wide()]) == Numbers(0.0, 0.0, 0.0, 0.0, 0.0, 0)
 
 
 def test_together_they_have_the_worst_errors_and_shares_of_all_elements() -> None:
     first, second = Numbers(0.1, None, 3.0, 0.5, 0.0, 10), Numbers(0.3, 0.2, 2.0, 0.0, 0.2, 30)
-    assert together([first, second]) == Numbers(0.3, 0.2, 3.0, 0.125, pytest.approx(0.15), 40)
-    assert together([Numbers(None, None, 1.0, 0.0, 0.0, 0)]) == Numbers(None, None, 1.0, 0.0, 0.0, 0)
+    assert combine([first, second]) == Numbers(0.3, 0.2, 3.0, 0.125, pytest.approx(0.15), 40)
+    assert combine([Numbers(None, None, 1.0, 0.0, 0.0, 0)]) == Numbers(None, None, 1.0, 0.0, 0.0, 0)

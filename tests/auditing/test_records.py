@@ -3,7 +3,7 @@
 import torch
 
 from ampcompile.auditing.numbers import Numbers
-from ampcompile.auditing.records import OpNumbers, Place, by_module
+from ampcompile.auditing.records import OpNumbers, Place, group_by_module
 
 
 def op(module: str, local: float, backward: bool = False) -> OpNumbers:
@@ -18,10 +18,10 @@ def test_an_op_has_the_fields_of_its_place() -> None:
 
 def test_modules_stand_in_order_with_all_their_ops() -> None:
     ops = [op("b", 0.1), op("a", 0.2), op("", 0.3), op("b", 0.4, backward=True)]
-    found = by_module(ops)
+    found = group_by_module(ops)
     assert [(module.module, module.ops, module.numbers.local) for module in found] == [
         ("b", 2, 0.4),
         ("a", 1, 0.2),
         ("", 1, 0.3),
     ]
-    assert found[0].numbers.elements == 4 and by_module([]) == []
+    assert found[0].numbers.elements == 4 and group_by_module([]) == []

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
-from ampcompile.auditing.suggest import _prefix, _shrunk, _with_parents
+from ampcompile.auditing.suggest import _prefix, _shrink, _with_parents
 from ampcompile.errors import AuditError
 from tests.tiny_models import build
 
@@ -108,8 +108,8 @@ def test_bisection_finds_the_shortest_beginning() -> None:
 
 
 def test_what_can_be_spared_is_dropped() -> None:
-    assert _shrunk(list("abcdefgh"), meets_with({"c", "h"})) == ["c", "h"]
-    assert _shrunk(["a"], meets_with({"a"})) == ["a"]
+    assert _shrink(list("abcdefgh"), meets_with({"c", "h"})) == ["c", "h"]
+    assert _shrink(["a"], meets_with({"a"})) == ["a"]
 
 
 def test_a_parent_stands_for_all_its_modules() -> None:

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule
 
 from ampcompile import weights
 from ampcompile.compiler.backend import rewrite
-from ampcompile.compiler.lower import _inductor_config, _shaped, _then_cast_again, _with_copies, lower
+from ampcompile.compiler.lower import _fake_copy, _inductor_config, _invalidate_after, _with_copies, lower
 from ampcompile.config import Options
 from ampcompile.passes import base, pipeline
 from ampcompile.passes.weight_copy import Slot
@@ -149,7 +149,7 @@ def test_where_all_is_fake_the_copies_are_shapes() -> None:
         _, strided, packed = run(weight)
     assert [(c.dtype, c.shape, c.requires_grad) for c in (strided, packed)] == [(LOW, (6, 4), False)] * 2
     assert strided.stride() == (1, 6) and packed.stride() == (4, 1)
-    assert _shaped(torch.empty(2, 3), slot(0)).dtype == LOW
+    assert _fake_copy(torch.empty(2, 3), slot(0)).dtype == LOW
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -163,7 +163,7 @@ def test_what_a_graph_writes_below_autograd_is_cast_again(fails: bool, monkeypat
             raise KeyError
         return args[0] * 2
 
-    wrapped = _then_cast_again(run, [2, 0])
+    wrapped = _invalidate_after(run, [2, 0])
     if fails:
         with pytest.raises(KeyError):
             wrapped(1, 2, 3)

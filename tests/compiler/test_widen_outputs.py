@@ -53,8 +53,8 @@ def run(f, **options):
 def outside(monkeypatch):
     """How often the wrapper around a call had to look for something to widen."""
     calls = []
-    widened = widen_outputs.widened
-    monkeypatch.setattr(widen_outputs, "widened", lambda *args: calls.append(args) or widened(*args))
+    widened = widen_outputs.widen_nested
+    monkeypatch.setattr(widen_outputs, "widen_nested", lambda *args: calls.append(args) or widened(*args))
     return calls
 
 
@@ -405,10 +405,10 @@ def test_what_holds_itself_or_nothing_low_is_returned_as_it_is():
     held: list = [torch.ones(2)]
     held.append(held)
     same = {"a": held, "b": (1, torch.ones(1)), "c": torch.Size([2])}
-    assert widen_outputs.widened(same, LOW, list) is same
+    assert widen_outputs.widen_nested(same, LOW, list) is same
     held.append(torch.ones(2, dtype=LOW))
-    found = widen_outputs.widened(held, LOW, list)
+    found = widen_outputs.widen_nested(held, LOW, list)
     assert found is not held and found[2].dtype == HIGH and held[2].dtype == LOW
     packed = nn.utils.rnn.pack_sequence([torch.ones(3, dtype=LOW), torch.ones(2, dtype=LOW)])
-    assert widen_outputs.widened(packed, LOW, list).data.dtype == HIGH
-    assert widen_outputs.widened(torch.ones(3, 2, dtype=LOW).max(0), LOW, list).values.dtype == HIGH
+    assert widen_outputs.widen_nested(packed, LOW, list).data.dtype == HIGH
+    assert widen_outputs.widen_nested(torch.ones(3, 2, dtype=LOW).max(0), LOW, list).values.dtype == HIGH

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import ampcompile
+from ampcompile.compiler.ambient import options_of
 from ampcompile.config import Options
 from ampcompile.errors import OptionError
-from ampcompile.explaining.recorder import beside, options_of, uncompiled
+from ampcompile.explaining.recorder import override, uncompiled
 from ampcompile.torch_private import dynamo_caches
 
 HALF = torch.float16
@@ -23,17 +24,17 @@ def how_compiled(**settings: Any) -> dynamo_caches.Compiled:
 
 def test_options_are_read_of_what_was_compiled_for_us_only() -> None:
     ours = how_compiled(backend="amp", options={"dtype": HALF, "epilogue_fusion": True})
-    assert options_of(ours) == Options.parse({"dtype": HALF, "epilogue_fusion": True})
-    assert options_of(how_compiled(backend="aot_eager")) == Options()
+    assert options_of(ours.backend) == Options.parse({"dtype": HALF, "epilogue_fusion": True})
+    assert options_of(how_compiled(backend="aot_eager").backend) is None
 
 
 def test_only_what_was_given_by_name_beats_what_it_was_compiled_with() -> None:
     kept = Options.parse({"dtype": HALF, "weights": "every_call", "epilogue_fusion": True, "max_autotune": True})
     given = Options.parse({"weights": "cached", "epilogue_fusion": False})
-    found = beside(kept, given, {"weights", "epilogue_fusion"})
+    found = override(kept, given, {"weights", "epilogue_fusion"})
     assert (found.dtype, found.weights) == (HALF, "cached")
     assert dict(found.inductor) == {"epilogue_fusion": False, "max_autotune": True}
-    assert beside(kept, Options(), set()) == kept
+    assert override(kept, Options(), set()) == kept
 
 
 def test_a_module_is_uncompiled_for_a_while_errors_or_not() -> None:

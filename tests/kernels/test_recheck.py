@@ -25,19 +25,19 @@ def cast_weights(device: str, target: torch.dtype) -> tuple[list[torch.Tensor], 
 @pytest.mark.parametrize("check", [recheck_, recheck_reference_])
 def test_finds_and_repairs_what_was_rewritten(check, target, device):
     copies, weights, changed = cast_weights(device, target)
-    check(copies, weights, changed, True)
+    check(copies, weights, changed, 1, True)
     assert not changed.item(), "nothing was written, NaN included"
     for written in range(len(weights)):
         changed.zero_()
         torch.from_dlpack(weights[written]).mul_(-1.5)
-        check(copies, weights, changed, False)
+        check(copies, weights, changed, 1, False)
         assert changed.item()
         assert not same_bits(copies[written], weights[written].to(target))
-        check(copies, weights, changed.zero_(), True)
+        check(copies, weights, changed.zero_(), 1, True)
         assert changed.item()
         for copy, weight in zip(copies, weights, strict=True):
             assert same_bits(copy, weight.to(target))
-        check(copies, weights, changed.zero_(), False)
+        check(copies, weights, changed.zero_(), 1, False)
         assert not changed.item()
 
 
@@ -47,10 +47,10 @@ def test_first_and_last_elements_of_chunks_are_looked_at(device):
     big = SIZES.index(30000)
     for element in (0, recheck.CHUNK - 1, recheck.CHUNK, 29999):
         torch.from_dlpack(weights[big])[element] += 1
-        recheck_(copies, weights, changed.zero_(), True)
+        recheck_(copies, weights, changed.zero_(), 1, True)
         assert changed.item() and same_bits(copies[big], weights[big].bfloat16())
     torch.from_dlpack(weights[big])[1000] += 1
-    recheck_(copies, weights, changed.zero_(), True)
+    recheck_(copies, weights, changed.zero_(), 1, True)
     assert not changed.item(), "the limit: an element between samples"
 
 
@@ -58,5 +58,5 @@ def test_a_zero_that_changes_its_sign_is_a_change():
     weight, changed = torch.zeros(4), torch.zeros(1, dtype=torch.int32)
     copy = weight.bfloat16()
     torch.from_dlpack(weight).neg_()
-    recheck_([copy], [weight], changed, True)
+    recheck_([copy], [weight], changed, 1, True)
     assert changed.item() and copy.signbit().all()

@@ -1,13 +1,21 @@
-"""Triton is asked once whether it works; where it doesn't, that is said once."""
+"""Triton is asked once whether it works, and where it doesn't that is said once; kernels run where tensors are."""
 
+import importlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from ampcompile.kernels import usable
+from ampcompile.kernels.cross_entropy import row_sums
+from ampcompile.kernels.group_norm import group_norm, group_norm_backward
+from ampcompile.kernels.linear_cast import linear_cast
+from ampcompile.kernels.linear_cross_entropy import linear_cross_entropy_backward
+from ampcompile.kernels.norm import norm, norm_backward
 
 
 @pytest.fixture(autouse=True)
@@ -29,3 +37,53 @@ def test_what_is_broken_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
         "Triton kernels can't be used, Inductor's own code is"
     ]
+
+
+LOW = torch.bfloat16
+X, VECTOR, NUMBERS = torch.ones(4, 6, dtype=LOW), torch.ones(6), torch.ones(4)
+LSE, TARGET = torch.ones(2, 4), torch.zeros(4, dtype=torch.int64)
+LAUNCHES: dict[str, Callable[[], object]] = {
+    "norm.forward": lambda: norm(X, None, VECTOR, None, 6, 1e-5, False, False, False, LOW, 1),
+    "norm_backward.backward": lambda: norm_backward([X], None, X, VECTOR, None, NUMBERS, 6, False, True, False, None),
+    "group_norm.forward": lambda: group_norm(X, None, VECTOR, None, 2, 1e-5, False, False, False, LOW, 1),
+    "group_norm_backward.backward": lambda: group_norm_backward(
+        [X], None, X, VECTOR, None, torch.ones(8), torch.ones(8), 2, False, False, True, False, None
+    ),
+    "cross_entropy.row_sums": lambda: row_sums(X, None, False),
+    "cross_entropy.gradient_": lambda: linear_cross_entropy_backward(
+        torch.ones(()), X, X, None, TARGET, None, LSE, "mean", -100, 0.0, 0.0, [True, False, False]
+    ),
+    "linear_cast.multiply": lambda: linear_cast(X, torch.ones(5, 6), None),
+}
+
+
+class LaunchedError(Exception):
+    """Raised in place of a launch."""
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_a_kernel_is_launched_on_the_device_of_its_tensors(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    current = []
+
+    @contextmanager
+    def device(where: torch.device) -> Iterator[None]:
+        current.append(where)
+        yield
+        current.pop()
+
+    def launched(*_: object) -> None:
+        raise LaunchedError(current[-1])
+
+    module, name = launch.split(".")
+    monkeypatch.setattr(importlib.import_module(f"ampcompile.kernels.triton.{module}"), name, launched)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    with pytest.raises(LaunchedError) as error:
+        LAUNCHES[launch]()
+    assert error.value.args == (X.device,)
+
+
+def test_where_a_tensor_is_only_traced_no_device_is_asked_for() -> None:
+    with FakeTensorMode(), usable.on_device_of(torch.empty(3, device="cuda")):
+        pass

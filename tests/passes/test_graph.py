@@ -9,9 +9,9 @@ from torch import nn
 from ampcompile.passes.graph import (
     Regions,
     bodies,
-    castable,
     device_type_of,
     graphs,
+    is_castable,
     module_path,
     op_name,
     source_line,
@@ -53,17 +53,17 @@ def test_regions_nest_per_device_and_a_copy_is_its_own():
     ],
 )
 def test_what_may_be_cast(value, may):
-    assert castable(value) is may
+    assert is_castable(value) is may
 
 
 def test_subclasses_that_hold_other_tensors_are_not_cast():
     from torch.testing._internal.two_tensor import TwoTensor
 
-    assert not castable(TwoTensor(torch.ones(2), torch.ones(2)))
+    assert not is_castable(TwoTensor(torch.ones(2), torch.ones(2)))
 
 
 def test_nested_tensors_are_cast():
-    assert castable(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged))
+    assert is_castable(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged))
 
 
 def test_an_accelerators_autocast_acts_before_the_cpus():

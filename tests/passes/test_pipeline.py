@@ -8,7 +8,7 @@ from ampcompile.kernels import packed_linear
 from ampcompile.passes.graph import Regions
 from ampcompile.passes.pipeline import after, fusion, pipeline, replay
 
-BASE = ["assign_precision", "insert_casts", "spread_casts", "fold_casts", "move_casts"]
+BASE = ["assign_precision", "insert_casts", "split_casts_over_cat", "fold_casts", "move_casts"]
 PACKED = ["pack_linears"] if packed_linear.available(torch.bfloat16) else []
 AFTER = [
     "bind_weights",
@@ -53,7 +53,13 @@ def test_fused_kernels_are_looked_for_on_a_gpu_or_by_name() -> None:
 def test_after_differentiation_only_gradients_change_their_digits() -> None:
     assert [each.name for each in after()] == AFTER
     assert [each.name for each in after() if not each.exact] == ["widen_weight_gradients", "add_embedding_gradients"]
-    assert [each.name for each in replay() if each.exact] == ["open_backwards", "bind_weights_eagerly"]
+    assert [each.name for each in replay() if each.exact] == ["enable_second_backward", "bind_weights_eagerly"]
+
+
+def test_a_pass_bears_the_name_of_its_file() -> None:
+    passes = pipeline(Options(placement="bytes"), Regions({}), lambda index, node: True)
+    for each in (*passes, *fusion(Options(), "cuda"), *after(), *replay()):
+        assert type(each).__module__.endswith(f".{each.name}")
 
 
 def test_every_pass_states_what_became_of_the_casts_it_takes_away() -> None:
@@ -61,7 +67,7 @@ def test_every_pass_states_what_became_of_the_casts_it_takes_away() -> None:
     fates = {each.name: each.fate for each in (*passes, *fusion(Options(), "cuda"), *after(), *replay()) if each.fate}
     fused = {each.name: "fused" for each in fusion(Options(), "cuda")}
     assert fates == fused | {
-        "spread_casts": "moved",
+        "split_casts_over_cat": "moved",
         "fold_casts": "folded",
         "move_casts": "moved",
         "hoist_weights": "hoisted",

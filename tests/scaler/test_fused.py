@@ -2,13 +2,14 @@
 
 import math
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from ampcompile.scaler import fused as scaler_fused
-from ampcompile.scaler.fused import any_set, clip_over_devices
+from ampcompile.scaler.fused import FusedStep, any_set, clip_over_devices
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.scaler.cases import assert_close, assert_equal, scaled
 
@@ -96,7 +97,8 @@ class Copies:
 
     def __init__(self, monkeypatch, copies):
         self.copies, self.fresh = copies, []
-        monkeypatch.setattr(scaler_fused, "writable_copies", lambda param: tuple(copies.get(param, ())))
+        found = lambda params: [tuple(copies.get(param, ())) for param in params]  # noqa: E731
+        monkeypatch.setattr(scaler_fused, "writable_copies", found)
         monkeypatch.setattr(scaler_fused, "wrote", lambda params: self.fresh.extend(params))
 
     def check(self):
@@ -166,6 +168,21 @@ def test_flags_and_norms_of_several_devices_are_one():
     assert (norm.item(), shrink.item()) == (5.0, pytest.approx(0.5))
     assert clip_over_devices([torch.tensor(3.0)], 9.0)[1].item() == 1
     assert clip_over_devices([torch.tensor(3.0), torch.tensor(math.nan)], 9.0)[1].isnan()
+
+
+@pytest.mark.parametrize("max_norm", [None, 2.5, 9.0])
+def test_gradients_on_several_devices_are_unscaled_and_clipped_by_their_norm_together(max_norm):
+    devices = torch.device("cpu"), torch.device("cpu", 0)  # one device under two names
+    work = {
+        device: SimpleNamespace(grads=[torch.tensor([8 * n])]) for device, n in zip(devices, (3.0, 4.0), strict=True)
+    }
+    step = FusedStep(None, work, {device: {} for device in devices})
+    found_infs, factors, norm = step.check(torch.tensor(4.0), {devices[1]: torch.tensor(0.5)}, max_norm)
+    whole = math.hypot(6, 4)  # of 24 / 4 and 32 / 4 * 0.5
+    clip = min(1, 2.5 / whole) if max_norm == 2.5 else 1
+    assert [found_infs[device].item() for device in devices] == [0, 0]
+    assert [factors[device].item() for device in devices] == pytest.approx([clip / 4, clip / 8])
+    assert norm.item() == pytest.approx(6 if max_norm is None else whole), "without a limit nobody asks for the norm"
 
 
 def test_several_groups_train_as_with_torch():

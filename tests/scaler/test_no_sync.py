@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampcompile.scaler.fused import amp_aware
+from ampcompile.scaler.collect import amp_aware
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.scaler.cases import KINDS, scaled
 

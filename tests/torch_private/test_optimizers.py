@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampcompile.torch_private.optimizers import fresh_optimizer_states, mark, pre_hooks, step_hooks, weak_storages
+from ampcompile.torch_private.optimizers import WeakStorages, fresh_optimizer_states, marks, pre_hooks, step_hooks
 
 
 def test_hooks_of_this_and_of_all_optimizers_are_listed() -> None:
@@ -41,17 +41,17 @@ def test_the_states_of_an_iteration_are_fresh_and_pickle() -> None:
     ids=["add_", "data", "set_"],
 )
 def test_a_mark_changes_with_each_write_and_replacement(change: Callable[[Tensor], Any]) -> None:
-    x = torch.ones(3)
-    before = mark(x)
-    assert mark(x.detach()) == before is not None
+    x, sparse = torch.ones(3), torch.eye(2).to_sparse()
+    before = marks([x])
+    assert marks([x.detach()]) == before != [None] and marks([sparse, x]) == [None, *before]
     change(x)
-    assert mark(x) != before
-    assert mark(torch.eye(2).to_sparse()) is None
+    assert marks([x]) != before
 
 
 def test_storages_held_weakly_may_be_freed_and_sparse_tensors_have_none() -> None:
     x = torch.ones(3)
-    (held,) = weak_storages([x, torch.eye(2).to_sparse()])
-    assert not held.expired()
+    weak = WeakStorages([x, torch.eye(2).to_sparse()])
+    (held,) = weak.held
+    assert held == x.untyped_storage()._cdata and not torch.UntypedStorage._expired(held)
     del x
-    assert held.expired()
+    assert torch.UntypedStorage._expired(held)

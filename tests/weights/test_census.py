@@ -2,6 +2,7 @@
 
 import gc
 import math
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -71,6 +72,20 @@ def test_objects_of_old_are_searched_while_there_is_time(monkeypatch: pytest.Mon
     assert unexplained([found], [weight.detach()]) == []
     assert census._AT_FIRST / 2 < census._spent < math.inf, "the search is counted"
     assert memory.memory_of(kept[0]) is found and len(found.sharers) == 2
+
+
+@pytest.mark.parametrize(("spent", "searched"), [(40.0, True), (60.0, False)])
+def test_searches_may_take_a_twentieth_of_the_process_s_time(
+    spent: float, searched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(4)
+    found = known(weight)
+    kept = [weight.view(4)]
+    gc.collect()
+    monkeypatch.setattr(census, "_began", time.monotonic() - 1000)
+    monkeypatch.setattr(census, "_spent", spent)
+    assert unexplained([found], [weight.detach()]) == ([] if searched else [found])
+    del kept
 
 
 def test_nothing_is_searched_where_nobody_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

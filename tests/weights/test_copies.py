@@ -12,6 +12,7 @@ from ampcompile.weights import memory
 from ampcompile.weights.copies import (
     TRIAL,
     Copy,
+    Form,
     Weight,
     cast_passes,
     copies_of,
@@ -21,28 +22,32 @@ from ampcompile.weights.copies import (
     refresh,
 )
 
-BF16, F16 = torch.bfloat16, torch.float16
+BF16, F16 = Form(torch.bfloat16), Form(torch.float16)
+WIDE = Form(torch.bfloat16, wide=True)
 
 
-def made(weight: Tensor, dtype: torch.dtype = BF16) -> Copy:
+def made(weight: Tensor, form: Form = BF16) -> Copy:
     """A fresh copy of a weight that is known."""
-    copy = copy_of(weight, dtype)
+    copy = copy_of(weight, form)
     copy.memory.admit(weight)
     copy.memory.examine()
     cast(copy, weight)
     return copy
 
 
-def cast(copy: Copy, weight: Tensor, every: bool = False, doubtful: Iterable[memory.Memory] = ()) -> int:
+def cast(copy: Copy, weight: Tensor, doubtful: Iterable[memory.Memory] = ()) -> int:
     """Refresh a copy that is read in the weight's strides; how many passes that took."""
     before = cast_passes()
     with torch.no_grad():
-        refresh([(copy, Weight(id(weight), weight), True)], every, set(doubtful))
+        written = refresh([(copy, Weight(id(weight), weight), True)], set(doubtful), {})
+    assert written == ({copy} if cast_passes() > before else set())
     return cast_passes() - before
 
 
 def right(copy: Copy, weight: Tensor) -> bool:
-    return copy.tensor is not None and torch.equal(copy.tensor, weight.detach().to(copy.dtype))
+    rounded = weight.detach().to(copy.form.dtype)
+    held = rounded.float() if copy.form.wide else rounded
+    return copy.tensor is not None and copy.tensor.dtype == held.dtype and torch.equal(copy.tensor, held)
 
 
 def test_a_weight_has_one_copy_for_each_type_and_layout() -> None:
@@ -53,6 +58,8 @@ def test_a_weight_has_one_copy_for_each_type_and_layout() -> None:
     assert copies_of(tied) == [copy], "one in float16 was made and let go"
     half = copy_of(weight, F16)
     assert copies_of(weight) == [copy, half]
+    wide = copy_of(weight, WIDE)
+    assert copies_of(weight) == [copy, wide, half]
     for other in (weight.t(), weight[1:], weight.view(-1), weight.view(torch.int32)):
         assert not copies_of(other)
 
@@ -64,11 +71,12 @@ def test_the_copy_of_a_freed_weight_serves_no_other() -> None:
     assert copy.tensor is None and copy.nbytes() == 0 and not copy.fresh(True) and copy.memory.storage() is None
 
 
-def test_a_copy_is_fresh_until_a_write_or_a_doubt() -> None:
+@pytest.mark.parametrize("form", [BF16, WIDE])
+def test_a_copy_is_fresh_until_a_write_or_a_doubt(form: Form) -> None:
     weight = torch.randn(4, 6).t()
-    copy = made(weight)
+    copy = made(weight, form)
     assert copy.fresh(True) and right(copy, weight) and copy.tensor is not None
-    assert copy.tensor.stride() == weight.stride() and copy.nbytes() == 48
+    assert copy.tensor.stride() == weight.stride() and copy.nbytes() == (96 if form.wide else 48)
     for report in (copy.memory.written, copy.memory.doubted):
         report()
         assert not copy.fresh(True)
@@ -81,12 +89,13 @@ def test_a_copy_is_fresh_until_a_write_or_a_doubt() -> None:
 def test_only_what_is_out_of_date_is_cast() -> None:
     copy = made(weight := torch.randn(4))
     assert cast(copy, weight) == 0
-    assert cast(copy, weight, every=True) == 1 and not copy.fresh(True), "for a graph that is captured"
+    copy.memory.written()
     assert cast(copy, weight) == 1 and copy.fresh(True)
 
 
-def test_a_doubt_costs_a_comparison_and_keeps_the_buffer() -> None:
-    copy = made(weight := torch.randn(4))
+@pytest.mark.parametrize("form", [BF16, WIDE])
+def test_a_doubt_costs_a_comparison_and_keeps_the_buffer(form: Form) -> None:
+    copy = made(weight := torch.randn(4), form)
     buffer = copy.buffer
     copy.memory.doubted()
     assert cast(copy, weight) == 0 and copy.fresh(True) and copy.buffer is buffer
@@ -96,8 +105,9 @@ def test_a_doubt_costs_a_comparison_and_keeps_the_buffer() -> None:
     assert cast(copy, weight) == 1 and right(copy, weight)
 
 
-def test_zeros_of_either_sign_are_told_apart() -> None:
-    copy = made(weight := torch.zeros(4))
+@pytest.mark.parametrize("form", [BF16, WIDE])
+def test_zeros_of_either_sign_are_told_apart(form: Form) -> None:
+    copy = made(weight := torch.zeros(4), form)
     weight.neg_()
     copy.words = copy.sample.read()
     copy.memory.doubted()
@@ -133,10 +143,10 @@ def test_a_copy_on_trial_is_compared_until_it_stayed_the_same_for_long() -> None
 def test_a_buffer_that_a_backward_waits_for_is_left_to_it() -> None:
     copy = made(weight := torch.randn(4))
     assert copy.writable()
-    x = torch.ones(4, dtype=BF16, requires_grad=True)
+    x = torch.ones(4, dtype=BF16.dtype, requires_grad=True)
     waiting = x * copy.tensor  # saves the copy
     assert not copy.writable()
-    expected = weight.to(BF16)
+    expected = weight.to(BF16.dtype)
     weight.add_(1)
     copy.memory.written()
     buffer = copy.buffer
@@ -168,15 +178,18 @@ def test_a_pass_that_was_interrupted_leaves_nothing_fresh(monkeypatch: pytest.Mo
     assert cast(copy, weight) == 1 and copy.fresh(True) and right(copy, weight) and not interrupted()
 
 
-@pytest.mark.skipif(not available(BF16), reason="this CPU's oneDNN has no bfloat16 products")
-def test_the_packed_form_replaces_the_other_where_nobody_reads_that() -> None:
-    copy = made(weight := torch.randn(64, 64))
+@pytest.mark.parametrize("form", [BF16, WIDE])
+def test_the_packed_form_replaces_the_other_where_nobody_reads_that(form: Form) -> None:
+    held = torch.float32 if form.wide else form.dtype
+    if not available(held):
+        pytest.skip(f"this CPU's oneDNN has no {held} products")
+    copy = made(weight := torch.randn(64, 64), form)
     copy.strided_readers = 1
     copy.pack()
-    assert copy.packed is not None and copy.nbytes() == 2 * 2 * 64 * 64
+    assert copy.packed is not None and copy.nbytes() == 2 * held.itemsize * 64 * 64
     copy.strided_readers = 0
     copy.pack()
-    assert copy.tensor is None and copy.nbytes() == 2 * 64 * 64
+    assert copy.tensor is None and copy.nbytes() == held.itemsize * 64 * 64
     assert copy.fresh(strided=False) and not copy.fresh(strided=True) and not copy.writable()
     assert cast(copy, weight) == 1 and right(copy, weight) and copy.packed is not None, "the weight is the same"
     copy.memory.written()

@@ -7,23 +7,23 @@ import torch
 from torch import Tensor
 
 from ampcompile.weights import memory
-from ampcompile.weights.copies import Weight, copy_of, refresh
+from ampcompile.weights.copies import Form, Weight, copy_of, refresh
 from ampcompile.weights.copy_set import CopySet
 
 BF16 = torch.bfloat16
 
 
-def made(weights: list[Tensor], now: object = memory, before: CopySet | None = None) -> CopySet:
-    """A set of fresh copies, as a binding makes it; `now` None: while a CUDA graph is captured."""
-    now = memory.write_epoch() if now is memory else now
-    members = [copy_of(weight, BF16) for weight in weights]
+def made(weights: list[Tensor]) -> CopySet:
+    """A set of fresh copies, as a binding makes it."""
+    now = memory.write_epoch()
+    members = [copy_of(weight, Form(BF16)) for weight in weights]
     for copy, weight in zip(members, weights, strict=True):
         copy.memory.admit(weight)
     for copy in members:
         copy.memory.examine()
     held = [Weight(id(weight), weight) for weight in weights]
-    refresh([(copy, weight, True) for copy, weight in zip(members, held, strict=True)], False, ())
-    return CopySet(held, members, [False] * len(weights), now, before)
+    refresh([(copy, weight, True) for copy, weight in zip(members, held, strict=True)], (), {})
+    return CopySet(held, members, [False] * len(weights), now, None, {})
 
 
 def weights() -> list[Tensor]:
@@ -89,12 +89,20 @@ def test_a_sharer_that_was_freed_ends_it() -> None:
     assert not known.fresh(found)
 
 
-def test_what_was_made_while_capturing_or_forgotten_is_fresh_for_no_other_call() -> None:
+def test_what_was_forgotten_or_freed_is_fresh_for_no_other_call() -> None:
     found = weights()
-    assert not made(found, now=None).fresh(found)
-    known = made(found)
+    known, other = made(found), made(found)
     known.forget()
-    assert not known.fresh(found)
+    other.free()
+    assert not known.fresh(found) and not other.fresh(found) and other.freed and not known.freed
+
+
+def test_a_copy_that_lies_elsewhere_has_moved() -> None:
+    found = weights()
+    known = made(found)
+    assert not known.moved()
+    known.members[1].free(gone=False)
+    assert known.moved()
 
 
 def test_a_set_is_gone_with_one_of_its_weights() -> None:

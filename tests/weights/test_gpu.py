@@ -21,7 +21,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """CPU memory treated as a GPU's: the host can't look into it, a kernel compares."""
 
     def rechecks(self, weights):
-        return [(range(len(weights)), gpu.Recheck(torch.device("cpu"), self.members))]
+        return [(range(len(weights)), gpu.Recheck(torch.device("cpu"), self.members, self.tables))]
 
     monkeypatch.setattr(copy_set.CopySet, "_find_rechecks", rechecks)
     monkeypatch.setattr(copies, "places", lambda weight: SampledAddresses(np.empty(0, np.int64), np.empty(0, np.int64)))
@@ -87,6 +87,27 @@ def test_while_a_backward_waits_nothing_is_written_and_the_next_call_raises(seen
     assert torch.equal(x.grad, expected), "the backward had the old weights"
     del loss
     assert fresh(binding, params)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_one_write_raises_once_however_late_its_report_arrives() -> None:
+    params, binding = setting()
+    x = torch.randn(3, 8, dtype=BF16, requires_grad=True)
+    loss = F.linear(x, binding.copies(params)[0]).sum()
+    (report,) = gpu._reports.values()
+    for _ in range(2):
+        unseen(params[0])
+        binding.copies(params)
+        ((late, _),) = report._views.values()
+        found = late.clone()
+        with pytest.raises(StaleWeightError):
+            binding.copies(params)
+        for _ in range(3):
+            assert fresh(binding, params), "cast elsewhere, as one backward still waits"
+            late.copy_(found)  # what an earlier call launched
+        assert fresh(binding, params)
+        loss = loss + F.linear(x, binding.copies(params)[0]).sum()
+    del loss
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

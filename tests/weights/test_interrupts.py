@@ -93,7 +93,7 @@ class Case:
 
 def fused_step(case: Case) -> None:
     """What our fused optimizer step does."""
-    found = [writable_copies(param) for param in case.weights]
+    found = writable_copies(case.weights)
     for param, copies in zip(case.weights, found, strict=True):
         param.detach().numpy()[unsampled(param)] += 1
         for copy in copies:

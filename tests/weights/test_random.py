@@ -98,7 +98,7 @@ class World:
             torch.optim.SGD(trained, lr=0.5, fused=True).step()
         elif how == "fused step with copies":
             # The next call must not read what this step could not write.
-            found = writable_copies(target)
+            found = writable_copies([target])[0]
             new = target.detach() * 0.5
             for tensor in (target.detach(), *found):
                 torch.from_dlpack(tensor).copy_(new)

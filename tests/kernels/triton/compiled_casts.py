@@ -25,8 +25,8 @@ def check(capability: int) -> None:
             for rewrite in (False, True):
                 code = compiled(
                     gpu.recheck_kernel,
-                    {"rows": "*i64", "changed": "*i32"},
-                    {**types, "REWRITE": rewrite, "SAMPLE": recheck.SAMPLE},
+                    {"rows": "*i64", "count": "i32", "changed": "*i32", "mark": "i32"},
+                    {**types, "REWRITE": rewrite, "SAMPLE": recheck.SAMPLE, "ROWS": gpu.ROWS},
                     capability,
                 )
-                assert code.stack == 0 and code.registers <= 48
+                assert code.stack == 0 and code.registers <= 56, "nine programs at once on a multiprocessor"

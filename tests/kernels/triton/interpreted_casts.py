@@ -45,7 +45,7 @@ def assert_same_bits(copies, weights):
 def test_casts(source, target):
     weights = weights_of(source)
     copies = [torch.full_like(weight, torch.nan, dtype=target) for weight in weights]
-    cast_many.cast_many_(copies, weights)
+    cast_many.cast_many_(copies, weights, {})
     assert_same_bits(copies, weights)
 
 
@@ -53,16 +53,16 @@ def test_each_pair_of_dtypes_has_its_launch():
     pairs = [(source, to) for source in cast_many.TYPES for to in (torch.float16, torch.bfloat16) if source != to]
     weights = [torch.randn(700, dtype=source) for source, _ in pairs * 2]
     copies = [torch.empty(700, dtype=target) for _, target in pairs * 2]
-    cast_many.cast_many_(copies, weights)
+    cast_many.cast_many_(copies, weights, {})
     assert_same_bits(copies, weights)
-    assert len(list(cast_many.row_tables(copies, weights, CHUNK))) == len(pairs) == 6
+    assert len(cast_many.row_tables(copies, weights, CHUNK, {})) == len(pairs) == 6
 
 
 def test_nothing_but_the_copies_is_written():
     memory = torch.full((4, CHUNK + 50), 7.0, dtype=torch.bfloat16)
     weights = [torch.randn(size) for size in (CHUNK + 3, 17, CHUNK, 0)]
     copies = [memory[i, 8 : 8 + len(weight)] for i, weight in enumerate(weights)]
-    cast_many.cast_many_(copies, weights)
+    cast_many.cast_many_(copies, weights, {})
     assert_same_bits(copies, weights)
     for i, weight in enumerate(weights):
         assert (memory[i, :8] == 7).all() and (memory[i, 8 + len(weight) :] == 7).all()
@@ -80,11 +80,11 @@ def test_recheck_equals_its_reference(target):
                 weights[written][element if isinstance(element, slice) else element % sizes[written]] *= -3
             expected = [copy.clone() for copy in copies]
             flags = [torch.zeros(1, dtype=torch.int32) for _ in range(2)]
-            workspace = {}
-            gpu.recheck_(copies, weights, flags[0], False, workspace, CHUNK, 32)
+            workspace, known = {}, {}
+            gpu.recheck_(copies, weights, flags[0], 3, False, workspace, known, CHUNK, 32)
             assert same_bits(copies, expected)
-            recheck.recheck_reference_(expected, weights, flags[1], True)
-            assert flags[0].item() == flags[1].item() >= (isinstance(element, slice) and written >= 0)
-            gpu.recheck_(copies, weights, flags[0].zero_(), True, workspace, CHUNK, 32)
+            recheck.recheck_reference_(expected, weights, flags[1], 3, True)
+            assert flags[0].item() == flags[1].item() >= 3 * (isinstance(element, slice) and written >= 0)
+            gpu.recheck_(copies, weights, flags[0].zero_(), 3, True, workspace, known, CHUNK, 32)
             assert flags[0].item() == flags[1].item()
             assert same_bits(copies, expected)

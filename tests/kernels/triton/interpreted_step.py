@@ -16,7 +16,9 @@ from ampcompile.kernels.adam import adam_reference_
 from ampcompile.kernels.check_grads import Checked, check_grads_reference
 from ampcompile.kernels.native import group_values
 from ampcompile.kernels.sgd import sgd_reference_
+from ampcompile.kernels.step import table_of
 from ampcompile.kernels.triton import adam, check_grads, sgd, tables, unscale, update_scale
+from ampcompile.kernels.triton import step as steps
 from ampcompile.kernels.unscale import unscale_reference_
 from ampcompile.scaler import fused as scaler_fused
 from ampcompile.scaler import grad_scaler as scaler
@@ -36,20 +38,22 @@ SIZES = (0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3)
 def small(monkeypatch):
     """A program takes milliseconds here: few of them."""
     monkeypatch.setattr(tables, "CHUNK", CHUNK)
-    for module in (adam, sgd, check_grads, unscale):
+    for module in (steps, check_grads, unscale):
         monkeypatch.setattr(module, "BLOCK", 32)
 
 
-def adam_(t, multiplier=None, found_inf=None, workspace=None):
-    rows = (t.grads, t.params, t.exp_avgs, t.exp_avg_sqs, t.max_exp_avg_sqs, t.steps, t.copies)
-    lrs, settings = [group.lr for group in t.groups], group_values(t.groups)
-    adam.adam_(rows, t.group_of, settings, lrs, multiplier, found_inf, {} if workspace is None else workspace)
+def launching(module):
+    """A module's step as the public function takes it."""
+
+    def step(t, multiplier=None, found_inf=None, workspace=None):
+        workspace = {} if workspace is None else workspace
+        lrs, settings = [group.lr for group in t.groups], group_values(t.groups)
+        module.step_(table_of(t, workspace), settings, lrs, multiplier, found_inf, workspace)
+
+    return step
 
 
-def sgd_(t, multiplier=None, found_inf=None, workspace=None):
-    rows = (t.grads, t.params, t.momentum_buffers, t.copies)
-    lrs, settings = [group.lr for group in t.groups], group_values(t.groups)
-    sgd.sgd_(rows, t.group_of, settings, lrs, multiplier, found_inf, {} if workspace is None else workspace)
+adam_, sgd_ = launching(adam), launching(sgd)
 
 
 def grads(dtype=torch.float32):
@@ -77,6 +81,60 @@ def test_check_grads(dtype, scale, multiplier, max_norm):
         result = check_grads.check_grads(tensors, *arguments, max_norm, workspace)
         assert_close(result, check_grads_reference(tensors, *arguments, max_norm))
         assert_equal(tensors, before)
+
+
+def test_a_check_that_was_interrupted_between_its_launches_leaves_the_next_ones_right(monkeypatch):
+    tensors, workspace = [torch.randn(100), torch.randn(100).half()], {}
+    expected = check_grads_reference(tensors)
+    assert_close(check_grads.check_grads(tensors, None, None, None, workspace), expected)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(check_grads, "check_kernel", OnlyOnce(check_grads.check_kernel))
+        check_grads.check_grads(tensors, None, None, None, workspace)
+    for _ in range(2):
+        assert_close(check_grads.check_grads(tensors, None, None, None, workspace), expected)
+
+
+class OnlyOnce:
+    """A kernel that is launched once, then interrupted."""
+
+    def __init__(self, kernel):
+        self.kernel, self.launched = kernel, False
+
+    def __getitem__(self, grid):
+        if self.launched:
+            raise KeyboardInterrupt
+        self.launched = True
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize("step", ["check", "adam"])
+def test_a_captured_launch_has_memory_of_its_own(step, monkeypatch):
+    """What the eager launches use, and may let go of, is nothing that a replay writes to."""
+    workspace, used = {}, []
+    tensors = adam_tensors(ADAM_GROUPS[:1], sizes=SIZES)
+    module, name = (check_grads, "check_kernel") if step == "check" else (adam, "prepare_kernel")
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **_: used.append(
+                {t.data_ptr() for t in (arguments[7:10] if step == "check" else arguments[1:2])}
+            )
+
+    def launch():
+        if step == "check":
+            check_grads.check_grads(tensors.grads, None, None, None, workspace)
+        else:
+            adam_(tensors, workspace=workspace)
+
+    monkeypatch.setattr(module, name, Kernel())
+    launch()
+    held = dict(workspace)
+    with monkeypatch.context() as patched:
+        patched.setattr(tables, "capturing", lambda device: True)
+        launch()
+    launch()
+    assert used[0] == used[2] and not used[0] & used[1]
+    assert held.keys() == workspace.keys()
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -151,7 +209,7 @@ def test_a_skipped_step_changes_nothing_but_stale_copies(found_inf):
         before = deepcopy(tensors)
         step(tensors, torch.tensor(math.nan), torch.tensor(found_inf), {})
         for name, value in vars(tensors).items():
-            if name not in ("groups", "copies", "group_of"):
+            if name not in ("groups", "copies", "group_of", "same"):
                 assert_equal(value, getattr(before, name))
         assert_copies(tensors.params, tensors.copies)
 

@@ -6,7 +6,7 @@ import torch
 
 from ampcompile.errors import ScalerError
 from ampcompile.kernels.triton import tables
-from ampcompile.kernels.triton.tables import CHUNK, Words, chunks, step_words
+from ampcompile.kernels.triton.tables import CHUNK, CHUNK_TABLES, SPARES, StepTable, Words, chunks, step_words
 
 CPU = torch.device("cpu")
 
@@ -41,12 +41,25 @@ def test_each_captured_graph_has_a_table_of_its_own(monkeypatch):
         monkeypatch.setattr(tables, "capturing", lambda device: False)
         table.follow(words(5, value), CPU)
     assert [t.tolist() for t in (eager, *captured)] == [[5, 4], [3, 3], [4, 4]]
-    assert [t.tolist() for t in table._captured] == [[3, 3], [4, 4]]  # what replays copy from
+    assert [t.tolist() for t in tables._captured[-2:]] == [[3, 3], [4, 4]]  # what replays copy from
+
+
+def test_one_graph_may_hold_several_steps_of_an_optimizer(monkeypatch):
+    table = Words()
+    for _ in range(2):  # the next eager step makes up for what a capture took
+        table.follow(words(1, 2), CPU)
+        with monkeypatch.context() as patched:
+            patched.setattr(tables, "capturing", lambda device: True)
+            captured = [table.follow(words(i, i), CPU) for i in range(SPARES)]
+            assert [t.tolist() for t in captured] == [[i, i] for i in range(SPARES)]
+            assert [t.tolist() for t in tables._captured[-SPARES:]] == [[i, i] for i in range(SPARES)]
+            with pytest.raises(ScalerError, match="at most 4 steps of an optimizer in one capture"):
+                table.follow(words(1, 2), CPU)
 
 
 def test_a_capture_without_a_step_before_it_is_refused(monkeypatch):
     monkeypatch.setattr(tables, "capturing", lambda device: True)
-    with pytest.raises(ScalerError, match=r"found a CUDA graph capture, expected a step .* just before it: run"):
+    with pytest.raises(ScalerError, match=r"found a CUDA graph capture, expected a step .* just before it, and"):
         Words().follow(words(1), CPU)
     with pytest.raises(ScalerError, match=r"found parameters of new sizes in a CUDA graph capture"):
         chunks(words(5), words(0), CPU, {})
@@ -72,11 +85,26 @@ def test_chunks_of_some_tensors_are_kept_by_size():
     assert chunks(words(5, 6, 7), words(1, 2), CPU, workspace) is not found
 
 
+def test_chunk_tables_of_the_sets_of_gradients_seen_last_are_kept_and_captured_ones_for_good(monkeypatch):
+    workspace, numels = {}, words(*range(1, 40))
+    first, captured = (chunks(numels, words(i), CPU, workspace) for i in range(2))
+    with monkeypatch.context() as patched:
+        patched.setattr(tables, "capturing", lambda device: True)
+        assert chunks(numels, words(1), CPU, workspace) is captured
+    for i in range(2, 39):
+        assert chunks(numels, words(0), CPU, workspace) is first, "used all along"
+        chunks(numels, words(i), CPU, workspace)
+        assert len(workspace["chunks"]) <= CHUNK_TABLES
+    assert chunks(numels, words(1), CPU, workspace) is not captured
+    assert any(each is captured for each in tables._captured)
+
+
 def test_settings_travel_as_bits_and_learning_rates_on_the_device():
     settings = np.array([[0.1, 2.0], [0.0, -1e-300]])
     params = [torch.ones(2), torch.ones(3)]
-    numels = words(2, 3)
-    table = step_words(numels, [0, 1], [params, [None, params[0]]], settings, [0.1, torch.tensor([0.25])], {})
     first, second = (param.data_ptr() for param in params)
+    addresses = np.array([[first, second], [0, first]])
+    read = StepTable(CPU, words(2, 3), words(0, 1), addresses, (words(), words()), [])
+    table = step_words(read, settings, [0.1, torch.tensor([0.25])], {})
     assert table[:8].tolist() == [2, 3, 0, 1, first, second, 0, first]
     assert table[8:].view(torch.float64).tolist() == [0.1, 2.0, 0.25, -1e-300]

@@ -19,14 +19,14 @@ def traced(f) -> tuple[GraphModule, Tensor, Tensor]:
 
 
 def test_fires_and_gives_the_copys_bits() -> None:
-    graph, weight, copy = traced(lambda w, c: weight_copy(w, c) @ weight_copy(w, c).t())
+    graph, weight, copy = traced(lambda w, c: weight_copy(w, c, c.dtype) @ weight_copy(w, c, c.dtype).t())
     assert BindWeights().apply(graph) == 2
     graph.recompile()
     assert torch.equal(graph(weight, copy), copy @ copy.t())
 
 
 def test_a_returned_copy_is_cloned_a_view_of_it_too() -> None:
-    graph, weight, copy = traced(lambda w, c: (weight_copy(w, c), weight_copy(w, c).t()[1:], w + 1))
+    graph, weight, copy = traced(lambda w, c: (weight_copy(w, c, c.dtype), weight_copy(w, c, c.dtype).t()[1:], w + 1))
     BindWeights().apply(graph)
     graph.recompile()
     whole, view, _ = graph(weight, copy)
@@ -38,7 +38,7 @@ def test_a_returned_copy_is_cloned_a_view_of_it_too() -> None:
 
 @pytest.mark.parametrize("view", [lambda c: c.split(2)[1], lambda c: torch.ops.aten._unsafe_view(c, [15])])
 def test_so_are_a_part_of_it_and_a_view_that_no_schema_tells_of(view: Callable[[Tensor], Tensor]) -> None:
-    graph, weight, copy = traced(lambda w, c: (view(weight_copy(w, c)), w + 1))
+    graph, weight, copy = traced(lambda w, c: (view(weight_copy(w, c, c.dtype)), w + 1))
     BindWeights().apply(graph)
     graph.recompile()
     result, _ = graph(weight, copy)

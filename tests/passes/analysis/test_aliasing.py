@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
-from ampcompile.passes.analysis.aliasing import Aliases, shared, written
+from ampcompile.passes.analysis.aliasing import Aliases, aliased_operands, written_operands
 from tests.passes.captured import captured
 
 
@@ -24,7 +24,8 @@ def test_views_share_and_what_is_computed_does_not():
     found, nodes = memory(f, torch.randn(3, 3))
     written = {name for name, node in nodes.items() if found.is_written(node)}
     assert written >= {"sin", "t", "reshape", "view"} and not written & {"l_x_", "cos", "linear", "add"}
-    assert found.is_seen(nodes["l_x_"]) and found.is_seen(nodes["add"]) and not found.is_seen(nodes["view"])
+    assert found.is_visible_outside(nodes["l_x_"]) and found.is_visible_outside(nodes["add"])
+    assert not found.is_visible_outside(nodes["view"])
 
 
 def test_an_op_that_may_return_its_operand_shares_with_it():
@@ -58,12 +59,12 @@ def last(f, *args):
 def test_what_an_op_writes_and_what_its_result_shares():
     x = torch.randn(3, 3)
     node, operands = last(lambda a, b: a.sin().add_(b), x, x)
-    assert written(node) == shared(node) == operands[:1]
+    assert written_operands(node) == aliased_operands(node) == operands[:1]
     node, operands = last(lambda a, b: a + b, x, x + 1)
-    assert written(node) == shared(node) == [] and len(operands) == 2
+    assert written_operands(node) == aliased_operands(node) == [] and len(operands) == 2
     node, operands = last(lambda a: a.split(1)[1], x)
-    assert shared(node) == operands, "a part"
-    assert shared(operands[0]) == operands[0].all_input_nodes, "the whole"
+    assert aliased_operands(node) == operands, "a part"
+    assert aliased_operands(operands[0]) == operands[0].all_input_nodes, "the whole"
 
 
 def test_a_norm_writes_its_statistics_though_no_schema_says_so():
@@ -71,7 +72,7 @@ def test_a_norm_writes_its_statistics_though_no_schema_says_so():
         lambda x, m, v: F.batch_norm(x, m, v, training=True), torch.randn(4, 3), torch.zeros(3), torch.ones(3)
     )
     (norm,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
-    assert set(written(norm)) == set(norm.args[3:5]) and written(norm, unsaid=False) == []
+    assert set(written_operands(norm)) == set(norm.args[3:5]) and written_operands(norm, unsaid=False) == []
     assert all(map(Aliases(gm.graph).is_written, norm.args[3:5])) and not Aliases(gm.graph).is_written(norm.args[0])
 
 
@@ -79,16 +80,16 @@ def test_what_a_schema_leaves_unsaid():
     x = torch.randn(3, 3)
     for f in (lambda a: F.dropout(a, training=False), lambda a: torch.ops.aten._unsafe_view(a, [9])):
         node, operands = last(f, x)
-        assert shared(node) == operands and shared(node, unsaid=False) == []
+        assert aliased_operands(node) == operands and aliased_operands(node, unsaid=False) == []
     graph = Graph()
     a, b = graph.placeholder("a"), graph.placeholder("b")
     one = graph.call_function(torch.ops.aten.einsum.default, ("ij->ji", [a]))
     two = graph.call_function(torch.ops.aten.einsum.default, ("ij,jk->ik", [a, b]))
-    assert shared(one) == [a] and shared(two) == []
+    assert aliased_operands(one) == [a] and aliased_operands(two) == []
 
 
 def test_a_cast_shares_only_where_it_has_nothing_to_do():
     x = torch.randn(3, 3)
     same, operands = last(lambda a: a.float(), x)
-    assert shared(same) == operands
-    assert shared(last(lambda a: a.double(), x)[0]) == []
+    assert aliased_operands(same) == operands
+    assert aliased_operands(last(lambda a: a.double(), x)[0]) == []

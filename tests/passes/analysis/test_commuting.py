@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ampcompile.passes.analysis.commuting import kind, rebuilt, runs_in, same_layout
+from ampcompile.passes.analysis.commuting import classify_movement, constants_survive, rebuild, same_layout
 from tests.compiling import HALF, HIGH, LOW
 from tests.passes.captured import captured
 
@@ -55,7 +55,7 @@ def last(f):
 @pytest.mark.parametrize("name", [*MOVING, *REPEATING])
 def test_a_cast_before_gives_the_bits_of_a_cast_behind(name):
     f = (MOVING | REPEATING)[name]
-    assert kind(last(f)) == ("moves" if name in MOVING else "repeats")
+    assert classify_movement(last(f)) == ("moves" if name in MOVING else "repeats")
     x = torch.randn(8, 8) * torch.tensor([1e-40, 1e30] * 4)
     for dtype in (LOW, HALF):
         assert torch.equal(f(x).to(dtype), f(x.to(dtype)))
@@ -63,17 +63,17 @@ def test_a_cast_before_gives_the_bits_of_a_cast_behind(name):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_are_left_alone(name):
-    assert kind(last(OTHERS[name])) == ""
+    assert classify_movement(last(OTHERS[name])) == ""
 
 
 def test_constants_must_be_the_same_in_both_types():
     for value, fits in ((0.25, True), (0.1, False), (70000.0, False), (torch.inf, True)):
-        assert runs_in(last(lambda x, v=value: F.pad(x, (1, 1), value=v)), HALF) == fits
-    assert runs_in(last(lambda x: x.clamp(-2.0, 0.5)), LOW)
-    assert not runs_in(last(lambda x: x.clamp(0, 1)), LOW), "which zero it returns is up to the kernel"
-    assert not runs_in(last(lambda x: x.clamp(x, x)), LOW)
+        assert constants_survive(last(lambda x, v=value: F.pad(x, (1, 1), value=v)), HALF) == fits
+    assert constants_survive(last(lambda x: x.clamp(-2.0, 0.5)), LOW)
+    assert not constants_survive(last(lambda x: x.clamp(0, 1)), LOW), "which zero it returns is up to the kernel"
+    assert not constants_survive(last(lambda x: x.clamp(x, x)), LOW)
     for value, fits in ((0, True), (-1e9, False), (0.1, False)):
-        assert runs_in(last(lambda x, v=value: x.masked_fill(MASK, v)), LOW) == fits
+        assert constants_survive(last(lambda x, v=value: x.masked_fill(MASK, v)), LOW) == fits
 
 
 def test_ops_are_rebuilt_on_another_operand():
@@ -83,6 +83,6 @@ def test_ops_are_rebuilt_on_another_operand():
     with gm.graph.inserting_before(output):
         low = gm.graph.call_function(torch.ops.aten.to.dtype, (node, LOW))
         low.meta["val"] = node.meta["val"].to(LOW)
-        end = rebuilt(path, low)
+        end = rebuild(path, low)
     assert end.meta["val"].dtype == LOW and path[-1].meta["val"].dtype == HIGH
     assert same_layout(end.meta["val"], path[-1].meta["val"])

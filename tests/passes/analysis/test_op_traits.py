@@ -21,7 +21,7 @@ from ampcompile.passes.analysis.op_traits import (
     keeps_constants,
     reads_bits,
 )
-from ampcompile.passes.analysis.schema import arguments_of, shared_by, written_by
+from ampcompile.passes.analysis.schema import aliased_arguments, arguments_of, written_arguments
 
 ATEN = torch.ops.aten
 TABLES = {
@@ -145,7 +145,11 @@ def test_norms_update_statistics_that_their_schemas_call_read(norm):
     mean, variance, more = torch.zeros(4), torch.ones(4), [True, 0.5, 1e-5, False][: len(arguments_of(norm)) - 5]
     norm(X, None, None, mean, variance, *more)
     assert mean.any() and not variance.equal(torch.ones(4))
-    assert has(norm, UPDATES_STATISTICS) and not written_by(norm) and {a.name for a in arguments_of(norm)} >= STATISTICS
+    assert (
+        has(norm, UPDATES_STATISTICS)
+        and not written_arguments(norm)
+        and {a.name for a in arguments_of(norm)} >= STATISTICS
+    )
 
 
 def test_statistics_are_arguments_that_such_norms_may_not_read():
@@ -172,7 +176,7 @@ def test_ops_that_share_memory_and_dont_say_so():
     assert {f"aten::{name}" for name in found} == SHARES_UNSAID
     for name, value in found.items():
         assert value.untyped_storage().data_ptr() == ROWS.untyped_storage().data_ptr(), name
-        assert not shared_by(overloads(f"aten::{name}")[0])
+        assert not aliased_arguments(overloads(f"aten::{name}")[0])
 
 
 def test_joined_parts_are_the_parts():
@@ -183,7 +187,7 @@ def test_joined_parts_are_the_parts():
 
 
 def test_constants_are_written_by_ops_that_write():
-    assert all("self" in written_by(op) for name in WRITES_CONSTANTS for op in overloads(name))
+    assert all("self" in written_arguments(op) for name in WRITES_CONSTANTS for op in overloads(name))
 
 
 def test_a_view_of_bits_makes_other_numbers():

@@ -45,7 +45,7 @@ def test_tiny_products_dont_pay(machine, width, pays):
 
 def test_a_device_without_units_for_a_type_doesnt_pay(machine):
     assert not estimated(torch.nn.Linear(64, 64), torch.randn(64, 64), dtype=HALF).pays
-    assert product_cost.gains_from("cpu", HALF) is None and product_cost.gains_from("cpu", LOW) == 16
+    assert [product_cost.smallest_gaining_width("cpu", low) for low in (HALF, LOW)] == [None, 16]
 
 
 def test_where_memory_is_slow_half_the_bytes_pay_but_not_on_a_cpu(machine, monkeypatch):
@@ -83,7 +83,7 @@ def test_the_policy_acts_on_it_if_asked(machine, width, dtype):
 
 
 def test_several_processes_decide_alike(machine, monkeypatch):
-    monkeypatch.setattr(backend, "_alone", lambda: False)
+    monkeypatch.setattr(backend, "_is_single_process", lambda: False)
     assert amp(torch.nn.Linear(4, 4), policy="where it pays")[0](torch.randn(2, 4)).dtype == LOW
 
 

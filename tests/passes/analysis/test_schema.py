@@ -4,14 +4,14 @@ import torch
 from torch.fx import Graph
 
 from ampcompile.passes.analysis.schema import (
-    by_name,
+    aliased_arguments,
+    arguments_by_name,
     computes,
     name_of,
     operands,
     set_arguments,
-    shared_by,
     writes,
-    written_by,
+    written_arguments,
 )
 from tests.compiling import HIGH
 
@@ -23,11 +23,11 @@ def test_all_overloads_have_one_name():
 
 
 def test_what_is_written_and_what_is_shared():
-    assert written_by(ATEN.add_.Tensor) == shared_by(ATEN.add_.Tensor) == {"self"}
-    assert written_by(ATEN.add.out) == {"out"}
-    assert not written_by(ATEN.view.default) and shared_by(ATEN.view.default) == {"self"}
-    assert not shared_by(ATEN.add.Tensor) and not writes(ATEN.add.Tensor) and writes(ATEN.add_.Tensor)
-    assert written_by(ATEN._foreach_add_.Scalar) == {"self"}, "lists too"
+    assert written_arguments(ATEN.add_.Tensor) == aliased_arguments(ATEN.add_.Tensor) == {"self"}
+    assert written_arguments(ATEN.add.out) == {"out"}
+    assert not written_arguments(ATEN.view.default) and aliased_arguments(ATEN.view.default) == {"self"}
+    assert not aliased_arguments(ATEN.add.Tensor) and not writes(ATEN.add.Tensor) and writes(ATEN.add_.Tensor)
+    assert written_arguments(ATEN._foreach_add_.Scalar) == {"self"}, "lists too"
 
 
 def test_what_computes():
@@ -36,8 +36,8 @@ def test_what_computes():
 
 
 def test_arguments_by_name():
-    assert by_name(ATEN.add.Tensor, (1, 2), {"alpha": 3}) == {"self": 1, "other": 2, "alpha": 3}
-    assert by_name(ATEN.add.Tensor, (1,), {"other": 2}) == {"self": 1, "other": 2}
+    assert arguments_by_name(ATEN.add.Tensor, (1, 2), {"alpha": 3}) == {"self": 1, "other": 2, "alpha": 3}
+    assert arguments_by_name(ATEN.add.Tensor, (1,), {"other": 2}) == {"self": 1, "other": 2}
 
 
 def test_operands_in_lists_and_out_of_them():

@@ -2,7 +2,7 @@
 
 import torch
 
-from ampcompile.passes.analysis.sizes import elements, elements_hint, in_floats, is_smaller
+from ampcompile.passes.analysis.sizes import elements, elements_hint, is_float_tensor, is_smaller
 from tests.passes.captured import captured
 
 
@@ -13,7 +13,7 @@ def value(f, *args):
 def test_numbers():
     x = value(lambda x: x.sin(), torch.randn(3, 5))
     assert elements(x) == elements_hint(x) == 15 and elements(None) == 1
-    assert in_floats(x) and not in_floats(7)
+    assert is_float_tensor(x) and not is_float_tensor(7)
 
 
 def test_symbols_stay_symbols():

@@ -60,4 +60,4 @@ def test_weights_that_are_joined_have_copies():
     run, recorder = amp(lambda x: F.linear(x, torch.cat([q.weight, k.weight])))
     run(torch.randn(4, 8))
     history = {applied.name: applied.rewrites for applied in recorder.graphs[0].history}
-    assert history["spread_casts"] == 1 and history["hoist_weights"] == 2
+    assert history["split_casts_over_cat"] == 1 and history["hoist_weights"] == 2

@@ -247,9 +247,9 @@ def test_by_count_few_rows_pay_and_only_where_the_weight_lies_in_memory(f, rows,
     asked = []
 
     class Asked(FusionCost):
-        def __call__(self, device, saved, moved, freed=0):
+        def pays(self, device, saved, moved, freed=0):
             asked.append((saved, moved))
-            return super().__call__(torch.device("cuda"), saved, moved)
+            return super().pays(torch.device("cuda"), saved, moved)
 
     gm = inserted(f, matrix(rows, 512), matrix(512, 512))
     assert run_passes([FuseLinearCast(Asked("auto"), gradients=False)], gm)[0].rewrites == few

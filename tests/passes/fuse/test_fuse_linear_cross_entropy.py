@@ -123,11 +123,11 @@ def test_declines(kind: type[Head]) -> None:
 def test_by_itself_it_fires_where_logits_are_a_tenth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     (graph,) = rewritten(Head(), tokens())
     cuda = torch.device("cuda")
-    logits, worth = 2**36, FusionCost("auto")
-    assert not worth(cuda, -logits, 6 * logits, freed=logits), "no GPU, nothing known of its memory"
+    logits, cost = 2**36, FusionCost("auto")
+    assert not cost.pays(cuda, -logits, 6 * logits, freed=logits), "no GPU, nothing known of its memory"
     monkeypatch.setattr(matching, "memory_of", lambda device: 5 * logits)
-    assert worth(cuda, -logits, 6 * logits, freed=logits)
-    assert FuseLinearCrossEntropy(worth).apply(graph.graph) == 0, "not on the CPU"
+    assert cost.pays(cuda, -logits, 6 * logits, freed=logits)
+    assert FuseLinearCrossEntropy(cost).apply(graph.graph) == 0, "not on the CPU"
     assert FuseLinearCrossEntropy(FusionCost("linear_cross_entropy")).apply(graph.graph) == 1
     assert FuseLinearCrossEntropy(FusionCost("linear_cross_entropy")).apply(graph.graph) == 0, "idempotent"
 

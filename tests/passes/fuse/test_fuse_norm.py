@@ -334,7 +334,7 @@ def test_nothing_is_fused_unless_asked_for() -> None:
         (graph,) = rewritten(Block(), torch.randn(9, 32), fuse=fuse)
         assert count(graph, NORM) == 0
         torch._dynamo.reset()
-    assert not FuseNorm(FusionCost("auto")).worth(torch.device("cuda"), 0, 0)
+    assert not FuseNorm(FusionCost("auto")).cost.pays(torch.device("cuda"), 0, 0)
 
 
 def test_one_graph_for_every_number_of_rows() -> None:

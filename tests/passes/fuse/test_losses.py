@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional as F
 
-from ampcompile.passes.fuse.losses import leave_rows_whole, losses, repeated
+from ampcompile.passes.fuse.losses import keep_rows_whole, losses, repeat_views
 from ampcompile.torch_private import tracing
 from tests.passes.captured import captured, settled
 
@@ -71,9 +71,9 @@ def test_views_are_repeated_without_the_cast() -> None:
     graph = loss.node.graph
     source = loss.path[0].args[0].args[0]
     views = [loss.logits, *loss.path]
-    assert leave_rows_whole(views)
+    assert keep_rows_whole(views)
     with tracing.on_fakes_of(graph.owning_module), graph.inserting_before(loss.node):
-        again = repeated(views, source)
+        again = repeat_views(views, source)
     # What could be seen as rows when it was float32, and dense, must be copied now.
     assert again.target is torch.ops.aten.reshape.default and again.meta["val"].shape == (9, 5)
     x = low(3, 4, 5)
@@ -101,4 +101,4 @@ def _value(node: Any, source: Node, x: Tensor) -> Any:
 def test_rows_are_known_to_stay_whole(f: Any, whole: bool) -> None:
     graph = settled(captured(lambda x: f(x).exp(), low(3, 4, 5), dtype=None)).graph
     path = [node for node in graph.nodes if node.op == "call_function"][:-1]
-    assert leave_rows_whole(path) == whole
+    assert keep_rows_whole(path) == whole

@@ -64,14 +64,19 @@ def test_what_isnt_such_a_value(f: object, dtype: torch.dtype) -> None:
 def test_counts_decide_unless_the_user_does(monkeypatch: pytest.MonkeyPatch) -> None:
     auto, asked = matching.FusionCost("auto"), matching.FusionCost("norm+linear")
     assert auto.considers("norm") and asked.considers("norm") and not asked.considers("cross_entropy")
-    assert asked(CPU, 0, 10) and asked(CUDA, None, None)
-    assert auto(CUDA, 25, 100) and not auto(CUDA, 24, 100) and not auto(CUDA, 0, 0) and not auto(CUDA, None, 100)
-    assert not auto(CPU, 100, 100)
-    assert not auto(CUDA, 0, 100, freed=10**12)  # there is no GPU whose memory it would be a part of
+    assert asked.pays(CPU, 0, 10) and asked.pays(CUDA, None, None)
+    assert (
+        auto.pays(CUDA, 25, 100)
+        and not auto.pays(CUDA, 24, 100)
+        and not auto.pays(CUDA, 0, 0)
+        and not auto.pays(CUDA, None, 100)
+    )
+    assert not auto.pays(CPU, 100, 100)
+    assert not auto.pays(CUDA, 0, 100, freed=10**12)  # there is no GPU whose memory it would be a part of
     monkeypatch.setattr(matching, "memory_of", lambda device: 10**13)
-    assert auto(CUDA, 0, 100, freed=10**12) and not auto(CUDA, 0, 100, freed=10**12 - 1)
+    assert auto.pays(CUDA, 0, 100, freed=10**12) and not auto.pays(CUDA, 0, 100, freed=10**12 - 1)
     monkeypatch.setattr(matching, "usable", lambda: False)
-    assert not auto(CUDA, 100, 100) and not asked(CUDA, 100, 100) and asked(CPU, 100, 100)
+    assert not auto.pays(CUDA, 100, 100) and not asked.pays(CUDA, 100, 100) and asked.pays(CPU, 100, 100)
 
 
 def test_nothing_is_looked_for_on_the_cpu_by_default() -> None:

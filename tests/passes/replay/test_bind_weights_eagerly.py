@@ -14,7 +14,7 @@ def traced(f):
 
 
 def test_an_eager_graph_differentiates_twice_with_gradients_in_the_weights_dtype() -> None:
-    graph, weight, copy = traced(lambda w, c: (weight_copy(w, c).float() ** 3).sum())
+    graph, weight, copy = traced(lambda w, c: (weight_copy(w, c, c.dtype).float() ** 3).sum())
     assert BindWeightsEagerly().apply(graph) == 1
     assert BindWeightsEagerly().apply(graph) == 0
     graph.recompile()

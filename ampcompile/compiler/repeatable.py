@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ampcompile.passes.analysis.op_traits import STATISTICS, STATISTICS_UNREAD_IF, has
-from ampcompile.passes.analysis.schema import arguments_of, by_name, name_of, written_by
+from ampcompile.passes.analysis.schema import arguments_by_name, arguments_of, name_of, written_arguments
 from ampcompile.torch_private.types import OpOverload
 
 
@@ -23,7 +23,7 @@ def only_updates_statistics(value: Node) -> bool:
 def _updates_statistics(user: Node, value: Node) -> bool:
     if not has(user.target, STATISTICS_UNREAD_IF.keys()):
         return False
-    given = by_name(user.target, user.args, user.kwargs)
+    given = arguments_by_name(user.target, user.args, user.kwargs)
     as_what = {name for name, argument in given.items() if argument is value}
     return bool(given[STATISTICS_UNREAD_IF[name_of(user.target)]]) and as_what <= STATISTICS
 
@@ -32,7 +32,7 @@ def _updates_itself(user: Node, value: Node) -> bool:
     if not isinstance(user.target, OpOverload) or user.users:
         return False
     first = arguments_of(user.target)[0].name
-    return first in written_by(user.target) and user.args[0] is value and user.all_input_nodes == [value]
+    return first in written_arguments(user.target) and user.args[0] is value and user.all_input_nodes == [value]
 
 
 class RandomNumbersDrawn(Exception):

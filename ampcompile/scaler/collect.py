@@ -1,0 +1,235 @@
+"""What the fused step of an optimizer works on: gathered anew in each step, looked at closely when it is new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampcompile.kernels.adam import AdamGroup, AdamTensors
+from ampcompile.kernels.sgd import SgdGroup, SgdTensors
+from ampcompile.torch_private.tensor_guards import TensorGuards
+
+from .conditions import (
+    NotFusedError,
+    number,
+    require_kernels,
+    require_no_overlap,
+    require_plain_tensors,
+    require_state,
+    require_torchs_own_step,
+)
+from .steps import new_step, require_counts
+
+Group = Mapping[str, Any]
+
+
+class Family(NamedTuple):
+    """What one kind of optimizer has of its own."""
+
+    tensors: type[AdamTensors] | type[SgdTensors]
+    settings: Callable[[Group], Any]
+    """The settings of a parameter group."""
+    kind: Callable[[Group], tuple[bool, ...]]
+    """Those that decide whether a step is fused, and which states it has."""
+    prepare: Callable[[Any, Tensor, Group], None]
+    """Make a parameter's state as torch does, if there is none, and check it; the first argument has all states."""
+    read: Callable[[Any, Sequence[Tensor], Sequence[int]], dict[str, Any]]
+    """The states of some parameters of an optimizer, by their groups' numbers; fails if one is missing."""
+
+
+class Known(NamedTuple):
+    """What was found to be right for a step, and stays right while all this is as it was."""
+
+    kind: object
+    guards: TensorGuards
+    addresses: list[int]
+    devices: dict[torch.device, list[int]]
+    """Which of the parameters are where."""
+
+
+def collect(
+    optimizer: Any, known: dict[bool, Known], only_grads: bool = False
+) -> dict[torch.device, AdamTensors | SgdTensors]:
+    """Gather what the fused step of `optimizer` works on, by device; raises `NotFusedError` where it can't be taken.
+
+    Creates the optimizer's state where it is missing, as its own step would. `only_grads` is enough for a check.
+    `known` is kept between calls: what is of the same kind and at the same address as last time is right again.
+    """
+    require_torchs_own_step(optimizer)
+    family = SGD if isinstance(optimizer, torch.optim.SGD) else ADAM
+    groups = optimizer.param_groups
+    settings = [family.settings(group) for group in groups]
+    entries = [
+        (param, grad, index)
+        for index, group in enumerate(groups)
+        for param in group["params"]
+        if (grad := param.grad) is not None
+    ]
+    if not entries:
+        return {}
+    params, grads, group_of = map(list, zip(*entries, strict=True))
+    lists: dict[str, Any] = {"params": params, "grads": grads}
+    states = {} if only_grads else _read(family, optimizer, params, group_of)
+    tensors = _all_of(lists | (states or {}))
+    kind = [*map(family.kind, groups), group_of, amp_aware(optimizer)]
+    last = known.get(only_grads)
+    if states is None or last is None or last.kind != kind or not last.guards.hold(tensors):
+        last = None
+        require_right_tensors(optimizer, **lists)
+        if not only_grads:
+            if family is ADAM:
+                require_counts(optimizer, {param.device for param in params})
+            for param, index in zip(params, group_of, strict=True):
+                family.prepare(optimizer.state, param, groups[index])
+        states = {} if only_grads else family.read(optimizer, params, group_of)
+        tensors = _all_of(lists | states)
+    addresses = list(map(Tensor.data_ptr, tensors))
+    if last is None or last.addresses != addresses:
+        if last is not None:
+            require_no_overlap(params)
+            require_no_overlap(grads)
+        guards = TensorGuards(tensors) if last is None else last.guards
+        last = known[only_grads] = Known(kind, guards, addresses, _places(params))
+    lists |= states | {"group_of": group_of}
+    return {
+        device: family.tensors(settings, **(lists if len(places) == len(params) else _chosen(lists, places)), same=last)
+        for device, places in last.devices.items()
+    }
+
+
+def require_right_tensors(optimizer: Any, params: list[Tensor], grads: list[Tensor]) -> None:
+    """Raise where the kernels can't take these weights and gradients."""
+    for param, grad in zip(params, grads, strict=True):
+        require_plain_tensors(param, grad)
+    # torch unscales float16 gradients only inside fused optimizers; elsewhere they are its error to raise.
+    if not amp_aware(optimizer) and any(grad.dtype is torch.float16 for grad in grads):
+        raise NotFusedError("gradients are float16")
+    require_kernels({param.device.type for param in params})
+    require_no_overlap(params)
+    require_no_overlap(grads)
+
+
+def amp_aware(optimizer: Any) -> bool:
+    """Whether an optimizer unscales and skips by itself, as torch's fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _read(family: Family, optimizer: Any, params: list[Tensor], group_of: list[int]) -> dict[str, Any] | None:
+    try:
+        return family.read(optimizer, params, group_of)
+    except (KeyError, TypeError):  # some aren't there yet
+        return None
+
+
+def _all_of(lists: dict[str, Any]) -> list[Any]:
+    return [tensor for row in lists.values() for tensor in row if tensor is not None]
+
+
+def _places(params: list[Tensor]) -> dict[torch.device, list[int]]:
+    places: dict[torch.device, list[int]] = {}
+    for i, param in enumerate(params):
+        places.setdefault(param.device, []).append(i)
+    return places
+
+
+def _chosen(lists: dict[str, Any], places: list[int]) -> dict[str, list[Any]]:
+    return {name: [row[i] for i in places] for name, row in lists.items()}
+
+
+def learning_rate(value: float | Tensor) -> float | Tensor:
+    """A learning rate as a number or, so that a captured graph sees it change, as a tensor on the GPU."""
+    on_gpu = isinstance(value, Tensor) and value.is_cuda and not value.requires_grad
+    return value if on_gpu else number(value)
+
+
+def _adam_settings(group: Group) -> AdamGroup:
+    beta1, beta2 = group["betas"]
+    return AdamGroup(
+        learning_rate(group["lr"]),
+        number(beta1),
+        number(beta2),
+        group["eps"],
+        number(group["weight_decay"]),
+        group["decoupled_weight_decay"],
+        group["maximize"],
+    )
+
+
+def _prepare_adam(states: Any, param: Tensor, group: Group) -> None:
+    state = states[param]
+    if not state:
+        state["step"] = new_step(param, group)
+        for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
+            state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    step = state.get("step")
+    if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.numel() != 1:
+        raise NotFusedError("its step counts aren't float32 tensors")
+    if step.device != param.device:
+        state["step"] = step.to(param.device, non_blocking=True)
+    for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
+        require_state(state.get(name), param)
+
+
+def _read_adam(optimizer: Any, params: Sequence[Tensor], group_of: Sequence[int]) -> dict[str, Any]:
+    states = list(map(optimizer.state.get, params))
+    means, squares, steps = zip(*map(itemgetter("exp_avg", "exp_avg_sq", "step"), states), strict=True)
+    peaks: list[Tensor | None] = [None] * len(params)
+    if any(amsgrad := [group["amsgrad"] for group in optimizer.param_groups]):
+        peaks = [s["max_exp_avg_sq"] if amsgrad[i] else None for s, i in zip(states, group_of, strict=True)]
+    return {"exp_avgs": means, "exp_avg_sqs": squares, "max_exp_avg_sqs": peaks, "steps": steps}
+
+
+def _sgd_settings(group: Group) -> SgdGroup:
+    return SgdGroup(
+        learning_rate(group["lr"]),
+        group["momentum"],
+        group["dampening"],
+        group["nesterov"],
+        number(group["weight_decay"]),
+        group["maximize"],
+    )
+
+
+def _prepare_sgd(states: Any, param: Tensor, group: Group) -> None:
+    """With a momentum of zeros the first step is as torch's."""
+    assert param.grad is not None
+    mixed = param.grad.dtype != param.dtype and not group["fused"]  # torch's fused step raises
+    if mixed and group["weight_decay"] and group["maximize"]:
+        raise NotFusedError(f"torch decays weights in {param.grad.dtype}, the gradients' type")
+    if group["momentum"] == 0:
+        return
+    state = states[param]
+    if state.get("momentum_buffer") is None:
+        if group["dampening"] != 0:
+            raise NotFusedError("a first step with dampening isn't like the others")
+        if mixed and not group["weight_decay"]:
+            raise NotFusedError(f"torch keeps momentum in {param.grad.dtype}, the gradients' type")
+        state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    require_state(state["momentum_buffer"], param)
+
+
+def _read_sgd(optimizer: Any, params: Sequence[Tensor], group_of: Sequence[int]) -> dict[str, Any]:
+    moving = [group["momentum"] != 0 for group in optimizer.param_groups]
+    states = optimizer.state
+    buffers = [states[p]["momentum_buffer"] if moving[i] else None for p, i in zip(params, group_of, strict=True)]
+    return {"momentum_buffers": buffers}
+
+
+ADAM = Family(
+    AdamTensors,
+    _adam_settings,
+    lambda group: (group["amsgrad"], group["fused"], group["capturable"]),
+    _prepare_adam,
+    _read_adam,
+)
+SGD = Family(
+    SgdTensors,
+    _sgd_settings,
+    lambda group: (group["momentum"] != 0, bool(group["weight_decay"]), group["maximize"], group["fused"]),
+    _prepare_sgd,
+    _read_sgd,
+)

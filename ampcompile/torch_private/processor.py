@@ -1,0 +1,34 @@
+"""Which 16-bit types this CPU multiplies in hardware, as torch and oneDNN tell, and what the user caps them to."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+
+_NO_BFLOAT16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"})
+"""The values of `ONEDNN_MAX_CPU_ISA` with which oneDNN leaves units for bfloat16 unused."""
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether the CPU has units for products of a 16-bit floating type and may use them; if not, it emulates them.
+
+    `ONEDNN_MAX_CPU_ISA` and `ATEN_CPU_CAPABILITY` make a CPU one that lacks them. On other processors than x86-64 only
+    what torch says of bfloat16 counts, and float16 is taken to be there.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return dtype == torch.float16 or _onednn_takes(dtype)
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
+        return False
+    cap = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    if dtype == torch.bfloat16 and cap.upper() in _NO_BFLOAT16:
+        return False
+    units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return _onednn_takes(dtype) and (dtype == torch.float16 or units)
+
+
+def _onednn_takes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN runs a type; of bfloat16 it also says so where it only emulates it."""
+    ops = torch.ops.mkldnn
+    return bool(ops._is_mkldnn_fp16_supported() if dtype == torch.float16 else ops._is_mkldnn_bf16_supported())

@@ -1,0 +1,34 @@
+"""Many tensors rounded to 16-bit types at once, each into a float32 tensor that exists already (CPU)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import native
+
+
+def round_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
+    """Write each weight, rounded to nearest in its dtype, into its copy, as float32; raise the copies' versions.
+
+    `weights`: dense, of any floating dtype; `copies`: float32 of the same shapes and strides. Other types than
+    float32 are rounded to it first, as torch does. Reads and writes 4 bytes an element.
+    """
+    if not copies:
+        return
+    weights = [weight.float() for weight in weights]
+    if not native.available():
+        round_many_reference_(copies, weights, dtypes)
+        return
+    codes = np.array([native.DTYPE_CODES[dtype] for dtype in dtypes], dtype=np.int64)
+    native.call("round_many", len(copies), native.sizes(weights), native.addresses(weights, copies), codes)
+    torch.autograd.graph.increment_version(list(copies))
+
+
+def round_many_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
+    """The same in plain torch, by way of a 16-bit tensor."""
+    for copy, weight, dtype in zip(copies, weights, dtypes, strict=True):
+        copy.copy_(weight.to(dtype))

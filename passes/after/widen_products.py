@@ -1,0 +1,137 @@
+"""After differentiation, where the CPU only emulates a 16-bit type: products read and give float32, rounded as before.
+
+Operands are rounded already, and products of 11-bit mantissas are exact in float32: what float32's kernels sum is what
+units for the type would sum, and one rounding at the end gives eager's dtype. Emulation takes 1.2 to 13 times as long.
+Inductor fuses the widening and the rounding with what stands around; weights whose copies are held as float32 need no
+widening at all.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node, map_arg
+
+from ampcompile.kernels import packed_linear
+from ampcompile.kernels.packed_linear import PACKED_LINEAR
+from ampcompile.passes.analysis.commuting import rebuild, same_layout
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, REARRANGES, has
+from ampcompile.passes.analysis.sizes import product_hint
+from ampcompile.passes.graph import graphs
+from ampcompile.torch_private import dispatcher, tracing
+from ampcompile.torch_private.pytree import tree_leaves
+
+ATEN = torch.ops.aten
+CONVERT = torch.ops.prims.convert_element_type.default
+WIDE = torch.float32
+FEWEST_ROWS, SMALLEST = 8, 1 << 22
+"""Rows, and multiplications, from which oneDNN's float32 product was measured to be faster than MKL's: up to 2.3 times
+with AVX-512 on an AMD processor, where MKL has AVX2 code alone, and 1.1 times with AVX2."""
+
+
+@dataclass(frozen=True)
+class WidenProducts:
+    """`dtypes`: those that are emulated. For a joint or inference graph; returns the number of products widened."""
+
+    dtypes: frozenset[torch.dtype]
+    name = "widen_products"
+    exact = False  # sums are float32's: added up in another order than the emulation's
+    fate = ""
+
+    def apply(self, gm: GraphModule) -> int:
+        return sum(map(self._widen_in, graphs(gm)))
+
+    def _widen_in(self, gm: GraphModule) -> int:
+        widened = 0
+        with tracing.on_fakes_of(gm), torch.no_grad():
+            for node in list(gm.graph.nodes):
+                if has(node.target, PRODUCTS_AFTER) and any(map(self._emulated, node.all_input_nodes)):
+                    widened += self._widen(node)
+        return widened
+
+    def _emulated(self, node: Node) -> bool:
+        value = node.meta.get("val")
+        return isinstance(value, torch.Tensor) and value.dtype in self.dtypes and value.device.type == "cpu"
+
+    def _widen(self, node: Node) -> bool:
+        """Put the product in float32 in the place of `node`, unless it would lay its results out in another way."""
+        target, args = dispatcher.without_out_dtype(node.target, node.args)
+
+        def wide_fake(operand: Node) -> Any:
+            value = operand.meta["val"]
+            return value.to(WIDE) if self._emulated(operand) else value
+
+        found = target(*map_arg(args, wide_fake), **map_arg(node.kwargs, wide_fake))
+        values = list(zip(_tensors(node.meta["val"]), _tensors(found), strict=True))
+        if not all(same_layout(before, after) for before, after in values):
+            return False
+        graph = node.graph
+        with graph.inserting_before(node):
+            args, kwargs = map_arg((args, node.kwargs), self._widened)
+            if _suits_onednn(target, args, kwargs):
+                target, args, kwargs = PACKED_LINEAR, _as_linear(args), {}
+            new = graph.call_function(target, args, kwargs)
+            new.meta = {**node.meta, "val": found}
+            if isinstance(found, torch.Tensor):
+                node.replace_all_uses_with(_converted(new, node.meta["val"].dtype))
+        for part in list(node.users):  # of a product with several results
+            with graph.inserting_before(part):
+                result = graph.call_function(operator.getitem, (new, part.args[1]))
+                result.meta = {**part.meta, "val": found[part.args[1]]}
+                part.replace_all_uses_with(_converted(result, part.meta["val"].dtype))
+            graph.erase_node(part)
+        graph.erase_node(node)
+        return True
+
+    def _widened(self, operand: Node) -> Node:
+        """An operand in float32: a weight's copy as it is held, if it is held so."""
+        if not self._emulated(operand):
+            return operand
+        path: list[Node] = []
+        base = operand
+        while has(base.target, REARRANGES):
+            path.insert(0, base)
+            base = base.args[0]
+        if has(base.target, CONVERSIONS_AFTER) and base.args[0].meta.get("amp_rounded") is base.meta["val"].dtype:
+            return rebuild(path, base.args[0])
+        return _converted(operand, WIDE)
+
+
+def _suits_onednn(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a product is one that oneDNN's float32 kernel takes, and large enough to pay for its longer start."""
+    if target not in (ATEN.mm.default, ATEN.addmm.default) or not packed_linear.available(WIDE):
+        return False
+    *added, a, b = args
+    if kwargs or any(bias.meta["val"].dim() != 1 for bias in added):
+        return False
+    rows, depth = a.meta["val"].shape
+    columns = b.meta["val"].shape[1]
+    return (product_hint(rows) or 0) >= FEWEST_ROWS and (product_hint(rows, depth, columns) or 0) >= SMALLEST
+
+
+def _as_linear(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of `PACKED_LINEAR` for those of an `mm` or `addmm`, its second matrix the other way round."""
+    *added, a, b = args
+    if b.target is ATEN.permute.default or b.target is ATEN.t.default:
+        turned = b.args[0]
+    else:
+        turned = b.graph.call_function(ATEN.permute.default, (b, [1, 0]))
+        turned.meta = {**b.meta, "val": b.meta["val"].permute(1, 0)}
+    return (a, turned, turned, *(added or [None]))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _converted(node: Node, dtype: torch.dtype) -> Node:
+    """`node` in a dtype, right where the graph is being inserted into."""
+    value = node.meta["val"]
+    if value.dtype == dtype:
+        return node
+    cast = node.graph.call_function(CONVERT, (node, dtype))
+    cast.meta = {**node.meta, "val": value.to(dtype)}
+    return cast

@@ -1,0 +1,54 @@
+"""What a step reads of its tensors: built once for the same ones, and again for others."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ampcompile.kernels.adam import AdamGroup, adam_
+from ampcompile.kernels.step import table_of
+from tests.scaler.cases import adam_tensors, assert_equal
+
+GROUPS = [AdamGroup(0.01, 0.9, 0.99, 1e-3, 0.1, True, False)]
+
+
+def test_the_table_says_where_everything_lies() -> None:
+    tensors = adam_tensors(GROUPS, torch.float16, sizes=(3, 5))
+    tensors.copies = [None, torch.empty(5, dtype=torch.bfloat16), None]
+    table = table_of(tensors, {})
+    assert table.numels.tolist() == [3, 5, 63] and table.group_of.tolist() == [0, 0, 0]
+    grads, params, means, squares, peaks, steps, copies = table.addresses
+    for row, those in ((grads, tensors.grads), (params, tensors.params), (steps, tensors.steps)):
+        assert row.tolist() == [tensor.data_ptr() for tensor in those]
+    assert means[1] == tensors.exp_avgs[1].data_ptr() and squares[1] == tensors.exp_avg_sqs[1].data_ptr()
+    assert peaks[0] == 0 != peaks[1] and copies.tolist() == [0, tensors.copies[1].data_ptr(), 0]
+    kinds = [(*kind, chosen.tolist()) for *kind, chosen in table.kinds]
+    usual = torch.float16, torch.bfloat16
+    assert kinds == [(*usual, False, [0]), (*usual, True, [1, 2])], "one without a copy goes with the others"
+
+
+def test_it_is_built_once_for_the_same_tensors_and_copies() -> None:
+    tensors, workspace = adam_tensors(GROUPS), {}
+    assert table_of(tensors, workspace) is not table_of(tensors, workspace), "nobody says that they are the same"
+    tensors.same = object()
+    table = table_of(tensors, workspace)
+    assert table_of(tensors, workspace) is table
+    assert table_of(replace(tensors, groups=[replace(GROUPS[0], lr=1.0)]), workspace) is table
+    assert table_of(replace(tensors, same=object()), dict(workspace)) is not table
+    moved = replace(tensors, copies=[None if c is None else c.clone() for c in tensors.copies])
+    assert not np.array_equal(table_of(moved, workspace).addresses, table.addresses)
+    retyped = replace(tensors, copies=[None if c is None else c.view(torch.bfloat16) for c in tensors.copies])
+    assert table_of(retyped, workspace).codes[1].tolist() != table.codes[1].tolist()
+
+
+@pytest.mark.parametrize("same", [None, "these"])
+def test_settings_are_read_at_each_step(same: object) -> None:
+    results = []
+    for workspace in ({}, None):
+        torch.manual_seed(0)
+        tensors = adam_tensors(GROUPS)
+        for lr in (0.1, 0.2):
+            adam_(replace(tensors, groups=[replace(GROUPS[0], lr=lr)], same=same), None, None, workspace)
+        results.append(tensors.params)
+    assert_equal(*results)

@@ -1,0 +1,146 @@
+"""Products of emulated types run in float32: which, on which operands, with which numbers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ampcompile.kernels.packed_linear import PACKED_LINEAR
+from ampcompile.passes.after.bind_weights import BindWeights
+from ampcompile.passes.after.widen_products import CONVERT, WidenProducts
+from ampcompile.passes.weight_copy import weight_copy
+from tests.compiling import same_bits
+
+aten = torch.ops.aten
+LOW, HALF = torch.bfloat16, torch.float16
+WIDEN = WidenProducts(frozenset({LOW, HALF}))
+
+
+def traced(f: Callable[..., Any], *args: Tensor) -> GraphModule:
+    return make_fx(f, tracing_mode="fake")(*args)
+
+
+def count(gm: GraphModule, *ops: Any) -> list[int]:
+    gm.graph.lint()
+    return [len(gm.graph.find_nodes(op="call_function", target=op)) for op in ops]
+
+
+def low(*shape: int, dtype: torch.dtype = LOW) -> Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+def attention(x: Tensor) -> Any:
+    return aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x, 0.0, True)
+
+
+def convolution_gradients(x: Tensor, w: Tensor) -> Any:
+    out = [0, 0]
+    return aten.convolution_backward.default(x, x, w, [3], [1, 1], out, [1, 1], False, out, 1, [True, True, True])
+
+
+FIRES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "mm": (torch.mm, [(5, 7), (7, 3)]),
+    "mm of views": (lambda a, b: a.t() @ b[1:].t(), [(7, 5), (4, 7)]),
+    "addmm": (lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=2), [(3,), (5, 7), (7, 3)]),
+    "bmm": (torch.bmm, [(2, 5, 7), (2, 7, 3)]),
+    "baddbmm": (torch.baddbmm, [(2, 5, 3), (2, 5, 7), (2, 7, 3)]),
+    "mv": (torch.mv, [(5, 7), (7,)]),
+    "dot": (torch.dot, [(7,), (7,)]),
+    "convolution": (lambda x, w: aten.convolution(x, w, None, [1], [1], [1], False, [0], 1), [(2, 3, 9), (4, 3, 3)]),
+    "transposed": (lambda x, w: aten.convolution(x, w, None, [2], [0], [1], True, [0], 1), [(2, 3, 9), (3, 4, 3)]),
+    "its gradients": (convolution_gradients, [(2, 3, 5, 5), (3, 3, 1, 1)]),
+    "attention": (attention, [(1, 2, 6, 8)]),
+}
+
+
+@pytest.mark.parametrize("dtype", [LOW, HALF])
+@pytest.mark.parametrize("name", FIRES)
+def test_fires_and_is_rounded_once(name: str, dtype: torch.dtype) -> None:
+    f, shapes = FIRES[name]
+    args = [low(*shape, dtype=dtype) for shape in shapes]
+    gm = traced(f, *args)
+    assert WIDEN.apply(gm) == 1
+    gm.graph.lint()
+    gm.recompile()
+    wide = [n for n in gm.graph.nodes if n.target is CONVERT and n.args[1] is torch.float32]
+    assert wide, "its operands are widened"
+    found, before = gm(*args), f(*args)
+    exact = f(*(arg.double() for arg in args))
+    results = zip(*(v if isinstance(v, tuple) else (v,) for v in (found, before, exact)), strict=True)
+    for ours, theirs, true in results:
+        assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+        ulp = torch.finfo(ours.dtype).eps * true.abs().clamp_min(1e-3)
+        assert ((ours.double() - true).abs() <= 0.51 * ulp + 1e-5 * true.abs().max()).all()
+    assert WIDEN.apply(gm) == 0
+
+
+DECLINES: dict[str, tuple[Callable[..., Any], torch.dtype, str]] = {
+    "float32": (lambda x: x @ x.t(), torch.float32, "cpu"),
+    "no product": (lambda x: x * x, LOW, "cpu"),
+    "another device": (lambda x: x @ x.t(), LOW, "meta"),
+}
+
+
+@pytest.mark.parametrize("name", DECLINES)
+def test_declines(name: str) -> None:
+    f, dtype, device = DECLINES[name]
+    gm = traced(f, torch.ones(3, 3, dtype=dtype, device=device))
+    assert WIDEN.apply(gm) == 0
+
+
+def test_the_other_type_stays() -> None:
+    gm = traced(lambda a, b: (a @ a.t(), b @ b.t()), low(3, 3), low(3, 3, dtype=HALF))
+    assert WidenProducts(frozenset({HALF})).apply(gm) == 1
+    (product,) = (n for n in gm.graph.nodes if n.target is aten.mm.default and n.meta["val"].dtype == LOW)
+    assert product.args[0].op == "placeholder"
+
+
+def test_a_product_that_writes_float32_isnt_rounded() -> None:
+    a, b = low(5, 7), low(7, 3)
+    with torch._subclasses.FakeTensorMode():
+        gm = make_fx(lambda a, b: aten.mm.dtype(a, b, torch.float32))(
+            *(torch.empty(t.shape, dtype=LOW, device="cuda") for t in (a, b))
+        )
+    for node in gm.graph.nodes:  # no CPU kernel: the graph is written as if there were one
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            with node.meta["val"].fake_mode:
+                node.meta["val"] = torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+    assert WIDEN.apply(gm) == 1
+    gm.recompile()
+    assert count(gm, aten.mm.dtype, aten.mm.default) == [0, 1]
+    assert torch.equal(gm(a, b), a.float() @ b.float())
+
+
+def test_a_copy_held_as_float32_is_read_as_it_is() -> None:
+    weight = torch.randn(6, 4)
+    copy, x = weight.to(LOW).float(), low(5, 4)
+
+    def f(w: Tensor, c: Tensor, x: Tensor) -> Any:
+        read = weight_copy(w, c, LOW)
+        return x @ read.t(), read.view(-1)[:3] * 2
+
+    gm = traced(f, weight, copy, x)
+    assert BindWeights().apply(gm) == 1 and WIDEN.apply(gm) == 1
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    (product,) = gm.graph.find_nodes(op="call_function", target=aten.mm.default)
+    turned = product.args[1]
+    assert turned.target is aten.t.default and turned.args[0].op == "placeholder"
+    found = gm(weight, copy, x)
+    assert same_bits(found, ((x.float() @ copy.t()).to(LOW), copy.to(LOW).view(-1)[:3] * 2))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [4, 64])
+def test_large_products_go_to_onednn(rows: int, bias: bool) -> None:
+    a, b, c = low(rows, 256), low(256, 1024 if rows == 4 else 256), low(1024 if rows == 4 else 256)
+    gm = traced((lambda a, b, c: torch.addmm(c, a, b)) if bias else (lambda a, b, c: (a @ b) * 1), a, b, c)
+    assert WIDEN.apply(gm) == 1
+    gm.recompile()
+    assert count(gm, PACKED_LINEAR) == [rows == 64 and torch.backends.mkldnn.is_available()]
+    exact = a.double() @ b.double() + (c.double() if bias else 0)
+    assert (gm(a, b, c).double() - exact).abs().max() <= torch.finfo(LOW).eps * exact.abs().max()

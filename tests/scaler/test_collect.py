@@ -1,0 +1,202 @@
+"""What was looked at once is trusted while nothing moved, and whatever the user changes between two steps counts."""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ampcompile.scaler import collect as collecting
+from ampcompile.scaler.collect import collect
+from ampcompile.scaler.conditions import NotFusedError
+from ampcompile.scaler.grad_scaler import GradScaler
+from tests.scaler.cases import assert_close, params_with, scaled
+
+Change = Callable[[Any, list[nn.Parameter]], Any]
+OPTIMIZERS = {
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    "SGD without momentum": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.1),
+    "Adam fused, amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.1, amsgrad=True, fused=True),
+}
+
+
+def add_group(optimizer: Any, params: list[nn.Parameter]) -> None:
+    params.append(nn.Parameter(torch.full((3, 3), 0.5)))
+    optimizer.add_param_group({"params": params[-1:], "lr": 0.3})
+
+
+def load(optimizer: Any, params: list[nn.Parameter]) -> None:
+    optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+
+
+def other_state(optimizer: Any, params: list[nn.Parameter]) -> None:
+    for param in params[:2]:
+        for name, value in optimizer.state[param].items():
+            if name != "step" and isinstance(value, torch.Tensor):
+                optimizer.state[param][name] = value * 2
+
+
+def swap_states(optimizer: Any, params: list[nn.Parameter]) -> None:
+    state = optimizer.state
+    if state:
+        state[params[0]], state[params[1]] = state[params[1]], state[params[0]]
+
+
+def forget_a_state(optimizer: Any, params: list[nn.Parameter]) -> None:
+    optimizer.state.pop(params[1], None)
+
+
+def move_to_another_group(optimizer: Any, params: list[nn.Parameter]) -> None:
+    first, second = optimizer.param_groups[:2]
+    second["params"].insert(0, first["params"].pop())
+
+
+def set_all(name: str, value: Any) -> Change:
+    def change(optimizer: Any, params: list[nn.Parameter]) -> None:
+        for group in optimizer.param_groups:
+            if name in group:
+                group[name] = value
+
+    return change
+
+
+def transpose(optimizer: Any, params: list[nn.Parameter]) -> None:
+    """At the same address: the state that there is has other strides then."""
+    params[0].data = params[0].data.t()
+
+
+CHANGES: dict[str, Change] = {
+    "nothing": lambda optimizer, params: None,
+    "gradients elsewhere": lambda o, params: [setattr(p, "grad", torch.zeros_like(p)) for p in params],
+    "a gradient is missing": lambda o, params: setattr(params[1], "grad", None),
+    "all gradients are missing": lambda o, params: [setattr(p, "grad", None) for p in params],
+    "a weight elsewhere": lambda o, params: setattr(params[0], "data", params[0].data.clone()),
+    "a weight transposed in place": transpose,
+    "frozen": lambda o, params: params[2].requires_grad_(False),
+    "a group added": add_group,
+    "a state loaded": load,
+    "other tensors of state": other_state,
+    "states swapped": swap_states,
+    "a state forgotten": forget_a_state,
+    "a parameter in another group": move_to_another_group,
+    "a learning rate": set_all("lr", 0.01),
+    "a learning rate that is a tensor": set_all("lr", torch.tensor(0.01)),
+    "betas": set_all("betas", (0.5, 0.6)),
+    "weight decay": set_all("weight_decay", 0.3),
+    "maximize": set_all("maximize", True),
+    "momentum": set_all("momentum", 0.5),
+    "no momentum": set_all("momentum", 0.0),
+    "amsgrad off": set_all("amsgrad", False),
+}
+
+
+def fill(params: list[nn.Parameter], seed: int, missing: bool) -> None:
+    """In place where there is a gradient; `missing` ones stay so."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        values = torch.randn(param.shape, generator=generator) * 2.0**10
+        if param.grad is not None and param.grad.stride() == param.stride():
+            param.grad.copy_(values)
+        elif not missing or param.grad is not None:
+            param.grad = torch.empty_like(param).detach().copy_(values)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_after_a_change_between_two_steps_training_is_torchs(kind: str, change: str) -> None:
+    results = []
+    for make in (GradScaler, torch.amp.GradScaler):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(5))]
+        optimizer = OPTIMIZERS[kind]([{"params": params[:2]}, {"params": params[2:], "lr": 0.2}])
+        scaler = make("cpu", init_scale=2.0**10)
+        scaler.scale(torch.ones(()))
+        for step in range(7):
+            if step == 4:
+                CHANGES[change](optimizer, params)
+            fill(params, step, missing="missing" in change and step > 3)
+            if any(param.grad is not None for param in params):
+                if make is GradScaler:
+                    scaler.clip_grad_norm_(optimizer, 1.0)
+                else:
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(params, 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        results.append(([*params], [optimizer.state.get(param, {}) for param in params]))
+    (ours, states), (theirs, their_states) = results
+    assert_close(ours, theirs)
+    for state, expected in zip(states, their_states, strict=True):
+        for name, value in expected.items():
+            if isinstance(value, torch.Tensor):
+                assert_close([state[name]], [value])
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many weights were looked at closely."""
+    seen: list[int] = []
+    look = collecting.require_plain_tensors
+    monkeypatch.setattr(collecting, "require_plain_tensors", lambda *pair: seen.append(1) or look(*pair))
+    return seen
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_what_is_as_it_was_is_not_looked_at_again(kind: str, looks: list[int]) -> None:
+    params = params_with(1.0, 2.0)
+    optimizer, scaler = OPTIMIZERS[kind](params), scaled()
+    for step in range(5):
+        if step:
+            looks.clear()
+        for param in params:
+            param.grad = torch.ones_like(param)  # where the allocator puts it
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert bool(looks) == (step == 0)
+    known = scaler._records[optimizer].known[False]
+    scaler.step(optimizer)
+    assert scaler._records[optimizer].known[False] is known, "at the same addresses too"
+
+
+def test_what_is_known_of_an_optimizer_keeps_no_tensor_alive() -> None:
+    params = params_with(1.0)
+    optimizer, scaler = torch.optim.AdamW(params), scaled()
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    held = [params[0].grad, *optimizer.state[params[0]].values(), params[0]]
+    storages = [tensor.untyped_storage()._weak_ref() for tensor in held]
+    optimizer.zero_grad()
+    optimizer.state.clear()
+    optimizer.param_groups[0]["params"].clear()
+    del params, held
+    assert all(map(torch.UntypedStorage._expired, storages))
+    for each in storages:
+        torch.UntypedStorage._free_weak_ref(each)
+
+
+def test_gradients_that_moved_onto_one_another_are_refused() -> None:
+    params, known = params_with(1.0, 1.0), {}
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    collect(optimizer, known)
+    flat = torch.ones(4)
+    params[0].grad, params[1].grad = flat[:3], flat[1:]
+    with pytest.raises(NotFusedError, match="share memory"):
+        collect(optimizer, known)
+    params[1].grad = torch.ones(3)
+    assert collect(optimizer, known)
+
+
+def test_tensors_of_two_devices_are_collected_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = params_with(1.0, 2.0, 3.0)
+    places = {torch.device("cuda", 0): [0, 2], torch.device("cuda", 1): [1]}
+    monkeypatch.setattr(collecting, "_places", lambda params: places)
+    work = collect(torch.optim.AdamW(params), {})
+    assert list(work) == list(places)
+    for device, chosen in places.items():
+        assert [id(param) for param in work[device].params] == [id(params[i]) for i in chosen]
+        assert len(work[device].steps) == len(work[device].group_of) == len(chosen)

@@ -1,0 +1,119 @@
+"""How a callable was compiled can be told, and Dynamo forgets what was compiled to be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampcompile.torch_private import dynamo_caches, joint_graphs
+
+
+class Counting:
+    """A backend that counts the graphs it is given."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        return gm.forward
+
+
+def sin(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+class Compiled(nn.Linear):
+    def __init__(self, backend: Any) -> None:
+        super().__init__(2, 2)
+        self.compile(backend=backend, dynamic=False)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda backend: (sin, torch.compile(sin, backend=backend, dynamic=False)),
+        lambda backend: (model := nn.Linear(2, 2), torch.compile(model, backend=backend, dynamic=False)),
+        lambda backend: (model := Compiled(backend), model),
+    ],
+    ids=["function", "module", "module.compile"],
+)
+def test_what_torch_compile_was_given_is_told(make: Callable[[Any], tuple[Any, Any]]) -> None:
+    backend = Counting()
+    original, compiled = make(backend)
+    told = dynamo_caches.how_compiled(compiled)
+    assert told is not None and told.original is original and told.dynamic is False
+    assert dynamo_caches._innermost(told.backend) is backend
+
+
+@pytest.mark.parametrize("f", [sin, nn.ReLU(), 3])
+def test_what_was_not_compiled_says_so(f: Any) -> None:
+    assert dynamo_caches.how_compiled(f) is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_dynamo_forgets_one_backend_and_keeps_the_others(fails: bool) -> None:
+    def f(x: Tensor) -> Tensor:
+        return x.sin()
+
+    kept, dropped = Counting(), Counting()
+    others, looked_at = (torch.compile(f, backend=backend) for backend in (kept, dropped))
+    others(torch.ones(2))
+    for _ in range(2):
+        try:
+            with dynamo_caches.dynamo_as_it_was(dropped):
+                looked_at(torch.ones(2))
+                looked_at(torch.ones(2))
+                if fails:
+                    raise KeyError
+        except KeyError:
+            assert fails
+    assert dropped.graphs == 2, "compiled anew, once each time"
+    others(torch.ones(2))
+    assert kept.graphs == 1
+
+
+def test_sizes_that_were_seen_meanwhile_are_not_learnt() -> None:
+    """Else the next call with a third size would be compiled for all of them."""
+
+    def f(x: Tensor) -> Tensor:
+        return x.sin()
+
+    sizes: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        sizes.extend(value.shape[0] for value in inputs if isinstance(value, Tensor))
+        return gm.forward
+
+    looked_at = Counting()
+    with dynamo_caches.dynamo_as_it_was(looked_at):
+        for size in (2, 3):
+            torch.compile(f, backend=looked_at)(torch.ones(size))
+    torch.compile(f, backend=backend)(torch.ones(4))
+    assert sizes == [4] and type(sizes[0]) is int
+
+
+def test_backward_is_lowered_with_forward() -> None:
+    """AOTAutograd compiles both before the first call, where it waits for a backward by itself."""
+    x = torch.randn(3, requires_grad=True)
+
+    def lowered() -> int:
+        graphs: list[Any] = []
+
+        def interpret(graph: torch.fx.GraphModule) -> Any:
+            graphs.append(graph)
+            return lambda args: torch.fx.Interpreter(graph).boxed_run(args)
+
+        gm = torch.fx.symbolic_trace(lambda x: (sin(x),))
+        joint_graphs.aot_interpreted(gm, [x], interpret, interpret)
+        return len(graphs)
+
+    assert lowered() == 1
+    with dynamo_caches.all_lowered_now():
+        assert torch._inductor.config.force_disable_caches
+        assert lowered() == 2
+    assert not torch._inductor.config.force_disable_caches

@@ -1,0 +1,85 @@
+"""Graphs that Dynamo shares between modules of one class can be kept apart, and compiled modules are noticed inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampcompile.torch_private import dynamo_modules, patches
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("shift", torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x * self.weight + self.shift
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Breaks(), Breaks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize(("guarded", "graphs"), [(False, 1), (True, 2)])
+def test_modules_with_names_get_graphs_of_their_own_after_a_graph_break(guarded: bool, graphs: int) -> None:
+    """The first case says that Dynamo still shares one graph."""
+    model = Two()
+    names = {str(id(module)): name for name, module in model.named_modules() if name}
+    count = 0
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        nonlocal count
+        count += any(node.op == "call_function" for node in gm.graph.nodes)
+        if guarded:
+            dynamo_modules.guard_modules_of_frame(gm, names)
+        return gm.forward
+
+    compiled, x = torch.compile(model, backend=backend), torch.randn(3)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(compiled(x), model(x))
+    assert count == graphs
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_compiled_module_inside_of_another_is_told(ours: bool) -> None:
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        return gm.forward
+
+    told: list[str] = []
+    inner = torch.compile(nn.Linear(3, 3), backend=backend)
+    watch = dynamo_modules.watch_inlined_modules(lambda found: (found.compiler_fn is backend) == ours, told.append)
+    with patches.replaced("VariableBuilder.wrap_module", watch):
+        torch.compile(nn.Sequential(inner, nn.ReLU()), backend="eager")(torch.randn(2, 3))
+    assert bool(told) == ours and set(told) <= {"Linear"}
+
+
+def test_parameters_and_buffers_are_told_from_other_inputs() -> None:
+    model, loose, found = Breaks(), torch.randn(3), {}
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            found[value.data_ptr()] = dynamo_modules.is_registered(node)
+        return gm.forward
+
+    x = torch.randn(3)
+    torch.compile(lambda x: (x * model.weight + model.shift) * loose, backend=backend)(x)
+    assert found == {
+        model.weight.data_ptr(): True, model.shift.data_ptr(): True, x.data_ptr(): False, loose.data_ptr(): False
+    }  # fmt: skip
+
+
+def test_what_no_source_is_known_of_counts_as_registered() -> None:
+    assert dynamo_modules.is_registered(torch.fx.Graph().placeholder("x"))

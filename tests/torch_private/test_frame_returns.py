@@ -1,0 +1,158 @@
+"""What a frame computes and returns is known before its graph is compiled, and may be replaced there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampcompile.torch_private import frame_returns, patches
+
+PLACE = "OutputGraph.compile_subgraph"
+FACTOR = 1.0
+
+
+def double(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def run(f: Any, *args: Any, act: Callable[[Any], None], backend: Any = "eager") -> Any:
+    """What `f` returns, compiled while `act(frame)` is called at the end of each of its frames."""
+    with patches.replaced(PLACE, frame_returns.watch_returns(act)):
+        return torch.compile(f, backend=backend)(*args)
+
+
+def computed(f: Any, *args: Any) -> tuple[int, bool]:
+    """How many float32 tensors the frame of a call computes and returns, and whether it returns no others."""
+    told: list[tuple[int, bool]] = []
+
+    def act(frame: Any) -> None:
+        tensors, all_of_them = frame_returns.computed_and_returned(frame, torch.float32)
+        told.append((len(tensors), all_of_them))
+
+    run(f, *args, act=act)
+    (only,) = told
+    return only
+
+
+@dataclasses.dataclass
+class Output:
+    loss: Tensor
+    logits: Any = None
+
+
+kept: list[Tensor] = []
+
+
+def keeps_a_result(x: Tensor) -> Tensor:
+    y = x.sin()
+    kept.append(y)
+    return y
+
+
+def hands_on_what_another_object_holds(x: Tensor) -> Tensor:
+    output = Output(x.sin())
+    return output.loss
+
+
+@pytest.mark.parametrize(
+    ("f", "expected"),
+    [
+        (lambda x: x.sin(), (1, True)),
+        (lambda x: (x.sin(), [x.cos(), {"a": x.tan()}]), (3, True)),
+        (lambda x: Output(x.sin(), logits=(x.cos(), x.tan())), (3, True)),
+        (lambda x: (x.sin(), x.double().sin(), 3), (1, True)),
+        (lambda x: (x.sin(), x), (1, True)),
+        (lambda x: x[1:], (0, True)),
+        (hands_on_what_another_object_holds, (1, True)),
+        (keeps_a_result, (0, False)),
+    ],
+)
+def test_what_a_frame_computes_is_told_from_what_was_there_and_what_stays(f: Any, expected: tuple[int, bool]) -> None:
+    assert computed(f, torch.randn(3)) == expected
+
+
+def test_after_a_graph_break_what_was_there_may_be_of_the_frame_before() -> None:
+    def breaks(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y, x.cos()
+
+    names: list[str] = []
+    told: list[Any] = []
+
+    def act(frame: Any) -> None:
+        names.append(frame.f_code.co_name)
+        tensors, all_of_them = frame_returns.computed_and_returned(frame, torch.float32)
+        told.append((len(tensors), all_of_them))
+
+    run(breaks, torch.randn(3), act=act)
+    assert told == [(1, False)]
+    assert names[0].startswith(f"{frame_returns.RESUMED}breaks_at_")
+
+
+def test_results_are_replaced_each_once_with_a_note() -> None:
+    notes: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        notes.extend(node.meta["amp_note"] for node in gm.graph.nodes if node.target is double)
+        return gm.forward
+
+    def act(frame: Any) -> None:
+        tensors, _ = frame_returns.computed_and_returned(frame, torch.float32)
+        frame_returns.replace(frame, tensors, double, "a note")
+
+    def f(x: Tensor) -> Any:
+        y = x.sin()
+        return y, {"again": y, "other": x.cos()}
+
+    x = torch.randn(3)
+    first, others = run(f, x, act=act, backend=backend)
+    assert torch.equal(first, 2 * x.sin()) and others["again"] is first
+    assert torch.equal(others["other"], 2 * x.cos())
+    assert notes == ["a note"] * 2
+
+
+def test_a_guard_on_a_constant_compiles_anew_where_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[float] = []
+
+    def act(frame: Any) -> None:
+        ends.append(FACTOR)
+        frame_returns.guard_on(frame, __name__, "FACTOR")
+
+    with patches.replaced(PLACE, frame_returns.watch_returns(act)):
+        compiled, x = torch.compile(lambda x: x.sin(), backend="eager"), torch.randn(3)
+        for factor in (1.0, 1.0, 2.0, 1.0):
+            monkeypatch.setitem(globals(), "FACTOR", factor)
+            compiled(x)
+    assert ends == [1.0, 2.0]
+
+
+def test_between_the_call_of_a_module_and_its_forward_stand_the_calls_that_are_listed() -> None:
+    import sys
+
+    frames: list[Any] = []
+
+    class Looks(nn.Module):
+        def forward(self) -> None:
+            frame = sys._getframe(1)
+            while frame.f_code is not here:
+                frames.append(frame.f_code)
+                frame = frame.f_back
+
+    here = sys._getframe().f_code
+    Looks()()
+    assert frames and set(frames) == {f.__code__ for f in frame_returns.CALLS_OF_MODULES}
+
+
+def test_memory_is_shared_by_views_and_told_of_fake_tensors_too() -> None:
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.empty(3)
+    for x in (torch.randn(3), fake):
+        assert frame_returns.memory_of(x) == frame_returns.memory_of(x[1:]) is not None
+    assert frame_returns.memory_of(torch.randn(3)) is not frame_returns.memory_of(torch.eye(2).to_sparse()) is None
+    assert frame_returns.memory_of(3) is None

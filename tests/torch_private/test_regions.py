@@ -1,0 +1,50 @@
+"""The calls that bound regions in a traced graph are those that torch's own contexts make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from torch import Tensor
+
+from ampcompile.torch_private import regions, tracing
+
+
+@pytest.mark.parametrize(
+    ("region", "begins", "ends"),
+    [
+        (lambda: torch.autocast("cpu"), regions.ENTER_AUTOCAST, regions.EXIT_AUTOCAST),
+        (torch.no_grad, regions.SET_GRAD_ENABLED, regions.SET_GRAD_ENABLED),
+        (torch.inference_mode, regions.ENTER_INFERENCE, regions.EXIT_INFERENCE),
+    ],
+)
+def test_dynamo_records_where_a_region_begins_and_ends(
+    region: Callable[[], AbstractContextManager[object]], begins: object, ends: object
+) -> None:
+    graphs = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        graphs.append(gm.graph)
+        return gm.forward
+
+    def f(x: Tensor) -> Tensor:
+        with region():
+            y = x.sin()
+        return y.cos()
+
+    torch.compile(f, backend=backend, fullgraph=True)(torch.randn(3))
+    targets = [node.target for node in graphs[0].nodes if node.op == "call_function"]
+    assert targets == [begins, ends]
+
+
+def test_gradients_switched_off_stay_calls_in_a_trace() -> None:
+    def f(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = x.sin()
+        return x * y
+
+    graph = tracing.trace_pre_dispatch(f, [torch.randn(3, requires_grad=True)], lambda *_: False).graph
+    switches = [node.args for node in graph.nodes if node.target is regions.SET_GRAD_ENABLED]
+    assert switches == [(False,), (True,)]
