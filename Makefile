@@ -24,6 +24,8 @@ JOBS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 PYTEST := -P -m pytest
 SLOW := # make test SLOW=1 runs the tests marked slow or ci too
 ARGS :=
+# One GPU serves a few processes; each of them starts compilers of its own. Without the plugins tests run one by one.
+GPU_PLUGINS = $(shell $(PYTHON) -c 'import pytest_timeout, xdist' 2>/dev/null && printf %s '-n 4 --timeout=300')
 MATRIX := 2.11 2.15
 CORE := --ignore=tests/benchmarks --ignore=tests/examples
 
@@ -66,7 +68,8 @@ rooms: $(READY) ## docs/rooms.md, from the pipeline, the imports and the docstri
 	$(PYTHON) -m tests.rooms_page
 
 test-gpu: $(READY) ## the tests that need a CUDA device
-	$(PYTHON) $(PYTEST) -m gpu $(ARGS)
+	@test -n "$(GPU_PLUGINS)" || echo "without pytest-xdist or pytest-timeout: one process, and no limit to a test's time"
+	$(PYTHON) $(PYTEST) -m gpu $(GPU_PLUGINS) $(ARGS)
 
 bench: $(TOOLS) ## benchmarks on this CPU, and docs/benchmarks.md from all results
 	$(PYTHON) -m benchmarks --device cpu $(ARGS)

@@ -2,15 +2,17 @@
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 PATIENCE = 300.0
-"""Seconds that one answer may take; compilation takes longest."""
+"""Seconds that one answer may take, unless the asker has more; compilation takes longest."""
 LEAVE = 10.0
 """Seconds that a process has to end once nobody listens."""
 
@@ -22,21 +24,32 @@ class FailedError(Exception):
 class Apart:
     """An object in another process."""
 
-    def __init__(self, line: Connection) -> None:
-        self.line = line
+    def __init__(self, line: Connection, process: BaseProcess) -> None:
+        self.line, self.process, self.patience = line, process, PATIENCE
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Call a method there. Raises FailedError if that raises, if the process dies, or after PATIENCE seconds."""
+        """Call a method there. Raises FailedError if that raises, if the process dies, or after `patience` seconds:
+        then the process is killed, so that it doesn't go on compiling beside the others.
+        """
         try:
             self.line.send((method, args))
-            if not self.line.poll(PATIENCE):
-                raise FailedError(f"no answer within {PATIENCE:.0f} s")
+            if not self.line.poll(self.patience):
+                self.kill()
+                raise FailedError(f"no answer within {self.patience:.0f} s")
             answer, failure = self.line.recv()
         except (EOFError, OSError):
             raise FailedError("its process died") from None
         if failure:
             raise FailedError(failure)
         return answer
+
+    def kill(self) -> None:
+        """End the process and those that it started, as the workers of a compiler, at once."""
+        if self.process.is_alive() and self.process.pid:
+            with suppress(ProcessLookupError):  # it has begun, but leads no group yet
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
+            self.process.join()
 
 
 @contextmanager
@@ -49,17 +62,18 @@ def apart(make: Callable[..., Any], *args: Any, caches: Path) -> Iterator[Apart]
     with mock.patch.dict(os.environ, folders):
         process.start()
     there.close()  # so that a process that died is noticed, not waited for
+    other = Apart(here, process)
     try:
-        yield Apart(here)
-    finally:
+        yield other
         here.close()
         process.join(LEAVE)
-        if process.is_alive():
-            process.kill()
-            process.join()
+    finally:
+        here.close()
+        other.kill()
 
 
 def _serve(line: Connection, make: Callable[..., Any], *args: Any) -> None:
+    os.setsid()  # a group of its own, which ends as a whole
     served = None
     while True:
         try:
@@ -70,4 +84,9 @@ def _serve(line: Connection, make: Callable[..., Any], *args: Any) -> None:
             served = served or make(*args)
             line.send((getattr(served, method)(*arguments), ""))
         except Exception as error:
-            line.send((None, f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]))
+            line.send((None, in_one_line(error)))
+
+
+def in_one_line(error: Exception) -> str:
+    """What an exception says first."""
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]

@@ -1,6 +1,6 @@
 """Single kernels, ours and the nearest there is, on the tensors of a GPT; and what the machine itself can do."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -13,7 +13,9 @@ from ampcompile.kernels.adam import AdamGroup, AdamTensors, adam_, adam_referenc
 from ampcompile.kernels.check_grads import check_grads, check_grads_reference
 from ampcompile.kernels.linear_cast import linear_cast, linear_cast_reference
 from ampcompile.kernels.unscale import unscale_, unscale_reference_
+from benchmarks.apart import in_one_line
 from benchmarks.architectures import build
+from benchmarks.memory import extra_bytes
 from benchmarks.peers import AMP
 from benchmarks.records import Row
 
@@ -40,7 +42,7 @@ class Kernel:
 def limits(device: str) -> Iterator[Kernel]:
     """Copying, and multiplying matrices."""
     elements = 2**26 if device == "cpu" else 2**29
-    source, target = torch.ones(elements, device=device), torch.empty(elements, device=device)
+    source, target = torch.randn(elements, device=device), torch.empty(elements, device=device)
     yield Kernel("copy", 8 * elements, 0, {"torch": partial(target.copy_, source)})
     side = 2048 if device == "cpu" else 8192
     for dtype in (torch.float32, torch.bfloat16):
@@ -62,7 +64,7 @@ def step_kernels(model: str, device: str) -> Iterator[Kernel]:
         3 * count,
         {
             AMP: lambda: check_grads(grads, scale, None, 1.0, workspace),
-            COMPILED: _compiled(check_grads_reference, grads, scale, None, 1.0),
+            COMPILED: compiled(check_grads_reference, grads, scale, None, 1.0),
             "torch: get_total_norm": lambda: torch.nn.utils.get_total_norm(grads),
         },
     )
@@ -73,7 +75,7 @@ def step_kernels(model: str, device: str) -> Iterator[Kernel]:
         count,
         {
             AMP: lambda: unscale_(grads, flip, found_inf, workspace),
-            COMPILED: _compiled(unscale_reference_, grads, flip, found_inf),
+            COMPILED: compiled(unscale_reference_, grads, flip, found_inf),
             "torch: foreach": lambda: torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, flip),
         },
     )
@@ -84,7 +86,7 @@ def step_kernels(model: str, device: str) -> Iterator[Kernel]:
         16 * count,
         {
             AMP: lambda: adam_(ours, one, found_inf, workspace),
-            COMPILED: _compiled(adam_reference_, theirs, one, found_inf),
+            COMPILED: compiled(adam_reference_, theirs, one, found_inf),
             "torch: fused": _torch_adamw(params, grads).step,
         },
     )
@@ -94,26 +96,37 @@ def linear_kernels(device: str) -> Iterator[Kernel]:
     """A linear layer whose float32 weight is cast in every call: few rows, then many, then with the backward."""
     features = 1024 if device == "cpu" else 8192
     weight, bias = torch.randn(features, features, device=device), torch.randn(features, device=device)
-    unable = {AMP: "the kernel is one for GPUs: on the CPU it is its reference"} if device == "cpu" else {}
-    for rows in (1, 16, 512 if device == "cpu" else 8192):
+    for rows in (1, 16, 512) if device == "cpu" else (1, 16, 64, 256, 8192):
         x = torch.randn(rows, features, device=device, dtype=torch.bfloat16)
-        candidates: dict[str, Callable[[], object]] = {} if unable else {AMP: partial(linear_cast, x, weight, bias)}
-        candidates[COMPILED] = _compiled(linear_cast_reference, x, weight, bias)
+        given = x, weight, bias
+        candidates = {AMP: compiled(linear_cast, *given), COMPILED: compiled(linear_cast_reference, *given)}
         bytes_moved = 4 * weight.numel() + 4 * x.numel()
-        yield Kernel(f"linear, weight cast, {rows} rows", bytes_moved, 2 * rows * weight.numel(), candidates, unable)
+        yield Kernel(f"linear, weight cast, {rows} rows", bytes_moved, 2 * rows * weight.numel(), candidates)
     leaves = [x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
     upstream = torch.randn_like(x)
-
-    def trained(layer: Callable[..., Tensor]) -> None:
-        torch.autograd.grad(layer(*leaves), leaves, upstream)
-
-    candidates = {} if unable else {AMP: partial(trained, linear_cast)}
-    candidates[COMPILED] = partial(trained, torch.compile(linear_cast_reference))
-    bytes_moved = (
-        12 * weight.numel() + 12 * x.numel()
-    )  # the weight twice and its gradient; x, the result, the gradients
+    candidates = {
+        AMP: trained(linear_cast, leaves, upstream),
+        COMPILED: trained(linear_cast_reference, leaves, upstream),
+    }
+    bytes_moved = 12 * weight.numel() + 12 * x.numel()  # the weight twice, its gradient; x, the result, the gradients
     name = f"linear, weight cast, {rows} rows, with its backward"
-    yield Kernel(name, bytes_moved, 6 * rows * weight.numel(), candidates, unable)
+    yield Kernel(name, bytes_moved, 6 * rows * weight.numel(), candidates)
+
+
+def gradient_kernels(device: str) -> Iterator[Kernel]:
+    """The gradient of a weight: a product that writes float32, and one of 16 bits that a loop of Inductor's widens."""
+    for rows, features, outputs in ((64, 32, 48),) if device == "cpu" else ((8192, 768, 3072), (8192, 4096, 4096)):
+        x, grad = (torch.randn(rows, width, device=device, dtype=torch.bfloat16) for width in (features, outputs))
+
+        def wide(grad: Tensor, x: Tensor) -> Tensor:
+            return torch.mm(grad.t(), x, out_dtype=torch.float32)
+
+        def rounded(grad: Tensor, x: Tensor) -> Tensor:
+            return torch.mm(grad.t(), x).float()
+
+        candidates = {AMP: compiled(wide, grad, x), COMPILED: compiled(rounded, grad, x)}
+        bytes_moved, flops = 2 * (x.numel() + grad.numel()) + 4 * features * outputs, 2 * rows * features * outputs
+        yield Kernel(f"gradient of a weight, {outputs}x{features}, {rows} rows", bytes_moved, flops, candidates)
 
 
 def _adam_state(params: list[Tensor], grads: list[Tensor]) -> AdamTensors:
@@ -139,14 +152,35 @@ def _torch_adamw(params: list[Tensor], grads: list[Tensor]) -> torch.optim.Optim
     return torch.optim.AdamW(weights, lr=3e-4, fused=True)
 
 
-def _compiled(reference: Callable[..., object], *args: Any) -> Callable[[], object]:
-    compiled = torch.compile(reference)
-    return lambda: compiled(*args)
+def compiled(function: Callable[..., object], *args: Any) -> Callable[[], object]:
+    """A call of a function as Inductor compiles it for these sizes."""
+    run = torch.compile(function, dynamic=False)
+    return lambda: run(*args)
+
+
+def trained(
+    function: Callable[..., Any], given: Sequence[Tensor], grads: Any = None, of: Sequence[Tensor] = ()
+) -> Callable[[], object]:
+    """`differentiated`, as Inductor compiles the function for these sizes."""
+    return differentiated(torch.compile(function, dynamic=False), given, grads, of)
+
+
+def differentiated(
+    run: Callable[..., Any], given: Sequence[Tensor], grads: Any = None, of: Sequence[Tensor] = ()
+) -> Callable[[], object]:
+    """Forward and backward, for the gradients of all that is given, or of some tensors alone."""
+    return lambda: torch.autograd.grad(run(*given), of or given, grads)
 
 
 def measure(make: Callable[..., Iterator[Kernel]], *args: Any) -> list[Row]:
     """Rows of every kernel that `make(*args)` gives, its candidates timed in turn."""
-    return [row for kernel in make(*args) for row in _measured(kernel)]
+    rows: list[Row] = []
+    try:
+        for kernel in make(*args):
+            rows += _measured(kernel)
+    except Exception as error:  # what an illegal access leaves is a device that can't do anything any more
+        rows.append(Row(f"the rest of {getattr(make, '__name__', 'them')}", AMP, why=in_one_line(error)))
+    return rows
 
 
 def _measured(kernel: Kernel) -> list[Row]:
@@ -158,16 +192,21 @@ def _measured(kernel: Kernel) -> list[Row]:
             torch.cuda.synchronize()
         return (perf_counter() - start) / calls
 
-    calls = {}
+    calls, held, unable = {}, {}, dict(kernel.unable)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, call in kernel.candidates.items():
-        seconds(call, 2)
-        calls[name] = 1 + int(SECONDS / seconds(call, 1))
+        try:
+            seconds(call, 2)
+            held[name] = extra_bytes(device, call)
+            calls[name] = 1 + int(SECONDS / seconds(call, 1))
+        except Exception as error:  # one that is broken doesn't take the others along
+            unable[name] = in_one_line(error)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
-        for name, call in kernel.candidates.items():
-            times[name].append(seconds(call, calls[name]))
+        for name, times_of in times.items():
+            times_of.append(seconds(kernel.candidates[name], calls[name]))
     must = {"bytes": kernel.bytes, "flops": kernel.flops}
     return [
-        *(Row(kernel.name, name, {"seconds": seconds, **must}) for name, seconds in times.items()),
-        *(Row(kernel.name, name, why=why) for name, why in kernel.unable.items()),
+        *(Row(kernel.name, name, {"seconds": s, "peak_bytes": held[name], **must}) for name, s in times.items()),
+        *(Row(kernel.name, name, why=why) for name, why in unable.items()),
     ]

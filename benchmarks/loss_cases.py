@@ -1,7 +1,6 @@
 """Cross entropy of 16-bit logits, alone and with the layer before it: our kernels, Inductor's, Liger-Kernel's."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,9 +8,9 @@ from torch.nn import functional as F
 
 from ampcompile.kernels.cross_entropy import cross_entropy
 from ampcompile.kernels.linear_cross_entropy import linear_cross_entropy
-from benchmarks.kernel_cases import COMPILED, LIGER, Kernel
+from benchmarks.kernel_cases import COMPILED, LIGER, Kernel, differentiated, trained
 from benchmarks.peers import AMP, liger_unusable
-from benchmarks.row_cases import LOW, ON_CPU
+from benchmarks.row_cases import LOW
 
 
 def loss_kernels(device: str) -> Iterator[Kernel]:
@@ -53,20 +52,11 @@ def _case(
     ours: Callable[..., Tensor],
     theirs: Callable[..., Tensor],
 ) -> Kernel:
-    device = given[0].device.type
-
-    def trained(function: Callable[..., Tensor], given: list[Tensor]) -> None:
-        torch.autograd.grad(function(*given), given)
-
-    candidates: dict[str, Callable[[], object]] = {COMPILED: partial(trained, torch.compile(plain), given)}
-    unable = {AMP: ON_CPU} if device == "cpu" else {}
-    if not unable:
-        candidates[AMP] = partial(trained, torch.compile(ours), given)
-    if (why := liger_unusable(device)) is None:  # it writes over the logits in forward: tensors of its own
-        candidates[LIGER] = partial(trained, theirs, [tensor.detach().clone().requires_grad_() for tensor in given])
-    else:
-        unable[LIGER] = why
-    return Kernel(name, moved, flops, candidates, unable)
+    candidates = {COMPILED: trained(plain, given), AMP: trained(ours, given)}
+    why = liger_unusable(given[0].device.type)
+    if why is None:  # it writes over the logits in forward: tensors of its own
+        candidates[LIGER] = differentiated(theirs, [tensor.detach().clone().requires_grad_() for tensor in given])
+    return Kernel(name, moved, flops, candidates, {LIGER: why} if why else {})
 
 
 def _liger(target: Tensor) -> Callable[[Tensor], Tensor]:

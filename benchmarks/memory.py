@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,7 +24,20 @@ def peak_bytes(device: str) -> int:
     """Most bytes held since `forget_peak`: allocated on a CUDA device, else resident; 0 where unknown."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
+    return _status("VmHWM")
+
+
+def extra_bytes(device: str, call: Callable[[], object]) -> int:
+    """Most bytes that a call holds beyond what is held before it; 0 where unknown."""
+    forget_peak(device)
+    before = torch.cuda.memory_allocated() if device == "cuda" else _status("VmRSS")
+    call()
+    return max(peak_bytes(device) - before, 0)
+
+
+def _status(field: str) -> int:
+    """Bytes that Linux says of this process."""
     if sys.platform != "linux":
         return 0
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(fields["VmHWM"].removesuffix("kB"))
+    return 1024 * int(fields[field].removesuffix("kB"))

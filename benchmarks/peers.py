@@ -40,7 +40,7 @@ class Peer:
         if device == "cpu" and self.mode == "reduce-overhead":
             return "on a CPU reduce-overhead is the default mode: all it adds is CUDA graphs"
         if self.compiler == "thunder":
-            return _unusable("thunder", "lightning-thunder")
+            return unusable("thunder", "lightning-thunder")
         return None
 
     def around(self, device: str, dtype: torch.dtype) -> AbstractContextManager:
@@ -84,7 +84,8 @@ KNOWN = {
 }
 
 
-def _unusable(module: str, distribution: str) -> str | None:
+def unusable(module: str, distribution: str) -> str | None:
+    """Why a package can't be used here, or None."""
     try:
         found = version(distribution)
     except PackageNotFoundError:
@@ -98,12 +99,12 @@ def _unusable(module: str, distribution: str) -> str | None:
 
 def liger_unusable(device: str) -> str | None:
     """Why Liger-Kernel's kernels can't run here, or None."""
-    return (
-        _unusable("liger_kernel", "liger-kernel") if device == "cuda" else "its kernels are Triton's: they need a GPU"
-    )
+    return unusable("liger_kernel", "liger-kernel") if device == "cuda" else "its kernels are Triton's: they need a GPU"
 
 
 AMP = "amp"
+RELAXED = f"{AMP}, relaxed"
+"""Without eager autocast's roundings inside fused kernels, as Inductor computes by itself."""
 BASELINE = "Inductor + autocast"
 FUSING = tuple(f"{AMP}, fuse={family}" for family in ("none", *FUSE_FAMILIES))
 """Each family of fused kernels on, and all off; without a word the cost rule decides."""
@@ -126,6 +127,7 @@ PEERS = {
         Peer(LIMIT, "inductor", "converted"),
         Peer(f"{LIMIT}, reduce-overhead", "inductor", "converted", mode="reduce-overhead"),
         Peer(AMP, "amp", "compiled"),
+        Peer(RELAXED, "amp", "compiled", options=(("numerics", "relaxed"),)),
         Peer(f"{AMP}, max-autotune", "amp", "compiled", mode="max-autotune"),
         Peer(f"{AMP}, reduce-overhead", "amp", "compiled", mode="reduce-overhead"),
         Peer(BY_BLOCK[0], "inductor", "autocast", by_block=True),

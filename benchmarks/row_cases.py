@@ -1,18 +1,16 @@
 """Norms between 16-bit layers: our kernels, Inductor's and Liger-Kernel's, and the bytes to be moved."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ampcompile.kernels.group_norm import group_norm
 from ampcompile.kernels.norm import norm
-from benchmarks.kernel_cases import COMPILED, LIGER, Kernel
+from benchmarks.kernel_cases import COMPILED, LIGER, Kernel, differentiated, trained
 from benchmarks.peers import AMP, liger_unusable
 
 LOW = torch.bfloat16
-ON_CPU = "the kernel is one for GPUs: on the CPU it is its reference"
 Results = Sequence[Tensor]
 
 
@@ -68,25 +66,15 @@ def _case(
     ours: Callable[..., Results],
     theirs: Callable[[], Callable[..., Results]],
 ) -> Kernel:
-    device = given[0].device.type
     gradients = [torch.randn_like(result) for result in plain(*given)]
-
-    def trained(function: Callable[..., Results]) -> None:
-        torch.autograd.grad(function(*given), given, gradients)
-
-    candidates: dict[str, Callable[[], object]] = {COMPILED: partial(trained, torch.compile(plain))}
-    unable = {}
-    if device == "cpu":
-        unable[AMP] = ON_CPU
-    else:
-        candidates[AMP] = partial(trained, ours)
-    if (why := liger_unusable(device)) is None:
+    candidates = {COMPILED: trained(plain, given, gradients), AMP: trained(ours, given, gradients)}
+    why = liger_unusable(given[0].device.type)
+    if why is None:
         try:
-            candidates[LIGER] = partial(trained, theirs())
+            candidates[LIGER] = differentiated(theirs(), given, gradients)
         except ImportError as error:  # an older release has fewer kernels
             why = str(error)
-    unable |= {LIGER: why} if why else {}
-    return Kernel(name, moved, flops, candidates, unable)
+    return Kernel(name, moved, flops, candidates, {LIGER: why} if why else {})
 
 
 def _liger_layer() -> Callable[..., Results]:

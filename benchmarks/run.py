@@ -2,7 +2,9 @@
 
 import argparse
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -24,22 +26,29 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     found.add_argument("--out", type=Path, help="where to; by default a file in benchmarks/results/ named by machine")
     found.add_argument("--resume", action="store_true", help="leave out jobs that the file holds already")
-    found.add_argument("--minutes", type=float, default=float("inf"), help="begin no job after so many minutes")
+    found.add_argument(
+        "--minutes", type=float, default=0.0, help="stop after so many (0: never); a job cut off is left to do"
+    )
     found.add_argument("--budget", type=float, default=10.0, help="seconds to time one case (default %(default)s)")
     found.add_argument("--tiny", action="store_true", help="tiny models: tries everything, the times mean nothing")
+    found.add_argument("--rehearse", action="store_true", help="the jobs of --device cuda, tiny, on the CPU")
     return found
 
 
 def main(arguments: list[str]) -> int:
     """Run the jobs asked for; 1 if some were left for `--resume`."""
     options = parser().parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser().error(f"--device cuda: torch {torch.__version__} sees no CUDA device")
-    if options.tiny and not options.out:
-        parser().error("--tiny needs --out: its times don't belong among the results")
-    deadline = perf_counter() + 60 * options.minutes
+    plan = "cuda" if options.rehearse else options.device
+    options.device, options.tiny = ("cpu", True) if options.rehearse else (options.device, options.tiny)
+    if options.device == "cuda" and not (options.list or torch.cuda.is_available()):
+        parser().error(
+            f"--device cuda: torch {torch.__version__} sees no CUDA device; "
+            "--list names what would be measured, --rehearse --out FILE tries it on the CPU"
+        )
+    if options.tiny and not (options.out or options.list):
+        parser().error("--tiny and --rehearse need --out: their times don't belong among the results")
     with TemporaryDirectory() as seed:
-        setup = Setup(options.device, options.budget, options.tiny, Path(seed))
+        setup = Setup(options.device, plan, options.budget, options.tiny, Path(seed))
         known = stages(setup)
         if options.list:
             print("\n".join(f"{stage}: {'; '.join(jobs)}" for stage, jobs in known.items()))
@@ -48,13 +57,43 @@ def main(arguments: list[str]) -> int:
             parser().error(f"no stage is called {', '.join(sorted(unknown))}; there are {', '.join(known)}")
         chosen = [(stage, job) for stage in options.stages or known for job in known[stage]]
         records = opened(options, chosen)
-        sow(setup)
         left = [(stage, job) for stage, job in chosen if job not in records.stages.get(stage, {})]
-        while left and perf_counter() < deadline:
-            stage, job = left.pop(0)
-            do(records, stage, job, known[stage][job])
+        try:
+            with time_limit(60 * options.minutes):
+                if left:
+                    sow(setup)
+                while left:
+                    stage, job = left[0]
+                    do(records, stage, job, known[stage][job])
+                    left.pop(0)
+        except OutOfTimeError:
+            print(f"out of time in {': '.join(left[0])}" if left else "")
     print(records.path, f"lacks {len(left)} jobs: run again with --resume" if left else "is complete")
     return int(bool(left))
+
+
+class OutOfTimeError(BaseException):
+    """The time for this run is over. No failure of a peer's: nothing but the run itself catches it."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises OutOfTimeError meanwhile, after so many seconds (0: never), or where the process is asked to end."""
+
+    def stop(*_: object) -> None:
+        raise OutOfTimeError
+
+    numbers = [signal.SIGTERM, *([signal.SIGALRM] if seconds else [])]
+    before = [(number, signal.signal(number, stop)) for number in numbers]
+    if seconds:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        if seconds:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 def opened(options: argparse.Namespace, chosen: list[tuple[str, str]]) -> Records:

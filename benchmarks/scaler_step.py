@@ -27,6 +27,7 @@ ROUNDS = 25
 CASE = "clip and AdamW step under a GradScaler"
 STOCK = "torch: unscale_, clip_grad_norm_, fused AdamW, update"
 RECAST = f"{STOCK}, weights cast"
+APEX = "apex-like: 16-bit weights and gradients, float32 masters, fused AdamW"
 FOREACH = "torch: unscale_, clip_grad_norm_, foreach AdamW, update"
 INDUCTOR = "Inductor: the same arithmetic, compiled"
 BYTES = 34
@@ -52,6 +53,20 @@ def stock(params: Params, cast: bool = False, **options: Any) -> Callable[[], ob
             torch._foreach_copy_(copies, matrices)
 
     return step
+
+
+def masters(params: Params) -> Callable[[], object]:
+    """As apex's O2, by torch's multi-tensor kernels: gradients widened for the masters, weights written back."""
+    weights, step = [param.detach().bfloat16() for param in params], stock(params, fused=True)
+    low = [torch.randn_like(weight) * 2.0**16 for weight in weights]
+    grads = [param.grad for param in params if param.grad is not None]
+
+    def step_on_masters() -> None:
+        torch._foreach_copy_(grads, low)
+        step()
+        torch._foreach_copy_(weights, [param.detach() for param in params])
+
+    return step_on_masters
 
 
 def ours(params: Params) -> Callable[[], object]:
@@ -104,6 +119,7 @@ def inductor(params: Params) -> Callable[[], object]:
 CANDIDATES: dict[str, Callable[[Params], Callable[[], object]]] = {
     STOCK: lambda params: stock(params, fused=True),
     RECAST: lambda params: stock(params, cast=True, fused=True),
+    APEX: masters,
     FOREACH: lambda params: stock(params, foreach=True),
     INDUCTOR: inductor,
     AMP: ours,

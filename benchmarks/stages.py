@@ -11,7 +11,16 @@ from tempfile import TemporaryDirectory
 import torch
 
 from ampcompile.kernels import native
-from benchmarks import attention_cases, freshness, import_time, kernel_cases, loss_cases, row_cases, scaler_step
+from benchmarks import (
+    attention_cases,
+    freshness,
+    import_time,
+    kernel_cases,
+    loss_cases,
+    published_cases,
+    row_cases,
+    scaler_step,
+)
 from benchmarks.apart import apart
 from benchmarks.candidate import Candidate
 from benchmarks.compile_time import growth
@@ -21,6 +30,8 @@ from benchmarks.records import Row
 from benchmarks.works import Work, on_cpu, on_cuda, tiny
 
 Jobs = dict[str, Callable[[], list[Row]]]
+WHOLE_JOB = 540.0
+"""Seconds that a function may take which is a job by itself."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,9 @@ class Setup:
     """How a run measures."""
 
     device: str
+    """Where it runs."""
+    plan: str
+    """The device whose jobs these are: a rehearsal takes the jobs of a GPU, tiny, on the CPU."""
     budget: float
     """Seconds that the timing of one case takes, or so."""
     tiny: bool
@@ -43,41 +57,51 @@ class Setup:
     def call(self, function: Callable[..., list[Row]], *args: object) -> list[Row]:
         """The result of a function, called in a process of its own."""
         with self.caches() as caches, apart(partial, function, *args, caches=caches) as other:
+            other.patience = WHOLE_JOB
             return other.ask("__call__")
 
     def works(self) -> dict[str, tuple[Work, ...]]:
         """Stages that race peers on models."""
-        stages = on_cpu() if self.device == "cpu" else on_cuda()
+        stages = on_cpu() if self.plan == "cpu" else on_cuda()
         return {name: tuple(map(tiny, works)) if self.tiny else works for name, works in stages.items()}
 
 
 def stages(setup: Setup) -> dict[str, Jobs]:
-    """Every stage's jobs by name, in the order in which a full run takes them."""
+    """Every stage's jobs by name, in the order in which a full run takes them: on a GPU, by value."""
     racing: dict[str, Jobs] = {
         stage: {work.name: partial(race, work, setup.device, setup.budget, setup.caches) for work in works}
         for stage, works in setup.works().items()
     }
     compiling = setup.works()["training"][0]
     # Few and large tensors: the plain references are compiled with every tensor as an input of its own.
-    model = "tiny GPT 23M" if setup.tiny else "GPT 2x1024" if setup.device == "cpu" else "GPT 10x1024"
+    model = "tiny GPT 23M" if setup.tiny else "GPT 2x1024" if setup.plan == "cpu" else "GPT 10x1024"
     kernels: Jobs = {
         "limits": partial(setup.call, kernel_cases.measure, kernel_cases.limits, setup.device),
         "step": partial(setup.call, kernel_cases.measure, kernel_cases.step_kernels, model, setup.device),
     }
-    if setup.device == "cpu":
+    if setup.plan == "cpu":
         kernels["attention"] = partial(setup.call, kernel_cases.measure, attention_cases.attention_kernels)
-    fused: Jobs = {
-        "norm": partial(setup.call, kernel_cases.measure, row_cases.norm_kernels, setup.device),
-        "linear": partial(setup.call, kernel_cases.measure, kernel_cases.linear_kernels, setup.device),
-        "loss": partial(setup.call, kernel_cases.measure, loss_cases.loss_kernels, setup.device),
+    for_gpus = {
+        "norm": row_cases.norm_kernels,
+        "linear": kernel_cases.linear_kernels,
+        "gradient": kernel_cases.gradient_kernels,
+        "loss": loss_cases.loss_kernels,
     }
-    if setup.device != "cpu" or setup.tiny:  # a fused op on the CPU is its reference, there to be compared with
-        kernels |= fused
-    stepped = "tiny GPT 23M" if setup.tiny else "GPT 23M" if setup.device == "cpu" else "GPT 124M"
+    if setup.plan == "cuda":  # a fused op on the CPU is its reference, there to be compared with
+        kernels |= {
+            name: partial(setup.call, kernel_cases.measure, make, setup.device) for name, make in for_gpus.items()
+        }
+    published: Jobs = {
+        make.__name__: partial(setup.call, kernel_cases.measure, make, setup.device) for make in published_cases.CASES
+    }
+    stepped = "tiny GPT 23M" if setup.tiny else "GPT 23M" if setup.plan == "cpu" else "GPT 124M"
     passes: Jobs = {"passes": partial(setup.call, pass_growth, (1, 3) if setup.tiny else (16, 32, 64, 128, 256))}
+    first = {"broken": racing.pop("broken")} if setup.plan == "cuda" else {}
     return {
+        **first,
         "kernels": kernels,
         "scaler": {stepped: partial(setup.call, scaler_step.measure, stepped, setup.device)},
+        **({"published": published} if setup.plan == "cuda" else {}),
         **racing,
         "growth": passes | racing["growth"],
         "compile": {compiling.name: partial(cold_and_warm, compiling, setup)},
@@ -119,4 +143,5 @@ def sow(setup: Setup) -> None:
 
 def _compile_something(device: str) -> None:
     torch.compile(lambda x: (x + 1).relu())(torch.ones(64, 64, device=device))
-    native.available()
+    if device == "cpu":
+        native.available()

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from benchmarks.architectures import TINY
-from benchmarks.peers import AMP, BASELINE, BY_BLOCK, FUSING, LIMIT, PEERS
+from benchmarks.peers import AMP, BASELINE, BY_BLOCK, FUSING, LIMIT, PEERS, RELAXED
 
-ALL = tuple(name for name in PEERS if name not in (*FUSING, *BY_BLOCK))
+ALL = tuple(name for name in PEERS if name not in (*FUSING, *BY_BLOCK, RELAXED))
 CORE = ("eager fp32", "eager autocast", "Inductor fp32", BASELINE, LIMIT, AMP)
 RIVALS = ("eager autocast", BASELINE, LIMIT, AMP)
-MIXED = ("eager autocast", BASELINE, AMP)
 ARCHITECTURES = {"BERT": 16, "T5": 16, "ViT": 224, "ResNet-50": 224, "UNet": 64}
 """And the length of the one input that inference is measured on."""
 
@@ -39,13 +38,15 @@ class Work:
     """The steps to measure; none means inference."""
     checkpoint: bool = False
     dtype: str = "bfloat16"
+    group: str = ""
+    """What these peers have in common, where others run the same model and input in another job."""
 
     @property
     def name(self) -> str:
         """What tables call it."""
         shape = f"{self.batch}x{self.length}"
         more = ", checkpointing" * self.checkpoint + ", float16" * (self.dtype == "float16")
-        return f"{self.model}, {shape}{more}"
+        return f"{self.model}, {shape}{more}" + f" ({self.group})" * bool(self.group)
 
     def cases(self) -> Iterator[tuple[str, Steps | None]]:
         """Name and steps of each thing to time, once the model is compiled."""
@@ -86,30 +87,69 @@ def on_cpu() -> dict[str, tuple[Work, ...]]:
 
 
 def on_cuda() -> dict[str, tuple[Work, ...]]:
-    """Works of the racing stages, each stage some minutes on one GPU."""
-    modes = tuple(name for name in ALL if name.endswith(("max-autotune", "reduce-overhead")))
+    """Works of the racing stages for one GPU, by value: what decides most comes first.
+
+    A job holds few peers, each of which needs a minute or more to compile and memory of its own until the job ends;
+    Inductor under autocast stands in each group, so that ratios are taken within a run.
+    """
+    measured = (AMP, RELAXED)  # always both: what the roundings of numerics="eager" cost
+    rivals = ("eager autocast", BASELINE, LIMIT, *measured)
+    mixed = (BASELINE, *measured)
+    frozen = ("Inductor + autocast, freezing", "Thunder + autocast")
+    graphs = tuple(f"{name}, reduce-overhead" for name in (BASELINE, LIMIT, AMP))
+    tuned = tuple(f"{name}, max-autotune" for name in (BASELINE, AMP))
+    fused = ["cross_entropy", "linear_cross_entropy", "norm"]
+    gpt = Work("GPT 124M", 8, 1024, rivals, (PLAIN, CLIPPED, SCALED))
+    one = Work("GPT 124M", 1, 16, rivals)
+    # With the vocabulary as it is: rows of logits begin anywhere. Their peak of memory is the logits'.
+    odd = Work("GPT 124M/50257", 16, 1024, (), (PLAIN,))
+    large = Work("GPT 1.3B", 1, 2048, mixed)
     return {
-        "inference": (Work("GPT 124M", 1, 16, (*ALL, *BY_BLOCK)),),
-        "inference-shapes": (Work("GPT 124M", 1, 1, CORE), Work("GPT 124M", 16, 1024, CORE)),
-        "inference-large": tuple(Work("GPT 1.3B", *shape, RIVALS) for shape in ((1, 1), (1, 16), (8, 2048))),
-        "inference-float16": (Work("GPT 124M", 1, 16, CORE, dtype="float16"),),
-        "training": (Work("GPT 124M", 8, 1024, CORE, EVERY),),
-        "training-modes": (Work("GPT 124M", 8, 1024, (BASELINE, LIMIT, AMP, *modes), (CLIPPED,)),),
-        "training-fused": (
-            # With the vocabulary as it is: rows of logits begin anywhere. Their peak of memory is the logits'.
-            Work("GPT 124M/50257", 16, 1024, ("eager autocast", BASELINE, AMP, *FUSING), (PLAIN,)),
-            Work("T5", 16, 256, (BASELINE, AMP, *FUSING), (PLAIN,)),
+        "broken": (
+            Work(f"{TINY}GPT 124M", 2, 32, (BASELINE, *measured, graphs[-1]), (SCALED,), group="modes"),
+            Work(f"{TINY}GPT 124M", 2, 32, (BASELINE, *FUSING), (PLAIN,), group="fused"),
+            Work(f"{TINY}GPT 124M", 2, 32, mixed, (SCALED,), dtype="float16"),
         ),
-        "training-checkpoint": (Work("GPT 124M", 8, 1024, RIVALS, (CLIPPED,), checkpoint=True),),
-        "training-large": (Work("GPT 1.3B", 1, 2048, MIXED, (CLIPPED, ACCUMULATED), checkpoint=True),),
-        "training-float16": (Work("GPT 124M", 8, 1024, MIXED, (SCALED,), dtype="float16"),),
-        "architectures": tuple(Work(model, 1, length, RIVALS) for model, length in ARCHITECTURES.items()),
-        "language-training": (Work("BERT", 16, 512, RIVALS, (CLIPPED,)), Work("T5", 16, 256, RIVALS, (CLIPPED,))),
+        "training": (gpt,),
+        "inference": (one, replace(one, peers=(BASELINE, *graphs), group="CUDA graphs")),
+        "training-modes": (replace(gpt, peers=(BASELINE, *graphs), training=(CLIPPED,), group="CUDA graphs"),),
+        "training-fused": tuple(
+            replace(odd, peers=(BASELINE, "amp, fuse=none", f"amp, fuse={family}"), group=family) for family in fused
+        ),
+        "by-block": (
+            replace(one, peers=(BASELINE, AMP, *BY_BLOCK), group="by block"),
+            replace(gpt, peers=(BASELINE, AMP, *BY_BLOCK), training=(CLIPPED,), group="by block"),
+        ),
+        "inference-shapes": (
+            Work("GPT 124M", 1, 1, (BASELINE, LIMIT, *measured)),
+            Work("GPT 124M", 16, 1024, (BASELINE, LIMIT, *measured)),
+        ),
+        "training-float16": (replace(gpt, peers=mixed, training=(SCALED,), dtype="float16"),),
+        "inference-float16": (replace(one, peers=(BASELINE, LIMIT, *measured), dtype="float16"),),
+        "training-large": (replace(large, peers=(BASELINE, AMP), training=(CLIPPED, ACCUMULATED), checkpoint=True),),
+        "inference-large": tuple(replace(large, batch=b, length=n) for b, n in ((1, 1), (1, 16), (8, 2048))),
+        "language-training": (
+            Work("BERT", 16, 512, mixed, (CLIPPED,)),
+            Work("T5", 16, 256, mixed, (CLIPPED,)),
+            Work("T5", 16, 256, (BASELINE, "amp, fuse=none", "amp, fuse=norm"), (PLAIN,), group="norm"),
+        ),
         "image-training": (
-            Work("ViT", 64, 224, RIVALS, (CLIPPED,)),
-            Work("ResNet-50", 64, 224, RIVALS, (CLIPPED,)),
-            Work("UNet", 8, 256, RIVALS, (CLIPPED,)),
+            Work("ViT", 64, 224, mixed, (CLIPPED,)),
+            Work("ResNet-50", 64, 224, mixed, (CLIPPED,)),
+            Work("UNet", 8, 256, (BASELINE, *measured, "amp, fuse=norm"), (CLIPPED,)),
         ),
+        "architectures": tuple(
+            Work(model, 1, length, (BASELINE, LIMIT, *measured)) for model, length in ARCHITECTURES.items()
+        ),
+        "training-checkpoint": (replace(gpt, peers=mixed, training=(CLIPPED,), checkpoint=True),),
+        "training-float32": (
+            replace(gpt, peers=("eager fp32", "Inductor fp32", BASELINE), training=(CLIPPED,), group="float32"),
+        ),
+        "autotuned": (
+            replace(one, peers=(BASELINE, *tuned), group="max-autotune"),
+            replace(gpt, peers=(BASELINE, *tuned), training=(CLIPPED,), group="max-autotune"),
+        ),
+        "inference-frozen": (replace(one, peers=(BASELINE, *frozen, AMP), group="frozen"),),
         "growth": (
             *(Work(f"GPT {layers}x1024", 1, 16, (BASELINE, AMP)) for layers in (1, 4, 16)),
             *(Work(f"GPT 1x{width}", 1, 16, (BASELINE, AMP)) for width in (2048, 4096)),
@@ -120,4 +160,5 @@ def on_cuda() -> dict[str, tuple[Work, ...]]:
 
 def tiny(work: Work) -> Work:
     """The same work on a model of a few thousand weights: it tries the harness, its times mean nothing."""
-    return replace(work, model=TINY + work.model, batch=min(work.batch, 2), length=min(work.length, 32))
+    model = TINY + work.model.removeprefix(TINY)
+    return replace(work, model=model, batch=min(work.batch, 2), length=min(work.length, 32))

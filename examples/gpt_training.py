@@ -29,13 +29,13 @@ class Training:
 
     def __init__(self, way: str, device: str, steps: int) -> None:
         torch.manual_seed(0)
-        self.device, self.way, self.steps_done = device, way, 0
+        self.device, self.way, self.steps, self.steps_done = device, way, steps, 0
         self.train_text, self.validation_text = stdlib_text.read()
         self.random = torch.Generator().manual_seed(0)
         self.model = GPT(GPT_13M).to(device)
         self.run = self.compiled()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
-        schedule = lambda step: min((step + 1) / WARM_UP, 1 - 0.9 * step / steps)  # noqa: E731
+        schedule = lambda step: min((step + 1) / WARM_UP, 1 - 0.9 * step / self.steps)  # noqa: E731
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule)
         scaled = way != "eager fp32" and low_dtype(device) is torch.float16
         scaler = ampcompile.GradScaler if way == "amp" else torch.amp.GradScaler

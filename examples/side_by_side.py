@@ -1,6 +1,6 @@
 """The same training run in every way: each in a process of its own, one step of each in turn."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +41,7 @@ class Observed(Training):
         return seconds, loss, peak
 
 
-def race(entrants: list[Entrant], device: str, steps: int, caches: Path) -> Iterator[float]:
+def race(entrants: list[Entrant], device: str, steps: int, caches: Path) -> Generator[float, None, None]:
     """Round by round, one step of each entrant, noted there; gives the last entrant's losses.
 
     What is compiled is looked for, and kept, in the folder `caches`. Raises FailedError.

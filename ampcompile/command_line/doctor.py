@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -18,8 +19,8 @@ from rich.console import Console
 
 from ampcompile.dtypes import short_name
 from ampcompile.explaining.text import human_bytes, render_table
-from ampcompile.kernels import native
-from ampcompile.passes.analysis.product_cost import smallest_gaining_width, time_call
+from ampcompile.kernels import native, packed_linear
+from ampcompile.passes.analysis.product_cost import LOW, is_emulated, smallest_gaining_width, time_call
 from ampcompile.torch_private import backends, patches
 
 from .progress import saying
@@ -79,6 +80,7 @@ def _cpu() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "low_precision_units": [unit for flag, unit in _UNITS.items() if flag in words],
+        "products_in_float32": [short_name(dtype) for dtype in LOW if is_emulated("cpu", dtype)],
     }
 
 
@@ -102,22 +104,29 @@ def _products(device: str, rounds: int) -> list[dict[str, Any]]:
     width = _WIDTH[device]
     results = []
     for name, rows in _ROWS.items():
-        operands = {
-            dtype: (
-                torch.randn(rows, width, device=device).to(dtype),
-                torch.randn(width, width, device=device).to(dtype),
-            )
-            for dtype in (torch.float32, torch.bfloat16, torch.float16)
-        }
-        seconds: dict[torch.dtype, list[float]] = {dtype: [] for dtype in operands}
+        dtypes = torch.float32, torch.bfloat16, torch.float16
+        products = {dtype: _product(rows, width, device, dtype) for dtype in dtypes}
+        seconds: dict[torch.dtype, list[float]] = {dtype: [] for dtype in products}
         for _ in range(rounds):
-            for dtype, (a, b) in operands.items():
+            for dtype, multiply in products.items():
                 if sum(seconds[dtype]) < ENOUGH:
-                    seconds[dtype].append(time_call(device, partial(torch.mm, a, b)))
+                    seconds[dtype].append(time_call(device, multiply))
         # Medians leave out the first call, which packs, tunes and wakes up.
         medians = {short_name(d): statistics.median(times[1:] or times) for d, times in seconds.items()}
         results.append({"device": device, "work": name, "shape": [rows, width, width], "seconds": medians})
     return results
+
+
+def _product(rows: int, width: int, device: str, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    """A product in a dtype, as our compiled graphs run it there."""
+    a = torch.randn(rows, width, device=device).to(dtype)
+    b = torch.randn(width, width, device=device).to(dtype)
+    if not is_emulated(device, dtype):
+        return partial(torch.mm, a, b)
+    held = b.float()
+    if rows > 1 and packed_linear.available(torch.float32):
+        return lambda: packed_linear.packed_linear(a.float(), held, held, None).to(dtype)
+    return lambda: torch.mm(a.float(), held).to(dtype)
 
 
 def _bytes(folder: Path) -> int:
@@ -159,7 +168,10 @@ def table(found: dict[str, Any]) -> str:
     rows = [(name, number or "not installed") for name, number in found["versions"].items()]
     for device in found["devices"]:
         units = ", ".join(device["low_precision_units"]) or "no low-precision units"
-        rows.append((device["device"], f"{device['name']}, {device.get('vectors') or device['capability']}, {units}"))
+        about = f"{device['name']}, {device.get('vectors') or device['capability']}, {units}"
+        if emulated := device.get("products_in_float32"):
+            about += f"; without units to use for {' and '.join(emulated)}: such products run in f32"
+        rows.append((device["device"], about))
     rows += [(f"{name} cache", f"{c['folder']}, {human_bytes(c['bytes'])}") for name, c in found["caches"].items()]
     products = [
         (p["device"], p["work"], "x".join(map(str, p["shape"])), *(f"{1e6 * s:.0f} us" for s in p["seconds"].values()))

@@ -27,7 +27,7 @@ COLOURS = {
     "torch": "#1fa2b8",
     "Liger-Kernel": "#c2689b",
 }
-MARKERS = {"max-autotune": "^", "reduce-overhead": "s", "freezing": "D", "by block": "v"}
+MARKERS = {"relaxed": "P", "max-autotune": "^", "reduce-overhead": "s", "freezing": "D", "by block": "v"}
 STYLE: Any = {
     "font.size": 10,
     "text.color": TEXT,
@@ -46,8 +46,9 @@ STYLE: Any = {
 
 
 def family(peer: str) -> str:
-    """The peer without its mode, or without what it does."""
-    return peer.removesuffix(", " + mode) if (mode := peer.rpartition(", ")[2]) in MARKERS else peer.partition(":")[0]
+    """The peer without its mode or option, or without what it does."""
+    whole, _, mode = peer.rpartition(", ")
+    return whole if mode in MARKERS or mode.startswith("fuse=") else peer.partition(":")[0]
 
 
 def looks(peer: str) -> dict[str, Any]:

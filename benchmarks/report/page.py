@@ -27,8 +27,13 @@ lowers, forward and backward once, and the bytes they would read and write were 
 kept copies of weights after an update isn't among them. Memory is the process's peak while it is timed. The training
 step is AdamW with torch's fused kernels, always on the same batch, and dropout is off. `Inductor, converted` is the
 model in bfloat16 as a whole, the practical limit of speed: it isn't mixed precision, and trains worse.
+
+No GPU has run them yet. What its first run decides, and by which rules, is written down in
+[gpu_decisions.md](gpu_decisions.md).
 """
 TITLES = {
+    "broken": "Whether everything runs, on a tiny GPT",
+    "published": "Figures that others published",
     "inference": "Inference",
     "training": "Training step",
     "scaler": "The step of GradScaler and optimizer",

@@ -1,6 +1,9 @@
 """An object in another process: its answers, its failures, its caches."""
 
 import os
+import subprocess
+import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +33,10 @@ class Counter:
         while True:
             pass
 
+    def start_worker(self) -> int:
+        """A process of its own, as compilers start some; its id."""
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
 
 def test_state_lives_there(tmp_path: Path) -> None:
     with apart(Counter, 5, caches=tmp_path) as counter:
@@ -54,10 +61,35 @@ def test_failures_are_told_and_survived(tmp_path: Path) -> None:
                 counter.ask("die")
 
 
-def test_a_process_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_hangs_is_given_up(tmp_path: Path) -> None:
     with apart(Counter, 1, caches=tmp_path) as counter:
         counter.ask("add", 0)
-        monkeypatch.setattr(module, "PATIENCE", 0.2)
-        monkeypatch.setattr(module, "LEAVE", 0.1)
+        worker = counter.ask("start_worker")
+        counter.patience = 0.2
         with pytest.raises(FailedError, match="no answer within 0"):
             counter.ask("hang")
+        assert not counter.process.is_alive(), "nor does it compile beside the others"
+        assert ended(worker), "and so have the processes that it started"
+        with pytest.raises(FailedError, match="its process died"):
+            counter.ask("add", 1)
+
+
+def ended(process: int) -> bool:
+    """Whether a process of another's is gone, or waits for somebody to notice."""
+    for _ in range(50):
+        try:
+            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_whoever_is_interrupted_waits_for_nobody(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), apart(Counter, 1, caches=tmp_path) as counter:
+        counter.ask("add", 0)
+        counter.line.send(("hang", ()))
+        started = time.perf_counter()
+        raise KeyboardInterrupt
+    assert time.perf_counter() - started < module.LEAVE / 2 and not counter.process.is_alive()

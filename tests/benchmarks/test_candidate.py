@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import candidate as module
 from benchmarks import counting
 from benchmarks.candidate import Candidate, UnfairError, check_fairness, relative_error
 from benchmarks.peers import PEERS
@@ -14,6 +16,30 @@ def test_relative_error_of_several_tensors() -> None:
     found = [1.01 * tensor for tensor in expected]
     assert relative_error(found, expected) == pytest.approx(0.01, rel=1e-3)
     assert relative_error([tensor.clone() for tensor in expected], expected) == 0
+
+
+def test_large_tensors_are_compared_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, the logits of a batch and what is computed of them were 26 GB."""
+    monkeypatch.setattr(module, "CHUNK", 8)
+    expected = [torch.randn(7, 9).t(), torch.randn(())]
+    found = [tensor + 0.01 * torch.randn_like(tensor) for tensor in expected]
+    exact = [tensor.double() for tensor in expected]
+    squares = [(f - e).square().sum() / sum(x.square().sum() for x in exact) for f, e in zip(found, exact, strict=True)]
+    sizes: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dtype is torch.float64:
+                sizes.append(result.numel())
+            return result
+
+    with Sizes():
+        assert relative_error(found, expected) == pytest.approx(float(sum(squares)) ** 0.5)
+    assert max(sizes) == 8
+    found[0][3, 3] = 1e-40
+    with pytest.raises(UnfairError, match="1 of 64 numbers are denormal"):
+        check_fairness(True, 3e-3, found)
 
 
 def test_fairness() -> None:

@@ -1,9 +1,13 @@
 """A run keeps what it did, goes on where it stopped, and mixes nothing."""
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import machine, stages
 from benchmarks import run as module
@@ -49,10 +53,54 @@ def test_a_full_run(log: list[str], tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_resume_does_what_is_left(log: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = str(tmp_path / "r.json")
     assert main(["first", "--out", path]) == 0
-    assert main(["--out", path, "--resume", "--minutes", "0"]) == 1
+    assert main(["--out", path, "--resume", "--minutes", "1e-9"]) == 1
     assert log == ["a", "b"] and "lacks 2 jobs: run again with --resume" in capsys.readouterr().out
     assert main(["--out", path, "--resume"]) == 0
     assert log == ["a", "b", "c", "broken"]
+
+
+@pytest.mark.parametrize("how", ["its own limit", "the machine's"])
+def test_a_run_that_is_cut_off_keeps_what_is_done(
+    how: str, log: list[str], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, patience = tmp_path / "r.json", ["--minutes", "0.002"] if how == "its own limit" else []
+    jobs = module.stages(None)
+    quick = jobs["first"]["b"]
+
+    def slow() -> list[Row]:
+        if how != "its own limit":
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+        return []
+
+    jobs["first"]["b"] = slow
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["--out", str(path), *patience]) == 1
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "out of time in first: b" in (told := capsys.readouterr().out) and "lacks 3 jobs" in told
+    assert Records.load(path).stages.keys() == {"first"} and log == ["a"]
+    jobs["first"]["b"] = quick
+    assert main(["--out", str(path), "--resume"]) == 0 and log == ["a", "b", "c", "broken"]
+
+
+def test_what_a_gpu_would_measure_is_listed_without_one(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--device", "cuda", "--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in listed[:6]] == [
+        "broken",
+        "kernels",
+        "scaler",
+        "published",
+        "training",
+        "inference",
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_a_missing_gpu_is_named(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        main(["--device", "cuda"])
+    assert "sees no CUDA device; --list names what would be measured, --rehearse" in capsys.readouterr().err
 
 
 def test_a_stage_alone_is_measured_again_and_leaves_the_others(log: list[str], tmp_path: Path) -> None:
@@ -78,7 +126,11 @@ def test_results_of_two_versions_are_not_mixed(
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [(["frist"], "no stage is called frist; there are first, second"), (["--tiny"], "needs --out")],
+    [
+        (["frist"], "no stage is called frist; there are first, second"),
+        (["--tiny"], "need --out"),
+        (["--rehearse"], "need --out"),
+    ],
 )
 def test_wrong_arguments(log: list[str], arguments: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
@@ -89,7 +141,7 @@ def test_wrong_arguments(log: list[str], arguments: list[str], message: str, cap
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("tiny", [True, False])
 def test_every_stage_has_jobs_by_distinct_names(device: str, tiny: bool, tmp_path: Path) -> None:
-    setup = stages.Setup(device, 1.0, tiny, tmp_path)
+    setup = stages.Setup("cpu", device, 1.0, tiny, tmp_path)
     found = stages.stages(setup)
     assert {"inference", "training", "architectures", "growth", "compile", "kernels"} <= found.keys()
     assert all(found.values())
@@ -100,7 +152,7 @@ def test_every_stage_has_jobs_by_distinct_names(device: str, tiny: bool, tmp_pat
 
 def test_caches_start_as_the_seed_and_leave_it_alone(tmp_path: Path) -> None:
     (tmp_path / "probe").write_text("kept")
-    with stages.Setup("cpu", 1.0, True, tmp_path).caches() as caches:
+    with stages.Setup("cpu", "cpu", 1.0, True, tmp_path).caches() as caches:
         assert (caches / "probe").read_text() == "kept"
         (caches / "compiled").touch()
     assert [file.name for file in tmp_path.iterdir()] == ["probe"]

@@ -1,0 +1,244 @@
+"""Products in float32, as on a CPU that emulates a type: how exact they are, which weights they read, and what's said.
+
+`products="float32"` takes this road on any CPU.
+"""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ampcompile
+from ampcompile.records import logs
+from ampcompile.torch_private import processor
+from tests.compiling import error, gradients
+
+LOW, HALF = torch.bfloat16, torch.float16
+TYPES = pytest.mark.parametrize("dtype", [LOW, HALF])
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.norm = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8)
+        self.up, self.apart = nn.ConvTranspose2d(8, 4, 2, stride=2), nn.Conv2d(4, 4, 3, groups=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.apart(self.up(F.relu(self.norm(self.down(x)))))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.GELU()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return torch.einsum("bi,bj->ij", x, x) @ self.layers[0][0].weight
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear layers": (lambda: nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 8)), (6, 24)),
+    "attention": (Attention, (2, 10, 16)),
+    "convolutions": (Images, (2, 3, 12, 12)),
+    "checkpoints, einsum, a shared weight": (Checkpointed, (5, 12)),
+    "LSTM cell": (lambda: Cell(), (4, 10)),
+}
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, c = self.cell(x)
+        return self.cell(x, (h, c))[0]
+
+
+def compiled(model: nn.Module, dtype: torch.dtype, **options: Any) -> Any:
+    given = {"lower": "aot_eager", "products": "float32", "dtype": dtype, **options}
+    return torch.compile(model, backend="amp", options=given)
+
+
+def loss(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return run(x).float().square().mean()
+
+
+@TYPES
+@pytest.mark.parametrize("name", MODELS)
+def test_no_further_from_float64_than_eager_autocast(name: str, dtype: torch.dtype) -> None:
+    make, shape = MODELS[name]
+    draws = [distances(make(), torch.randn(shape), dtype) for _ in range(4)]  # one may be luck
+    for ours, theirs in zip(*(torch.tensor(draws).square().sum(0)), strict=True):
+        assert 0 < ours <= 1.3 * theirs, draws
+
+
+def distances(model: nn.Module, x: Tensor, dtype: torch.dtype) -> tuple[tuple[float, float], tuple[float, float]]:
+    """How far results and gradients are from float64: ours, and eager autocast's."""
+
+    def of(run: Any, owner: nn.Module, x: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+        return [run(x).detach()], gradients(owner, lambda _: loss(run, x))
+
+    exact = copy.deepcopy(model).double()
+    true = of(exact, exact, x.double())
+    with torch.autocast("cpu", dtype):
+        reference = copy.deepcopy(model)
+        theirs = of(reference, reference, x)
+    twin = copy.deepcopy(model)
+    ours = of(compiled(twin, dtype), twin, x)
+    assert ours[0][0].dtype == torch.float32 and ours[0][0].stride() == theirs[0][0].stride()
+    return tuple(tuple(error(found[i], true[i]) for i in range(2)) for found in (ours, theirs))
+
+
+@TYPES
+def test_products_are_within_one_ulp_of_the_rounded_product(dtype: torch.dtype) -> None:
+    a, b = torch.randn(70, 300).to(dtype), torch.randn(300, 90).to(dtype)
+    run = compiled(torch.mm, dtype, outputs="autocast")
+    exact = a.double() @ b.double()
+    ulp = torch.finfo(dtype).eps * exact.abs()
+    assert ((run(a.float(), b.float()).double() - exact).abs() <= 0.51 * ulp + 1e-5).all()
+
+
+@TYPES
+def test_infinities_and_nan_are_as_on_units(dtype: torch.dtype) -> None:
+    a = torch.tensor([[torch.inf, 1.0], [torch.nan, 1.0], [60000.0, 60000.0], [torch.inf, -torch.inf], [-0.0, 0.0]])
+    b = torch.tensor([[2.0, 0.0], [1.0, 3.0]])
+    found = compiled(torch.mm, dtype, outputs="autocast")(a, b)
+    largest = torch.inf if dtype == HALF else 180224.0
+    expected = torch.tensor([[torch.inf, torch.nan], [torch.nan] * 2, [largest] * 2, [torch.nan] * 2, [0.0, 0.0]])
+    assert found.dtype == dtype and torch.equal(found.float().nan_to_num(nan=7), expected.nan_to_num(nan=7))
+
+
+@TYPES
+def test_weights_are_held_as_float32_and_follow_every_update(dtype: torch.dtype) -> None:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    run = compiled(model, dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = ampcompile.weight_stats()
+    for step in range(3):
+        loss(run, x).backward()
+        held = ampcompile.weight_stats()
+        assert held.bytes - before.bytes == 4 * (64 + 8) and held.copies - before.copies == 2
+        assert held.casts - before.casts == step + 1
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_current(run(x), model, x, dtype)
+        with torch.no_grad():
+            assert_current(run(x), model, x, dtype)
+    with torch.no_grad():
+        model.weight.data.numpy()[:] = 0.25
+    assert_current(run(x), model, x, dtype)
+
+
+def assert_current(found: Tensor, model: nn.Module, x: Tensor, dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", dtype), torch.no_grad():
+        torch.testing.assert_close(found, model(x).float(), rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+@TYPES
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_fused_step_brings_them_up_to_date(dtype: torch.dtype, optimizer: Any) -> None:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    run, scaler = compiled(model, dtype), ampcompile.GradScaler("cpu", init_scale=8.0)
+    optimizer = optimizer(model.parameters(), lr=0.1)
+    loss(run, x)
+    casts = ampcompile.weight_stats().casts
+    for bad in (False, True, False):
+        scaler.scale(loss(run, x) * (torch.inf if bad else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert_current(run(x), model, x, dtype)
+    assert ampcompile.weight_stats().casts == casts
+
+
+def test_the_second_backward_reads_the_same_numbers() -> None:
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)), torch.randn(5, 6, requires_grad=True)
+
+    def penalty(run: Any) -> Tensor:
+        (grad,) = torch.autograd.grad(run(x).float().sum(), x, create_graph=True)
+        return grad.float().square().sum()
+
+    ours = gradients(model, lambda m: penalty(compiled(m, LOW)))
+    with torch.autocast("cpu", LOW):
+        theirs = gradients(model, penalty)
+    exact = gradients(copy.deepcopy(model).double(), lambda m: penalty(lambda x: m(x.double())))
+    assert error(ours, exact) <= 1.5 * error(theirs, exact)
+
+
+def test_any_number_of_rows_shares_a_graph() -> None:
+    model = nn.Linear(16, 8)
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="amp", dynamic=True, options={"lower": "aot_eager", "products": "float32"})
+    for rows in (3, 8, 40):
+        x = torch.randn(rows, 16)
+        assert_current(run(x), model, x, LOW)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_through_inductor(grad: bool) -> None:
+    """Large enough for oneDNN's kernel, and for packed weights where no gradient is wanted."""
+    model, x = nn.Sequential(nn.Linear(256, 320), nn.GELU(), nn.Linear(320, 256)), torch.randn(64, 256)
+    exact = copy.deepcopy(model).double()
+    for dtype in (LOW, HALF):
+        run = compiled(twin := copy.deepcopy(model), dtype, lower="inductor")
+        with torch.set_grad_enabled(grad):
+            for _ in range(4):
+                found = run(x)
+            with torch.autocast("cpu", dtype):
+                values = model(x)
+        true = exact(x.double())
+        assert error([found], [true]) <= 1.1 * error([values], [true])
+        if grad:
+            ours = gradients(twin, lambda _, run=run: loss(run, x))
+            true_grads = gradients(exact, lambda m: loss(m, x.double()))
+            assert 0 < error(ours, true_grads) < 20 * torch.finfo(dtype).eps
+
+
+def test_torchs_products_can_be_asked_for() -> None:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    before = ampcompile.weight_stats().bytes
+    run = compiled(model, HALF, products="torch", outputs="autocast")
+    with torch.autocast("cpu", HALF):
+        assert torch.equal(run(x), model(x))
+    assert ampcompile.weight_stats().bytes - before == 2 * (64 + 8)
+
+
+@pytest.mark.parametrize("units", [True, False])
+def test_auto_asks_the_cpu(monkeypatch: pytest.MonkeyPatch, units: bool) -> None:
+    monkeypatch.setattr(processor, "multiplies", lambda dtype: units)
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    before = ampcompile.weight_stats().bytes
+    run = compiled(model, LOW, products="auto")
+    run(x)
+    assert ampcompile.weight_stats().bytes - before == (2 if units else 4) * (64 + 8)
+
+
+def test_where_emulation_doesnt_pay_the_log_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(processor, "multiplies", lambda dtype: False)
+    monkeypatch.setattr(logs, "_emulation_told", False)
+    with caplog.at_level(logging.WARNING, "ampcompile"):
+        for width in (4, 5):
+            compiled(nn.Linear(width, width), LOW)(torch.randn(2, width))
+    (said,) = [record.getMessage() for record in caplog.records if "units" in record.getMessage()]
+    assert "bf16 won't help here" in said and "where it pays" in said

@@ -1,0 +1,56 @@
+"""What a test needs to run the same lines on the CPU and on a GPU: streams, captures, calls that must not wait."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.counting import profiled
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def streams(device: str) -> Any:
+    """`torch.cuda`, or `torch.cpu`, whose streams are stand-ins that order nothing, as there is nothing to order."""
+    return getattr(torch, device)
+
+
+def delay(device: str) -> None:
+    """Keep the current stream busy for about a millisecond."""
+    if device == "cuda":
+        torch.cuda._sleep(2_000_000)
+
+
+@contextmanager
+def waiting_for_nothing(device: str) -> Iterator[None]:
+    """Fails if the host waits for the device; on the CPU, if a tensor's value is read as a number."""
+    if device == "cpu":
+        with profiled(torch.profiler.ProfilerActivity.CPU) as names:
+            yield
+        assert "aten::_local_scalar_dense" not in names
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def captured(call: Callable[[], object], device: str, warm_up: int = 3) -> Callable[[], object]:
+    """`call` in a CUDA graph of the user's, after a few calls on a stream beside; on the CPU, the call itself."""
+    api = streams(device)
+    beside = api.Stream()
+    beside.wait_stream(api.current_stream())
+    with api.stream(beside):
+        for _ in range(warm_up):
+            call()
+    api.current_stream().wait_stream(beside)
+    if device == "cpu":
+        return call
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
