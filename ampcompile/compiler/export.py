@@ -144,7 +144,7 @@ def _widen_outputs(gm: GraphModule, low: torch.dtype) -> None:
             return node
         if node not in made:
             with gm.graph.inserting_before(output):
-                made[node] = gm.graph.call_function(CAST, (node, torch.float32))
+                made[node] = gm.graph.create_node("call_function", CAST, (node, torch.float32), name="amp_cast_f32")
             made[node].meta["val"] = value.float()
         return made[node]
 

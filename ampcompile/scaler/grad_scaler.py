@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ScalerError
 from ampcompile.kernels.update_scale import update_scale_
-from ampcompile.torch_private import dynamo_marks, optimizers
+from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 
 from .clip import clip_in_step, require_one_iteration
 from .collect import amp_aware, collect
@@ -73,6 +73,7 @@ class GradScaler(torch.amp.GradScaler):
         self._forget()
 
     @dynamo_marks.run_untraced
+    @profiling.named("amp: GradScaler.clip_grad_norm_")
     def clip_grad_norm_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -112,6 +113,7 @@ class GradScaler(torch.amp.GradScaler):
                 state["clipped"] = Gradients(optimizer) if left is None else left.gradients
 
     @dynamo_marks.run_untraced
+    @profiling.named("amp: GradScaler.step")
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Take a step of `optimizer` with unscaled gradients, or none if one of them is infinite or NaN.
 
@@ -169,12 +171,14 @@ class GradScaler(torch.amp.GradScaler):
         self._latest = record
         drop(record.optimizer())
 
+    @profiling.named("amp: GradScaler.unscale_")
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> PerDevice:
         return unscale_grads(optimizer, inv_scale, found_inf, allow_fp16, self._records[optimizer].workspaces)
 
     @dynamo_marks.run_untraced
+    @profiling.named("amp: GradScaler.update")
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale, or set it to `new_scale`, and begin a new iteration; no host sync.
 
