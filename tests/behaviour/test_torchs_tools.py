@@ -66,6 +66,7 @@ def test_the_structured_trace_can_be_parsed(tmp_path: Path) -> None:
 
 def test_stances(model: nn.Module) -> None:
     """Forced to eager mode, it runs under autocast, and gives the same."""
+    torch._dynamo.utils.counters.clear()
     x, graphs = torch.randn(2, 4), torch._dynamo.utils.counters["stats"]
     compiled = torch.compile(model, backend="amp", options={"lower": "eager"})
     with torch.compiler.set_stance("force_eager"):
