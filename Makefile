@@ -3,12 +3,13 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format types matrix mutations rooms bench test-gpu bench-gpu
+.PHONY: help demo test check lint format types matrix test-isa mutations rooms bench test-gpu bench-gpu
 
 VENV := .venv/bin/python
 PYTHON := $(VENV)
 ifeq ($(PYTHON),$(VENV))
 READY := .venv/.ready
+DEMO := .venv/.demo
 TOOLS := .venv/.tools
 endif
 
@@ -27,12 +28,15 @@ ARGS :=
 # One GPU serves a few processes; each of them starts compilers of its own. Without the plugins tests run one by one.
 GPU_PLUGINS = $(shell $(PYTHON) -c 'import pytest_timeout, xdist' 2>/dev/null && printf %s '-n 4 --timeout=300')
 MATRIX := 2.11 2.15
+# What may depend on the units that a CPU has.
+ISA_SAMPLE := tests/behaviour/test_products.py tests/kernels/test_packed_linear.py tests/kernels/test_attention_backward.py \
+	tests/passes/before/test_pack_linears.py tests/passes/analysis/test_product_cost.py tests/weights/test_compiled.py
 CORE := --ignore=tests/benchmarks --ignore=tests/examples
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-demo: $(READY) ## train a small GPT on the standard library's source, beside eager autocast and Inductor
+demo: $(DEMO) ## train a small GPT on the standard library's source, beside eager autocast and Inductor
 	$(PYTHON) -m examples.train_gpt $(ARGS)
 
 test: $(READY) ## the test suite; SLOW=1 adds what is marked slow (an hour) or ci
@@ -61,6 +65,13 @@ matrix: $(READY) $(MATRIX:%=.matrix/%/.ready) ## the suite's core on the oldest,
 			|| failed="$$failed $$python"; \
 	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
 
+test-isa: $(READY) ## the suite's core as on older CPUs: AVX2, AVX-512, all that is there; SAMPLE=1: minutes of it
+	@failed=; for isa in AVX2 AVX512_CORE ALL; do echo "ONEDNN_MAX_CPU_ISA=$$isa"; \
+		vectors=; [ $$isa != AVX2 ] || vectors=ATEN_CPU_CAPABILITY=avx2; \
+		env ONEDNN_MAX_CPU_ISA=$$isa $$vectors OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PYTHON) $(PYTEST) \
+			-n $(JOBS) --timeout=600 $(if $(SAMPLE),$(ISA_SAMPLE),$(CORE)) $(ARGS) || failed="$$failed $$isa"; \
+	done; test -z "$$failed" || { echo "failed as:$$failed"; exit 1; }
+
 mutations: $(READY) ## whether the suite notices one wrong line, 30 times (an hour)
 	$(PYTHON) -m tests.mutations $(ARGS)
 
@@ -81,6 +92,11 @@ bench-gpu: $(READY) ## benchmarks on a CUDA device
 $(VENV):
 	$(NEEDS_BASE)
 	$(BASE) -m venv .venv
+
+.venv/.demo: pyproject.toml constraints.txt | $(VENV)
+	@echo "installing torch and the package into .venv (minutes, once)"
+	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo]'
+	@touch $@
 
 .venv/.ready: pyproject.toml constraints.txt | $(VENV)
 	@echo "installing torch and the package into .venv (minutes, once)"

@@ -3,11 +3,12 @@
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -53,13 +54,15 @@ class Apart:
 
 
 @contextmanager
-def apart(make: Callable[..., Any], *args: Any, caches: Path) -> Iterator[Apart]:
+def apart(
+    make: Callable[..., Any], *args: Any, caches: Path, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Apart]:
     """`make(*args)` in a new process that keeps whatever it compiles in the folder `caches`."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there, make, *args))
     folders = {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "AMPCOMPILE_CACHE_DIR": f"{caches}/ampcompile"}
-    with mock.patch.dict(os.environ, folders):
+    with mock.patch.dict(os.environ, {**folders, **environment}):
         process.start()
     there.close()  # so that a process that died is noticed, not waited for
     other = Apart(here, process)

@@ -35,7 +35,9 @@ class Race:
                 self.out[name] = why
                 continue
             caches = processes.enter_context(self.caches())
-            candidate = apart(Candidate, self.work, PEERS[name], self.device, caches=caches)
+            candidate = apart(
+                Candidate, self.work, PEERS[name], self.device, caches=caches, environment=self.work.environment
+            )
             self.running[name] = processes.enter_context(candidate)
             figures[name] = self.ask(name, "prepare")
         return figures

@@ -38,6 +38,8 @@ class Work:
     """The steps to measure; none means inference."""
     checkpoint: bool = False
     dtype: str = "bfloat16"
+    isa: str = ""
+    """An older CPU to be: what `ONEDNN_MAX_CPU_ISA` limits this one to. Empty: it uses all it has."""
     group: str = ""
     """What these peers have in common, where others run the same model and input in another job."""
 
@@ -46,7 +48,14 @@ class Work:
         """What tables call it."""
         shape = f"{self.batch}x{self.length}"
         more = ", checkpointing" * self.checkpoint + ", float16" * (self.dtype == "float16")
+        more += f", as {self.isa}" * bool(self.isa)
         return f"{self.model}, {shape}{more}" + f" ({self.group})" * bool(self.group)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the processes of its peers find there."""
+        torchs = {"ATEN_CPU_CAPABILITY": "avx2"} if self.isa == "AVX2" else {}
+        return {"ONEDNN_MAX_CPU_ISA": self.isa, **torchs} if self.isa else {}
 
     def cases(self) -> Iterator[tuple[str, Steps | None]]:
         """Name and steps of each thing to time, once the model is compiled."""
@@ -78,6 +87,16 @@ def on_cpu() -> dict[str, tuple[Work, ...]]:
         "architectures": (
             Work("GPT 124M", 1, 16, (*RIVALS, *BY_BLOCK)),
             *(Work(model, 1, length, RIVALS) for model, length in ARCHITECTURES.items()),
+        ),
+        "older-cpus": tuple(
+            replace(work, isa=isa, peers=("Inductor fp32", BASELINE, AMP))
+            for isa in ("AVX512_CORE", "AVX2")
+            for work in (
+                Work("GPT 23M", 4, 128, (), (CLIPPED,)),
+                Work("GPT 23M", 4, 128, (), (SCALED,), dtype="float16"),
+                Work("GPT 23M", 1, 16, ()),
+                Work("GPT 23M", 8, 128, ()),
+            )
         ),
         "growth": (
             *(Work(model, 1, 16, (BASELINE, AMP)) for model in ("GPT 1x512", "GPT 3x512", "GPT 9x512", "GPT 1x2048")),

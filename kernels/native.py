@@ -104,8 +104,8 @@ def call(name: str, tensors: int, *arrays: torch.Tensor | np.ndarray | None) -> 
 
 def group_values(groups: Sequence[Any]) -> np.ndarray:
     """float64 [groups, settings], in the order of a group's fields; learning rates on a GPU are 0 here."""
-    read = attrgetter(*(each.name for each in fields(groups[0])))
-    rows = [[0.0 if isinstance(value, torch.Tensor) else value for value in read(group)] for group in groups]
+    others = attrgetter(*(each.name for each in fields(groups[0]) if each.name != "lr"))
+    rows = [(0.0 if isinstance(group.lr, torch.Tensor) else group.lr, *others(group)) for group in groups]
     return np.array(rows, dtype=np.float64)
 
 

@@ -20,8 +20,9 @@ left_out: dict[str, str] = {}
 
 
 def pytest_configure() -> None:
-    # Compiled C++ is kept between runs: the suite spends most of its time in g++.
-    cache = Path(__file__).parents[1] / ".inductor" / torch.__version__
+    # Compiled C++ is kept between runs: the suite spends most of its time in g++. Inductor's keys don't tell vectors
+    # of one width from those of another, as ATEN_CPU_CAPABILITY asks for them.
+    cache = Path(__file__).parents[1] / ".inductor" / torch.__version__ / torch.backends.cpu.get_cpu_capability()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     os.environ.setdefault("AMPCOMPILE_VERIFY", "1")  # between every two passes
     # Set once, so that xdist's workers inherit it.

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 # Nothing in them changes what a graph becomes: they stand above the compiler, or do their work around the graph.
 _WITHOUT = frozenset({"auditing", "command_line", "explaining", "records", "scaler", "weights"})
+
+
+def cache_key(emulated: Set[torch.dtype]) -> str:
+    """What a compiled graph depends on besides the graph: the package, and the vectors and units of the CPU.
+
+    Inductor's own keys leave out the CPU's vectors: what it wrote for AVX-512 is wrong where AVX2 is compiled for.
+    """
+    return " ".join([source_key(), torch.backends.cpu.get_cpu_capability(), *sorted(map(str, emulated))])
 
 
 @cache

@@ -21,7 +21,7 @@ from ampcompile.passes.weight_copy import Slot
 from ampcompile.torch_private import autocast, compiled_functions, lowering, tracing
 
 from . import double_backward, widen_outputs
-from .cache_key import source_key
+from .cache_key import cache_key
 from .decompositions import decompositions
 from .plain_graph import exclude_autocast
 
@@ -58,7 +58,7 @@ def lower(
         else:
             lowering.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
             config = _inductor_config(gm, options, slots)
-            key = f"{source_key()} {sorted(map(str, emulated))}"
+            key = cache_key(emulated)
             compiled = lowering.inductor(
                 gm, inputs, config, partial(_on_joint_graph, emulated, None), key, decompositions()
             )

@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 from ampcompile.errors import ClipError
 
 from .fused import FusedStep
-from .pending import PerDevice, factors, leave, pending
+from .pending import PerDevice, factors, gradients, leave, pending
 
 
 def require_one_iteration(optimizer: Any, state: dict[str, Any] | None) -> None:
@@ -20,11 +20,11 @@ def require_one_iteration(optimizer: Any, state: dict[str, Any] | None) -> None:
     `state`: the scaler's, of this optimizer; None where it doesn't scale. What is pending then goes with its gradients.
     """
     if state is None:
-        if (left := pending(optimizer)) is not None and (left.over or not left.gradients.still(optimizer)):
+        if (left := pending(optimizer)) is not None and (left.over or not left.gradients.still(gradients(optimizer))):
             left.drop()
     elif state["stage"] is OptState.STEPPED:
         raise RuntimeError("clip_grad_norm_() is being called after step().")
-    elif "clipped" in state and not state["clipped"].still(optimizer):
+    elif "clipped" in state and not state["clipped"].still(gradients(optimizer)):
         raise ClipError(
             "found new gradients at a second clip_grad_norm_() on this optimizer since the last update(), expected one "
             "clip_grad_norm_() for each iteration: call update() also where you leave out step()"
@@ -41,10 +41,10 @@ def clip_in_step(
     found_infs: PerDevice = {}
     norm, failed = torch.zeros(()), False
     if fused.work:
-        before = factors(fused.optimizer)
+        before = factors(fused.optimizer, fused.grads)
         found_infs, clipping, norm = fused.check(scale, before, max_norm)
         failed = error_if_nonfinite and not norm.isfinite()
-        leave(fused.optimizer, fused.check(scale, before)[1] if failed else clipping)
+        leave(fused.optimizer, fused.check(scale, before)[1] if failed else clipping, fused.grads)
     if state is not None:
         state.update(stage=OptState.UNSCALED, found_inf_per_device=found_infs)
     if failed:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -72,21 +72,21 @@ def collect(
     if not entries:
         return {}
     params, grads, group_of = map(list, zip(*entries, strict=True))
-    lists: dict[str, Any] = {"params": params, "grads": grads}
     states = {} if only_grads else _read(family, optimizer, params, group_of)
-    tensors = _all_of(lists | (states or {}))
+    seen = [grads] if only_grads else [grads, params]  # a check reads gradients alone
+    tensors = _all_of(seen, states)
     kind = [*map(family.kind, groups), group_of, amp_aware(optimizer)]
     last = known.get(only_grads)
     if states is None or last is None or last.kind != kind or not last.guards.hold(tensors):
         last = None
-        require_right_tensors(optimizer, **lists)
+        require_right_tensors(optimizer, params, grads)
         if not only_grads:
             if family is ADAM:
                 require_counts(optimizer, {param.device for param in params})
             for param, index in zip(params, group_of, strict=True):
                 family.prepare(optimizer.state, param, groups[index])
         states = {} if only_grads else family.read(optimizer, params, group_of)
-        tensors = _all_of(lists | states)
+        tensors = _all_of(seen, states)
     addresses = list(map(Tensor.data_ptr, tensors))
     if last is None or last.addresses != addresses:
         if last is not None:
@@ -94,7 +94,7 @@ def collect(
             require_no_overlap(grads)
         guards = TensorGuards(tensors) if last is None else last.guards
         last = known[only_grads] = Known(kind, guards, addresses, _places(params))
-    lists |= states | {"group_of": group_of}
+    lists = {"params": params, "grads": grads, "group_of": group_of, **states}
     return {
         device: family.tensors(settings, **(lists if len(places) == len(params) else _chosen(lists, places)), same=last)
         for device, places in last.devices.items()
@@ -125,8 +125,9 @@ def _read(family: Family, optimizer: Any, params: list[Tensor], group_of: list[i
         return None
 
 
-def _all_of(lists: dict[str, Any]) -> list[Any]:
-    return [tensor for row in lists.values() for tensor in row if tensor is not None]
+def _all_of(rows: list[list[Tensor]], states: dict[str, Any] | None) -> list[Tensor]:
+    rows = [*rows, *(states or {}).values()]
+    return [tensor for row in rows for tensor in row if tensor is not None]
 
 
 def _places(params: list[Tensor]) -> dict[torch.device, list[int]]:
@@ -175,12 +176,19 @@ def _prepare_adam(states: Any, param: Tensor, group: Group) -> None:
 
 
 def _read_adam(optimizer: Any, params: Sequence[Tensor], group_of: Sequence[int]) -> dict[str, Any]:
-    states = list(map(optimizer.state.get, params))
-    means, squares, steps = zip(*map(itemgetter("exp_avg", "exp_avg_sq", "step"), states), strict=True)
+    states = _states(optimizer.state, params)
+    means, squares, steps = zip(*map(operator.itemgetter("exp_avg", "exp_avg_sq", "step"), states), strict=True)
     peaks: list[Tensor | None] = [None] * len(params)
     if any(amsgrad := [group["amsgrad"] for group in optimizer.param_groups]):
         peaks = [s["max_exp_avg_sq"] if amsgrad[i] else None for s, i in zip(states, group_of, strict=True)]
     return {"exp_avgs": means, "exp_avg_sqs": squares, "max_exp_avg_sqs": peaks, "steps": steps}
+
+
+def _states(states: Any, params: Sequence[Tensor]) -> list[Any]:
+    """Looked up one by one only where they aren't all in their order: hashing a tensor runs Python code."""
+    if len(states) == len(params) and all(map(operator.is_, states, params)):
+        return list(states.values())
+    return list(map(states.get, params))
 
 
 def _sgd_settings(group: Group) -> SgdGroup:

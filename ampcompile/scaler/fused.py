@@ -25,6 +25,11 @@ class FusedStep:
     workspaces: dict[torch.device, dict[str, Any]]
     """What the kernels keep between steps."""
 
+    @property
+    def grads(self) -> list[Tensor]:
+        """All gradients."""
+        return [grad for tensors in self.work.values() for grad in tensors.grads]
+
     def check(
         self, scale: Tensor | None, multipliers: Mapping[torch.device, Tensor], max_norm: float | None = None
     ) -> tuple[PerDevice, PerDevice, Tensor]:
@@ -72,11 +77,11 @@ def lend_copies(tensors: AdamTensors | SgdTensors) -> list[tuple[Tensor, Tensor]
     """Have the kernels write the copies of weights; returns weights and copies of them that they can't write."""
     others: list[tuple[Tensor, Tensor]] = []
     tensors.copies = [None] * len(tensors.params)
-    for i, copies in enumerate(writable_copies(tensors.params)):
-        if copies:
-            param = tensors.params[i]
-            ours = tensors.copies[i] = next((copy for copy in copies if same_layout(copy, param)), None)
-            others += [(param, copy) for copy in copies if copy is not ours]
+    lent = writable_copies(tensors.params)
+    for i, copies in enumerate(lent) if any(lent) else ():
+        param = tensors.params[i]
+        ours = tensors.copies[i] = next((copy for copy in copies if same_layout(copy, param)), None)
+        others += [(param, copy) for copy in copies if copy is not ours]
     return others
 
 

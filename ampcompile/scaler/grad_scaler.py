@@ -17,7 +17,7 @@ from .collect import amp_aware, collect
 from .conditions import NotFusedError
 from .fused import FusedStep, PerDevice
 from .generic import generic_step
-from .pending import Gradients, apply_pending, drop, factors, parameters, pending
+from .pending import Gradients, apply_pending, drop, factors, gradients, parameters, pending
 from .records import Record, Records, has_grads
 from .skips import SkipWatch
 from .unscale import unscale_grads
@@ -110,7 +110,7 @@ class GradScaler(torch.amp.GradScaler):
         finally:
             if state is not None and (ready or "clipped" in state) and state["stage"] is OptState.UNSCALED:
                 left = pending(optimizer)
-                state["clipped"] = Gradients(optimizer) if left is None else left.gradients
+                state["clipped"] = Gradients(gradients(optimizer)) if left is None else left.gradients
 
     @dynamo_marks.run_untraced
     @profiling.named("amp: GradScaler.step")
@@ -128,7 +128,7 @@ class GradScaler(torch.amp.GradScaler):
                 apply_pending(optimizer)
                 result = optimizer.step(*args, **kwargs)
             else:
-                fused.run(factors(optimizer), ())
+                fused.run(factors(optimizer, fused.grads), ())
                 result = None
             self._stepped(record, ())
             return result
@@ -142,7 +142,7 @@ class GradScaler(torch.amp.GradScaler):
         result = None
         fused = self._fused(optimizer, record) if plain else None
         if fused is not None and fused.work and (state["stage"] is OptState.READY or state["found_inf_per_device"]):
-            multipliers = factors(optimizer)
+            multipliers = factors(optimizer, fused.grads)
             if state["stage"] is OptState.READY:
                 state["found_inf_per_device"], multipliers, _ = fused.check(self._scale, multipliers)
             fused.run(multipliers, state["found_inf_per_device"].values())

@@ -5,6 +5,7 @@ They are applied by the step, dropped with the gradients, or refused aloud; neve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,28 +20,26 @@ PerDevice = dict[torch.device, Tensor]
 class Gradients:
     """The gradients of an optimizer as they are now, recognized later without being kept alive."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self.note(optimizer)
+    def __init__(self, grads: Sequence[Tensor]) -> None:
+        self.note(grads)
 
-    def note(self, optimizer: Any) -> None:
-        """Take the gradients as they are now."""
-        grads = gradients(optimizer)
-        self._storages = optimizers.WeakStorages(grads)  # while they are held, no other storage gets their ids
-        self._marks = set(optimizers.marks(grads))
+    def note(self, grads: Sequence[Tensor]) -> None:
+        """Take these."""
+        self._marks = optimizers.Marks(grads)
 
-    def still(self, optimizer: Any) -> bool:
-        """Whether the gradients of `optimizer` are these and weren't written; some may be gone."""
-        return self._marks.issuperset(optimizers.marks(gradients(optimizer)))
+    def still(self, grads: Sequence[Tensor]) -> bool:
+        """Whether `grads`, all that there are now, are these and weren't written; some may be gone."""
+        return self._marks.still(grads)
 
 
 class Pending:
     """A hook ahead of the optimizer's own step, so that this one is clipped too; the optimizer holds it."""
 
-    def __init__(self, optimizer: Any, factors: PerDevice) -> None:
+    def __init__(self, optimizer: Any, factors: PerDevice, grads: Sequence[Tensor]) -> None:
         self.factors = factors
         self.over = False
         """Whether the iteration has ended: gradients that changed since aren't meant any more."""
-        self.gradients = Gradients(optimizer)
+        self.gradients = Gradients(grads)
         """Those that were clipped."""
         self._hook = optimizer.register_step_pre_hook(self)
 
@@ -58,10 +57,10 @@ def pending(optimizer: Any) -> Pending | None:
     return next((hook for hook in optimizers.pre_hooks(optimizer) if isinstance(hook, Pending)), None)
 
 
-def leave(optimizer: Any, factors: PerDevice) -> None:
-    """Have the next step multiply the gradients by these factors, instead of what was pending."""
+def leave(optimizer: Any, factors: PerDevice, grads: Sequence[Tensor]) -> None:
+    """Have the next step multiply the gradients, which are `grads`, by these factors, instead of what was pending."""
     drop(optimizer)
-    Pending(optimizer, factors)
+    Pending(optimizer, factors, grads)
 
 
 def drop(optimizer: Any) -> None:
@@ -70,11 +69,11 @@ def drop(optimizer: Any) -> None:
         left.drop()
 
 
-def factors(optimizer: Any) -> PerDevice:
-    """What a step has to multiply the gradients by; an error if they aren't those that were clipped."""
+def factors(optimizer: Any, grads: Sequence[Tensor]) -> PerDevice:
+    """What a step has to multiply the gradients, `grads`, by; an error if they aren't those that were clipped."""
     if (left := pending(optimizer)) is None:
         return {}
-    if left.gradients.still(optimizer):
+    if left.gradients.still(grads):
         return left.factors
     if not left.over:
         raise ClipError(
@@ -88,14 +87,14 @@ def factors(optimizer: Any) -> PerDevice:
 
 def apply_pending(optimizer: Any) -> None:
     """Multiply the gradients themselves by what is pending: the step won't be a fused one."""
-    clipped = factors(optimizer)
+    grads = gradients(optimizer)
+    clipped = factors(optimizer, grads)
     if (left := pending(optimizer)) is None:
         return
-    grads = gradients(optimizer)
     with torch.no_grad():
         for device, factor in clipped.items():
             foreach.multiply_([grad for grad in grads if grad.device == device], factor)
-    left.gradients.note(optimizer)
+    left.gradients.note(grads)
     left.drop()
 
 

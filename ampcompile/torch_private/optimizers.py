@@ -33,25 +33,34 @@ def fresh_optimizer_states() -> dict[int, dict[str, Any]]:
     return defaultdict(grad_scaler._refresh_per_optimizer_state)
 
 
-Mark = tuple[int, int, int]
+class Marks:
+    """What some tensors are now, recognized later without being held. Those without a storage, sparse ones, are not."""
 
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        # The storages' ids: nobody else gets them while they are held weakly.
+        self._ids: list[int] = []
+        strided, storages = _with_storages(tensors)
+        self._ids += map(_hold, storages)
+        self._marks = _marks(self._ids, strided)
 
-def marks(tensors: Sequence[Tensor]) -> list[Mark | None]:
-    """What changes when a tensor is written or replaced: storage, address and version; None for one without."""
-    try:
-        storages = list(map(Tensor.untyped_storage, tensors))
-    except RuntimeError:  # a sparse one
-        return [None if tensor.layout is not torch.strided else marks([tensor])[0] for tensor in tensors]
-    return list(zip(map(_address, storages), map(Tensor.data_ptr, tensors), map(_version, tensors), strict=True))
-
-
-class WeakStorages:
-    """The storages of strided tensors, whose ids aren't given to others while this is held."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
-        self.held = list(map(_hold, map(Tensor.untyped_storage, strided)))
+    def still(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are among them, and none was written or given other memory."""
+        strided, storages = _with_storages(tensors)
+        found = _marks(map(_address, storages), strided)
+        return found == self._marks or set(self._marks).issuperset(found)
 
     def __del__(self) -> None:
-        for each in self.held:
+        for each in self._ids:
             _free(each)
+
+
+def _with_storages(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Any]]:
+    try:
+        return tensors, list(map(Tensor.untyped_storage, tensors))
+    except RuntimeError:
+        found = [tensor for tensor in tensors if tensor.layout is torch.strided]
+        return found, [tensor.untyped_storage() for tensor in found]
+
+
+def _marks(storages: Iterable[int], tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    return list(zip(storages, map(Tensor.data_ptr, tensors), map(_version, tensors), strict=True))

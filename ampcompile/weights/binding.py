@@ -99,11 +99,12 @@ class Binding:
             set_ranges((each.begin, each.end) for each in memory.memories())
             writers.watch()  # now that there is memory to watch: what dies meanwhile can't be the last
             strided = [not packed for packed in self._packed]
-            before = self._sets.get(ids)
+            former = self._sets.get(ids)
+            before = former if former is not None and former.members == members else None
             tables = before.tables if before else {}
             cast = refresh(zip(members, held, strided, strict=True), _doubtful(members, held), tables)
             known = CopySet(held, members, self._packed, now, before, tables)
-            if before is None:
+            if former is None:
                 self._make_room()
             self._sets[ids] = known
             return known, cast
@@ -219,7 +220,9 @@ def writable_copies(params: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
     with lock:
         write_epoch()
         found = _copies_of_each(params)
-        captured = any(found) and gpu.capturing(params)
+        if not any(found):
+            return [()] * len(params)
+        captured = gpu.capturing(params)
         for copies_of_one in filter(None, found):
             copies_of_one[0].memory.open_step()
             for copy in copies_of_one:
@@ -231,14 +234,21 @@ def writable_copies(params: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
                         copy.stay()
         if not captured:
             gpu.follow(chain.from_iterable(found))
-        return [
-            tuple(c.tensor for c in each if c.lent_to_step and not c.form.wide and c.tensor is not None)
-            for each in found
-        ]
+        return [_lent(each) if each else () for each in found]
+
+
+def _lent(copies_of_one: list[Copy]) -> tuple[Tensor, ...]:
+    lent = [copy for copy in copies_of_one if copy.lent_to_step and not copy.form.wide]
+    return tuple(copy.tensor for copy in lent if copy.tensor is not None)
 
 
 def _copies_of_each(params: Sequence[Tensor]) -> list[list[Copy]]:
-    return [copies_of(p) if known else [] for p, known in zip(params, memory.are_copied(params), strict=True)]
+    known = memory.are_copied(params)
+    return (
+        [copies_of(p) if copied else [] for p, copied in zip(params, known, strict=True)]
+        if known
+        else [[]] * len(params)
+    )
 
 
 def wrote(params: Sequence[Tensor]) -> None:

@@ -90,9 +90,13 @@ class Copy:
         assert tensor is not None
         return storages.tensor_users(tensor), storages.storage_users(self._storage), sys.getrefcount(tensor)
 
+    def waited_for(self) -> bool:
+        """Whether a backward that is still to come saved the buffer or a view of it."""
+        return self._owners() != self._idle
+
     def writable(self) -> bool:
-        """Whether the buffer may be overwritten: no backward that is still to come saved it or a view of it."""
-        return self.tensor is not None and (self.in_place or self._owners() == self._idle)
+        """Whether the buffer may be overwritten: no backward waits for it, or it has to stay whoever does."""
+        return self.tensor is not None and (self.in_place or self in _captured or not self.waited_for())
 
     def _unwritten(self) -> bool:
         """Whether there is no sign of a write since the cast."""
@@ -150,7 +154,6 @@ class Copy:
 
     def stay(self) -> None:
         """Keep the buffer where it is for as long as there is the weight: a captured CUDA graph writes there."""
-        self.in_place = True
         _captured.add(self)
 
     def free(self, gone: bool) -> None:

@@ -23,7 +23,7 @@ class CopySet:
     """Fresh copies of some weights, and everything that has to stay as it is for them to stay fresh.
 
     `packed`: which weights are read packed. `now`: the `write_epoch` before any of the weights was looked at. `before`:
-    the set that this one takes the place of. `tables`: those of `cast_many_`, for all casts of these weights.
+    the set of the same copies that this one takes the place of. `tables`: those of `cast_many_`, for all its casts.
     """
 
     _strided: tuple[Copy, ...] = ()  # also while it is being made
@@ -49,12 +49,12 @@ class CopySet:
         self._note_state([weight.key for weight in weights], now)
         self._addresses = [weight.tensor.data_ptr() for weight in weights]
         in_order = sorted(distinct, key=lambda copy: not copy.places.runs.size)  # as a sample of several reads them
-        self.sample = Sample(copy.places for copy in in_order)
+        self.sample: Sample = before.sample if before else Sample(copy.places for copy in in_order)
         self.words = b"".join(copy.words for copy in in_order)
         self._buffers = list(map(_buffer, members))
-        alike = before and before._addresses == self._addresses and before._buffers == self._buffers
+        stayed = before is not None and before._buffers == self._buffers
         self.rechecks: Rechecks = (
-            before.rechecks if before and alike else self._find_rechecks([weight.tensor for weight in weights])
+            before.rechecks if before and stayed else self._find_rechecks([weight.tensor for weight in weights])
         )
         memory.sets.add(self)
 
@@ -123,8 +123,8 @@ class CopySet:
 
     def free(self) -> None:
         """Some copies are about to be freed."""
+        self.forget()  # first: who is interrupted here must not find it fresh and freed for good
         self.freed = True
-        self.forget()
         self.rechecks = []
         self.tables.clear()
 

@@ -62,7 +62,8 @@ class Report:
     def fetch(self, stream: int) -> None:
         """Have the host see what was found by now."""
         if stream not in self._views:
-            pinned = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+            with torch.inference_mode(False):
+                pinned = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
             self._views[stream] = pinned, pinned.numpy()
         self._views[stream][0].copy_(self.device_mark, non_blocking=True)
 
@@ -122,7 +123,7 @@ class Recheck:
         owners = *users, list(map(sys.getrefcount, tensors))
         del tensors  # the copies' own count has no other
         if owners != self._owners:
-            if not all(copy.writable() for copy in members):
+            if any(copy.waited_for() and not copy.in_place for copy in members):
                 return False
             self._owners = owners
         return True

@@ -235,9 +235,9 @@ def known_memory(storage: int) -> Memory | None:
 
 
 def are_copied(tensors: Sequence[Tensor]) -> list[bool]:
-    """Whether there may be copies of what these tensors' storages hold; for many at a time."""
+    """Whether there may be copies of what these tensors' storages hold; empty if there are no copies at all."""
     known = set(_memories)
-    return [key in known for key in map(storages.storage_key, tensors)] if known else [False] * len(tensors)
+    return [key in known for key in map(storages.storage_key, tensors)] if known else []
 
 
 def memories() -> list[Memory]:

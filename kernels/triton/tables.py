@@ -63,7 +63,8 @@ class Words:
             return torch.empty(len(words), dtype=torch.int64, device=device).copy_(host, non_blocking=True)
         if len(fitting) < SPARES:
             self._spares = list(host_words(SPARES * len(words), device).view(SPARES, -1))
-        if self._device is None or self._host is None or not np.array_equal(words, self._host):
+        known = self._host is not None and (words is self._host or np.array_equal(words, self._host))
+        if self._device is None or not known:
             if self._device is None or self._device.numel() != len(words):
                 self._device = torch.empty(len(words), dtype=torch.int64, device=device)
             host = host_words(len(words), device)

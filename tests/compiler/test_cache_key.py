@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from ampcompile.compiler import lower
-from ampcompile.compiler.cache_key import covered_files, key_of, source_key
+from ampcompile.compiler.cache_key import cache_key, covered_files, key_of, source_key
 from tests.test_layout import ROOT, SOURCES, imports
 
 SCRIPT = """
@@ -100,10 +100,19 @@ def test_inductors_caches_miss_what_was_compiled_under_another_key(monkeypatch: 
     first, second = uuid4().hex, uuid4().hex
     found = []
     for key in (first, first, second):
-        monkeypatch.setattr(lower, "source_key", lambda key=key: key)
+        monkeypatch.setattr(lower, "cache_key", lambda emulated, key=key: key)
         torch._dynamo.reset()
         counters.clear()
         with torch.no_grad():
             torch.compile(lambda x: (x @ x).sin(), backend="amp")(torch.randn(4, 4))
         found.append((counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_miss"]))
     assert found == [(0, 1), (1, 0), (0, 1)]
+
+
+def test_the_key_tells_cpus_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock Inductor doesn't: a graph that AVX-512 code was cached for gives wrong numbers with AVX2."""
+    keys = set()
+    for vectors in ("AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda vectors=vectors: vectors)
+        keys |= {cache_key(frozenset(emulated)) for emulated in ((), (torch.float16,), (torch.float16, torch.bfloat16))}
+    assert len(keys) == 6

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from ampcompile.kernels.adam import AdamGroup, adam_
+from ampcompile.kernels.native import group_values
+from ampcompile.kernels.sgd import SgdGroup
 from ampcompile.kernels.step import table_of
 from tests.scaler.cases import adam_tensors, assert_equal
 
@@ -40,6 +42,14 @@ def test_it_is_built_once_for_the_same_tensors_and_copies() -> None:
     assert not np.array_equal(table_of(moved, workspace).addresses, table.addresses)
     retyped = replace(tensors, copies=[None if c is None else c.view(torch.bfloat16) for c in tensors.copies])
     assert table_of(retyped, workspace).codes[1].tolist() != table.codes[1].tolist()
+
+
+def test_settings_may_be_tensors_and_the_learning_rate_one_on_a_gpu() -> None:
+    groups = [
+        SgdGroup(0.1, torch.tensor(0.5), 0.0, False, 0.25, True),
+        SgdGroup(torch.tensor(9.0), 1, 0, True, 0, False),
+    ]
+    assert group_values(groups).tolist() == [[0.1, 0.5, 0, 0, 0.25, 1], [0, 1, 0, 1, 0, 0]]
 
 
 @pytest.mark.parametrize("same", [None, "these"])

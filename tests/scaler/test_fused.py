@@ -2,12 +2,12 @@
 
 import math
 from copy import deepcopy
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from ampcompile.kernels.sgd import SgdTensors
 from ampcompile.scaler import fused as scaler_fused
 from ampcompile.scaler.fused import FusedStep, any_set, clip_over_devices
 from ampcompile.scaler.grad_scaler import GradScaler
@@ -173,9 +173,8 @@ def test_flags_and_norms_of_several_devices_are_one():
 @pytest.mark.parametrize("max_norm", [None, 2.5, 9.0])
 def test_gradients_on_several_devices_are_unscaled_and_clipped_by_their_norm_together(max_norm):
     devices = torch.device("cpu"), torch.device("cpu", 0)  # one device under two names
-    work = {
-        device: SimpleNamespace(grads=[torch.tensor([8 * n])]) for device, n in zip(devices, (3.0, 4.0), strict=True)
-    }
+    grads = {device: torch.tensor([8 * n]) for device, n in zip(devices, (3.0, 4.0), strict=True)}
+    work = {device: SgdTensors([], grads=[grad]) for device, grad in grads.items()}
     step = FusedStep(None, work, {device: {} for device in devices})
     found_infs, factors, norm = step.check(torch.tensor(4.0), {devices[1]: torch.tensor(0.5)}, max_norm)
     whole = math.hypot(6, 4)  # of 24 / 4 and 32 / 4 * 0.5

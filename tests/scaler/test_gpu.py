@@ -42,8 +42,8 @@ def fill(params, seed: int, bad: float | None = None) -> None:
 @contextmanager
 def sync_is_an_error() -> Iterator[None]:
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode(mode)
@@ -141,6 +141,36 @@ def test_the_whole_step_in_a_cuda_graph(kind):
     assert results[0][1:] == results[1][1:]
 
 
+def test_two_steps_in_one_graph_whose_buffers_are_its_own():
+    """Nothing that eager steps keep is read by a replay: it may go, and its memory be written by others."""
+    results = []
+    for captured in (True, False):
+        params = weights_on()
+        optimizer, scaler = KINDS["AdamW fused"](params), GradScaler("cuda", growth_interval=2)
+        scaler.scale(torch.ones((), device="cuda"))
+        fill(params, 0)
+        iteration(scaler, optimizer)
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                for _ in range(2):
+                    iteration(scaler, optimizer)
+            scaler._records[optimizer].workspaces.clear()
+            others = [torch.full((1 << size,), math.nan, device="cuda") for size in range(22) for _ in range(4)]
+            assert others[0].isnan()
+        for seed in range(3):
+            fill(params, seed, math.inf if seed == 1 else None)
+            if captured:
+                graph.replay()
+            else:
+                for _ in range(2):
+                    iteration(scaler, optimizer)
+        results.append((params, scaler.get_scale()))
+    assert_close(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # torch's, of a capture that is given up
 def test_a_capture_without_a_step_before_it_says_what_to_do():
     from ampcompile.errors import ScalerError
@@ -211,3 +241,15 @@ def test_a_tensor_of_more_than_two_to_the_32_elements():
     assert scaler.clip_grad_norm_(optimizer, 1e9).item() == 1
     scaler.step(optimizer)
     assert param[-1].item() == 0.5 and param[0].item() == param[2**31].item() == 1
+
+
+def test_ops_run_on_the_device_of_their_tensors():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    from ampcompile.kernels.norm import norm, norm_reference
+
+    x, weight = torch.randn(33, 70, device="cuda:1"), torch.randn(70, device="cuda:1")
+    with torch.cuda.device(0):
+        found = norm(x, None, weight, None, 70, 1e-5, True, False, True, torch.bfloat16, 0)
+    expected = norm_reference(x, None, weight, None, 70, 1e-5, True, False, True, None)
+    torch.testing.assert_close(found[2], expected[3], rtol=1e-5, atol=1e-5)

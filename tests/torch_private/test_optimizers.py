@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampcompile.torch_private.optimizers import WeakStorages, fresh_optimizer_states, marks, pre_hooks, step_hooks
+from ampcompile.torch_private.optimizers import Marks, fresh_optimizer_states, pre_hooks, step_hooks
 
 
 def test_hooks_of_this_and_of_all_optimizers_are_listed() -> None:
@@ -40,18 +40,22 @@ def test_the_states_of_an_iteration_are_fresh_and_pickle() -> None:
     [lambda x: x.add_(1), lambda x: setattr(x, "data", x.clone()), lambda x: x.set_(x[1:])],
     ids=["add_", "data", "set_"],
 )
-def test_a_mark_changes_with_each_write_and_replacement(change: Callable[[Tensor], Any]) -> None:
-    x, sparse = torch.ones(3), torch.eye(2).to_sparse()
-    before = marks([x])
-    assert marks([x.detach()]) == before != [None] and marks([sparse, x]) == [None, *before]
+def test_tensors_are_recognized_until_they_are_written_or_replaced(change: Callable[[Tensor], Any]) -> None:
+    x, y, sparse = torch.ones(3), torch.ones(2), torch.eye(2).to_sparse()
+    noted = Marks([x, sparse, y])
+    assert noted.still([x, sparse, y]) and noted.still([y, x.detach()]) and noted.still([])
+    assert not noted.still([x, torch.ones(2)])
     change(x)
-    assert marks([x]) != before
+    assert not noted.still([x]) and noted.still([y, sparse])
 
 
-def test_storages_held_weakly_may_be_freed_and_sparse_tensors_have_none() -> None:
+def test_noted_tensors_may_be_freed_and_no_other_is_taken_for_one() -> None:
     x = torch.ones(3)
-    weak = WeakStorages([x, torch.eye(2).to_sparse()])
-    (held,) = weak.held
-    assert held == x.untyped_storage()._cdata and not torch.UntypedStorage._expired(held)
+    noted = Marks([x])
+    storage = x.untyped_storage()._cdata
+    users = torch._C._storage_Use_Count(storage)
     del x
-    assert torch.UntypedStorage._expired(held)
+    assert users > torch._C._storage_Use_Count(storage) == 0
+    others = [torch.ones(3) for _ in range(100)]
+    assert storage not in [other.untyped_storage()._cdata for other in others]
+    assert not any(noted.still([other]) for other in others)

@@ -73,11 +73,13 @@ class Streams:
             mark: object = None
 
             def record(self, stream: int) -> None:
+                assert streams.captured is None, "CUDA allows no event between a capture and the outside"
                 mark = self.mark = object()
                 with streams.use(stream):
                     streams.launch(lambda: streams._passed.add(mark))
 
             def wait(self, stream: int) -> None:
+                assert streams.captured is None, "CUDA allows no event between a capture and the outside"
                 mark = self.mark
                 with streams.use(stream):
                     streams.launch(lambda: mark in streams._passed)
@@ -111,6 +113,8 @@ class Kernels:
         return known[key]
 
     def cast_many_(self, tensors: list[Tensor], weights: list[Tensor], known: dict | None = None) -> None:
+        if not tensors:
+            return
         table = self.table(tensors, weights, {} if known is None else known)
 
         def run() -> None:
@@ -158,8 +162,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     def keep(tensor: Tensor, stream: int) -> None:
         played.kept.setdefault(tensor.data_ptr(), set()).add(stream)
 
-    def empty(weight: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.full_like(weight, torch.nan, dtype=dtype)
+    def empty(form: copies.Form, weight: Tensor) -> Tensor:
+        return torch.full_like(weight, torch.nan, dtype=form.dtype)
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.Tensor, "record_stream", keep)
@@ -168,7 +172,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: played.captured is not None)
     monkeypatch.setattr(storages, "current_stream", lambda device: played.here)
     monkeypatch.setattr(copies, "places", lambda weight: SampledAddresses(nothing, nothing))
-    monkeypatch.setattr(copies, "_empty_copy", empty)
+    monkeypatch.setattr(copies.Form, "empty", empty)
     monkeypatch.setattr(copies, "cast_many_", kernels.cast_many_)
     monkeypatch.setattr(gpu, "recheck_", kernels.recheck_)
     monkeypatch.setattr(gpu, "_reports", {})

@@ -16,7 +16,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from ampcompile.weights.binding import bind, hoistable, invalidate, weight_stats, writable_copies, wrote
+from ampcompile.errors import WeightsError
+from ampcompile.weights.binding import (
+    bind,
+    free_copies,
+    hoistable,
+    invalidate,
+    weight_stats,
+    writable_copies,
+    wrote,
+)
 from tests.weights.writers import unsampled
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -357,7 +366,7 @@ def test_while_a_fused_step_runs_no_copy_counts_as_fresh() -> None:
     graphs = [bind([BF16]), bind([BF16])]
     for binding in graphs:
         binding.copies([param])
-    writable_copies(param)
+    writable_copies([param])
     for step, binding in enumerate(graphs, 1):
         torch.from_dlpack(param.detach())[unsampled(param)] = step
         assert same(binding.copies([param]), low([param]))
@@ -442,6 +451,80 @@ def test_invalidate_takes_models_parameters_and_lists() -> None:
     invalidate(model[1])
     binding.copies([model[0].weight])
     assert weight_stats().casts == casts + 1
+
+
+def test_copies_are_freed_on_request_and_come_back() -> None:
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+    binding, other, half = bind([BF16] * 2), bind([BF16]), bind([F16])
+    weights = [model[0].weight, model[1].weight]
+    others = parameters(1)
+    for argument in (model, weights[0], iter(weights), model.parameters()):
+        assert same(binding.copies(weights), low(weights))
+        assert same(half.copies(weights[:1]), low(weights[:1], F16)) and other.copies(others)
+        assert weight_stats().copies == 4
+        free_copies(argument)
+        assert weight_stats().copies == 1, "what is read together is freed together; others stay"
+    free_copies(model[0].bias)
+    free_copies([])
+    assert weight_stats().copies == 1
+    casts = weight_stats().casts
+    assert same(other.copies(others), low(others)) and weight_stats().casts == casts
+
+
+def test_a_backward_that_waits_keeps_the_copy_that_was_freed() -> None:
+    params = parameters(1)
+    binding = bind([BF16])
+    x = torch.randn(5, 8, dtype=BF16, requires_grad=True)
+    expected = low(params)[0].float().sum(0)
+    loss = F.linear(x, binding.copies(params)[0]).float().sum()
+    copied = weakref.ref(binding.copies(params)[0].untyped_storage())
+    free_copies(params)
+    assert weight_stats().copies == 0 and copied() is not None
+    with torch.no_grad():
+        params[0].mul_(2)
+    assert same(binding.copies(params), low(params))
+    loss.backward()
+    torch.testing.assert_close(x.grad[0].float(), expected, rtol=2**-6, atol=0.1)
+    del loss
+    assert copied() is None
+
+
+def test_only_sets_of_the_same_copies_share_what_was_made_for_them() -> None:
+    params = parameters(2)
+    binding = bind([BF16] * 2)
+    ids = tuple(map(id, params))
+    sets = []
+    for write in (lambda p: p.data, lambda p: torch.randn_like(p)):
+        binding.copies(params)
+        sets.append(binding._sets[ids])
+        params[0].data = write(params[0])
+    binding.copies(params)
+    first, second, third = *sets, binding._sets[ids]
+    assert first is not second and second.sample is first.sample and second.tables is first.tables
+    assert third.sample is not first.sample and third.tables is not first.tables
+    params[0].detach().numpy()[0, :] += 1
+    assert same(binding.copies(params), low(params))
+
+
+def test_copies_freed_between_a_step_s_halves() -> None:
+    params = parameters(1)
+    binding = bind([BF16])
+    binding.copies(params)
+    (lent,) = writable_copies(params)
+    free_copies(params)
+    with torch.no_grad():
+        lent[0].copy_(params[0].mul_(-3))
+    wrote(params)
+    assert same(binding.copies(params), low(params)) and binding.copies(params)[0] is not lent[0]
+
+
+@pytest.mark.parametrize("act", [free_copies, invalidate])
+@pytest.mark.parametrize("nonsense", [3, None, "model", [torch.ones(2), 1.5], {"weight": torch.ones(2)}, nn.Linear])
+def test_neither_module_nor_tensors(act: Callable[[object], None], nonsense: object) -> None:
+    with pytest.raises(
+        WeightsError, match=r"found '\w+', expected a torch.nn.Module, .*: pass the model, or model.par"
+    ):
+        act(nonsense)
 
 
 def test_parameters_still_pickle_and_copy() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import ampcompile
 import ampcompile.weights as weights
 from ampcompile.weights.packing import PAYS
 
@@ -19,7 +20,8 @@ lowered = pytest.mark.parametrize("lower", LOWERS)
 
 
 def amp(f: Any, lower: str, **options: Any) -> Any:
-    return torch.compile(f, backend="amp", options={"lower": lower, **options})
+    """Products are torch's, whatever units this CPU has: copies take 2 bytes a number, and bits can be compared."""
+    return torch.compile(f, backend="amp", options={"lower": lower, "products": "torch", **options})
 
 
 def casts() -> int:
@@ -239,6 +241,24 @@ def test_copies_go_with_their_weights_at_once(gone: str) -> None:
         gc.enable()
     left = [t for t in gc.get_objects() if type(t) is Tensor and t.dtype == torch.bfloat16 and t.shape == (64, 64)]
     assert not left
+
+
+@lowered
+def test_freed_copies_come_back_with_the_next_call(lower: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    compiled = amp(model, lower)
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        results = [compiled(x) for _ in range(PAYS + 1)]  # packed by now, where that is
+    loss = compiled(x).square().sum()
+    ampcompile.free_copies(compiled)
+    assert weights.weight_stats().copies == 0
+    loss.backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    assert torch.equal(compiled(x), results[0]) and weights.weight_stats().copies == 4
+    compiled(x).square().sum().backward()
+    assert all(torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True))
 
 
 def test_invalidate_reaches_what_a_models_graphs_read() -> None:

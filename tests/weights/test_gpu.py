@@ -1,5 +1,6 @@
 """Copies on a GPU: unreported writes found without waiting, streams, captures. The logic runs on the CPU too."""
 
+import gc
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch.nn.functional as F
 
 from ampcompile.errors import StaleWeightError
 from ampcompile.weights import copies, copy_set, gpu
-from ampcompile.weights.binding import Binding, bind, weight_stats
+from ampcompile.weights.binding import Binding, bind, free_copies, weight_stats
 from ampcompile.weights.sample import SampledAddresses
+from tests.devices import waiting_for_nothing
 
 BF16 = torch.bfloat16
 
@@ -111,6 +113,17 @@ def test_one_write_raises_once_however_late_its_report_arrives() -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+def test_calls_in_inference_mode_while_a_backward_waits() -> None:
+    params, binding = setting()
+    x = torch.randn(3, 8, dtype=BF16, requires_grad=True)
+    loss = F.linear(x, binding.copies(params)[0]).sum()
+    with torch.inference_mode():
+        assert fresh(binding, params)
+    assert fresh(binding, params)
+    del loss
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_reported_write_while_a_backward_waits_gets_a_fresh_buffer() -> None:
     params, binding = setting()
     x = torch.randn(3, 8, dtype=BF16, requires_grad=True)
@@ -134,8 +147,7 @@ def test_no_call_waits_for_the_gpu() -> None:
     params, binding = cuda_setting()
     assert fresh(binding, params)
     x = torch.randn(3, 512, dtype=BF16, device="cuda", requires_grad=True)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_for_nothing("cuda"):
         for step in range(4):
             loss = F.linear(x, binding.copies(params)[0]).sum()
             binding.copies(params)
@@ -144,8 +156,6 @@ def test_no_call_waits_for_the_gpu() -> None:
                     params[0].add_(1)
             binding.copies(params)
             loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert fresh(binding, params)
 
 
@@ -200,3 +210,94 @@ def test_a_captured_call_casts_at_each_replay() -> None:
         graph.replay()
         assert torch.equal(out, params[0].detach().to(BF16))
         assert fresh(binding, params)
+
+
+@pytest.mark.gpu
+def test_a_captured_call_keeps_to_memory_of_its_own() -> None:
+    params, binding = cuda_setting()
+    x = torch.randn(512, dtype=BF16, device="cuda", requires_grad=True)
+    out = torch.empty(512, 512, dtype=BF16, device="cuda")
+    out.copy_(binding.copies(params)[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.copy_(binding.copies(params)[0])
+    loss = (binding.copies(params)[0] @ x).sum()
+    expected = params[0].detach().to(BF16).float().sum(0)
+    with torch.no_grad():
+        params[0].mul_(2)
+    assert fresh(binding, params), "elsewhere: a backward waits"
+    graph.replay()
+    loss.backward()
+    torch.testing.assert_close(x.grad.float(), expected, rtol=2**-6, atol=0.5)
+    del loss, binding
+    gc.collect()
+    assert weight_stats().copies == 0
+    others = [torch.zeros(512, 512, dtype=BF16, device="cuda") for _ in range(8)]  # where copies were
+    with torch.no_grad():
+        params[0].mul_(2)
+    graph.replay()
+    assert torch.equal(out, params[0].detach().to(BF16)) and not any(other.any() for other in others)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_writes_copies_that_stay() -> None:
+    from ampcompile.scaler.grad_scaler import GradScaler
+
+    params, binding = cuda_setting()
+    optimizer, scaler = torch.optim.AdamW(params, lr=0.1), GradScaler("cuda")
+    scaler.scale(torch.ones((), device="cuda"))
+    for param in params:
+        param.grad = torch.randn_like(param) * 2.0**16
+    binding.copies(params)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            scaler.step(optimizer)
+            scaler.update()
+            binding.copies(params)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scaler.step(optimizer)
+        scaler.update()
+    places = [copy.data_ptr() for copy in binding.copies(params)]
+    del binding
+    free_copies(params)
+    for _ in range(3):
+        graph.replay()
+        binding, casts = bind([BF16] * 3), weight_stats().casts
+        assert fresh(binding, params) and weight_stats().casts == casts
+        assert [copy.data_ptr() for copy in binding.copies(params)] == places
+        del binding
+
+
+class Calls(nn.Module):
+    """Calls a compiled module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.gpu
+def test_make_graphed_callables() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).cuda()
+    compiled = torch.compile(model, backend="amp", options={"lower": "aot_eager"})
+    x = torch.randn(8, 64, device="cuda")
+    compiled(x).sum().backward()
+    graphed = torch.cuda.make_graphed_callables(Calls(compiled), (x,))
+    for _ in range(3):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(-0.9)
+        found = []
+        for run in (graphed, compiled):
+            model.zero_grad()
+            result = run(x)
+            result.square().sum().backward()
+            found.append([result.detach().clone(), *(param.grad.clone() for param in model.parameters())])
+        assert all(map(torch.equal, *found))

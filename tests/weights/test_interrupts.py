@@ -16,7 +16,7 @@ import torch.nn as nn
 
 from ampcompile import weights
 from ampcompile.torch_private import patches
-from ampcompile.weights.binding import Binding, bind, invalidate, writable_copies, wrote
+from ampcompile.weights.binding import Binding, bind, free_copies, invalidate, writable_copies, wrote
 from ampcompile.weights.memory import lock
 from tests.weights.searching import searches_are_cheap as searches_are_cheap
 from tests.weights.writers import unsampled
@@ -122,6 +122,7 @@ ACTS: dict[str, Callable[[Case], object]] = {
     "a fused step with copies": fused_step,
     "a fused optimizer": optimizer_step,
     "announced": written_by_numpy,
+    "copies freed": lambda case: free_copies(case.weights),
     "new data": lambda case: setattr(case.weights[1], "data", torch.randn(20, 20)),
     "swap_tensors": lambda case: torch.utils.swap_tensors(case.weights[1], nn.Parameter(torch.randn(20, 20))),
     "apply_": lambda case: case.weights[0].detach().apply_(lambda v: v + 1),

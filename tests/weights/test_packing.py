@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ampcompile.kernels.packed_linear import available
-from ampcompile.weights.binding import Binding, bind, weight_stats
+from ampcompile.weights.binding import Binding, bind, free_copies, weight_stats
 from ampcompile.weights.packing import PAYS
 
 pytestmark = pytest.mark.skipif(not available(torch.bfloat16), reason="this CPU's oneDNN has no bfloat16 products")
@@ -85,6 +85,18 @@ def test_graphs_that_read_it_either_way_share_a_copy() -> None:
     for _ in range(PAYS):
         binding.copies(params)
     assert weight_stats().bytes == 2 * (70 * 80 + 70)
+
+
+def test_packed_forms_are_freed_and_made_again_once_that_pays() -> None:
+    params, binding = setting()
+    for _ in range(PAYS):
+        binding.copies(params)
+    free_copies(params[0])
+    assert weight_stats()[:2] == (0, 0)
+    for reads in range(1, PAYS + 2):
+        forms = binding.copies(params)
+        assert opaque(forms) == [reads >= PAYS, False]
+        assert torch.equal(dense(forms[0]), params[0].detach().to(BF16))
 
 
 def test_packed_forms_go_with_their_weight() -> None:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ampcompile.weights.binding import Binding, bind, invalidate, weight_stats, writable_copies, wrote
+from ampcompile.weights.binding import Binding, bind, free_copies, invalidate, weight_stats, writable_copies, wrote
 from tests.weights.searching import searches_are_cheap as searches_are_cheap
 from tests.weights.writers import unsampled
 
@@ -107,6 +107,8 @@ class World:
         elif how == "behind PyTorch's back, announced":
             target.detach().numpy()[unsampled(target)] += 1
             invalidate([target])
+        elif how == "copies freed":
+            free_copies(target)
         elif how == "requires_grad":
             target.requires_grad_(not target.requires_grad)
 
@@ -114,7 +116,7 @@ class World:
 HOW = [
     *("in place", ".data", "keep an alias", "write the aliases", "drop the aliases", "numpy", "optimizer"),
     *("data = new", "data = another's", "new object", "new object, same memory", "swap_tensors", "requires_grad"),
-    *("fused step with copies", "behind PyTorch's back, announced"),
+    *("fused step with copies", "behind PyTorch's back, announced", "copies freed"),
 ]
 STEPS = st.lists(
     st.one_of(

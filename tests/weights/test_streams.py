@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ampcompile.errors import StaleWeightError
 from ampcompile.weights import copies, gpu
 from ampcompile.weights.binding import Binding, bind, free_copies, weight_stats, writable_copies, wrote
 from ampcompile.weights.copy_set import CopySet
@@ -56,6 +57,11 @@ def called_everywhere(streams: Streams) -> Model:
         model.call(stream)
     streams.finish()
     return model
+
+
+def unseen(param: torch.Tensor) -> None:
+    """A write of all numbers that nobody reports."""
+    words(param.data_ptr(), param.numel(), np.float32)[:] *= -3
 
 
 def unsampled(param: torch.Tensor) -> None:
@@ -107,7 +113,7 @@ def test_a_repair_has_ended_before_another_stream_reads(streams: Streams) -> Non
     model = Model(streams)
     model.call(1)
     streams.finish()
-    torch.from_dlpack(model.params[0].detach()).mul_(-3)
+    unseen(model.params[0])
     calls = [model.call(stream) for stream in (1, 2)]
     assert streams.step(1), "half of the repair, and what is compared"
     streams.finish(2, 1)
@@ -252,7 +258,13 @@ def test_copies_that_a_captured_step_writes_stay_where_they_are(streams: Streams
     assert len(places) == 2
     x = torch.randn(8, dtype=torch.bfloat16, requires_grad=True)
     waiting = (model.binding.copies(model.params)[0] @ x).sum()
-    model.update()
+    streams.finish()
+    unseen(model.params[0])
+    for _ in range(2):  # what the host sees is a call behind
+        model.call(1)
+        streams.finish()
+    with pytest.raises(StaleWeightError):
+        model.call(1)
     found = model.call(1)
     streams.finish()
     assert same(found, model.right())

@@ -68,9 +68,28 @@ def test_nothing_but_the_copies_is_written():
         assert (memory[i, :8] == 7).all() and (memory[i, 8 + len(weight) :] == 7).all()
 
 
+def test_tables_are_kept_for_tensors_in_the_same_places():
+    weights = [torch.randn(CHUNK), torch.randn(CHUNK)]
+    copies = [torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights]
+    known = {}
+    first, one = (cast_many.row_tables(copies[:n], weights[:n], CHUNK, known) for n in (2, 1))
+    assert cast_many.row_tables(copies, weights, CHUNK, known) is first
+    cast_many.cast_many_(copies[:1], weights[:1], known)
+    assert cast_many.row_tables(copies[:1], weights[:1], CHUNK, known) is one
+    assert_same_bits(copies[:1], weights[:1])
+    halves = [copy.view(torch.float16) for copy in copies]
+    for others in ([copies[1], copies[0]], halves, [copy[: CHUNK // 2] for copy in copies]):
+        parts = [weight[: len(other)] for weight, other in zip(weights, others, strict=True)]
+        cast_many.cast_many_(others, parts, known)
+        assert_same_bits(others, parts)
+    assert len(known) == cast_many.MOST_TABLES
+    assert cast_many.row_tables(copies, weights, CHUNK, known) is not first, "others came since"
+
+
 @pytest.mark.parametrize("target", [torch.float16, torch.bfloat16])
 def test_recheck_equals_its_reference(target):
-    sizes = (1, 31, 32, 33, CHUNK, 2 * CHUNK + 3)
+    sizes = (1, 31, 32, 33, CHUNK, 2 * CHUNK + 3, 5 * CHUNK)
+    assert sum(-(-size // CHUNK) for size in sizes) % gpu.ROWS, "the last program has fewer chunks than the others"
     for written in range(-1, len(sizes)):
         for element in (0, 15, CHUNK - 1, -1, slice(None)):
             weights = [torch.randn(size) for size in sizes]

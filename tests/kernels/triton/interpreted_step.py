@@ -90,7 +90,9 @@ def test_a_check_that_was_interrupted_between_its_launches_leaves_the_next_ones_
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(check_grads, "check_kernel", OnlyOnce(check_grads.check_kernel))
         check_grads.check_grads(tensors, None, None, None, workspace)
-    for _ in range(2):
+    for tensor in reversed(tensors):
+        tensor *= 2
+        expected = check_grads_reference(tensors)
         assert_close(check_grads.check_grads(tensors, None, None, None, workspace), expected)
 
 

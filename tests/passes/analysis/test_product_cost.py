@@ -17,6 +17,7 @@ def machine(monkeypatch):
     """A machine that starts a product in 1 us in float32, in 5 us in bfloat16, but then is 4 times as fast."""
     speeds = {HIGH: Speed(1e-6, 1e9), LOW: Speed(5e-6, 4e9), HALF: Speed(1e-6, 1e6)}
     monkeypatch.setattr(product_cost, "speed", lambda device, dtype: speeds[dtype])
+    monkeypatch.setattr(product_cost.processor, "multiplies", lambda dtype: True)
     monkeypatch.setattr(product_cost, "bandwidth", lambda device: 1e12)
 
 

@@ -270,6 +270,12 @@ def test_a_sum_that_broadcasts_stays() -> None:
 COUNTS = {"llama": 5, "gpt2": 5, "bert": 5, "vit": 5, "t5": 12}
 
 
+def test_a_sum_with_integers_stays() -> None:
+    positions = torch.arange(32).expand(6, 5, 32).contiguous()
+    _, added, *_ = fused(lambda x, w, v, b, p: layer(x + p, w, v, b), X, W, V, B, positions)
+    assert added is None
+
+
 @pytest.mark.parametrize("name", tiny_models.FUSED_ON)
 def test_fires_on_architectures(name: str) -> None:
     """Every norm but BERT's first, which stands between float32 and dropout."""
