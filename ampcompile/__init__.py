@@ -7,20 +7,56 @@ from typing import TYPE_CHECKING, Any
 
 from . import moved
 from .auditing.audit import audit
+from .errors import (
+    AmpError,
+    AmpWarning,
+    AuditError,
+    BannedOpError,
+    ClipError,
+    CommandLineError,
+    DoubleBackwardError,
+    ExportError,
+    OptionError,
+    PassError,
+    PolicyError,
+    PrecisionError,
+    RuleError,
+    ScalerError,
+    StaleWeightError,
+    WeightsError,
+)
 from .explaining.explain import explain
 from .precision import keep_fp32, precision
 
 if TYPE_CHECKING:
+    from .compiler.export import export
     from .policy import Policy
     from .rules import register_op
     from .scaler import GradScaler
     from .weights import free_copies, invalidate, weight_stats
 
 __all__ = [
+    "AmpError",
+    "AmpWarning",
+    "AuditError",
+    "BannedOpError",
+    "ClipError",
+    "CommandLineError",
+    "DoubleBackwardError",
+    "ExportError",
     "GradScaler",
+    "OptionError",
+    "PassError",
     "Policy",
+    "PolicyError",
+    "PrecisionError",
+    "RuleError",
+    "ScalerError",
+    "StaleWeightError",
+    "WeightsError",
     "audit",
     "explain",
+    "export",
     "free_copies",
     "invalidate",
     "keep_fp32",
@@ -33,12 +69,15 @@ __all__ = [
 # can't be, since the import of the module would bind its name to it.
 _LATER = {
     "GradScaler": "scaler",
+    "export": "compiler.export",
     "Policy": "policy",
     "free_copies": "weights",
     "invalidate": "weights",
     "register_op": "rules",
     "weight_stats": "weights",
 }
+
+__version__ = "0.1.0"
 
 moved.install()
 

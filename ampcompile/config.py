@@ -143,6 +143,11 @@ def _inductor_key(key: str, ours: set[str]) -> str:
     name = key.replace("-", "_")
     if name in known:
         return name
+    if key == "options":
+        raise OptionError(
+            "found options={...} as an option; expected each by its own name: explain(f, dtype=torch.float16), or "
+            'torch.compile(f, backend="amp", options={"dtype": torch.float16}).'
+        )
     near = difflib.get_close_matches(name, [*ours, "mode", *known], n=3)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     expected = f"Expected one of {', '.join(sorted({*ours, 'mode'}))}, or a key of torch._inductor.config."

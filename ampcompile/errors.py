@@ -57,5 +57,9 @@ class AuditError(AmpError, RuntimeError):
     """An audit that can't say what was asked: nothing to compare, or a tolerance that float32 doesn't meet either."""
 
 
+class ExportError(AmpError, RuntimeError):
+    """A model holds something whose casts an exported program can't have written out."""
+
+
 class CommandLineError(AmpError, ValueError):
     """The command line was given something that names no model and inputs."""

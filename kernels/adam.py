@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampcompile.torch_private import profiling
+
 from .step import StepTensors, step_
 
 
@@ -36,6 +38,7 @@ class AdamTensors(StepTensors):
     """0-dim"""
 
 
+@profiling.named("amp: adam_")
 def adam_(
     tensors: AdamTensors,
     multiplier: Tensor | None = None,

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import foreach
+from ampcompile.torch_private import foreach, profiling
 
 
+@profiling.named("amp: cast_many_")
 def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], tables: dict[Any, Any] | None = None) -> None:
     """Write each weight, rounded to nearest, into its copy, and raise the copies' versions; no host sync.
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampcompile.torch_private import profiling
+
 from . import native
 
 
@@ -20,6 +22,7 @@ class Checked(NamedTuple):
     """L2 norm of all gradients, unscaled and not yet clipped."""
 
 
+@profiling.named("amp: check_grads")
 def check_grads(
     grads: Sequence[Tensor],
     scale: Tensor | None = None,

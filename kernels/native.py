@@ -1,4 +1,9 @@
-"""The C++ kernels in `cpp/`: built by this machine's compiler at first use, kept in a cache folder."""
+"""The C++ kernels in `cpp/`: built by this machine's compiler at first use, kept in a cache folder.
+
+Not by `torch.utils.cpp_extension`: that needs ninja, which torch doesn't bring, and keeps what it built in a folder
+that knows no processor, so that machines that share a home would run what `-march=native` made for another. These
+kernels take addresses and sizes: nothing of torch has to be compiled or linked.
+"""
 
 import ctypes
 import functools

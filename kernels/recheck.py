@@ -6,12 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampcompile.torch_private import profiling
+
 CHUNK = 8192
 """Elements that are cast again together."""
 SAMPLE = 128
 """Elements compared in each chunk: four runs, its first and its last elements among them."""
 
 
+@profiling.named("amp: recheck_")
 def recheck_(
     copies: Sequence[Tensor],
     weights: Sequence[Tensor],

@@ -8,9 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ampcompile.torch_private import profiling
+
 from . import native
 
 
+@profiling.named("amp: round_many_")
 def round_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
     """Write each weight, rounded to nearest in its dtype, into its copy, as float32; raise the copies' versions.
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampcompile.torch_private import profiling
+
 from .step import StepTensors, step_
 
 
@@ -31,6 +33,7 @@ class SgdTensors(StepTensors):
     """float32, zeros before the first step; None where a group has no momentum"""
 
 
+@profiling.named("amp: sgd_")
 def sgd_(
     tensors: SgdTensors,
     multiplier: Tensor | None = None,

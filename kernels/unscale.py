@@ -6,9 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampcompile.torch_private import profiling
+
 from . import native
 
 
+@profiling.named("amp: unscale_")
 def unscale_(
     grads: Sequence[Tensor], multiplier: Tensor, found_inf: Tensor, workspace: dict[str, Any] | None = None
 ) -> None:

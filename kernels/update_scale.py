@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import foreach
+from ampcompile.torch_private import foreach, profiling
 
 
+@profiling.named("amp: update_scale_")
 def update_scale_(
     scale: Tensor,
     growth_tracker: Tensor,

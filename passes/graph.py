@@ -26,6 +26,7 @@ ENTER = regions.ENTER_AUTOCAST
 EXIT = regions.EXIT_AUTOCAST
 _OURS = os.path.dirname(dtypes.__file__) + os.sep
 _BELOW_AUTOGRAD = frozenset({"_get_data_attr", "_lower_version_count_by_1"})
+CONSTANT = "amp_constant"  # in `node.meta` of an input that is a known constant: its largest finite magnitude
 UNDECIDED = "amp_undecided"  # in `gm.meta` as long as the values are those that autocast gave while tracing
 
 

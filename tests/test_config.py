@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+import ampcompile
 from ampcompile import config
 from ampcompile.config import Options
 from ampcompile.errors import AmpWarning, OptionError
@@ -97,3 +98,10 @@ def test_an_unknown_mode_lists_the_modes():
         OptionError, match=r"mode='fast' is not a mode of torch.compile; expected one of .*max-autotune"
     ):
         Options.parse(mode="fast")
+
+
+def test_options_given_in_a_dict_are_told_how_they_are_given() -> None:
+    with pytest.raises(
+        OptionError, match=r"found options=\{...\} as an option; expected each by its own name: explain\(f, "
+    ):
+        ampcompile.explain(torch.sin, options={"dtype": torch.float16})

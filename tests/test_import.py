@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import ampcompile
+from ampcompile import errors
 
 HEAVY = ("functorch", "numpy", "rich", "sympy", "torch._dynamo", "torch._functorch", "torch._inductor", "triton")
 SCRIPT = """
@@ -60,3 +61,8 @@ def test_every_public_name_is_there() -> None:
     assert pickle.loads(pickle.dumps(ampcompile.GradScaler)) is ampcompile.GradScaler
     with pytest.raises(AttributeError, match="has no attribute 'gradscaler'"):
         _ = ampcompile.gradscaler
+
+
+def test_every_error_is_a_name_of_the_package() -> None:
+    ours = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert ours <= set(ampcompile.__all__) and all(getattr(ampcompile, name) is vars(errors)[name] for name in ours)

@@ -1,14 +1,18 @@
 """The package as it is installed: the list of sub-packages is whole, and so is the wheel."""
 
+import email
+import re
 import subprocess
 import sys
 import tomllib
 import zipfile
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+import ampcompile
+from tests.test_layout import ROOT, SOURCES, imports
+
+README = (ROOT / "README.md").read_text()
 FOLDERS = {
     "ampcompile": ROOT / "ampcompile",
     "ampcompile/passes": ROOT / "passes",
@@ -28,20 +32,51 @@ def installed_names() -> set[str]:
 
 def test_every_folder_with_python_files_is_a_listed_package() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    found = {str(Path(name).parent).replace("/", ".") for name in installed_names() if name.endswith(".py")}
+    found = {name.rpartition("/")[0].replace("/", ".") for name in installed_names() if name.endswith(".py")}
     assert sorted(listed) == sorted(found)
 
 
-@pytest.mark.ci
-def test_the_wheel_holds_every_file_and_no_other(tmp_path: Path) -> None:
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built from what git tracks."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     for name in listed.stdout.splitlines():
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, source]
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source]
     subprocess.run(command, check=True, timeout=300)
-    (wheel,) = tmp_path.glob("*.whl")
-    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert inside == installed_names()
+    return zipfile.ZipFile(next(folder.glob("*.whl")))
+
+
+@pytest.mark.ci
+def test_the_wheel_holds_every_file_and_no_other(wheel: zipfile.ZipFile) -> None:
+    assert {name for name in wheel.namelist() if ".dist-info/" not in name} == installed_names()
+    assert "ampcompile/py.typed" in wheel.namelist()
+
+
+@pytest.mark.ci
+def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
+    inside = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    about = email.message_from_bytes(wheel.read(inside))
+    assert about["Version"] == ampcompile.__version__ and about["License-Expression"] == "BSD-3-Clause"
+    assert about["Description-Content-Type"] == "text/markdown"
+    description = about.get_payload()
+    assert "Mixed precision as a compiler pass" in description and len(description) > 0.8 * len(README)
+    assert not re.findall(r"\]\((?!https?://)", description), "links to files lead nowhere on a package's page"
+    entry_points = wheel.read(inside.replace("METADATA", "entry_points.txt")).decode()
+    assert "[torch_dynamo_backends]\namp = ampcompile.backend:amp" in entry_points
+
+
+def test_what_is_imported_is_declared() -> None:
+    """But for what only some machines have, and is asked for with care."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    roots = {name.partition(".")[0] for module in SOURCES for name in imports(module)}
+    found = roots - {"ampcompile", "triton", "functorch", "__future__"} - sys.stdlib_module_names
+    assert found == {re.match(r"\w+", requirement)[0] for requirement in declared}
+
+
+def test_the_version_is_the_changelogs_latest() -> None:
+    assert re.search(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == ampcompile.__version__

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampcompile.explaining.explain import Awaiting
+
 if TYPE_CHECKING:
     from .result import Audit
 
@@ -33,4 +35,5 @@ def audit(
     """
     from .recorder import Settings, make_auditor  # it imports Dynamo, and `import ampcompile` must not
 
-    return make_auditor(f, Settings(against, loss, backward, cumulative), options, mode, dynamic)
+    run = make_auditor(f, Settings(against, loss, backward, cumulative), options, mode, dynamic)
+    return Awaiting(f, run, "ampcompile.audit")

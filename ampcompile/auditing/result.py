@@ -64,7 +64,8 @@ class Audit:
         """A policy that keeps as few modules as it can in float32 so that `error` is at most `tolerance`.
 
         Audits the call anew, at most `trials` times; `progress` is told of each. With enough of them, none of the
-        modules kept can be left out alone. Raises AuditError if everything in float32 doesn't meet the tolerance.
+        modules kept can be left out alone. Raises AuditError if everything in float32 doesn't meet the tolerance,
+        and for one that is no number above 0.
         """
         return suggest.suggest(self, tolerance, trials, progress or (lambda _: None))
 

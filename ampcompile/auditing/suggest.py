@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 def suggest(audit: Audit, tolerance: float, trials: int, progress: Callable[[str], None]) -> Policy:
     """See `Audit.suggest`."""
+    if not (isinstance(tolerance, int | float) and 0 < tolerance < math.inf and trials >= 1):
+        raise AuditError(
+            f"found suggest(tolerance={tolerance!r}, trials={trials!r}); expected a relative error above 0, such as "
+            "1e-2, and at least one trial."
+        )
     if audit.error <= tolerance:
         return audit.policy
     search = _Search(audit, tolerance, trials, progress)

@@ -23,6 +23,7 @@ from ampcompile.passes.analysis.product_cost import time_call
 from ampcompile.torch_private import pytree
 from ampcompile.weights.binding import invalidate
 
+from .progress import lines
 from .target import Target
 
 ROUNDS = 5  # at least
@@ -128,8 +129,14 @@ def _training_step(target: Target, f: Any, around: Any, changed: Callable[[], An
 def _measure(candidates: list[_Candidate], seconds: float, progress: Progress) -> None:
     running = list(candidates)
     task = progress.add_task("compiling", total=len(candidates))
+
+    def say(words: str) -> None:
+        progress.update(task, description=words)
+        if not progress.disable and not progress.console.is_terminal:
+            lines(progress.console)(words)
+
     for candidate in candidates:
-        progress.update(task, description=f"compiling: {candidate.times.name}")
+        say(f"compiling: {candidate.times.name}")
         try:
             candidate.times.first_call = candidate.seconds()
             candidate.seconds(2)
@@ -140,7 +147,8 @@ def _measure(candidates: list[_Candidate], seconds: float, progress: Progress) -
     if not running:
         return
     calls = max(1, round(ROUND / min(candidate.seconds() for candidate in running)))
-    progress.update(task, description="measuring", total=seconds, completed=0)
+    say(f"measuring for {seconds:g} s")
+    progress.update(task, total=seconds, completed=0)
     start, rounds = time.perf_counter(), 0
     while rounds < ROUNDS or time.perf_counter() - start < seconds:
         for candidate in running[:: -1 if rounds % 2 else 1]:

@@ -23,6 +23,8 @@ from ampcompile.kernels import native, packed_linear
 from ampcompile.passes.analysis.product_cost import LOW, is_emulated, smallest_gaining_width, time_call
 from ampcompile.torch_private import backends, patches
 
+from .progress import saying
+
 PACKAGES = ("ampcompile", "torch", "triton", "numpy", "rich")
 _UNITS = {
     "amx_bf16": "AMX bf16",
@@ -46,7 +48,7 @@ def examine(console: Console | None = None, rounds: int = 15) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **versions},
         "devices": [_cpu(), *(_gpu(i) for i in range(torch.cuda.device_count()))],
     }
-    with (console or Console(quiet=True)).status("multiplying matrices"):
+    with saying(console or Console(quiet=True), "multiplying matrices"):
         found["products"] = [p for device in devices for p in _products(device, rounds)]
     found["caches"] = {
         name: {"folder": str(folder), "bytes": _bytes(folder)}

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from ampcompile.auditing.audit import audit
+from ampcompile.config import Options
 from ampcompile.dtypes import short_name
-from ampcompile.errors import AmpError
+from ampcompile.errors import AmpError, CommandLineError
 from ampcompile.explaining.explain import explain
 
 from .bench import bench
 from .bench import table as bench_table
 from .doctor import examine
 from .doctor import table as doctor_table
-from .target import load
+from .progress import lines, saying
+from .target import Target, load
 
-_TARGET = """PACKAGE.MODULE:FACTORY names a function without arguments that returns what is to be run:
-(model, args) or (model, args, kwargs), where model is a module or any function, args a tuple, kwargs a dict."""
+_TARGET = """PACKAGE.MODULE:FACTORY, or FILE.py:FACTORY, names a function without arguments that returns what to
+run: (model, args) or (model, args, kwargs), where model is a module or any function, args a tuple, kwargs a dict."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _AGAINST = {"float64": torch.float64, "float32": torch.float32}
 
@@ -39,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         value, text = arguments.command(arguments, progress)
     except AmpError as error:
-        progress.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        lines(progress)(f"error: {error}")
         return 2
     print(json.dumps(value, default=_plain, indent=1) if arguments.json else text())
     return 0
@@ -47,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m ampcompile", description="Mixed precision as a compiler pass.")
+    parser.add_argument("--version", action="version", version=f"ampcompile {version('ampcompile')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -81,9 +87,25 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"policy": arguments.policy} | ({"dtype": _DTYPES[arguments.dtype]} if arguments.dtype else {})
 
 
+def _load(arguments: argparse.Namespace, progress: Console) -> Target:
+    """The target, once all else that was asked for is known to make sense."""
+    Options.parse(_options(arguments))
+    with saying(progress, f"loading {arguments.target}"):
+        return load(arguments.target)
+
+
+def _positive(value: float, option: str, what: str) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        raise CommandLineError(f"found {option} {value:g}; expected {what} above 0, such as {option} 1e-2.")
+
+
 def _explain(arguments: argparse.Namespace, progress: Console) -> Result:
-    target = load(arguments.target)
-    with progress.status("explaining"):
+    if arguments.html and (Path(arguments.html).is_dir() or not Path(arguments.html).parent.is_dir()):
+        raise CommandLineError(
+            f"can't write {arguments.html}; expected a file in a folder that exists. Make the folder."
+        )
+    target = _load(arguments, progress)
+    with saying(progress, "explaining"):
         report = explain(target.f, **_options(arguments))(*target.args, **target.kwargs)
     if arguments.html:
         report.save(arguments.html)
@@ -97,14 +119,16 @@ def _explain(arguments: argparse.Namespace, progress: Console) -> Result:
 
 
 def _audit(arguments: argparse.Namespace, progress: Console) -> Result:
-    target = load(arguments.target)
+    if arguments.suggest is not None:
+        _positive(arguments.suggest, "--suggest", "a relative error")
+    target = _load(arguments, progress)
     against, backward = _AGAINST[arguments.against], not arguments.forward_only
-    with progress.status("auditing") as status:
+    with saying(progress, "auditing") as say:
         run = audit(target.f, against=against, backward=backward, **_options(arguments))
         result = run(*target.args, **target.kwargs)
         if arguments.suggest is None:
             return result.as_dict(), lambda: str(result)
-        policy = result.suggest(arguments.suggest, progress=lambda words: status.update(f"searching: {words}"))
+        policy = result.suggest(arguments.suggest, progress=lambda words: say(f"searching: {words}"))
         after = audit(target.f, against=against, backward=backward, **_options(arguments) | {"policy": policy})
         error = after(*target.args, **target.kwargs).error
     line = f"error {error:.2g}, at most {arguments.suggest:.2g}, with the policy\n{policy}"
@@ -112,7 +136,8 @@ def _audit(arguments: argparse.Namespace, progress: Console) -> Result:
 
 
 def _bench(arguments: argparse.Namespace, progress: Console) -> Result:
-    target = load(arguments.target)
+    _positive(arguments.seconds, "--seconds", "a time")
+    target = _load(arguments, progress)
     results = bench(target, _options(arguments), not arguments.forward_only, arguments.seconds, progress)
     return results.as_dict(), lambda: bench_table(results)
 

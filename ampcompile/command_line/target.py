@@ -1,14 +1,19 @@
-"""What the command line runs: `package.module:factory`, a function that returns a model and its inputs."""
+"""What the command line runs: `package.module:factory` or `file.py:factory`, which returns a model and its inputs."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from ampcompile.errors import CommandLineError
+from ampcompile.explaining.preserve_state import preserve_state
 
 _EXPECTED = "expected (model, args) or (model, args, kwargs), where args is a tuple or list and kwargs a dict"
 
@@ -23,15 +28,19 @@ class Target:
 
 
 def load(spelling: str) -> Target:
-    """Import and call the factory. Raises CommandLineError; what the factory itself raises goes through."""
-    module_name, colon, name = spelling.partition(":")
-    if not (module_name and colon and name):
+    """Import and call the factory, and call the model once. Raises CommandLineError, also where the model raises.
+
+    What the factory itself raises goes through.
+    """
+    place, colon, name = spelling.rpartition(":")
+    if not (place and colon and name):
         raise CommandLineError(
-            f"found {spelling!r}; expected PACKAGE.MODULE:FACTORY, such as mymodels.gpt:small. Write the name of a "
-            "function that takes no arguments after the colon."
+            f"found {spelling!r}; expected PACKAGE.MODULE:FACTORY or FILE.py:FACTORY, such as mymodels.gpt:small. "
+            "Write the name of a function that takes no arguments after the colon."
         )
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # modules of the folder that the command runs in
+    folder, module_name = _of_file(Path(place)) if place.endswith(".py") else ("", place)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # "": modules of the folder that the command runs in
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -47,7 +56,39 @@ def load(spelling: str) -> Target:
         raise CommandLineError(
             f"{module_name} has no function {name!r}; expected one that it defines: {', '.join(functions) or 'none'}."
         )
-    return _check(factory(), spelling)
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise CommandLineError(
+            f"{spelling} can't be called without arguments ({error}); expected a function that takes none. Write one "
+            "that calls it with the arguments you want."
+        ) from error
+    target = _check(factory(), spelling)
+    _call_once(target, spelling)
+    return target
+
+
+def _of_file(path: Path) -> tuple[str, str]:
+    """The folder to import a file from, and its module's name there: with the packages that it is in."""
+    if not path.is_file():
+        raise CommandLineError(f"found no file {path}; expected a Python file. Write its path from the current folder.")
+    folder, names = path.resolve().parent, [path.stem]
+    while (folder / "__init__.py").is_file():
+        folder, names = folder.parent, [folder.name, *names]
+    return str(folder), ".".join(names)
+
+
+def _call_once(target: Target, spelling: str) -> None:
+    """Without any of ours, so that what is wrong with the arguments is said before all else."""
+    try:
+        with preserve_state(target.f, target.args, target.kwargs), torch.no_grad():
+            target.f(*target.args, **target.kwargs)
+    except Exception as error:  # whatever a model raises
+        reason = next(iter(str(error).splitlines()), "")
+        raise CommandLineError(
+            f"{spelling} returned a model that raises {type(error).__name__} when it is called: {reason} Expected one "
+            "that takes the args and kwargs that come with it; call it in Python to see where it raises."
+        ) from error
 
 
 def _check(made: Any, spelling: str) -> Target:

@@ -78,7 +78,7 @@ def device_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return accelerator.type if accelerator is not None else "cpu"
 
 
-def _device_finder(fn: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], str]:
+def device_finder(fn: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], str]:
     """How to tell a callable's device at each call: a module's first parameter says it, else its arguments do."""
     module = getattr(fn, "__self__", None)
     owner, name = _first_parameter(module) if isinstance(module, torch.nn.Module) else (None, "")
@@ -131,7 +131,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
             AmpWarning,
             stacklevel=4,
         )
-    device_of, module, widens = _device_finder(fn), getattr(fn, "__self__", None), options.outputs == "float32"
+    device_of, module, widens = device_finder(fn), getattr(fn, "__self__", None), options.outputs == "float32"
     plain = compiled
     if options.policy != Policy():
         compiled = unmatched.warn_after_first_call(compiled, fn, options.policy)

@@ -77,14 +77,7 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(autocast.autocast_states())
     is_weight = _weight_test(example_inputs)
-    asked, low = options.policy.where_it_pays and _is_single_process(), regions.precision(device_type)
-    warns = low is not None and is_emulated(device_type, low) and logs.may_warn_of_emulation()
-    estimated = _estimate(graph, options, regions, is_weight) if asked or warns else None
-    if warns and estimated is not None and estimated.products:
-        logs.warn_of_emulation(estimated)
-    if asked and estimated is not None and not estimated.pays:
-        modules = (*options.policy.modules, ("*", "fp32"))
-        options = replace(options, policy=replace(options.policy, modules=modules))
+    options = where_it_pays(graph, options, regions, is_weight, device_type)
     logged = logs.watcher(example_inputs)
     watch = logs.watch_both(watch, None if logged is None else logged.watch)
     history = [
@@ -98,6 +91,28 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     if logged is not None:
         logs.log_graph(logged.record(gm, graph, history))
     return Rewritten(gm, graph, options, tuple(history))
+
+
+def where_it_pays(
+    graph: GraphModule,
+    options: Options,
+    regions: Regions,
+    is_weight: Callable[[int, Node], bool],
+    device_type: str,
+) -> Options:
+    """The options for a captured graph: all float32 if the user wants low precision where it pays, and it doesn't.
+
+    Warns, once, where the device only emulates the low type.
+    """
+    asked, low = options.policy.where_it_pays and _is_single_process(), regions.precision(device_type)
+    warns = low is not None and is_emulated(device_type, low) and logs.may_warn_of_emulation()
+    estimated = _estimate(graph, options, regions, is_weight) if asked or warns else None
+    if warns and estimated is not None and estimated.products:
+        logs.warn_of_emulation(estimated)
+    if asked and estimated is not None and not estimated.pays:
+        modules = (*options.policy.modules, ("*", "fp32"))
+        return replace(options, policy=replace(options.policy, modules=modules))
+    return options
 
 
 def _is_single_process() -> bool:

@@ -49,14 +49,15 @@ def warn_after_first_call(compiled: Callable[..., Any], fn: Any, policy: Policy)
             current_call.graphs = outer
         waiting = not seen.ops  # nothing was compiled: Dynamo had it already, or ran it eagerly
         if not waiting:
-            _warn(policy, seen.ops, seen.modules | set(module_names(fn).values()))
+            warn(policy, seen, fn)
         return result
 
     return call
 
 
-def _warn(policy: Policy, ops: set[str], modules: set[str]) -> None:
-    for glob, near in policy.unmatched(ops, modules).items():
+def warn(policy: Policy, seen: CompiledNames, fn: Any) -> None:
+    """Of each pattern that matched nothing in what was seen of `fn`, three calls further up."""
+    for glob, near in policy.unmatched(seen.ops, seen.modules | set(module_names(fn).values())).items():
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         kind = "op" if glob in dict(policy.ops) else "module"
         warnings.warn(

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .report import Report
+
+
+@dataclass(frozen=True)
+class Awaiting:
+    """What `explain(f)` and `audit(f)` return: called with the arguments of `f`, it does the work."""
+
+    f: Callable[..., Any]
+    run: Callable[..., Any]
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        of = getattr(self.f, "__name__", type(self.f).__name__)
+        return f"<{self.name}({of}) waits for a call of {of}: {self.name}({of})(*args, **kwargs) gives the result>"
 
 
 def explain(
@@ -24,4 +41,4 @@ def explain(
     """
     from .recorder import make_explainer  # it imports Dynamo, and `import ampcompile` must not
 
-    return make_explainer(f, options, mode, dynamic)
+    return Awaiting(f, make_explainer(f, options, mode, dynamic), "ampcompile.explain")

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
+_UNLIMITED = 10_000
+
 
 def text_of(parts: Iterable[str | Table], width: int | None = None) -> str:
-    """The parts below one another, at most `width` columns wide (default: the terminal's)."""
+    """The parts below one another, at most `width` columns wide: by default a terminal's, else nothing is split."""
     console = Console(
         file=io.StringIO(),
-        width=width or shutil.get_terminal_size((120, 24)).columns,
+        width=width or shutil.get_terminal_size((_UNLIMITED, 24)).columns,
         highlight=False,
         color_system=None,
         markup=False,

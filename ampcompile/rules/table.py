@@ -1,5 +1,6 @@
 """Which dtype each op runs in: autocast's lists for the installed torch, our additions to them, and custom ops."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -113,11 +114,15 @@ def register_op(op: OpOverload | str, rule: str) -> None:
     `rule`: `"lower_precision_fp"`, `"fp32"` or `"promote"`. Raises RuleError for anything else.
     """
     name = op.name() if isinstance(op, OpOverload) else op
-    if not isinstance(name, str) or name.count("::") != 1 or not all(name.partition("::")[::2]):
+    if not isinstance(name, str) or not re.fullmatch(r"\w+::\w+(\.\w+)?", name):
         raise RuleError(
             f"register_op got {op!r} as the op; expected its name as 'ns::name' or 'ns::name.overload', "
             "or an OpOverload such as torch.ops.ns.name.default."
         )
+    if name.startswith("aten::") and not any(
+        name in (known, known.partition(".")[0]) for known in dispatcher.all_op_names()
+    ):
+        raise RuleError(f"register_op found no op {name} in this torch; expected one of its ops, or one of your own.")
     category = next((known for known in REGISTRABLE if known == rule), None)
     if category is None:
         raise RuleError(f"register_op got the rule {rule!r} for {name}; expected one of {', '.join(REGISTRABLE)}.")

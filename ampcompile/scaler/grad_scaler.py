@@ -1,6 +1,7 @@
 """`GradScaler`: torch's, with a step of a few fused kernels that never waits for the host."""
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ScalerError
 from ampcompile.kernels.update_scale import update_scale_
-from ampcompile.torch_private import dynamo_marks, optimizers
+from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 
 from .clip import clip_in_step, require_one_iteration
 from .collect import amp_aware, collect
@@ -46,6 +47,8 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: float = _min_scale,
         max_scale: float = _max_scale,
     ) -> None:
+        if enabled:
+            _check(device, init_scale)
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if not 0 <= min_scale <= max_scale:
             raise ScalerError(
@@ -70,6 +73,7 @@ class GradScaler(torch.amp.GradScaler):
         self._forget()
 
     @dynamo_marks.run_untraced
+    @profiling.named("amp: GradScaler.clip_grad_norm_")
     def clip_grad_norm_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -109,6 +113,7 @@ class GradScaler(torch.amp.GradScaler):
                 state["clipped"] = Gradients(gradients(optimizer)) if left is None else left.gradients
 
     @dynamo_marks.run_untraced
+    @profiling.named("amp: GradScaler.step")
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Take a step of `optimizer` with unscaled gradients, or none if one of them is infinite or NaN.
 
@@ -166,12 +171,14 @@ class GradScaler(torch.amp.GradScaler):
         self._latest = record
         drop(record.optimizer())
 
+    @profiling.named("amp: GradScaler.unscale_")
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> PerDevice:
         return unscale_grads(optimizer, inv_scale, found_inf, allow_fp16, self._records[optimizer].workspaces)
 
     @dynamo_marks.run_untraced
+    @profiling.named("amp: GradScaler.update")
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale, or set it to `new_scale`, and begin a new iteration; no host sync.
 
@@ -227,3 +234,14 @@ class GradScaler(torch.amp.GradScaler):
         if self._latest is None:
             raise ScalerError("found no step so far, expected one: ask after scaler.step(optimizer)")
         return self._latest.skipped()
+
+
+def _check(device: str, init_scale: float) -> None:
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ScalerError(
+            f"found device {device!r}; expected a type of devices that torch knows, such as 'cuda' or 'cpu'"
+        ) from error
+    if not 0 < init_scale < math.inf:
+        raise ScalerError(f"found init_scale={init_scale!r}; expected a number above 0, such as 2.0**16")

@@ -41,7 +41,7 @@ class SkipWatch:
                 "expected a few at the start and then one now and then. A smaller loss scale doesn't help: look for "
                 "the first infinite or NaN activation (ampcompile.audit names it) or lower the learning rate.",
                 AmpWarning,
-                stacklevel=5,  # past look, update and the two wrappers that keep Dynamo out
+                stacklevel=6,  # past look, update, its name in profiles and the two wrappers that keep Dynamo out
             )
 
     def _send(self) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -161,6 +162,13 @@ def untraced() -> Iterator[None]:
         yield
 
 
+def keep_symbols(node: Node, result: Any) -> None:
+    """Have the symbols of sizes in the result of a node that runs once more, on fakes, be those that it had."""
+    mode = detect_fake_mode()
+    if mode is not None and node.meta.get("unbacked_bindings"):
+        rebind_unbacked(mode.shape_env, node, result)
+
+
 def tracer() -> Any:
     """The tracer of the innermost `make_fx`."""
     mode = proxy_tensor.get_proxy_mode()
@@ -186,11 +194,16 @@ def record_state_change(target: Any, args: Any, kwargs: Any) -> Node:
     return node
 
 
+def fake_mode_of(gm: GraphModule) -> FakeTensorMode | None:
+    """The mode of a graph's fake tensors; None if it has none."""
+    values = [node.meta.get("val") for node in gm.graph.nodes]
+    return detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+
+
 @contextlib.contextmanager
 def on_fakes_of(gm: GraphModule) -> Iterator[None]:
     """Compute with a graph's fake tensors, autocast excluded."""
-    values = [node.meta.get("val") for node in gm.graph.nodes]
-    mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+    mode = fake_mode_of(gm)
     if mode is None:
         yield
         return

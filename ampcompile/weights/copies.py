@@ -13,7 +13,7 @@ from torch import Tensor
 from ampcompile.kernels.cast_many import cast_many_
 from ampcompile.kernels.packed_linear import pack
 from ampcompile.kernels.round_many import round_many_
-from ampcompile.torch_private import storages
+from ampcompile.torch_private import profiling, storages
 
 from . import gpu
 from .memory import Memory, memory_of
@@ -191,6 +191,7 @@ def _place(weight: Tensor) -> tuple:
     return storages.storage_key(weight), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
 
 
+@profiling.named("amp: refresh copies of weights")
 def refresh(
     reads: Iterable[tuple[Copy, Weight, bool]], doubtful: Container[Memory], tables: dict[Any, Any]
 ) -> set[Copy]:

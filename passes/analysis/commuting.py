@@ -83,7 +83,7 @@ def rebuild(path: Sequence[Node], operand: Node) -> Node:
 
 def move_cast(cast: Node, operand: Node) -> Node:
     """The same cast of another value, under the same number, right where the graph is being inserted into."""
-    moved = operand.graph.call_function(CAST, (operand, cast.args[1]))
+    moved = operand.graph.create_node("call_function", CAST, (operand, cast.args[1]), name=cast.name)
     record = cast.meta["amp_cast"]
     moved.meta = {**cast.meta, "amp_cast": replace(record, fate=(*record.fate, "moved"))}
     moved.meta["val"] = operand.meta["val"].to(cast.args[1])

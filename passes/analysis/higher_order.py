@@ -69,6 +69,8 @@ CALLS: dict[HigherOrderOperator, tuple[Body, ...]] = {
         Body((3,), _score_inputs(7, score=True), autocast=False, mode=tracing.indexing_by_tensors),
         Body((4, -1), _score_inputs(8, score=False), autocast=False, mode=tracing.indexing_by_tensors),
     ),
+    HOPS.wrap_with_set_grad_enabled: (Body((1,), lambda a, k, o: list(a[2:])),),
+    HOPS.wrap_with_autocast: (Body((4,), lambda a, k, o: list(a[5:])),),  # capturing leaves none of them
     HOPS.triton_kernel_wrapper_mutation: (),
     HOPS.triton_kernel_wrapper_functional: (),
 }
@@ -128,7 +130,7 @@ def fake_result(
     hop: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Any], traced: Any
 ) -> Any:
     """The fake result of a call whose bodies give `outputs`; `traced` is what the call gave when it was captured."""
-    if hop in (HOPS.tag_activation_checkpoint, HOPS.invoke_subgraph):
+    if hop in (HOPS.tag_activation_checkpoint, HOPS.invoke_subgraph, HOPS.wrap_with_set_grad_enabled):
         return outputs[0]
     if hop is HOPS.autograd_function_apply:
         return outputs[0][0]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node, map_arg
 
+from ampcompile.dtypes import short_name
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.higher_order import HOPS
 from ampcompile.passes.analysis.schema import set_arguments
@@ -109,7 +110,8 @@ def _narrow_results(node: Node, decision: Decision, dtype: torch.dtype) -> int:
 
 
 def _cast(node: Node, operand: Node, dtype: torch.dtype, because: str) -> Node:
-    cast = node.graph.call_function(CAST, (operand, dtype))
+    # Inductor's generated code names it beside the kernel that it became part of.
+    cast = node.graph.create_node("call_function", CAST, (operand, dtype), name=f"amp_cast_{short_name(dtype)}")
     cast.meta = _origin(node)
     cast.meta["val"] = operand.meta["val"].to(dtype)
     cast.meta["amp_cast"] = Cast(op_name(node.target), because)

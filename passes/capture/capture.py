@@ -54,6 +54,8 @@ class _Capture(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
+        if self.bodies.keeps_symbols:
+            tracing.keep_symbols(n, result)
         if n.op == "call_function" and "example_value" not in n.meta and self._is_state_change(n, result):
             args, kwargs = map_arg((n.args, n.kwargs), self.state_changes.__getitem__)
             self.state_changes[n] = tracing.record_state_change(n.target, args, kwargs)
@@ -78,13 +80,17 @@ class _Capture(Interpreter):
             return region
         if target is EXIT:
             return self.open.pop()()
+        if target is higher_order.HOPS.wrap_with_autocast:  # how torch.export writes a region
+            device_type, dtype, enabled, _, body, *inputs = args
+            with torch.autocast(device_type, dtype, enabled, cache_enabled=False):  # records itself
+                return _Capture(body, self.bodies).run(*inputs)
         if isinstance(target, HigherOrderOperator):
             return self._higher_order(target, args, kwargs)
         if is_below_autograd(target):
             with tracing.untraced():
                 result = target(*args, **kwargs)
             return tracing.record_call("call_function", target, args, kwargs, result)
-        if target is operator.setitem and _overflows(args[2], args[0]):
+        if target is operator.setitem and overflows(args[2], args[0]):
             # torch would make a tensor of the number in the dtype of what it is written into: an infinity.
             args = (*args[:2], torch.tensor(float(args[2]), dtype=torch.float32, device=args[0].device))
         return super().call_function(target, args, kwargs)
@@ -131,7 +137,8 @@ class _Capture(Interpreter):
         return tracing.record_call("call_function", hop, args, kwargs, result)
 
 
-def _overflows(value: Any, destination: Any) -> bool:
+def overflows(value: Any, destination: Any) -> bool:
+    """Whether writing a number into a low-precision tensor would make an infinity of it."""
     if not isinstance(value, int | float) or not isinstance(destination, torch.Tensor):
         return False
     return destination.dtype in (torch.float16, torch.bfloat16) and not representable(value, destination.dtype)
@@ -144,8 +151,9 @@ def _traced(value: Any) -> bool:
 class _Bodies:
     """The graphs and constants that captured nodes refer to, attached to the graph they are used in."""
 
-    def __init__(self, takes_apart: tracing.TakesApart, held: dict[str, torch.Tensor]) -> None:
+    def __init__(self, takes_apart: tracing.TakesApart, held: dict[str, torch.Tensor], keeps_symbols: bool) -> None:
         self._takes_apart = takes_apart
+        self.keeps_symbols = keeps_symbols
         self._held = {id(tensor): name for name, tensor in held.items()}
         self._captured: dict[Any, GraphModule] = {}
         self._names: dict[GraphModule, str] = {}
@@ -219,10 +227,13 @@ def _finish(captured: GraphModule, original: GraphModule) -> GraphModule:
     return captured
 
 
-def capture(gm: GraphModule, fakes: list[Any], mode: FakeTensorMode, policy: Policy) -> GraphModule:
+def capture(
+    gm: GraphModule, fakes: list[Any], mode: FakeTensorMode, policy: Policy, keeps_symbols: bool = False
+) -> GraphModule:
     """Trace `gm` on `fakes` to pre-dispatch ATen, under the autocast and grad mode now in force.
 
     A composite op inside which `policy` has rules is taken apart until they appear, as eager autocast does.
+    `keeps_symbols`: sizes that depend on data are to be the symbols that they are in `gm`.
     """
 
     def takes_apart(op: OpOverload, args: Any, kwargs: Any) -> bool:
@@ -239,7 +250,7 @@ def capture(gm: GraphModule, fakes: list[Any], mode: FakeTensorMode, policy: Pol
         stack.enter_context(tracing.computing_on(mode))
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
         traced = tracing.trace_pre_dispatch(
-            _Capture(gm, _Bodies(takes_apart, held_tensors(gm))).run, fakes, takes_apart
+            _Capture(gm, _Bodies(takes_apart, held_tensors(gm), keeps_symbols)).run, fakes, takes_apart
         )
     for graph in graphs(traced):
         for node in graph.graph.find_nodes(op="get_attr"):

@@ -39,6 +39,7 @@ from ampcompile.passes.analysis import higher_order
 from ampcompile.passes.analysis.op_traits import CASTS, has, keeps_constants
 from ampcompile.passes.analysis.schema import set_arguments, writes
 from ampcompile.passes.graph import (
+    CONSTANT,
     ENTER,
     EXIT,
     Decision,
@@ -84,6 +85,8 @@ class _Walk:
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 decision = Decision("graph input", prefer_traced(node, next(arriving)))
+                if CONSTANT in node.meta:
+                    self.constants[node] = node.meta[CONSTANT]
             elif node.op == "get_attr":
                 decision = Decision("constant", self._constant(node))
             elif node.op == "output":

@@ -1,5 +1,6 @@
 """`suggest` keeps few modules in float32, and what it suggests meets the tolerance."""
 
+import math
 from typing import Any
 
 import pytest
@@ -116,3 +117,10 @@ def test_a_parent_stands_for_all_its_modules() -> None:
     assert _with_parents(["a.x", "a.y.p", "a.y.q", "b.x"], modules) == ["a", "b.x"]
     assert _with_parents(["a.y.p", "a.y.q"], modules) == ["a.y"]
     assert _with_parents(["a", "b.x"], {"a", "a.c", "b.x", "b.z"}) == ["a", "b.x"]
+
+
+@pytest.mark.parametrize("arguments", [(0,), (-1e-3,), (math.nan,), (math.inf,), ("1e-3",), (1e-3, 0)])
+def test_nonsense_is_refused(arguments: tuple[Any, ...]) -> None:
+    audit = ampcompile.audit(nn.Linear(2, 2), backward=False)(torch.ones(1, 2))
+    with pytest.raises(AuditError, match="expected a relative error above 0"):
+        audit.suggest(*arguments)

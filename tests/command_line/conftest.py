@@ -41,6 +41,14 @@ def no_keywords():
     return abs, (1,), []
 
 
+def needs_arguments(width):
+    return model()
+
+
+def wrong_shape():
+    return nn.Linear(8, 8), (torch.randn(4, 7),)
+
+
 def breaks():
     raise ZeroDivisionError("the factory's own")
 """

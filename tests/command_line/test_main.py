@@ -1,12 +1,14 @@
 """The command line: what it prints, what it refuses. The commands run in this process, on factories defined here."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import ampcompile
 from ampcompile.command_line import main as cli
 
 
@@ -61,7 +63,7 @@ def test_a_factory_that_is_none_is_refused(
 ) -> None:
     assert cli.main(["explain", f"{shop}:{factory}"]) == 2
     captured = capsys.readouterr()
-    assert not captured.out and captured.err.startswith("error: ")
+    assert not captured.out and "\nerror: " in captured.err
     assert words in captured.err
 
 
@@ -74,6 +76,50 @@ def test_the_module_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ampcompile"]
     shown = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=300, cwd=tmp_path, check=True)
     assert all(name in shown.stdout for name in ("explain", "audit", "bench", "doctor"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("bench", "{shop}:breaks", "--seconds", "-1"), "found --seconds -1; expected a time above 0"),
+        (("audit", "{shop}:breaks", "--suggest", "nan"), "found --suggest nan; expected a relative error above 0"),
+        (
+            ("explain", "{shop}:breaks", "--html", "no/such/folder.html"),
+            "can't write no/such/folder.html; expected a file",
+        ),
+        (("explain", "{shop}:breaks", "--policy", "nonsense"), "policy entry 'nonsense' is neither"),
+        (("explain", "{shop}:needs_arguments"), "can't be called without arguments"),
+        (("explain", "{shop}:wrong_shape"), "returned a model that raises RuntimeError when it is called"),
+    ],
+)
+def test_nonsense_is_refused_in_a_line_before_the_work(
+    shop: str, arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A factory that raises isn't called."""
+    assert cli.main([argument.format(shop=shop) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if not line.startswith("loading")]
+    assert not captured.out and len(lines) == 1 and lines[0].startswith("error: ") and words in lines[0]
+
+
+def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"ampcompile {ampcompile.__version__}\n"
+
+
+def test_steps_go_to_stderr_and_no_name_is_split_when_piped(tmp_path: Path) -> None:
+    name = "a_module_whose_name_is_so_long_that_it_never_fits_beside_the_reasons_of_anything"
+    (tmp_path / "shop.py").write_text(
+        f"import torch\ndef model():\n    m = torch.nn.Module()\n    m.{name} = torch.nn.Linear(8, 8)\n"
+        f"    m.forward = lambda x: m.{name}(x)\n    return m, (torch.ones(2, 8),)\n"
+    )
+    command = [sys.executable, "-m", "ampcompile", "explain", "shop.py:model"]
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment, check=True
+    )
+    assert name in run.stdout and run.stderr.splitlines() == ["loading shop.py:model", "explaining"]
 
 
 @pytest.mark.slow

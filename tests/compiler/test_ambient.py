@@ -294,7 +294,7 @@ def test_code_between_graph_breaks_is_autocast_too():
 
 
 def test_the_device_is_that_of_the_first_parameter_or_tensor():
-    found = ampcompile.compiler.ambient._device_finder
+    found = ampcompile.compiler.ambient.device_finder
     assert found(Model().forward)((torch.zeros(1, device="meta"),), {}) == "cpu"
     assert found(Model().to("meta").forward)((torch.zeros(1),), {}) == "meta"
     assert found(nn.ReLU().forward)((torch.zeros(1, device="meta"),), {}) == "meta"

@@ -291,3 +291,12 @@ def test_autocast_switched_off_around_the_call_is_told() -> None:
     assert report.casts == []
     assert {op.dtype for op in report.ops} == {torch.float32}
     assert "without autocast" in str(report)
+
+
+def test_before_the_call_it_says_what_to_do() -> None:
+    expected = (
+        "<ampcompile.{0}(Linear) waits for a call of Linear: ampcompile.{0}(Linear)(*args, **kwargs) gives the result>"
+    )
+    assert str(ampcompile.explain(nn.Linear(2, 2))) == expected.format("explain")
+    assert repr(ampcompile.audit(nn.Linear(2, 2))) == expected.format("audit")
+    assert "ampcompile.explain(sin)(*args" in str(ampcompile.explain(torch.sin))

@@ -283,3 +283,9 @@ def test_torchvision_kernels_agree_with_the_table():
         with autocast("cpu", True):
             eager = call.run()
         assert torch.equal(eager, under_rule(call, table("cpu")["torchvision::roi_align"])) and eager.dtype == x.dtype
+
+
+@pytest.mark.parametrize("name", ["aten::lineaar", "aten::linear.nonsense", "aten::linear.", "a b::c"])
+def test_names_that_no_op_can_have_are_refused(name: str) -> None:
+    with pytest.raises(RuleError, match=r"found no op aten::lin|expected its name as 'ns::name'"):
+        register_op(name, "fp32")

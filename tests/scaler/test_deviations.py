@@ -32,7 +32,8 @@ def test_gradients_that_overflow_when_unscaled_are_found(kind, how):
 @pytest.mark.parametrize("scale", [0.0, math.inf, 1e-45])
 @pytest.mark.parametrize("separate", [False, True])
 def test_a_scale_that_cannot_be_undone_is_an_overflow_and_recovers(kind, scale, separate):
-    scaler, optimizer = scaled(init_scale=scale), kind(params_with(1.0))
+    scaler, optimizer = scaled(), kind(params_with(1.0))
+    scaler._scale.fill_(scale)  # which the constructor refuses
     if separate:
         scaler.unscale_(optimizer)
     scaler.step(optimizer)

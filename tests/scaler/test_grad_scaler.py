@@ -169,3 +169,12 @@ def test_without_cuda_it_is_disabled_as_torchs_is():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         GradScaler(enabled=False)
+
+
+def test_nonsense_is_refused_unless_nothing_is_scaled() -> None:
+    with pytest.raises(ScalerError, match="found device 'gpu'; expected a type of devices that torch knows"):
+        GradScaler("gpu")
+    for scale in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ScalerError, match=f"found init_scale={scale!r}; expected a number above 0"):
+            GradScaler("cpu", init_scale=scale)
+    assert not GradScaler("cpu", init_scale=0, enabled=False).is_enabled()

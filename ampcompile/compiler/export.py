@@ -1,0 +1,188 @@
+"""`ampcompile.export`: a model as an ExportedProgram in which every cast is written out.
+
+`torch.export.export` traces the model under autocast, as a compiled call of it would be traced. The passes that
+compiling uses rewrite what it gives, and the result takes its place in the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, InputKind
+from torch.fx import GraphModule, Node, map_arg
+
+from ampcompile.config import Options
+from ampcompile.errors import ExportError, OptionError
+from ampcompile.passes.analysis.commuting import CAST
+from ampcompile.passes.base import run_passes
+from ampcompile.passes.capture.capture import capture, overflows
+from ampcompile.passes.capture.outline import LeftAlone
+from ampcompile.passes.graph import CONSTANT, Regions, graphs, placeholders, source_line
+from ampcompile.passes.pipeline import pipeline
+from ampcompile.records import logs
+from ampcompile.torch_private import autocast, tracing
+from ampcompile.torch_private.frame_returns import memory_of
+
+from . import ambient, unmatched
+from .backend import where_it_pays
+
+OPTIONS = ("dtype", "numerics", "outputs", "placement", "policy", "range_guards")
+_CASTS = {getattr(torch.Tensor, name) for name in ("to", "float", "double", "half", "bfloat16", "type", "type_as")}
+_ALIAS = torch.ops.aten.alias.default
+_CHECK = torch.ops.aten._assert_tensor_metadata.default
+_LIFT = torch.ops.aten.lift_fresh_copy.default
+
+
+def export(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    **options: Any,
+) -> ExportedProgram:
+    """`torch.export.export(model, args, kwargs, dynamic_shapes=...)` in mixed precision, every cast an op of the graph.
+
+    `options` are those named in `OPTIONS`, of `torch.compile(model, backend="amp", options=...)`; the program gives the
+    same bits as that with `lower="eager"`. Its state dict is the model's: parameters and buffers keep their names and
+    dtypes, and are cast in the graph. What runs or compiles it needs nothing of ampcompile; no autocast may be open
+    around that. The graph can be trained, unless it was exported under `torch.no_grad()`, which leaves fewer casts.
+    Raises OptionError, ExportError, and whatever `torch.export.export` raises.
+    """
+    for name in options.keys() - OPTIONS:
+        raise OptionError(
+            f"option {name!r} of export: expected one of {', '.join(OPTIONS)}. Others are for running a graph: give "
+            "them to what compiles the exported program."
+        )
+    parsed = replace(Options.parse(options), lower="eager")
+    device_type = ambient.device_finder(getattr(model, "forward", model))(args, kwargs or {})
+    within = torch.is_autocast_enabled(device_type)
+    with ambient.autocast_for(device_type, parsed):
+        with _AsCaptured():
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
+        graph = _rewrite(program, parsed, model, device_type)
+        if parsed.outputs == "float32" and not within and torch.is_autocast_enabled(device_type):
+            _widen_outputs(graph, torch.get_autocast_dtype(device_type))
+        return _with_graph(program, graph)
+
+
+class _AsCaptured(torch.overrides.TorchFunctionMode):
+    """Has `torch.export` trace as graphs of Dynamo's are captured.
+
+    A cast to the dtype that is there already stays a node of its own, for rewriting may change that dtype; a number
+    too large for the low type that it is written into stays a float32 number.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _CASTS:
+            args = (_ALIAS(args[0]), *args[1:])
+        elif func is torch.Tensor.__setitem__ and overflows(args[2], args[0]):
+            args = (*args[:2], torch.tensor(float(args[2]), dtype=torch.float32, device=args[0].device))
+        return func(*args, **(kwargs or {}))
+
+
+def _rewrite(program: ExportedProgram, options: Options, model: torch.nn.Module, device_type: str) -> GraphModule:
+    """The program's graph with every cast written out."""
+    gm = program.graph_module
+    mode = tracing.fake_mode_of(gm)
+    if mode is None:
+        return gm
+    _prepare(program)
+    fakes = [node.meta["val"] for node in placeholders(gm)]
+    captured = capture(gm, fakes, mode, options.policy, keeps_symbols=True)
+    _check_all_is_rewritten(captured)
+    seen = unmatched.CompiledNames()
+    seen.add(captured)
+    unmatched.warn(options.policy, seen, model)
+    regions, is_weight = Regions(autocast.autocast_states()), _weight_test(program)
+    options = where_it_pays(captured, options, regions, is_weight, device_type)
+    # Decided as for a compiled graph, which reads copies of weights; this one casts them.
+    passes = pipeline(replace(options, weights="every_call"), regions, is_weight)
+    logged = logs.watcher(fakes)
+    history = run_passes(passes, captured, None if logged is None else logged.watch)
+    if logged is not None:
+        logs.log_graph(logged.record(gm, captured, history))
+    return captured
+
+
+def _prepare(program: ExportedProgram) -> None:
+    """Take out what tracing put in for itself, and mark the constants that the model's code makes."""
+    gm = program.graph_module
+    for graph in graphs(gm):
+        for node in list(graph.graph.nodes):
+            if node.target is _ALIAS:
+                node.replace_all_uses_with(node.args[0])
+            if node.target in (_ALIAS, _CHECK):  # what is checked is the dtype that autocast gave
+                graph.graph.erase_node(node)
+    for spec, node in zip(program.graph_signature.input_specs, placeholders(gm), strict=True):
+        if spec.kind is InputKind.CONSTANT_TENSOR and all(user.target is _LIFT for user in node.users):
+            node.meta[CONSTANT] = tracing.largest_magnitude(program.constants[spec.target])
+
+
+def _check_all_is_rewritten(captured: GraphModule) -> None:
+    for stretch in (module for graph in graphs(captured) for module in graph.children()):
+        if isinstance(stretch, LeftAlone):
+            place = next(filter(None, map(source_line, stretch.graph_module.graph.nodes)), "an unknown line")
+            raise ExportError(
+                f"found a transform of torch.func, or a higher-order op unknown to ampcompile, at {place}: its casts "
+                "can't be written out. Compute it outside of the exported model, or compile the model instead."
+            )
+
+
+def _widen_outputs(gm: GraphModule, low: torch.dtype) -> None:
+    """Have a graph return in float32 what it computes in the low type; inputs are returned as they are."""
+    there = {memory_of(node.meta["val"]) for node in placeholders(gm)} - {None}
+    output, made = gm.graph.output_node(), dict[Node, Node]()
+
+    def widened(node: Node) -> Node:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.dtype != low or memory_of(value) in there:
+            return node
+        if node not in made:
+            with gm.graph.inserting_before(output):
+                made[node] = gm.graph.create_node("call_function", CAST, (node, torch.float32), name="amp_cast_f32")
+            made[node].meta["val"] = value.float()
+        return made[node]
+
+    with tracing.on_fakes_of(gm):
+        output.args = map_arg(output.args, widened)
+
+
+def _weight_test(program: ExportedProgram) -> Callable[[int, Node], bool]:
+    """Whether an input of the graph is a parameter or buffer: a compiled graph would read a copy of it."""
+    signature = program.graph_signature
+    names = {spec.arg.name for spec in signature.input_specs if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)}
+    return lambda index, node: node.name in names
+
+
+def _named(specs: Sequence[Any], nodes: Sequence[Any]) -> list[Any]:
+    """What a signature says of inputs or results, by their names now; a result that is a number has none."""
+    return [
+        replace(spec, arg=replace(spec.arg, name=node.name)) if isinstance(node, Node) else spec
+        for spec, node in zip(specs, nodes, strict=True)
+    ]
+
+
+def _with_graph(program: ExportedProgram, graph: GraphModule) -> ExportedProgram:
+    """The same program with another graph, of the same inputs and as many results."""
+    for each in graphs(graph):
+        for node in each.graph.nodes:
+            node.meta = {key: value for key, value in node.meta.items() if not key.startswith("amp")}
+    signature = program.graph_signature
+    inputs = _named(signature.input_specs, placeholders(graph))
+    outputs = _named(signature.output_specs, graph.graph.output_node().args[0])
+    return ExportedProgram(
+        root=graph,
+        graph=graph.graph,
+        graph_signature=ExportGraphSignature(inputs, outputs),
+        state_dict=program.state_dict,
+        range_constraints=program.range_constraints,
+        module_call_graph=program.module_call_graph,
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )

@@ -1,0 +1,92 @@
+"""What people use torch.compile with by torch's own names works with the backend too."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.compiling import eager, same_bits
+
+COMPILE = """
+import sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))
+if sys.argv[1:] and sys.argv[2] == "load":
+    torch.compiler.load_cache_artifacts(open(sys.argv[1], "rb").read())
+with torch.no_grad():
+    torch.compile(model, backend="amp")(torch.ones(2, 4))
+if sys.argv[1:] and sys.argv[2] == "save":
+    open(sys.argv[1], "wb").write(torch.compiler.save_cache_artifacts()[0])
+from torch._dynamo.utils import counters
+print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+def run(*arguments: object, **environment: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-c", COMPILE, *map(str, arguments)]
+    environment = os.environ | {name: str(value) for name, value in environment.items()}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=500)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+
+def test_the_backend_is_listed() -> None:
+    assert "amp" in torch._dynamo.list_backends()
+
+
+def test_torch_logs_takes_our_name() -> None:
+    said = run(TORCH_LOGS="+ampcompile").stderr
+    assert re.search(r"DEBUG.*aten\.linear in bf16: on autocast's|^V.*aten\.linear in bf16: on autocast's", said, re.M)
+    assert "cast of weight 4x4 f32>bf16 for aten.linear" in said
+
+
+def test_the_structured_trace_can_be_parsed(tmp_path: Path) -> None:
+    """By tlparse too, where it is installed."""
+    run(TORCH_TRACE=tmp_path)
+    (log,) = tmp_path.glob("*.log")
+    records = re.findall(r"^V\d{4} .*?\] (\{.*\})\n((?:\t.*\n)*)", log.read_text(), re.MULTILINE)
+    parsed = [(json.loads(about), payload) for about, payload in records]
+    artifacts = {about["artifact"]["name"]: payload for about, payload in parsed if "artifact" in about}
+    assert "weight_copy" in artifacts["ampcompile_graph"]
+    casts = json.loads(re.sub("^\t", "", artifacts["ampcompile_casts"], flags=re.MULTILINE))
+    assert {cast["op"] for cast in casts} == {"aten.linear", "output"}
+    if tlparse := shutil.which("tlparse"):
+        subprocess.run([tlparse, log, "-o", tmp_path / "parsed", "--no-browser"], check=True, timeout=100)
+        assert list((tmp_path / "parsed").rglob("ampcompile_casts*"))
+
+
+def test_stances(model: nn.Module) -> None:
+    """Forced to eager mode, it runs under autocast, and gives the same."""
+    torch._dynamo.utils.counters.clear()
+    x, graphs = torch.randn(2, 4), torch._dynamo.utils.counters["stats"]
+    compiled = torch.compile(model, backend="amp", options={"lower": "eager"})
+    with torch.compiler.set_stance("force_eager"):
+        forced = compiled(x)
+        assert graphs["unique_graphs"] == 0
+    assert same_bits(forced, compiled(x)) and same_bits(forced, eager(model, x).float())
+    assert graphs["unique_graphs"] == 1
+    wider = torch.randn(3, 2, 4)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert same_bits(compiled(x), forced)
+        with pytest.raises(RuntimeError, match="fail_on_recompile"):
+            compiled(wider)
+    with torch.compiler.set_stance("eager_on_recompile"):
+        assert same_bits(compiled(wider), eager(model, wider).float())
+        assert graphs["unique_graphs"] == 1
+
+
+@pytest.mark.ci
+def test_artifacts_of_the_caches_can_be_taken_to_another_machine(tmp_path: Path) -> None:
+    artifacts = tmp_path / "artifacts"
+    for what, expected in (("save", "0 1"), ("load", "1 0")):
+        done = run(artifacts, what, TORCHINDUCTOR_CACHE_DIR=tmp_path / what)
+        assert done.stdout.splitlines()[-1] == expected

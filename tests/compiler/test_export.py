@@ -1,0 +1,297 @@
+"""An exported program holds every cast, gives the compiled model's bits, and needs nothing of ours."""
+
+import copy
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+import ampcompile
+from ampcompile.errors import AmpWarning, ExportError, OptionError
+from tests.compiling import HALF, HIGH, LOW, gradients, same_bits
+from tests.tiny_models import build
+
+COPIES_THE_PROGRAM = pytest.mark.filterwarnings(
+    "ignore:`isinstance.treespec, LeafSpec:FutureWarning"
+)  # torch itself does
+PAGE = Path(__file__).parents[2] / "docs" / "export.md"
+FIRST = ("gpt2", "t5", "resnet", "swin")
+OTHERS = (
+    "llama",
+    "bert",
+    "vit",
+    "whisper",
+    "mistral",
+    "qwen2",
+    "gemma2",
+    "opt",
+    "roberta",
+    "albert",
+    "bart",
+    "convnext",
+)
+ARCHITECTURES = [*FIRST, *(pytest.param(name, marks=pytest.mark.ci) for name in OTHERS)]
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the page's snippets define, run in a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "snippets"}
+    for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)):
+        exec(compile(snippet, f"{PAGE.name}, snippet {number}", "exec"), names)
+    return names
+
+
+def compiled(f: Any, **options: Any) -> Any:
+    return torch.compile(f, backend="amp", options={"lower": "eager", **options})
+
+
+def dtypes_of(program: ExportedProgram, name: str) -> list[torch.dtype]:
+    """The dtypes of what ops of a name give, in order."""
+    return [n.meta["val"].dtype for n in program.graph.nodes if str(n.target).startswith(f"aten.{name}.")]
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.down(self.up(x).relu() * scale).softmax(-1)
+
+
+@pytest.mark.parametrize("options", [{}, {"placement": "bytes", "numerics": "relaxed"}], ids=["eager", "bytes"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures_give_the_compiled_models_bits(name: str, options: dict[str, Any]) -> None:
+    model, inputs = build(name)
+    model.eval()
+    with torch.no_grad():
+        program = ampcompile.export(model, (), inputs, **options)
+        assert same_bits(program.module()(**inputs), compiled(model, **options)(**inputs))
+    assert LOW in dtypes_of(program, "to")
+    assert all(value is model.state_dict(keep_vars=True)[key] for key, value in program.state_dict.items())
+
+
+def test_it_is_trained_as_the_compiled_model_is() -> None:
+    model, x = Mlp(), torch.randn(5, 8)
+    program = ampcompile.export(copy.deepcopy(model), (x,))
+    loss: Callable[[Any], Tensor] = lambda f: f(x).square().sum()  # noqa: E731
+    ours = gradients(program.module(), loss)
+    assert same_bits(ours, gradients(model, lambda m: loss(compiled(m)))) and all(g is not None for g in ours)
+
+
+def test_shapes_stay_dynamic() -> None:
+    model, x = Mlp(), torch.randn(5, 8)
+    program = ampcompile.export(model, (x,), {"scale": 2.0}, dynamic_shapes=({0: Dim("batch", min=2)}, None))
+    x = torch.randn(9, 8)
+    assert same_bits(program.module()(x, scale=2.0), compiled(model)(x, scale=2.0))
+
+
+class Regions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            g = self.second(h.float())
+        with torch.no_grad(), torch.autocast("cpu", HALF):
+            k = self.third(h)
+        return {"g": g, "k": k, "einsum": torch.einsum("ij,kj->ik", h, g), "x": x}
+
+
+@pytest.mark.parametrize("outputs", ["float32", "autocast"])
+def test_regions_are_baked_in(outputs: str, tmp_path: Path) -> None:
+    model, x = Regions(), torch.randn(3, 4)
+    program = ampcompile.export(model, (x,), outputs=outputs)
+    assert dtypes_of(program, "linear") == [LOW, HIGH]  # the third is in the body that runs without gradients
+    assert "autocast" not in str(program.graph)
+    torch.export.save(program, tmp_path / "regions.pt2")
+    for each in (program, torch.export.load(tmp_path / "regions.pt2")):
+        found = each.module()(x)
+        assert same_bits(found, compiled(model, outputs=outputs)(x)) and not found["k"].requires_grad
+        assert found["einsum"].dtype == (HIGH if outputs == "float32" else LOW)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.layer_norm(x, (4,)).exp()
+        return h.float() * 2 + self.up(h) + (h + 1).type_as(x)
+
+
+def test_a_cast_that_did_nothing_while_tracing_is_read_by_its_readers_alone() -> None:
+    model, x = Twice(), torch.randn(3, 4)
+    policy = "op exp=low"
+    program = ampcompile.export(model, (x,), policy=policy)
+    assert dtypes_of(program, "exp") == dtypes_of(program, "linear") == [LOW]
+    low_sum = next(n for n in program.graph.nodes if n.args[1:] == (1,))
+    assert low_sum.meta["val"].dtype == LOW, "what reads the value, not its cast, stays low"
+    assert same_bits(program.module()(x), compiled(model, policy=policy)(x))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        h[h > 0] = -1e9
+        return h.softmax(-1)
+
+
+@pytest.mark.parametrize("range_guards", [True, False])
+def test_a_number_too_large_for_the_low_type_is_guarded(range_guards: bool) -> None:
+    model, x = Masked(), torch.cat([torch.full((1, 4), 1e3), torch.randn(8, 4)])
+    nn.init.eye_(model.up.weight)  # the first row is all too large: a softmax of infinities
+    options = {"dtype": HALF, "range_guards": range_guards}
+    found = ampcompile.export(model, (x,), **options).module()(x)
+    assert same_bits(found, compiled(model, **options)(x)) and found.isfinite().all() == range_guards
+
+
+class Selected(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x[x[:, 0].nonzero()[:, 0]])
+
+
+def test_sizes_that_depend_on_data_can_be_saved(tmp_path: Path) -> None:
+    model, x = Selected(), torch.randn(6, 4).relu()
+    torch.export.save(ampcompile.export(model, (x,)), tmp_path / "selected.pt2")
+    program = torch.export.load(tmp_path / "selected.pt2")
+    for other in (x, torch.randn(6, 4).relu()):
+        assert same_bits(program.module()(other), compiled(model)(other))
+
+
+class Returned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.up(x)
+        return x, x.view(-1), h, h.view(-1), h
+
+
+def test_what_is_computed_leaves_in_float32_and_inputs_as_they_are() -> None:
+    model, x = Returned(), torch.randn(3, 4, dtype=LOW)
+    found = ampcompile.export(model, (x,)).module()(x)
+    assert [each.dtype for each in found] == [LOW, LOW, HIGH, HIGH, HIGH]
+    assert same_bits(found, compiled(model)(x))
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes self._flat_weights")  # torch.export's, of every LSTM
+def test_what_is_low_though_autocast_traced_it_in_float32_leaves_in_float32() -> None:
+    model, x = nn.LSTM(4, 4), torch.randn(6, 4)
+    program = ampcompile.export(model, (x,))
+    assert LOW in dtypes_of(program, "to")
+    assert same_bits(program.module()(x), compiled(model)(x))
+
+
+def test_the_autocast_around_decides_as_for_a_call() -> None:
+    model, x = Mlp(), torch.randn(5, 8)
+    with torch.autocast("cpu", HALF):
+        program = ampcompile.export(model, (x,))
+        assert same_bits(program.module()(x), compiled(model)(x)) and dtypes_of(program, "linear") == [HALF, HALF]
+    with torch.autocast("cpu", enabled=False):
+        assert dtypes_of(ampcompile.export(model, (x,)), "to") == []
+    relu = ampcompile.export(nn.Sequential(model.up, nn.ReLU()), (x,), outputs="autocast").module()
+    assert relu(x).dtype == LOW
+
+
+def test_options_of_compiled_code_are_refused_and_patterns_without_a_match_warn() -> None:
+    model, args = Mlp(), (torch.randn(5, 8),)
+    for option in ({"weights": "every_call"}, {"lower": "inductor"}, {"mode": "default"}, {"epilogue_fusion": True}):
+        with pytest.raises(OptionError, match=f"option '{next(iter(option))}' of export: expected one of dtype, "):
+            ampcompile.export(model, args, **option)
+    with pytest.raises(OptionError, match=r"option dtype=torch.float32: expected torch.bfloat16"):
+        ampcompile.export(model, args, dtype=HIGH)
+    with pytest.warns(AmpWarning, match="pattern 'dawn' matches no module .* 'down'") as caught:
+        ampcompile.export(model, args, policy="module dawn=fp32, module up=fp32")
+    assert caught[0].filename == __file__
+
+
+class Mapped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(lambda row: row @ row)(x)
+
+
+def test_what_cannot_be_written_out_is_an_error_that_says_where() -> None:
+    with pytest.raises(ExportError, match=r"torch\.func.* at .*test_export\.py:\d+: its casts can't be written out"):
+        ampcompile.export(Mapped(), (torch.randn(3, 4),))
+
+
+ALONE = """
+import sys, torch
+sys.modules["ampcompile"] = None  # not to be imported
+folder = sys.argv[1]
+x, y = torch.load(f"{folder}/numbers.pt")
+module = torch.export.load(f"{folder}/model.pt2").module()
+found = [module(x), torch.compile(module, backend=sys.argv[2])(x)]
+if sys.argv[2] == "inductor":
+    found.append(torch._inductor.aoti_load_package(f"{folder}/package.pt2")(x))
+for each in found:
+    torch.testing.assert_close(each, y, rtol=0, atol=0 if each is not found[1] else 1e-2)
+assert not [name for name in sys.modules if name.startswith("ampcompile.")]
+"""
+
+
+def alone(folder: Path, backend: str) -> None:
+    run = subprocess.run([sys.executable, "-P", "-c", ALONE, folder, backend], capture_output=True, timeout=500)
+    assert not run.returncode, run.stderr.decode()
+
+
+def saved(folder: Path) -> ExportedProgram:
+    model, x = Mlp().eval(), torch.randn(5, 8)
+    with torch.no_grad():
+        program = ampcompile.export(model, (x,))
+        torch.save((x, compiled(model)(x)), folder / "numbers.pt")
+    torch.export.save(program, folder / "model.pt2")
+    return program
+
+
+def test_it_runs_and_is_compiled_without_ampcompile(tmp_path: Path) -> None:
+    saved(tmp_path)
+    alone(tmp_path, "aot_eager")
+
+
+@pytest.mark.ci
+@COPIES_THE_PROGRAM
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler: found none")
+def test_aot_inductor_and_inductor_take_it(page: dict[str, Any], tmp_path: Path) -> None:
+    package = page["package"](saved(tmp_path))
+    shutil.move(package, tmp_path / "package.pt2")
+    alone(tmp_path, "inductor")
+
+
+@COPIES_THE_PROGRAM
+def test_onnx_runtime_takes_it(page: dict[str, Any]) -> None:
+    """In float16, with norms in float32, as the page says."""
+    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime and onnxscript, which aren't installed")
+    pytest.importorskip("onnxscript", reason="needs onnxscript, which isn't installed")
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)).eval(), torch.randn(5, 8)
+    session = runtime.InferenceSession(page["onnx"](model, (x,)).model_proto.SerializeToString())
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), compiled(model, dtype=HALF)(x), rtol=0, atol=2e-3)
+
+
+def test_the_page_is_true(page: dict[str, Any]) -> None:
+    assert same_bits(torch.export.load("model.pt2").module()(page["x"]), page["y"])
+    assert all(f"`{option}`" in PAGE.read_text() for option in ampcompile.compiler.export.OPTIONS)
