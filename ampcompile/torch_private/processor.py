@@ -11,6 +11,9 @@ import torch
 _NO_BFLOAT16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"})
 """The values of `ONEDNN_MAX_CPU_ISA` with which oneDNN leaves units for bfloat16 unused."""
 
+_NO_AVX512 = frozenset({"DEFAULT", "NO AVX", "AVX2"})
+"""What torch says where it may not use AVX-512, below which no x86-64 CPU has such units."""
+
 
 @cache
 def multiplies(dtype: torch.dtype) -> bool:
@@ -21,7 +24,7 @@ def multiplies(dtype: torch.dtype) -> bool:
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return dtype == torch.float16 or _onednn_takes(dtype)
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
+    if torch.backends.cpu.get_cpu_capability() in _NO_AVX512 or not torch.backends.mkldnn.is_available():
         return False
     cap = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
     if dtype == torch.bfloat16 and cap.upper() in _NO_BFLOAT16:

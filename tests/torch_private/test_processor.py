@@ -42,6 +42,8 @@ def units() -> list[torch.dtype]:
         ({"amx": True, "takes": (LOW, HALF)}, [LOW, HALF]),
         ({"vectors": "AVX2", "takes": ()}, []),
         ({"vectors": "DEFAULT"}, []),  # ATEN_CPU_CAPABILITY=default
+        ({"vectors": "NO AVX"}, []),
+        ({"vectors": "what comes after AVX512"}, [LOW]),
         ({"onednn": False}, []),
         ({"architecture": "aarch64", "vectors": "SVE256"}, [LOW, HALF]),
         ({"architecture": "arm64", "vectors": "NO AVX", "takes": ()}, [HALF]),
