@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 from ampcompile.kernels import packed_linear
 from ampcompile.kernels.packed_linear import PACKED_LINEAR
+from ampcompile.passes.analysis.aliasing import lies_in_a_row
 from ampcompile.passes.analysis.commuting import rebuild, same_layout
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, REARRANGES, has
 from ampcompile.passes.analysis.sizes import product_hint
@@ -107,16 +108,16 @@ def _suits_onednn(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     *added, a, b = args
     rows, depth = a.meta["val"].shape
     columns = b.meta["val"].shape[1]
-    if kwargs or any([str(size) for size in bias.meta["val"].shape] != [str(columns)] for bias in added):
-        return False
+    if kwargs or not all(lies_in_a_row(bias) and str(bias.meta["val"].numel()) == str(columns) for bias in added):
+        return False  # oneDNN reads a bias as numbers side by side, one for each column
     return (product_hint(rows) or 0) >= FEWEST_ROWS and (product_hint(rows, depth, columns) or 0) >= SMALLEST
 
 
 def _as_linear(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of `PACKED_LINEAR` for those of an `mm` or `addmm`, its second matrix the other way round."""
     *added, a, b = args
-    if b.target is ATEN.permute.default or b.target is ATEN.t.default:
-        turned = b.args[0]
+    if b.target is ATEN.t.default or (b.target is ATEN.permute.default and b.args[1][0] % 2 == 1):
+        turned = b.args[0]  # a permutation that starts with dimension 0, or -2, turns nothing
     else:
         turned = b.graph.call_function(ATEN.permute.default, (b, [1, 0]))
         turned.meta = {**b.meta, "val": b.meta["val"].permute(1, 0)}

@@ -9,12 +9,14 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.passes.graph import bodies, is_below_autograd, placeholders
+from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from . import schema
 from .op_traits import (
     CASTS,
+    CONVERSIONS,
     GIVES_OWN_MEMORY,
     GIVES_OWN_MEMORY_OF_SEVERAL,
     SHARES_UNSAID,
@@ -130,6 +132,25 @@ def base_of(value: Node) -> Node:
     while _is_part(value) and isinstance(value.args[0], Node):
         value = value.args[0]
     return value
+
+
+def lies_in_a_row(value: Node) -> bool:
+    """Whether a vector's numbers lie side by side, and so do those of what it is a cast or part of, up to an input.
+
+    Inductor may drop a cast, and lay out anew what it computes: what comes of either isn't known to lie so.
+    """
+    while (found := value.meta.get("val")) is not None:
+        if isinstance(found, Tensor) and (found.dim() != 1 or str(found.stride(0)) != "1"):
+            return False
+        if value.op == "placeholder":
+            return True
+        if value.target is WEIGHT_COPY:
+            value = value.args[1]
+        elif _is_part(value) or has(value.target, CONVERSIONS):
+            value = value.args[0]
+        else:
+            return False
+    return False
 
 
 def _is_part(value: Node) -> bool:

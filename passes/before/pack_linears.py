@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.kernels.packed_linear import PACKED_LINEAR
+from ampcompile.passes.analysis.aliasing import lies_in_a_row
 from ampcompile.passes.graph import placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
 from ampcompile.torch_private import tracing
@@ -30,6 +31,11 @@ def _packable(read: object, dtypes: frozenset[torch.dtype]) -> bool:
     return copy.device.type == "cpu" and copy.dtype in dtypes and copy.dim() == 2 and min(copy.shape) >= SMALLEST
 
 
+def _readable(bias: Node | None, weight: Node) -> bool:
+    """Whether a bias is what oneDNN reads: numbers side by side, one for each of the features out."""
+    return bias is None or (lies_in_a_row(bias) and str(bias.meta["val"].numel()) == str(weight.meta["val"].shape[0]))
+
+
 @dataclass(frozen=True)
 class PackLinears:
     """`dtypes`: what this machine multiplies packed."""
@@ -45,11 +51,12 @@ class PackLinears:
         with tracing.on_fakes_of(gm):
             for linear in gm.graph.find_nodes(op="call_function", target=LINEAR):
                 x, read, bias = (*linear.args, None)[:3]
-                if not _packable(read, self.dtypes):
+                bias = linear.kwargs.get("bias", bias)
+                if not _packable(read, self.dtypes) or not _readable(bias, read):
                     continue
                 weight, copy, _ = read.args
                 form = self._input(gm, inputs, copy, replace(copy.meta["amp_copy"], layout="packed"))
-                linear.target, linear.args = PACKED_LINEAR, (x, weight, form, linear.kwargs.get("bias", bias))
+                linear.target, linear.args = PACKED_LINEAR, (x, weight, form, bias)
                 linear.kwargs = {}
                 gm.graph.erase_node(read)
                 packed += 1

@@ -145,3 +145,34 @@ def test_large_products_go_to_onednn(rows: int, bias: bool) -> None:
     assert count(gm, PACKED_LINEAR) == [rows == 64 and torch.backends.mkldnn.is_available()]
     exact = a.double() @ b.double() + (c.double() if bias else 0)
     assert (gm(a, b, c).double() - exact).abs().max() <= torch.finfo(LOW).eps * exact.abs().max()
+
+
+KEPT: dict[str, Callable[..., Any]] = {
+    "a bias of one number": lambda a, b, c: torch.addmm(c[:1], a, b),
+    "numbers of a bias far apart": lambda a, b, c: torch.addmm(c[::2], a, b),
+    "a computed bias": lambda a, b, c: torch.addmm((c * 2)[:256], a, b),
+    "a bias that is part of an input": lambda a, b, c: torch.addmm(c[256:], a, b),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_large_products_keep_their_operands(name: str) -> None:
+    """oneDNN reads its bias as numbers side by side, one for each column."""
+    args = low(64, 256), low(256, 256), low(512)
+    gm = traced(KEPT[name], *args)
+    assert WIDEN.apply(gm) == 1
+    gm.recompile()
+    assert count(gm, PACKED_LINEAR) == [name.endswith("of an input") and torch.backends.mkldnn.is_available()]
+    exact = KEPT[name](*(arg.double() for arg in args))
+    assert (gm(*args).double() - exact).abs().max() <= torch.finfo(LOW).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("order", [[0, 1], [-2, -1], [1, 0], [-1, 0], [-1, -2]])
+def test_a_permutation_may_turn_nothing(order: list[int]) -> None:
+    weight, x = torch.randn(256, 256), low(64, 256)
+    copy = weight.to(LOW).float()
+    gm = traced(lambda w, c, x: x @ aten.permute(weight_copy(w, c, LOW), order), weight, copy, x)
+    assert BindWeights().apply(gm) == 1 and WIDEN.apply(gm) == 1
+    gm.recompile()
+    exact = x.double() @ copy.double().permute(order)
+    assert (gm(weight, copy, x).double() - exact).abs().max() <= torch.finfo(LOW).eps * exact.abs().max()

@@ -49,19 +49,51 @@ class Functional(nn.Module):
         return torch.nn.functional.linear(x, self.weight.t()) + x @ self.weight
 
 
+class Biased(nn.Module):
+    """`part`: of a vector of 128 numbers, as the bias."""
+
+    def __init__(self, part: slice) -> None:
+        super().__init__()
+        self.weight, self.vector, self.part = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(128)), part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.vector[self.part])
+
+
+class Computed(Biased):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight, (x.t() @ x)[:, 1])
+
+
 @pytest.mark.parametrize(
     ("module", "options"),
     [
         (Functional, {}),
+        (lambda: Biased(slice(1)), {}),
+        (lambda: Biased(slice(None, None, 2)), {}),
+        (lambda: Computed(slice(0)), {}),
         (lambda: Layers(64, 63), {}),
         (Layers, {"weights": "every_call"}),
         (Layers, {"dtype": torch.float16}),
     ],
-    ids=["a view of a weight, and a plain product", "too small", "no copies", "no packed product of that dtype"],
+    ids=[
+        "a view of a weight, and a plain product",
+        "one number for all features",
+        "a bias whose numbers lie apart",
+        "a computed bias",
+        "too small",
+        "no copies",
+        "no packed product of that dtype",
+    ],
 )
 def test_declines(module: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     with torch.no_grad():
         assert layouts(module(), torch.randn(3, 64), **options)[0] == 0
+
+
+def test_a_part_of_a_vector_is_a_bias() -> None:
+    with torch.no_grad():
+        assert layouts(Biased(slice(64, None)), torch.randn(3, 64))[0] == 1
 
 
 def test_idempotent() -> None:
