@@ -67,6 +67,8 @@ def inductor(
     """
     from torch._inductor.compile_fx import compile_fx
 
+    for node in gm.graph.find_nodes(op="placeholder"):
+        node.meta.pop("val", None)  # with "cpp_wrapper" read in the inputs' place, and captured fakes want no gradient
     patches = {**config, "joint_custom_pre_pass": _JointGraphPass(on_joint_graph, key)}
     compiled: Any = compile_fx(gm, list(inputs), config_patches=patches, decompositions=decompositions)
     return compiled

@@ -16,7 +16,7 @@ from ampcompile.compiler.lower import _fake_copy, _inductor_config, _invalidate_
 from ampcompile.config import Options
 from ampcompile.passes import base, pipeline
 from ampcompile.passes.weight_copy import Slot
-from tests.compiling import LOW, amp, eager
+from tests.compiling import LOW, amp, eager, gradients
 
 
 @dataclass(frozen=True)
@@ -195,3 +195,9 @@ def test_either_way_the_numbers_are_eager_autocasts(lower: str, grad: bool) -> N
             assert torch.equal(found, eager(model, x)) and found.requires_grad == grad
             with torch.no_grad():
                 model[0].weight.mul_(2)
+
+
+def test_a_cpp_wrapper_gives_gradients():
+    model, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    run = torch.compile(model, backend="amp", options={"cpp_wrapper": True})
+    assert None not in gradients(model, lambda _: run(x).float().square().sum())
