@@ -32,6 +32,8 @@ from .minimum_cut import source_side
 
 HIGH = torch.float32
 LOW = (torch.bfloat16, torch.float16)
+CUTS = 64
+"""How many cuts are tried at most; most graphs need one."""
 
 
 @dataclass
@@ -103,7 +105,30 @@ class Placement:
         return total
 
     def cut(self) -> dict[Node, torch.dtype]:
-        """The types of the free ops that cast the fewest bytes."""
+        """The types of the free ops that cast the fewest bytes.
+
+        An op in float32 that is to widen its operands itself needs one that is wide, which no cut can ask for. Where it
+        has none, the op goes to the other side, or an operand to this one, and the rest is cut again: `CUTS` times.
+        """
+        best = self._narrow_where_nothing_is_wide(dict(self.free))
+        pending: list[dict[Node, torch.dtype]] = [{}]
+        for _ in range(CUTS):
+            if not pending:
+                break
+            fixed = pending.pop()
+            labels = self._cut_with(fixed)
+            possible = self._narrow_where_nothing_is_wide(dict(labels))
+            if not fixed or self.cost(possible) < self.cost(best):
+                best = possible
+            if self.cost(labels) >= self.cost(best):
+                continue
+            node = next(node for node in labels if labels[node] != possible[node])
+            operands = [n for n in _floating_operands(node) if n in self.free and n not in fixed]
+            pending += [fixed | {operand: HIGH} for operand in operands] + [fixed | {node: self.low}]
+        return best
+
+    def _cut_with(self, fixed: Mapping[Node, torch.dtype]) -> dict[Node, torch.dtype]:
+        """The minimum cut, some ops being on a given side."""
         capacities: dict[tuple[Any, Any], float] = {}
         weight = len(self.free) + 1  # one byte is worth more than all ops staying where they are
 
@@ -132,8 +157,10 @@ class Placement:
         for node, eager in self.free.items():
             edge = (HIGH, node) if eager == HIGH else (node, self.low)
             add(edge[0], edge[1], 1)
+        for node, label in fixed.items():
+            add(*((HIGH, node) if label == HIGH else (node, self.low)), inf)
         high = source_side(capacities, HIGH, self.low)
-        return self._narrow_where_nothing_is_wide({node: HIGH if node in high else self.low for node in self.free})
+        return {node: HIGH if node in high else self.low for node in self.free}
 
     def _narrow_where_nothing_is_wide(self, labels: dict[Node, torch.dtype]) -> dict[Node, torch.dtype]:
         """Without the ops in float32 that were to widen their operands themselves, but have none in float32."""

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import ampcompile
@@ -107,6 +107,7 @@ def random_graph(steps):
 
 @settings(max_examples=25, deadline=None)
 @given(STEPS, st.sampled_from([OFF, ON, FUSING]))
+@example([("sin", 0, 0), ("sin", 0, 0), ("add", 47, 63), ("mm", 0, 93), ("grow", 19, 0)], OFF)
 def test_no_other_placement_casts_fewer_bytes(steps, each):
     f, x, w = random_graph(steps), torch.randn(8, 8), torch.randn(8, 8)
     gm = captured(f, x, w)
