@@ -56,4 +56,7 @@ def race(entrants: list[Entrant], device: str, steps: int, caches: Path) -> Gene
                 seconds, loss, entrant.peak_bytes = process.ask("observed_step")
                 entrant.seconds.append(seconds)
                 entrant.losses.append(loss)
-            yield loss
+            try:
+                yield loss
+            except GeneratorExit:  # enough rounds: the processes end by themselves
+                return
