@@ -25,7 +25,7 @@ from examples.side_by_side import Entrant, race
 
 CACHES = Path(__file__).parents[1] / ".inductor" / "demo" / torch.backends.cpu.get_cpu_capability()
 """What is compiled is kept here, so that the comparison finds what the long run has compiled. Stock Inductor's keys
-don't tell vectors of one width from those of another, as ATEN_CPU_CAPABILITY asks for them: wrong numbers, or a crash."""
+don't tell vectors of one width from those of another, which ATEN_CPU_CAPABILITY chooses: wrong numbers, or a crash."""
 
 LONG_RUN, COMPARISON = (90, 40, 300), (110, 3, 30)
 """Seconds to spend, and the fewest and the most steps to take: of amp alone, and of each way."""
