@@ -13,6 +13,7 @@ import torch
 
 from ampcompile.torch_private import backends, processor
 
+from .dtypes import LOW
 from .errors import AmpWarning, OptionError
 from .policy import Policy
 
@@ -24,8 +25,6 @@ _CHOICES = {
     "outputs": ("float32", "autocast"),
     "products": ("auto", "float32", "torch"),
 }
-LOW = (torch.bfloat16, torch.float16)
-"""The types of low precision."""
 FUSE_FAMILIES = ("cross_entropy", "linear", "linear_cross_entropy", "norm")
 """The families of fused kernels."""
 
@@ -103,7 +102,7 @@ def _checked(key: str, value: Any) -> Any:
         if value not in _CHOICES[key]:
             raise OptionError(f"option {key}={value!r}: expected one of {', '.join(map(repr, _CHOICES[key]))}.")
     elif key == "dtype":
-        if value not in (None, torch.bfloat16, torch.float16):
+        if value not in (None, *LOW):
             raise OptionError(
                 f"option dtype={value!r}: expected torch.bfloat16 or torch.float16. For float32 call the model inside "
                 "torch.autocast(device_type, enabled=False)."

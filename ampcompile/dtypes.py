@@ -8,6 +8,9 @@ import torch
 FLOATS: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """The dtypes autocast casts from and to. float64 is missing on purpose: eager autocast never casts it."""
 
+LOW = (torch.bfloat16, torch.float16)
+"""The types of low precision."""
+
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 # Narrow type to the wider ones that hold each of its values, infinities and NaN included.

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
-from ampcompile.config import LOW, Options
+from ampcompile.config import Options
+from ampcompile.dtypes import LOW
 from ampcompile.kernels import packed_linear
 from ampcompile.passes.after.add_embedding_gradients import AddEmbeddingGradients
 from ampcompile.passes.after.bind_weights import BindWeights

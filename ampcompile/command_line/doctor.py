@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ampcompile.dtypes import short_name
+from ampcompile.dtypes import LOW, short_name
 from ampcompile.explaining.text import human_bytes, render_table
 from ampcompile.kernels import native, packed_linear
-from ampcompile.passes.analysis.product_cost import LOW, is_emulated, smallest_gaining_width, time_call
+from ampcompile.passes.analysis.product_cost import is_emulated, smallest_gaining_width, time_call
 from ampcompile.torch_private import backends, patches
 
 from .progress import saying

@@ -49,7 +49,7 @@ class Form(NamedTuple):
         return torch.empty_strided(weight.shape, weight.stride(), dtype=held, device=weight.device)
 
 
-_FORMS = [Form(dtype, wide) for dtype in (torch.bfloat16, torch.float16) for wide in (False, True)]
+_forms: list[Form] = []  # those that some copy has had, in a fixed order
 
 
 class Copy:
@@ -174,6 +174,8 @@ def copy_of(weight: Tensor, form: Form) -> Copy:
     """The one copy of a weight in a form, made if there is none yet."""
     key = _place(weight), form
     if (copy := copies.get(key)) is None or copy.memory.storage() is None:
+        if form not in _forms:
+            _forms[:] = sorted((*_forms, form), key=str)
         copy = copies[key] = Copy(weight, form)
     return copy
 
@@ -183,7 +185,7 @@ def copies_of(weight: Tensor) -> list[Copy]:
     if not copies:
         return []
     place = _place(weight)
-    return [copy for form in _FORMS if (copy := copies.get((place, form))) is not None]
+    return [copy for form in _forms if (copy := copies.get((place, form))) is not None]
 
 
 def _place(weight: Tensor) -> tuple:

@@ -8,6 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.passes.analysis.aliasing import base_of
+from ampcompile.passes.analysis.commuting import CONVERT
 from ampcompile.passes.graph import graphs
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 
@@ -22,7 +23,7 @@ def _bind(gm: GraphModule) -> int:
         if copy.meta["val"].dtype != dtype:  # held as float32, for products that run in it
             copy.meta["amp_rounded"] = dtype
             with graph.inserting_before(node):
-                read = graph.call_function(torch.ops.prims.convert_element_type.default, (copy, dtype))
+                read = graph.call_function(CONVERT, (copy, dtype))
             read.meta = dict(node.meta)
         node.replace_all_uses_with(read)
         graph.erase_node(node)

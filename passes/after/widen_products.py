@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node, map_arg
 from ampcompile.kernels import packed_linear
 from ampcompile.kernels.packed_linear import PACKED_LINEAR
 from ampcompile.passes.analysis.aliasing import lies_in_a_row
-from ampcompile.passes.analysis.commuting import rebuild, same_layout
+from ampcompile.passes.analysis.commuting import CONVERT, rebuild, same_layout
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, REARRANGES, has
 from ampcompile.passes.analysis.sizes import product_hint
 from ampcompile.passes.graph import graphs
@@ -26,7 +26,6 @@ from ampcompile.torch_private import dispatcher, tracing
 from ampcompile.torch_private.pytree import tree_leaves
 
 ATEN = torch.ops.aten
-CONVERT = torch.ops.prims.convert_element_type.default
 WIDE = torch.float32
 FEWEST_ROWS, SMALLEST = 8, 1 << 22
 """Rows, and multiplications, from which oneDNN's float32 product was measured to be faster than MKL's: up to 2.3 times

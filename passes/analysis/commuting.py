@@ -16,6 +16,8 @@ from .op_traits import CHOOSES, MOVES, REPEATS, has, reads_bits
 from .schema import name_of
 
 CAST = torch.ops.aten.to.dtype
+CONVERT = torch.ops.prims.convert_element_type.default
+"""What casts are after differentiation."""
 _KINDS = ((MOVES, "moves"), (REPEATS, "repeats"), (CHOOSES, "chooses"))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node, map_arg
 from torch.utils.flop_counter import flop_registry
 
-from ampcompile.dtypes import short_name
+from ampcompile.dtypes import LOW, short_name
 from ampcompile.kernels import packed_linear
 from ampcompile.passes.graph import Decision, device_type_of, to_dtype
 from ampcompile.torch_private import processor, pytree, tracing
@@ -23,7 +23,6 @@ from .op_traits import is_elementwise
 from .schema import writes
 from .sizes import elements_hint, is_float_tensor
 
-LOW = (torch.bfloat16, torch.float16)
 ENOUGH = 1.05  # times as fast: less is noise
 _SMALL, _LARGE, _COPIED = 16, 512, 1 << 22  # widths of square products, and numbers that are cast
 _PATIENCE = 0.2  # seconds for one measurement

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node, map_arg
 from torch.fx.graph import CodeGen
 
-from ampcompile.dtypes import representable
+from ampcompile.dtypes import LOW, representable
 from ampcompile.passes.analysis import higher_order
 from ampcompile.passes.graph import (
     ENTER,
@@ -141,7 +141,7 @@ def overflows(value: Any, destination: Any) -> bool:
     """Whether writing a number into a low-precision tensor would make an infinity of it."""
     if not isinstance(value, int | float) or not isinstance(destination, torch.Tensor):
         return False
-    return destination.dtype in (torch.float16, torch.bfloat16) and not representable(value, destination.dtype)
+    return destination.dtype in LOW and not representable(value, destination.dtype)
 
 
 def _traced(value: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ampcompile.dtypes import short_name
+from ampcompile.dtypes import LOW, short_name
 from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import classify_movement
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
@@ -31,7 +31,6 @@ from ampcompile.torch_private.types import OpOverload
 from .minimum_cut import source_side
 
 HIGH = torch.float32
-LOW = (torch.bfloat16, torch.float16)
 CUTS = 64
 """How many cuts are tried at most; most graphs need one."""
 
@@ -158,7 +157,8 @@ class Placement:
             edge = (HIGH, node) if eager == HIGH else (node, self.low)
             add(edge[0], edge[1], 1)
         for node, label in fixed.items():
-            add(*((HIGH, node) if label == HIGH else (node, self.low)), inf)
+            edge = (HIGH, node) if label == HIGH else (node, self.low)
+            add(edge[0], edge[1], inf)
         high = source_side(capacities, HIGH, self.low)
         return {node: HIGH if node in high else self.low for node in self.free}
 

@@ -9,14 +9,13 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from ampcompile.dtypes import representable, short_name, widest
+from ampcompile.dtypes import LOW, representable, short_name, widest
 from ampcompile.passes.analysis import schema
 from ampcompile.passes.analysis.op_traits import WRITES_CONSTANTS, has
 from ampcompile.passes.graph import Decision, is_castable
 
 from .decisions import Call
 
-_LOW = (torch.float16, torch.bfloat16)
 # Numbers that meet the operands' own dtype. A `float` argument (eps, p) is computed in float32 inside the kernel,
 # so it can't vanish; but one too large is meant for an element, as the fill value of `pad`.
 _ELEMENTS = ("number", "Optional[number]", "Tensor", "Optional[Tensor]")
@@ -32,7 +31,7 @@ def guard(call: Call, decision: Decision, constants: Mapping[Node, float], lengt
     if has(call.op, WRITES_CONSTANTS):
         return _clamp(call, decision, constants, call.arriving[0])
     dtype = _computes_in(call, decision)
-    if dtype not in _LOW or schema.writes(call.op):
+    if dtype not in LOW or schema.writes(call.op):
         return decision
     if call.node in lengths:
         return _in_float32(call, f"range guard: a length or position, which {short_name(dtype)} doesn't count exactly")
@@ -69,7 +68,7 @@ def _tensors(decision: Decision, constants: Mapping[Node, float]) -> Iterator[tu
 
 
 def _clamp(call: Call, decision: Decision, constants: Mapping[Node, float], dtype: torch.dtype) -> Decision:
-    if dtype not in _LOW:
+    if dtype not in LOW:
         return decision
     largest = torch.finfo(dtype).max
     numbers = {name: math.copysign(largest, v) for name, v in _numbers(call, dtype) if abs(v) > largest}

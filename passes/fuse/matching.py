@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import GraphModule, Node
 
-from ampcompile.dtypes import is_lossless
+from ampcompile.dtypes import LOW, is_lossless
 from ampcompile.kernels.usable import memory_of, usable
 from ampcompile.passes.analysis.commuting import CAST, classify_movement
 from ampcompile.passes.analysis.op_traits import FUSED_THROUGH, has
@@ -21,8 +21,6 @@ FUSION = "amp_fused"
 """Where a fused op carries its record, in `node.meta`."""
 GRAPH_BEFORE_FUSION = "amp_unfused"
 """Where `gm.meta` holds the graph as it was before fusing: a fused op has no derivative of its backward."""
-
-_LOW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -81,13 +79,13 @@ def is_upcast(node: Any) -> bool:
         return False
     before, after = node.args[0].meta["val"], node.meta["val"]
     same = before.layout is after.layout and before.device == after.device
-    return before.dtype in _LOW and after.dtype is torch.float32 and is_lossless(before.dtype, after.dtype) and same
+    return before.dtype in LOW and after.dtype is torch.float32 and is_lossless(before.dtype, after.dtype) and same
 
 
 def is_low(node: Any) -> bool:
     """Whether a node is a dense 16-bit floating tensor."""
     value = node.meta.get("val") if isinstance(node, Node) else None
-    return isinstance(value, torch.Tensor) and value.dtype in _LOW and value.layout is torch.strided
+    return isinstance(value, torch.Tensor) and value.dtype in LOW and value.layout is torch.strided
 
 
 def is_view(node: Any) -> bool:

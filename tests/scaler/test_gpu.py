@@ -1,8 +1,6 @@
 """On a GPU: no host sync, few launches, the whole step in a CUDA graph, the numbers of torch, several devices."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ from torch import nn
 
 from ampcompile.scaler.grad_scaler import GradScaler
 from ampcompile.weights import binding as weights
+from tests.devices import waiting_for_nothing
 from tests.scaler.cases import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -39,16 +38,6 @@ def fill(params, seed: int, bad: float | None = None) -> None:
         params[0].grad[-1, -1] = bad
 
 
-@contextmanager
-def sync_is_an_error() -> Iterator[None]:
-    mode = torch.cuda.get_sync_debug_mode()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-
-
 def iteration(scaler, optimizer, how: str = "clip_grad_norm_") -> None:
     if how == "clip_grad_norm_":
         scaler.clip_grad_norm_(optimizer, 1.0)
@@ -69,7 +58,7 @@ def test_training_equals_torchs_without_a_sync(kind, how):
         for seed in range(8):
             fill(params, seed, math.nan if seed in (2, 5) else None)
             if make is GradScaler:
-                with sync_is_an_error():
+                with waiting_for_nothing("cuda"):
                     iteration(scaler, optimizer, how)
                     skipped = scaler.last_step_skipped
                 assert skipped.is_cuda and skipped.item() == (seed in (2, 5))

@@ -11,7 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ampcompile.kernels.packed_linear import PACKED_LINEAR
 from ampcompile.passes.after.bind_weights import BindWeights
-from ampcompile.passes.after.widen_products import CONVERT, WidenProducts
+from ampcompile.passes.after.widen_products import WidenProducts
+from ampcompile.passes.analysis.commuting import CONVERT
 from ampcompile.passes.weight_copy import weight_copy
 from tests.compiling import same_bits
 
