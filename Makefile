@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format types matrix test-isa mutations rooms bench test-gpu bench-gpu
+.PHONY: help demo test check lint format types matrix test-isa test-integrations mutations rooms bench test-gpu bench-gpu
 
 VENV := .venv/bin/python
 PYTHON := $(VENV)
@@ -11,6 +11,7 @@ ifeq ($(PYTHON),$(VENV))
 READY := .venv/.ready
 DEMO := .venv/.demo
 TOOLS := .venv/.tools
+INTEGRATIONS := .venv/.integrations
 endif
 
 # The first Python new enough, able to make environments, and with the headers that Inductor's C++ includes.
@@ -72,6 +73,9 @@ test-isa: $(READY) ## the suite's core as on older CPUs: AVX2, AVX-512, all that
 			-n $(JOBS) --timeout=600 $(if $(SAMPLE),$(ISA_SAMPLE),$(CORE)) $(ARGS) || failed="$$failed $$isa"; \
 	done; test -z "$$failed" || { echo "failed as:$$failed"; exit 1; }
 
+test-integrations: $(INTEGRATIONS) ## amp in the loops of Accelerate, transformers, Lightning, PEFT and TRL
+	OMP_NUM_THREADS=1 $(PYTHON) $(PYTEST) -n $(JOBS) --timeout=600 tests/integrations $(ARGS)
+
 mutations: $(READY) ## whether the suite notices one wrong line, 30 times (an hour)
 	$(PYTHON) -m tests.mutations $(ARGS)
 
@@ -105,6 +109,10 @@ $(VENV):
 
 .venv/.tools: .venv/.ready
 	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv/.integrations: .venv/.ready
+	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[integrations]'
 	@touch $@
 
 .matrix/%/.ready: pyproject.toml constraints.txt
