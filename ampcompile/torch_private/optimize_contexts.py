@@ -59,8 +59,9 @@ def compiles_nothing(fn: Any) -> bool:
     Only `torch.compile(module)` gives it a frame of its own to trace.
     """
     module = getattr(fn, "__self__", None)
-    in_place = isinstance(module, torch.nn.Module) and fn.__name__ == "_call_impl"
-    return in_place and bool(trace_rules.check(module.forward))
+    if not isinstance(module, torch.nn.Module) or fn.__name__ != "_call_impl":
+        return False
+    return bool(trace_rules.check(module.forward))
 
 
 def pass_over(function: Any) -> None:

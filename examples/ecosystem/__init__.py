@@ -1,4 +1,4 @@
 """The compiled model inside other people's training loops. Each needs the package it is about.
 
-Each loop trains in one of three ways: "float32"; "autocast", eagerly, as the framework's own mixed precision does; "amp".
+Each trains in one of three ways: "float32"; "autocast", eagerly, as the framework's own mixed precision does; "amp".
 """
