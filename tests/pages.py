@@ -1,7 +1,6 @@
 """The code blocks of pages, run as a reader runs them: those of a page one after the other, in the current folder."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,23 +26,13 @@ def blocks(page: str) -> list[Block]:
     return [Block(language, re.sub(f"(?m)^{indent}", "", code), why) for indent, why, language, code in found]
 
 
-def programs(page: str) -> Iterator[str]:
-    """The Python to run, in order; of a comparison what was there before, then what is there after it."""
-    for block in blocks(page):
-        if block.language == "python" and not block.not_run:
-            yield block.code
-        elif block.language == "diff":
-            for sign in "-+":
-                yield "".join(line[1:] for line in block.code.splitlines(keepends=True) if line[0] in f" {sign}")
-
-
 def run(page: str, **names: Any) -> dict[str, Any]:
     """What is defined after all of a page's Python, with `names` defined before it.
 
     A block that begins with `# name.py` is written to that file, and runs as it.
     """
     names["__name__"] = "page"
-    for number, code in enumerate(programs(page)):
+    for number, code in enumerate(b.code for b in blocks(page) if b.language == "python" and not b.not_run):
         for device, stand_in in STAND_INS.items() if not torch.cuda.is_available() else ():
             code = code.replace(device, stand_in)
         file = re.match(r"# (\w+\.py)\n", code)

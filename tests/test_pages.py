@@ -19,6 +19,7 @@ from tests.test_layout import ROOT
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 ELSEWHERE = {
+    "README.md": "behaviour/test_readme.py",
     "docs/adding_a_kernel.md": "test_adding_a_kernel.py",
     "docs/audit.md": "auditing/test_docs.py",
     "docs/explain.md": "behaviour/test_steering_docs.py",
@@ -44,10 +45,6 @@ def training() -> dict[str, Any]:
 
 
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
-    "README.md": lambda: {
-        "batches": [(torch.randn(5, 256), torch.randint(10, (5,)))],
-        "loss_fn": nn.functional.cross_entropy,
-    },
     "docs/scaler.md": training,
     "docs/weights.md": lambda: {"ampcompile": ampcompile, "model": nn.Linear(4, 4)},
 }
