@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format types matrix test-isa mutations rooms bench test-gpu bench-gpu
+.PHONY: help demo test check lint format types matrix test-isa mutations rooms pictures bench test-gpu bench-gpu
 
 VENV := .venv/bin/python
 PYTHON := $(VENV)
@@ -77,6 +77,10 @@ mutations: $(READY) ## whether the suite notices one wrong line, 30 times (an ho
 
 rooms: $(READY) ## docs/rooms.md, from the pipeline, the imports and the docstrings
 	$(PYTHON) -m tests.rooms_page
+
+pictures: $(READY) ## docs/pictures: the page of casts (needs Chromium) and the plot of the committed results
+	$(PYTHON) -m tests.pictures
+	$(PYTHON) -m benchmarks docs
 
 test-gpu: $(READY) ## the tests that need a CUDA device
 	@test -n "$(GPU_PLUGINS)" || echo "without pytest-xdist or pytest-timeout: one process, and no limit to a test's time"
