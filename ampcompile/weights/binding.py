@@ -177,6 +177,9 @@ def invalidate(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) -> 
 
     With a graph that reads one of them, all tensors that it keeps copies of are cast again: its buffers, and what it
     reads from attributes, closures and globals. Raises `WeightsError` for what is neither a module nor tensors.
+
+    >>> model.weight.detach().numpy()[0, 0] = 1.0
+    >>> ampcompile.invalidate(model)
     """
     with lock:
         for copied in _copied_with(model_or_params)[0]:
@@ -189,6 +192,8 @@ def free_copies(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) ->
     For a model that is put aside for a while, or moved to another device. It means the same weights as `invalidate`.
     A backward that is still to come keeps what it saved until it has run; what a CUDA graph writes that you captured,
     with a step of `ampcompile.GradScaler` in it, stays. Raises `WeightsError` for what is neither a module nor tensors.
+
+    >>> ampcompile.free_copies(model)
     """
     with lock:
         memories, sets = _copied_with(model_or_params)
@@ -201,7 +206,12 @@ def free_copies(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) ->
 
 
 def weight_stats() -> WeightStats:
-    """What the copies cost now: see `WeightStats`."""
+    """What the copies of all models cost now: see `WeightStats`.
+
+    >>> y = compiled(x)
+    >>> ampcompile.weight_stats()
+    WeightStats(bytes=520, copies=2, casts=...)
+    """
     with lock:
         held = [size for copy in list(copies.values()) if (size := copy.nbytes())]
         return WeightStats(sum(held), len(held), cast_passes())
