@@ -3,13 +3,15 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format types matrix test-isa test-integrations mutations rooms bench test-gpu bench-gpu
+.PHONY: help demo test check lint format types docs matrix test-isa test-integrations mutations rooms pictures bench \
+	bench-scripts test-gpu bench-gpu
 
 VENV := .venv/bin/python
 PYTHON := $(VENV)
 ifeq ($(PYTHON),$(VENV))
 READY := .venv/.ready
 DEMO := .venv/.demo
+DOCS := .venv/.docs
 TOOLS := .venv/.tools
 INTEGRATIONS := .venv/.integrations
 endif
@@ -59,6 +61,10 @@ types: $(TOOLS) ## mypy
 	@cd .types/ampcompile && ln -s ../../passes ../../kernels ../../ampcompile/[!_]* ../../ampcompile/__*.py .
 	MYPYPATH=.types $(PYTHON) -m mypy -p ampcompile -p benchmarks -p examples
 
+docs: $(DOCS) ## the pages of docs/ and the reference as a site, in build/docs
+	$(PYTHON) -m sphinx -q -W --keep-going docs build/docs
+	@echo build/docs/index.html
+
 matrix: $(READY) $(MATRIX:%=.matrix/%/.ready) ## the suite's core on the oldest, the newest and the pinned torch
 	@failed=; for python in $(MATRIX:%=.matrix/%/bin/python) $(PYTHON); do \
 		$$python -c 'import torch; print("torch", torch.__version__, flush=True)'; \
@@ -82,6 +88,10 @@ mutations: $(READY) ## whether the suite notices one wrong line, 30 times (an ho
 rooms: $(READY) ## docs/rooms.md, from the pipeline, the imports and the docstrings
 	$(PYTHON) -m tests.rooms_page
 
+pictures: $(READY) ## docs/pictures: the page of casts (needs Chromium) and the plot of the committed results
+	$(PYTHON) -m tests.pictures
+	$(PYTHON) -m benchmarks docs
+
 test-gpu: $(READY) ## the tests that need a CUDA device
 	@test -n "$(GPU_PLUGINS)" || echo "without pytest-xdist or pytest-timeout: one process, and no limit to a test's time"
 	$(PYTHON) $(PYTEST) -m gpu $(GPU_PLUGINS) $(ARGS)
@@ -89,6 +99,10 @@ test-gpu: $(READY) ## the tests that need a CUDA device
 bench: $(TOOLS) ## benchmarks on this CPU, and docs/benchmarks.md from all results
 	$(PYTHON) -m benchmarks --device cpu $(ARGS)
 	$(PYTHON) -m benchmarks docs
+
+bench-scripts: $(INTEGRATIONS) ## scripts of others with two lines changed; CHECKOUTS= a folder of clones, see benchmarks/scripts
+	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt evaluate
+	$(PYTHON) -m benchmarks.scripts $(CHECKOUTS) $(ARGS)
 
 bench-gpu: $(READY) ## benchmarks on a CUDA device
 	$(PYTHON) -m benchmarks --device cuda $(ARGS)
@@ -100,6 +114,11 @@ $(VENV):
 .venv/.demo: pyproject.toml constraints.txt | $(VENV)
 	@echo "installing torch and the package into .venv (minutes, once)"
 	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo]'
+	@touch $@
+
+.venv/.docs: pyproject.toml constraints.txt | $(VENV)
+	@echo "installing torch, the package and Sphinx into .venv (minutes, once)"
+	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 .venv/.ready: pyproject.toml constraints.txt | $(VENV)

@@ -17,6 +17,12 @@ ROUND = 0.1
 """Seconds that a round of the fastest peer lasts, at least."""
 ROUNDS = (7, 25)
 """How many rounds there are, at least and at most."""
+SLOW_ROUND = 10.0
+"""Seconds that a round takes, at least, where a CPU emulates a type."""
+EMULATED = 1800.0
+"""Seconds that one answer may take on such a CPU."""
+FEW_ROUNDS = 3
+"""How many slow rounds there are, at least."""
 
 
 class Race:
@@ -39,6 +45,8 @@ class Race:
                 Candidate, self.work, PEERS[name], self.device, caches=caches, environment=self.work.environment
             )
             self.running[name] = processes.enter_context(candidate)
+            if self.work.isa:
+                self.running[name].patience = EMULATED
             figures[name] = self.ask(name, "prepare")
         return figures
 
@@ -63,12 +71,11 @@ class Race:
         if not one_call:
             return {}
         calls = math.ceil(ROUND / min(one_call.values()))
-        fitting = int(budget / (calls * sum(one_call.values())))
-        rounds = [
-            self.ask_all("round", calls, backwards=turn % 2 == 1)
-            for turn in range(min(max(fitting, ROUNDS[0]), ROUNDS[1]))
-        ]
-        return {name: [times[name] for times in rounds] for name in self.running}
+        one_round = calls * sum(one_call.values())
+        fewest = ROUNDS[0] if one_round < SLOW_ROUND else FEW_ROUNDS
+        rounds = min(max(int(budget / one_round), fewest), ROUNDS[1])
+        times = [self.ask_all("round", calls, backwards=turn % 2 == 1) for turn in range(rounds)]
+        return {name: [seconds[name] for seconds in times] for name in self.running}
 
 
 def race(work: Work, device: str, budget: float, caches: Caches) -> list[Row]:

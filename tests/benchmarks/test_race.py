@@ -40,8 +40,13 @@ def test_turns_alternate() -> None:
 
 
 def test_a_small_budget_still_gives_quartiles() -> None:
-    times = running(Runner("a", [], 10.0)).time("case", 1.0)
+    times = running(Runner("a", [], 9.0)).time("case", 1.0)
     assert len(times["a"]) == module.ROUNDS[0]
+
+
+def test_long_rounds_are_few() -> None:
+    times = running(Runner("a", [], 9.0), Runner("b", [], 2.0)).time("case", 1.0)
+    assert len(times["a"]) == len(times["b"]) == module.FEW_ROUNDS
 
 
 def test_who_fails_on_the_way_is_out_and_the_others_go_on() -> None:

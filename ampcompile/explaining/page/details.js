@@ -56,9 +56,11 @@ function ofEdge(edge) {
 }
 
 function ofReport() {
+  // A pass that changes nothing, as most do in most graphs, has no row.
+  const changes = data.totals.filter((total, i, all) => !i || total.casts !== all[i - 1].casts || total.bytes !== all[i - 1].bytes);
   const busy = casts.filter(running), most = Math.max(1, ...data.totals.map((total) => total.bytes));
   const table = make("table", "", make("tr", "", ...["conversions in one call", "times", "bytes"].map((head) => make("th", "", head))),
-    ...data.totals.map((total) => {
+    ...changes.map((total) => {
       const meter = make("div", "meter");
       meter.style.width = `${(100 * total.bytes) / most}%`;
       return make("tr", "", make("td", "", total.stage, meter), make("td", "", String(total.casts)), make("td", "", human(total.bytes)));
@@ -66,7 +68,7 @@ function ofReport() {
   return [make("h2", "", unique(data.graphs.map((graph) => graph.precision)).join("; ")),
     make("p", "", `${casts.length} casts, ${human(size(casts))}; ${busy.length} of them run in every call, ${human(size(busy))}.`), table,
     make("p", "dim", "Click a row, a cast or a diamond for its reason and its line; arrow keys move on. Curves are values read further down; " +
-      "thick ones with a diamond are cast on the way, the thicker the more bytes. Dashed casts run no more in every call."),
+      "thick ones with a diamond are cast on the way, the thicker the more bytes. A dashed cast doesn't run in every call."),
     ...(data.unknown.length ? [make("h3", "", "unknown to the policy"), make("p", "", data.unknown.join(", "))] : []),
     ...(busy.length ? [make("h3", "", "largest casts in every call"), ...largest(busy).map(castLink)] : [])];
 }
