@@ -127,7 +127,7 @@ ACROSS_FILES = {
     "": "adding_a_kernel bare_machine compiling contributing docstrings import layout package pages rooms_page troubleshooting_page",
     "auditing": "docs",
     "explaining": "models",
-    "integrations": "fabric lightning lora trainer",
+    "integrations": "fabric lightning lora page trainer",
     "kernels/triton": "families",
     "passes": "bit_views exact_passes fuse_norm_groups graph_cases graph_cases_together",
     "rules": "autocast_lists parity",
