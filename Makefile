@@ -3,7 +3,8 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format types docs matrix test-isa mutations rooms pictures bench test-gpu bench-gpu
+.PHONY: help demo test check lint format types docs matrix test-isa test-integrations mutations rooms pictures bench \
+	bench-scripts test-gpu bench-gpu
 
 VENV := .venv/bin/python
 PYTHON := $(VENV)
@@ -12,6 +13,7 @@ READY := .venv/.ready
 DEMO := .venv/.demo
 DOCS := .venv/.docs
 TOOLS := .venv/.tools
+INTEGRATIONS := .venv/.integrations
 endif
 
 # The first Python new enough, able to make environments, and with the headers that Inductor's C++ includes.
@@ -77,6 +79,9 @@ test-isa: $(READY) ## the suite's core as on older CPUs: AVX2, AVX-512, all that
 			-n $(JOBS) --timeout=600 $(if $(SAMPLE),$(ISA_SAMPLE),$(CORE)) $(ARGS) || failed="$$failed $$isa"; \
 	done; test -z "$$failed" || { echo "failed as:$$failed"; exit 1; }
 
+test-integrations: $(INTEGRATIONS) ## amp in the loops of Accelerate, transformers, Lightning, PEFT and TRL
+	OMP_NUM_THREADS=1 $(PYTHON) $(PYTEST) -n $(JOBS) --timeout=600 tests/integrations $(ARGS)
+
 mutations: $(READY) ## whether the suite notices one wrong line, 30 times (an hour)
 	$(PYTHON) -m tests.mutations $(ARGS)
 
@@ -94,6 +99,10 @@ test-gpu: $(READY) ## the tests that need a CUDA device
 bench: $(TOOLS) ## benchmarks on this CPU, and docs/benchmarks.md from all results
 	$(PYTHON) -m benchmarks --device cpu $(ARGS)
 	$(PYTHON) -m benchmarks docs
+
+bench-scripts: $(INTEGRATIONS) ## scripts of others with two lines changed; CHECKOUTS= a folder of clones, see benchmarks/scripts
+	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt evaluate
+	$(PYTHON) -m benchmarks.scripts $(CHECKOUTS) $(ARGS)
 
 bench-gpu: $(READY) ## benchmarks on a CUDA device
 	$(PYTHON) -m benchmarks --device cuda $(ARGS)
@@ -119,6 +128,10 @@ $(VENV):
 
 .venv/.tools: .venv/.ready
 	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv/.integrations: .venv/.ready
+	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[integrations]'
 	@touch $@
 
 .matrix/%/.ready: pyproject.toml constraints.txt
