@@ -3,13 +3,14 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format types matrix test-isa mutations rooms pictures bench test-gpu bench-gpu
+.PHONY: help demo test check lint format types docs matrix test-isa mutations rooms pictures bench test-gpu bench-gpu
 
 VENV := .venv/bin/python
 PYTHON := $(VENV)
 ifeq ($(PYTHON),$(VENV))
 READY := .venv/.ready
 DEMO := .venv/.demo
+DOCS := .venv/.docs
 TOOLS := .venv/.tools
 endif
 
@@ -58,6 +59,10 @@ types: $(TOOLS) ## mypy
 	@cd .types/ampcompile && ln -s ../../passes ../../kernels ../../ampcompile/[!_]* ../../ampcompile/__*.py .
 	MYPYPATH=.types $(PYTHON) -m mypy -p ampcompile -p benchmarks -p examples
 
+docs: $(DOCS) ## the pages of docs/ and the reference as a site, in build/docs
+	$(PYTHON) -m sphinx -q -W --keep-going docs build/docs
+	@echo build/docs/index.html
+
 matrix: $(READY) $(MATRIX:%=.matrix/%/.ready) ## the suite's core on the oldest, the newest and the pinned torch
 	@failed=; for python in $(MATRIX:%=.matrix/%/bin/python) $(PYTHON); do \
 		$$python -c 'import torch; print("torch", torch.__version__, flush=True)'; \
@@ -100,6 +105,11 @@ $(VENV):
 .venv/.demo: pyproject.toml constraints.txt | $(VENV)
 	@echo "installing torch and the package into .venv (minutes, once)"
 	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo]'
+	@touch $@
+
+.venv/.docs: pyproject.toml constraints.txt | $(VENV)
+	@echo "installing torch, the package and Sphinx into .venv (minutes, once)"
+	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 .venv/.ready: pyproject.toml constraints.txt | $(VENV)

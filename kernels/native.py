@@ -20,6 +20,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -73,19 +74,39 @@ def build(compiler: str) -> Path:
     """The shared library built by `compiler` from `cpp/`, from the cache if it is there."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     parts = [version, *FLAGS, *processor(), *(path.read_text() for path in sorted(SOURCES.iterdir()))]
-    target = cache_folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.so"
-    if not target.exists():
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-        except OSError:  # a home that can't be written to: build once per process
-            target = Path(tempfile.mkdtemp(prefix="ampcompile"), target.name)
+    target = private_folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.so"
+    if not ours_alone(target):
         with locked(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            if not target.exists():  # another process may have built it meanwhile
+            if not ours_alone(target):  # another process may have built it meanwhile
                 built = Path(folder, target.name)
                 command = [compiler, *FLAGS, str(SOURCES / "step.cpp"), "-o", str(built)]
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+                built.chmod(0o700)
                 built.replace(target)  # in one piece, for those on a file system without locks
     return target
+
+
+def private_folder() -> Path:
+    """The cache folder, if it can be made and nobody else can write there: what it holds is run. Else a new one."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if ours_alone(folder):
+            return folder
+        reason = f"others can write to {folder}; run chmod go-w on it, or name another by AMPCOMPILE_CACHE_DIR"
+    except OSError as error:
+        reason = str(error)
+    log.warning("the C++ kernels are built for this process alone: %s", reason)
+    return Path(tempfile.mkdtemp(prefix="ampcompile"))
+
+
+def ours_alone(path: Path) -> bool:
+    """Whether this exists, and nobody but this user and root can have written it."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return found.st_uid in (0, os.getuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 @contextmanager

@@ -124,7 +124,7 @@ UNTESTED = {
 }
 # Tests of what the files of a room do together; beside them tests/behaviour, for what all rooms do together.
 ACROSS_FILES = {
-    "": "bare_machine compiling contributing import layout package rooms_page",
+    "": "adding_a_kernel bare_machine compiling contributing docstrings import layout package pages rooms_page troubleshooting_page",
     "auditing": "docs",
     "explaining": "models",
     "kernels/triton": "families",

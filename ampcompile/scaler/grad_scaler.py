@@ -28,8 +28,17 @@ log = logging.getLogger(__name__)
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` whose `step`, for torch's SGD, Adam and AdamW, is a few fused kernels.
 
-    Takes the same arguments, and keeps the scale within `min_scale` and `max_scale`. What differs from torch's
-    is listed in docs/scaler.md.
+    Takes the same arguments, and keeps the scale within `min_scale` (2^-24) and `max_scale` (2^64). What differs from
+    torch's is listed in docs/scaler.md. Raises ScalerError for a device that torch doesn't know, an `init_scale` that
+    is not above 0, and bounds in the wrong order.
+
+    >>> optimizer, scaler = torch.optim.AdamW(model.parameters()), ampcompile.GradScaler("cpu")
+    >>> scaler.scale(compiled(x).square().mean()).backward()
+    >>> norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> scaler.last_step_skipped
+    tensor(False)
     """
 
     _min_scale = 2.0**-24  # for pickles of scalers that had no bounds

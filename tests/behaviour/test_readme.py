@@ -9,29 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.records import RESULTS, Records
+from tests import pages
 from tests.test_layout import ROOT
 
 TEXT = (ROOT / "README.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
 
 
 def test_its_python_runs_in_a_folder_of_its_own(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "readme"}
-    for number, code in enumerate(blocks("python")):
-        exec(compile(code, f"README.md, block {number}", "exec"), names)
+    names = pages.run("README.md")
     assert names["loss"].item() < 1 and names["loss"].dtype == torch.float32
     assert "hoisted" in capsys.readouterr().out and (tmp_path / "amp.html").exists()
     assert names["compiled"](names["x"]).isfinite().all()
 
 
 def test_the_loop_gives_the_losses_of_the_loop_it_replaces() -> None:
-    (diff,) = blocks("diff")
+    (diff,) = (block.code for block in pages.blocks("README.md") if block.language == "diff")
     losses = {}
     for side in "-+":
         code = textwrap.dedent("\n".join(line[1:] for line in diff.splitlines() if line[0] in f" {side}"))

@@ -74,6 +74,28 @@ def test_processes_that_start_together_build_it_once(monkeypatch, tmp_path):
     assert (tmp_path / "log").read_text() == "built\n"
 
 
+def test_what_others_can_write_is_never_loaded(unloaded, monkeypatch, caplog, tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setenv("AMPCOMPILE_CACHE_DIR", str(shared))
+    private = tmp_path / "temporary"
+    private.mkdir()
+    monkeypatch.setattr(native.tempfile, "tempdir", str(private))
+    shared.chmod(0o777)
+    with caplog.at_level(logging.WARNING, "ampcompile"):
+        assert native.available()
+    assert not list(shared.iterdir()) and "chmod go-w" in caplog.text
+    (built,) = private.glob("ampcompile*/*.so")
+
+    shared.chmod(0o755)
+    planted = shared / built.name
+    planted.write_bytes(b"from somebody else")
+    planted.chmod(0o666)
+    native.library.cache_clear()
+    assert native.available()
+    assert planted.read_bytes() != b"from somebody else" and planted.stat().st_mode & 0o777 == 0o700
+
+
 def patterns() -> torch.Tensor:
     """Every float32 exponent and sign with mantissas at, below and above each tie of both 16-bit types."""
     high = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
