@@ -124,7 +124,8 @@ UNTESTED = {
 }
 # Tests of what the files of a room do together; beside them tests/behaviour, for what all rooms do together.
 ACROSS_FILES = {
-    "": "adding_a_kernel bare_machine compiling contributing docstrings import layout package pages rooms_page troubleshooting_page",
+    "": "adding_a_kernel bare_machine compiling contributing docstrings import layout package pages rooms_page "
+    "troubleshooting_page",
     "auditing": "docs",
     "explaining": "models",
     "integrations": "fabric lightning lora page trainer",

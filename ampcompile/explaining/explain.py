@@ -21,6 +21,11 @@ class Awaiting:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in self.__dataclass_fields__:
+            raise AttributeError(name)
+        raise AttributeError(f"{self!r}; it has no {name!r} before that")
+
     def __repr__(self) -> str:
         of = getattr(self.f, "__name__", type(self.f).__name__)
         return f"<{self.name}({of}) waits for a call of {of}: {self.name}({of})(*args, **kwargs) gives the result>"

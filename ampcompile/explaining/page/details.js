@@ -56,11 +56,9 @@ function ofEdge(edge) {
 }
 
 function ofReport() {
-  // A pass that changes nothing, as most do in most graphs, has no row.
-  const changes = data.totals.filter((total, i, all) => !i || total.casts !== all[i - 1].casts || total.bytes !== all[i - 1].bytes);
   const busy = casts.filter(running), most = Math.max(1, ...data.totals.map((total) => total.bytes));
   const table = make("table", "", make("tr", "", ...["conversions in one call", "times", "bytes"].map((head) => make("th", "", head))),
-    ...changes.map((total) => {
+    ...data.totals.map((total) => {
       const meter = make("div", "meter");
       meter.style.width = `${(100 * total.bytes) / most}%`;
       return make("tr", "", make("td", "", total.stage, meter), make("td", "", String(total.casts)), make("td", "", human(total.bytes)));
