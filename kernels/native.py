@@ -65,17 +65,28 @@ def build(compiler: str) -> Path:
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     parts = [version, *FLAGS, *processor(), *(path.read_text() for path in sorted(SOURCES.iterdir()))]
     target = cache_folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.so"
-    if not target.exists():
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-        except OSError:  # a home that can't be written to: build once per process
-            target = Path(tempfile.mkdtemp(prefix="ampcompile"), target.name)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            built = Path(folder, target.name)
-            command = [compiler, *FLAGS, str(SOURCES / "step.cpp"), "-o", str(built)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-            built.replace(target)  # in one piece, whoever else is building it
+    if _is_whole(target):
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        building = tempfile.TemporaryDirectory(dir=target.parent)
+    except OSError:  # a folder that can't be made or written to: build once per process
+        target = Path(tempfile.mkdtemp(prefix="ampcompile"), target.name)
+        building = tempfile.TemporaryDirectory(dir=target.parent)
+    with building as folder:
+        built = Path(folder, target.name)
+        command = [compiler, *FLAGS, str(SOURCES / "step.cpp"), "-o", str(built)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+        with built.open("ab") as file:
+            file.write(hashlib.sha256(built.read_bytes()).digest())
+        built.replace(target)  # in one piece, whoever else is building it
     return target
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library is there and ends with the hash of the rest: half of one would crash whoever loads it."""
+    content = library.read_bytes() if library.exists() else b""
+    return content[-32:] == hashlib.sha256(content[:-32]).digest()
 
 
 def processor() -> list[str]:
