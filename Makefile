@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format types matrix test-isa mutations rooms bench test-gpu bench-gpu
+.PHONY: help demo test check lint format types matrix test-isa mutations rooms proof bench test-gpu bench-gpu
 
 VENV := .venv/bin/python
 PYTHON := $(VENV)
@@ -31,7 +31,8 @@ MATRIX := 2.11 2.15
 # What may depend on the units that a CPU has.
 ISA_SAMPLE := tests/behaviour/test_products.py tests/kernels/test_packed_linear.py tests/kernels/test_attention_backward.py \
 	tests/passes/before/test_pack_linears.py tests/passes/analysis/test_product_cost.py tests/weights/test_compiled.py
-CORE := --ignore=tests/benchmarks --ignore=tests/examples
+# The results of the proof are those of one torch.
+CORE := --ignore=tests/benchmarks --ignore=tests/examples --ignore=tests/proof
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -56,7 +57,7 @@ format: $(TOOLS) ## rewrite files to the format that lint checks
 types: $(TOOLS) ## mypy
 	@rm -rf .types && mkdir -p .types/ampcompile
 	@cd .types/ampcompile && ln -s ../../passes ../../kernels ../../ampcompile/[!_]* ../../ampcompile/__*.py .
-	MYPYPATH=.types $(PYTHON) -m mypy -p ampcompile -p benchmarks -p examples
+	MYPYPATH=.types $(PYTHON) -m mypy -p ampcompile -p benchmarks -p examples -p proof
 
 matrix: $(READY) $(MATRIX:%=.matrix/%/.ready) ## the suite's core on the oldest, the newest and the pinned torch
 	@failed=; for python in $(MATRIX:%=.matrix/%/bin/python) $(PYTHON); do \
@@ -77,6 +78,9 @@ mutations: $(READY) ## whether the suite notices one wrong line, 30 times (an ho
 
 rooms: $(READY) ## docs/rooms.md, from the pipeline, the imports and the docstrings
 	$(PYTHON) -m tests.rooms_page
+
+proof: $(READY) ## docs/proof.md: what holds, on torch's own operators and under faults; PART=ops ALL=1 SHARD=1/4
+	$(PYTHON) -m proof $(PART) $(if $(ALL),--all) $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 test-gpu: $(READY) ## the tests that need a CUDA device
 	@test -n "$(GPU_PLUGINS)" || echo "without pytest-xdist or pytest-timeout: one process, and no limit to a test's time"
