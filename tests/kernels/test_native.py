@@ -142,7 +142,9 @@ def compiler(tmp_path):
     """One that is fast: it gives out a copy of the library that other tests use."""
     assert native.available()
     file = tmp_path / "compiler"
-    file.write_text(f'#!/bin/sh\n[ "$1" = --version ] || cp {native.library()._name} "$(echo "$*" | sed "s/.* -o //")"\n')
+    file.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] || cp {native.library()._name} "$(echo "$*" | sed "s/.* -o //")"\n'
+    )
     file.chmod(0o755)
     return str(file)
 
