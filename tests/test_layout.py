@@ -128,7 +128,7 @@ ACROSS_FILES = {
     "troubleshooting_page",
     "auditing": "docs",
     "explaining": "models",
-    "integrations": "fabric lightning lora trainer",
+    "integrations": "fabric lightning lora page trainer",
     "kernels/triton": "families",
     "passes": "bit_views exact_passes fuse_norm_groups graph_cases graph_cases_together",
     "rules": "autocast_lists parity",
@@ -136,7 +136,7 @@ ACROSS_FILES = {
     "torch_private": "layout",
     "weights": "compiled interleaved interrupts patches programs random streams writers_compiled",
 }
-ROOMLESS = {"behaviour", "benchmarks", "examples"}
+ROOMLESS = {"behaviour", "benchmarks", "examples", "proof"}
 
 
 def mirrored() -> dict[Path, str]:

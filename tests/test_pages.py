@@ -24,6 +24,7 @@ ELSEWHERE = {
     "docs/audit.md": "auditing/test_docs.py",
     "docs/explain.md": "behaviour/test_steering_docs.py",
     "docs/export.md": "compiler/test_export.py",
+    "docs/integrations.md": "integrations/test_page.py",
     "docs/steering.md": "behaviour/test_steering_docs.py",
 }
 """Pages whose Python runs in tests of their own."""

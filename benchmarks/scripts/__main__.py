@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def take(case: Case, checkouts: Path, folder: Path) -> None:
 
 
 def run(case: Case, way: str, checkouts: Path) -> dict[str, list[float]]:
-    """Seconds at which steps ended, and their losses. Raises CalledProcessError with what the script printed."""
+    """What probe.py notes. Raises CalledProcessError where the script fails, and prints what it printed."""
     with tempfile.TemporaryDirectory() as name:
         folder, work = Path(name) / "repository", Path(name) / "work"
         work.mkdir()
@@ -44,7 +45,7 @@ def run(case: Case, way: str, checkouts: Path) -> dict[str, list[float]]:
             subprocess.run(["git", "apply", "--unidiff-zero", diff], check=True, cwd=folder)
         case.prepare(work)
         figures = Path(name) / "figures.json"
-        arguments = [*case.arguments, *(case.inductor if way == "inductor" else ())]
+        arguments = f"{case.arguments} {case.inductor if way == 'inductor' else ''}".split()
         caches = {"HF_HUB_OFFLINE": "1", "HF_HOME": f"{name}/hub", "TORCHINDUCTOR_CACHE_DIR": f"{name}/inductor"}
         environment = os.environ | caches | (case.environment if way == "inductor" else {})
         probe = Path(__file__).with_name("probe.py")
@@ -58,13 +59,12 @@ def run(case: Case, way: str, checkouts: Path) -> dict[str, list[float]]:
 
 
 def summary(found: dict[str, list[float]]) -> dict[str, Any]:
-    """Milliseconds of a step (median and quartiles over the second half), first and last losses (means of 5)."""
-    ends, losses = found["ends"], found["losses"]
-    times = [1000 * (b - a) for a, b in zip(ends, ends[1:], strict=False)][len(ends) // 2 :]
-    low, middle, high = statistics.quantiles(times, n=4)
+    """Milliseconds of the processor that a step takes (quartiles over the second half), and means of five losses."""
+    busy, losses = found["busy"], found["losses"]
+    times = [1000 * (after - before) for before, after in pairwise(busy)][len(busy) // 2 :]
     return {
-        "steps": len(ends),
-        "ms": [round(value, 1) for value in (low, middle, high)],
+        "steps": len(busy),
+        "ms": [round(value, 1) for value in statistics.quantiles(times, n=4)],
         "first": round(statistics.mean(losses[:5]), 4),
         "last": round(statistics.mean(losses[-5:]), 4),
     }
@@ -77,11 +77,9 @@ def table(figures: dict[str, Any]) -> str:
         for way in WAYS:
             found = figures["cases"][case.name][way]
             low, middle, high = found["ms"]
-            name = f"{case.repository} `{case.script}`" if way == WAYS[0] else ""
-            steps = found["steps"] if way == WAYS[0] else ""
-            rows.append(
-                f"| {name} | {steps} | {way} | {middle:g} ({low:g} to {high:g}) | {found['first']:.4f} | {found['last']:.4f} |"
-            )
+            name, steps = (f"{case.repository} `{case.script}`", found["steps"]) if way == WAYS[0] else ("", "")
+            time, losses = f"{middle:g} ({low:g} to {high:g})", f"{found['first']:.4f} | {found['last']:.4f}"
+            rows.append(f"| {name} | {steps} | {way} | {time} | {losses} |")
     return "\n".join(rows) + "\n"
 
 

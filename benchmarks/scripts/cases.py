@@ -21,8 +21,8 @@ class Case:
     """Its path in the repository. The folder it is in is taken whole."""
     prepare: Callable[[Path], None]
     """Writes what it reads, into the folder that it runs in."""
-    arguments: tuple[str, ...] = ()
-    inductor: tuple[str, ...] = ()
+    arguments: str = ""
+    inductor: str = ""
     """Further arguments that compile it with Inductor."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that do."""
@@ -40,7 +40,7 @@ CASES = (
         "16cb6eb80dd9aa8b4df1a63ef57863e455d53b83",
         "examples/nlp_example.py",
         inputs.for_accelerate,
-        ("--cpu", "--mixed_precision", "bf16"),
+        "--cpu --mixed_precision bf16",
         environment={"ACCELERATE_DYNAMO_BACKEND": "inductor"},
     ),
     Case(
@@ -56,10 +56,8 @@ CASES = (
         "5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40",
         "examples/sft/train.py",
         inputs.for_peft,
-        tuple(
-            "--model_name_or_path llama --dataset_name texts --use_peft_lora --output_dir out --use_cpu --bf16 "
-            "--max_steps 60 --per_device_train_batch_size 8 --max_length 128 --learning_rate 2e-3 --report_to none".split()
-        ),
-        inductor=("--torch_compile",),
+        "--model_name_or_path llama --dataset_name texts --use_peft_lora --output_dir out --use_cpu --bf16"
+        " --max_steps 60 --per_device_train_batch_size 8 --max_length 128 --learning_rate 2e-3 --report_to none",
+        inductor="--torch_compile",
     ),
 )

@@ -7,12 +7,18 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast, LlamaConfig, LlamaForCausalLM
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertTokenizerFast,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from examples import stdlib_text
 
-METRIC = '''
+METRIC = """
 import datasets, evaluate
 class Glue(evaluate.Metric):
     def _info(self):
@@ -20,7 +26,7 @@ class Glue(evaluate.Metric):
         return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
     def _compute(self, predictions, references):
         return {"accuracy": sum(a == b for a, b in zip(predictions, references)) / len(references)}
-'''
+"""
 
 
 def lines() -> list[str]:
@@ -83,4 +89,6 @@ def for_peft(folder: Path) -> None:
     tokenizer.save_pretrained(folder / "llama")
     sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=2000, max_position_embeddings=256, **sizes)).save_pretrained(folder / "llama")
+    LlamaForCausalLM(LlamaConfig(vocab_size=2000, max_position_embeddings=256, **sizes)).save_pretrained(
+        folder / "llama"
+    )

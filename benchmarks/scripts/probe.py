@@ -1,4 +1,4 @@
-"""Run a script as it stands, and note when each optimizer step ends, and the losses; in a process of its own.
+"""Run a script as it stands, and note each step's loss, and how long the process has computed until then.
 
 python probe.py FIGURES.json SCRIPT.py ARGUMENTS...
 """
@@ -14,11 +14,11 @@ from torch import Tensor
 
 
 def main() -> None:
-    """Write {"ends": seconds, "losses": numbers}, one of each per optimizer step; losses of one step are averaged."""
+    """Write {"busy": seconds, "losses": numbers}, one of each per optimizer step: its losses are averaged."""
     figures, script = sys.argv[1], sys.argv[2]
     sys.argv = sys.argv[2:]
     sys.path[0] = script.rpartition("/")[0]
-    ends, losses, since_step = list[float](), list[float](), list[float]()
+    busy, losses, since_step = list[float](), list[float](), list[float]()
     backward = Tensor.backward
 
     def noting_loss(self: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -26,7 +26,7 @@ def main() -> None:
         backward(self, *args, **kwargs)
 
     def at_step(*_: Any) -> None:
-        ends.append(time.perf_counter())
+        busy.append(time.process_time())
         losses.append(sum(since_step) / len(since_step))
         since_step.clear()
 
@@ -34,7 +34,7 @@ def main() -> None:
     torch.optim.optimizer.register_optimizer_step_post_hook(at_step)
     runpy.run_path(script, run_name="__main__")
     with open(figures, "w") as file:
-        json.dump({"ends": ends, "losses": losses}, file)
+        json.dump({"busy": busy, "losses": losses}, file)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import ampcompile
 from ampcompile.errors import AmpWarning, ExportError, OptionError
 from tests import pages
 from tests.compiling import HALF, HIGH, LOW, gradients, same_bits
+from tests.devices import require_lstm
 from tests.test_layout import ROOT
 from tests.tiny_models import build
 
@@ -196,6 +197,7 @@ def test_what_is_computed_leaves_in_float32_and_inputs_as_they_are() -> None:
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes self._flat_weights")  # torch.export's, of every LSTM
 def test_what_is_low_though_autocast_traced_it_in_float32_leaves_in_float32() -> None:
+    require_lstm()
     model, x = nn.LSTM(4, 4), torch.randn(6, 4)
     program = ampcompile.export(model, (x,))
     assert LOW in dtypes_of(program, "to")

@@ -37,5 +37,5 @@ def compare(train: Callable[[str], tuple[nn.Module, float]], steps: int = 12) ->
 def same_keys(saved: Any, model: nn.Module) -> None:
     """A checkpoint holds the model's own names, no `_orig_mod`, and its weights."""
     state = model.state_dict()
-    assert saved and set(saved) <= set(state)
+    assert set(saved) == set(state)
     assert all(saved[name].equal(state[name]) for name in saved)

@@ -7,7 +7,7 @@ accelerate = pytest.importorskip("accelerate", reason="accelerate is not install
 
 from safetensors.torch import load_file  # noqa: E402
 
-from ampcompile import OptionError  # noqa: E402
+from ampcompile import GradScaler, OptionError  # noqa: E402
 from ampcompile.integrations.accelerate import AmpPlugin  # noqa: E402
 from examples.ecosystem.accelerate_loop import train  # noqa: E402
 from tests.integrations.compare import LOWER, QUIET, compare, same_keys  # noqa: E402
@@ -36,6 +36,15 @@ def test_prepare_refuses_an_option_that_is_none():
 def test_accelerates_own_list_lacks_us():
     with pytest.raises(ValueError, match="not a valid DynamoBackend"):  # if not: the plugin can go
         accelerate.Accelerator(dynamo_backend="amp", cpu=True)
+
+
+def test_the_process_keeps_its_first_plugin_until_another_is_set():
+    """If not, the page says too much."""
+    accelerate.Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=AmpPlugin())
+    assert type(accelerator.prepare(torch.nn.Linear(2, 2))) is torch.nn.Linear
+    accelerator.state.dynamo_plugin = AmpPlugin()
+    assert type(accelerate.Accelerator(cpu=True).prepare(torch.nn.Linear(2, 2))) is torch._dynamo.OptimizedModule
 
 
 def test_a_loop_with_accumulation(tmp_path):
@@ -82,12 +91,10 @@ def test_the_region_of_accelerate_beats_an_option():
 
 def test_a_scaler_of_ours_in_accelerates_optimizer():
     """Its `step` is patched to see whether it is called, so steps are torch's own, and skipped ones are told."""
-    import ampcompile
-
     accelerate.Accelerator(cpu=True)
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = accelerate.optimizer.AcceleratedOptimizer(
-        torch.optim.SGD([weight], lr=1.0), scaler=ampcompile.GradScaler("cpu", init_scale=4.0)
+        torch.optim.SGD([weight], lr=1.0), scaler=GradScaler("cpu", init_scale=4.0)
     )
     for factor, skipped, expected in ((1.0, False, 0.0), (torch.inf, True, 0.0), (1.0, False, -1.0)):
         optimizer.zero_grad()

@@ -35,6 +35,16 @@ def test_training(tmp_path):
     assert torch.equal(loaded(Passages(4).tokens).logits, model.base_model(Passages(4).tokens).logits)
 
 
+def test_a_model_that_was_compiled_before_is_not_called():
+    """If not, the page says too much."""
+    base = small_gpt2()
+    base.compile(backend="amp", options=LOWER)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    casts = ampcompile.weight_stats().casts
+    model(Passages(2).tokens)
+    assert ampcompile.weight_stats().casts == casts
+
+
 @pytest.mark.ci
 def test_merging_and_switching_are_seen():
     config = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, init_lora_weights=False)
@@ -53,8 +63,7 @@ def test_merging_and_switching_are_seen():
             assert (model(tokens).logits - plain).norm() > 0.1 * plain.norm(), "the adapters do something"
             assert error() < 1e-3
     assert error() < 1e-3
-    copies = ampcompile.weight_stats().copies
-    assert copies
+    assert ampcompile.weight_stats().copies
     model.merge_adapter()
     assert error() < 1e-3
     model.unmerge_adapter()

@@ -35,7 +35,10 @@ def test_training(plugin, tmp_path):
     assert trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False) is model
     trainer.save_model(tmp_path / "saved")
     loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
-    same_keys(dict(loaded.named_parameters()), model)
+    same_keys(loaded.state_dict(), model)
+    casts = ampcompile.weight_stats().casts
+    trainer.evaluate(Passages(8))
+    assert ampcompile.weight_stats().casts == casts, "it evaluates the model that isn't compiled"
 
 
 @pytest.mark.ci

@@ -1,5 +1,6 @@
 """The C++ library: built once, built by nobody where there is no compiler; 16-bit floats rounded as torch does."""
 
+import ctypes
 import logging
 import os
 import subprocess
@@ -134,3 +135,27 @@ def test_every_16_bit_number_is_read_as_torch_reads_it(dtype):
         found_inf, _, norm = check_grads([value])
         assert found_inf.item() == (not value.isfinite().item())
         torch.testing.assert_close(norm, value.double().abs().float()[0], rtol=1e-7, atol=0, equal_nan=True)
+
+
+@pytest.fixture
+def compiler(tmp_path):
+    """One that is fast: it gives out a copy of the library that other tests use."""
+    assert native.available()
+    file = tmp_path / "compiler"
+    file.write_text(f'#!/bin/sh\n[ "$1" = --version ] || cp {native.library()._name} "$(echo "$*" | sed "s/.* -o //")"\n')
+    file.chmod(0o755)
+    return str(file)
+
+
+@pytest.mark.parametrize("kept", [0, 0.001, 0.5, 1])
+def test_a_library_that_was_cut_off_is_built_again(compiler, monkeypatch, tmp_path, kept):
+    monkeypatch.setenv("AMPCOMPILE_CACHE_DIR", str(tmp_path / "cache"))
+    built = native.build(compiler)
+    whole = built.read_bytes()
+    built.write_bytes(whole[: int(len(whole) * kept)] if kept < 1 else whole[:-kept])
+    assert native.build(compiler) == built and built.read_bytes() == whole
+
+
+def test_where_the_folder_cannot_be_written_to_it_is_built_elsewhere(compiler, monkeypatch):
+    monkeypatch.setenv("AMPCOMPILE_CACHE_DIR", "/proc/self/fd")  # which nobody can make files in
+    assert ctypes.CDLL(str(native.build(compiler))).check_grads
