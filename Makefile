@@ -3,14 +3,17 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format types matrix test-isa mutations rooms proof bench test-gpu bench-gpu
+.PHONY: help demo test check lint format types docs matrix test-isa test-integrations mutations rooms pictures proof \
+	bench bench-scripts test-gpu bench-gpu
 
 VENV := .venv/bin/python
 PYTHON := $(VENV)
 ifeq ($(PYTHON),$(VENV))
 READY := .venv/.ready
 DEMO := .venv/.demo
+DOCS := .venv/.docs
 TOOLS := .venv/.tools
+INTEGRATIONS := .venv/.integrations
 endif
 
 # The first Python new enough, able to make environments, and with the headers that Inductor's C++ includes.
@@ -59,6 +62,10 @@ types: $(TOOLS) ## mypy
 	@cd .types/ampcompile && ln -s ../../passes ../../kernels ../../ampcompile/[!_]* ../../ampcompile/__*.py .
 	MYPYPATH=.types $(PYTHON) -m mypy -p ampcompile -p benchmarks -p examples -p proof
 
+docs: $(DOCS) ## the pages of docs/ and the reference as a site, in build/docs
+	$(PYTHON) -m sphinx -q -W --keep-going docs build/docs
+	@echo build/docs/index.html
+
 matrix: $(READY) $(MATRIX:%=.matrix/%/.ready) ## the suite's core on the oldest, the newest and the pinned torch
 	@failed=; for python in $(MATRIX:%=.matrix/%/bin/python) $(PYTHON); do \
 		$$python -c 'import torch; print("torch", torch.__version__, flush=True)'; \
@@ -73,11 +80,18 @@ test-isa: $(READY) ## the suite's core as on older CPUs: AVX2, AVX-512, all that
 			-n $(JOBS) --timeout=600 $(if $(SAMPLE),$(ISA_SAMPLE),$(CORE)) $(ARGS) || failed="$$failed $$isa"; \
 	done; test -z "$$failed" || { echo "failed as:$$failed"; exit 1; }
 
+test-integrations: $(INTEGRATIONS) ## amp in the loops of Accelerate, transformers, Lightning, PEFT and TRL
+	OMP_NUM_THREADS=1 $(PYTHON) $(PYTEST) -n $(JOBS) --timeout=600 tests/integrations $(ARGS)
+
 mutations: $(READY) ## whether the suite notices one wrong line, 30 times (an hour)
 	$(PYTHON) -m tests.mutations $(ARGS)
 
 rooms: $(READY) ## docs/rooms.md, from the pipeline, the imports and the docstrings
 	$(PYTHON) -m tests.rooms_page
+
+pictures: $(READY) ## docs/pictures: the page of casts (needs Chromium) and the plot of the committed results
+	$(PYTHON) -m tests.pictures
+	$(PYTHON) -m benchmarks docs
 
 proof: $(READY) ## docs/proof.md: what holds, on torch's own operators and under faults; PART=ops ALL=1 SHARD=1/4
 	$(PYTHON) -m proof $(PART) $(if $(ALL),--all) $(if $(SHARD),--shard $(SHARD)) $(ARGS)
@@ -89,6 +103,10 @@ test-gpu: $(READY) ## the tests that need a CUDA device
 bench: $(TOOLS) ## benchmarks on this CPU, and docs/benchmarks.md from all results
 	$(PYTHON) -m benchmarks --device cpu $(ARGS)
 	$(PYTHON) -m benchmarks docs
+
+bench-scripts: $(INTEGRATIONS) ## scripts of others with two lines changed; CHECKOUTS= a folder of clones, see benchmarks/scripts
+	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt evaluate
+	$(PYTHON) -m benchmarks.scripts $(CHECKOUTS) $(ARGS)
 
 bench-gpu: $(READY) ## benchmarks on a CUDA device
 	$(PYTHON) -m benchmarks --device cuda $(ARGS)
@@ -102,6 +120,11 @@ $(VENV):
 	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo]'
 	@touch $@
 
+.venv/.docs: pyproject.toml constraints.txt | $(VENV)
+	@echo "installing torch, the package and Sphinx into .venv (minutes, once)"
+	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
 .venv/.ready: pyproject.toml constraints.txt | $(VENV)
 	@echo "installing torch and the package into .venv (minutes, once)"
 	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
@@ -109,6 +132,10 @@ $(VENV):
 
 .venv/.tools: .venv/.ready
 	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv/.integrations: .venv/.ready
+	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[integrations]'
 	@touch $@
 
 .matrix/%/.ready: pyproject.toml constraints.txt

@@ -89,8 +89,8 @@ def _of_mode(mode: str | None) -> dict[str, Any]:
     modes = backends.inductor_modes()
     if mode not in modes:
         raise OptionError(
-            f"mode={mode!r} is not a mode of torch.compile; expected one of {', '.join(modes)}. Beside options of ours "
-            "it is one of them, since torch.compile takes either: options={'mode': 'max-autotune', 'dtype': ...}."
+            f"mode={mode!r} is not a mode of torch.compile; expected one of {', '.join(modes)}. torch.compile takes "
+            "mode or options, not both: write it among the options, as options={'mode': 'max-autotune', 'dtype': ...}."
         )
     return dict(modes[mode])
 

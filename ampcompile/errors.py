@@ -2,64 +2,167 @@
 
 
 class AmpError(Exception):
-    """Base class of all errors raised by ampcompile."""
+    """Base class of all errors raised by ampcompile.
+
+    >>> try:
+    ...     ampcompile.Policy.parse("softmax")
+    ... except ampcompile.AmpError as error:
+    ...     print(type(error).__name__)
+    PolicyError
+    """
 
 
 class OptionError(AmpError, ValueError):
-    """An option of `torch.compile(..., backend="amp", options=...)` that can't be taken."""
+    """An option of `torch.compile(..., backend="amp", options=...)` that can't be taken.
+
+    >>> torch.compile(model, backend="amp", options={"wieghts": "cached"})
+    Traceback (most recent call last):
+    ampcompile.errors.OptionError: option 'wieghts' is unknown. Did you mean 'weights'? ...
+    """
 
 
 class PolicyError(AmpError, ValueError):
-    """A policy, or its string form, that names no rule or no pattern."""
+    """A policy, or its string form, that names no rule or no pattern.
+
+    >>> ampcompile.Policy(ops=(("softmax", "float32"),))
+    Traceback (most recent call last):
+    ampcompile.errors.PolicyError: policy op softmax has the value 'float32'; expected one of low, fp32, ...
+    """
 
 
 class RuleError(AmpError, ValueError):
-    """A rule for a custom op that can't be registered."""
+    """A rule for a custom op that can't be registered.
+
+    >>> ampcompile.register_op("mylib::attention", "bf16")
+    Traceback (most recent call last):
+    ampcompile.errors.RuleError: register_op got the rule 'bf16' for mylib::attention; expected one of ...
+    """
 
 
 class PrecisionError(AmpError, TypeError):
-    """`ampcompile.precision` was given a dtype, or something to decorate, that it can't take."""
+    """`ampcompile.precision` was given a dtype, or something to decorate, that it can't take.
+
+    >>> ampcompile.precision(torch.float64)
+    Traceback (most recent call last):
+    ampcompile.errors.PrecisionError: precision got torch.float64; expected torch.float32, torch.bfloat16 or ...
+    """
 
 
 class BannedOpError(AmpError, RuntimeError):
-    """An op that eager autocast refuses too, because it is unsafe in mixed precision."""
+    """An op that eager autocast refuses too, because it is unsafe in mixed precision.
+
+    Of torch's own ops that is `binary_cross_entropy` of probabilities, on accelerators.
+
+    >>> loss = torch.compile(nn.functional.binary_cross_entropy_with_logits, backend="amp")  # the safe form
+    >>> loss(torch.zeros(3), torch.ones(3))
+    tensor(0.6931)
+    """
 
 
 class PassError(AmpError, RuntimeError):
-    """A graph pass failed; names the pass, the node, the user's source line and the passes already run."""
+    """A graph pass failed; names the pass, the error and the passes already run. A fault of ampcompile or of torch.
+
+    >>> from types import SimpleNamespace
+    >>> from ampcompile.passes.base import run_passes
+    >>> broken = SimpleNamespace(name="broken", apply=lambda graph: 1 / 0)
+    >>> run_passes([broken], torch.fx.symbolic_trace(nn.ReLU()))
+    Traceback (most recent call last):
+    ampcompile.errors.PassError: pass broken failed: ZeroDivisionError: division by zero. Passes before it: none. ...
+    """
 
 
 class AmpWarning(UserWarning):
-    """Something works, but not as well as it could; the text says what to do."""
+    """Something works, but not as well as it could; the text says what to do.
+
+    >>> import warnings
+    >>> warnings.filterwarnings("ignore", category=ampcompile.AmpWarning)  # or "error", where it must not pass unseen
+    """
 
 
 class ScalerError(AmpError, ValueError):
-    """A `GradScaler` was given bounds that make no sense, or asked for what it can't know yet."""
+    """A `GradScaler` was given bounds that make no sense, or asked for what it can't know yet.
+
+    >>> ampcompile.GradScaler("cpu").last_step_skipped
+    Traceback (most recent call last):
+    ampcompile.errors.ScalerError: found no step so far, expected one: ask after scaler.step(optimizer)
+    """
 
 
 class ClipError(AmpError, RuntimeError):
-    """A clipping that is part of the step to come was about to meet other gradients than it was made for."""
+    """A clipping that is part of the step to come was about to meet other gradients than it was made for.
+
+    >>> optimizer, scaler = torch.optim.SGD(model.parameters()), ampcompile.GradScaler("cpu")
+    >>> scaler.scale(compiled(x).sum()).backward()
+    >>> norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    >>> model.weight.grad *= 2
+    >>> scaler.step(optimizer)
+    Traceback (most recent call last):
+    ampcompile.errors.ClipError: found gradients that were written or replaced since clip_grad_norm_(), ...
+    """
 
 
 class StaleWeightError(AmpError, RuntimeError):
-    """A weight was written unseen while a backward waited for its old value, and a call used the old value too."""
+    """A weight was written unseen while a backward waited for its old value, and a call used the old value too.
+
+    Only on a GPU. `ampcompile.invalidate` after such a write prevents it:
+
+    >>> loss = compiled(x).sum()  # its backward waits
+    >>> model.weight.detach().numpy()[:] = 0
+    >>> ampcompile.invalidate(model)
+    >>> torch.equal(compiled(x)[0], model.bias.bfloat16().float())
+    True
+    """
 
 
 class WeightsError(AmpError, TypeError):
-    """`ampcompile.free_copies` or `ampcompile.invalidate` was given what is neither a module nor tensors."""
+    """`ampcompile.free_copies` or `ampcompile.invalidate` was given what is neither a module nor tensors.
+
+    >>> ampcompile.invalidate("head.weight")
+    Traceback (most recent call last):
+    ampcompile.errors.WeightsError: found 'str', expected a torch.nn.Module, a tensor, or several tensors: ...
+    """
 
 
 class DoubleBackwardError(AmpError, RuntimeError):
-    """A gradient of a gradient was asked of a compiled graph that can't give one."""
+    """A gradient of a gradient was asked of a compiled graph that can't give one.
+
+    >>> f = torch.compile(lambda x: nn.functional.dropout(x).exp().sum(), backend="amp")
+    >>> x.requires_grad = True
+    >>> (grad,) = torch.autograd.grad(f(x), x, create_graph=True)
+    >>> grad.sum().backward()
+    Traceback (most recent call last):
+    ampcompile.errors.DoubleBackwardError: found a gradient of a gradient through a compiled graph that draws ...
+    """
 
 
 class AuditError(AmpError, RuntimeError):
-    """An audit that can't say what was asked: nothing to compare, or a tolerance that float32 doesn't meet either."""
+    """An audit that can't say what was asked: nothing to compare, or a tolerance that float32 doesn't meet either.
+
+    >>> ampcompile.audit(model)(x).suggest(1e-12)
+    Traceback (most recent call last):
+    ampcompile.errors.AuditError: found a relative error of ... with everything in float32; expected at most 1e-12. ...
+    """
 
 
 class ExportError(AmpError, RuntimeError):
-    """A model holds something whose casts an exported program can't have written out."""
+    """A model holds something whose casts an exported program can't have written out.
+
+    >>> class Products(nn.Module):
+    ...     def forward(self, x):
+    ...         return torch.vmap(torch.dot)(x, x)
+    >>> ampcompile.export(Products(), (x,))
+    Traceback (most recent call last):
+    ampcompile.errors.ExportError: found a transform of torch.func, or a higher-order op unknown to ampcompile, ...
+    """
 
 
 class CommandLineError(AmpError, ValueError):
-    """The command line was given something that names no model and inputs."""
+    """The command line was given something that names no model and inputs.
+
+    From a shell it is a line on stderr and the exit status 2.
+
+    >>> from ampcompile.command_line.target import load
+    >>> load("mymodels")
+    Traceback (most recent call last):
+    ampcompile.errors.CommandLineError: found 'mymodels'; expected PACKAGE.MODULE:FACTORY or FILE.py:FACTORY, ...
+    """

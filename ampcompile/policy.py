@@ -38,18 +38,25 @@ Overrides = tuple[tuple[str, str], ...]
 class Policy:
     """Overrides of the device's op table; `Policy()` is the table itself. A hashable value: `parse(str(p)) == p`.
 
-    `ops`: (glob on op names, one of `OP_VALUES`), as `("softmax*", "low")` or `("mylib::*", "fp32")`. A name without
-    `::` is an aten op; one without an overload stands for all of them. `"fp32_inside"` is float32 inside, low
-    precision out, as norms may want it.
-    `modules`: (glob on module paths as `named_modules` gives them, one of `MODULE_VALUES`), as
-    `("encoder.*.norm", "fp32")`. A path stands for all inside it; `*` matches dots too. There, every op that computes
-    runs in that dtype, whatever its own rule.
+    `ops`: (glob on op names, rule), as `("softmax*", "low")` or `("mylib::*", "fp32")`. A name without `::` is an aten
+    op; one without an overload stands for all of them. The rule is `"low"`, `"fp32"`, `"promote"` (operands in the
+    widest of their dtypes), `"fp32_inside"` (float32 inside, low precision out, as norms may want it), `"as_arrives"`
+    or `"default"`.
+    `modules`: (glob on module paths as `named_modules` gives them, dtype), as `("encoder.*.norm", "fp32")`. The dtype
+    is `"low"`, `"bf16"`, `"fp16"`, `"fp32"` or `"default"`. A path stands for all inside it; `*` matches dots too.
+    There, every op that computes runs in that dtype, whatever its own rule.
 
     `where_it_pays`: graphs whose products would not be faster in low precision on this machine, by a measurement of
     some 10 ms, run in float32. Its results then depend on the machine; with several processes it does nothing, since
     they must decide alike.
 
-    Of several matches the last wins, a module beats an op, and `"default"` goes back to the table.
+    Of several matches the last wins, a module beats an op, and `"default"` goes back to the table. Raises PolicyError
+    for values that aren't listed, and for globs with blanks, commas or equals signs.
+
+    >>> policy = ampcompile.Policy(ops=(("softmax", "low"),), modules=(("head", "fp32"),))
+    >>> print(policy)
+    op softmax=low, module head=fp32
+    >>> careful = torch.compile(model, backend="amp", options={"policy": policy})
     """
 
     ops: Overrides = ()
@@ -67,7 +74,11 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The policy that `str` wrote: `"op softmax*=low, module encoder.*.norm=fp32"`, or `"default"`."""
+        """The policy that `str` wrote: `"op softmax*=low, module encoder.*.norm=fp32"`, or `"default"`.
+
+        >>> ampcompile.Policy.parse("module head=fp32").modules
+        (('head', 'fp32'),)
+        """
         found: dict[str, list[tuple[str, str]]] = {"op": [], "module": []}
         entries = [entry.strip() for entry in text.split(",")] if text.strip() not in ("", "default") else []
         for entry in entries:

@@ -40,6 +40,16 @@ class precision(TorchFunctionMode):
     outer block has the last word.
 
     Raises PrecisionError for other dtypes and for what can't be decorated.
+
+    >>> @ampcompile.keep_fp32  # or @ampcompile.precision(torch.float32)
+    ... def energy(x):
+    ...     return x @ x.mT
+    >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+    ...     print((x @ x.mT).dtype, energy(x).dtype)
+    torch.bfloat16 torch.float32
+    >>> with ampcompile.precision(torch.float16):
+    ...     print((x @ x.mT).dtype)
+    torch.float16
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

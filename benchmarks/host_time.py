@@ -49,10 +49,10 @@ def launching_nothing() -> Iterator[None]:
         adam.step_(step.table_of(tensors, workspace), settings, lrs, multiplier, found_inf, workspace)
 
     replaced = [
-        (adam, "prepare_kernel", NoLaunch()),
-        (adam, "adam_kernel", NoLaunch()),
-        (check_grads, "check_kernel", NoLaunch()),
-        (update_scale, "update_scale_kernel", NoLaunch()),
+        (adam, "amp_adam_prepare", NoLaunch()),
+        (adam, "amp_adam", NoLaunch()),
+        (check_grads, "amp_check_grads", NoLaunch()),
+        (update_scale, "amp_update_scale", NoLaunch()),
         (launches.tables, "CHUNK", launches.tables.CHUNK // SHRUNK**2),
         (copies, "places", lambda weight: SampledAddresses(np.empty(0, np.int64), np.empty(0, np.int64))),
         (fused, "adam_", take),

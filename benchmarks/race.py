@@ -19,6 +19,8 @@ ROUNDS = (7, 25)
 """How many rounds there are, at least and at most."""
 SLOW_ROUND = 10.0
 """Seconds that a round takes, at least, where a CPU emulates a type."""
+EMULATED = 1800.0
+"""Seconds that one answer may take on such a CPU."""
 FEW_ROUNDS = 3
 """How many slow rounds there are, at least."""
 
@@ -43,6 +45,8 @@ class Race:
                 Candidate, self.work, PEERS[name], self.device, caches=caches, environment=self.work.environment
             )
             self.running[name] = processes.enter_context(candidate)
+            if self.work.isa:
+                self.running[name].patience = EMULATED
             figures[name] = self.ask(name, "prepare")
         return figures
 

@@ -1,11 +1,12 @@
 """Which ops between products give eager autocast's bits when compiled: every bfloat16 number, op by op.
 
-python -m benchmarks.rounding writes docs/numerics.md for the torch it runs on.
+python -m benchmarks.rounding writes the table of docs/numerics.md for the torch it runs on.
 """
 
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,34 +71,20 @@ def shown(share: float) -> str:
     return "equal" if share == 0 else f"{100 * share:.2g} %"
 
 
+def with_table(page: str, rows: list[str], machine: str) -> str:
+    """The page with these rows, measured on that machine, in the place of its own."""
+    page, machines = re.subn(r"(?<=benchmarks\.rounding`, )on torch [^(]*\(\w+\)", machine, page)
+    page, tables = re.subn(r"(\| op on bfloat16 .*\n\|.*\n)(?:\|.*\n)+", lambda m: m[1] + "\n".join(rows) + "\n", page)
+    assert machines == tables == 1, "docs/numerics.md has one table, below the line that names its machine"
+    return page
+
+
 def main() -> None:
-    """Measure and write the page."""
+    """Measure, and write the table anew."""
     eager, relaxed = differing("eager"), differing("relaxed")
     rows = [f"| `{op}` | {shown(eager[op][0])} | {shown(eager[op][1])} | {shown(relaxed[op][0])} |" for op in OPS]
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(
-        "# Rounding between products\n\n"
-        'With `numerics="eager"`, the default, a value that eager autocast would have stored in 16 bits is rounded '
-        'to 16 bits inside a fused kernel too (in registers: no memory traffic). With `"relaxed"` it stays in '
-        "float32 until the kernel ends, as Inductor does by itself; that is never further from float64.\n\n"
-        "Share of elements whose bits differ from eager autocast's, over every finite bfloat16 number; products "
-        "themselves are the same oneDNN calls. Written by `python -m benchmarks.rounding`, on "
-        f"torch {torch.__version__}, {platform.machine()} CPU ({torch.backends.cpu.get_cpu_capability()}).\n\n"
-        "| op on bfloat16 | `eager`, normal numbers | `eager`, denormal | `relaxed`, normal numbers |\n"
-        "|---|--:|--:|--:|\n" + "\n".join(rows) + "\n\n"
-        "Ops with Python scalars differ where eager rounds the scalar to the tensor's type and the kernel does not, "
-        "or the other way round. On torch 2.11 Inductor ignores the setting on the CPU: there the `relaxed` column "
-        "holds for both. What the rounding costs in time is in the benchmarks (amp against amp relaxed).\n\n"
-        "The backward of `scaled_dot_product_attention` on the CPU, without dropout, isn't torch's flash kernel: with "
-        "AVX512-BF16, without AMX, it is a kernel of ours (bfloat16, 16 dividing the features of a head), and "
-        "elsewhere, up to 128 tokens and without a mask, products over all heads in float32. Both start from torch's "
-        "own forward result, and their gradients are on average no further from float64 than the flash kernel's, not "
-        "the same bits. The kernel rounds what the flash kernel rounds, but adds up the gradients of keys and values "
-        "in float32 to the end; its times are in the benchmarks. Norms are another place: with 16-bit input and "
-        "float32 weights, Inductor on the CPU rounds the mean and deviation that it keeps for the backward; here, in "
-        "both modes, they stay in float32, as in eager's kernels.\n"
-    )
-    print(PAGE.read_text())
+    machine = f"on torch {torch.__version__}, {platform.machine()} CPU ({torch.backends.cpu.get_cpu_capability()})"
+    PAGE.write_text(with_table(PAGE.read_text(), rows, machine))
 
 
 if __name__ == "__main__":

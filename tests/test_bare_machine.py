@@ -14,7 +14,8 @@ def find_spec(find, lacking, name, path=None, target=None):
     return None if name.partition(".")[0] in lacking else find(name, path, target)
 PathFinder.find_spec = functools.partial(find_spec, PathFinder.find_spec, sys.argv[1].split())
 """
-LACKING = "hypothesis rich transformers sklearn matplotlib expecttest accelerate xdist pytest_timeout mypy ruff"
+LACKING = "hypothesis rich transformers sklearn matplotlib expecttest accelerate playwright xdist pytest_timeout"
+LACKING += " mypy ruff"
 COLLECT = "import pytest, sys; sys.exit(pytest.main(['-m', 'gpu', '--collect-only', 'tests']))"
 
 

@@ -32,6 +32,13 @@ def test_paths_are_those_of_files_and_folders(page: str) -> None:
     assert not {path for path in known if not any((place / path).exists() for place in places)}
 
 
+def test_all_pages_name_files_of_ours_that_exist() -> None:
+    folder = r"`((?:ampcompile|passes|kernels|tests|benchmarks|examples)/[\w./]*)`"
+    named = {path for page in (ROOT / "docs").glob("*.md") for path in re.findall(folder, page.read_text())}
+    assert len(named) > 10
+    assert not {path for path in named if not (ROOT / path).exists() and not any(each in path for each in ADDED)}
+
+
 def test_names_are_in_the_files_that_are_said_to_hold_them() -> None:
     said = [
         (name, path)

@@ -9,7 +9,10 @@ import pytest
 import ampcompile
 from ampcompile import errors
 
-HEAVY = ("functorch", "numpy", "rich", "sympy", "torch._dynamo", "torch._functorch", "torch._inductor", "triton")
+HEAVY = (
+    *("functorch", "numpy", "rich", "sympy", "torch._dynamo", "torch._functorch", "torch._inductor", "triton"),
+    *("accelerate", "lightning", "peft", "transformers", "trl"),
+)
 SCRIPT = """
 import sys, torch
 before = set(sys.modules)
@@ -30,6 +33,7 @@ def loaded(use: str) -> set[str]:
     "use",
     [
         "pass",
+        "import ampcompile.integrations",
         "ampcompile.GradScaler",
         "ampcompile.precision(torch.float32)(torch.nn.Linear(2, 2))(torch.ones(2, 2))",
         "ampcompile.Policy.parse('op softmax=fp32'), ampcompile.explain, ampcompile.audit",

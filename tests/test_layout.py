@@ -38,7 +38,7 @@ LAW = [
     {"compiler"},
     {"backend", "explaining"},
     {"auditing"},
-    {"command_line", "__init__"},
+    {"command_line", "__init__", "integrations"},
     {"__main__"},
 ]
 OPEN = {"passes.graph", "passes.verify", "passes.base", "passes.weight_copy", "errors", "dtypes"}  # import one another
@@ -124,9 +124,11 @@ UNTESTED = {
 }
 # Tests of what the files of a room do together; beside them tests/behaviour, for what all rooms do together.
 ACROSS_FILES = {
-    "": "bare_machine compiling contributing import layout package rooms_page",
+    "": "adding_a_kernel bare_machine compiling contributing docstrings import layout package pages rooms_page "
+    "troubleshooting_page",
     "auditing": "docs",
     "explaining": "models",
+    "integrations": "fabric lightning lora page trainer",
     "kernels/triton": "families",
     "passes": "bit_views exact_passes fuse_norm_groups graph_cases graph_cases_together",
     "rules": "autocast_lists parity",
@@ -165,7 +167,7 @@ def test_every_test_has_its_file_or_is_said_to_be_of_several() -> None:
 
 
 def test_all_but_the_gpus_kernels_imports_where_there_is_no_triton() -> None:
-    inside = [module for module in SOURCES if room(module)[1] not in ("kernels.triton", "__main__")]
+    inside = [module for module in SOURCES if room(module)[1] not in ("kernels.triton", "integrations", "__main__")]
     code = (
         "import sys, importlib; sys.modules['triton'] = None\nfor name in sys.argv[1:]: importlib.import_module(name)"
     )

@@ -27,11 +27,15 @@ def audit(
     """Audit one call: `audit(f)(*args, **kwargs)` runs `f` in mixed and in high precision and returns an `Audit`.
 
     `f`, `mode`, `dynamic` and the options are those of `ampcompile.explain`. `against` is torch.float64 or
-    torch.float32. Gradients are those of `loss(result)`; without `loss` of the first scalar that `f` returns, else of
-    the mean square of all it returns; `backward=False` leaves them out. With `cumulative=False` there is no second run:
-    each op is compared alone, which takes no more memory than the tensors of one op.
+    torch.float32. Gradients are those of `loss(result)`, 0-dim; without `loss` of the first scalar that `f` returns,
+    else of the mean square of all it returns; `backward=False` leaves them out. With `cumulative=False` there is no
+    second run: each op is compared alone, which takes no more memory than the tensors of one op.
     The call is a real one: gradients, buffers and random states are put back afterwards. Raises what `f` raises,
     OptionError and AuditError.
+
+    >>> audit = ampcompile.audit(model)(x)
+    >>> audit.first_overflow is None, 1e-4 < audit.error < 1e-2
+    (True, True)
     """
     from .recorder import Settings, make_auditor  # it imports Dynamo, and `import ampcompile` must not
 

@@ -60,7 +60,7 @@ class _Search:
             assert self.audit.with_policy is not None
             error = self.audit.with_policy(policy, False).error
             self.errors[policy] = math.inf if math.isnan(error) else error
-            self.progress(f"{len(paths)} modules in float32: error {error:.2g}")
+            self.progress(f"{len(paths)} module{'s' * (len(paths) != 1)} in float32: error {error:.2g}")
         return self.errors[policy] <= self.tolerance
 
 

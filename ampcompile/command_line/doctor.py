@@ -155,7 +155,8 @@ def _advice(device: str, products: list[dict[str, Any]]) -> list[str]:
     lines = []
     for product in (p for p in products if p["device"] == device):
         gain = product["seconds"]["f32"] / product["seconds"][low]
-        speed = f"{gain:.2g} times as fast" if gain >= 1 else f"{1 / gain:.2g} times as slow"
+        ratio, word = (gain, "fast") if gain >= 1 else (1 / gain, "slow")
+        speed = f"{ratio:{'.0f' if ratio >= 10 else '.2g'}} times as {word}"
         verdict = "is likely to pay" if gain >= 1.2 else "may pay a little" if gain >= 1.05 else "is not likely to pay"
         lines.append(f"{device}, {product['work']}: {low} is {speed} as float32; low precision {verdict}")
     width = smallest_gaining_width(device, torch.get_autocast_dtype(device))

@@ -51,6 +51,10 @@ def load(spelling: str) -> Target:
             f"holds {module_name.partition('.')[0]}, or set PYTHONPATH to it."
         ) from error
     factory = getattr(module, name, None)
+    if isinstance(factory, torch.nn.Module):
+        raise CommandLineError(
+            f"{spelling} is a {type(factory).__name__}, not a function; {_EXPECTED}. Write one that returns them."
+        )
     if not callable(factory):
         functions = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module_name]
         raise CommandLineError(
@@ -84,9 +88,9 @@ def _call_once(target: Target, spelling: str) -> None:
         with preserve_state(target.f, target.args, target.kwargs), torch.no_grad():
             target.f(*target.args, **target.kwargs)
     except Exception as error:  # whatever a model raises
-        reason = next(iter(str(error).splitlines()), "")
+        reason = next(iter(str(error).splitlines()), "").rstrip(".")
         raise CommandLineError(
-            f"{spelling} returned a model that raises {type(error).__name__} when it is called: {reason} Expected one "
+            f"{spelling} returned a model that raises {type(error).__name__} when it is called: {reason}. Expected one "
             "that takes the args and kwargs that come with it; call it in Python to see where it raises."
         ) from error
 

@@ -131,6 +131,14 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
             AmpWarning,
             stacklevel=4,
         )
+    if optimize_contexts.compiles_nothing(fn):
+        name = type(fn.__self__).__name__
+        warnings.warn(
+            f"{name}.compile() compiles no layer of torch.nn: Dynamo steps over them, so they run eagerly under "
+            "autocast. Use torch.compile(module, backend='amp'), or call them in a module class of your own.",
+            AmpWarning,
+            stacklevel=5,
+        )
     device_of, module, widens = device_finder(fn), getattr(fn, "__self__", None), options.outputs == "float32"
     plain = compiled
     if options.policy != Policy():

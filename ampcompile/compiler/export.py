@@ -47,11 +47,16 @@ def export(
 ) -> ExportedProgram:
     """`torch.export.export(model, args, kwargs, dynamic_shapes=...)` in mixed precision, every cast an op of the graph.
 
-    `options` are those named in `OPTIONS`, of `torch.compile(model, backend="amp", options=...)`; the program gives the
-    same bits as that with `lower="eager"`. Its state dict is the model's: parameters and buffers keep their names and
-    dtypes, and are cast in the graph. What runs or compiles it needs nothing of ampcompile; no autocast may be open
-    around that. The graph can be trained, unless it was exported under `torch.no_grad()`, which leaves fewer casts.
+    `options` are `dtype`, `policy`, `numerics`, `range_guards`, `placement` and `outputs` of
+    `torch.compile(model, backend="amp", options=...)`; the program gives the same bits as that with `lower="eager"`.
+    Its state dict is the model's: parameters and buffers keep their names and dtypes, and are cast in the graph. What
+    runs or compiles it needs nothing of ampcompile; no autocast may be open around that. The graph can be trained,
+    unless it was exported under `torch.no_grad()`, which leaves fewer casts.
     Raises OptionError, ExportError, and whatever `torch.export.export` raises.
+
+    >>> program = ampcompile.export(model, (x,))
+    >>> program.module()(x).dtype
+    torch.float32
     """
     for name in options.keys() - OPTIONS:
         raise OptionError(

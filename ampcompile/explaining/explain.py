@@ -21,6 +21,11 @@ class Awaiting:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in self.__dataclass_fields__:
+            raise AttributeError(name)
+        raise AttributeError(f"{self!r}; it has no {name!r} before that")
+
     def __repr__(self) -> str:
         of = getattr(self.f, "__name__", type(self.f).__name__)
         return f"<{self.name}({of}) waits for a call of {of}: {self.name}({of})(*args, **kwargs) gives the result>"
@@ -38,6 +43,14 @@ def explain(
     is. The call itself is a real one: gradients, buffers and random states are put back afterwards, but an optimizer
     that steps inside `f` has stepped.
     Raises what `f` raises, and OptionError.
+
+    >>> report = ampcompile.explain(model, dtype=torch.float16)(x)
+    >>> for cast in report.casts:
+    ...     print(cast.op, cast.of, cast.sizes, cast.dtypes, *cast.fate)
+    aten.linear input 8x64 f32>f16 inserted
+    aten.linear weight 4x64 f32>f16 inserted hoisted
+    aten.linear weight 4 f32>f16 inserted hoisted
+    output activation 8x4 f16>f32 inserted
     """
     from .recorder import make_explainer  # it imports Dynamo, and `import ampcompile` must not
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 
 from ampcompile.records.casts import CastRecord, FusionRecord, GraphRecord, OpRecord
@@ -70,13 +70,22 @@ class Report:
             sums[total.stage] = Total(total.stage, before.casts + total.casts, before.bytes + total.bytes)
         return list(sums.values())
 
+    def _changes(self) -> list[Total]:
+        """The totals that `str` and the page show: a pass that changed nothing, as most do, has no row."""
+        always = ("eager autocast", "insert_casts", "differentiated")
+        return [
+            total
+            for before, total in pairwise([Total("", 0, 0), *self.totals])
+            if total.stage.startswith(always) or (total.casts, total.bytes) != (before.casts, before.bytes)
+        ]
+
     def save(self, path: str | Path) -> None:
         """Write the report as a page that needs nothing else: `report.save("amp.html")`."""
-        Path(path).write_text(html.page(self.graphs, self.totals, self.unknown_ops), encoding="utf-8")
+        Path(path).write_text(html.page(self.graphs, self._changes(), self.unknown_ops), encoding="utf-8")
 
     def to_graphviz(self) -> str:
         """The graphs in Graphviz's language: `dot -Tsvg` draws it."""
         return dot.dot(self.graphs)
 
     def __str__(self) -> str:
-        return table.render(self.graphs, self.unknown_ops, self.totals)
+        return table.render(self.graphs, self.unknown_ops, self._changes())

@@ -112,6 +112,8 @@ def register_op(op: OpOverload | str, rule: str) -> None:
 
     `op`: an OpOverload, `"ns::name"` (all its overloads) or `"ns::name.overload"`; it need not exist yet.
     `rule`: `"lower_precision_fp"`, `"fp32"` or `"promote"`. Raises RuleError for anything else.
+
+    >>> ampcompile.register_op("mylib::attention", "lower_precision_fp")
     """
     name = op.name() if isinstance(op, OpOverload) else op
     if not isinstance(name, str) or not re.fullmatch(r"\w+::\w+(\.\w+)?", name):

@@ -10,9 +10,9 @@ from torch import Tensor
 from ampcompile.kernels.adam import AdamTensors, adam_
 from ampcompile.kernels.check_grads import check_grads
 from ampcompile.kernels.sgd import SgdTensors, sgd_
-from ampcompile.weights.binding import writable_copies, wrote
+from ampcompile.torch_private import profiling
+from ampcompile.weights.lending import Loan, lend
 
-from .conditions import same_layout
 from .pending import PerDevice
 
 
@@ -57,32 +57,34 @@ class FusedStep:
     def run(self, multipliers: Mapping[torch.device, Tensor], found_infs: Iterable[Tensor]) -> None:
         """Update the weights, unless one of `found_infs` isn't 0; bring their copies up to date either way."""
         name = type(self.optimizer).__name__
-        with torch.autograd.profiler.record_function(f"Optimizer.step#{name}.step"), torch.no_grad():
+        with profiling.region(f"Optimizer.step#{name}.step"), torch.no_grad():  # torch's own name
             found_inf = any_set(found_infs)
             for device, tensors in self.work.items():
-                others = lend_copies(tensors)
+                workspace = self.workspaces.setdefault(device, {})
+                loan, others = lend_copies(tensors, workspace)
                 skip = None if found_inf is None else found_inf.to(device, non_blocking=True)
                 update = sgd_ if isinstance(tensors, SgdTensors) else adam_
-                update(tensors, multipliers.get(device), skip, self.workspaces.setdefault(device, {}))  # type: ignore[arg-type]
+                update(tensors, multipliers.get(device), skip, workspace)  # type: ignore[arg-type]
                 written = [*tensors.params, *(copy for copy in tensors.copies if copy is not None)]
                 torch.autograd.graph.increment_version(written)
                 for param, copy in others:
                     copy.copy_(param)
-            wrote([param for tensors in self.work.values() for param in tensors.params])
+                loan.wrote()
         if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def lend_copies(tensors: AdamTensors | SgdTensors) -> list[tuple[Tensor, Tensor]]:
-    """Have the kernels write the copies of weights; returns weights and copies of them that they can't write."""
+def lend_copies(
+    tensors: AdamTensors | SgdTensors, workspace: dict[str, Any]
+) -> tuple[Loan, list[tuple[Tensor, Tensor]]]:
+    """Have the kernels write one copy of each weight; returns the loan, and weights with the other copies of them."""
     others: list[tuple[Tensor, Tensor]] = []
     tensors.copies = [None] * len(tensors.params)
-    lent = writable_copies(tensors.params)
-    for i, copies in enumerate(lent) if any(lent) else ():
-        param = tensors.params[i]
-        ours = tensors.copies[i] = next((copy for copy in copies if same_layout(copy, param)), None)
-        others += [(param, copy) for copy in copies if copy is not ours]
-    return others
+    loan = lend(tensors.params, workspace, tensors.same)
+    for i, (first, *more) in loan.tensors.items():  # laid out as the weight is
+        tensors.copies[i] = first
+        others += [(tensors.params[i], copy) for copy in more]
+    return loan, others
 
 
 def any_set(found_infs: Iterable[Tensor]) -> Tensor | None:

@@ -28,8 +28,17 @@ log = logging.getLogger(__name__)
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` whose `step`, for torch's SGD, Adam and AdamW, is a few fused kernels.
 
-    Takes the same arguments, and keeps the scale within `min_scale` and `max_scale`. What differs from torch's
-    is listed in docs/scaler.md.
+    Takes the same arguments, and keeps the scale within `min_scale` (2^-24) and `max_scale` (2^64). What differs from
+    torch's is listed in docs/scaler.md. Raises ScalerError for a device that torch doesn't know, an `init_scale` that
+    is not above 0, and bounds in the wrong order.
+
+    >>> optimizer, scaler = torch.optim.AdamW(model.parameters()), ampcompile.GradScaler("cpu")
+    >>> scaler.scale(compiled(x).square().mean()).backward()
+    >>> norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> scaler.last_step_skipped
+    tensor(False)
     """
 
     _min_scale = 2.0**-24  # for pickles of scalers that had no bounds
@@ -89,6 +98,7 @@ class GradScaler(torch.amp.GradScaler):
         norm before clipping, 0-dim on the gradients' device. No host sync, unless `error_if_nonfinite` asks for an
         error where torch's function raises one. With the fused path's L2 norm `.grad` itself stays as it is, and
         `foreach` makes no difference; other norms are taken by torch's function, in place.
+        Raises RuntimeError after `step`, and ClipError for new gradients without an `update` since the last clipping.
         """
         state: dict[str, Any] | None = None
         if self._enabled:
@@ -118,7 +128,8 @@ class GradScaler(torch.amp.GradScaler):
         """Take a step of `optimizer` with unscaled gradients, or none if one of them is infinite or NaN.
 
         As `torch.amp.GradScaler.step`, but for SGD, Adam and AdamW the kernels decide, and `.grad` stays scaled
-        unless `unscale_` was called. Arguments go on to `optimizer.step`, whose result is returned.
+        unless `unscale_` was called. Arguments go on to `optimizer.step`, whose result is returned. Raises RuntimeError
+        for a closure and for a second step without `update`, ClipError for gradients that changed since the clipping.
         """
         record = self._records[optimizer]
         plain = not kwargs and all(arg is None for arg in args)
@@ -180,10 +191,10 @@ class GradScaler(torch.amp.GradScaler):
     @dynamo_marks.run_untraced
     @profiling.named("amp: GradScaler.update")
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Update the scale, or set it to `new_scale`, and begin a new iteration; no host sync.
+        """Update the scale, or set it to `new_scale`, a number or a float32 tensor of one; begin a new iteration.
 
-        An iteration in which no optimizer had a gradient leaves the scale and its growth as they are. The scale ends
-        up between `min_scale` and `max_scale`, a `new_scale` too.
+        No host sync. An iteration in which no optimizer had a gradient leaves the scale and its growth as they are. The
+        scale ends up between `min_scale` and `max_scale`, a `new_scale` too.
         """
         if not self._enabled:
             self._records.end_iteration(scaled=False)
@@ -225,12 +236,18 @@ class GradScaler(torch.amp.GradScaler):
                 self._init_scale = min(max(self._init_scale, self._min_scale), self._max_scale)
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Whether the latest `step` of this optimizer was skipped: 0-dim bool on the device, no host sync."""
+        """Whether the latest `step` of this optimizer was skipped: 0-dim bool on the device, no host sync.
+
+        Raises ScalerError before the first.
+        """
         return self._records[optimizer].skipped()
 
     @property
     def last_step_skipped(self) -> Tensor:
-        """Whether the latest `step`, of any optimizer, was skipped: 0-dim bool on the device, no host sync."""
+        """Whether the latest `step`, of any optimizer, was skipped: 0-dim bool on the device, no host sync.
+
+        Raises ScalerError before the first.
+        """
         if self._latest is None:
             raise ScalerError("found no step so far, expected one: ask after scaler.step(optimizer)")
         return self._latest.skipped()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo import eval_frame
+from torch._dynamo import eval_frame, trace_rules
 
 from .patches import Wrap
 
@@ -51,6 +51,17 @@ def wrap_call(
         return call
 
     return wrap_context
+
+
+def compiles_nothing(fn: Any) -> bool:
+    """Whether `fn` is what `module.compile()` compiles of a class of torch.nn, whose methods Dynamo steps over.
+
+    Only `torch.compile(module)` gives it a frame of its own to trace.
+    """
+    module = getattr(fn, "__self__", None)
+    if not isinstance(module, torch.nn.Module) or fn.__name__ != "_call_impl":
+        return False
+    return bool(trace_rules.check(module.forward))
 
 
 def pass_over(function: Any) -> None:

@@ -48,7 +48,7 @@ class Marks:
         """Whether these are among them, and none was written or given other memory."""
         strided, storages = _with_storages(tensors)
         found = _marks(map(_address, storages), strided)
-        return found == self._marks or set(self._marks).issuperset(found)
+        return found == self._marks or set(zip(*self._marks, strict=True)).issuperset(zip(*found, strict=True))
 
     def __del__(self) -> None:
         for each in self._ids:
@@ -63,5 +63,5 @@ def _with_storages(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[An
         return found, [tensor.untyped_storage() for tensor in found]
 
 
-def _marks(storages: Iterable[int], tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
-    return list(zip(storages, map(Tensor.data_ptr, tensors), map(_version, tensors), strict=True))
+def _marks(storages: Iterable[int], tensors: Sequence[Tensor]) -> tuple[list[int], list[int], list[int]]:
+    return list(storages), list(map(Tensor.data_ptr, tensors)), list(map(_version, tensors))

@@ -60,30 +60,30 @@ class Group:
 COMPILED_CALLS = Group(
     "compiled calls",
     when="when the backend is loaded",
-    undone="never: what is compiled for other backends passes through",
+    undone="never: for other backends it changes nothing",
     patches=(
         Patch(
             "torch._dynamo.eval_frame.OptimizeContext.__call__",
-            "calls of what is compiled for our backend run under autocast; torch has no public hook around them",
+            "what is compiled for our backend is called under autocast; torch has no public hook around calls",
         ),
         Patch(
             "torch._dynamo.output_graph.OutputGraph.compile_subgraph",
-            "tells what a frame returns before its graph is compiled, so that results leave in float32",
+            "shows what a frame returns before its graph is compiled, so that results leave in float32",
         ),
         Patch(
             "torch._dynamo.variables.builder.VariableBuilder.wrap_module",
-            "tells when another backend compiles a module that was compiled for ours",
+            "notices when another backend compiles a module that was compiled for ours",
         ),
     ),
 )
 TRACING = Group(
     "tracing",
     when="at the first call or graph for a device type",
-    undone="never: outside of calls of ours the kernels step aside",
+    undone="never: outside of our calls it changes nothing",
     patches=(
         Patch(
             "torch._ops.OpOverload.py_impl",
-            "registers kernels of ours: ops that eager autocast refuses promote instead",
+            "registers kernels of ours: ops whose mixed dtypes eager autocast refuses promote them instead",
         ),
         Patch("torch._subclasses.fake_impls.op_implementations_dict", "`_grouped_mm` of float32 and float16 traces"),
     ),
@@ -97,17 +97,17 @@ LOWERING = Group(
 ONE_GRAPH = Group(
     "one graph",
     when="when a graph of ours is traced or compiled",
-    undone="when that ends; what AOTAutograd made for the graph goes with it",
+    undone="when that ends; on a compiled graph's own functions, when the graph is freed",
     patches=(
         Patch(
             "torch._functorch._aot_autograd.runtime_wrappers.RuntimeWrapper.post_compile",
-            "tells which autograd functions AOTAutograd makes or loads",
+            "shows which autograd functions AOTAutograd makes or loads",
         ),
         Patch(
             "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode.__torch_dispatch__",
-            "one trace's: composite ops without a rule are taken apart; an op that returns its argument gets a node",
+            "one trace's: takes apart composite ops without a rule; gives an op that returns its argument a node",
         ),
-        Patch("torch.autograd.Function.forward", "one compiled graph's: remembers its inputs for a second backward"),
+        Patch("torch.autograd.Function.forward", "one compiled graph's: keeps its inputs for a second backward"),
         Patch(
             "torch.autograd.Function.backward",
             "one compiled graph's, and its `_backward_impl`: differentiates again, keeps what another backward reads",
@@ -120,7 +120,7 @@ EXPLAINING = Group(
     undone="when the call returns",
     patches=(
         Patch("torch._dynamo.pgo._CODE_STATE", "Dynamo learns no sizes from the call"),
-        Patch("torch._dynamo.convert_frame._bytecode_hooks", "tells whose compiled code is to be dropped"),
+        Patch("torch._dynamo.convert_frame._bytecode_hooks", "shows whose compiled code is to be dropped"),
         Patch("torch._logging._internal.trace_log.handlers", "collects the graphs that torch's compilers show"),
         Patch("torch.nn.Module._compiled_call_impl", "one module's, which `compile()` set: it is compiled anew"),
     ),
@@ -128,7 +128,7 @@ EXPLAINING = Group(
 OPTIMIZER_HOOKS = Group(
     "optimizer hooks",
     when="when the first copy of a weight is made",
-    undone="never: without copies they find nothing to tell",
+    undone="never: without copies they do nothing",
     patches=(
         Patch("torch.optim.optimizer._global_optimizer_pre_hooks", "an optimizer is about to write its parameters"),
         Patch("torch.optim.optimizer._global_optimizer_post_hooks", "an optimizer has written its parameters"),

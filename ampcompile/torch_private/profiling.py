@@ -12,13 +12,17 @@ _Takes = ParamSpec("_Takes")
 _Gives = TypeVar("_Gives")
 
 
+region = _RecordFunctionFast
+"""Opens a region of a name, as `with region("amp: refresh"):`."""
+
+
 def named(name: str) -> Callable[[Callable[_Takes, _Gives]], Callable[_Takes, _Gives]]:
     """A decorator: profiles show each call of a function as a region of this name."""
 
     def decorate(function: Callable[_Takes, _Gives]) -> Callable[_Takes, _Gives]:
         @functools.wraps(function)
         def in_region(*args: _Takes.args, **kwargs: _Takes.kwargs) -> _Gives:
-            with _RecordFunctionFast(name):
+            with region(name):
                 return function(*args, **kwargs)
 
         return in_region

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -23,6 +23,7 @@ read_data = _DATA.__get__  # `tensor.data` as torch does it
 DATA_DOC: str | None = _DATA.__doc__
 
 version = attrgetter("_version")
+_record = attrgetter("_cdata")
 # Of a tensor: how many own it in C++, Python's object and whoever saved it.
 tensor_users: Callable[[Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 storage_users = torch._C._storage_Use_Count  # of a `storage_key`: how many hold the storage
@@ -37,6 +38,11 @@ address: Any = torch._C._data_address  # type: ignore[attr-defined]  # of a tens
 def storage_key(tensor: Tensor) -> int:
     """The address of the storage's record: no other storage gets it while a `StorageWeakRef` to it exists."""
     return tensor.untyped_storage()._cdata
+
+
+def storage_keys(tensors: Iterable[Tensor]) -> list[int]:
+    """The `storage_key` of each."""
+    return list(map(_record, map(Tensor.untyped_storage, tensors)))
 
 
 def place(tensor: Tensor) -> tuple[int, int] | None:

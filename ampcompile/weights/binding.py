@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Sequence, Set
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +20,9 @@ from .copies import (
     Copy,
     Form,
     Weight,
-    cast,
     cast_for_capture,
     cast_passes,
     copies,
-    copies_of,
     copy_of,
     interrupted,
     recover,
@@ -180,6 +177,9 @@ def invalidate(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) -> 
 
     With a graph that reads one of them, all tensors that it keeps copies of are cast again: its buffers, and what it
     reads from attributes, closures and globals. Raises `WeightsError` for what is neither a module nor tensors.
+
+    >>> model.weight.detach().numpy()[0, 0] = 1.0
+    >>> ampcompile.invalidate(model)
     """
     with lock:
         for copied in _copied_with(model_or_params)[0]:
@@ -192,6 +192,8 @@ def free_copies(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) ->
     For a model that is put aside for a while, or moved to another device. It means the same weights as `invalidate`.
     A backward that is still to come keeps what it saved until it has run; what a CUDA graph writes that you captured,
     with a step of `ampcompile.GradScaler` in it, stays. Raises `WeightsError` for what is neither a module nor tensors.
+
+    >>> ampcompile.free_copies(model)
     """
     with lock:
         memories, sets = _copied_with(model_or_params)
@@ -204,69 +206,15 @@ def free_copies(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) ->
 
 
 def weight_stats() -> WeightStats:
-    """What the copies cost now: see `WeightStats`."""
+    """What the copies of all models cost now: see `WeightStats`.
+
+    >>> y = compiled(x)
+    >>> ampcompile.weight_stats()
+    WeightStats(bytes=520, copies=2, casts=...)
+    """
     with lock:
         held = [size for copy in list(copies.values()) if (size := copy.nbytes())]
         return WeightStats(sum(held), len(held), cast_passes())
-
-
-def writable_copies(params: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """The copies of each parameter that may be overwritten now: no backward that is still to come saved them.
-
-    For an optimizer that writes them together with the weights. It raises their versions, then calls `wrote`; until
-    then nothing that shares the parameters' memory counts as fresh. Where the step goes into a CUDA graph, they stay
-    where they are for as long as the parameters' memory does. Copies held as float32 are left to `wrote`.
-    """
-    with lock:
-        write_epoch()
-        found = _copies_of_each(params)
-        if not any(found):
-            return [()] * len(params)
-        captured = gpu.capturing(params)
-        for copies_of_one in filter(None, found):
-            copies_of_one[0].memory.open_step()
-            for copy in copies_of_one:
-                # A step may turn out to be skipped on the device: what is lent to the step must be right without it.
-                copy.lent_to_step = copy.writable() and copy.fresh(strided=True)
-                if copy.lent_to_step:
-                    copy.mark = None
-                    if captured:
-                        copy.stay()
-        if not captured:
-            gpu.follow(chain.from_iterable(found))
-        return [_lent(each) if each else () for each in found]
-
-
-def _lent(copies_of_one: list[Copy]) -> tuple[Tensor, ...]:
-    lent = [copy for copy in copies_of_one if copy.lent_to_step and not copy.form.wide]
-    return tuple(copy.tensor for copy in lent if copy.tensor is not None)
-
-
-def _copies_of_each(params: Sequence[Tensor]) -> list[list[Copy]]:
-    known = memory.are_copied(params)
-    return (
-        [copies_of(p) if copied else [] for p, copied in zip(params, known, strict=True)]
-        if known
-        else [[]] * len(params)
-    )
-
-
-def wrote(params: Sequence[Tensor]) -> None:
-    """All that `writable_copies` gave for these parameters was just rewritten from the parameters' new values.
-
-    Those held as float32 are rewritten here. What else shares their memory (a tied weight's copy that could not be
-    written, slices of a flat buffer) is out of date.
-    """
-    with lock, torch.inference_mode(False), torch.no_grad():
-        found = [(c, param) for param, each in zip(params, _copies_of_each(params), strict=True) for c in each]
-        proven = {each: each.close_step() for each in {copy.memory for copy, _ in found}}
-        written = [copy for copy, _ in found if copy.lent_to_step]
-        cast([(c, param) for c, param in found if c.lent_to_step and c.form.wide and proven[c.memory]])
-        for copy in written:
-            copy.lent_to_step = False
-            if proven[copy.memory]:
-                copy.rewritten()
-        gpu.cast_done([copy for copy in written if copy.tensor is not None])
 
 
 def _copied_with(model_or_params: Any) -> tuple[set[Memory], list[CopySet]]:

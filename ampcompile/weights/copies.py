@@ -25,6 +25,7 @@ TRIAL = 8
 copies: weakref.WeakValueDictionary[tuple, Copy] = weakref.WeakValueDictionary()
 _captured: set[Copy] = set()
 _passes = 0
+_made = 0
 _casting = False
 
 
@@ -68,7 +69,6 @@ class Copy:
         self.sample, self.words = Sample([self.places]), b""
         self.in_place = False
         self.launch: gpu.LastLaunch | None = None  # on a GPU
-        self.lent_to_step = False
         self.trial = 0
         self.strided_readers = 0
         self.reads = 0
@@ -172,12 +172,19 @@ class Copy:
 
 def copy_of(weight: Tensor, form: Form) -> Copy:
     """The one copy of a weight in a form, made if there is none yet."""
+    global _made
     key = _place(weight), form
     if (copy := copies.get(key)) is None or copy.memory.storage() is None:
+        _made += 1
         if form not in _forms:
             _forms[:] = sorted((*_forms, form), key=str)
         copy = copies[key] = Copy(weight, form)
     return copy
+
+
+def copies_made() -> int:
+    """How many copies have been made so far."""
+    return _made
 
 
 def copies_of(weight: Tensor) -> list[Copy]:

@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -136,12 +136,15 @@ class Memory:
 
         `aliases`: how many the caller has made.
         """
+        gone = False
         for sharer in self.sharers:
             if sharer.seen != (now := sharer.counter._version):
                 self.mark = object()  # first: who is interrupted here must not find it seen and unreported
                 sharer.seen = now
-        self.sharers = [sharer for sharer in self.sharers if not sharer.handle.expired()]
-        self.weights = {key: sharer for key, sharer in self.weights.items() if not sharer.handle.expired()}
+            gone |= sharer.handle.expired()
+        if gone:
+            self.sharers = [sharer for sharer in self.sharers if not sharer.handle.expired()]
+            self.weights = {key: sharer for key, sharer in self.weights.items() if not sharer.handle.expired()}
         unknown = storages.storage_users(self.key) - self.users() - aliases
         if unknown:  # one may have the counter of a sharer that is no more
             self.doubt = object()
@@ -234,10 +237,9 @@ def known_memory(storage: int) -> Memory | None:
     return _memories.get(storage)
 
 
-def are_copied(tensors: Sequence[Tensor]) -> list[bool]:
-    """Whether there may be copies of what these tensors' storages hold; empty if there are no copies at all."""
-    known = set(_memories)
-    return [key in known for key in map(storages.storage_key, tensors)] if known else []
+def known_storages() -> set[int]:
+    """The storages of which there may be copies."""
+    return set(_memories)
 
 
 def memories() -> list[Memory]:

@@ -65,6 +65,8 @@ class Sample:
 
     def read(self) -> bytes:
         """What lies there now: first all runs, then all single words."""
+        if not self._parts:
+            return b""
         return b"".join([part.memory[part.offsets].tobytes() for part in self._parts])
 
 

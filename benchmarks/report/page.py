@@ -9,6 +9,7 @@ from benchmarks.records import RESULTS, Records
 from benchmarks.report.growth import facts
 from benchmarks.report.limits import measured_limits
 from benchmarks.report.plot import draw
+from benchmarks.report.summary import draw_summary
 from benchmarks.report.tables import case_table, table, unable
 from benchmarks.report.targets import losses, targets
 
@@ -42,6 +43,7 @@ TITLES = {
     "freshness": "What freshness costs",
     "growth": "Growth",
     "kernels": "Kernels",
+    "older-cpus": "Older CPUs: this one, told to be one without 16-bit units",
 }
 
 
@@ -108,6 +110,8 @@ def main(arguments: list[str]) -> int:
     """Draw the pictures and write the page."""
     argparse.ArgumentParser(prog="python -m benchmarks docs", description=__doc__).parse_args(arguments)
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page([Records.load(path) for path in sorted(RESULTS.glob("*.json"))]))
+    files = [Records.load(path) for path in sorted(RESULTS.glob("*.json"))]
+    PAGE.write_text(page(files))
+    draw_summary(files)
     print(PAGE)
     return 0

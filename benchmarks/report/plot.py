@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.peers import BASELINE, PEERS
-from benchmarks.records import Records, times_faster
+from benchmarks.records import Records, Spread, times_faster
 from benchmarks.report.ink import TEXT, looks, picture
 from benchmarks.report.plot_growth import draw_growth
 from benchmarks.report.plot_roofline import draw_roofline
@@ -27,18 +27,27 @@ def draw(records: Records) -> dict[str, Path]:
 
 def draw_speed(records: Records, stage: str, path: Path) -> bool:
     """Every peer's speed as a multiple of Inductor's under autocast, with quartiles; False if there is nothing."""
-    cases = {
+    return draw_ratios(ratios(records, stage), path)
+
+
+def ratios(records: Records, stage: str) -> dict[str, dict[str, Spread]]:
+    """Case → peer → times as fast as Inductor under autocast, where that ran."""
+    return {
         case: {peer: times_faster(row, rows[BASELINE]) for peer, row in rows.items() if not row.why}
         for case, rows in records.cases(stage).items()
         if BASELINE in rows and not rows[BASELINE].why
     }
+
+
+def draw_ratios(cases: dict[str, dict[str, Spread]], path: Path, inches: float = 0.14) -> bool:
+    """The peers of a case so many inches below one another; False if there is no case."""
     if not cases:
         return False
-    peers = [peer for peer in PEERS if any(peer in ratios for ratios in cases.values())]
-    with picture(path, 1, 9, 1.5 + sum(0.3 + 0.14 * len(ratios) for ratios in cases.values())) as (figure, (axes,)):
-        for place, ratios in enumerate(cases.values()):
-            for line, (peer, (low, middle, high)) in enumerate(ratios.items()):
-                height = place + 0.8 * ((line + 0.5) / len(ratios) - 0.5)
+    peers = [peer for peer in PEERS if any(peer in found for found in cases.values())]
+    with picture(path, 1, 9, 1.5 + sum(0.3 + inches * len(found) for found in cases.values())) as (figure, (axes,)):
+        for place, found in enumerate(cases.values()):
+            for line, (peer, (low, middle, high)) in enumerate(found.items()):
+                height = place + bool(inches) * 0.8 * ((line + 0.5) / len(found) - 0.5)
                 label = peer if peer in peers else None
                 peers = [name for name in peers if name != peer]
                 whisker = [[middle - low], [high - middle]]

@@ -1,40 +1,46 @@
-"""Hugging Face Accelerate: compile with `model.compile(backend="amp")`, then `prepare`.
+"""Hugging Face Accelerate: a plugin has `prepare` compile the model with amp.
 
-`Accelerator(dynamo_backend="amp")` can't work: Accelerate's backends are an enumeration that doesn't know others. With
-mixed_precision="bf16" or without: the numbers are the same, since an autocast region around the call is what the
-compiled model opens itself.
+Gradients are accumulated over two batches; `mixed_precision="bf16"` says the type, as it does without compilation.
 
 python -m examples.ecosystem.accelerate_loop
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 
+from ampcompile.integrations.accelerate import AmpPlugin
 from examples.recipes import digits
 
 
-def train(compiled: bool, lower: str = "inductor", steps: int = 12, precision: str = "bf16") -> tuple[nn.Module, float]:
-    """A classifier of digits after some steps, and its last loss."""
+def train(way: str, steps: int = 12, **plugin: Any) -> tuple[Accelerator, nn.Module, float]:
+    """The accelerator, the model it prepared after some steps, and the last loss."""
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="no" if way == "float32" else "bf16",
+        gradient_accumulation_steps=2,
+        dynamo_plugin=AmpPlugin(**plugin) if way == "amp" else None,
+    )
     model = digits.classifier()
-    if compiled:
-        model.compile(backend="amp", options={"lower": lower})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = accelerator.prepare(model, optimizer)
     random = torch.Generator().manual_seed(0)
-    for _ in range(steps):
+    for _ in range(2 * steps):
         pictures, answers = digits.batch(random)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(pictures).float(), answers)
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    return accelerator.unwrap_model(model), loss.item()
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(pictures), answers)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator, model, loss.item()
 
 
 if __name__ == "__main__":
-    for compiled in (False, True):
-        print(f"{'amp' if compiled else 'eager autocast':14}  loss after 12 steps {train(compiled)[1]:.4f}")
+    for way in ("autocast", "amp"):
+        print(f"{way:8}  loss after 12 steps {train(way)[2]:.4f}")

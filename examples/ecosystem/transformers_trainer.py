@@ -1,7 +1,4 @@
-"""Hugging Face Trainer: `model.compile(backend="amp")` before the model is handed over.
-
-`TrainingArguments(torch_compile=True, torch_compile_backend="amp")` is taken, but Accelerate then refuses the name: it
-has a fixed list of backends.
+"""Hugging Face Trainer: the plugin of Accelerate goes to the trainer's accelerator; `bf16=True` says the type.
 
 python -m examples.ecosystem.transformers_trainer
 """
@@ -12,6 +9,7 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+from ampcompile.integrations.accelerate import AmpPlugin
 from examples import stdlib_text
 
 LENGTH = 32
@@ -31,33 +29,37 @@ class Passages(torch.utils.data.Dataset):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-def train(compiled: bool, lower: str = "inductor", steps: int = 12, **arguments: Any) -> tuple[GPT2LMHeadModel, float]:
-    """A small GPT-2 after some steps, and the mean loss of these; eagerly under the Trainer's own bf16 autocast."""
+def small_gpt2() -> GPT2LMHeadModel:
+    """Two blocks, 256 tokens, no dropout."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH, use_cache=False)
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    model = GPT2LMHeadModel(config)
-    if compiled:
-        model.compile(backend="amp", options={"lower": lower})
-    with tempfile.TemporaryDirectory() as folder:
-        settings = TrainingArguments(
-            output_dir=folder,
-            max_steps=steps,
-            per_device_train_batch_size=8,
-            learning_rate=1e-3,
-            use_cpu=True,
-            bf16=not compiled,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            logging_strategy="no",
-            dataloader_pin_memory=False,
-            **arguments,
-        )
-        outcome = Trainer(model=model, args=settings, train_dataset=Passages(8 * steps)).train()
-    return model, outcome.training_loss
+    sizes = {"vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}
+    ends = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **ends, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def train(way: str, folder: str, steps: int = 12, arguments: Any = None, **plugin: Any) -> tuple[Trainer, float]:
+    """The trainer of a small GPT-2 after some steps, and the mean loss of these. Checkpoints go to `folder`."""
+    settings = TrainingArguments(
+        output_dir=folder,
+        max_steps=steps,
+        per_device_train_batch_size=8,
+        learning_rate=1e-2,
+        use_cpu=True,
+        bf16=way != "float32",
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        dataloader_pin_memory=False,
+        **{"save_strategy": "no", **(arguments or {})},
+    )
+    data = Passages(8 * steps * settings.gradient_accumulation_steps)
+    trainer = Trainer(model=small_gpt2(), args=settings, train_dataset=data)
+    if way == "amp":
+        trainer.accelerator.state.dynamo_plugin = AmpPlugin(**plugin)
+    return trainer, trainer.train().training_loss
 
 
 if __name__ == "__main__":
-    for compiled in (False, True):
-        print(f"{'amp' if compiled else 'eager autocast':14}  mean loss of 12 steps {train(compiled)[1]:.4f}")
+    for way in ("autocast", "amp"):
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"{way:8}  mean loss of 12 steps {train(way, folder)[1]:.4f}")

@@ -14,7 +14,7 @@ from .step import launch, refresh
 
 
 @triton.jit(do_not_specialize=["tensor_count"])
-def prepare_kernel(
+def amp_adam_prepare(
     words,
     scalars,
     multiplier,
@@ -87,7 +87,7 @@ def update(scalars, grad, param, mean, square, peak, copy, offset, mask, AMSGRAD
 
 
 @triton.jit(do_not_specialize=["tensor_count"])
-def adam_kernel(
+def amp_adam(
     words,
     chunks,
     scalars,
@@ -158,7 +158,7 @@ def step_(
     found_inf: Tensor | None,
     workspace: dict[Any, Any],
 ) -> None:
-    """One small launch for the step counts, then those of the update. `table`: see `prepare_kernel`."""
+    """One small launch for the step counts, then those of the update. `table`: see `amp_adam_prepare`."""
     count = len(table.numels)
     with tables.on(table.device):
         words = tables.step_words(table, settings, lrs, workspace)
@@ -167,7 +167,7 @@ def step_(
             scalars = torch.empty(9 * count, device=table.device)
         if not tables.capturing(table.device):  # a graph's are its own, in memory that lives and dies with it
             workspace["adam scalars"] = scalars
-        prepare_kernel[(triton.cdiv(count, 128),)](
+        amp_adam_prepare[(triton.cdiv(count, 128),)](
             words,
             scalars,
             scalars if multiplier is None else multiplier,
@@ -179,4 +179,4 @@ def step_(
             num_warps=4,
             enable_fp_fusion=True,
         )
-        launch(adam_kernel, table, words, scalars, found_inf, workspace, "AMSGRAD")
+        launch(amp_adam, table, words, scalars, found_inf, workspace, "AMSGRAD")

@@ -26,7 +26,7 @@ MOST_TABLES = 4
 
 
 class RowTable(NamedTuple):
-    """int64 [chunks, 3] on the device, see `cast_kernel`, and the types of the weights and of the copies."""
+    """int64 [chunks, 3] on the device, see `amp_cast`, and the types of the weights and of the copies."""
 
     rows: Tensor
     source: torch.dtype
@@ -69,7 +69,7 @@ def cast_chunk(
 
 
 @triton.jit
-def cast_kernel(rows, FROM: tl.constexpr, TO: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def amp_cast(rows, FROM: tl.constexpr, TO: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """One chunk a program; a row holds the addresses of weight and copy and the number of elements."""
     row = rows + 3 * tl.program_id(0)
     cast_chunk(tl.load(row), tl.load(row + 1), tl.load(row + 2), FROM, TO, CHUNK, BLOCK)
@@ -80,7 +80,7 @@ def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], known: dict[
     with tables.on(copies[0].device):
         for rows, source, target in row_tables(copies, weights, CHUNK, known):
             types = {"FROM": TYPES[source], "TO": TYPES[target]}
-            cast_kernel[(len(rows),)](rows, **types, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=4)
+            amp_cast[(len(rows),)](rows, **types, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=4)
 
 
 def row_tables(

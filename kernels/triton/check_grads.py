@@ -26,7 +26,7 @@ def inverse_of(scale, HAS_SCALE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["chunk_count", "tensor_count", "first_program", "all_programs"])
-def check_kernel(
+def amp_check_grads(
     words,
     chunks,
     chunk_count,
@@ -122,7 +122,7 @@ def check_grads(
         result = torch.empty(3, device=device)
         first = 0
         for (dtype, pieces), count in zip(launches, counts, strict=True):
-            check_kernel[(count,)](
+            amp_check_grads[(count,)](
                 words,
                 pieces,
                 pieces.shape[0],

@@ -30,7 +30,7 @@ def taken(logits, weight, at, there, top, total, weighted, WEIGHTED: tl.constexp
 
 
 @triton.jit
-def row_sums_kernel(
+def amp_cross_entropy_sums(
     logits, weight, lse, sums, stride, width, WEIGHTED: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):
     """A program a row: what stands before the first multiple of 16 bytes, whole blocks, the rest."""
@@ -83,7 +83,7 @@ def gradient_block(
 
 
 @triton.jit
-def gradient_kernel(
+def amp_cross_entropy_gradient(
     logits,
     weight,
     target,
@@ -98,7 +98,7 @@ def gradient_kernel(
     HAS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As `row_sums_kernel`, writing."""
+    """As `amp_cross_entropy_sums`, writing."""
     row = tl.program_id(0).to(tl.int64)
     begin = row * stride
     odd = tl.minimum(tl.cdiv(begin, VECTOR) * VECTOR - begin, width).to(tl.int32)
@@ -129,7 +129,7 @@ def row_sums(logits: Tensor, weight: Tensor | None, weighted: bool) -> tuple[Ten
     lse = torch.empty((2, rows), dtype=torch.float32, device=logits.device)
     sums = torch.empty(rows, dtype=torch.float32, device=logits.device) if weighted else None
     weight = None if weight is None or not weighted else weight.float().contiguous()
-    wrap_triton(row_sums_kernel)[(rows,)](
+    wrap_triton(amp_cross_entropy_sums)[(rows,)](
         logits,
         lse if weight is None else weight,
         lse,
@@ -158,7 +158,7 @@ def gradient_(
     `lse` (2, rows) may be a part of a longer one.
     """
     rows, width = logits.shape
-    gradient_kernel[(rows,)](
+    amp_cross_entropy_gradient[(rows,)](
         logits,
         lse if weight is None else weight.float().contiguous(),
         target.contiguous(),

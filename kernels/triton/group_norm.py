@@ -57,7 +57,7 @@ def scaled(value, weight, bias, channel, exists, TO: tl.constexpr, HAS_WEIGHT: t
 
 
 @triton.jit(do_not_specialize=["groups", "per_group"])
-def forward_kernel(
+def amp_group_norm(
     x, residual, weight, bias, h, wide, low, means, rstds, groups, per_group, places, eps,
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
     INNER: tl.constexpr, HAS_WIDE: tl.constexpr, HAS_LOW: tl.constexpr,
@@ -121,7 +121,7 @@ def forward(
     wide_out = torch.empty_like(x, dtype=torch.float32) if wide else None
     low_out = None if low is None else torch.empty_like(x, dtype=low)
     mean, rstd = (torch.empty((x.shape[0] * groups,), dtype=torch.float32, device=x.device) for _ in range(2))
-    wrap_triton(forward_kernel)[(x.shape[0] * groups,)](
+    wrap_triton(amp_group_norm)[(x.shape[0] * groups,)](
         x,
         x if residual is None else residual,
         x if weight is None else weight,

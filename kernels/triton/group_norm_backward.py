@@ -24,7 +24,7 @@ def through_silu(grad, value, weight, bias, channel, exists, TO: tl.constexpr, H
 
 
 @triton.jit(do_not_specialize=["groups", "per_group"])
-def backward_kernel(
+def amp_group_norm_backward(
     g0, g1, g2, g3, grad_sum, h, weight, bias, means, rstds, first, second, to_weight, to_bias,
     groups, per_group, places,
     COUNT: tl.constexpr, HAS_SUM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
@@ -111,7 +111,7 @@ def backward(
         torch.empty(h.shape[:2], dtype=torch.float32, device=h.device) if wanted else None
         for wanted in (to_weight, to_bias)
     ]
-    wrap_triton(backward_kernel)[(h.shape[0] * groups,)](
+    wrap_triton(amp_group_norm_backward)[(h.shape[0] * groups,)](
         *at_most_four(grads, h.shape),
         h if grad_sum is None else grad_sum,
         h,

@@ -27,7 +27,7 @@ STRIP = 8
 
 
 @triton.jit(do_not_specialize=["rows"])
-def multiply_kernel(
+def amp_linear_cast(
     x,
     weight,
     bias,
@@ -75,7 +75,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     (rows, depth), features = x.shape, weight.shape[0]
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device)
     tile = FEW if isinstance(rows, int) and rows <= FEW.rows else MANY  # a symbol would have to be guarded
-    wrap_triton(multiply_kernel)[(triton.cdiv(rows, tile.rows) * triton.cdiv(features, tile.features),)](
+    wrap_triton(amp_linear_cast)[(triton.cdiv(rows, tile.rows) * triton.cdiv(features, tile.features),)](
         x,
         weight,
         weight if bias is None else bias.contiguous(),

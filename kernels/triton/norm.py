@@ -82,7 +82,7 @@ def write(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def forward_kernel(
+def amp_norm(
     x, residual, weight, bias, h, wide, low, means, rstds, rows, width, eps,
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CENTERED: tl.constexpr,
     INNER: tl.constexpr, HAS_WIDE: tl.constexpr, HAS_LOW: tl.constexpr,
@@ -147,7 +147,7 @@ def forward(
     low_out = None if low is None else torch.empty_like(x, dtype=low)
     rstd = torch.empty((rows,), dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if centered else None
-    wrap_triton(forward_kernel)[(triton.cdiv(rows, tile.rows),)](
+    wrap_triton(amp_norm)[(triton.cdiv(rows, tile.rows),)](
         x,
         x if residual is None else residual,
         x if weight is None else weight,

@@ -66,7 +66,7 @@ def add_to(sums, column, inside, value):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def backward_kernel(
+def amp_norm_backward(
     g0, g1, g2, g3, grad_sum, h, weight, means, rstds, first, second, to_weight, to_bias, rows, width,
     COUNT: tl.constexpr, HAS_SUM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_SECOND: tl.constexpr,
     TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr, CENTERED: tl.constexpr, INNER: tl.constexpr,
@@ -176,7 +176,7 @@ def backward(
         blank((programs, width), dtype=torch.float32, device=h.device) if wanted else None
         for wanted in (to_weight, to_bias)
     ]
-    wrap_triton(backward_kernel)[(programs,)](
+    wrap_triton(amp_norm_backward)[(programs,)](
         *at_most_four(grads, h.shape),
         h if grad_sum is None else grad_sum,
         h,

@@ -6,7 +6,7 @@ import triton.language as tl
 
 
 @triton.jit
-def probe_kernel(out):
+def amp_probe(out):
     """One program writes a one."""
     tl.store(out, 1)
 
@@ -14,6 +14,6 @@ def probe_kernel(out):
 def probe() -> None:
     """Raises what a broken installation raises."""
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
-    probe_kernel[(1,)](out)
+    amp_probe[(1,)](out)
     if out.item() != 1:
         raise RuntimeError("a kernel was launched and wrote nothing")

@@ -15,7 +15,7 @@ ROWS = 8
 
 
 @triton.jit(do_not_specialize=["count", "mark"])
-def recheck_kernel(
+def amp_recheck(
     rows,
     count,
     changed,
@@ -28,7 +28,7 @@ def recheck_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`ROWS` chunks a program, rows as in `cast_kernel`: four runs of each, rounded, are compared with the copy."""
+    """`ROWS` chunks a program, rows as in `amp_cast`: four runs of each, rounded, are compared with the copy."""
     first = tl.program_id(0) * ROWS
     chunk = tl.arange(0, ROWS)
     row = rows + 3 * (first + chunk)
@@ -70,7 +70,7 @@ def recheck_(
         if (stream := tables.stream(changed.device)) not in workspace:
             workspace[stream] = row_tables(copies, weights, chunk, known)
         for rows, source, target in workspace[stream]:
-            recheck_kernel[(triton.cdiv(len(rows), ROWS),)](
+            amp_recheck[(triton.cdiv(len(rows), ROWS),)](
                 rows,
                 len(rows),
                 changed,

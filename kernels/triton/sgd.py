@@ -30,7 +30,7 @@ def update(scalars, grad, param, buffer, copy, offset, mask, MOMENTUM: tl.conste
 
 
 @triton.jit(do_not_specialize=["tensor_count"])
-def sgd_kernel(
+def amp_sgd(
     words,
     chunks,
     multiplier,
@@ -103,8 +103,8 @@ def step_(
     found_inf: Tensor | None,
     workspace: dict[Any, Any],
 ) -> None:
-    """The launches of the update. `table`: see `sgd_kernel`."""
+    """The launches of the update. `table`: see `amp_sgd`."""
     with tables.on(table.device):
         words = tables.step_words(table, settings, lrs, workspace)
         has_multiplier = multiplier is not None
-        launch(sgd_kernel, table, words, multiplier, found_inf, workspace, "MOMENTUM", HAS_MULTIPLIER=has_multiplier)
+        launch(amp_sgd, table, words, multiplier, found_inf, workspace, "MOMENTUM", HAS_MULTIPLIER=has_multiplier)

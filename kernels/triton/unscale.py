@@ -25,7 +25,7 @@ def scale_block(grad, offset, mask, factor, GRAD: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tensor_count"])
-def unscale_kernel(
+def amp_unscale(
     words, chunks, multiplier, found_inf, tensor_count, GRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One chunk of one tensor a program; words: sizes, then addresses. All that find something write the same 1."""
@@ -53,7 +53,7 @@ def unscale_(grads: Sequence[Tensor], multiplier: Tensor, found_inf: Tensor, wor
         words, launches = tables.grad_launches(grads, "unscale", workspace)
         for dtype, pieces in launches:
             if pieces.shape[0]:
-                unscale_kernel[(pieces.shape[0],)](
+                amp_unscale[(pieces.shape[0],)](
                     words,
                     pieces,
                     multiplier,

@@ -18,7 +18,7 @@ def float64_of(bits):
 
 
 @triton.jit(do_not_specialize=["growth", "backoff", "interval", "low", "high"])
-def update_scale_kernel(scale, growth_tracker, skips, found_inf, growth, backoff, interval, low, high):
+def amp_update_scale(scale, growth_tracker, skips, found_inf, growth, backoff, interval, low, high):
     """One program; arithmetic in float64, results in float32, as in torch."""
     old = tl.load(scale).to(tl.float64)
     tracker = tl.load(growth_tracker) + 1
@@ -53,7 +53,7 @@ def update_scale_(
     settings = np.array([growth_factor, backoff_factor, min_scale, max_scale])
     growth, backoff, low, high = tables.float_bits(settings).tolist()
     with tables.on(scale.device):
-        update_scale_kernel[(1,)](
+        amp_update_scale[(1,)](
             scale,
             growth_tracker,
             skips,

@@ -2,9 +2,7 @@
 
 import re
 import sys
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -12,23 +10,16 @@ from torch import nn
 
 import ampcompile
 from examples.steering.imported_pooling import RoIPool
+from tests import pages
+from tests.test_layout import ROOT
 
-DOCS = Path(__file__).parents[2] / "docs"
 HIGH = torch.float32
 
 
-def run(page: str, **names: Any) -> dict[str, Any]:
-    """What is defined after all of a page's snippets."""
-    names |= {"ampcompile": ampcompile, "torch": torch, "__name__": "snippets"}
-    for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)):
-        exec(compile(snippet, f"{page}, snippet {number}", "exec"), names)
-    return names
-
-
 def test_explaining(capsys: pytest.CaptureFixture[str]) -> None:
-    found = run("explain.md", model=nn.Linear(4, 4), x=torch.randn(2, 4))
+    found = pages.run("docs/explain.md", ampcompile=ampcompile, model=nn.Linear(4, 4), x=torch.randn(2, 4))
     assert "hoisted" in capsys.readouterr().out
-    record = (DOCS / "explain.md").read_text()
+    record = (ROOT / "docs/explain.md").read_text()
     for name in re.findall(r"`report\.(\w+)", record):
         assert hasattr(found["report"], name)
     for name in ("op", "module", "source", "dtype_from", "dtype_to", "shape", "bytes", "because", "fate", "of", "runs"):
@@ -45,7 +36,7 @@ def test_steering(monkeypatch: pytest.MonkeyPatch) -> None:
         library.define("attention(Tensor x) -> Tensor")
         library.impl("attention", torch.clone, "CompositeExplicitAutograd")
         library.impl("attention", torch.empty_like, "Meta")
-        found = run("steering.md", model=model, x=x)
+        found = pages.run("docs/steering.md", ampcompile=ampcompile, torch=torch, model=model, x=x)
     policy = found["policy"]
     assert ampcompile.Policy.parse(str(policy)) == policy
     with torch.autocast("cpu"):

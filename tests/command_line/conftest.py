@@ -49,6 +49,9 @@ def wrong_shape():
     return nn.Linear(8, 8), (torch.randn(4, 7),)
 
 
+instance = nn.Linear(8, 8)
+
+
 def breaks():
     raise ZeroDivisionError("the factory's own")
 """

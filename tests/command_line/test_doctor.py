@@ -29,7 +29,12 @@ def test_doctor_measures_and_advises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("gain", "words"),
-    [(2.0, "2 times as fast as float32; low precision is likely to pay"), (0.25, "4 times as slow"), (1.1, "a little")],
+    [
+        (2.0, "2 times as fast as float32; low precision is likely to pay"),
+        (0.25, "4 times as slow"),
+        (1 / 155, "155 times as slow"),
+        (1.1, "a little"),
+    ],
 )
 def test_advice_follows_what_was_measured(gain: float, words: str) -> None:
     product = {"device": "cpu", "work": "many rows", "seconds": {"f32": 1.0, "bf16": 1 / gain, "f16": 1.0}}

@@ -40,6 +40,8 @@ def test_other_spellings_are_refused_and_other_errors_go_through(shop: str) -> N
         load("no_such_module.inside:model")
     with pytest.raises(ZeroDivisionError, match="the factory's own"):
         load(f"{shop}:breaks")
+    with pytest.raises(CommandLineError, match=r"instance is a Linear, not a function; expected \(model, args\)"):
+        load(f"{shop}:instance")
 
 
 def test_a_file_is_imported_with_the_packages_it_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

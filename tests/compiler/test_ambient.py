@@ -283,6 +283,11 @@ def test_every_way_to_compile_is_under_autocast():
     assert torch.compile(torch.nn.functional.linear, **OPTIONS)(x, LINEAR.weight).dtype == LOW
 
 
+def test_a_module_of_torch_that_is_compiled_in_place_is_warned_about():
+    with pytest.warns(AmpWarning, match=r"Linear.compile\(\) compiles no layer of torch.nn"):
+        nn.Linear(2, 2).compile(**OPTIONS)
+
+
 def test_code_between_graph_breaks_is_autocast_too():
     seen = []
 

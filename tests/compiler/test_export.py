@@ -1,7 +1,6 @@
 """An exported program holds every cast, gives the compiled model's bits, and needs nothing of ours."""
 
 import copy
-import re
 import shutil
 import subprocess
 import sys
@@ -16,13 +15,15 @@ from torch.export import Dim, ExportedProgram
 
 import ampcompile
 from ampcompile.errors import AmpWarning, ExportError, OptionError
+from tests import pages
 from tests.compiling import HALF, HIGH, LOW, gradients, same_bits
+from tests.devices import require_lstm
+from tests.test_layout import ROOT
 from tests.tiny_models import build
 
 COPIES_THE_PROGRAM = pytest.mark.filterwarnings(
     "ignore:`isinstance.treespec, LeafSpec:FutureWarning"
 )  # torch itself does
-PAGE = Path(__file__).parents[2] / "docs" / "export.md"
 FIRST = ("gpt2", "t5", "resnet", "swin")
 OTHERS = (
     "llama",
@@ -43,12 +44,9 @@ ARCHITECTURES = [*FIRST, *(pytest.param(name, marks=pytest.mark.ci) for name in 
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the page's snippets define, run in a folder of their own."""
+    """What the page defines, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "snippets"}
-    for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)):
-        exec(compile(snippet, f"{PAGE.name}, snippet {number}", "exec"), names)
-    return names
+    return pages.run("docs/export.md")
 
 
 def compiled(f: Any, **options: Any) -> Any:
@@ -199,6 +197,7 @@ def test_what_is_computed_leaves_in_float32_and_inputs_as_they_are() -> None:
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes self._flat_weights")  # torch.export's, of every LSTM
 def test_what_is_low_though_autocast_traced_it_in_float32_leaves_in_float32() -> None:
+    require_lstm()
     model, x = nn.LSTM(4, 4), torch.randn(6, 4)
     program = ampcompile.export(model, (x,))
     assert LOW in dtypes_of(program, "to")
@@ -294,4 +293,4 @@ def test_onnx_runtime_takes_it(page: dict[str, Any]) -> None:
 
 def test_the_page_is_true(page: dict[str, Any]) -> None:
     assert same_bits(torch.export.load("model.pt2").module()(page["x"]), page["y"])
-    assert all(f"`{option}`" in PAGE.read_text() for option in ampcompile.compiler.export.OPTIONS)
+    assert all(f"`{option}`" in (ROOT / "docs/export.md").read_text() for option in ampcompile.compiler.export.OPTIONS)

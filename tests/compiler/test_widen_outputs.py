@@ -14,6 +14,7 @@ import ampcompile
 from ampcompile.compiler import widen_outputs
 from ampcompile.torch_private import dispatcher
 from tests.compiling import HALF, HIGH, LOW, compiled, dtypes, eager, gradients, regions, same_bits
+from tests.devices import require_lstm
 
 # Dynamo looks at `.grad` of whatever is alive at a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -315,8 +316,15 @@ def test_compiled_callables_in_compiled_ones_hand_on_low_precision():
     assert seen == [LOW] and block(x()).dtype == HIGH
 
 
+class Block(nn.Linear):
+    """With a `forward` of its own: what torch.nn's classes do isn't compiled in place."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
 def test_blocks_compiled_one_by_one_work_with_eager_code_between():
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 3))
+    model = nn.Sequential(Block(8, 8), nn.LayerNorm(8), Block(8, 8), nn.Linear(8, 3))
     data = x()
     expected = model(data)
     for layer in (model[0], model[2]):
@@ -366,6 +374,7 @@ def test_a_policy_that_makes_something_low_does_not_hide_it():
 
 
 def test_pieces_that_run_eagerly_are_widened_too():
+    require_lstm()
     lstm = nn.LSTM(8, 8)
     output, (hidden, cell) = run(lstm)(x()[None])
     assert dtypes([output, hidden, cell]) == [HIGH] * 3

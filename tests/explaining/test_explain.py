@@ -1,5 +1,6 @@
 """Explaining shows every cast and op, and leaves everything else as it was."""
 
+import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -179,6 +180,8 @@ def test_what_becomes_of_casts() -> None:
     ]
     stages = {total.stage: total.casts for total in report.totals}
     assert stages["insert_casts"] > stages["fold_casts"] > stages["hoist_weights"] > stages["share_casts"]
+    assert stages["split_casts_over_cat"] == stages["insert_casts"] and "fold_casts" in str(report)
+    assert "split_casts_over_cat" not in str(report), "a pass that changed nothing has no row"
     running = sum(cast.runs for cast in report.casts)
     assert f"{running} of them run as casts in every call" in str(report)
 
@@ -300,3 +303,6 @@ def test_before_the_call_it_says_what_to_do() -> None:
     assert str(ampcompile.explain(nn.Linear(2, 2))) == expected.format("explain")
     assert repr(ampcompile.audit(nn.Linear(2, 2))) == expected.format("audit")
     assert "ampcompile.explain(sin)(*args" in str(ampcompile.explain(torch.sin))
+    with pytest.raises(AttributeError, match=r"gives the result>; it has no 'suggest' before that"):
+        ampcompile.audit(nn.Linear(2, 2)).suggest(0.1)
+    assert copy.copy(waiting := ampcompile.explain(abs)) == waiting

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 import ampcompile
 from ampcompile.explaining.report import Report
 from benchmarks.models import GPT, GPTConfig
-from tests import browser
-from tests.browser import Browser
+from tests.browser import MISSING, opened
 
-in_a_browser = pytest.mark.skipif(browser.PATH is None, reason=browser.MISSING)
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+in_a_browser = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 ROWS = "[...document.querySelectorAll('.row')]"
 SHOWN = f"{ROWS}.filter((row) => row.dataset.op).map((row) => row.dataset.op)"
-DETAILS = "document.getElementById('details').innerText"
 EVIL = "</script><script>document.title = 'broken'</script><!-- /*page.js*/ "
 
 
@@ -30,25 +32,25 @@ def gpt() -> Report:
     return ampcompile.explain(model)(tokens, tokens)
 
 
+@pytest.fixture(scope="module")
+def saved(gpt: Report, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "amp.html"
+    gpt.save(path)
+    return path
+
+
 @pytest.fixture
-def page(gpt: Report, tmp_path: Path) -> Iterator[Browser]:
-    yield from opened(gpt, tmp_path)
-
-
-def opened(report: Report, folder: Path) -> Iterator[Browser]:
-    report.save(folder / "amp.html")
-    with browser.browser(folder / "profile") as page:
-        page.open(folder / "amp.html")
+def page(saved: Path) -> Iterator["Page"]:
+    with opened(saved) as page:
         yield page
-        assert not page.complaints, "nothing is loaded, nothing fails"
 
 
-def counted(page: Browser) -> str:
-    return page.evaluate("document.getElementById('count').textContent")
+def counted(page: "Page") -> str:
+    return page.inner_text("#count")
 
 
 @in_a_browser
-def test_it_opens_as_few_rows_and_everything_is_in_it(page: Browser, gpt: Report) -> None:
+def test_it_opens_as_few_rows_and_everything_is_in_it(page: "Page", gpt: Report) -> None:
     assert counted(page) == f"{len(gpt.ops) + 1} of {len(gpt.ops) + 1} ops"  # and what is returned
     assert page.evaluate(f"{ROWS}.length") < 60
     page.click("#open")
@@ -63,74 +65,89 @@ def test_it_opens_as_few_rows_and_everything_is_in_it(page: Browser, gpt: Report
 
 
 @in_a_browser
-def test_a_click_tells_the_reason_and_the_line(page: Browser, gpt: Report) -> None:
+def test_a_click_tells_the_reason_and_the_line(page: "Page", gpt: Report) -> None:
     op = next(op for op in gpt.ops if op.module == "blocks.0.qkv")
     page.click("[data-op=linear]")
-    details = page.evaluate(DETAILS)
+    details = page.inner_text("#details")
     assert op.because in details and op.source in details and op.module in details
     assert "self.qkv(self.attention_norm(x))" in details, "the line itself"
     cast = next(cast for cast in gpt.casts if cast.module == "blocks.0.mlp_out" and cast.shape == (16, 64))
     page.click(f"[data-cast='{gpt.casts.index(cast)}']")
-    details = page.evaluate(DETAILS)
+    details = page.inner_text("#details")
     assert "cast of weight" in details and "inserted, hoisted" in details and "6.0 KiB" in details
     assert cast.because in details and cast.source in details
-    page.press("Escape")
-    assert "insert_casts" in page.evaluate(DETAILS), "the totals"
+    page.keyboard.press("Escape")
+    assert "insert_casts" in page.inner_text("#details"), "the totals"
 
 
 @in_a_browser
-def test_a_click_on_the_mark_of_an_edge_tells_of_its_casts(page: Browser, gpt: Report) -> None:
+def test_a_click_on_the_mark_of_an_edge_tells_of_its_casts(page: "Page", gpt: Report) -> None:
     page.click("#close")
     page.click(".mark:not(.idle)")
-    details = page.evaluate(DETAILS)
+    details = page.inner_text("#details")
     assert "cast of" in details or "casts on one edge" in details
     assert page.evaluate("document.querySelectorAll('.mark.chosen').length") >= 1
 
 
 @in_a_browser
-def test_blocks_fold_and_links_unfold_what_they_lead_to(page: Browser) -> None:
+def test_blocks_fold_and_links_unfold_what_they_lead_to(page: "Page") -> None:
     before = len(page.evaluate(SHOWN))
     page.click("[data-module='blocks.0']")
     assert len(page.evaluate(SHOWN)) == before - 17
     page.click("[data-module='blocks.7']")
     assert len(page.evaluate(SHOWN)) == before
     page.click("#close")
-    page.press("Escape")
+    page.keyboard.press("Escape")
     page.click(".line.link")  # the largest cast that runs
     assert page.evaluate("document.querySelector('.row.near .tag.chosen').textContent").startswith("activation")
     page.click(".row.near")
-    page.press("ArrowUp")
+    page.keyboard.press("ArrowUp")
     assert page.evaluate("document.querySelector('.row.chosen + .row.near') !== null")
 
 
 @in_a_browser
-def test_searching_and_filtering(page: Browser, gpt: Report) -> None:
-    page.click("#search")
-    page.type("blocks.3 linear weight")
+def test_searching_and_filtering(page: "Page", gpt: Report) -> None:
+    page.fill("#search", "blocks.3 linear weight")
     assert page.evaluate(SHOWN) == ["linear_12", "linear_13", "linear_14", "linear_15"]
     assert counted(page).startswith("4 of ")
-    for _ in "blocks.3 linear weight":
-        page.press("Backspace")
+    page.fill("#search", "")
     low = [op for op in gpt.ops if op.dtype == torch.bfloat16]
     assert counted(page).startswith(f"{len(gpt.ops) + 1} of ")
     page.click("#dtypes button:first-child")
     assert counted(page).startswith(f"{len(gpt.ops) + 1 - len(low)} of ")
     page.click("#dtypes button:first-child")
-    page.evaluate("document.getElementById('casts').focus()")
-    page.press("ArrowDown")
+    page.focus("#casts")
+    page.keyboard.press("ArrowDown")
     cast = {(cast.op, cast.module) for cast in gpt.casts}
     assert counted(page).startswith(f"{len(cast)} of ")
-    page.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
     running = {(cast.op, cast.module) for cast in gpt.casts if cast.fate == ("inserted",)}
     assert counted(page).startswith(f"{len(running)} of ")
 
 
 @in_a_browser
+def test_in_a_narrow_window_names_and_what_was_clicked_stay_in_sight(saved: Path) -> None:
+    with opened(saved, width=420, height=900) as page:
+        cut = f"{ROWS}.map((row) => row.querySelector('.name')).filter((name) => name.scrollWidth > name.clientWidth)"
+        assert page.evaluate(f"{cut}.map((name) => name.innerText)") == []
+        page.click("[data-op=linear]")
+        box = page.locator("#details h2").bounding_box()
+        assert page.inner_text("#details h2") == "linear" and box["y"] + box["height"] < 900
+        page.set_viewport_size({"width": 1400, "height": 900})
+        assert page.locator(".row").first.bounding_box()["x"] == 132
+        page.wait_for_function("document.querySelector('.edge').getBBox().x > 64")  # curves move with the rows
+
+
+@in_a_browser
+def test_passes_that_change_nothing_have_no_row(page: "Page") -> None:
+    stages = page.locator("#details td:first-child").all_inner_texts()
+    assert "hoist_weights" in stages and "move_casts" not in stages
+
+
+@in_a_browser
 @pytest.mark.parametrize("dark", [False, True])
-def test_text_stands_out(gpt: Report, tmp_path: Path, dark: bool) -> None:
-    gpt.save(tmp_path / "amp.html")
-    with browser.browser(tmp_path / "profile") as page:
-        page.open(tmp_path / "amp.html", dark=dark)
+def test_text_stands_out(saved: Path, dark: bool) -> None:
+    with opened(saved, dark=dark) as page:
         for selector in ("body", ".dim", ".chip", ".tag:not(.idle)", "aside th"):
             assert page.evaluate(CONTRAST.replace("SELECTOR", selector)) >= 4.5, selector
 
@@ -151,9 +168,8 @@ CONTRAST = """(() => {
 })()"""
 
 
-def test_it_holds_no_address_and_forbids_loading(gpt: Report, tmp_path: Path) -> None:
-    gpt.save(tmp_path / "amp.html")
-    text = (tmp_path / "amp.html").read_text(encoding="utf-8")
+def test_it_holds_no_address_and_forbids_loading(saved: Path) -> None:
+    text = saved.read_text(encoding="utf-8")
     assert "default-src 'none'" in text
     assert not re.search(r"https?://|\ssrc=|@import|url\(", text)
 
@@ -163,11 +179,11 @@ def test_what_the_program_says_is_shown_not_run(tmp_path: Path) -> None:
     report = ampcompile.explain(nn.Linear(4, 4))(torch.randn(2, 4))
     (graph,) = report.graphs
     nodes = tuple(replace(n, because=EVIL, module=f"a{EVIL.replace('.', '_')}", source="") for n in graph.nodes)
-    evil = Report([replace(graph, nodes=nodes, precision=EVIL, reason=EVIL)])
-    for page in opened(evil, tmp_path):
+    Report([replace(graph, nodes=nodes, precision=EVIL, reason=EVIL)]).save(tmp_path / "amp.html")
+    with opened(tmp_path / "amp.html") as page:
         page.click("[data-op=linear]")
-        assert EVIL.strip() in page.evaluate(DETAILS)
-        assert page.evaluate("document.title") == "Casts and precisions"
+        assert EVIL.strip() in page.inner_text("#details")
+        assert page.title() == "Casts and precisions"
 
 
 @in_a_browser
@@ -178,7 +194,8 @@ def test_several_graphs_stand_below_one_another(tmp_path: Path) -> None:
         torch._dynamo.graph_break()
         return y @ y
 
-    for page in opened(ampcompile.explain(f)(torch.randn(4, 4)), tmp_path):
+    ampcompile.explain(f)(torch.randn(4, 4)).save(tmp_path / "amp.html")
+    with opened(tmp_path / "amp.html") as page:
         texts = page.evaluate(f"{ROWS}.map((row) => row.innerText)")
         assert any("graph 0" in text and "cpu in bf16" in text for text in texts)
         assert any("graph break" in text for text in texts) and any("graph 1" in text for text in texts)
@@ -188,8 +205,8 @@ def test_several_graphs_stand_below_one_another(tmp_path: Path) -> None:
 def test_two_thousand_ops_open_folded_and_are_quick(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Sequential(*(nn.Linear(2, 2) for _ in range(10))) for _ in range(20)))
     (graph,) = ampcompile.explain(model, lower="eager")(torch.randn(1, 2)).graphs
-    many = Report([graph] * 10)
-    for page in opened(many, tmp_path):
+    Report([graph] * 10).save(tmp_path / "amp.html")
+    with opened(tmp_path / "amp.html") as page:
         assert counted(page).endswith(" of 2010 ops")
         assert page.evaluate(f"{ROWS}.length") < 60
         page.click("#open")

@@ -3,6 +3,8 @@
 import ctypes
 import logging
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -57,6 +59,42 @@ def test_a_compiler_that_fails_is_quoted(unloaded, monkeypatch, caplog, tmp_path
     with caplog.at_level(logging.WARNING, "ampcompile"):
         assert not native.available()
     assert "this one is broken" in caplog.text
+
+
+def test_processes_that_start_together_build_it_once(monkeypatch, tmp_path):
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        '#!/bin/sh\n[ $1 = --version ] && exit\necho built >> "$LOG"; sleep 0.5; for out; do :; done; : > "$out"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("AMPCOMPILE_CACHE_DIR", str(tmp_path / "cache"))
+    code = f"from ampcompile.kernels import native; native.build({str(compiler)!r})"
+    for process in [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]:
+        assert process.wait(100) == 0
+    assert (tmp_path / "log").read_text() == "built\n"
+
+
+def test_what_others_can_write_is_never_loaded(unloaded, monkeypatch, caplog, tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setenv("AMPCOMPILE_CACHE_DIR", str(shared))
+    private = tmp_path / "temporary"
+    private.mkdir()
+    monkeypatch.setattr(native.tempfile, "tempdir", str(private))
+    shared.chmod(0o777)
+    with caplog.at_level(logging.WARNING, "ampcompile"):
+        assert native.available()
+    assert not list(shared.iterdir()) and "chmod go-w" in caplog.text
+    (built,) = private.glob("ampcompile*/*.so")
+
+    shared.chmod(0o755)
+    planted = shared / built.name
+    planted.write_bytes(b"from somebody else")
+    planted.chmod(0o666)
+    native.library.cache_clear()
+    assert native.available()
+    assert planted.read_bytes() != b"from somebody else" and planted.stat().st_mode & 0o777 == 0o700
 
 
 def patterns() -> torch.Tensor:

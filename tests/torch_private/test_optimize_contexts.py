@@ -120,3 +120,23 @@ def test_dynamo_looks_at_no_frame_while_its_callback_is_unset() -> None:
     optimize_contexts.pass_over(outer)
     torch.compile(outer, backend=counting)(torch.ones(2))
     assert not graphs
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("make", [Own, lambda: nn.Linear(2, 2), lambda: nn.Sequential(nn.Linear(2, 2))])
+def test_what_torch_steps_over_when_it_is_compiled_in_place(make: Callable[[], nn.Module]) -> None:
+    """A module that isn't compiled, although the user asked for it, is known."""
+    graphs, module = [], make()
+    module.compile(backend=lambda gm, inputs: graphs.append(gm) or gm.forward)
+    module(torch.ones(1, 2))
+    assert optimize_contexts.compiles_nothing(module._call_impl) == (not graphs)
+    assert not optimize_contexts.compiles_nothing(module.forward)
+    assert not optimize_contexts.compiles_nothing(torch.compile(module, backend=backend).forward)

@@ -17,15 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ampcompile.errors import WeightsError
-from ampcompile.weights.binding import (
-    bind,
-    free_copies,
-    hoistable,
-    invalidate,
-    weight_stats,
-    writable_copies,
-    wrote,
-)
+from ampcompile.weights.binding import bind, free_copies, hoistable, invalidate, weight_stats
 from tests.weights.writers import unsampled
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -329,51 +321,6 @@ def test_pending_backwards_keep_their_buffers_and_give_them_back() -> None:
         loss.backward()
 
 
-def test_a_fused_step_that_writes_the_copies() -> None:
-    params = parameters()
-    binding = bind([BF16] * 3)
-    binding.copies(params)
-    casts = weight_stats().casts
-
-    def fused_step() -> int:
-        written = 0
-        for param in params:
-            found = writable_copies([param])[0]
-            new = torch.randn_like(param)
-            for tensor in (param.detach(), *found):
-                torch.from_dlpack(tensor).copy_(new)  # raises no version
-            torch.autograd.graph.increment_version([param, *found])
-            written += len(found)
-        wrote(params)
-        return written
-
-    assert fused_step() == 3
-    assert same(binding.copies(params), low(params))
-    assert weight_stats().casts == casts, "the step brought them up to date"
-    pending = F.linear(torch.randn(2, 8, dtype=BF16, requires_grad=True), binding.copies(params)[1]).sum()
-    assert fused_step() == 2
-    assert same(binding.copies(params), low(params))
-    assert weight_stats().casts == casts + 1, "the copy that a backward waits for was not written"
-    pending.backward()
-    with torch.no_grad():
-        params[0].add_(1)
-    assert same(binding.copies(params), low(params))
-
-
-def test_while_a_fused_step_runs_no_copy_counts_as_fresh() -> None:
-    """Its kernels leave no trace, and another thread may call a graph meanwhile."""
-    param = nn.Parameter(torch.zeros(300, 8))
-    graphs = [bind([BF16]), bind([BF16])]
-    for binding in graphs:
-        binding.copies([param])
-    writable_copies([param])
-    for step, binding in enumerate(graphs, 1):
-        torch.from_dlpack(param.detach())[unsampled(param)] = step
-        assert same(binding.copies([param]), low([param]))
-    wrote([param])
-    assert same(graphs[0].copies([param]), low([param]))
-
-
 def test_a_copy_made_in_inference_mode_serves_training() -> None:
     (param,) = parameters(1)
     binding = bind([BF16])
@@ -504,18 +451,6 @@ def test_only_sets_of_the_same_copies_share_what_was_made_for_them() -> None:
     assert third.sample is not first.sample and third.tables is not first.tables
     params[0].detach().numpy()[0, :] += 1
     assert same(binding.copies(params), low(params))
-
-
-def test_copies_freed_between_a_step_s_halves() -> None:
-    params = parameters(1)
-    binding = bind([BF16])
-    binding.copies(params)
-    (lent,) = writable_copies(params)
-    free_copies(params)
-    with torch.no_grad():
-        lent[0].copy_(params[0].mul_(-3))
-    wrote(params)
-    assert same(binding.copies(params), low(params)) and binding.copies(params)[0] is not lent[0]
 
 
 @pytest.mark.parametrize("act", [free_copies, invalidate])

@@ -16,7 +16,8 @@ import torch.nn as nn
 
 from ampcompile import weights
 from ampcompile.torch_private import patches
-from ampcompile.weights.binding import Binding, bind, free_copies, invalidate, writable_copies, wrote
+from ampcompile.weights.binding import Binding, bind, free_copies, invalidate
+from ampcompile.weights.lending import lend
 from ampcompile.weights.memory import lock
 from tests.weights.searching import searches_are_cheap as searches_are_cheap
 from tests.weights.writers import unsampled
@@ -93,13 +94,14 @@ class Case:
 
 def fused_step(case: Case) -> None:
     """What our fused optimizer step does."""
-    found = writable_copies(case.weights)
-    for param, copies in zip(case.weights, found, strict=True):
+    loan = lend(case.weights)
+    for i, param in enumerate(case.weights):
+        copies = loan.tensors[i]
         param.detach().numpy()[unsampled(param)] += 1
         for copy in copies:
             torch.from_dlpack(copy).copy_(param.detach())
         torch.autograd.graph.increment_version([param, *copies])
-    wrote(case.weights)
+    loan.wrote()
 
 
 def optimizer_step(case: Case) -> None:

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ampcompile.weights.binding import Binding, bind, free_copies, invalidate, weight_stats, writable_copies, wrote
+from ampcompile.weights.binding import Binding, bind, free_copies, invalidate, weight_stats
+from ampcompile.weights.lending import lend
 from tests.weights.searching import searches_are_cheap as searches_are_cheap
 from tests.weights.writers import unsampled
 
@@ -98,12 +99,13 @@ class World:
             torch.optim.SGD(trained, lr=0.5, fused=True).step()
         elif how == "fused step with copies":
             # The next call must not read what this step could not write.
-            found = writable_copies([target])[0]
+            loan = lend([target])
+            found = loan.tensors[0]
             new = target.detach() * 0.5
             for tensor in (target.detach(), *found):
                 torch.from_dlpack(tensor).copy_(new)
             torch.autograd.graph.increment_version([target, *found])
-            wrote([target])
+            loan.wrote()
         elif how == "behind PyTorch's back, announced":
             target.detach().numpy()[unsampled(target)] += 1
             invalidate([target])

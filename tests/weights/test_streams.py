@@ -10,8 +10,9 @@ from torch import nn
 
 from ampcompile.errors import StaleWeightError
 from ampcompile.weights import copies, gpu
-from ampcompile.weights.binding import Binding, bind, free_copies, weight_stats, writable_copies, wrote
+from ampcompile.weights.binding import Binding, bind, free_copies, weight_stats
 from ampcompile.weights.copy_set import CopySet
+from ampcompile.weights.lending import lend
 from ampcompile.weights.memory import memory_of
 from tests.weights.streams import Streams, rounded, streams, words
 
@@ -138,8 +139,9 @@ def test_a_step_that_may_be_skipped_follows_the_cast(streams: Streams) -> None:
     unsampled(model.params[0])
     model.call(1)
     with streams.use(2):
-        assert all(writable_copies(model.params))
-        wrote(model.params)  # the device decided to write nothing
+        loan = lend(model.params)
+        assert len(loan.tensors) == len(model.params)
+        loan.wrote()  # the device decided to write nothing
     found = model.call(3)
     streams.finish(3, 2, 1)
     assert same(found, model.right())
@@ -253,8 +255,10 @@ def test_copies_that_a_captured_step_writes_stay_where_they_are(streams: Streams
     model.call(1)
     streams.finish()
     with streams.capture(), streams.use(7):
-        places = [copy.data_ptr() for found in writable_copies(model.params) for copy in found]
-        wrote(model.params)
+        loan = lend(model.params)
+        places = [copy.data_ptr() for found in loan.tensors.values() for copy in found]
+        loan.wrote()
+        del loan
     assert len(places) == 2
     x = torch.randn(8, dtype=torch.bfloat16, requires_grad=True)
     waiting = (model.binding.copies(model.params)[0] @ x).sum()

@@ -66,7 +66,7 @@ function ofReport() {
   return [make("h2", "", unique(data.graphs.map((graph) => graph.precision)).join("; ")),
     make("p", "", `${casts.length} casts, ${human(size(casts))}; ${busy.length} of them run in every call, ${human(size(busy))}.`), table,
     make("p", "dim", "Click a row, a cast or a diamond for its reason and its line; arrow keys move on. Curves are values read further down; " +
-      "thick ones with a diamond are cast on the way, the thicker the more bytes. Dashed casts run no more in every call."),
+      "thick ones with a diamond are cast on the way, the thicker the more bytes. A dashed cast doesn't run in every call."),
     ...(data.unknown.length ? [make("h3", "", "unknown to the policy"), make("p", "", data.unknown.join(", "))] : []),
     ...(busy.length ? [make("h3", "", "largest casts in every call"), ...largest(busy).map(castLink)] : [])];
 }

@@ -1,6 +1,6 @@
 // What is drawn, and what a click does.
 
-const HEIGHT = 24, GUTTER = 132;
+const HEIGHT = 24;
 const $ = (id) => document.getElementById(id);
 const colour = (dtype) => `var(--${["bf16", "f16", "f32", "f64"].includes(dtype) ? dtype : "other"})`;
 const plain = (name) => name.replace(/^aten\./, "");
@@ -80,7 +80,8 @@ function mark() {
     element.classList.toggle("near", near.has(rows[i]));
     element.querySelectorAll(".tag").forEach((t) => t.classList.toggle("chosen", chosen?.kind === "cast" && Number(t.dataset.cast) === chosen.id));
   });
-  const paths = drawn.map((edge, i) => curve(edge, i));
+  const gutter = $("edges").getBoundingClientRect().width;
+  const paths = drawn.map((edge, i) => curve(edge, i, gutter));
   const order = (cls) => (cls.includes("chosen") ? 2 : cls.includes("cast") ? 1 : 0);
   paths.sort((a, b) => order(a) - order(b));
   $("edges").style.height = `${rows.length * HEIGHT}px`;
@@ -88,15 +89,15 @@ function mark() {
   $("edges").querySelectorAll(".mark").forEach((m) => { m.onclick = () => { const { casts: on } = drawn[m.dataset.edge]; choose(on.length > 1 ? drawn[m.dataset.edge] : on[0]); }; });
 }
 
-function curve(edge, i) {
+function curve(edge, i, gutter) {
   const busy = edge.casts.filter(running), some = busy.length ? busy : edge.casts;
   const thick = some.length ? Math.min(7, 1 + Math.log2(1 + size(some) / 2048) / 2) : 1;
   const on = chosen && (edge.casts.includes(chosen) || (chosen.kind === "op" && edge.ends.includes(chosen) && touches(edge)) || sameEdge(edge));
   const state = (busy.length || !some.length ? "" : " idle") + (some.length ? " cast" : "") + (on ? " chosen" : "");
   const style = some.length ? ` style="--c:${colour(some[0].to)}"` : "";
-  const x = GUTTER - 4, y = edge.to * HEIGHT + HEIGHT / 2, s = 3 + thick / 2;
+  const x = gutter - 4, y = edge.to * HEIGHT + HEIGHT / 2, s = 3 + thick / 2;
   const from = edge.from === null ? null : edge.from * HEIGHT + HEIGHT / 2;
-  const bend = from === null ? 22 : Math.min(GUTTER * 1.2, 16 + 12 * Math.sqrt(edge.to - edge.from));
+  const bend = from === null ? 22 : Math.min(gutter * 1.2, 16 + 12 * Math.sqrt(edge.to - edge.from));
   const line = from === null ? `M${x - bend} ${y}H${x}` : `M${x} ${from}C${x - bend} ${from} ${x - bend} ${y} ${x} ${y}`;
   const [mx, my] = from === null ? [x - bend, y] : [x - 0.75 * bend, (from + y) / 2];
   const diamond = `<path class="mark${state}" data-edge="${i}"${style} d="M${mx} ${my - s}l${s} ${s}l${-s} ${s}l${-s} ${-s}z"/>`;
@@ -138,6 +139,7 @@ $("search").oninput = () => { filter.words = $("search").value.toLowerCase().spl
 $("casts").onchange = () => { filter.casts = $("casts").value; draw(); };
 $("open").onclick = () => { blocks.forEach((b) => { b.open = true; }); draw(); };
 $("close").onclick = () => { blocks.forEach((b) => { b.open = false; }); draw(); };
+onresize = mark;  // a narrow window's gutter is narrow
 document.onkeydown = (event) => {
   if (event.key === "Escape") { chosen = null; describe(); mark(); }
   const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];

@@ -17,14 +17,14 @@ def check(capability: int) -> None:
     for source, instruction in WIDE.items():
         for target in (tl.float16, tl.bfloat16):
             types = {"FROM": cast_many.TYPES[source], "TO": target, "CHUNK": 8192, "BLOCK": cast_many.BLOCK}
-            code = compiled(cast_many.cast_kernel, {"rows": "*i64"}, types, capability)
+            code = compiled(cast_many.amp_cast, {"rows": "*i64"}, types, capability)
             assert code.count(instruction) >= 2, "sixteen bytes at a time, two loads under way"
             hot = re.search(re.escape(instruction) + r".*?st\.global\.v2\.b32", code.ptx, re.DOTALL)
             assert hot and "bar.sync" not in hot[0], "four numbers of 16 bits at a time, none from other threads"
             assert code.stack == 0 and code.registers <= 48
             for rewrite in (False, True):
                 code = compiled(
-                    gpu.recheck_kernel,
+                    gpu.amp_recheck,
                     {"rows": "*i64", "count": "i32", "changed": "*i32", "mark": "i32"},
                     {**types, "REWRITE": rewrite, "SAMPLE": recheck.SAMPLE, "ROWS": gpu.ROWS},
                     capability,

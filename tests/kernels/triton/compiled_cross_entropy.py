@@ -12,7 +12,7 @@ def check(capability: int) -> None:
         logits = {"logits": f"*{low}", "weight": "*fp32", **SIZES}
         for weighted, has_weight in ((False, False), (True, False), (True, True)):
             code = compiled(
-                gpu.row_sums_kernel,
+                gpu.amp_cross_entropy_sums,
                 {**logits, "lse": "*fp32", "sums": "*fp32"},
                 {"WEIGHTED": weighted, "HAS_WEIGHT": has_weight, "BLOCK": gpu.BLOCK},
                 capability,
@@ -21,7 +21,7 @@ def check(capability: int) -> None:
             # 16 numbers a thread, in the loop over whole blocks.
             assert code.count("ld.global*.v4.") == 2 and code.stack == 0 and code.registers <= 64
             code = compiled(
-                gpu.gradient_kernel,
+                gpu.amp_cross_entropy_gradient,
                 {**logits, "target": "*i64", "lse_stride": "i32", **dict.fromkeys(OF_ROWS, "*fp32")},
                 {"SMOOTH": weighted, "HAS_WEIGHT": has_weight, "BLOCK": gpu.BLOCK},
                 capability,

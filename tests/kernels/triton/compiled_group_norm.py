@@ -18,7 +18,7 @@ def check(capability: int) -> None:
         sizes = {"CHANNELS": row.channels_tile, "PLACES": row.places_tile}
         numbers = {"groups": "i32", "per_group": "i32", "places": "i32"}
         code = compiled(
-            group_norm.forward_kernel,
+            group_norm.amp_group_norm,
             {
                 **{"x": of_h, "residual": LOW, "weight": HIGH, "bias": HIGH, "h": of_h, "wide": HIGH, "low": LOW},
                 **{"means": HIGH, "rstds": HIGH, "eps": "fp32", **numbers},
@@ -35,7 +35,7 @@ def check(capability: int) -> None:
         assert code.count("ld.global*.v4.") >= 4 and code.count("ld.global*.v2.") == 0
         assert code.count("st.global*.v4.") >= 2 and code.count("st.global*.v2.") == 0
         code = compiled(
-            group_norm_backward.backward_kernel,
+            group_norm_backward.amp_group_norm_backward,
             {
                 **{"g0": LOW, "g1": LOW, "g2": LOW, "g3": LOW, "grad_sum": of_h, "h": of_h, "weight": HIGH},
                 **{"bias": HIGH, "means": HIGH, "rstds": HIGH, "first": of_h, "second": LOW},

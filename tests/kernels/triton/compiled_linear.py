@@ -20,7 +20,7 @@ def check(capability: int) -> None:
                 pointers = {"x": f"*{low}", "out": f"*{low}", "weight": "*fp32", "bias": "*fp32"}
                 strides = {"x_row", "weight_feature" if straight else "weight_depth", "features", "depth"}
                 code = compiled(
-                    gpu.multiply_kernel,
+                    gpu.amp_linear_cast,
                     {**pointers, **dict.fromkeys(strides, "i32"), "rows": "i32"},
                     {
                         **{"x_depth": 1, "weight_depth" if straight else "weight_feature": 1, "HAS_BIAS": True},

@@ -16,7 +16,7 @@ def check(capability: int) -> None:
     for width, of_h in product((768, 4096, 8192, 16384), (LOW, HIGH)):
         tile = norm.tile_of(width)
         code = compiled(
-            norm.forward_kernel,
+            norm.amp_norm,
             {
                 **{"x": of_h, "residual": LOW, "weight": HIGH, "bias": HIGH, "h": of_h, "wide": HIGH, "low": LOW},
                 **{"means": HIGH, "rstds": HIGH, "rows": "i32", "width": "i32", "eps": "fp32"},
@@ -35,7 +35,7 @@ def check(capability: int) -> None:
         assert code.count("st.global*.v4.") >= 2 and code.count("st.global*.v2.") == 0
         tile = norm.tile_of(width, 2)
         code = compiled(
-            norm_backward.backward_kernel,
+            norm_backward.amp_norm_backward,
             {
                 **{"g0": LOW, "g1": LOW, "g2": LOW, "g3": LOW, "grad_sum": of_h, "h": of_h, "weight": HIGH},
                 **{"means": HIGH, "rstds": HIGH, "first": of_h, "second": LOW, "to_weight": HIGH, "to_bias": HIGH},

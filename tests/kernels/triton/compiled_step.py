@@ -17,7 +17,7 @@ def check(capability: int) -> None:
             both = {"GRAD": grad, "COPY": copy, "HAS_FOUND_INF": True, "CHUNK": 8192, "BLOCK": 512}
             for amsgrad in (False, True):
                 code = compiled(
-                    adam.adam_kernel,
+                    adam.amp_adam,
                     {**TABLES, "scalars": "*fp32", "found_inf": "*fp32"},
                     {**both, "AMSGRAD": amsgrad},
                     capability,
@@ -32,7 +32,7 @@ def check(capability: int) -> None:
                 assert (code.count("cvt.rn.bf16") > 0) == (copy == tl.bfloat16)
             for momentum in (False, True):
                 code = compiled(
-                    sgd.sgd_kernel,
+                    sgd.amp_sgd,
                     {**TABLES, **FLAGS},
                     {**both, "MOMENTUM": momentum, "HAS_MULTIPLIER": True},
                     capability,
@@ -41,10 +41,10 @@ def check(capability: int) -> None:
                 assert code.count("st.global*.v4.") == 1 + momentum
                 assert code.count("bar.sync") == code.stack == 0 and code.registers <= 64
         blocks = {"GRAD": grad, "CHUNK": 8192, "BLOCK": 1024}
-        code = compiled(unscale.unscale_kernel, {**TABLES, **FLAGS}, blocks, capability)
+        code = compiled(unscale.amp_unscale, {**TABLES, **FLAGS}, blocks, capability)
         assert code.count("ld.global*.v4.") > 0 and code.count("st.global*.v4.") > 0 and code.stack == 0
         code = compiled(
-            check_grads.check_kernel,
+            check_grads.amp_check_grads,
             {
                 **TABLES,
                 **dict.fromkeys(("chunk_count", "first_program", "all_programs"), "i32"),
@@ -59,13 +59,13 @@ def check(capability: int) -> None:
         assert code.count("ld.global*.v4.") > 0 and code.stack <= spilled
         assert code.count("atom*.acq_rel*.add") == 1 and code.count("st.global*.v4.") == 0
     prepare = compiled(
-        adam.prepare_kernel,
+        adam.amp_adam_prepare,
         {"words": "*i64", "scalars": "*fp32", "tensor_count": "i32", **FLAGS},
         {"HAS_MULTIPLIER": True, "HAS_FOUND_INF": True, "BLOCK": 128},
         capability,
     )
     update = compiled(
-        update_scale.update_scale_kernel,
+        update_scale.amp_update_scale,
         {
             **{"scale": "*fp32", "growth_tracker": "*i32", "skips": "*i32", "found_inf": "*fp32", "interval": "i32"},
             **dict.fromkeys(("growth", "backoff", "low", "high"), "i64"),

@@ -88,7 +88,7 @@ def test_a_check_that_was_interrupted_between_its_launches_leaves_the_next_ones_
     expected = check_grads_reference(tensors)
     assert_close(check_grads.check_grads(tensors, None, None, None, workspace), expected)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(check_grads, "check_kernel", OnlyOnce(check_grads.check_kernel))
+        patched.setattr(check_grads, "amp_check_grads", OnlyOnce(check_grads.amp_check_grads))
         check_grads.check_grads(tensors, None, None, None, workspace)
     for tensor in reversed(tensors):
         tensor *= 2
@@ -114,7 +114,7 @@ def test_a_captured_launch_has_memory_of_its_own(step, monkeypatch):
     """What the eager launches use, and may let go of, is nothing that a replay writes to."""
     workspace, used = {}, []
     tensors = adam_tensors(ADAM_GROUPS[:1], sizes=SIZES)
-    module, name = (check_grads, "check_kernel") if step == "check" else (adam, "prepare_kernel")
+    module, name = (check_grads, "amp_check_grads") if step == "check" else (adam, "amp_adam_prepare")
 
     class Kernel:
         def __getitem__(self, grid):

@@ -1,5 +1,6 @@
 """Each family of Triton kernels: its numbers in Triton's interpreter, its machine code from Triton's compiler."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
+SOURCES = [ast.parse(path.read_text()) for path in (HERE.parents[2] / "kernels" / "triton").glob("*.py")]
 FAMILIES = [path.stem.removeprefix("interpreted_") for path in sorted(HERE.glob("interpreted_*.py"))]
 ASKED_FOR = ("group_norm", "norm")  # with default options none of these is launched
 
@@ -38,3 +40,11 @@ def test_machine_code(family: str) -> None:
 
 def test_what_torch_traces_for_a_gpu() -> None:
     python("-m", "tests.kernels.triton.traced_rows", TRITON_INTERPRET="0")
+
+
+def test_a_profile_shows_whose_kernels_they_are() -> None:
+    functions = [node for tree in SOURCES for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    jitted = [f for f in functions if any("triton.jit" in ast.unparse(decorator) for decorator in f.decorator_list)]
+    called = {ast.unparse(node.func) for f in jitted for node in ast.walk(f) if isinstance(node, ast.Call)}
+    launched = {f.name for f in jitted} - called
+    assert launched and all(name.startswith("amp_") for name in launched)

@@ -1,0 +1,93 @@
+"""Copies lent to an optimizer's step, which writes them together with the weights."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampcompile.torch_private import storages
+
+from . import gpu
+from .copies import Copy, cast, copies_made, copies_of
+from .memory import known_storages, lock, write_epoch
+
+Found = list[tuple[int, Copy]]
+
+
+class Loan:
+    """The copies that a step may write; `tensors` has those of each weight by its number among `params`.
+
+    From here to `wrote` nothing that shares the weights' memory counts as fresh. The step raises the versions of what
+    it writes, weights and copies, and then calls `wrote`. Where it goes into a CUDA graph, the copies stay where they
+    are for as long as the weights' memory does.
+    """
+
+    def __init__(self, params: Sequence[Tensor], found: Found) -> None:
+        self._copies = [(copy, params[i]) for i, copy in found]
+        self._memories = list(dict.fromkeys(copy.memory for _, copy in found))
+        for memory in self._memories:
+            memory.open_step()
+        captured = gpu.capturing(params) if found else False
+        # A step may turn out to be skipped on the device: what is lent to the step must be right without it.
+        lent = [(i, copy) for i, copy in found if copy.writable() and copy.fresh(strided=True)]
+        self.tensors: defaultdict[int, list[Tensor]] = defaultdict(list)
+        for i, copy in lent:
+            copy.mark = None
+            if captured:
+                copy.stay()
+            if not copy.form.wide and copy.tensor is not None:
+                self.tensors[i].append(copy.tensor)
+        self._buffers = {copy: copy.buffer for _, copy in lent}
+        if not captured:
+            gpu.follow(copy for _, copy in found)
+
+    def wrote(self) -> None:
+        """The step has rewritten all that was lent from the weights' new values.
+
+        Copies held as float32 are rewritten here. What else shares the memory (a tied weight's copy that could not be
+        written, slices of a flat buffer) is out of date.
+        """
+        with lock, torch.inference_mode(False), torch.no_grad():
+            proven = {memory for memory in self._memories if memory.close_step()}
+            written = [
+                (copy, weight)
+                for copy, weight in self._copies
+                # another thread may have cast it meanwhile, from weights of before the step
+                if copy in self._buffers and copy.mark is None and copy.buffer is self._buffers[copy]
+            ]
+            cast([(copy, weight) for copy, weight in written if copy.form.wide and copy.memory in proven])
+            for copy, _ in written:
+                if copy.memory in proven:
+                    copy.rewritten()
+            gpu.cast_done([copy for copy, _ in written if copy.tensor is not None])
+
+
+def lend(params: Sequence[Tensor], known: dict[str, Any] | None = None, same: object = None) -> Loan:
+    """The copies of these parameters that may be overwritten now: no backward that is still to come saved them.
+
+    `known` is the caller's, kept between steps; `same`: the same object as in an earlier step, if these are the
+    parameters of that step, at their addresses and laid out as they were.
+    """
+    with lock:
+        write_epoch()
+        return Loan(params, _copies_of(params, {} if known is None else known, same))
+
+
+def _copies_of(params: Sequence[Tensor], known: dict[str, Any], same: object) -> Found:
+    """All copies of all parameters, looked up anew where one was made or freed since."""
+    if not (copied := known_storages()):
+        return []
+    keys = storages.storage_keys(params)
+    before, made, former, references = known.get("copies", (None, 0, [], []))
+    if same is not None and before is same and made == copies_made() and former == keys:
+        found = [(i, copy) for i, reference in references if (copy := reference()) is not None]
+        if len(found) == len(references):
+            return found
+    found = [(i, copy) for i, key in enumerate(keys) if key in copied for copy in copies_of(params[i])]
+    known["copies"] = same, copies_made(), keys, [(i, weakref.ref(copy)) for i, copy in found]
+    return found

@@ -1,0 +1,42 @@
+"""The site that `make docs` builds: Sphinx reads these pages and the package's docstrings, and fetches nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import ampcompile
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+project = "ampcompile"
+version = release = ampcompile.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinxcontrib.mermaid"]
+html_theme = "furo"
+html_title = f"ampcompile {version}"
+html_show_copyright = False
+
+highlight_language = "text"  # of blocks that name no language: what a program prints
+default_role = "code"  # docstrings quote code between single backticks
+myst_heading_anchors = 4
+myst_fence_as_directive = ["mermaid"]
+mermaid_output_format = "raw"  # the reader's browser draws it
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "fully-qualified"  # torch.dtype, not dtype
+autodoc_preserve_defaults = True
+
+nitpicky = True  # names of ours that lead nowhere are errors; other packages' names have no page here
+nitpick_ignore_regex = [(r"py:.*", r"(?!ampcompile\.).*")]
+
+
+def _link_to_pages(app: Sphinx, page: str, source: list[str]) -> None:
+    """`contributing.md` and `changelog.md` include files from outside of this folder, which other pages link to."""
+    for name in ("CONTRIBUTING", "CHANGELOG"):
+        source[0] = source[0].replace(f"](../{name}.md", f"]({name.lower()}.md")
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", _link_to_pages)

@@ -1,0 +1,65 @@
+"""The README: its Python runs, its loop gives the losses of the one it replaces, its figures are those measured."""
+
+import re
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.records import RESULTS, Records
+from tests import pages
+from tests.test_layout import ROOT
+
+TEXT = (ROOT / "README.md").read_text()
+
+
+def test_its_python_runs_in_a_folder_of_its_own(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = pages.run("README.md")
+    assert names["loss"].item() < 1 and names["loss"].dtype == torch.float32
+    assert "hoisted" in capsys.readouterr().out and (tmp_path / "amp.html").exists()
+    assert names["compiled"](names["x"]).isfinite().all()
+
+
+def test_the_loop_gives_the_losses_of_the_loop_it_replaces() -> None:
+    (diff,) = (block.code for block in pages.blocks("README.md") if block.language == "diff")
+    losses = {}
+    for side in "-+":
+        code = textwrap.dedent("\n".join(line[1:] for line in diff.splitlines() if line[0] in f" {side}"))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+        losses[side] = recorded = list[float]()
+
+        def loss_fn(found: Tensor, y: Tensor, recorded: list[float] = recorded) -> Tensor:
+            recorded.append((loss := nn.functional.cross_entropy(found.float(), y)).item())
+            return loss
+
+        names = {"torch": torch, "model": model, "loss_fn": loss_fn}
+        names["batches"] = [(torch.randn(8, 16), torch.randint(4, (8,)))] * 20
+        names["optimizer"] = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        exec(code.replace('"cuda"', '"cpu"'), names)
+    torch.testing.assert_close(losses["+"], losses["-"], rtol=0.02, atol=0)
+    assert losses["+"][-1] < 0.5 * losses["+"][0]
+
+
+def test_its_figures_are_those_of_the_committed_results() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.report.summary import summary
+
+    speeds = summary([Records.load(path) for path in sorted(RESULTS.glob("*.json"))])
+    found = {
+        name: [peers["amp"].middle for case, peers in speeds.items() if ("4x128" in case) == (name == "training")]
+        for name in ("inference", "training")
+    }
+    inference, training = (f"{min(times):.1f} to {max(times):.1f} times" for times in found.values())
+    assert f"{inference} as fast as Inductor under autocast in inference, {training} in a training step" in TEXT
+
+
+def test_it_is_short_and_its_pictures_are_small() -> None:
+    assert TEXT.count("\n") <= 150
+    pictures = [ROOT / path for path in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", TEXT)]
+    assert len(pictures) == 2 and all(picture.stat().st_size < 100_000 for picture in pictures)

@@ -1,0 +1,41 @@
+"""One loop in float32, eagerly under the framework's own autocast, and with amp."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import ampcompile
+from examples.recipes.recipe import distance
+
+# Of several filters that fit a warning the last counts: ours stay errors.
+QUIET = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "error::ampcompile.AmpWarning"
+)
+LOWER = {"lower": "aot_eager"}
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach() for p in model.parameters() if p.requires_grad]
+
+
+def compare(train: Callable[[str], tuple[nn.Module, float]], steps: int = 12) -> nn.Module:
+    """What amp trained. Its error beside float32 is eager autocast's, and its copies of weights follow each step."""
+    exact, _ = train("float32")
+    eager, eager_loss = train("autocast")
+    casts = ampcompile.weight_stats().casts
+    ours, loss = train("amp")
+    assert ampcompile.weight_stats().casts - casts >= steps
+    rounding = distance(weights(eager), weights(exact))
+    assert 0 < distance(weights(ours), weights(exact)) < 1.2 * rounding
+    assert distance(weights(ours), weights(eager)) < 0.3 * rounding
+    assert loss == pytest.approx(eager_loss, rel=1e-3)
+    return ours
+
+
+def same_keys(saved: Any, model: nn.Module) -> None:
+    """A checkpoint holds the model's own names, no `_orig_mod`, and its weights."""
+    state = model.state_dict()
+    assert set(saved) == set(state)
+    assert all(saved[name].equal(state[name]) for name in saved)

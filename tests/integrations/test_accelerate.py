@@ -1,0 +1,103 @@
+"""`prepare` compiles with amp; accumulation, checkpoints and unwrapping are as without compilation."""
+
+import pytest
+import torch
+
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from safetensors.torch import load_file  # noqa: E402
+
+from ampcompile import GradScaler, OptionError  # noqa: E402
+from ampcompile.integrations.accelerate import AmpPlugin  # noqa: E402
+from examples.ecosystem.accelerate_loop import train  # noqa: E402
+from tests.integrations.compare import LOWER, QUIET, compare, same_keys  # noqa: E402
+
+pytestmark = QUIET
+
+
+def test_what_torch_compile_is_given(monkeypatch):
+    assert AmpPlugin().to_kwargs() == {"backend": "amp"}
+    given = AmpPlugin(mode="max-autotune", options=LOWER, fullgraph=True, use_regional_compilation=True)
+    expected = {"backend": "amp", "fullgraph": True, "options": {"mode": "max-autotune", "lower": "aot_eager"}}
+    assert given.to_kwargs() == expected
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
+    assert AmpPlugin().to_kwargs() == {"backend": "amp", "options": {"mode": "reduce-overhead"}}
+    with pytest.raises(TypeError, match="backend"):
+        AmpPlugin(backend="inductor")
+
+
+def test_prepare_refuses_an_option_that_is_none():
+    accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=AmpPlugin(options={"weihgts": "cached"}))
+    with pytest.raises(OptionError, match="weights"):
+        accelerator.prepare(torch.nn.Linear(2, 2))
+
+
+def test_accelerates_own_list_lacks_us():
+    with pytest.raises(ValueError, match="not a valid DynamoBackend"):  # if not: the plugin can go
+        accelerate.Accelerator(dynamo_backend="amp", cpu=True)
+
+
+def test_the_process_keeps_its_first_plugin_until_another_is_set():
+    """If not, the page says too much."""
+    accelerate.Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=AmpPlugin())
+    assert type(accelerator.prepare(torch.nn.Linear(2, 2))) is torch.nn.Linear
+    accelerator.state.dynamo_plugin = AmpPlugin()
+    assert type(accelerate.Accelerator(cpu=True).prepare(torch.nn.Linear(2, 2))) is torch._dynamo.OptimizedModule
+
+
+def test_a_loop_with_accumulation(tmp_path):
+    kept = {}
+
+    def run(way):
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerator, model, loss = train(way, options=LOWER)
+        kept.update(accelerator=accelerator, model=model)
+        return model, loss
+
+    compare(run)
+    accelerator, model = kept.values()
+    plain = accelerator.unwrap_model(model, keep_torch_compile=False)
+    assert type(plain) is torch.nn.Sequential and model._orig_mod is plain
+    accelerator.save_model(plain, tmp_path)
+    same_keys(load_file(tmp_path / "model.safetensors"), plain)
+
+    accelerator.save_state(tmp_path / "state")
+    x = torch.randn(8, 64)
+    with torch.no_grad():
+        before = model(x)
+        for p in plain.parameters():
+            p.zero_()
+        assert not model(x).any()
+        accelerator.load_state(tmp_path / "state")
+        assert torch.equal(model(x), before)
+
+
+def test_the_region_of_accelerate_beats_an_option():
+    """`prepare` puts autocast inside of what is compiled."""
+    outputs = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        accelerate.state.AcceleratorState._reset_state(True)
+        plugin = AmpPlugin(options=LOWER | {"dtype": dtype})
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16", dynamo_plugin=plugin)
+        torch.manual_seed(0)
+        model = accelerator.prepare(torch.nn.Linear(64, 64))
+        outputs[dtype] = model(torch.randn(8, 64))
+        assert outputs[dtype].dtype is torch.float32
+    assert torch.equal(*outputs.values())
+    assert torch.equal(outputs[torch.float16], outputs[torch.float16].bfloat16().float())
+
+
+def test_a_scaler_of_ours_in_accelerates_optimizer():
+    """Its `step` is patched to see whether it is called, so steps are torch's own, and skipped ones are told."""
+    accelerate.Accelerator(cpu=True)
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = accelerate.optimizer.AcceleratedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), scaler=GradScaler("cpu", init_scale=4.0)
+    )
+    for factor, skipped, expected in ((1.0, False, 0.0), (torch.inf, True, 0.0), (1.0, False, -1.0)):
+        optimizer.zero_grad()
+        optimizer.scaler.scale((weight * factor).sum()).backward()
+        optimizer.step()
+        assert optimizer.step_was_skipped is skipped and weight.eq(expected).all()

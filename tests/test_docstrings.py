@@ -1,0 +1,49 @@
+"""The examples in docstrings print what they say, and every public name has one, and a place in docs/api.md."""
+
+import ast
+import doctest
+import re
+
+import pytest
+
+import ampcompile
+from ampcompile import errors
+from tests import pages
+from tests.test_layout import ROOT, SOURCES
+
+REFERENCE = "docs/api.md"
+
+
+def docstrings() -> dict[str, str]:
+    """Those with an example, by what they belong to."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    found = {
+        f"{module}.{getattr(node, 'name', '')}": ast.get_docstring(node) or ""
+        for module, path in SOURCES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kinds)
+    }
+    return {name: text for name, text in found.items() if ">>>" in text}
+
+
+DOCSTRINGS = docstrings()
+
+
+@pytest.mark.parametrize("name", DOCSTRINGS)
+def test_an_example_prints_what_it_says(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names, said = pages.run(REFERENCE), []  # which says what examples begin with
+    example = doctest.DocTestParser().get_doctest(DOCSTRINGS[name], names, name, None, 0)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    runner.run(example, out=said.append, clear_globs=False)  # Dynamo still cleans up in them
+    assert not said, "".join(said)
+
+
+def test_every_public_name_stands_in_the_reference_and_has_an_example():
+    text = (ROOT / REFERENCE).read_text()
+    assert ".. automodule:: ampcompile.errors\n   :members:" in text
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert {*re.findall(r"^\.\. \w+:: (\w+)$", text, re.MULTILINE)} - {"ampcompile"} == {*ampcompile.__all__} - classes
+    for name in ampcompile.__all__:
+        examples = doctest.DocTestParser().get_examples(getattr(ampcompile, name).__doc__)
+        assert examples and (name in classes or any(f"ampcompile.{name}" in each.source for each in examples)), name
