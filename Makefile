@@ -3,8 +3,8 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format types docs matrix test-isa test-integrations mutations rooms pictures bench \
-	bench-scripts test-gpu bench-gpu
+.PHONY: help demo test check lint format types docs matrix test-isa test-integrations mutations rooms pictures proof \
+	bench bench-scripts test-gpu bench-gpu
 
 VENV := .venv/bin/python
 PYTHON := $(VENV)
@@ -34,7 +34,8 @@ MATRIX := 2.11 2.15
 # What may depend on the units that a CPU has.
 ISA_SAMPLE := tests/behaviour/test_products.py tests/kernels/test_packed_linear.py tests/kernels/test_attention_backward.py \
 	tests/passes/before/test_pack_linears.py tests/passes/analysis/test_product_cost.py tests/weights/test_compiled.py
-CORE := --ignore=tests/benchmarks --ignore=tests/examples
+# The results of the proof are those of one torch.
+CORE := --ignore=tests/benchmarks --ignore=tests/examples --ignore=tests/proof
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -59,7 +60,7 @@ format: $(TOOLS) ## rewrite files to the format that lint checks
 types: $(TOOLS) ## mypy
 	@rm -rf .types && mkdir -p .types/ampcompile
 	@cd .types/ampcompile && ln -s ../../passes ../../kernels ../../ampcompile/[!_]* ../../ampcompile/__*.py .
-	MYPYPATH=.types $(PYTHON) -m mypy -p ampcompile -p benchmarks -p examples
+	MYPYPATH=.types $(PYTHON) -m mypy -p ampcompile -p benchmarks -p examples -p proof
 
 docs: $(DOCS) ## the pages of docs/ and the reference as a site, in build/docs
 	$(PYTHON) -m sphinx -q -W --keep-going docs build/docs
@@ -91,6 +92,9 @@ rooms: $(READY) ## docs/rooms.md, from the pipeline, the imports and the docstri
 pictures: $(READY) ## docs/pictures: the page of casts (needs Chromium) and the plot of the committed results
 	$(PYTHON) -m tests.pictures
 	$(PYTHON) -m benchmarks docs
+
+proof: $(READY) ## docs/proof.md: what holds, on torch's own operators and under faults; PART=ops ALL=1 SHARD=1/4
+	$(PYTHON) -m proof $(PART) $(if $(ALL),--all) $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 test-gpu: $(READY) ## the tests that need a CUDA device
 	@test -n "$(GPU_PLUGINS)" || echo "without pytest-xdist or pytest-timeout: one process, and no limit to a test's time"

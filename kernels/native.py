@@ -51,7 +51,10 @@ def cache_folder() -> Path:
     """Where the built library is kept: `$AMPCOMPILE_CACHE_DIR`, else `ampcompile` in the user's cache folder."""
     if folder := os.environ.get("AMPCOMPILE_CACHE_DIR"):
         return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ampcompile"
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if caches.startswith("~"):  # a user without a name and a home, as containers have
+        return Path(tempfile.gettempdir(), f"ampcompile_{os.getuid()}")
+    return Path(caches, "ampcompile")
 
 
 @functools.cache
@@ -74,23 +77,28 @@ def build(compiler: str) -> Path:
     """The shared library built by `compiler` from `cpp/`, from the cache if it is there."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     parts = [version, *FLAGS, *processor(), *(path.read_text() for path in sorted(SOURCES.iterdir()))]
-    target = private_folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.so"
-    if not ours_alone(target):
-        with locked(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            if not ours_alone(target):  # another process may have built it meanwhile
-                built = Path(folder, target.name)
-                command = [compiler, *FLAGS, str(SOURCES / "step.cpp"), "-o", str(built)]
-                subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-                built.chmod(0o700)
-                built.replace(target)  # in one piece, for those on a file system without locks
+    target = cache_folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.so"
+    if ours_alone(target.parent) and is_right(target):
+        return target
+    target = private_folder() / target.name
+    with locked(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        if not is_right(target):  # another process may have built it meanwhile
+            built = Path(folder, target.name)
+            command = [compiler, *FLAGS, str(SOURCES / "step.cpp"), "-o", str(built)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+            with built.open("ab") as file:
+                file.write(hashlib.sha256(built.read_bytes()).digest())
+            built.chmod(0o700)
+            built.replace(target)  # in one piece, for those on a file system without locks
     return target
 
 
 def private_folder() -> Path:
-    """The cache folder, if it can be made and nobody else can write there: what it holds is run. Else a new one."""
+    """The cache folder, if this user can write there and nobody else: what it holds is run. Else a new one."""
     folder = cache_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
         if ours_alone(folder):
             return folder
         reason = f"others can write to {folder}; run chmod go-w on it, or name another by AMPCOMPILE_CACHE_DIR"
@@ -107,6 +115,12 @@ def ours_alone(path: Path) -> bool:
     except OSError:
         return False
     return found.st_uid in (0, os.getuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def is_right(library: Path) -> bool:
+    """Whether it is ours and ends with the hash of the rest: half a library would crash whoever loads it."""
+    content = library.read_bytes() if ours_alone(library) else b""
+    return content[-32:] == hashlib.sha256(content[:-32]).digest()
 
 
 @contextmanager

@@ -54,3 +54,19 @@ def captured(call: Callable[[], object], device: str, warm_up: int = 3) -> Calla
     with torch.cuda.graph(graph):
         call()
     return graph.replay
+
+
+def require_lstm() -> None:
+    """Skip where oneDNN is told that the CPU is an older one, but torch isn't, and its LSTM in bfloat16 fails."""
+    try:
+        with torch.no_grad(), torch.autocast("cpu"):
+            torch.nn.LSTM(2, 2)(torch.zeros(1, 1, 2))
+    except RuntimeError as error:
+        if "could not create a primitive descriptor" not in str(error):
+            raise
+        pytest.skip(f"torch: {error}")
+
+
+def said(stderr: str) -> list[str]:
+    """Lines on stderr but for the one that a CPU gets on which low precision doesn't pay."""
+    return [line for line in stderr.splitlines() if "won't help here" not in line]

@@ -136,7 +136,7 @@ ACROSS_FILES = {
     "torch_private": "layout",
     "weights": "compiled interleaved interrupts patches programs random streams writers_compiled",
 }
-ROOMLESS = {"behaviour", "benchmarks", "examples"}
+ROOMLESS = {"behaviour", "benchmarks", "examples", "proof"}
 
 
 def mirrored() -> dict[Path, str]:

@@ -162,10 +162,12 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
             with _region(device_type, options) as region:
                 widening = widens and called is None and not ambient
                 return widen_outputs.call(compiled, args, kwargs, region.fast_dtype, widening, module)
-        finally:
-            torch.set_autocast_cache_enabled(cached)
+        finally:  # whose calls may be interrupted too: each is followed by nothing, or by a `finally`
             current_call.callable = called
-            optimize_contexts.set_frame_callback(looking)
+            try:
+                optimize_contexts.set_frame_callback(looking)
+            finally:
+                torch.set_autocast_cache_enabled(cached)
 
     optimize_contexts.pass_over(under_autocast)
     under_autocast._torchdynamo_inline = _make_inlined(plain)  # type: ignore[attr-defined]

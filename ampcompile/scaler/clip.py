@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 from ampcompile.errors import ClipError
 
 from .fused import FusedStep
-from .pending import PerDevice, factors, gradients, leave, pending
+from .pending import drop, factors, gradients, leave, pending
 
 
 def require_one_iteration(optimizer: Any, state: dict[str, Any] | None) -> None:
@@ -38,15 +38,23 @@ def clip_in_step(
 
     `state`: the scaler's, of an optimizer that wasn't unscaled so far.
     """
-    found_infs: PerDevice = {}
     norm, failed = torch.zeros(()), False
     if fused.work:
         before = factors(fused.optimizer, fused.grads)
         found_infs, clipping, norm = fused.check(scale, before, max_norm)
         failed = error_if_nonfinite and not norm.isfinite()
-        leave(fused.optimizer, fused.check(scale, before)[1] if failed else clipping, fused.grads)
-    if state is not None:
-        state.update(stage=OptState.UNSCALED, found_inf_per_device=found_infs)
+        if failed:
+            clipping = fused.check(scale, before)[1]
+        try:
+            leave(fused.optimizer, clipping, fused.grads)
+            if state is not None:
+                state.update(stage=OptState.UNSCALED, found_inf_per_device=found_infs)
+        except BaseException:
+            if state is not None and state["stage"] is OptState.READY:  # the step unscales by itself
+                drop(fused.optimizer)
+            raise
+    elif state is not None:
+        state.update(stage=OptState.UNSCALED)
     if failed:
         raise RuntimeError(
             "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped. To "

@@ -36,12 +36,16 @@ class Pending:
     """A hook ahead of the optimizer's own step, so that this one is clipped too; the optimizer holds it."""
 
     def __init__(self, optimizer: Any, factors: PerDevice, grads: Sequence[Tensor]) -> None:
-        self.factors = factors
-        self.over = False
-        """Whether the iteration has ended: gradients that changed since aren't meant any more."""
-        self.gradients = Gradients(grads)
-        """Those that were clipped."""
+        self.take(factors, grads)
         self._hook = optimizer.register_step_pre_hook(self)
+
+    def take(self, factors: PerDevice, grads: Sequence[Tensor]) -> None:
+        """Hold these from now on: `gradients` are those that were clipped; `over`, whether their iteration has ended,
+        so that those which changed since aren't meant any more.
+        """
+        clipped = Gradients(grads)
+        # No signal comes between stores: what is pending is wholly the former or wholly this.
+        self.factors, self.gradients, self.over = factors, clipped, False
 
     def drop(self) -> None:
         """Forget the factors."""
@@ -59,8 +63,10 @@ def pending(optimizer: Any) -> Pending | None:
 
 def leave(optimizer: Any, factors: PerDevice, grads: Sequence[Tensor]) -> None:
     """Have the next step multiply the gradients, which are `grads`, by these factors, instead of what was pending."""
-    drop(optimizer)
-    Pending(optimizer, factors, grads)
+    if (left := pending(optimizer)) is None:
+        Pending(optimizer, factors, grads)
+    else:
+        left.take(factors, grads)
 
 
 def drop(optimizer: Any) -> None:

@@ -36,11 +36,12 @@ def fresh_optimizer_states() -> dict[int, dict[str, Any]]:
 class Marks:
     """What some tensors are now, recognized later without being held. Those without a storage, sparse ones, are not."""
 
+    _ids: Sequence[int] = ()
+    """The storages': nobody else gets them while they are held weakly."""
+
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        # The storages' ids: nobody else gets them while they are held weakly.
-        self._ids: list[int] = []
         strided, storages = _with_storages(tensors)
-        self._ids += map(_hold, storages)
+        self._ids = list(map(_hold, storages))
         self._marks = _marks(self._ids, strided)
 
     def still(self, tensors: Sequence[Tensor]) -> bool:

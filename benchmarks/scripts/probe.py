@@ -30,7 +30,7 @@ def main() -> None:
         losses.append(sum(since_step) / len(since_step))
         since_step.clear()
 
-    Tensor.backward = noting_loss
+    Tensor.backward = noting_loss  # type: ignore[method-assign]
     register_optimizer_step_post_hook(at_step)
     runpy.run_path(script, run_name="__main__")
     with open(figures, "w") as file:

@@ -10,6 +10,7 @@ import pytest
 
 import ampcompile
 from ampcompile.command_line import main as cli
+from tests.devices import said
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -119,7 +120,7 @@ def test_steps_go_to_stderr_and_no_name_is_split_when_piped(tmp_path: Path) -> N
     run = subprocess.run(
         command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment, check=True
     )
-    assert name in run.stdout and run.stderr.splitlines() == ["loading shop.py:model", "explaining"]
+    assert name in run.stdout and said(run.stderr) == ["loading shop.py:model", "explaining"]
 
 
 @pytest.mark.slow

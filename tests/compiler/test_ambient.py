@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 import ampcompile.backend
+from ampcompile.compiler import call_state
 from ampcompile.errors import AmpWarning
 from ampcompile.torch_private import autocast, optimize_contexts
+from proof.faults.injecting import raised_at
 from tests.compiling import HALF, HIGH, LOW, amp, compiled, dtypes, eager, regions, same_bits
 
 # Dynamo looks at `.grad` of whatever is alive at a graph break.
@@ -350,3 +352,20 @@ def test_without_dynamos_hook_there_is_one_warning_and_ambient_autocast_still_wo
     monkeypatch.setattr(optimize_contexts, "wrap_call", lambda *_: (_ for _ in ()).throw(AttributeError("gone")))
     with pytest.warns(AmpWarning, match="open torch.autocast around the call yourself"):
         assert not ambient.install.__wrapped__()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_call_that_is_broken_off_anywhere_leaves_the_thread_as_it_was(error):
+    x = torch.randn(2, 8)
+    run, _ = compiled(LINEAR, outputs="float32")
+    with torch.no_grad():
+        expected, at = run(x), 1
+        while raised_at(at, error, lambda: run(x)):
+            looking = optimize_contexts.set_frame_callback(None)
+            optimize_contexts.set_frame_callback(looking)
+            assert looking is None
+            assert (call_state.current_call.callable, call_state.current_call.low_dtype) == (None, None)
+            assert torch.is_autocast_cache_enabled() and not autocast.any_autocast_enabled()
+            assert same_bits(run(x), expected)
+            at += 1
+    assert expected.dtype == HIGH and at > 20

@@ -14,6 +14,7 @@ import ampcompile
 from ampcompile.compiler import widen_outputs
 from ampcompile.torch_private import dispatcher
 from tests.compiling import HALF, HIGH, LOW, compiled, dtypes, eager, gradients, regions, same_bits
+from tests.devices import require_lstm
 
 # Dynamo looks at `.grad` of whatever is alive at a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -373,6 +374,7 @@ def test_a_policy_that_makes_something_low_does_not_hide_it():
 
 
 def test_pieces_that_run_eagerly_are_widened_too():
+    require_lstm()
     lstm = nn.LSTM(8, 8)
     output, (hidden, cell) = run(lstm)(x()[None])
     assert dtypes([output, hidden, cell]) == [HIGH] * 3

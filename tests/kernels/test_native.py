@@ -1,9 +1,12 @@
 """The C++ library: built once, built by nobody where there is no compiler; 16-bit floats rounded as torch does."""
 
+import ctypes
 import logging
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,9 +39,11 @@ def test_the_cache_folder_follows_the_environment(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert str(native.cache_folder()) == "/somewhere/ampcompile"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert native.cache_folder() == os.path.expanduser("~/.cache/ampcompile") or native.cache_folder().parts[-1:] == (
-        "ampcompile",
-    )
+    monkeypatch.setenv("HOME", "/home/me")
+    assert str(native.cache_folder()) == "/home/me/.cache/ampcompile"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)
+    assert native.cache_folder() == Path(tempfile.gettempdir(), f"ampcompile_{2**31 - 9}"), "nobody's home"
 
 
 def test_without_a_compiler_it_is_unavailable_and_says_so(unloaded, monkeypatch, caplog):
@@ -134,3 +139,28 @@ def test_every_16_bit_number_is_read_as_torch_reads_it(dtype):
         found_inf, _, norm = check_grads([value])
         assert found_inf.item() == (not value.isfinite().item())
         torch.testing.assert_close(norm, value.double().abs().float()[0], rtol=1e-7, atol=0, equal_nan=True)
+
+
+@pytest.fixture
+def compiler(tmp_path):
+    """One that is fast: it gives out a copy of the library that other tests use."""
+    assert native.available()
+    file = tmp_path / "compiler"
+    copies = f'for to; do :; done; cp {native.library()._name} "$to"'  # to its last argument
+    file.write_text(f'#!/bin/sh\n[ "$1" = --version ] || {{ {copies}; }}\n')
+    file.chmod(0o755)
+    return str(file)
+
+
+@pytest.mark.parametrize("kept", [0, 0.001, 0.5, 1])
+def test_a_library_that_was_cut_off_is_built_again(compiler, monkeypatch, tmp_path, kept):
+    monkeypatch.setenv("AMPCOMPILE_CACHE_DIR", str(tmp_path / "cache"))
+    built = native.build(compiler)
+    whole = built.read_bytes()
+    built.write_bytes(whole[: int(len(whole) * kept)] if kept < 1 else whole[:-kept])
+    assert native.build(compiler) == built and built.read_bytes() == whole
+
+
+def test_where_the_folder_cannot_be_written_to_it_is_built_elsewhere(compiler, monkeypatch):
+    monkeypatch.setenv("AMPCOMPILE_CACHE_DIR", "/proc/self/fd")  # which nobody can make files in
+    assert ctypes.CDLL(str(native.build(compiler))).check_grads

@@ -20,6 +20,7 @@ from ampcompile.rules.table import composite_needs_decomposition, rule_for, tabl
 from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.dispatcher import op_named
 from tests.compiling import amp
+from tests.devices import require_lstm
 from tests.op_calls import (
     LOW,
     Call,
@@ -181,6 +182,7 @@ def test_torch_lists(request, function, args, kwargs):
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_lstm_for_inference(bidirectional):
+    require_lstm()
     lstm, x = torch.nn.LSTM(4, 5, bidirectional=bidirectional), torch.randn(3, 2, 4)
     function = lambda *args: lstm(*args)[0]  # noqa: E731
     with torch.no_grad(), autocast("cpu", True):

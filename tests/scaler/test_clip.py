@@ -1,6 +1,7 @@
 """`clip_grad_norm_`: torch's unscale_ and clip_grad_norm_ in one call, folded into the step."""
 
 import math
+from contextlib import suppress
 from copy import deepcopy
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from ampcompile.scaler.grad_scaler import GradScaler
+from proof.faults.injecting import raised_at
 from tests.scaler.cases import KINDS, assert_close, params_with, scaled
 
 
@@ -164,3 +166,48 @@ def test_a_copy_of_the_scaler_between_clip_and_step_is_refused_as_torch_refuses_
     scaler.clip_grad_norm_(ours, 1.0)
     with pytest.raises(AssertionError, match="may only be pickled at the beginning of an iteration"):
         deepcopy(scaler)
+
+
+def broken_off(make):
+    """What `make` gives, with a clipping broken off at each place where a signal or a failure may come."""
+    for error in (KeyboardInterrupt, MemoryError):
+        at, reached = 1, True
+        while reached:
+            scaler, ours, torchs = scaled(), *twins(KINDS[0])
+            make(scaler, ours)
+            reached = raised_at(at, error, lambda s=scaler, o=ours: s.clip_grad_norm_(o, 0.5))
+            yield scaler, ours, torchs
+            at += 1
+        assert at > 50
+
+
+def stepped(before, max_norm):
+    """The parameters of a copy of an optimizer after torch's own clipping and step."""
+    optimizer = deepcopy(before)  # without gradients
+    for param, other in zip(params(optimizer), params(before), strict=True):
+        param.grad = other.grad.clone()
+    reference = torch.amp.GradScaler("cpu")
+    reference.scale(torch.ones(()))
+    reference.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(params(optimizer), max_norm)
+    reference.step(optimizer)
+    return params(optimizer)
+
+
+def test_after_a_clipping_that_was_broken_off_the_next_iteration_is_right():
+    for scaler, ours, torchs in broken_off(lambda *_: None):
+        with suppress(AssertionError):  # torch's, of an update for which nothing was checked
+            scaler.update()
+        for param, other in zip(params(ours), params(torchs), strict=True):
+            param.grad = other.grad.clone()
+        scaler.clip_grad_norm_(ours, 2.0)
+        scaler.step(ours)
+        assert_close(params(ours), stepped(torchs, 2.0))
+
+
+def test_a_second_clipping_that_was_broken_off_is_wholly_done_or_not_at_all():
+    for scaler, ours, torchs in broken_off(lambda scaler, ours: scaler.clip_grad_norm_(ours, 2.0)):
+        once, twice = (stepped(torchs, norm) for norm in (2.0, 0.5))
+        scaler.step(ours)
+        close = [all(torch.allclose(a, b) for a, b in zip(params(ours), each, strict=True)) for each in (once, twice)]
+        assert any(close)

@@ -14,6 +14,7 @@ from ampcompile.torch_private.autocast import (
     autocast_states,
     lowering_without_autocast,
 )
+from proof.faults.injecting import raised_at
 
 
 def test_nesting_counts_regions_and_stays_as_it_is() -> None:
@@ -62,3 +63,11 @@ def test_while_lowering_some_autocast_is_on() -> None:
     with lowering_without_autocast():
         assert torch._C._is_any_autocast_enabled()
     assert not torch._C._is_any_autocast_enabled()
+
+
+def test_an_interrupt_leaves_the_number_of_regions_as_it_was() -> None:
+    at, before = 1, autocast_nesting()
+    while raised_at(at, KeyboardInterrupt, autocast_nesting):
+        assert autocast_nesting() == before
+        at += 1
+    assert at > 1

@@ -1,5 +1,6 @@
 """An optimizer's hooks are listed, its gradients recognized, and storages held weakly keep their ids to themselves."""
 
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -59,3 +60,8 @@ def test_noted_tensors_may_be_freed_and_no_other_is_taken_for_one() -> None:
     others = [torch.ones(3) for _ in range(100)]
     assert storage not in [other.untyped_storage()._cdata for other in others]
     assert not any(noted.still([other]) for other in others)
+
+
+def test_marks_that_an_interrupt_left_unmade_are_freed_in_silence() -> None:
+    assert not Marks.__new__(Marks)._ids
+    gc.collect()  # pytest makes an error of what is raised then

@@ -1,0 +1,33 @@
+"""What is known not to hold, and why. The list may only shrink: an entry whose cases hold is an error."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from proof.results import Failure, Results
+
+
+class Expected(NamedTuple):
+    """Failures of one kind in the groups of a part that begin with a name."""
+
+    part: str
+    name: str
+    kind: str
+    reason: str
+    upstream: str = ""
+    """The issue of PyTorch's, where there is one."""
+
+    def covers(self, part: str, group: str, failure: Failure) -> bool:
+        """Whether this is it."""
+        return (part, failure.kind) == (self.part, self.kind) and f"{group}, ".startswith(f"{self.name}, ")
+
+
+EXPECTED: tuple[Expected, ...] = ()
+
+
+def failures(part: str, found: Iterable[Results]) -> Iterable[tuple[str, Failure, Expected | None]]:
+    """Every failure of a part: its group, and the entry that it is expected by."""
+    for results in found:
+        for group, verdict in results.verdicts.items():
+            for failure in verdict.failures:
+                fitting = (entry for entry in EXPECTED if entry.covers(part, group, failure))
+                yield group, failure, next(fitting, None)

@@ -1,0 +1,118 @@
+"""Ctrl-C and failed allocations wherever they may come: in a call that casts weights, in a step, while compiling."""
+
+import contextlib
+import random
+from collections.abc import Callable
+
+import torch
+
+from proof.faults.injecting import places, raised_at
+from proof.faults.subject import Subject, batch, nothing_left
+
+Act = Callable[[Subject], Callable[[], object]]
+"""Prepares a subject, and returns what is broken off."""
+COMPILING = 50
+"""Places in compiling that are tried."""
+
+
+def refresh(subject: Subject) -> Callable[[], object]:
+    """A call that has weights to cast again: one was written in place, one through `.data`."""
+    with torch.no_grad():
+        subject.model.first.weight += 0.5
+        subject.model.second.weight.data[3, 5] += 1
+    data = batch()
+    return lambda: subject.loss(subject.run, data).backward()
+
+
+def step(subject: Subject) -> Callable[[], object]:
+    """What follows backward."""
+    subject.backward(batch())
+    return subject.update
+
+
+def broken_off(act: Act, error: type[BaseException], stride: int = 1) -> int:
+    """`act` broken off at every place, or every so many; how often."""
+    subject = Subject()
+    subject.train(2)
+    subject.check()
+    trials, at, reached = 0, 1, True
+    while reached:
+        reached = raised_at(at, error, act(subject))
+        try:
+            _go_on(subject)
+        except Exception as wrong:
+            raise AssertionError(f"at place {at}: {wrong}") from wrong
+        trials, at = trials + reached, at + stride
+    del subject
+    nothing_left()
+    return trials
+
+
+def _go_on(subject: Subject) -> None:
+    """As a loop does that goes on to its next iteration."""
+    subject.check()
+    with contextlib.suppress(AssertionError):  # of torch's scaler, where the step didn't come to its check
+        subject.scaler.update()
+    subject.check_step()
+
+
+def while_compiling(error: type[BaseException], trials: int = COMPILING) -> int:
+    """Broken off at places drawn from all that compiling a model and its backward passes."""
+
+    def first_call(subject: Subject) -> Callable[[], object]:
+        data = batch()
+        return lambda: subject.loss(subject.run, data).backward()
+
+    passed = places(error, first_call(Subject()))
+    for at in sorted(random.Random(0).sample(range(1, passed), trials)):
+        torch._dynamo.reset()
+        subject = Subject()
+        with contextlib.suppress(Exception):  # what torch makes of an error in the middle of it
+            raised_at(at, error, first_call(subject))
+        try:
+            _go_on(subject)
+        except Exception as wrong:
+            raise AssertionError(f"at place {at} of {passed}: {wrong}") from wrong
+        del subject
+    nothing_left()
+    return trials
+
+
+def refresh_interrupted() -> int:
+    """Ctrl-C anywhere in a call that casts weights."""
+    return broken_off(refresh, KeyboardInterrupt)
+
+
+def refresh_without_memory() -> int:
+    """Out of memory anywhere in a call that casts weights."""
+    return broken_off(refresh, torch.OutOfMemoryError)
+
+
+def step_interrupted() -> int:
+    """Ctrl-C anywhere in clipping, step and update."""
+    return broken_off(step, KeyboardInterrupt)
+
+
+def step_without_memory() -> int:
+    """Out of memory anywhere in clipping, step and update."""
+    return broken_off(step, torch.OutOfMemoryError)
+
+
+def compiling_interrupted() -> int:
+    """Ctrl-C at 50 places in compiling."""
+    return while_compiling(KeyboardInterrupt)
+
+
+def compiling_without_memory() -> int:
+    """Out of memory at 50 places in compiling."""
+    return while_compiling(torch.OutOfMemoryError)
+
+
+FAULTS = (
+    refresh_interrupted,
+    refresh_without_memory,
+    step_interrupted,
+    step_without_memory,
+    compiling_interrupted,
+    compiling_without_memory,
+)

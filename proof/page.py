@@ -1,0 +1,81 @@
+"""docs/proof.md, written from the results."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.report.tables import table
+from proof import expected, results
+from proof.part import HOMES, part
+from proof.results import Results, Verdict
+
+PAGE = Path(__file__).parents[1] / "docs" / "proof.md"
+HEAD = """# What holds
+
+<!-- Written by `python -m proof docs` from the files in proof/results/: change those, or the generator. -->
+
+`make proof` tries what is told here, case by case, and writes this page; `make proof PART=ops`, one part of it. It goes
+on where it stopped, `SHARD=1/4` takes every fourth group of cases, and `ALL=1` every case instead of a sample that is
+always the same. Each group runs in a process that is replaced when it dies, so that a crash is a result too.
+"""
+
+
+def page(folder: Path = results.RESULTS) -> str:
+    """The whole document."""
+    found = {name: [each for each in results.of_part(name, folder) if each.verdicts] for name in HOMES}
+    chapters = (chapter(name, files) for name, files in found.items() if files)
+    return HEAD + "".join(f"\n{text}" for lines in chapters for text in lines)
+
+
+def chapter(name: str, found: Sequence[Results]) -> Iterator[str]:
+    """What one part's results say."""
+    yield f"## {part(name).title}\n"
+    yield part(name).says
+    yield machines(found)
+    asked = set(part(name).groups(False))
+    known = asked & {verdict.group for verdict in verdicts(found)}
+    if known < asked:
+        yield f"So far {len(known)} of the sample's {len(asked)} groups of cases.\n"
+    yield part(name).tabulate(verdicts(found))
+    rows = [
+        (f"`{group}`", failure.kind, str(failure.times), "yes" if failure.stock else "no", _because(failure, entry))
+        for group, failure, entry in expected.failures(name, found)
+    ]
+    if rows:
+        yield "Not so:\n"
+        yield table(["", "what", "cases", "stock too", "why"], sorted(rows))
+
+
+def verdicts(found: Iterable[Results]) -> list[Verdict]:
+    """Of all files of a part."""
+    return [verdict for each in found for verdict in each.verdicts.values()]
+
+
+def machines(found: Iterable[Results]) -> str:
+    """What they were found on and with."""
+    lines = {
+        f"{a['processor']}, {', '.join(a['low-precision instructions']) or 'no 16-bit units'}; {a['system']}, "
+        f"Python {a['python']}, torch {a['torch']}; commit {a['commit']}."
+        for each in found
+        for a in each.about
+    }
+    return "\n".join(sorted(lines)) + "\n"
+
+
+def outcomes(rows: dict[str, Counter[str]], columns: Sequence[str]) -> str:
+    """A table of counts: a line for each row and one for all together, a column for each outcome that came up."""
+    total = sum(rows.values(), Counter())
+    used = [name for name in columns if total[name]]
+    used += sorted(total.keys() - set(columns))
+    lines = [(name, *(str(counts[each]) for each in used)) for name, counts in (rows | {"together": total}).items()]
+    return table(["", *used], lines)
+
+
+def _because(failure: results.Failure, entry: expected.Expected | None) -> str:
+    why = entry.reason + (f" ({entry.upstream})" if entry.upstream else "") if entry else "cause not known yet"
+    return f"{why}: {failure.text}".replace("|", "\\|")
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page())

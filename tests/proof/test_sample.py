@@ -1,0 +1,52 @@
+"""A fixed sample of each part, run anew; what is expected to fail still does."""
+
+import random
+
+import pytest
+import torch
+
+from proof import expected
+from proof.faults import interrupts, lives, raising
+from proof.part import part
+from proof.results import Failure, of_part
+
+pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore")]  # torch's deprecations, met on purpose
+SAMPLES = {"ops": 40, "mixed": 20, "inductor": 1}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_sample_holds(name: str) -> None:
+    for group in random.Random(0).sample(part(name).groups(False), SAMPLES[name]):
+        for failure in part(name).run(group).failures:
+            assert any(entry.covers(name, group, failure) for entry in expected.EXPECTED), (group, failure)
+
+
+def known() -> list[tuple[str, str, Failure]]:
+    """One group for each entry of the list."""
+    found = {
+        entry: (name, group, failure)
+        for name in SAMPLES
+        for group, failure, entry in expected.failures(name, of_part(name))
+    }
+    return list(found.values())
+
+
+@pytest.mark.parametrize("name, group, failure", known(), ids=lambda value: str(value)[:60])
+def test_what_is_expected_to_fail_does(name: str, group: str, failure: Failure) -> None:
+    assert failure.kind in {each.kind for each in part(name).run(group).failures}, "it holds now: take it off the list"
+
+
+@pytest.mark.parametrize("fault", [*raising.FAULTS, *lives.FAULTS], ids=lambda fault: fault.__name__)
+def test_a_fault_is_survived(fault) -> None:
+    assert fault() > 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("act, stride", [(interrupts.refresh, 29), (interrupts.step, 61)])
+def test_what_is_broken_off_is_survived(act, stride, error) -> None:
+    assert interrupts.broken_off(act, error, stride) > 5
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_compiling_that_is_broken_off_is_survived(error) -> None:
+    assert interrupts.while_compiling(error, trials=3) == 3
