@@ -32,6 +32,10 @@ def chapter(name: str, found: Sequence[Results]) -> Iterator[str]:
     yield f"## {part(name).title}\n"
     yield part(name).says
     yield machines(found)
+    asked = set(part(name).groups(False))
+    known = asked & {verdict.group for verdict in verdicts(found)}
+    if known < asked:
+        yield f"So far {len(known)} of the sample's {len(asked)} groups of cases.\n"
     yield part(name).tabulate(verdicts(found))
     rows = [
         (f"`{group}`", failure.kind, str(failure.times), "yes" if failure.stock else "no", _because(failure, entry))

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import machine
 from benchmarks.apart import Apart, FailedError, apart
 from proof import part as parts
-from proof.results import RESULTS, Failure, Results, Verdict, name_of
+from proof.results import RESULTS, Failure, Results, Verdict, name_of, of_part
 
 GROUPS_PER_PROCESS = 200
 """Dynamo keeps some of each graph; so many later a new process begins."""
@@ -98,8 +98,10 @@ def main(arguments: list[str]) -> int:
             if options.again:
                 results.path.unlink(missing_ok=True)
                 results = Results(results.path)
-            results.begin(about())
-            left += _run(name, _left(name, results, options), results, workers, end, console)
+            groups = _left(name, options)
+            if groups:
+                results.begin(about())
+            left += _run(name, groups, results, workers, end, console)
     console.print(
         f"{left} groups left: the same command goes on with them" if left else "nothing is left", markup=False
     )
@@ -114,14 +116,15 @@ def about() -> dict[str, Any]:
     return {name: found[name] for name in keep} | versions | {"commit": machine.commit()}
 
 
-def _left(name: str, results: Results, options: argparse.Namespace) -> list[str]:
+def _left(name: str, options: argparse.Namespace) -> list[str]:
     """In an order in which whatever is done when time is up is a fair sample."""
     index, count = options.shard
     groups = sorted(parts.part(name).groups(options.all), key=lambda group: hashlib.sha256(group.encode()).digest())
     groups = groups[index - 1 :: count]
     if options.only:
         return [group for group in groups if options.only in group]
-    return [group for group in groups if group not in results.verdicts]
+    done = {group for each in of_part(name, options.results) for group in each.verdicts}
+    return [group for group in groups if group not in done]
 
 
 def _run(name: str, groups: list[str], results: Results, workers: Workers, end: float, console: Console) -> int:

@@ -39,9 +39,9 @@ def call(compiled: Callable[..., Any], args: Any, kwargs: Any, low: torch.dtype,
     `module`: the one it is of, if any.
     """
     outer = current_call.low_dtype, current_call.widens
-    current_call.low_dtype, current_call.widens, current_call.widened = low, widening, False
-    there = list(_tensors(args, kwargs)) if widening and any(map(_may_change, (*args, *kwargs.values()))) else None
     try:
+        current_call.low_dtype, current_call.widens, current_call.widened = low, widening, False
+        there = list(_tensors(args, kwargs)) if widening and any(map(_may_change, (*args, *kwargs.values()))) else None
         result = compiled(*args, **kwargs)
         if not widening or current_call.widened:
             return result

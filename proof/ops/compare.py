@@ -65,6 +65,8 @@ def dense(value: Any) -> Tensor:
 
 def too_far(ours: Tensor, theirs: Tensor, exact: Tensor) -> str:
     """How `ours` is further from `exact` than `WORSE` times `theirs` plus one ulp of the largest number; else ""."""
+    if ours.shape != exact.shape:
+        return f"shape {tuple(ours.shape)}, not {tuple(exact.shape)}"
     if not (ours.is_floating_point() or ours.is_complex()):
         return "" if torch.equal(ours, exact.to(ours.dtype)) else f"{_counted(ours != theirs)} differ"
     ulp = torch.finfo(ours.dtype).eps

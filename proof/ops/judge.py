@@ -12,7 +12,7 @@ from proof.ops.calls import Call, Run, amp, autocast, eager, stock
 from proof.ops.compare import Difference, differences, same_numbers
 from proof.results import Failure, Verdict
 
-REFUSED = "Backend compiler `amp`"
+REFUSED = "Backend compiler `"
 """How Dynamo's reason for a graph break begins where a backend raised and it runs the frame as it is."""
 RAISES, STOCK_FAILS, FAILS = "eager autocast raises", "stock fails too", "fails"
 
@@ -103,6 +103,6 @@ def attempt(
     except Exception as error:
         return None, [Difference("raises", f"{type(error).__name__}: {str(error).strip()[:200]}")]
     found = compare(run)
-    if refused := [reason for reason in counters["graph_break"] if REFUSED in reason]:
-        found.append(Difference("refused", refused[0].strip()[:200]))
+    if refused := [reason for reason in counters["unimplemented"] if REFUSED in reason]:
+        found.append(Difference("refused", refused[0].partition(REFUSED)[2].splitlines()[0]))
     return run, found

@@ -363,7 +363,8 @@ def test_a_call_that_is_broken_off_anywhere_leaves_the_thread_as_it_was(error):
         while raised_at(at, error, lambda: run(x)):
             looking = optimize_contexts.set_frame_callback(None)
             optimize_contexts.set_frame_callback(looking)
-            assert looking is None and call_state.current_call.callable is None
+            assert looking is None
+            assert (call_state.current_call.callable, call_state.current_call.low_dtype) == (None, None)
             assert torch.is_autocast_cache_enabled() and not autocast.any_autocast_enabled()
             assert same_bits(run(x), expected)
             at += 1

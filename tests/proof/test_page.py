@@ -3,7 +3,7 @@
 import pytest
 
 from proof import expected, page
-from proof.part import HOMES, part
+from proof.part import HOMES
 from proof.results import of_part
 
 AT_MOST = 40
@@ -26,9 +26,3 @@ def test_each_failure_is_expected_and_no_more_than_those(name: str) -> None:
 def test_the_list_only_shrinks() -> None:
     assert len(expected.EXPECTED) <= AT_MOST
     assert all(entry.reason and entry.part in HOMES for entry in expected.EXPECTED)
-
-
-@pytest.mark.parametrize("name", HOMES)
-def test_every_group_of_the_sample_has_its_verdict(name: str) -> None:
-    found = {group for each in of_part(name) for group in each.verdicts}
-    assert set(part(name).groups(False)) <= found

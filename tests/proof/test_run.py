@@ -62,6 +62,7 @@ def test_what_is_done_is_not_done_again(proof: Any, tmp_path: Path) -> None:
 def test_shards_share_the_work(proof: Any) -> None:
     ran = [proof("--all", "--shard", f"{n}/3")[1] for n in (1, 2, 3)]
     assert sorted(group for each in ran for group in each) == sorted(GROUPS) and {len(each) for each in ran} == {6, 7}
+    assert proof("--all") == (0, []), "what shards have done is done"
 
 
 @pytest.mark.parametrize("shard", ["0/2", "3/2"])
@@ -83,5 +84,5 @@ def test_unknown_parts_are_named(proof: Any, capsys: pytest.CaptureFixture) -> N
 
 def test_a_process_that_fails_is_a_verdict_and_the_next_one_works(tmp_path: Path) -> None:
     with contextlib.closing(run.Workers(tmp_path)) as workers:
-        (failure,) = workers.verdict("no part", "a group", 60).failures
+        (failure,) = workers.verdict("no part", "a group", 300).failures
         assert failure.kind == "process" and "no part" in failure.text and workers.process is None

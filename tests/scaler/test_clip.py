@@ -173,7 +173,7 @@ def broken_off(make):
     for error in (KeyboardInterrupt, MemoryError):
         at, reached = 1, True
         while reached:
-            scaler, ours, torchs = scaled(), *twins(KINDS[1])
+            scaler, ours, torchs = scaled(), *twins(KINDS[0])
             make(scaler, ours)
             reached = raised_at(at, error, lambda s=scaler, o=ours: s.clip_grad_norm_(o, 0.5))
             yield scaler, ours, torchs
