@@ -56,12 +56,13 @@ def wrap_call(
 def compiles_nothing(fn: Any) -> bool:
     """Whether `fn` is what `module.compile()` compiles of a class of torch.nn, whose methods Dynamo steps over.
 
-    Only `torch.compile(module)` gives it a frame of its own to trace.
+    `torch.compile(module)` gives it a frame of its own to trace, and so do newer releases (2.15) in both cases.
     """
     module = getattr(fn, "__self__", None)
     if not isinstance(module, torch.nn.Module) or fn.__name__ != "_call_impl":
         return False
-    return bool(trace_rules.check(module.forward))
+    framed = getattr(eval_frame.OptimizedModule, "_should_wrap_module_call_impl", None)
+    return bool(trace_rules.check(module.forward)) and not (framed and framed(fn))
 
 
 def pass_over(function: Any) -> None:

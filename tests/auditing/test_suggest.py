@@ -1,6 +1,7 @@
 """`suggest` keeps few modules in float32, and what it suggests meets the tolerance."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def test_the_module_that_matters_is_kept_and_no_other() -> None:
     policy = audit.suggest(0.02, progress=told.append)
     assert {path for path, _ in policy.modules} <= {"1", "1.0", "1.0.wide", "0"} and policy.modules
     assert ampcompile.audit(model, backward=False, policy=policy)(x).error <= 0.02
-    assert told and "modules in float32: error" in told[0]
+    assert told and re.match(r"\d+ modules? in float32: error", told[0])
     for path, _ in policy.modules:
         fewer = ampcompile.Policy(modules=tuple(pair for pair in policy.modules if pair[0] != path))
         assert ampcompile.audit(model, backward=False, policy=fewer)(x).error > 0.02

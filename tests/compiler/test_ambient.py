@@ -1,6 +1,7 @@
 """Autocast around, inside, absent and off: what a compiled call runs in, and that it leaves nothing behind."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -284,8 +285,10 @@ def test_every_way_to_compile_is_under_autocast():
 
 
 def test_a_module_of_torch_that_is_compiled_in_place_is_warned_about():
-    with pytest.warns(AmpWarning, match=r"Linear.compile\(\) compiles no layer of torch.nn"):
-        nn.Linear(2, 2).compile(**OPTIONS)
+    module = nn.Linear(2, 2)
+    told = optimize_contexts.compiles_nothing(module._call_impl)  # from torch 2.15 on it is compiled
+    with pytest.warns(AmpWarning, match=r"Linear.compile\(\) compiles no layer of torch.nn") if told else nullcontext():
+        module.compile(**OPTIONS)
 
 
 def test_code_between_graph_breaks_is_autocast_too():

@@ -186,6 +186,17 @@ def test_what_becomes_of_casts() -> None:
     assert f"{running} of them run as casts in every call" in str(report)
 
 
+class Outer(nn.Module):
+    """Compiled in place, Dynamo steps over modules of torch's own classes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
 def test_the_options_of_a_compiled_function_are_used_and_keywords_beat_them() -> None:
     model = three_layers()
     compiled = torch.compile(
@@ -197,6 +208,7 @@ def test_the_options_of_a_compiled_function_are_used_and_keywords_beat_them() ->
     assert torch.bfloat16 in {
         c.dtype_to for c in ampcompile.explain(compiled, dtype=torch.bfloat16)(torch.randn(2, 8)).casts
     }
+    model = Outer(model)
     model.compile(backend="amp", options={"dtype": torch.float16, "outputs": "autocast"})
     assert {c.dtype_to for c in ampcompile.explain(model)(torch.randn(2, 8)).casts} == {torch.float16}
     function = torch.compile(lambda x: x @ x, backend="amp", options={"dtype": torch.float16})
