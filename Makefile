@@ -62,8 +62,9 @@ types: $(TOOLS) ## mypy
 	@cd .types/ampcompile && ln -s ../../passes ../../kernels ../../ampcompile/[!_]* ../../ampcompile/__*.py .
 	MYPYPATH=.types $(PYTHON) -m mypy -p ampcompile -p benchmarks -p examples -p proof
 
+# -E: a page that isn't read again keeps its warnings to itself.
 docs: $(DOCS) ## the pages of docs/ and the reference as a site, in build/docs
-	$(PYTHON) -m sphinx -q -W --keep-going docs build/docs
+	$(PYTHON) -m sphinx -q -E -W --keep-going docs build/docs
 	@echo build/docs/index.html
 
 matrix: $(READY) $(MATRIX:%=.matrix/%/.ready) ## the suite's core on the oldest, the newest and the pinned torch
