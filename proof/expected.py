@@ -21,7 +21,24 @@ class Expected(NamedTuple):
         return (part, failure.kind) == (self.part, self.kind) and f"{group}, ".startswith(f"{self.name}, ")
 
 
-EXPECTED: tuple[Expected, ...] = ()
+PINV = "its kernel multiplies matrices, which eager autocast lowers once more; compiled, it stays one op, in float32"
+EXPECTED: tuple[Expected, ...] = (
+    Expected("ops", "linalg.pinv", "dtypes", PINV),
+    Expected("ops", "linalg.pinv.hermitian", "dtypes", PINV),
+    Expected(
+        "ops",
+        "linalg.multi_dot",
+        "values",
+        "on a CPU without units for float16 its products are computed in float32 and rounded once, and a number between "
+        "two of float16's falls to the other side; with `products` as on other CPUs the bits are eager's",
+    ),
+    Expected(
+        "ops",
+        "nn.functional.interpolate.linear",
+        "values",
+        "torch takes it apart while it traces, and rounds the weights of neighbours in another order",
+    ),
+)
 
 
 def failures(part: str, found: Iterable[Results]) -> Iterable[tuple[str, Failure, Expected | None]]:

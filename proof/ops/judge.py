@@ -104,5 +104,5 @@ def attempt(
         return None, [Difference("raises", f"{type(error).__name__}: {str(error).strip()[:200]}")]
     found = compare(run)
     if refused := [reason for reason in counters["unimplemented"] if REFUSED in reason]:
-        found.append(Difference("refused", refused[0].partition(REFUSED)[2].splitlines()[0]))
+        found.append(Difference("refused", refused[0].partition(REFUSED)[2].splitlines()[0].replace("`", "")))
     return run, found
