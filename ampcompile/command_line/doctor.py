@@ -45,6 +45,7 @@ def examine(console: Console | None = None, rounds: int = 15) -> dict[str, Any]:
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     versions = {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__}
     found: dict[str, Any] = {
+        "load": os.getloadavg()[0],  # before any work of ours
         "versions": {"python": platform.python_version(), **versions},
         "devices": [_cpu(), *(_gpu(i) for i in range(torch.cuda.device_count()))],
     }
@@ -182,4 +183,8 @@ def table(found: dict[str, Any]) -> str:
     patched = [(g["name"], str(len(g["patches"])), g["when"], g["undone"]) for g in found["patches"]]
     parts.append(render_table(("patches of torch", "places", "made", "undone"), patched))
     missing = [f"missing: {words}" for words in found["missing"]] or ["nothing is missing"]
-    return "\n\n".join([*parts, "\n".join([*found["advice"], *missing])])
+    others, cpus = found["load"], os.cpu_count() or 1
+    busy = (
+        [f"others use this machine (load {others:.1f} on {cpus} CPUs): don't trust its times"] if others > cpus else []
+    )
+    return "\n\n".join([*parts, "\n".join([*found["advice"], *busy, *missing])])

@@ -21,7 +21,9 @@ def test_doctor_measures_and_advises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found["advice"]) == 3 and "low precision" in found["advice"][0]
     json.dumps(found)
     monkeypatch.setenv("COLUMNS", "400")
-    text = cli_doctor.table(found)
+    text = cli_doctor.table(found | {"load": 0.5})
+    busy = cli_doctor.table(found | {"load": 4000.0})
+    assert "others use" not in text and "others use this machine (load 4000.0 on " in busy
     assert torch.__version__ in text and found["advice"][0] in text
     assert all(group.name in text and group.when in text for group in patches.TABLE)
     assert "torch.Tensor.data" in [patch["what"] for group in found["patches"] for patch in group["patches"]]
