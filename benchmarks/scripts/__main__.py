@@ -23,7 +23,7 @@ from .cases import CASES, WAYS, Case
 FIGURES = Path(__file__).with_name("figures.json")
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 TABLE = re.compile(
-    r"(?<=<!-- Written by `python -m benchmarks.scripts`. -->\n\n).*?(?=\n<!-- The table ends. -->)", re.DOTALL
+    r"(?<=<!-- Written by `python -m benchmarks.scripts`. -->\n\n).*?(?=<!-- The table ends. -->)", re.DOTALL
 )
 
 
