@@ -26,6 +26,7 @@ mermaid_output_format = "raw"  # the reader's browser draws it
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "fully-qualified"  # torch.dtype, not dtype
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["accelerate"]  # whose class `AmpPlugin` derives from
 
 nitpicky = True  # names of ours that lead nowhere are errors; other packages' names have no page here
 nitpick_ignore_regex = [(r"py:.*", r"(?!ampcompile\.).*")]

@@ -51,7 +51,10 @@ def cache_folder() -> Path:
     """Where the built library is kept: `$AMPCOMPILE_CACHE_DIR`, else `ampcompile` in the user's cache folder."""
     if folder := os.environ.get("AMPCOMPILE_CACHE_DIR"):
         return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ampcompile"
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if caches.startswith("~"):  # a user without a name and a home, as containers have
+        return Path(tempfile.gettempdir(), f"ampcompile_{os.getuid()}")
+    return Path(caches, "ampcompile")
 
 
 @functools.cache

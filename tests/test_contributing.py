@@ -33,7 +33,7 @@ def test_paths_are_those_of_files_and_folders(page: str) -> None:
 
 
 def test_all_pages_name_files_of_ours_that_exist() -> None:
-    folder = r"`((?:ampcompile|passes|kernels|tests|benchmarks|examples)/[\w./]*)`"
+    folder = r"`((?:ampcompile|passes|kernels|tests|benchmarks|examples/(?:ecosystem|recipes|steering))/[\w./]*)`"
     named = {path for page in (ROOT / "docs").glob("*.md") for path in re.findall(folder, page.read_text())}
     assert len(named) > 10
     assert not {path for path in named if not (ROOT / path).exists() and not any(each in path for each in ADDED)}

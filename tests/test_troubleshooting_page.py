@@ -10,6 +10,7 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 OTHERS = {  # what torch, NumPy and Accelerate say
     "Invalid backend: 'amp', see torch._dynamo.list_backends() for available backends.",
     "'AMP' is not a valid DynamoBackend",
+    "Error in op: torch.ops.aten._transformer_encoder_layer_fwd",
     "Either mode or options can be specified, but both can't be specified at the same time.",
     "mat1 and mat2 must have the same dtype, but got BFloat16 and Float",
     "expected scalar type Float but found Half",

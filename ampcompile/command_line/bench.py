@@ -162,14 +162,18 @@ def _progress(console: Console | None) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=console is None)
 
 
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
+
+
 def table(results: Results) -> str:
     """The results as text."""
     baseline = results.candidates[0].median
     rows = [
         (
             c.name,
-            f"{1e3 * c.median:.3g} ms",
-            f"{1e3 * min(c.seconds):.3g} to {1e3 * max(c.seconds):.3g}",
+            f"{_ms(c.median)} ms",
+            f"{_ms(min(c.seconds))} to {_ms(max(c.seconds))}",
             f"{baseline / c.median:.2f}" if baseline else "",
             f"{c.first_call:.1f} s",
         )

@@ -15,7 +15,8 @@ import torch
 from ampcompile.errors import CommandLineError
 from ampcompile.explaining.preserve_state import preserve_state
 
-_EXPECTED = "expected (model, args) or (model, args, kwargs), where args is a tuple or list and kwargs a dict"
+_RETURNED = "(model, args) or (model, args, kwargs), where args is a tuple or list and kwargs a dict"
+_EXPECTED = f"expected {_RETURNED}"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def load(spelling: str) -> Target:
     factory = getattr(module, name, None)
     if isinstance(factory, torch.nn.Module):
         raise CommandLineError(
-            f"{spelling} is a {type(factory).__name__}, not a function; {_EXPECTED}. Write one that returns them."
+            f"{spelling} is a {type(factory).__name__}; expected a function without arguments that returns {_RETURNED}."
         )
     if not callable(factory):
         functions = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module_name]

@@ -24,7 +24,7 @@ from ampcompile.passes.capture.outline import LeftAlone
 from ampcompile.passes.graph import CONSTANT, Regions, graphs, placeholders, source_line
 from ampcompile.passes.pipeline import pipeline
 from ampcompile.records import logs
-from ampcompile.torch_private import autocast, tracing
+from ampcompile.torch_private import autocast, pytree, tracing
 from ampcompile.torch_private.frame_returns import memory_of
 
 from . import ambient, unmatched
@@ -97,7 +97,7 @@ def _rewrite(program: ExportedProgram, options: Options, model: torch.nn.Module,
     if mode is None:
         return gm
     _prepare(program)
-    fakes = [node.meta["val"] for node in placeholders(gm)]
+    fakes = _fakes_as_given(program)
     captured = capture(gm, fakes, mode, options.policy, keeps_symbols=True)
     _check_all_is_rewritten(captured)
     seen = unmatched.CompiledNames()
@@ -126,6 +126,19 @@ def _prepare(program: ExportedProgram) -> None:
     for spec, node in zip(program.graph_signature.input_specs, placeholders(gm), strict=True):
         if spec.kind is InputKind.CONSTANT_TENSOR and all(user.target is _LIFT for user in node.users):
             node.meta[CONSTANT] = tracing.largest_magnitude(program.constants[spec.target])
+
+
+def _fakes_as_given(program: ExportedProgram) -> list[Any]:
+    """The inputs' fakes; those that tracing wrote results with gradients into require no gradient again."""
+    given = iter(pytree.tree_leaves(program.example_inputs))
+    fakes = []
+    for spec, node in zip(program.graph_signature.input_specs, placeholders(program.graph_module), strict=True):
+        held = program.constants.get(spec.target, program.state_dict.get(spec.target))
+        actual = next(given) if spec.kind is InputKind.USER_INPUT else held
+        fake = node.meta["val"]
+        written = isinstance(actual, torch.Tensor) and not actual.requires_grad and fake.requires_grad
+        fakes.append(fake.detach() if written else fake)
+    return fakes
 
 
 def _check_all_is_rewritten(captured: GraphModule) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from ampcompile.errors import AmpWarning
@@ -56,7 +60,7 @@ def warn_after_first_call(compiled: Callable[..., Any], fn: Any, policy: Policy)
 
 
 def warn(policy: Policy, seen: CompiledNames, fn: Any) -> None:
-    """Of each pattern that matched nothing in what was seen of `fn`, three calls further up."""
+    """Of each pattern that matched nothing in what was seen of `fn`, at the line of the user's that called."""
     for glob, near in policy.unmatched(seen.ops, seen.modules | set(module_names(fn).values())).items():
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         kind = "op" if glob in dict(policy.ops) else "module"
@@ -64,5 +68,16 @@ def warn(policy: Policy, seen: CompiledNames, fn: Any) -> None:
             f"policy pattern {glob!r} matches no {kind} of the first call.{hint} ampcompile.explain lists the names of "
             "ops and modules.",
             AmpWarning,
-            stacklevel=4,
+            stacklevel=_outside(),
         )
+
+
+_INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], torch.__path__[0]))
+
+
+def _outside() -> int:
+    """How many calls above its own caller, that included, the first code stands that is neither ours nor torch's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_INSIDE) and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    return level

@@ -96,7 +96,6 @@ class Memory:
         self.trainable = False
         self.reported = False  # in the log, that it is cast at every call
         self.step_open = False  # a fused step of ours writes here, or began to and failed
-        self._examined: object = None
         weakref.finalize(self, _forget_ranges_with_the_last).atexit = False
         self.copies: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -154,11 +153,11 @@ class Memory:
 
     def open_step(self) -> None:
         """From now to `close_step` nothing here counts as fresh. Tells what was written before, as `examine` does."""
-        if self._examined is not _epoch:
-            self.examine()
-            self.step_open = True
-            begin_epoch()
-            self._examined = _epoch
+        if self.step_open:  # by a step that failed, and may have written before it raised a version
+            self.mark = object()
+        self.examine()
+        self.step_open = True
+        begin_epoch()
 
     def close_step(self) -> bool:
         """A step has written the memory. Returns whether it is known that nobody else did."""

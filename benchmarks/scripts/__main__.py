@@ -1,5 +1,5 @@
-"""python -m benchmarks.scripts CHECKOUTS [CASE ...]     run the scripts, and write figures.json
-python -m benchmarks.scripts table                    print the table of docs/integrations.md from figures.json
+"""python -m benchmarks.scripts CHECKOUTS [CASE ...]   run the scripts, and write figures.json and the page's table
+python -m benchmarks.scripts                         write the table of docs/integrations.md from figures.json
 
 CHECKOUTS is a folder with clones named as their repositories (accelerate, pytorch-lightning, peft), bare or not, which
 hold the pinned commits. Nothing is downloaded. `make bench-scripts CHECKOUTS=...` installs what the scripts import.
@@ -7,6 +7,7 @@ hold the pinned commits. Nothing is downloaded. `make bench-scripts CHECKOUTS=..
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,10 @@ from benchmarks import machine
 from .cases import CASES, WAYS, Case
 
 FIGURES = Path(__file__).with_name("figures.json")
+PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
+TABLE = re.compile(
+    r"(?<=<!-- Written by `python -m benchmarks.scripts`. -->\n\n).*?(?=\n<!-- The table ends. -->)", re.DOTALL
+)
 
 
 def take(case: Case, checkouts: Path, folder: Path) -> None:
@@ -71,34 +76,37 @@ def summary(found: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Markdown: one row for each script and way."""
+    """Markdown: one row for each way, of the scripts that ran all of them on one machine."""
     rows = ["| script | steps | way | ms a step | loss, first 5 steps | last 5 |", "|---|--:|---|--:|--:|--:|"]
     for case in CASES:
-        for way in WAYS:
-            found = figures["cases"][case.name][way]
+        ran = figures["cases"].get(case.name, {})
+        for way in WAYS if set(WAYS) <= set(ran) else ():
+            found = ran[way]
             low, middle, high = found["ms"]
             name, steps = (f"{case.repository} `{case.script}`", found["steps"]) if way == WAYS[0] else ("", "")
             time, losses = f"{middle:g} ({low:g} to {high:g})", f"{found['first']:.4f} | {found['last']:.4f}"
             rows.append(f"| {name} | {steps} | {way} | {time} | {losses} |")
-    return "\n".join(rows) + "\n"
+    return "\n".join(rows) + "\n" if rows[2:] else "No figures are committed yet.\n"
+
+
+def read() -> dict[str, Any]:
+    """What was measured so far."""
+    return json.loads(FIGURES.read_text()) if FIGURES.exists() else {"about": {}, "cases": {}}
 
 
 def main() -> None:
     """See above."""
-    first, *names = sys.argv[1:] or ["table"]
-    if first == "table":
-        print(table(json.loads(FIGURES.read_text())))
-        return
-    figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {"cases": {}}
-    figures["about"] = machine.about("cpu")
-    for case in CASES:
-        if names and case.name not in names:
-            continue
-        for way in WAYS:
-            found = summary(run(case, way, Path(first)))
+    folder, *names = sys.argv[1:] or [""]
+    figures, about = read(), machine.about("cpu")
+    if folder and figures["about"] != about:
+        figures = {"about": about, "cases": {}}
+    for case in CASES if folder else ():
+        for way in WAYS if case.name in (names or [case.name]) else ():
+            found = summary(run(case, way, Path(folder)))
             figures["cases"].setdefault(case.name, {})[way] = found
             print(case.name, way, found, flush=True)
             FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
+    PAGE.write_text(TABLE.sub(lambda _: table(figures), PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -56,8 +56,9 @@ CASES = (
         "5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40",
         "examples/sft/train.py",
         inputs.for_peft,
-        "--model_name_or_path llama --dataset_name texts --use_peft_lora --output_dir out --use_cpu --bf16"
-        " --max_steps 60 --per_device_train_batch_size 8 --max_length 128 --learning_rate 2e-3 --report_to none",
-        inductor="--torch_compile",
+        "--model_name_or_path llama --dataset_name texts --use_peft_lora True --output_dir out --use_cpu True"
+        " --bf16 True --max_steps 60 --per_device_train_batch_size 8 --max_length 128 --learning_rate 2e-3"
+        " --report_to none",
+        inductor="--torch_compile True",
     ),
 )

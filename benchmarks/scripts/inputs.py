@@ -19,7 +19,8 @@ from transformers import (
 from examples import stdlib_text
 
 METRIC = """
-import datasets, evaluate
+import datasets
+import evaluate
 class Glue(evaluate.Metric):
     def _info(self):
         features = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})

@@ -9,8 +9,8 @@ import sys
 import time
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 def main() -> None:
@@ -30,8 +30,8 @@ def main() -> None:
         losses.append(sum(since_step) / len(since_step))
         since_step.clear()
 
-    Tensor.backward = noting_loss
-    torch.optim.optimizer.register_optimizer_step_post_hook(at_step)
+    Tensor.backward = noting_loss  # type: ignore[method-assign]
+    register_optimizer_step_post_hook(at_step)
     runpy.run_path(script, run_name="__main__")
     with open(figures, "w") as file:
         json.dump({"busy": busy, "losses": losses}, file)

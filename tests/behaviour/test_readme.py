@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.records import RESULTS, Records
+from benchmarks.records import RESULTS, Records, times_faster
 from tests import pages
 from tests.test_layout import ROOT
 
@@ -50,13 +50,21 @@ def test_its_figures_are_those_of_the_committed_results() -> None:
     pytest.importorskip("matplotlib")
     from benchmarks.report.summary import summary
 
-    speeds = summary([Records.load(path) for path in sorted(RESULTS.glob("*.json"))])
-    found = {
-        name: [peers["amp"].middle for case, peers in speeds.items() if ("4x128" in case) == (name == "training")]
-        for name in ("inference", "training")
-    }
-    inference, training = (f"{min(times):.1f} to {max(times):.1f} times" for times in found.values())
-    assert f"{inference} as fast as Inductor under autocast in inference, {training} in a training step" in TEXT
+    def between(speeds: list[float]) -> str:
+        return f"{min(speeds):.2g} to {max(speeds):.2g} times as fast as Inductor"
+
+    files = [Records.load(path) for path in sorted(RESULTS.glob("*.json"))]
+    steps, calls = (
+        [s["amp"].middle for c, s in summary(files).items() if ("4x128" in c) is step] for step in (True, False)
+    )
+    older = [rows for records in files for rows in records.cases("older-cpus").values()]
+    single, lowered = (
+        between([times_faster(rows["amp"], rows[f"Inductor {peer}"]).middle for rows in older])
+        for peer in ("fp32", "+ autocast")
+    )
+    training = between(steps).removesuffix(" as fast as Inductor")
+    assert f"{between(calls)} under autocast in inference, {training} in a training step" in TEXT
+    assert f"{single} in float32, {lowered} under autocast, which emulates" in TEXT
 
 
 def test_it_is_short_and_its_pictures_are_small() -> None:

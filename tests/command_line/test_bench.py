@@ -54,3 +54,5 @@ def test_the_table_of_a_race_compares_with_eager_autocast() -> None:
     table = cli_bench.table(Results("inference", "cpu", "bf16", times))
     row = next(line for line in table.splitlines() if line.startswith("amp"))
     assert row.split() == ["amp", "150", "ms", "100", "to", "200", "2.00", "2.0", "s"]
+    slow = cli_bench.table(Results("inference", "cpu", "f16", (Times("amp", 2.0, [2.789, 1.4, 3.3]),)))
+    assert "2789 ms" in slow and "1400 to 3300" in slow

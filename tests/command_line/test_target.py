@@ -40,7 +40,9 @@ def test_other_spellings_are_refused_and_other_errors_go_through(shop: str) -> N
         load("no_such_module.inside:model")
     with pytest.raises(ZeroDivisionError, match="the factory's own"):
         load(f"{shop}:breaks")
-    with pytest.raises(CommandLineError, match=r"instance is a Linear, not a function; expected \(model, args\)"):
+    with pytest.raises(
+        CommandLineError, match=r"is a Linear; expected a function without arguments that returns \(model"
+    ):
         load(f"{shop}:instance")
 
 

@@ -121,6 +121,30 @@ def test_regions_are_baked_in(outputs: str, tmp_path: Path) -> None:
         assert found["einsum"].dtype == (HIGH if outputs == "float32" else LOW)
 
 
+class Averages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.register_buffer("kept", torch.ones(4))
+        self.register_buffer("unsaved", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor, *, scale: Tensor, seen: Tensor) -> Tensor:
+        h = self.up(x) * scale
+        for average in (self.kept, self.unsaved, seen):
+            average.mul_(0.5).add_(h.mean(0))
+        return h * self.kept + self.unsaved
+
+
+def test_buffers_and_inputs_take_results_with_gradients() -> None:
+    model, x = Averages(), torch.randn(3, 4)
+    program = ampcompile.export(copy.deepcopy(model), (x,), {"seen": torch.ones(4), "scale": torch.ones(4)})
+    exported, calls = program.module(), [{"seen": torch.ones(4), "scale": torch.full((4,), 3.0)} for _ in range(2)]
+    with torch.no_grad():
+        for _ in range(2):
+            assert same_bits(exported(x, **calls[0]), compiled(model)(x, **calls[1])) and same_bits(*calls)
+            assert all(map(same_bits, exported.buffers(), model.buffers()))
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()

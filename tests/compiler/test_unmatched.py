@@ -55,8 +55,9 @@ BAD = {
 def test_bad_patterns(bad: str, way: Callable[..., Any]) -> None:
     policy, message = BAD[bad]
     call = way(policy, Model())
-    with pytest.warns(AmpWarning, match=message):
+    with pytest.warns(AmpWarning, match=message) as found:
         call(torch.randn(2, 4))
+    assert {w.filename for w in found if issubclass(w.category, AmpWarning)} == {__file__}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -35,14 +35,23 @@ def test_training(tmp_path):
     assert torch.equal(loaded(Passages(4).tokens).logits, model.base_model(Passages(4).tokens).logits)
 
 
-def test_a_model_that_was_compiled_before_is_not_called():
-    """If not, the page says too much."""
-    base = small_gpt2()
+def test_adapters_of_a_model_that_is_compiled_already():
+    base, tokens = small_gpt2(), Passages(2).tokens
     base.compile(backend="amp", options=LOWER)
-    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    with torch.no_grad():
+        plain = base(tokens).logits
+    config = peft.LoraConfig(
+        target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    model = peft.get_peft_model(base, config)
     casts = ampcompile.weight_stats().casts
-    model(Passages(2).tokens)
-    assert ampcompile.weight_stats().casts == casts
+    with torch.no_grad():
+        adapted = model(tokens).logits
+    assert ampcompile.weight_stats().casts > casts
+    base._compiled_call_impl = None
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        eager = model(tokens).logits.float()
+    assert (adapted - eager).norm() < 0.02 * eager.norm() < (adapted - plain).norm()
 
 
 @pytest.mark.ci

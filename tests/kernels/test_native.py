@@ -5,6 +5,8 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,9 +39,11 @@ def test_the_cache_folder_follows_the_environment(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert str(native.cache_folder()) == "/somewhere/ampcompile"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert native.cache_folder() == os.path.expanduser("~/.cache/ampcompile") or native.cache_folder().parts[-1:] == (
-        "ampcompile",
-    )
+    monkeypatch.setenv("HOME", "/home/me")
+    assert str(native.cache_folder()) == "/home/me/.cache/ampcompile"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)
+    assert native.cache_folder() == Path(tempfile.gettempdir(), f"ampcompile_{2**31 - 9}"), "nobody's home"
 
 
 def test_without_a_compiler_it_is_unavailable_and_says_so(unloaded, monkeypatch, caplog):

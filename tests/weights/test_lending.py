@@ -90,6 +90,25 @@ def test_a_copy_that_was_cast_between_a_step_s_halves_is_cast_again(in_place: bo
     assert same(binding.copies(params), low(params))
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_what_was_written_in_or_after_a_step_that_failed_is_not_lent(traced: bool) -> None:
+    """The next step may be skipped, and then leaves what it was lent as it is."""
+    param = nn.Parameter(torch.randn(300, 8))
+    binding = bind([BF16])
+    pending = F.linear(torch.randn(2, 8, dtype=BF16, requires_grad=True), binding.copies([param])[0])
+    lend([param])  # and fails; this copy, which a backward waits for, it doesn't write
+    if traced:
+        with torch.no_grad():
+            param[unsampled(param)] += 1
+    else:
+        param.detach().numpy()[unsampled(param)] += 1
+    del pending
+    loan = lend([param])
+    assert not loan.tensors[0]
+    loan.wrote()
+    assert same(binding.copies([param]), low([param]))
+
+
 def test_what_a_step_looks_up_is_looked_up_again_when_a_copy_was_made_or_freed() -> None:
     params, known, unmoved = parameters(2), {}, object()
 

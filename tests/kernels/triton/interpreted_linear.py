@@ -72,7 +72,8 @@ def test_an_infinite_or_nan_number_stays_in_its_row_or_column(dtype, value):
         given = operands(20, 33, 47, dtype, torch.float32)
         given[which].view(-1)[-1] = value
         out = gpu.multiply(*given)
-        expected = autocast(*given)
+        # Not autocast's product: where a CPU emulates it, an infinite number makes NaN of its whole row.
+        expected = F.linear(*(tensor.to(dtype).float() for tensor in given))
         assert torch.equal(out.isnan(), expected.isnan()) and torch.equal(out.isinf(), expected.isinf())
         assert 0 < (~out.isfinite()).sum() < out.numel()
 
