@@ -29,8 +29,8 @@ EXPECTED: tuple[Expected, ...] = (
         "ops",
         "linalg.multi_dot",
         "values",
-        "on a CPU without units for float16 its products are computed in float32 and rounded once, and a number between "
-        "two of float16's falls to the other side; with `products` as on other CPUs the bits are eager's",
+        "on a CPU without units for float16 its products are computed in float32 and rounded once, and a number "
+        "between two of float16's falls to the other side; with `products` as on other CPUs the bits are eager's",
     ),
     Expected(
         "ops",
