@@ -22,6 +22,8 @@ class Expected(NamedTuple):
 
 
 PINV = "its kernel multiplies matrices, which eager autocast lowers once more; compiled, it stays one op, in float32"
+APART = "computed in float32, and taken apart by torch while it is traced: other operations, which round otherwise"
+READ = "an index that is a tensor is looked at while the graph is traced; Dynamo then runs the call as it is"
 EXPECTED: tuple[Expected, ...] = (
     Expected("ops", "linalg.pinv", "dtypes", PINV),
     Expected("ops", "linalg.pinv.hermitian", "dtypes", PINV),
@@ -29,15 +31,13 @@ EXPECTED: tuple[Expected, ...] = (
         "ops",
         "linalg.multi_dot",
         "values",
-        "on a CPU without units for float16 its products are computed in float32 and rounded once, and a number "
-        "between two of float16's falls to the other side; with `products` as on other CPUs the bits are eager's",
+        "on a CPU without units for float16 its products are computed in float32 and rounded once, and an intermediate "
+        "number is rounded to its other neighbour; on a CPU with units the bits are eager's",
     ),
-    Expected(
-        "ops",
-        "nn.functional.interpolate.linear",
-        "values",
-        "torch takes it apart while it traces, and rounds the weights of neighbours in another order",
-    ),
+    Expected("ops", "nn.functional.interpolate.linear", "values", APART),
+    Expected("ops", "linalg.cond", "values", APART),
+    Expected("ops", "narrow", "refused", READ),
+    Expected("ops", "index_fill", "refused", READ),
 )
 
 
