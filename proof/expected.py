@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
+
 from proof.results import Failure, Results
 
 
@@ -15,6 +17,8 @@ class Expected(NamedTuple):
     reason: str
     upstream: str = ""
     """The issue of PyTorch's, where there is one."""
+    without_units: torch.dtype | None = None
+    """The type without units for which a CPU has this failure, if others don't."""
 
     def covers(self, part: str, group: str, failure: Failure) -> bool:
         """Whether this is it."""
@@ -33,6 +37,7 @@ EXPECTED: tuple[Expected, ...] = (
         "values",
         "on a CPU without units for float16 its products are computed in float32 and rounded once, and an intermediate "
         "number is rounded to its other neighbour; on a CPU with units the bits are eager's",
+        without_units=torch.float16,
     ),
     Expected("ops", "nn.functional.interpolate.linear", "values", APART),
     Expected("ops", "linalg.cond", "values", APART),
