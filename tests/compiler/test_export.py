@@ -108,6 +108,7 @@ class Regions(nn.Module):
         return {"g": g, "k": k, "einsum": torch.einsum("ij,kj->ik", h, g), "x": x}
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # of torch 2.11's torch.export.load
 @pytest.mark.parametrize("outputs", ["float32", "autocast"])
 def test_regions_are_baked_in(outputs: str, tmp_path: Path) -> None:
     model, x = Regions(), torch.randn(3, 4)

@@ -249,6 +249,7 @@ def test_what_stays_inside_keeps_low_precision(lower):
     assert seen is not model.seen and returned is not given
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch 2.11's Dynamo
 def test_what_closures_and_hooks_hold_keeps_low_precision():
     seen = []
 

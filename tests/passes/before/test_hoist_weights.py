@@ -102,6 +102,8 @@ class WrittenUnsaid(nn.Module):
 
 @pytest.mark.parametrize("name", UNSAID)
 def test_declines_and_gives_eagers_numbers_where_schemas_dont_tell_of_the_write(name: str) -> None:
+    if name == "lift" and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 raises on it in every backend that traces again, aot_eager too")
     torch.manual_seed(0)
     module, x = WrittenUnsaid(UNSAID[name]), torch.randn(3, 8)
     twin = copy.deepcopy(module)
