@@ -27,7 +27,7 @@ CACHES = Path(__file__).parents[1] / ".inductor" / "demo" / torch.backends.cpu.g
 """What is compiled is kept here, so that the comparison finds what the long run has compiled. Stock Inductor's keys
 don't tell vectors of one width from those of another, which ATEN_CPU_CAPABILITY chooses: wrong numbers, or a crash."""
 
-LONG_RUN, COMPARISON = (90, 40, 300), (110, 3, 30)
+LONG_RUN, COMPARISON = (80, 40, 300), (90, 2, 30)
 """Seconds to spend, and the fewest and the most steps to take: of amp alone, and of each way."""
 TIMED = 5
 """Steps to time before the length of a run is chosen, the first of which compiles."""
