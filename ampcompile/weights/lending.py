@@ -28,11 +28,10 @@ class Loan:
     """
 
     def __init__(self, params: Sequence[Tensor], found: Found) -> None:
-        self._copies = [(copy, params[i]) for i, copy in found]
         self._memories = list(dict.fromkeys(copy.memory for _, copy in found))
         for memory in self._memories:
             memory.open_step()
-        captured = gpu.capturing(params) if found else False
+        captured = bool(found) and gpu.capturing(params)
         # A step may turn out to be skipped on the device: what is lent to the step must be right without it.
         lent = [(i, copy) for i, copy in found if copy.writable() and copy.fresh(strided=True)]
         self.tensors: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -42,7 +41,7 @@ class Loan:
                 copy.stay()
             if not copy.form.wide and copy.tensor is not None:
                 self.tensors[i].append(copy.tensor)
-        self._buffers = {copy: copy.buffer for _, copy in lent}
+        self._lent = [(copy, copy.buffer, params[i]) for i, copy in lent]
         if not captured:
             gpu.follow(copy for _, copy in found)
 
@@ -52,18 +51,20 @@ class Loan:
         Copies held as float32 are rewritten here. What else shares the memory (a tied weight's copy that could not be
         written, slices of a flat buffer) is out of date.
         """
+        if not self._memories:
+            return
         with lock, torch.inference_mode(False), torch.no_grad():
             proven = {memory for memory in self._memories if memory.close_step()}
             written = [
                 (copy, weight)
-                for copy, weight in self._copies
+                for copy, buffer, weight in self._lent
                 # another thread may have cast it meanwhile, from weights of before the step
-                if copy in self._buffers and copy.mark is None and copy.buffer is self._buffers[copy]
+                if copy.mark is None and copy.buffer is buffer
             ]
-            cast([(copy, weight) for copy, weight in written if copy.form.wide and copy.memory in proven])
-            for copy, _ in written:
-                if copy.memory in proven:
-                    copy.rewritten()
+            known = [(copy, weight) for copy, weight in written if copy.memory in proven]
+            cast([(copy, weight) for copy, weight in known if copy.form.wide])
+            for copy, _ in known:
+                copy.rewritten()
             gpu.cast_done([copy for copy, _ in written if copy.tensor is not None])
 
 
@@ -75,10 +76,10 @@ def lend(params: Sequence[Tensor], known: dict[str, Any] | None = None, same: ob
     """
     with lock:
         write_epoch()
-        return Loan(params, _copies_of(params, {} if known is None else known, same))
+        return Loan(params, _look_up(params, {} if known is None else known, same))
 
 
-def _copies_of(params: Sequence[Tensor], known: dict[str, Any], same: object) -> Found:
+def _look_up(params: Sequence[Tensor], known: dict[str, Any], same: object) -> Found:
     """All copies of all parameters, looked up anew where one was made or freed since."""
     if not (copied := known_storages()):
         return []

@@ -3,13 +3,11 @@
 import itertools
 from collections.abc import Sequence
 
-import torch
-
+from ampcompile.dtypes import LOW
 from proof.ops import chapter, database
 from proof.ops.judge import Setting, judge, verdict
 from proof.results import Verdict
 
-LOW = (torch.bfloat16, torch.float16)
 SETTINGS = {str(s): s for s in itertools.starmap(Setting, itertools.product(LOW, (True, False), (True, False)))}
 DEFAULT = {name for name, s in SETTINGS.items() if s.ambient == s.gradients}
 """Both places of a call and both modes, each pair of them once."""

@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from safetensors.torch import load_file  # noqa: E402
+import accelerate
+from safetensors.torch import load_file
 
-from ampcompile import GradScaler, OptionError  # noqa: E402
-from ampcompile.integrations.accelerate import AmpPlugin  # noqa: E402
-from examples.ecosystem.accelerate_loop import train  # noqa: E402
-from tests.integrations.compare import LOWER, QUIET, compare, same_keys  # noqa: E402
+from ampcompile import GradScaler, OptionError
+from ampcompile.integrations.accelerate import AmpPlugin
+from examples.ecosystem.accelerate_loop import train
+from tests.integrations.compare import LOWER, QUIET, compare, same_keys
 
 pytestmark = QUIET
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+pytest.importorskip("lightning", reason="lightning is not installed")
 
-import ampcompile  # noqa: E402
-from examples.ecosystem.lightning_module import train  # noqa: E402
-from tests.integrations.compare import LOWER, QUIET, compare, same_keys  # noqa: E402
+import ampcompile
+from examples.ecosystem.lightning_module import train
+from tests.integrations.compare import LOWER, QUIET, compare, same_keys
 
 pytestmark = QUIET
 

@@ -3,16 +3,17 @@
 import pytest
 import torch
 
-peft = pytest.importorskip("peft", reason="peft is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("trl", reason="trl is not installed")
 
-from accelerate.state import AcceleratorState  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+import peft
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 
-import ampcompile  # noqa: E402
-from examples.ecosystem.lora_sft import train  # noqa: E402
-from examples.ecosystem.transformers_trainer import Passages, small_gpt2  # noqa: E402
-from tests.integrations.compare import LOWER, QUIET, compare  # noqa: E402
+import ampcompile
+from examples.ecosystem.lora_sft import train
+from examples.ecosystem.transformers_trainer import Passages, small_gpt2
+from tests.integrations.compare import LOWER, QUIET, compare
 
 pytestmark = QUIET
 

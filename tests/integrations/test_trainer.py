@@ -4,11 +4,13 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
-accelerate = pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate, which is not installed")
+pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate, which is not installed")
 
-import ampcompile  # noqa: E402
-from examples.ecosystem.transformers_trainer import Passages, small_gpt2, train  # noqa: E402
-from tests.integrations.compare import LOWER, QUIET, compare, same_keys, weights  # noqa: E402
+import accelerate
+
+import ampcompile
+from examples.ecosystem.transformers_trainer import Passages, small_gpt2, train
+from tests.integrations.compare import LOWER, QUIET, compare, same_keys, weights
 
 pytestmark = QUIET
 
