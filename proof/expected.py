@@ -41,6 +41,7 @@ EXPECTED: tuple[Expected, ...] = (
     Expected("ops", "linalg.cond", "values", APART),
     Expected("ops", "narrow", "refused", READ),
     Expected("ops", "index_fill", "refused", READ),
+    Expected("mixed", "index_fill", "refused", READ),
     Expected("ops", "index_put", "refused", READ),
     Expected("ops", "tensor_split", "refused", READ),
 )
