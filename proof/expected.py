@@ -32,6 +32,9 @@ NEIGHBOUR = (
     "number is rounded to its other neighbour; on a CPU with units the bits are eager's"
 )
 READ = "an index that is a tensor is looked at while the graph is traced; Dynamo then runs the call as it is"
+RESIZED = "eager gives the written operand another shape; Dynamo's fake tensors refuse"
+FUSED_ADD = "Dynamo takes it apart, and the product of two 16-bit operands is rounded before it is added"
+NO_FUNCTIONAL = "torch's functionalization takes its in-place form for an operator that isn't torch's"
 EXPECTED: tuple[Expected, ...] = (
     Expected("ops", "linalg.pinv", "dtypes", PINV),
     Expected("ops", "linalg.pinv.hermitian", "dtypes", PINV),
@@ -42,6 +45,9 @@ EXPECTED: tuple[Expected, ...] = (
     Expected("ops", "narrow", "refused", READ),
     Expected("ops", "index_fill", "refused", READ),
     Expected("mixed", "index_fill", "refused", READ),
+    Expected("in_place", "addbmm", "raises", RESIZED),
+    Expected("in_place", "addcmul", "values", FUSED_ADD),
+    *(Expected("in_place", f"polygamma.polygamma_n_{n}", "raises", NO_FUNCTIONAL) for n in range(5)),
     Expected("ops", "index_put", "refused", READ),
     Expected("ops", "tensor_split", "refused", READ),
 )
