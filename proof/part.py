@@ -12,6 +12,8 @@ HOMES = {
     "ops": "proof.ops.sweep",
     "mixed": "proof.ops.mixed",
     "inductor": "proof.ops.inductor",
+    "convergence": "proof.convergence.sweep",
+    "fuzz": "proof.fuzz.sweep",
     "faults": "proof.faults.sweep",
 }
 """Part → module whose `PART` it is, in the order in which they run and stand on the page."""
