@@ -11,6 +11,7 @@ from proof.results import Verdict
 HOMES = {
     "ops": "proof.ops.sweep",
     "mixed": "proof.ops.mixed",
+    "in_place": "proof.ops.in_place",
     "inductor": "proof.ops.inductor",
     "convergence": "proof.convergence.sweep",
     "fuzz": "proof.fuzz.sweep",
