@@ -121,7 +121,7 @@ class Side:
         self.model.eval()
         try:
             with mode():
-                self.gave += [self.run(torch.randn(rows, 12)).clone()]
+                self.gave += [self.run(torch.randn(rows, 12)).detach().clone()]
         finally:
             self.model.train()
 

@@ -36,7 +36,7 @@ nn.init.xavier_uniform_(m.first.weight)|m.second.weight = m.tied.weight = nn.Par
 m.tied.weight = nn.Parameter(m.tied.weight.detach().clone())|m.head.weight = nn.Parameter(m.head.weight.data)
 m.double().float()|m.first.requires_grad_(False)|m.first.requires_grad_(True)|m.batch.running_mean.add_(0.1)
 s.aliases += [m.first.weight.data, m.tied.weight.detach().t()]|s.aliases += [nn.Parameter(m.piece.data)]
-for alias in s.aliases: alias.data.mul_(0.9)|for alias in s.aliases: alias.detach().view(-1)[3:4].add_(1)
+for alias in s.aliases: alias.data.mul_(0.9)|for alias in s.aliases: alias.detach()[3:4].add_(1)
 s.aliases.clear()
 """
 OTHERS = """

@@ -25,18 +25,16 @@ def test_a_seed_gives_the_same_program_always(kind: str) -> None:
 
 def test_training_holds() -> None:
     with shared_code():
-        assert [KINDS["training"].judge(training.training(seed))[1] for seed in range(6)] == [[]] * 6
+        assert [KINDS["training"].judge(training.training(seed))[1] for seed in range(2)] == [[]] * 2
 
 
-def test_every_statement_runs() -> None:
-    """One that raises in every program tests nothing."""
-    side = Side(0, True, "AdamW", torch.bfloat16, lower="aot_eager")
-    side.do("s.train_step(4)", 0)
-    for statement in (*training._CALLS, *training._WRITERS, *training._OTHERS):
-        side.do("s.waiting.clear()", 0)
-        assert not [word for word in side.do(statement, 1) if isinstance(word, str) and word.endswith("Error")], (
-            statement
-        )
+@pytest.mark.parametrize("statement", [*training._CALLS, *training._WRITERS, *training._OTHERS])
+def test_every_statement_runs(statement: str) -> None:
+    """One that raises tests nothing, but those that are to raise the user's error."""
+    side = Side(0, True, "AdamW", torch.bfloat16, lower="eager")
+    side.do("s.aliases += [m.first.weight.data]", 0)
+    gave = side.do(statement, 1)
+    assert [word for word in gave if isinstance(word, str)] == ["the user's error"] * statement.startswith("s.raises")
 
 
 WRITES = training.Training(
