@@ -94,6 +94,17 @@ LOWERING = Group(
     undone="never: only ops without a lowering get one",
     patches=(Patch("torch._inductor.lowering.lowerings", "ops of ours, and torch's that our graphs keep whole"),),
 )
+SCHEDULING = Group(
+    "scheduling",
+    when="before Inductor compiles a graph of ours",
+    undone="never: what other backends compile becomes right too",
+    patches=(
+        Patch(
+            "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
+            "before 2.15 forgets which write comes before a read: on CPUs, gradients are read before they are summed",
+        ),
+    ),
+)
 ONE_GRAPH = Group(
     "one graph",
     when="when a graph of ours is traced or compiled",
@@ -151,7 +162,7 @@ COPIES = Group(
         Patch("torch._C._swap_tensor_impl", "refuses tensors with weak references, as we have them"),
     ),
 )
-TABLE = (COMPILED_CALLS, TRACING, LOWERING, ONE_GRAPH, EXPLAINING, OPTIMIZER_HOOKS, COPIES)
+TABLE = (COMPILED_CALLS, TRACING, LOWERING, SCHEDULING, ONE_GRAPH, EXPLAINING, OPTIMIZER_HOOKS, COPIES)
 
 Wrap = Callable[[Any], Any]
 """What makes a replacement of what was there."""

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import ampcompile
 from proof.faults.raising import Bomb, Fuse, UserError
@@ -35,7 +34,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[N, 12] to [N, 4]."""
         h = self.norm(self.first(x).relu())
-        h = self.second(h) + checkpoint(lambda t: F.gelu(self.tied(t)), h, use_reentrant=False)
+        h = self.second(h) + F.gelu(self.tied(h))
         h = self.between(h) if self.broken else h
         h = F.linear(h, self.piece) + self.conv(h.unsqueeze(1)).sum(1)
         return self.head(self.batch(h))
