@@ -94,7 +94,7 @@ pictures: $(READY) ## docs/pictures: the page of casts (needs Chromium) and the 
 	$(PYTHON) -m tests.pictures
 	$(PYTHON) -m benchmarks docs
 
-proof: $(READY) ## docs/proof.md: what holds, on operators, in training, under faults; PART=ops ALL=1 SHARD=1/4
+proof: $(READY) ## docs/proof.md, what holds, case by case; PART=ops ALL=1 SHARD=1/4; PART=dashboard runs scripts of PyTorch
 	$(PYTHON) -m proof $(PART) $(if $(ALL),--all) $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 test-gpu: $(READY) ## the tests that need a CUDA device
