@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from unittest.mock import patch
 
 import torch
@@ -87,8 +88,8 @@ def judged(kind: str, seed: int) -> tuple[str, list[tuple[str, str]]]:
     return how.judge(how.program(seed))  # type: ignore[arg-type]
 
 
-def shared_code() -> patch.multiple:  # type: ignore[valid-type]
-    """Without a limit to how many models one compiled function serves."""
+def shared_code() -> AbstractContextManager:
+    """While it is open, without a limit to how many models one compiled function serves."""
     return patch.multiple("torch._dynamo.config", recompile_limit=10_000, accumulated_recompile_limit=10_000)
 
 

@@ -65,7 +65,7 @@ class Side:
     def __init__(self, seed: int, broken: bool, optimizer: str, dtype: torch.dtype, **options: Any) -> None:
         torch.manual_seed(seed)
         self.model, self.dtype = Model(broken), dtype
-        self.run = torch.compile(self.model, backend="amp", options={"dtype": dtype, **options})
+        self.run = torch.compile(self.model, backend="amp", options=options | {"dtype": dtype})
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.scaler = ampcompile.GradScaler("cpu", init_scale=8.0, growth_interval=3, enabled=dtype is torch.float16)
         self.waiting: list[Tensor] = []
@@ -137,12 +137,15 @@ class Side:
 
     def save(self) -> None:
         """A checkpoint in memory."""
-        self.saved = copy.deepcopy([part.state_dict() for part in (self.model, self.optimizer, self.scaler)])
+        self.saved = copy.deepcopy([part.state_dict() for part in self._parts()])
+
+    def _parts(self) -> tuple[Any, ...]:
+        return self.model, self.optimizer, self.scaler
 
     def load(self) -> None:
         """Back to it."""
         if self.saved:
-            for part, state in zip((self.model, self.optimizer, self.scaler), self.saved, strict=True):
+            for part, state in zip(self._parts(), self.saved, strict=True):
                 part.load_state_dict(copy.deepcopy(state))
 
     def look(self, rows: int) -> str:
