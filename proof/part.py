@@ -12,6 +12,7 @@ HOMES = {
     "ops": "proof.ops.sweep",
     "mixed": "proof.ops.mixed",
     "inductor": "proof.ops.inductor",
+    "models": "proof.models.sweep",
     "faults": "proof.faults.sweep",
 }
 """Part → module whose `PART` it is, in the order in which they run and stand on the page."""
