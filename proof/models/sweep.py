@@ -33,8 +33,8 @@ training, in evaluation, or without gradients, under one 16-bit type, lowered by
 the sample takes two cases of each. A case holds if
 
 - outputs, gradients of all weights, and buffers have eager autocast's dtypes and shapes;
-- their relative errors against float64, summed over tensors and over several inputs, are at most 1.1 times eager
-  autocast's plus one ulp for each tensor; where two inputs say otherwise, 6 and then 18 decide;
+- their relative errors against float64, summed over tensors, are at most 1.1 times eager autocast's plus one ulp for
+  each tensor, in the geometric mean of two inputs; where these say otherwise, 6 and then 18 decide;
 - the same is true after an optimizer's step changed all weights, and after writes through `.data`, on new inputs;
 - Dynamo makes no more graphs of it than for stock `aot_eager` under autocast, and the backend refuses none.
 

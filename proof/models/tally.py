@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,18 +18,32 @@ FLOOR = 0.01
 """A tensor whose numbers are that much smaller than the others' counts as if it were as large: a gradient that is zero
 but for rounding has no relative error.
 """
+BETTER = 0.5
+"""A draw in which ours is better than that counts as that: good ones don't make up for bad ones without end."""
+
+
+class Errors(NamedTuple):
+    """Of one kind of tensor in one draw, summed over tensors and relative to each one's size."""
+
+    ours: float
+    theirs: float
+    ulp: float
+
+    def ratio(self) -> float:
+        """Ours by the most that it may be, in this draw alone."""
+        allowed = WORSE * self.theirs + self.ulp
+        return max(self.ours / allowed, BETTER) if allowed else BETTER if not self.ours else math.inf
 
 
 @dataclass
 class Tally:
-    """Squared distances of ours and of eager autocast's from float64, by kind of tensor, then by tensor."""
+    """Errors of ours and of eager autocast's, by kind of tensor, of each draw."""
 
     same: bool = True
     """Whether all bits were equal."""
     wrong: str = ""
-    """What is wrong in kind."""
-    sums: dict[str, list[list[float]]] = field(default_factory=dict)
-    """Of each tensor: ours, eager autocast's, the exact numbers' own squares, how many numbers, one ulp."""
+    """What no draw may show: other dtypes or shapes, numbers lost."""
+    draws: dict[str, list[Errors]] = field(default_factory=dict)
 
     def add(self, ours: Run, theirs: Run, exact: Run) -> None:
         """Count one draw."""
@@ -38,40 +54,37 @@ class Tally:
                 self.wrong = self.wrong or f"{name}: {_first_difference(*kinds)}"
                 return
             self.same = self.same and same_bits(*rows[:2])
-            sums = self.sums.setdefault(name, [[0.0] * 5 for _ in rows[0]])
-            for place, row in enumerate(zip(*rows, strict=True)):
-                if row[0] is not None:
-                    self._add(f"{name}[{place}]", sums[place], *row)
-
-    def _add(self, name: str, sums: list[float], ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
-        o, t, e = (x.detach().double() for x in (ours, theirs, exact))
-        known = t.isfinite() & e.isfinite()
-        if lost := int((known & ~o.isfinite()).sum()):
-            self.wrong = self.wrong or f"{name}: {lost} not finite where eager autocast and float64 are"
-            return
-        o, t, e = (x[known] for x in (o, t, e))
-        ulp = torch.finfo(ours.dtype).eps if ours.is_floating_point() else 0.0
-        new = [(o - e).square().sum(), (t - e).square().sum(), e.square().sum(), known.sum()]
-        sums[:] = [*(a + float(b) for a, b in zip(sums, new, strict=False)), ulp]
-
-    def errors(self, name: str) -> tuple[float, float, float]:
-        """Relative errors of ours and of eager autocast's, and one ulp, each summed over all tensors of a kind."""
-        rows = [row for row in self.sums.get(name, ()) if row[3]]
-        sizes = [row[2] / row[3] for row in rows]
-        least = FLOOR**2 * (sum(sizes) / len(sizes)) if sizes else 0.0
-        scales = [max(size, least) * row[3] or 1.0 for size, row in zip(sizes, rows, strict=True)]
-        ours, theirs = (sum((row[i] / s) ** 0.5 for row, s in zip(rows, scales, strict=True)) for i in (0, 1))
-        return ours, theirs, sum(row[4] for row in rows)
+            tensors = [row for row in zip(*rows, strict=True) if row[0] is not None]
+            lost = sum(int((t.isfinite() & e.isfinite() & ~o.isfinite()).sum()) for o, t, e in tensors)
+            if lost:
+                self.wrong = self.wrong or f"{name}: {lost} not finite where eager autocast and float64 are"
+            self.draws.setdefault(name, []).append(errors(tensors))
 
     def verdict(self) -> str:
         """What is wrong; nothing: an empty text."""
         if self.wrong or self.same:
             return self.wrong
-        for name in Run._fields:
-            ours, theirs, ulp = self.errors(name)
-            if not ours <= WORSE * theirs + ulp:
-                return f"{name}: error {ours:.3g}, eager {theirs:.3g}, summed over {len(self.sums[name])} tensors"
+        for name, draws in self.draws.items():
+            mean = math.exp(sum(math.log(draw.ratio()) for draw in draws) / len(draws))
+            if mean > 1:
+                last = f"error {draws[-1].ours:.3g}, eager {draws[-1].theirs:.3g} in the last"
+                return f"{name}: {mean:.3g} times what is allowed, the mean of {len(draws)} inputs; {last}"
         return ""
+
+
+def errors(tensors: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Errors:
+    """Of triples: ours, eager autocast's, in float64. What isn't finite in one of these two counts for nothing."""
+    rows = []
+    for ours, theirs, exact in tensors:
+        o, t, e = (x.detach().double() for x in (ours, theirs, exact))
+        known = t.isfinite() & e.isfinite() & o.isfinite()
+        if count := int(known.sum()):
+            sizes = [float(x[known].square().sum()) / count for x in (o - e, t - e, e)]
+            rows.append((*sizes, torch.finfo(ours.dtype).eps if ours.is_floating_point() else 0.0))
+    least = FLOOR**2 * sum(row[2] for row in rows) / len(rows) if rows else 0.0
+    scales = [max(row[2], least) or 1.0 for row in rows]
+    ours_, theirs_ = (sum((row[i] / s) ** 0.5 for row, s in zip(rows, scales, strict=True)) for i in (0, 1))
+    return Errors(ours_, theirs_, sum(row[3] for row in rows))
 
 
 def _kind(value: Tensor | None) -> str:

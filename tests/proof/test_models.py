@@ -16,7 +16,7 @@ from proof.models.missing_ops import nms
 from proof.models.shrinking import shrunk
 from proof.models.subject import MODES, Run, Subject
 from proof.models.sweep import CASES, MISSING, PART
-from proof.models.tally import Tally
+from proof.models.tally import Errors, Tally
 from proof.ops.calls import autocast
 from proof.ops.judge import FAILS, RAISES, STOCK_FAILS
 
@@ -130,15 +130,23 @@ def test_errors_are_summed_over_tensors_and_draws(times: float, wrong: bool) -> 
         near, ours = ([(e + n * k).float() for e, n in zip(exact, noise, strict=True)] for k in (1, times))
         tally.add(run_of(*ours), run_of(*near), run_of(*exact))
     assert bool(tally.verdict()) == wrong
-    mine, theirs, ulp = tally.errors("outputs")
-    assert mine == pytest.approx(times * theirs, rel=1e-3) and 0.01 < theirs < 0.03 and ulp < 1e-6
+    for draw in tally.draws["outputs"]:
+        assert draw.ours == pytest.approx(times * draw.theirs, rel=1e-3)
+        assert 0.005 < draw.theirs < 0.05 and draw.ulp < 1e-6
+
+
+def test_one_input_that_is_far_off_is_not_made_up_for() -> None:
+    draws = [Errors(0.01, 1.0, 0.0)] * 17
+    assert not Tally(same=False, draws={"outputs": [*draws, Errors(1.2, 1.0, 0.0)]}).verdict()
+    assert Tally(same=False, draws={"outputs": [*draws, Errors(1e6, 1.0, 0.0)]}).verdict()
+    assert Tally(same=False, draws={"buffers": [*draws, Errors(1e-9, 0.0, 0.0)]}).verdict()
 
 
 def test_what_should_be_zero_has_no_relative_error() -> None:
     tally, large = Tally(), torch.ones(8, dtype=torch.float64)
     zero = torch.zeros(8, dtype=torch.float64)
     tally.add(run_of(large.float(), zero.float() + 1e-7), run_of(large.float(), zero.float()), run_of(large, zero))
-    assert tally.errors("outputs")[0] < 1e-4
+    assert tally.draws["outputs"][0].ours < 1e-4
 
 
 def test_lost_numbers_are_told() -> None:
