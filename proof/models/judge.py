@@ -20,7 +20,7 @@ from proof.ops.judge import FAILS, RAISES, STOCK_FAILS, refusals
 from proof.results import Failure, Verdict
 
 DRAWS = (2, 6, 18)
-"""Inputs on which errors are summed: more where fewer say that ours are larger, so that no verdict hangs on chance."""
+"""Inputs of which errors are averaged: more where fewer say that ours are larger, so that chance gives no verdict."""
 
 
 class Way(NamedTuple):
@@ -65,21 +65,31 @@ class Attempt:
         """Once, by eager autocast."""
         return self.subject.run(self.subject.model, inputs, autocast(self.low))
 
+    def compiling(self) -> Iterator[Difference]:
+        """Nothing, unless compiling raises."""
+        self.first()
+        yield from ()
+
     def differences(self) -> Iterator[Difference]:
         """What is wrong: at once, after a step, after writes through `.data`."""
         self.first()
+        zeros = ""
         for kind, change, least in (
             ("values", lambda: None, DRAWS[0]),
             ("stale after a step", self.subject.step, 1),
             ("stale after .data", self.subject.write_data, 1),
         ):
             change()
-            if text := self.hold(least):
-                yield Difference(kind, text)
-                return
+            tally = self.hold(least)
+            zeros = zeros or tally.zeros
+            if tally.dtypes or tally.worse():
+                yield Difference("dtypes", tally.dtypes) if tally.dtypes else Difference(kind, tally.worse())
+                break
+        if zeros:
+            yield Difference("zeros", zeros)
 
-    def hold(self, least: int) -> str:
-        """What is wrong with these weights, on at least so many inputs."""
+    def hold(self, least: int) -> Tally:
+        """What comes of at least so many inputs, with these weights."""
         tally, done = Tally(), 0
         for count in (least, *DRAWS[1:]):
             for _ in range(done, count):
@@ -88,10 +98,10 @@ class Attempt:
                 inputs = self.subject.case.inputs()
                 tally.add(self.run(inputs), self.eager(inputs), self.subject.exact(inputs))
             done = count
-            if tally.wrong or not tally.verdict():
+            if tally.dtypes or not tally.worse():
                 break
         self.same = self.same and tally.same
-        return tally.verdict()
+        return tally
 
 
 def attempted(act: Callable[[], Iterable[Difference]]) -> list[Difference]:
@@ -121,7 +131,7 @@ def judge(group: str, case: Case, mode: str, low: torch.dtype, lower: str) -> Ve
     except Exception:
         return Verdict(group, {RAISES: 1})
     theirs, mine = (Attempt(case, mode, low, way(low, lower)) for way in (stocks, ours))
-    there = attempted(lambda: theirs.first() or ())
+    there = attempted(theirs.compiling)
     found = attempted(mine.differences)
     if not there and mine.graphs > theirs.graphs:
         found.append(Difference("graphs", f"{mine.graphs} graphs; stock {theirs.graphs}"))

@@ -29,12 +29,12 @@ SMALL: dict[str, Any] = {
 }
 
 
-def shrunk(kind: type, **own: Any) -> dict[str, Any]:
+def shrunk(kind: Any, **own: Any) -> dict[str, Any]:
     """The arguments of a small configuration of that class; `own` ones win, those of its parts stand in dicts."""
     default: Any = kind()
     found = {name: value for name, value in SMALL.items() if _is_number(default, name)}
     found |= {name: 0.0 for name, value in vars(default).items() if "drop" in name and isinstance(value, float)}
-    for name in getattr(kind, "sub_configs", {}):
+    for name in kind.sub_configs:
         if (part := getattr(default, name, None)) is not None:
             found[name] = shrunk(type(part), **own.get(name, {}))
     return {

@@ -49,7 +49,7 @@ class Subject:
     def _run(self, how: Any, model: nn.Module, inputs: Inputs, around: AbstractContextManager) -> Run:
         for name, buffer in model.named_buffers():
             buffer.copy_(self.buffers[name])
-        asked = [p for p in model.parameters() if p.requires_grad]
+        asked: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         fresh = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs)
         torch.manual_seed(0)
         with torch.set_grad_enabled(self.mode != "no_grad"), around:

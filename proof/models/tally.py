@@ -18,8 +18,10 @@ FLOOR = 0.01
 """A tensor whose numbers are that much smaller than the others' counts as if it were as large: a gradient that is zero
 but for rounding has no relative error.
 """
-BETTER = 0.5
-"""A draw in which ours is better than that counts as that: good ones don't make up for bad ones without end."""
+FLIP = 2.0
+"""What one draw counts for at most, and by its inverse at least: where two numbers all but tie for a maximum, or one is
+all but zero before a ReLU, a rounding decides about a whole gradient, for one run or for the other.
+"""
 
 
 class Errors(NamedTuple):
@@ -32,7 +34,9 @@ class Errors(NamedTuple):
     def ratio(self) -> float:
         """Ours by the most that it may be, in this draw alone."""
         allowed = WORSE * self.theirs + self.ulp
-        return max(self.ours / allowed, BETTER) if allowed else BETTER if not self.ours else math.inf
+        if not allowed:
+            return math.inf if self.ours else 1 / FLIP
+        return min(max(self.ours / allowed, 1 / FLIP), FLIP)
 
 
 @dataclass
@@ -41,29 +45,35 @@ class Tally:
 
     same: bool = True
     """Whether all bits were equal."""
-    wrong: str = ""
-    """What no draw may show: other dtypes or shapes, numbers lost."""
+    dtypes: str = ""
+    """Where dtypes or shapes differ."""
+    zeros: str = ""
+    """Where ours gives zeros and eager autocast nothing."""
+    lost: str = ""
+    """Where ours isn't finite, and eager autocast and float64 are."""
     draws: dict[str, list[Errors]] = field(default_factory=dict)
 
     def add(self, ours: Run, theirs: Run, exact: Run) -> None:
         """Count one draw."""
         for name in Run._fields:
-            rows = [getattr(run, name) for run in (ours, theirs, exact)]
+            rows = [list(getattr(run, name)) for run in (ours, theirs, exact)]
+            for place, (mine, near) in enumerate(zip(*rows[:2], strict=False)):
+                if near is None and mine is not None and not mine.any():
+                    self.zeros, rows[0][place] = f"{name}[{place}] is zeros; eager none", None
             kinds = [[_kind(value) for value in row] for row in rows[:2]]
             if kinds[0] != kinds[1]:
-                self.wrong = self.wrong or f"{name}: {_first_difference(*kinds)}"
+                self.dtypes = f"{name}: {_first_difference(*kinds)}"
                 return
             self.same = self.same and same_bits(*rows[:2])
             tensors = [row for row in zip(*rows, strict=True) if row[0] is not None]
-            lost = sum(int((t.isfinite() & e.isfinite() & ~o.isfinite()).sum()) for o, t, e in tensors)
-            if lost:
-                self.wrong = self.wrong or f"{name}: {lost} not finite where eager autocast and float64 are"
+            if lost := sum(int((t.isfinite() & e.isfinite() & ~o.isfinite()).sum()) for o, t, e in tensors):
+                self.lost = f"{name}: {lost} not finite where eager autocast and float64 are"
             self.draws.setdefault(name, []).append(errors(tensors))
 
-    def verdict(self) -> str:
-        """What is wrong; nothing: an empty text."""
-        if self.wrong or self.same:
-            return self.wrong
+    def worse(self) -> str:
+        """How ours are further from float64 than they may be; not so: an empty text."""
+        if self.lost or self.same:
+            return self.lost
         for name, draws in self.draws.items():
             mean = math.exp(sum(math.log(draw.ratio()) for draw in draws) / len(draws))
             if mean > 1:
