@@ -95,7 +95,7 @@ pictures: $(READY) ## docs/pictures: the page of casts (needs Chromium) and the 
 	$(PYTHON) -m tests.pictures
 	$(PYTHON) -m benchmarks docs
 
-proof: $(PROOF) ## docs/proof.md: what holds, on torch's operators, on models and under faults; PART=ops ALL=1 SHARD=1/4
+proof: $(PROOF) ## docs/proof.md, what holds, case by case; PART=ops ALL=1 SHARD=1/4; PART=dashboard runs scripts of PyTorch
 	$(if $(PROOF),.proof/bin/python,$(PYTHON)) -m proof $(PART) $(if $(ALL),--all) $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 test-gpu: $(READY) ## the tests that need a CUDA device

@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.report.tables import table
 from proof import expected, results
+from proof.dashboard.chapter import chapter as dashboard
 from proof.part import HOMES, part
-from proof.results import Results, Verdict
+from proof.results import Failure, Results, Verdict
 
 PAGE = Path(__file__).parents[1] / "docs" / "proof.md"
 HEAD = """# What holds
@@ -24,7 +26,7 @@ def page(folder: Path = results.RESULTS) -> str:
     """The whole document."""
     found = {name: [each for each in results.of_part(name, folder) if each.verdicts] for name in HOMES}
     chapters = (chapter(name, files) for name, files in found.items() if files)
-    return HEAD + "".join(f"\n{text}" for lines in chapters for text in lines)
+    return HEAD + "".join(f"\n{text}" for lines in (*chapters, dashboard()) for text in lines)
 
 
 def chapter(name: str, found: Sequence[Results]) -> Iterator[str]:
@@ -37,13 +39,9 @@ def chapter(name: str, found: Sequence[Results]) -> Iterator[str]:
     if known < asked:
         yield f"So far {len(known)} of the sample's {len(asked)} groups of cases.\n"
     yield part(name).tabulate(verdicts(found))
-    rows = [
-        (f"`{group}`", failure.kind, str(failure.times), "yes" if failure.stock else "no", _because(failure, entry))
-        for group, failure, entry in expected.failures(name, found)
-    ]
-    if rows:
+    if rows := sorted(_not_so(expected.failures(name, found))):
         yield "Not so:\n"
-        yield table(["", "what", "cases", "stock too", "why"], sorted(rows))
+        yield table(["", "what", "cases", "stock too", "why"], rows)
 
 
 def verdicts(found: Iterable[Results]) -> list[Verdict]:
@@ -71,9 +69,18 @@ def outcomes(rows: dict[str, Counter[str]], columns: Sequence[str]) -> str:
     return table(["", *used], lines)
 
 
-def _because(failure: results.Failure, entry: expected.Expected | None) -> str:
-    why = entry.reason + (f" ({entry.upstream})" if entry.upstream else "") if entry else "cause not known yet"
-    return f"{why}: {failure.text}".replace("|", "\\|")
+def _not_so(failures: Iterable[tuple[str, Failure, expected.Expected | None]]) -> Iterator[tuple[str, ...]]:
+    """Those of one kind and cause as one, told by the first."""
+    alike: dict[Any, list[tuple[str, Failure]]] = {}
+    for group, failure, entry in failures:
+        of = group if entry is None else entry.name
+        alike.setdefault((of, failure.kind, failure.stock, entry), []).append((group, failure))
+    for (of, kind, stock, entry), found in alike.items():
+        group, first = found[0]
+        why = entry.reason + (f" ({entry.upstream})" if entry.upstream else "") if entry else "cause not known yet"
+        where = f"{group.removeprefix(of).removeprefix(', ')}: " if group != of else ""
+        text = " ".join(f"{why}; {where}{first.text}".split()).replace("|", "\\|")
+        yield f"`{of}`", kind, str(sum(each.times for _, each in found)), "yes" if stock else "no", text
 
 
 def main() -> None:

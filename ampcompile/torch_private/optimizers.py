@@ -1,6 +1,6 @@
 """What the scaler uses of torch's private parts."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -51,8 +51,7 @@ class Marks:
         return found == self._marks or set(zip(*self._marks, strict=True)).issuperset(zip(*found, strict=True))
 
     def __del__(self) -> None:
-        for each in self._ids:
-            _free(each)
+        deque(map(_free, self._ids), maxlen=0)
 
 
 def _with_storages(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Any]]:

@@ -81,14 +81,14 @@ def lend(params: Sequence[Tensor], known: dict[str, Any] | None = None, same: ob
 
 def _look_up(params: Sequence[Tensor], known: dict[str, Any], same: object) -> Found:
     """All copies of all parameters, looked up anew where one was made or freed since."""
-    if not (copied := known_storages()):
-        return []
-    keys = storages.storage_keys(params)
-    before, made, former, references = known.get("copies", (None, 0, [], []))
-    if same is not None and before is same and made == copies_made() and former == keys:
-        found = [(i, copy) for i, reference in references if (copy := reference()) is not None]
-        if len(found) == len(references):
-            return found
+    before, made, places, former, references = known.get("copies", (None, 0, [], [], []))
+    if same is not None and before is same and made == copies_made():
+        copies = [reference() for reference in references]
+        if None not in copies and former == storages.storage_keys(map(params.__getitem__, places)):
+            return list(zip(places, copies, strict=True))
+    copied = known_storages()
+    keys = storages.storage_keys(params) if copied else []
     found = [(i, copy) for i, key in enumerate(keys) if key in copied for copy in copies_of(params[i])]
-    known["copies"] = same, copies_made(), keys, [(i, weakref.ref(copy)) for i, copy in found]
+    places, references = [i for i, _ in found], [weakref.ref(copy) for _, copy in found]
+    known["copies"] = same, copies_made(), places, [keys[i] for i in places], references
     return found

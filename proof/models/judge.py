@@ -139,4 +139,4 @@ def judge(group: str, case: Case, mode: str, low: torch.dtype, lower: str) -> Ve
         verdict = outcome(group, found, there or attempted(theirs.differences))
     else:
         verdict = Verdict(group, {"same bits" if mine.same else "as near": 1})
-    return dataclasses.replace(verdict, figures={"compile": mine.seconds, "stock": theirs.seconds})
+    return dataclasses.replace(verdict, figures={"compile": [mine.seconds], "stock": [theirs.seconds]})

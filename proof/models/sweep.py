@@ -108,7 +108,8 @@ def _counts(verdicts: Sequence[Verdict]) -> Counter[str]:
 
 
 def _times(verdicts: Sequence[Verdict]) -> str:
-    found = [v.figures["compile"] / v.figures["stock"] for v in verdicts if v.figures.get("stock")]
+    both = [(*v.figures["compile"], *v.figures["stock"]) for v in verdicts if v.figures]
+    found = [ours / stock for ours, stock in both if stock]
     return f"{median(found):.2f}" if found else ""
 
 

@@ -200,14 +200,17 @@ def test_a_model_trains_no_further_from_float64():
 
 @pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
 def test_trains_compiled_and_the_report_says_so(lower):
-    model, x = Merged(), matrix(5, 24)
+    model, totals = Merged(), [0.0, 0.0]
     run = torch.compile(model, backend="amp", options={"outputs": "autocast", "fuse": "linear", "lower": lower})
-    grads = torch.autograd.grad(run(x).float().square().sum(), list(model.parameters()))
     exact = copy.deepcopy(model).double()
-    best = torch.autograd.grad(exact(x.double()).square().sum(), list(exact.parameters()))
-    with torch.autocast("cpu", torch.bfloat16):
-        eager = torch.autograd.grad(model(x).float().square().sum(), list(model.parameters()))
-    assert error(grads, best) <= 1.02 * error(eager, best)
+    for _ in range(20):  # of a few numbers either may be nearer by chance
+        x = matrix(5, 24)
+        grads = torch.autograd.grad(run(x).float().square().sum(), list(model.parameters()))
+        best = torch.autograd.grad(exact(x.double()).square().sum(), list(exact.parameters()))
+        with torch.autocast("cpu", torch.bfloat16):
+            eager = torch.autograd.grad(model(x).float().square().sum(), list(model.parameters()))
+        totals = [total + error(values, best) for total, values in zip(totals, (grads, eager), strict=True)]
+    assert 0 < totals[0] <= 1.02 * totals[1]
     report = ampcompile.explain(model, fuse="linear")(x)
     (fusion,) = report.fusions
     assert (fusion.family, fusion.op) == ("linear", "aten.linear")

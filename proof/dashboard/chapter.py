@@ -1,0 +1,121 @@
+"""The page's chapter of what PyTorch's own benchmark scripts found, from their CSV files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any, NamedTuple
+
+from benchmarks.report.tables import table
+from proof.dashboard.models import LEFT_OUT, MODELS
+from proof.dashboard.run import FOLDER, FROZEN, PEER, WAYS, Run
+
+SAYS = """`make proof PART=dashboard DYNAMO_BENCHMARKS=path/to/benchmarks/dynamo` runs the scripts behind PyTorch's
+dashboard of performance. It executes the code of the checkout that it is given, and has no part in `make proof` alone.
+Each model runs with `--amp --device cpu --backend inductor`, then with `--backend amp`; proof/results/dashboard/ has
+the lines that the scripts write. They open `torch.autocast("cpu")`, bfloat16, inside the function that they compile,
+for eager and both backends alike. A speedup is over eager autocast, in the same process, call by call in turn;
+amp / Inductor is the ratio of the speedups of two runs in turn, the median where there are several. `accuracy` is the
+scripts' verdict, by one tolerance for both.
+
+A launcher of ours, proof/dashboard/launch.py, leaves the scripts as they are and puts around them what they lack:
+
+- Models have the installed transformers' and timm's configurations and random weights: nothing is downloaded. Caches of
+  keys and values are off: the scripts can't compare the object that transformers 5 returns them in. Where transformers
+  warns, the graph doesn't break.
+- amp runs with `outputs="autocast"`. The scripts want eager autocast's dtypes, and since no autocast is open around the
+  call, amp would return them in float32.
+- Both backends run what torch.compile returned, and compile nothing while time is taken. The scripts call
+  `torch._dynamo.run` on the function that they had compiled: without the autocast that amp opens around its calls, no
+  graph of amp's fits, and it would run uncompiled.
+
+On a CPU the scripts train without an optimizer: no weight changes, and amp never makes its copies again. `every_call`
+is amp with `weights="every_call"`, which casts weights in each call, as Inductor does. Inductor keeps copies only with
+`--freezing`, for inference with weights that stay as they are. A batch of one shows the most of what copies save: with
+more to compute, casts of weights take a smaller share.
+"""
+NAMES = {PEER: "Inductor", FROZEN: "Inductor, frozen", "amp": "amp", "amp_every_call": "every_call"}
+
+
+def chapter(folder: Path = FOLDER) -> Iterator[str]:
+    """The chapter's paragraphs; none without results."""
+    if not (folder / "about.json").exists():
+        return
+    yield "## PyTorch's own benchmarks\n"
+    yield SAYS
+    yield _machine(json.loads((folder / "about.json").read_text()))
+    for mode, ways in WAYS.items():
+        if rows := list(_rows(folder, mode, ways)):
+            yield f"{mode.capitalize()}, speedup over eager autocast:\n"
+            yield _table(rows, ways)
+    yield "Models that are left out:\n"
+    yield "".join(f"- {why}: {', '.join(names)}\n" for why, names in LEFT_OUT.items())
+
+
+def _machine(facts: dict[str, Any]) -> str:
+    units = ", ".join(facts["low-precision instructions"]) or "no 16-bit units"
+    packages = "".join(f", {name} {version}" for name, version in facts["packages"].items() if version)
+    return (
+        f"{facts['processor']}, {units}, 1 thread; {facts['system']}, Python {facts['python']}, torch {facts['torch']}"
+        f"{packages}; scripts of PyTorch {facts['scripts']}; batches of {facts['batch size']}, medians of "
+        f"{facts['iterations']} calls; commit {facts['commit']}.\n"
+    )
+
+
+class Row(NamedTuple):
+    """What is known of a model in one mode, by way: speedups, run by run, and verdicts."""
+
+    model: str
+    speedups: dict[str, list[float]]
+    verdicts: dict[str, str]
+
+    def speedup(self, way: str) -> float | None:
+        """The median; None if a run failed."""
+        return median(self.speedups[way]) if all(self.speedups[way]) else None
+
+    def ratio(self) -> float | None:
+        """How many times as fast as Inductor amp is, by the median of runs in turn; None if one failed."""
+        pairs = list(zip(self.speedups["amp"], self.speedups[PEER], strict=False))
+        return median(amp / peer for amp, peer in pairs) if all(map(all, pairs)) else None
+
+
+def _rows(folder: Path, mode: str, ways: tuple[str, ...]) -> Iterator[Row]:
+    """The models that all ways were timed on."""
+    for script, models in MODELS.items():
+        for model in models:
+            speedups, verdicts = {}, {}
+            for way in ways:
+                timed, judged = (
+                    Run(kind, mode, way, script, model).lines(folder) for kind in ("performance", "accuracy")
+                )
+                speedups[way] = [float(line["speedup"]) for line in timed]
+                verdicts[way] = judged[-1]["accuracy"] if judged else "not run"
+            if all(speedups.values()):
+                yield Row(model, speedups, verdicts)
+
+
+def _table(rows: list[Row], ways: tuple[str, ...]) -> str:
+    head = ["", "amp / Inductor", *(NAMES[way] for way in ways), "runs", "accuracy: Inductor", "amp"]
+    lines = [
+        [
+            row.model,
+            *(_times(value) for value in (row.ratio(), *map(row.speedup, ways))),
+            str(min(map(len, row.speedups.values()))),
+            row.verdicts[PEER],
+            row.verdicts["amp"],
+        ]
+        for row in rows
+    ]
+    columns = [[row.ratio() for row in rows], *([row.speedup(way) for row in rows] for way in ways)]
+    return table(head, [*lines, ["geometric mean", *map(_mean, columns), "", "", ""]])
+
+
+def _mean(column: list[float | None]) -> str:
+    values = [value for value in column if value is not None]
+    return _times(geometric_mean(values)) if values else ""
+
+
+def _times(value: float | None) -> str:
+    return "failed" if value is None else f"{value:.2f}"
