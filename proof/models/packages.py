@@ -191,7 +191,7 @@ CASES = {
         for n, (kind, own, inputs) in DIFFUSERS.items()
     },
     **{
-        f"geometric {n.lower()}": Case(
+        f"torch_geometric {n.lower()}": Case(
             "torch_geometric",
             partial(made, f"torch_geometric.nn.models.{n}", 8, 16, 2, 4),
             graph,
