@@ -28,6 +28,8 @@ class Verdict:
     group: str
     counts: dict[str, int] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
+    figures: dict[str, list[float]] = field(default_factory=dict)
+    """What was measured, where only many groups together show what holds."""
 
 
 @dataclass

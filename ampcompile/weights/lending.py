@@ -81,7 +81,7 @@ def lend(params: Sequence[Tensor], known: dict[str, Any] | None = None, same: ob
 
 def _look_up(params: Sequence[Tensor], known: dict[str, Any], same: object) -> Found:
     """All copies of all parameters, looked up anew where one was made or freed since."""
-    before, made, places, former, references = known.get("copies", (None, 0, (), [], []))
+    before, made, places, former, references = known.get("copies", (None, 0, [], [], []))
     if same is not None and before is same and made == copies_made():
         copies = [reference() for reference in references]
         if None not in copies and former == storages.storage_keys(map(params.__getitem__, places)):
@@ -89,6 +89,6 @@ def _look_up(params: Sequence[Tensor], known: dict[str, Any], same: object) -> F
     copied = known_storages()
     keys = storages.storage_keys(params) if copied else []
     found = [(i, copy) for i, key in enumerate(keys) if key in copied for copy in copies_of(params[i])]
-    places, copies = zip(*found, strict=True) if found else ((), ())
-    known["copies"] = same, copies_made(), places, [keys[i] for i in places], list(map(weakref.ref, copies))
+    places, references = [i for i, _ in found], [weakref.ref(copy) for _, copy in found]
+    known["copies"] = same, copies_made(), places, [keys[i] for i in places], references
     return found

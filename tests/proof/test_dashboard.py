@@ -118,8 +118,8 @@ def test_models_are_built_without_a_hub_and_without_caches(monkeypatch: pytest.M
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", None)
     monkeypatch.setattr(transformers.PreTrainedModel, "__init__", transformers.PreTrainedModel.__init__)
     known: set[Any] = set()
-    monkeypatch.setattr(torch._dynamo.config, "ignore_logging_functions", known)
-    launch.adapt_transformers()
+    with torch._dynamo.config.patch(ignore_logging_functions=known):
+        launch.adapt_transformers()
     config = transformers.AutoConfig.from_pretrained("distilgpt2")
     assert config.n_layer == 6
     config.n_embd, config.n_head, config.vocab_size = 8, 2, 16

@@ -1,0 +1,1 @@
+"""Random programs, drawn by seeds: modules, and training of a module whose weights everybody writes."""

@@ -1,0 +1,108 @@
+"""What a random module gave when it was called, and in what two outcomes differ."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from proof.fuzz.modules import COLUMNS, Program
+from tests.compiling import same_bits
+
+ROWS = 4, 4
+"""Of the inputs of each call."""
+OTHER_ROWS = 4, 6, 2
+Calls = list[list[Tensor]]
+
+
+@dataclass
+class Outcome:
+    """What calls gave, what they left behind, and which of these tensors share memory, in each call."""
+
+    results: Calls = field(default_factory=list)
+    left: Calls = field(default_factory=list)
+    gradients: Calls = field(default_factory=list)
+    shared: list[list[tuple[int, int]]] = field(default_factory=list)
+
+
+def outcome(of: Program, run_as: Callable[[Any], Any], exact: bool = False, rows: Sequence[int] = ROWS) -> Outcome:
+    """Call a program with inputs drawn afresh; `run_as(model)` is what is called."""
+    model = of.model(exact)
+    run = run_as(model)
+    found = Outcome()
+    draw = torch.Generator().manual_seed(of.seed)
+    for count in rows:
+        x, other = (torch.randn(count, COLUMNS, generator=draw) for _ in range(2))
+        mask = torch.randn(count, COLUMNS, generator=draw) > 0
+        index = torch.randperm(count, generator=draw)
+        if exact:
+            x, other = x.double(), other.double()
+        model.zero_grad()
+        x.requires_grad_(of.training)
+        with torch.set_grad_enabled(of.training):
+            results = run(x, other, mask, index)
+        loss = sum(
+            (r.to(torch.promote_types(r.dtype, torch.float32)).sin().sum() for r in results if r.requires_grad),
+            x.new_zeros(()),
+        )
+        if loss.requires_grad:
+            loss.backward()
+        places = [t.untyped_storage().data_ptr() for t in (*results, x, other)]
+        found.shared.append([(i, j) for i, p in enumerate(places) for j, q in enumerate(places) if i < j and p == q])
+        found.results.append([r.detach().clone() for r in results])
+        found.left.append([t.detach().clone() for t in (other, *model.buffers())])
+        leaves = (x, *model.parameters())
+        found.gradients.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in leaves])
+    return found
+
+
+def norm(calls: Calls) -> float:
+    """Of all floating numbers together; what is not finite counts as 0, and is left to `overflows`."""
+    flat = [t.double().flatten() for call in calls for t in call if t.is_floating_point()]
+    return float(torch.cat(flat).nan_to_num(0.0, 0.0, 0.0).norm()) if flat else 0.0
+
+
+def distance(found: Calls, exact: Calls) -> float:
+    """Of all numbers of one kind from those of a run in float64."""
+    return norm(
+        [[f.double() - e.double() for f, e in zip(*calls, strict=True)] for calls in zip(found, exact, strict=True)]
+    )
+
+
+def overflows(found: Calls, *others: Calls) -> int:
+    """How many floating numbers are infinite or NaN in one outcome and in no other."""
+    count = 0
+    for calls in zip(found, *others, strict=True):
+        for value, *beside in zip(*calls, strict=True):
+            finite = [b.isfinite() for b in beside]
+            count += int((~value.isfinite() & torch.stack(finite).all(0)).sum())
+    return count
+
+
+def same(ours: Outcome, theirs: Outcome) -> bool:
+    """Whether all numbers have the same bits."""
+    return all(same_bits(getattr(ours, kind), getattr(theirs, kind)) for kind in ("results", "left", "gradients"))
+
+
+def differences(ours: Outcome, theirs: Outcome, exact: Outcome | None) -> list[tuple[str, str]]:
+    """In what two outcomes differ, in a word and a sentence, but for what comes as near to float64.
+
+    Where that can't be run, other numbers may differ by 1 %.
+    """
+    found = []
+    if ours.shared != theirs.shared:
+        found.append(("aliasing", f"memory shared: {ours.shared}, stock {theirs.shared}"))
+    for kind in ("results", "left", "gradients"):
+        a, b = getattr(ours, kind), getattr(theirs, kind)
+        dtypes = [[[t.dtype for t in call] for call in calls] for calls in (a, b)]
+        if dtypes[0] != dtypes[1]:
+            found.append(("dtypes", f"dtypes of {kind}: {dtypes[0]}, stock {dtypes[1]}"))
+        elif not same_bits(a, b):
+            e = getattr(exact or theirs, kind)
+            mine, stocks = distance(a, e), distance(b, e) if exact else 0.01 * norm(b)
+            if lost := overflows(a, b, e):
+                found.append(("values", f"{kind}: {lost} not finite where stock's and float64's are"))
+            if mine > 1.1 * stocks + 1e-6:
+                found.append(("values", f"{kind}: {mine:.3g} from float64, stock {stocks:.3g}"))
+    return found
