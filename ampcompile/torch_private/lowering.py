@@ -67,11 +67,22 @@ def inductor(
     """
     from torch._inductor.compile_fx import compile_fx
 
+    patches.install(patches.SCHEDULING, {"SchedulerNode.recompute_size_and_body": _after_the_same_writes})
     for node in gm.graph.find_nodes(op="placeholder"):
         node.meta.pop("val", None)  # with "cpp_wrapper" read in the inputs' place, and captured fakes want no gradient
-    patches = {**config, "joint_custom_pre_pass": _JointGraphPass(on_joint_graph, key)}
-    compiled: Any = compile_fx(gm, list(inputs), config_patches=patches, decompositions=decompositions)
+    settings = {**config, "joint_custom_pre_pass": _JointGraphPass(on_joint_graph, key)}
+    compiled: Any = compile_fx(gm, list(inputs), config_patches=settings, decompositions=decompositions)
     return compiled
+
+
+def _after_the_same_writes(recompute: Callable[..., None]) -> Callable[..., None]:
+    """Loops that are computed anew, to be fused, read buffers by their first names: they get those of later writes."""
+
+    def recompute_and_rename(node: Any, *args: Any, **kwargs: Any) -> None:
+        recompute(node, *args, **kwargs)
+        node.set_read_writes(node.read_writes.rename(node.mutation_renames))
+
+    return recompute_and_rename
 
 
 _CALLED_IN_COMPILED_CODE = ("associative_scan", "cond", "invoke_subgraph", "map_impl", "scan", "while_loop")

@@ -13,49 +13,13 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache, partial
-from pkgutil import resolve_name
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-_resolve = cache(resolve_name)
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One thing of torch that is changed, by its full name."""
-
-    what: str
-    why: str
-
-    @property
-    def owner(self) -> Any:
-        """The module, class or object that holds it. Raises AttributeError or ImportError where there is none."""
-        return _resolve(self.what.rpartition(".")[0])
-
-    @property
-    def name(self) -> str:
-        """The attribute's name."""
-        return self.what.rpartition(".")[2]
-
-    @property
-    def place(self) -> str:
-        """The names of owner and attribute, such as `Tensor.data`."""
-        return ".".join(self.what.split(".")[-2:])
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Patches that come and go together."""
-
-    name: str
-    when: str
-    undone: str
-    patches: tuple[Patch, ...]
-
+from .patch import Group, Patch
 
 COMPILED_CALLS = Group(
     "compiled calls",
@@ -93,6 +57,17 @@ LOWERING = Group(
     when="before Inductor compiles a graph of ours",
     undone="never: only ops without a lowering get one",
     patches=(Patch("torch._inductor.lowering.lowerings", "ops of ours, and torch's that our graphs keep whole"),),
+)
+SCHEDULING = Group(
+    "scheduling",
+    when="before Inductor compiles a graph of ours",
+    undone="never: what other backends compile becomes right too",
+    patches=(
+        Patch(
+            "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
+            "before 2.15 forgets which write comes before a read: on CPUs, gradients are read before they are summed",
+        ),
+    ),
 )
 ONE_GRAPH = Group(
     "one graph",
@@ -151,7 +126,7 @@ COPIES = Group(
         Patch("torch._C._swap_tensor_impl", "refuses tensors with weak references, as we have them"),
     ),
 )
-TABLE = (COMPILED_CALLS, TRACING, LOWERING, ONE_GRAPH, EXPLAINING, OPTIMIZER_HOOKS, COPIES)
+TABLE = (COMPILED_CALLS, TRACING, LOWERING, SCHEDULING, ONE_GRAPH, EXPLAINING, OPTIMIZER_HOOKS, COPIES)
 
 Wrap = Callable[[Any], Any]
 """What makes a replacement of what was there."""

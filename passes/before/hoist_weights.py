@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
-from ampcompile.passes.analysis.aliasing import aliased_operands, written_operands
+from ampcompile.passes.analysis.aliasing import aliased_operands, same_memory, written_operands
 from ampcompile.passes.analysis.commuting import CAST, rebuild
 from ampcompile.passes.analysis.op_traits import REARRANGES, has, reads_bits
 from ampcompile.passes.graph import erase_unread, placeholders
@@ -84,7 +84,8 @@ CopyOf = Callable[[Node, torch.dtype], Node]
 def _hoist(gm: GraphModule, weights: set[Node], copy_of: CopyOf) -> int:
     """Replace the casts of `weights`, inputs of `gm`; `copy_of` gives the input that holds a weight's copy."""
     hoisted = 0
-    weights = {weight for weight in weights if "written" not in _uses(weight)}
+    together = {node: group for group in same_memory(gm.graph) for node in group}
+    weights = {w for w in weights if not any("written" in _uses(each) for each in together.get(w, [w]))}
     for cast in list(gm.graph.find_nodes(op="call_function", target=CAST)):
         weight, views = _look_through_views(cast)
         if "amp_cast" in cast.meta and weight in weights and all(use == "read" for use in _uses(cast)):

@@ -118,6 +118,5 @@ SUBJECTS = {
     "MoE": Subject(mixture, texts, 3e-3),
     "ViT": Subject(vit, labelled, 1e-3),
     "ResNet": Subject(resnet, labelled, 3e-3),
-    "UNet": Subject(lambda: UNet(8, (1, 2)), noisy, 3e-3),
-    "UNet, Inductor": Subject(lambda: UNet(8, (1, 2)), noisy, 3e-3, "inductor"),
+    "UNet": Subject(lambda: UNet(8, (1, 2)), noisy, 3e-3, "inductor"),
 }

@@ -67,7 +67,8 @@ def _as_it_is(model: nn.Module, lower: str, low: torch.dtype) -> Any:
 
 
 def _by_amp(model: nn.Module, lower: str, low: torch.dtype) -> Any:
-    return torch.compile(model, backend="amp", options={"dtype": low, "lower": lower})
+    options: dict[str, Any] = {"dtype": low, "lower": lower}
+    return torch.compile(model, backend="amp", options=options)
 
 
 def _by_torch(model: nn.Module, lower: str, low: torch.dtype) -> Any:

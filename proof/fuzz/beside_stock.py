@@ -26,7 +26,7 @@ class Setting(NamedTuple):
 
     def amp(self, model: Any) -> Any:
         """A model as amp compiles it."""
-        options = {"lower": self.lower, "outputs": self.outputs, "dtype": self.dtype}
+        options: dict[str, Any] = {"lower": self.lower, "outputs": self.outputs, "dtype": self.dtype}
         return torch.compile(model, backend="amp", dynamic=self.dynamic, options=options)
 
     def stock(self, model: Any) -> Any:

@@ -99,6 +99,7 @@ def _untraced(x: Tensor) -> Tensor:
 
 class _Parts(nn.Module):
     program: Any
+    flat: Tensor
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Random training: a program of statements on a model whose copies are kept, and on its twin that casts every call."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -39,6 +39,8 @@ s.aliases += [m.first.weight.data, m.tied.weight.detach().t()]|s.aliases += [nn.
 for alias in s.aliases: alias.data.mul_(0.9)|for alias in s.aliases: alias.detach()[3:4].add_(1)
 s.aliases.clear()
 """
+READS = "s.forward", "s.backward", "s.evaluate"
+"""How statements begin that write no weight."""
 OTHERS = """
 s.save()|s.load()|s.raises(4, 0)|s.raises(4, 1)|s.optimizer.zero_grad(set_to_none=False)|s.waiting.clear()
 """
@@ -80,7 +82,9 @@ class Beside:
 
     dtype: torch.dtype = torch.bfloat16
     lower: str = "aot_eager"
-    looks: int = field(default=3)
+    late: bool = True
+    """Losses wait for their backward while weights are written."""
+    looks: int = 3
     """How often: after equal parts of the program."""
 
     def program(self, seed: int) -> Training:
@@ -95,6 +99,9 @@ class Beside:
         ]
         stride = -(-len(of.lines) // self.looks)
         for place, line in enumerate(of.lines, 1):
+            if not self.late and not line.startswith(READS):
+                for side in sides:
+                    side.waiting.clear()
             ours, theirs = (side.do(line, of.seed + place) for side in sides)
             if not same_bits(ours, theirs):
                 return "fails", [("stale", f"statement {place}, {line}: {_unlike(ours, theirs)}")]
