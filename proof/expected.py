@@ -54,6 +54,7 @@ EXPECTED: tuple[Expected, ...] = (
     Expected("ops", "index_put", "refused", READ),
     Expected("ops", "tensor_split", "refused", READ),
     Expected("models", "vilt", "zeros", UNREAD),
+    Expected("models", "llava", "zeros", UNREAD),
     Expected("models", "torchvision fcos", "refused", PICKED),
     Expected("models", "qwen3-next", "raises", STRIDES),
 )
