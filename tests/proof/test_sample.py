@@ -10,6 +10,7 @@ import torch
 from ampcompile.torch_private import processor
 from proof import expected
 from proof.faults import interrupts, lives, raising
+from proof.models.sweep import MISSING
 from proof.part import part
 from proof.results import of_part
 
@@ -40,7 +41,10 @@ def test_what_is_expected_to_fail_does(name: str, group: str, entry: expected.Ex
     if entry.without_units is not None:
         emulated = patch.object(processor, "multiplies", lambda dtype: dtype != entry.without_units)
     with emulated:
-        assert part(name).run(group).failures, "it holds now: take it off the list"
+        verdict = part(name).run(group)
+    if MISSING in verdict.counts:
+        pytest.skip("its package isn't installed")
+    assert verdict.failures, "it holds now: take it off the list"
 
 
 @pytest.mark.parametrize("fault", [*raising.FAULTS, *lives.FAULTS], ids=lambda fault: fault.__name__)
