@@ -14,6 +14,7 @@ DEMO := .venv/.demo
 DOCS := .venv/.docs
 TOOLS := .venv/.tools
 INTEGRATIONS := .venv/.integrations
+PROOF := .proof/.ready
 endif
 
 # The first Python new enough, able to make environments, and with the headers that Inductor's C++ includes.
@@ -94,8 +95,8 @@ pictures: $(READY) ## docs/pictures: the page of casts (needs Chromium) and the 
 	$(PYTHON) -m tests.pictures
 	$(PYTHON) -m benchmarks docs
 
-proof: $(READY) ## docs/proof.md, what holds, case by case; PART=ops ALL=1 SHARD=1/4; PART=dashboard runs scripts of PyTorch
-	$(PYTHON) -m proof $(PART) $(if $(ALL),--all) $(if $(SHARD),--shard $(SHARD)) $(ARGS)
+proof: $(PROOF) ## docs/proof.md, what holds, case by case; PART=ops ALL=1 SHARD=1/4; PART=dashboard runs scripts of PyTorch
+	$(if $(PROOF),.proof/bin/python,$(PYTHON)) -m proof $(PART) $(if $(ALL),--all) $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 test-gpu: $(READY) ## the tests that need a CUDA device
 	@test -n "$(GPU_PLUGINS)" || echo "without pytest-xdist or pytest-timeout: one process, and no limit to a test's time"
@@ -137,6 +138,16 @@ $(VENV):
 
 .venv/.integrations: .venv/.ready
 	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[integrations]'
+	@touch $@
+
+# On top of .venv, and apart from it: torchvision's wheels are for CUDA, and where one is there that can't be loaded,
+# transformers can't be imported without the stand-in of proof/models/missing_ops.py.
+.proof/.ready: .venv/.ready
+	@echo "installing timm, torchvision and others into .proof (a minute, once)"
+	$(PYTHON) -m venv --without-pip .proof
+	$(PYTHON) -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+		> $$(.proof/bin/python -c 'import site; print(site.getsitepackages()[0])')/venv.pth
+	.proof/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[proof]'
 	@touch $@
 
 .matrix/%/.ready: pyproject.toml constraints.txt

@@ -13,6 +13,7 @@ HOMES = {
     "mixed": "proof.ops.mixed",
     "in_place": "proof.ops.in_place",
     "inductor": "proof.ops.inductor",
+    "models": "proof.models.sweep",
     "convergence": "proof.convergence.sweep",
     "fuzz": "proof.fuzz.sweep",
     "faults": "proof.faults.sweep",

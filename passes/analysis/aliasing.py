@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.passes.graph import bodies, is_below_autograd, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
-from ampcompile.torch_private import dispatcher
+from ampcompile.torch_private import dispatcher, storages
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from . import schema
@@ -65,6 +65,16 @@ def _may_return_operand(op: OpOverload, operands: int) -> bool:
     return has(op, SHARES_UNSAID) or dispatcher.may_return_argument(op)
 
 
+def same_memory(graph: Graph) -> list[list[Node]]:
+    """The inputs and constants that share memory in the call that the graph is compiled for, in groups."""
+    groups: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr") and isinstance(value := node.meta.get("val"), Tensor):
+            if value.layout == torch.strided:
+                groups.setdefault(storages.storage_key(value), []).append(node)
+    return [group for group in groups.values() if len(group) > 1]
+
+
 class Aliases:
     """The memory of one graph's values, looked at once; nodes added later are their own."""
 
@@ -72,6 +82,9 @@ class Aliases:
         self._group: dict[Node, Node] = {}
         self._written: set[Node] = set()
         self._outside: set[Node] = set()
+        for first, *others in same_memory(graph):
+            for other in others:
+                self._join(other, first)
         inner = {attribute: _writes(body) for attribute, body in bodies(graph.owning_module)}
         for node in graph.nodes:
             if node.op in ("placeholder", "output", "get_attr"):

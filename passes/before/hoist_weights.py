@@ -17,12 +17,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
-from ampcompile.passes.analysis.aliasing import aliased_operands, written_operands
+from ampcompile.passes.analysis.aliasing import aliased_operands, same_memory, written_operands
 from ampcompile.passes.analysis.commuting import CAST, rebuild
 from ampcompile.passes.analysis.op_traits import REARRANGES, has, reads_bits
 from ampcompile.passes.graph import erase_unread, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
-from ampcompile.torch_private import storages, tracing
+from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import OpOverload
 
 # Higher-order ops whose bodies may read weights handed to them, and where in their arguments the operands begin.
@@ -84,7 +84,8 @@ CopyOf = Callable[[Node, torch.dtype], Node]
 def _hoist(gm: GraphModule, weights: set[Node], copy_of: CopyOf) -> int:
     """Replace the casts of `weights`, inputs of `gm`; `copy_of` gives the input that holds a weight's copy."""
     hoisted = 0
-    weights = {weight for weight in weights if "written" not in _uses(weight)}
+    together = {node: group for group in same_memory(gm.graph) for node in group}
+    weights = {w for w in weights if not any("written" in _uses(each) for each in together.get(w, [w]))}
     for cast in list(gm.graph.find_nodes(op="call_function", target=CAST)):
         weight, views = _look_through_views(cast)
         if "amp_cast" in cast.meta and weight in weights and all(use == "read" for use in _uses(cast)):
@@ -137,8 +138,6 @@ class HoistWeights:
     def apply(self, gm: GraphModule) -> int:
         inputs = {node: index for index, node in enumerate(placeholders(gm))}
         weights = {node for node, index in inputs.items() if self.is_weight(index, node)}
-        written = {_memory(node) for node in inputs if "written" in _uses(node)}
-        weights = {node for node in weights if _memory(node) not in written}
         on_trial = {node for node in weights if not self.is_registered(inputs[node], node)}
         copies: dict[Slot, Node] = {}
 
@@ -152,12 +151,6 @@ class HoistWeights:
 
         with tracing.on_fakes_of(gm):
             return _hoist(gm, weights, copy_of)
-
-
-def _memory(node: Node) -> int | None:
-    """The storage of an input, which others may share: one of them may be written where a weight is read."""
-    value = node.meta.get("val")
-    return storages.storage_key(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
 
 
 def _new_input(gm: GraphModule, weight: Node, dtype: torch.dtype, wide: bool) -> Node:

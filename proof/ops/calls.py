@@ -54,7 +54,7 @@ class Call:
         torch.manual_seed(seed)
         with torch.set_grad_enabled(gradients), around:
             results = function(fresh.args, fresh.kwargs)
-        found: list[Tensor | None] = _gradients(self.restrict(results), inputs) if gradients else []
+        found = grads_of(self.restrict(results), inputs) if gradients else []
         return Run(inputs, leaves(results), found)
 
     def _map(self, function: Callable[[Any], Any]) -> "Call":
@@ -75,7 +75,7 @@ def _fresh(x: Tensor, gradients: bool) -> Tensor:
     return x.detach().clone().requires_grad_(gradients and x.requires_grad)
 
 
-def _gradients(results: Any, inputs: list[Tensor]) -> list[Tensor | None]:
+def grads_of(results: Any, inputs: list[Tensor]) -> list[Tensor | None]:
     """Of all inputs that ask for one, from the same incoming gradients for all runs but for their rounding."""
     asked = [x for x in inputs if x.requires_grad]
     outputs = [y for y in leaves(results) if isinstance(y, Tensor) and y.requires_grad]

@@ -102,7 +102,10 @@ def attempt(
         run = call.run(how, around, gradients)
     except Exception as error:
         return None, [Difference("raises", f"{type(error).__name__}: {str(error).strip()[:200]}")]
-    found = compare(run)
-    if refused := [reason for reason in counters["unimplemented"] if REFUSED in reason]:
-        found.append(Difference("refused", refused[0].partition(REFUSED)[2].splitlines()[0].replace("`", "")))
-    return run, found
+    return run, compare(run) + refusals()
+
+
+def refusals() -> list[Difference]:
+    """The first graph that the backend refused since counters were cleared, if there is one."""
+    refused = [reason for reason in counters["unimplemented"] if REFUSED in reason][:1]
+    return [Difference("refused", text.partition(REFUSED)[2].splitlines()[0].replace("`", "")) for text in refused]

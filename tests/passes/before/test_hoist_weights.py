@@ -139,6 +139,31 @@ def test_declines_and_gives_eagers_numbers_where_a_norm_updates_its_statistics(l
         assert torch.equal(compiled(x)[1], expected[1])
 
 
+class LiesInABuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("flat", torch.randn(80))
+        self.weight = nn.Parameter(self.flat[8:72].view(8, 8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.flat[8:16].copy_(x[1])
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("lower", ["eager", "aot_eager"])
+def test_declines_and_gives_eagers_numbers_where_another_input_in_the_same_memory_is_written(lower: str) -> None:
+    module = LiesInABuffer()
+    (graph,) = rewritten(module, torch.randn(4, 8))
+    assert count(graph, WEIGHT_COPY) == 0
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="amp", options={"lower": lower, "outputs": "autocast"})
+    for _ in range(2):
+        x = torch.randn(4, 8)
+        found = compiled(x)
+        with torch.autocast("cpu"):
+            assert torch.equal(found, x @ module.weight)
+
+
 DECLINES = {
     "an activation": lambda m, x: x @ x.t(),
     "a weight computed in the graph": lambda m, x: x @ (m.frozen * 2),

@@ -37,6 +37,24 @@ def written(x, w):
     return first, torch.mm(x, w[:])
 
 
+def written_as_another_input(x, part, w):
+    first = torch.mm(x, w)
+    part.add_(1)
+    return first, torch.mm(x, w[:])
+
+
+@pytest.mark.parametrize("lower", ["eager", "aot_eager"])
+def test_an_input_that_is_written_as_another_input_is_cast_again(lower):
+    options = {"lower": lower, "outputs": "autocast"}
+    x, w = torch.randn(8, 8), torch.randn(8, 8)
+    same = x.clone()
+    with torch.no_grad():
+        found = torch.compile(written_as_another_input, backend="amp", options=options)(x, x[2:4], w)
+    with torch.autocast("cpu"):
+        expected = written_as_another_input(same, same[2:4], w)
+    assert all(map(torch.equal, found, expected)) and torch.equal(x, same)
+
+
 @pytest.mark.parametrize("f", [three_readers, written])
 def test_declines(f):
     x, w = torch.randn(8, 8), torch.randn(8, 8)

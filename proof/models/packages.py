@@ -1,0 +1,202 @@
+"""Models of timm, torchvision, diffusers and torch_geometric."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from proof.models.case import Case, Inputs
+from proof.models.plain import by_place
+
+
+def made(path: str, *args: Any, **kwargs: Any) -> Any:
+    """`made("package.module.name", ...)` is what that gives."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+
+def pictures(size: int = 32) -> Callable[[], Inputs]:
+    """Two pictures."""
+    return lambda: {"x": torch.randn(2, 3, size, size)}
+
+
+def graph() -> Inputs:
+    """Ten nodes and thirty edges."""
+    return {"x": torch.randn(10, 8), "edge_index": torch.randint(0, 10, (2, 30))}
+
+
+def noised(channels: int = 3, size: int = 16, **more: Callable[[], Any]) -> Callable[[], Inputs]:
+    """Two noisy pictures and how noisy they are."""
+    return lambda: {
+        "sample": torch.randn(2, channels, size, size),
+        "timestep": torch.randint(0, 1000, (2,)),
+        **{name: draw() for name, draw in more.items()},
+    }
+
+
+def found(run: Callable[..., Any], inputs: Inputs) -> Any:
+    """A detector's losses, if it is in training; else what it finds."""
+    boxes = torch.tensor([[4.0, 4.0, 20.0, 20.0], [8.0, 10.0, 30.0, 28.0]])
+    targets = [{"boxes": boxes, "labels": torch.tensor([1, 2])} for _ in inputs["x"]]
+    return run(list(inputs["x"]), targets)
+
+
+def backbone() -> nn.Module:
+    """Two convolutions, for a detector."""
+    module: Any = nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 32, 3, 2, 1), nn.ReLU()
+    )
+    module.out_channels = 32
+    return module
+
+
+def detector(name: str, sizes: tuple[int, ...] = (8, 16)) -> nn.Module:
+    """A detector of torchvision over a small backbone."""
+    ratios = (0.5, 1.0)[: len(sizes)]
+    anchors = made("torchvision.models.detection.anchor_utils.AnchorGenerator", (sizes,), (ratios,))
+    options = {"num_classes": 3, "min_size": 32, "max_size": 32, "anchor_generator": anchors}
+    return made(f"torchvision.models.detection.{name}", backbone(), **options)
+
+
+def segmenter(name: str, head: str, *args: Any) -> nn.Module:
+    """A segmenter of torchvision over a small backbone."""
+    names = importlib.import_module("torchvision.models._utils")
+    layers = names.IntermediateLayerGetter(backbone(), {"4": "out"})
+    return made(
+        f"torchvision.models.segmentation.{name}", layers, made(f"torchvision.models.segmentation.{head}", *args)
+    )
+
+
+def convnext() -> nn.Module:
+    """ConvNeXt in two stages."""
+    block = importlib.import_module("torchvision.models.convnext").CNBlockConfig
+    return made("torchvision.models.ConvNeXt", [block(8, 16, 1), block(16, None, 1)], num_classes=8)
+
+
+VISION = "torchvision.models"
+TORCHVISION: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "mobilenet v2": (partial(made, f"{VISION}.mobilenet_v2", width_mult=0.1, num_classes=8), by_place),
+    "mobilenet v3": (partial(made, f"{VISION}.mobilenet_v3_small", width_mult=0.1, num_classes=8), by_place),
+    "mnasnet": (partial(made, f"{VISION}.MNASNet", 0.1, num_classes=8), by_place),
+    "densenet": (partial(made, f"{VISION}.DenseNet", 4, (2, 2), 8, num_classes=8), by_place),
+    "vit": (partial(made, f"{VISION}.VisionTransformer", 32, 8, 2, 2, 32, 48, num_classes=8), by_place),
+    "swin": (partial(made, f"{VISION}.SwinTransformer", [4, 4], 8, [1, 1], [2, 2], [2, 2], num_classes=8), by_place),
+    "convnext": (convnext, by_place),
+    "retinanet": (partial(detector, "RetinaNet"), found),
+    "fcos": (partial(detector, "FCOS", sizes=(8,)), found),
+    "deeplabv3": (partial(segmenter, "DeepLabV3", "deeplabv3.DeepLabHead", 32, 4, (2, 3)), by_place),
+    "fcn": (partial(segmenter, "FCN", "fcn.FCNHead", 32, 4), by_place),
+}
+TIMM: dict[str, dict[str, Any]] = {
+    "test_vit": {"img_size": 64},
+    "test_vit3": {"img_size": 64},
+    "test_resnet": {},
+    "test_efficientnet": {},
+    "test_byobnet": {},
+    "test_convnext": {},
+    "test_nfnet": {},
+    "test_mambaout": {},
+    "cait_xxs24_224": {"img_size": 64, "embed_dim": 32, "depth": 2, "num_heads": 2},
+    "test_convnext2": {},
+    "eva02_tiny_patch14_224": {"img_size": 56, "embed_dim": 48, "depth": 2, "num_heads": 2},
+    "ghostnet_050": {},
+}
+BLOCKS = {"block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4}
+DOWN_UP = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+CROSS = {
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "cross_attention_dim": 16,
+    "attention_head_dim": 4,
+}
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
+CODED = {
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "latent_channels": 4,
+}
+DIFFUSERS: dict[str, tuple[str, dict[str, Any], Callable[[], Inputs]]] = {
+    "unet": ("UNet2DModel", {"sample_size": 16, "attention_head_dim": 4, **DOWN_UP, **BLOCKS}, noised()),
+    "conditional unet": (
+        "UNet2DConditionModel",
+        {"sample_size": 16, "in_channels": 4, "out_channels": 4, **CROSS, **BLOCKS},
+        noised(4, encoder_hidden_states=lambda: torch.randn(2, 5, 16)),
+    ),
+    "dit": (
+        "DiTTransformer2DModel",
+        {
+            "sample_size": 8,
+            "patch_size": 2,
+            "in_channels": 4,
+            "num_embeds_ada_norm": 100,
+            "norm_num_groups": 4,
+            **HEADS,
+        },
+        lambda: {
+            "hidden_states": torch.randn(2, 4, 8, 8),
+            "timestep": torch.randint(0, 100, (2,)),
+            "class_labels": torch.randint(0, 9, (2,)),
+        },
+    ),
+    "vae": (
+        "AutoencoderKL",
+        {**CODED, **BLOCKS},
+        lambda: {"sample": torch.randn(2, 3, 16, 16)},
+    ),
+    "stable diffusion 3": (
+        "SD3Transformer2DModel",
+        {"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 4, "joint_attention_dim": 16}
+        | {"caption_projection_dim": 32, "pooled_projection_dim": 16, "pos_embed_max_size": 8, **HEADS},
+        lambda: {
+            "hidden_states": torch.randn(2, 4, 8, 8),
+            "encoder_hidden_states": torch.randn(2, 5, 16),
+            "pooled_projections": torch.randn(2, 16),
+            "timestep": torch.randint(0, 1000, (2,)),
+        },
+    ),
+    "pixart": (
+        "PixArtTransformer2DModel",
+        {"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 8, "cross_attention_dim": 32}
+        | {"caption_channels": 16, "norm_num_groups": 4, "use_additional_conditions": False, **HEADS},
+        lambda: {
+            "hidden_states": torch.randn(2, 4, 8, 8),
+            "encoder_hidden_states": torch.randn(2, 5, 16),
+            "timestep": torch.randint(0, 1000, (2,)),
+        },
+    ),
+}
+GEOMETRIC = ("GCN", "GAT", "GraphSAGE", "GIN", "EdgeCNN")
+
+
+def _timm(name: str, **own: Any) -> nn.Module:
+    return made("timm.create_model", name, num_classes=8, **own)
+
+
+CASES = {
+    **{
+        f"timm {n}": Case("timm", partial(_timm, n, **own), pictures(own.get("img_size", 64)), by_place, "timm")
+        for n, own in TIMM.items()
+    },
+    **{
+        f"torchvision {n}": Case("torchvision", make, pictures(), call, "torchvision")
+        for n, (make, call) in TORCHVISION.items()
+    },
+    **{
+        f"diffusers {n}": Case("diffusers", partial(made, f"diffusers.{kind}", **own), inputs, package="diffusers")
+        for n, (kind, own, inputs) in DIFFUSERS.items()
+    },
+    **{
+        f"torch_geometric {n.lower()}": Case(
+            "torch_geometric",
+            partial(made, f"torch_geometric.nn.models.{n}", 8, 16, 2, 4),
+            graph,
+            package="torch_geometric",
+        )
+        for n in GEOMETRIC
+    },
+}
