@@ -69,9 +69,9 @@ def same_memory(graph: Graph) -> list[list[Node]]:
     """The inputs and constants that share memory in the call that the graph is compiled for, in groups."""
     groups: dict[int, list[Node]] = {}
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr") and isinstance(value := node.meta.get("val"), Tensor):
-            if value.layout == torch.strided:
-                groups.setdefault(storages.storage_key(value), []).append(node)
+        value = node.meta.get("val") if node.op in ("placeholder", "get_attr") else None
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            groups.setdefault(storages.storage_key(value), []).append(node)
     return [group for group in groups.values() if len(group) > 1]
 
 
