@@ -140,9 +140,8 @@ def _swaps(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor],
         for tensor in (first, second):
             if (memory := copied_memory_of(tensor)) is not None:
                 memory.forget_sharers()
-                for each in list(sets):
-                    if memory in each.memories:
-                        each.forget()
+        for each in list(sets):  # also of memory that one of them has left
+            each.forget()
         swap(first, second)
 
     return swapping
