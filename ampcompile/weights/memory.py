@@ -216,6 +216,8 @@ def _forget_ranges_with_the_last() -> None:
         with _IfFree() as taken:
             if taken and all(memory() is None for memory in _memories.valuerefs()):
                 set_ranges(())
+                for each in list(sets):  # weights that moved away are still known there, and nobody watches them now
+                    each.forget()
                 while on_last_freed:
                     on_last_freed.pop()()
     except RuntimeError:

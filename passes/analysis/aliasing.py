@@ -131,7 +131,8 @@ def inputs_written_below_autograd(gm: GraphModule) -> list[int]:
     if not _reads_data(gm):
         return []
     memory = Aliases(gm.graph)
-    return [i for i, n in enumerate(placeholders(gm)) if "amp_copy" not in n.meta and memory.is_written(n)]
+    tensors = [(i, n) for i, n in enumerate(placeholders(gm)) if isinstance(n.meta.get("val"), Tensor)]
+    return [i for i, n in tensors if "amp_copy" not in n.meta and memory.is_written(n)]
 
 
 def overwritten_inputs(graph: Graph) -> set[Node]:

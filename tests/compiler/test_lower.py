@@ -172,6 +172,22 @@ def test_what_a_graph_writes_below_autograd_is_cast_again(fails: bool, monkeypat
     assert told == [[3, 1]]
 
 
+def test_of_what_a_graph_for_any_number_of_rows_writes_below_autograd_only_tensors_are_cast_again() -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        found = torch.einsum("ij,jk->ik", x, w)
+        part = found[:]
+        found.data.mul_(0.5)
+        return part
+
+    run = torch.compile(f, backend="amp", dynamic=True, options={"lower": "eager", "outputs": "autocast"})
+    w = torch.randn(8, 8)
+    for rows in (4, 6):
+        x = torch.randn(rows, 8)
+        with torch.autocast("cpu"):
+            expected = f(x, w)
+        assert torch.equal(run(x, w), expected)
+
+
 @pytest.mark.parametrize(("numerics", "emulated"), [("eager", True), ("relaxed", False)])
 def test_inductor_rounds_as_eager_does_unless_it_may_not(numerics: str, emulated: bool) -> None:
     gm = GraphModule({}, Graph())

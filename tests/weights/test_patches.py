@@ -179,6 +179,13 @@ def test_lazy_modules_and_swapped_tensors(copied: tuple[nn.Parameter, Binding]) 
     assert torch.equal(binding.copies([weight])[0], weight.detach().to(BF16))
 
 
+def test_a_weight_that_was_given_other_data_can_be_swapped(copied: tuple[nn.Parameter, Binding]) -> None:
+    weight, binding = copied
+    weight.data = torch.randn(6, 8)
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.randn(6, 8)))
+    assert torch.equal(binding.copies([weight])[0], weight.detach().to(BF16))
+
+
 def test_optimizers_have_no_graph_breaks_of_ours(copied: tuple[nn.Parameter, Binding]) -> None:
     optimizer: Any = importlib.import_module("torch.optim.optimizer")
 
