@@ -35,6 +35,9 @@ On a CPU the scripts train without an optimizer: no weight changes, and amp neve
 is amp with `weights="every_call"`, which casts weights in each call, as Inductor does. Inductor keeps copies only with
 `--freezing`, for inference with weights that stay as they are. A batch of one shows the most of what copies save: with
 more to compute, casts of weights take a smaller share.
+
+Where `runs` says 1, other jobs ran on the machine too, and eager autocast's own time moved by up to 40 % between two
+processes: the geometric means tell something there, a single ratio near 1 doesn't.
 """
 NAMES = {PEER: "Inductor", FROZEN: "Inductor, frozen", "amp": "amp", "amp_every_call": "every_call"}
 
