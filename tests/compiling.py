@@ -129,24 +129,32 @@ def error(values: Sequence[torch.Tensor | None], exact: Sequence[torch.Tensor | 
     return float((sum((v - e).square().sum() for v, e in pairs) / sum(e.square().sum() for _, e in pairs)).sqrt())
 
 
+DRAWS = 8
+"""Of the few numbers of one draw either side may be nearer by chance."""
+
+
 def training_errors(
     module: torch.nn.Module, loss: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], **options: Any
 ) -> tuple[float, float, Recorder]:
-    """Gradient errors against float64 of eager autocast and of amp: `loss(module, *inputs)` is called."""
+    """Gradient errors against float64 of eager autocast and of amp: `loss(module, *inputs)` is called.
 
-    def in_double(value: torch.Tensor) -> torch.Tensor:
-        return value.double() if value.is_floating_point() else value
-
-    exact = gradients(copy.deepcopy(module).double(), lambda m: loss(m, *map(in_double, inputs)))
-
-    def under_autocast(m: torch.nn.Module) -> torch.Tensor:
-        with torch.autocast("cpu", LOW):
-            return loss(m, *inputs)
-
-    reference = gradients(copy.deepcopy(module), under_autocast)
-    ours = copy.deepcopy(module)
+    They are sums over the inputs and others drawn like them.
+    """
+    exactly, eagerly, ours = copy.deepcopy(module).double(), copy.deepcopy(module), copy.deepcopy(module)
     run, recorder = amp(lambda *xs: loss(ours, *xs), **options)
-    return error(reference, exact), error(gradients(ours, lambda _: run(*inputs)), exact), recorder
+    theirs, mine = 0.0, 0.0
+    for draw in range(DRAWS):
+        given = [torch.randn_like(x) if draw and x.is_floating_point() else x for x in inputs]
+        wide = [x.double() if x.is_floating_point() else x for x in given]
+
+        def under_autocast(m: torch.nn.Module, given: Sequence[torch.Tensor] = given) -> torch.Tensor:
+            with torch.autocast("cpu", LOW):
+                return loss(m, *given)
+
+        exact = gradients(exactly, lambda m, wide=wide: loss(m, *wide))  # type: ignore[misc]
+        theirs += error(gradients(eagerly, under_autocast), exact)
+        mine += error(gradients(ours, lambda _, given=given: run(*given)), exact)  # type: ignore[misc]
+    return theirs, mine, recorder
 
 
 def regions(name: str) -> Any:
