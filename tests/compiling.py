@@ -142,18 +142,18 @@ def training_errors(
     """
     exactly, eagerly, ours = copy.deepcopy(module).double(), copy.deepcopy(module), copy.deepcopy(module)
     run, recorder = amp(lambda *xs: loss(ours, *xs), **options)
-    theirs, mine = 0.0, 0.0
-    for draw in range(DRAWS):
-        given = [torch.randn_like(x) if draw and x.is_floating_point() else x for x in inputs]
-        wide = [x.double() if x.is_floating_point() else x for x in given]
 
-        def under_autocast(m: torch.nn.Module, given: Sequence[torch.Tensor] = given) -> torch.Tensor:
+    def errors(given: Sequence[torch.Tensor]) -> tuple[float, float]:
+        def under_autocast(m: torch.nn.Module) -> torch.Tensor:
             with torch.autocast("cpu", LOW):
                 return loss(m, *given)
 
-        exact = gradients(exactly, lambda m, wide=wide: loss(m, *wide))  # type: ignore[misc]
-        theirs += error(gradients(eagerly, under_autocast), exact)
-        mine += error(gradients(ours, lambda _, given=given: run(*given)), exact)  # type: ignore[misc]
+        wide = [x.double() if x.is_floating_point() else x for x in given]
+        exact = gradients(exactly, lambda m: loss(m, *wide))
+        return error(gradients(eagerly, under_autocast), exact), error(gradients(ours, lambda _: run(*given)), exact)
+
+    draws = [[torch.randn_like(x) if draw and x.is_floating_point() else x for x in inputs] for draw in range(DRAWS)]
+    theirs, mine = map(sum, zip(*map(errors, draws), strict=True))
     return theirs, mine, recorder
 
 

@@ -55,11 +55,12 @@ AROUND = (
 )
 
 
-def _choices(text: str) -> list[str]:
+def choices(text: str) -> list[str]:
+    """What stands in the lines of a text, between bars."""
     return [choice for line in text.strip().splitlines() for choice in line.split("|")]
 
 
-_COMPUTED, _WRITTEN = _choices(COMPUTED), _choices(WRITTEN)
+_COMPUTED, _WRITTEN = choices(COMPUTED), choices(WRITTEN)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from proof.fuzz.modules import choices
 from proof.fuzz.trained import OPTIMIZERS, Side
 from tests.compiling import same_bits
 
@@ -46,11 +47,7 @@ s.save()|s.load()|s.raises(4, 0)|s.raises(4, 1)|s.optimizer.zero_grad(set_to_non
 """
 
 
-def _choices(text: str) -> list[str]:
-    return [choice for line in text.strip().splitlines() for choice in line.split("|")]
-
-
-_CALLS, _WRITERS, _OTHERS = map(_choices, (CALLS, WRITERS, OTHERS))
+_CALLS, _WRITERS, _OTHERS = map(choices, (CALLS, WRITERS, OTHERS))
 _OTHERS += [f"s.other({name!r})" for name in OPTIMIZERS]
 
 
