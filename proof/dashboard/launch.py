@@ -21,6 +21,7 @@ import torch
 from torch._dynamo.backends.registry import list_backends, register_backend
 
 from ampcompile.compiler.backend import amp
+from proof.models.missing_ops import stand_in
 
 HUB = {
     "allenai/longformer-base-4096": ("LongformerConfig", {}),
@@ -105,6 +106,7 @@ def refuse(command: Any, *_: object, **__: object) -> None:
 
 def main(script: str, *arguments: str) -> None:
     """Run a script as its own main program."""
+    stand_in()
     ADAPT[Path(script).stem]()
     dynamo: Any = torch._dynamo
     dynamo.optimize, dynamo.run = partial(optimize, dynamo.optimize), run

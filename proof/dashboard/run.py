@@ -26,7 +26,9 @@ from proof.run import about
 FOLDER = RESULTS / "dashboard"
 PEER, FROZEN = "inductor", "inductor_freezing"
 WAYS = {"inference": (PEER, FROZEN, "amp"), "training": (PEER, "amp", "amp_every_call")}
-"""Mode → what is timed in turn: backends, and Inductor with `--freezing`. Accuracy is judged of the first and amp."""
+"""Mode → what is timed in turn: backends, and Inductor with `--freezing`."""
+COMPARED = (PEER, "amp")
+"""What is timed again where a run has repeats, and judged by accuracy."""
 LAUNCHER = (sys.executable, "-m", "proof.dashboard.launch")
 COMMON = ("numpy", "pandas", "psutil", "scipy", "tabulate", "tqdm")
 NEEDED = {"huggingface": (*COMMON, "transformers"), "timm_models": (*COMMON, "timm")}
@@ -71,14 +73,17 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def runs(kinds: Sequence[str], repeats: int, wanted: str) -> Iterator[tuple[Run, int]]:
-    """Every call in its order, with how many lines its model has after it: backends in turn, then once more."""
+    """Every call in its order, with how many lines its model has after it: all models, then those once more that are
+    compared.
+    """
     for count in range(1, repeats + 1):
         for script, models in MODELS.items():
             for model in models:
                 for kind in kinds if re.search(wanted, model) else ():
                     for mode, ways in WAYS.items():
-                        for way in ways if kind == "performance" else (PEER, "amp") if count == 1 else ():
-                            yield Run(kind, mode, way, script, model), count
+                        for way in ways if kind == "performance" and count == 1 else COMPARED:
+                            if kind == "performance" or count == 1:
+                                yield Run(kind, mode, way, script, model), count
 
 
 def line_of(run: Run, checkout: Path, options: argparse.Namespace) -> dict[str, str]:
