@@ -32,7 +32,7 @@ storage_users = torch._C._storage_Use_Count  # of a `storage_key`: how many hold
 TensorHandle: Any = torch._C._WeakTensorRef  # type: ignore[attr-defined]
 
 NoTorchFunction = torch._C.DisableTorchFunction  # modes of the user don't see what happens inside
-address: Any = torch._C._data_address  # type: ignore[attr-defined]  # of a tensor's first element; no mode sees it, no copy-on-write ends by it
+address: Any = torch._C._data_address  # type: ignore[attr-defined]  # where a tensor's storage begins; no mode sees it, no copy-on-write ends by it
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -87,10 +87,12 @@ def same_place(one: Tensor, other: Tensor) -> bool:
     """Whether two plain tensors show the same elements of the same storage."""
     with NoTorchFunction():
         return (
-            address(one) == address(other)
-            and storage_key(one) == storage_key(other)
-            and (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+            address(one) == address(other) and storage_key(one) == storage_key(other) and _layout(one) == _layout(other)
         )
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def current_stream(device: torch.device) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, NamedTuple
@@ -16,9 +16,12 @@ SAYS = """`make proof PART=dashboard DYNAMO_BENCHMARKS=path/to/benchmarks/dynamo
 dashboard of performance. It executes the code of the checkout that it is given, and has no part in `make proof` alone.
 Each model runs with `--amp --device cpu --backend inductor`, then with `--backend amp`; proof/results/dashboard/ has
 the lines that the scripts write. They open `torch.autocast("cpu")`, bfloat16, inside the function that they compile,
-for eager and both backends alike. A speedup is over eager autocast, in the same process, call by call in turn;
-amp / Inductor is the ratio of the speedups of two runs in turn, the median where there are several. `accuracy` is the
-scripts' verdict, by one tolerance for both.
+for eager and both backends alike. A speedup is over eager autocast, in the same process, call by call in turn.
+`accuracy` is the scripts' verdict, by one tolerance for both.
+
+Inductor and amp run in turn, as often as `runs` says; the rest runs once. "amp / Inductor" is the median ratio of the
+speedups of two neighbours, "without eager" that of their times: where these differ, it is by eager autocast's own time,
+which differs by up to 40 % from process to process.
 
 A launcher of ours, proof/dashboard/launch.py, leaves the scripts as they are and puts around them what they lack:
 
@@ -35,9 +38,6 @@ On a CPU the scripts train without an optimizer: no weight changes, and amp neve
 is amp with `weights="every_call"`, which casts weights in each call, as Inductor does. Inductor keeps copies only with
 `--freezing`, for inference with weights that stay as they are. A batch of one shows the most of what copies save: with
 more to compute, casts of weights take a smaller share.
-
-Where `runs` says 1, other jobs ran on the machine too, and eager autocast's own time moved by up to 40 % between two
-processes: the geometric means tell something there, a single ratio near 1 doesn't.
 """
 NAMES = {PEER: "Inductor", FROZEN: "Inductor, frozen", "amp": "amp", "amp_every_call": "every_call"}
 
@@ -72,55 +72,73 @@ def _machine(facts: dict[str, Any]) -> str:
     )
 
 
+class Timed(NamedTuple):
+    """What a run found; a speedup of 0 is a failure."""
+
+    speedup: float
+    milliseconds: float
+
+
 class Row(NamedTuple):
-    """What is known of a model in one mode, by way: speedups, run by run, and verdicts."""
+    """What is known of a model in one mode, by way: runs and verdicts."""
 
     model: str
-    speedups: dict[str, list[float]]
+    runs: dict[str, list[Timed]]
     verdicts: dict[str, str]
 
     def speedup(self, way: str) -> float | None:
         """The median; None if there is no run, or one failed."""
-        return median(self.speedups[way]) if self.speedups[way] and all(self.speedups[way]) else None
+        found = [run.speedup for run in self.runs[way]]
+        return median(found) if found and all(found) else None
 
     def ratio(self) -> float | None:
         """How many times as fast as Inductor amp is, by the median of runs in turn; None if one failed."""
-        pairs = list(zip(self.speedups["amp"], self.speedups[PEER], strict=False))
-        return median(amp / peer for amp, peer in pairs) if all(map(all, pairs)) else None
+        return self._median(lambda peer, amp: amp.speedup / peer.speedup)
+
+    def ratio_without_eager(self) -> float | None:
+        """Likewise, but by the times themselves."""
+        return self._median(lambda peer, amp: peer.milliseconds / amp.milliseconds)
+
+    def _median(self, ratio: Callable[[Timed, Timed], float]) -> float | None:
+        pairs = list(zip(self.runs[PEER], self.runs["amp"], strict=False))
+        whole = all(run.speedup for pair in pairs for run in pair)
+        return median(ratio(peer, amp) for peer, amp in pairs) if whole else None
 
 
 def _rows(folder: Path, mode: str, ways: tuple[str, ...]) -> Iterator[Row]:
     """The models that both amp and Inductor were timed on."""
     for script, models in MODELS.items():
         for model in models:
-            speedups, verdicts = {}, {}
+            runs, verdicts = {}, {}
             for way in ways:
                 timed, judged = (
                     Run(kind, mode, way, script, model).lines(folder) for kind in ("performance", "accuracy")
                 )
-                speedups[way] = [float(line["speedup"]) for line in timed]
+                runs[way] = [Timed(float(line["speedup"]), float(line.get("abs_latency") or 0)) for line in timed]
                 verdicts[way] = judged[-1]["accuracy"] if judged else "not run"
-            if speedups[PEER] and speedups["amp"]:
-                yield Row(model, speedups, verdicts)
+            if runs[PEER] and runs["amp"]:
+                yield Row(model, runs, verdicts)
 
 
 def _table(rows: list[Row], ways: tuple[str, ...]) -> str:
-    head = ["", "amp / Inductor", *(NAMES[way] for way in ways), "runs", "accuracy: Inductor", "amp"]
+    head = ["", "amp / Inductor", "without eager", *(NAMES[way] for way in ways)]
+    head += ["runs", "accuracy: Inductor", "amp"]
+    figures = [(row.ratio(), row.ratio_without_eager(), *map(row.speedup, ways)) for row in rows]
     lines = [
         [
             row.model,
-            *(_times(value) for value in (row.ratio(), *map(row.speedup, ways))),
-            str(min(len(row.speedups[PEER]), len(row.speedups["amp"]))),
+            *map(_times, of_row),
+            str(min(len(row.runs[PEER]), len(row.runs["amp"]))),
             row.verdicts[PEER],
             row.verdicts["amp"],
         ]
-        for row in rows
+        for row, of_row in zip(rows, figures, strict=True)
     ]
-    columns = [[row.ratio() for row in rows], *([row.speedup(way) for row in rows] for way in ways)]
-    return table(head, [*lines, ["geometric mean (of)", *map(_mean, columns), "", "", ""]])
+    means = map(_mean, zip(*figures, strict=True))
+    return table(head, [*lines, ["geometric mean (of)", *means, "", "", ""]])
 
 
-def _mean(column: list[float | None]) -> str:
+def _mean(column: Iterable[float | None]) -> str:
     values = [value for value in column if value is not None]
     return f"{_times(geometric_mean(values))} ({len(values)})" if values else ""
 

@@ -84,13 +84,13 @@ def test_the_page_has_ratios_of_neighbours_and_their_mean(tmp_path: Path) -> Non
         for way, speedups in ways.items():
             path = run.Run("performance", "inference", way, "huggingface", model).path(tmp_path)
             for speedup in speedups:
-                run.add(path, {"name": model, "speedup": str(speedup)})
+                run.add(path, {"name": model, "speedup": str(speedup), "abs_latency": str(12 / (speedup or 1))})
     path = run.Run("accuracy", "inference", "amp", "huggingface", "T5Small").path(tmp_path)
     run.add(path, {"name": "T5Small", "accuracy": "pass"})
     page = "".join(chapter.chapter(tmp_path))
-    assert "| T5Small | 3.00 | 1.00 | 5.00 | 4.00 | 3 | not run | pass |" in page
-    assert "| DistillGPT2 | none | 1.00 | none | none | 1 | not run | not run |" in page
-    assert "| geometric mean (of) | 3.00 (1) | 1.00 (2) | 5.00 (1) | 4.00 (1) |  |  |  |" in page
+    assert "| T5Small | 3.00 | 3.00 | 1.00 | 5.00 | 4.00 | 3 | not run | pass |" in page
+    assert "| DistillGPT2 | none | none | 1.00 | none | none | 1 | not run | not run |" in page
+    assert "| geometric mean (of) | 3.00 (1) | 3.00 (1) | 1.00 (2) | 5.00 (1) | 4.00 (1) |  |  |  |" in page
     table, _, rest = page.partition("left out")
     assert "Electra" not in table, "nothing to compare it with"
     assert "ElectraForCausalLM" in rest.partition("not run yet: ")[2]

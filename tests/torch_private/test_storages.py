@@ -52,6 +52,11 @@ def test_another_view_is_not_the_same_place(other) -> None:
     assert storages.same_place(x, x.detach()) and not storages.same_place(x, other(x))
 
 
+def test_another_part_of_the_memory_is_not_the_same_place() -> None:
+    x = torch.randn(3, 3)
+    assert storages.same_place(x[1:], x.detach()[1:]) and not storages.same_place(x[1:], x[:2])
+
+
 def test_place_is_none_without_memory() -> None:
     x = torch.randn(4)
     assert storages.place(x[1:]) == (storages.storage_key(x), x.data_ptr() + 4)
