@@ -40,13 +40,14 @@ def clip_in_step(
     """
     norm, failed = torch.zeros(()), False
     if fused.work:
-        before = factors(fused.optimizer, fused.grads)
+        grads = fused.grads
+        before = factors(fused.optimizer, grads)
         found_infs, clipping, norm = fused.check(scale, before, max_norm)
         failed = error_if_nonfinite and not norm.isfinite()
         if failed:
             clipping = fused.check(scale, before)[1]
         try:
-            leave(fused.optimizer, clipping, fused.grads)
+            leave(fused.optimizer, clipping, grads)
             if state is not None:
                 state.update(stage=OptState.UNSCALED, found_inf_per_device=found_infs)
         except BaseException:
