@@ -28,10 +28,10 @@ class Loan:
     """
 
     def __init__(self, params: Sequence[Tensor], found: Found) -> None:
-        self._memories = list(dict.fromkeys(copy.memory for _, copy in found))
+        self._memories = {copy.memory for _, copy in found}
         for memory in self._memories:
             memory.open_step()
-        captured = bool(found) and gpu.capturing(params)
+        captured = gpu.capturing(params[i] for i, _ in found)
         # A step may turn out to be skipped on the device: what is lent to the step must be right without it.
         lent = [(i, copy) for i, copy in found if copy.writable() and copy.fresh(strided=True)]
         self.tensors: defaultdict[int, list[Tensor]] = defaultdict(list)
