@@ -38,23 +38,24 @@ def clip_in_step(
 
     `state`: the scaler's, of an optimizer that wasn't unscaled so far.
     """
-    norm, failed = torch.zeros(()), False
-    if fused.work:
-        before = factors(fused.optimizer, fused.grads)
-        found_infs, clipping, norm = fused.check(scale, before, max_norm)
-        failed = error_if_nonfinite and not norm.isfinite()
-        if failed:
-            clipping = fused.check(scale, before)[1]
-        try:
-            leave(fused.optimizer, clipping, fused.grads)
-            if state is not None:
-                state.update(stage=OptState.UNSCALED, found_inf_per_device=found_infs)
-        except BaseException:
-            if state is not None and state["stage"] is OptState.READY:  # the step unscales by itself
-                drop(fused.optimizer)
-            raise
-    elif state is not None:
-        state.update(stage=OptState.UNSCALED)
+    if not fused.work:
+        if state is not None:
+            state.update(stage=OptState.UNSCALED)
+        return torch.zeros(())
+    grads = fused.grads
+    before = factors(fused.optimizer, grads)
+    found_infs, clipping, norm = fused.check(scale, before, max_norm)
+    failed = error_if_nonfinite and not norm.isfinite()
+    if failed:
+        clipping = fused.check(scale, before)[1]
+    try:
+        leave(fused.optimizer, clipping, grads)
+        if state is not None:
+            state.update(stage=OptState.UNSCALED, found_inf_per_device=found_infs)
+    except BaseException:
+        if state is not None and state["stage"] is OptState.READY:  # the step unscales by itself
+            drop(fused.optimizer)
+        raise
     if failed:
         raise RuntimeError(
             "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped. To "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -63,15 +64,9 @@ def collect(
     family = SGD if isinstance(optimizer, torch.optim.SGD) else ADAM
     groups = optimizer.param_groups
     settings = [family.settings(group) for group in groups]
-    entries = [
-        (param, grad, index)
-        for index, group in enumerate(groups)
-        for param in group["params"]
-        if (grad := param.grad) is not None
-    ]
-    if not entries:
+    params, grads, group_of = _with_grads(groups)
+    if not grads:
         return {}
-    params, grads, group_of = map(list, zip(*entries, strict=True))
     states = {} if only_grads else _read(family, optimizer, params, group_of)
     seen = [grads] if only_grads else [grads, params]  # a check reads gradients alone
     tensors = _all_of(seen, states)
@@ -116,6 +111,16 @@ def require_right_tensors(optimizer: Any, params: list[Tensor], grads: list[Tens
 def amp_aware(optimizer: Any) -> bool:
     """Whether an optimizer unscales and skips by itself, as torch's fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _with_grads(groups: Sequence[Group]) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """The parameters that have gradients, these, and the numbers of their groups."""
+    params = [param for group in groups for param in group["params"]]
+    grads = [param.grad for param in params]
+    group_of = [index for index, group in enumerate(groups) for _ in group["params"]]
+    if all(there := [grad is not None for grad in grads]):
+        return params, grads, group_of
+    return list(compress(params, there)), list(compress(grads, there)), list(compress(group_of, there))
 
 
 def _read(family: Family, optimizer: Any, params: list[Tensor], group_of: list[int]) -> dict[str, Any] | None:
@@ -177,7 +182,7 @@ def _prepare_adam(states: Any, param: Tensor, group: Group) -> None:
 
 def _read_adam(optimizer: Any, params: Sequence[Tensor], group_of: Sequence[int]) -> dict[str, Any]:
     states = _states(optimizer.state, params)
-    means, squares, steps = zip(*map(operator.itemgetter("exp_avg", "exp_avg_sq", "step"), states), strict=True)
+    means, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
     peaks: list[Tensor | None] = [None] * len(params)
     if any(amsgrad := [group["amsgrad"] for group in optimizer.param_groups]):
         peaks = [s["max_exp_avg_sq"] if amsgrad[i] else None for s, i in zip(states, group_of, strict=True)]

@@ -78,13 +78,11 @@ def lend_copies(
     tensors: AdamTensors | SgdTensors, workspace: dict[str, Any]
 ) -> tuple[Loan, list[tuple[Tensor, Tensor]]]:
     """Have the kernels write one copy of each weight; returns the loan, and weights with the other copies of them."""
-    others: list[tuple[Tensor, Tensor]] = []
     tensors.copies = [None] * len(tensors.params)
     loan = lend(tensors.params, workspace, tensors.same)
-    for i, (first, *more) in loan.tensors.items():  # laid out as the weight is
-        tensors.copies[i] = first
-        others += [(tensors.params[i], copy) for copy in more]
-    return loan, others
+    for i, copies in loan.tensors.items():  # laid out as the weight is
+        tensors.copies[i] = copies[0]
+    return loan, [(tensors.params[i], copy) for i, copies in loan.tensors.items() for copy in copies[1:]]
 
 
 def any_set(found_infs: Iterable[Tensor]) -> Tensor | None:

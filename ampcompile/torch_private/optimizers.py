@@ -1,8 +1,7 @@
 """What the scaler uses of torch's private parts."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +9,9 @@ from torch import Tensor
 from torch.amp import grad_scaler
 from torch.optim import optimizer
 
+from . import storages
+
 Hook = Callable[..., Any]
-_address, _version = attrgetter("_cdata"), attrgetter("_version")
 _hold: Any = torch.UntypedStorage._weak_ref
 _free: Any = torch.UntypedStorage._free_weak_ref
 
@@ -40,27 +40,28 @@ class Marks:
     """The storages': nobody else gets them while they are held weakly."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        strided, storages = _with_storages(tensors)
-        self._ids = list(map(_hold, storages))
+        strided, held = _of_strided(Tensor.untyped_storage, tensors)
+        self._ids = list(map(_hold, held))
         self._marks = _marks(self._ids, strided)
 
     def still(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are among them, and none was written or given other memory."""
-        strided, storages = _with_storages(tensors)
-        found = _marks(map(_address, storages), strided)
+        strided, ids = _of_strided(storages.storage_address, tensors)
+        found = _marks(ids, strided)
         return found == self._marks or set(zip(*self._marks, strict=True)).issuperset(zip(*found, strict=True))
 
     def __del__(self) -> None:
         deque(map(_free, self._ids), maxlen=0)
 
 
-def _with_storages(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Any]]:
+def _of_strided(read: Callable[[Tensor], Any], tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Any]]:
+    """The tensors that have a storage, and what `read` gives for each."""
     try:
-        return tensors, list(map(Tensor.untyped_storage, tensors))
+        return tensors, list(map(read, tensors))
     except RuntimeError:
         found = [tensor for tensor in tensors if tensor.layout is torch.strided]
-        return found, [tensor.untyped_storage() for tensor in found]
+        return found, list(map(read, found))
 
 
-def _marks(storages: Iterable[int], tensors: Sequence[Tensor]) -> tuple[list[int], list[int], list[int]]:
-    return list(storages), list(map(Tensor.data_ptr, tensors)), list(map(_version, tensors))
+def _marks(ids: list[int], tensors: Sequence[Tensor]) -> tuple[list[int], list[int], list[int]]:
+    return ids, list(map(Tensor.data_ptr, tensors)), list(map(storages.version, tensors))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -23,9 +23,10 @@ read_data = _DATA.__get__  # `tensor.data` as torch does it
 DATA_DOC: str | None = _DATA.__doc__
 
 version = attrgetter("_version")
-_record = attrgetter("_cdata")
 # Of a tensor: how many own it in C++, Python's object and whoever saved it.
 tensor_users: Callable[[Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
+# Of a tensor: its `storage_key`, but no Python object of the storage is made, which would hold it too.
+storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 storage_users = torch._C._storage_Use_Count  # of a `storage_key`: how many hold the storage
 # A weak reference to a tensor's C++ object, which `torch.utils.swap_tensors` doesn't mind as it would Python's:
 # `expired()` tells whether the tensor was freed.
@@ -38,11 +39,6 @@ address: Any = torch._C._data_address  # type: ignore[attr-defined]  # where a t
 def storage_key(tensor: Tensor) -> int:
     """The address of the storage's record: no other storage gets it while a `StorageWeakRef` to it exists."""
     return tensor.untyped_storage()._cdata
-
-
-def storage_keys(tensors: Iterable[Tensor]) -> list[int]:
-    """The `storage_key` of each."""
-    return list(map(_record, map(Tensor.untyped_storage, tensors)))
 
 
 def place(tensor: Tensor) -> tuple[int, int] | None:

@@ -96,7 +96,7 @@ class Copy:
 
     def writable(self) -> bool:
         """Whether the buffer may be overwritten: no backward waits for it, or it has to stay whoever does."""
-        return self.tensor is not None and (self.in_place or self in _captured or not self.waited_for())
+        return self.tensor is not None and (not self.waited_for() or self.in_place or self in _captured)
 
     def _unwritten(self) -> bool:
         """Whether there is no sign of a write since the cast."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,10 @@ class Loan:
     """
 
     def __init__(self, params: Sequence[Tensor], found: Found) -> None:
-        self._memories = list(dict.fromkeys(copy.memory for _, copy in found))
+        self._memories = {copy.memory for _, copy in found}
         for memory in self._memories:
             memory.open_step()
-        captured = bool(found) and gpu.capturing(params)
+        captured = gpu.capturing(params[i] for i, _ in found)
         # A step may turn out to be skipped on the device: what is lent to the step must be right without it.
         lent = [(i, copy) for i, copy in found if copy.writable() and copy.fresh(strided=True)]
         self.tensors: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -84,11 +84,15 @@ def _look_up(params: Sequence[Tensor], known: dict[str, Any], same: object) -> F
     before, made, places, former, references = known.get("copies", (None, 0, [], [], []))
     if same is not None and before is same and made == copies_made():
         copies = [reference() for reference in references]
-        if None not in copies and former == storages.storage_keys(map(params.__getitem__, places)):
+        if None not in copies and former == _storages(map(params.__getitem__, places)):
             return list(zip(places, copies, strict=True))
     copied = known_storages()
-    keys = storages.storage_keys(params) if copied else []
+    keys = _storages(params) if copied else []
     found = [(i, copy) for i, key in enumerate(keys) if key in copied for copy in copies_of(params[i])]
     places, references = [i for i, _ in found], [weakref.ref(copy) for _, copy in found]
     known["copies"] = same, copies_made(), places, [keys[i] for i in places], references
     return found
+
+
+def _storages(params: Iterable[Tensor]) -> list[int]:
+    return list(map(storages.storage_address, params))
