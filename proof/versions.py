@@ -43,7 +43,7 @@ def chapter(folder: Path = RESULTS) -> Iterator[str]:
     yield SAYS
     rows = []
     for version, found in json.loads(path.read_text()).items():
-        counts = sum(map(Counter, found["files"].values()), Counter())
+        counts: Counter[str] = sum(map(Counter, found["files"].values()), Counter())
         facts = found["about"]
         units = ", ".join(facts["low-precision instructions"]) or "no 16-bit units"
         figures = (len(found["files"]), *(counts[name] for name in COUNTS))
