@@ -68,11 +68,11 @@ docs: $(DOCS) ## the pages of docs/ and the reference as a site, in build/docs
 	$(PYTHON) -m sphinx -q -E -W --keep-going docs build/docs
 	@echo build/docs/index.html
 
-matrix: $(READY) $(MATRIX:%=.matrix/%/.ready) ## the suite's core on the oldest, the newest and the pinned torch
+matrix: $(READY) $(MATRIX:%=.matrix/%/.ready) ## the suite's core on the oldest, the newest and the pinned torch; SHARD=1/4
 	@failed=; for python in $(MATRIX:%=.matrix/%/bin/python) $(PYTHON); do \
 		$$python -c 'import torch; print("torch", torch.__version__, flush=True)'; \
-		OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $$python $(PYTEST) -n $(JOBS) --timeout=600 $(CORE) $(ARGS) \
-			|| failed="$$failed $$python"; \
+		OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $$python $(PYTEST) -n $(JOBS) --timeout=600 $(CORE) \
+			--note=proof/results $(if $(SHARD),--shard=$(SHARD)) $(ARGS) || failed="$$failed $$python"; \
 	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
 
 test-isa: $(READY) ## the suite's core as on older CPUs: AVX2, AVX-512, all that is there; SAMPLE=1: minutes of it

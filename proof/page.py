@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report.tables import table
-from proof import expected, results
+from proof import expected, results, versions
 from proof.dashboard.chapter import chapter as dashboard
 from proof.part import HOMES, part
 from proof.results import Failure, Results, Verdict
@@ -26,7 +26,7 @@ def page(folder: Path = results.RESULTS) -> str:
     """The whole document."""
     found = {name: [each for each in results.of_part(name, folder) if each.verdicts] for name in HOMES}
     chapters = (chapter(name, files) for name, files in found.items() if files)
-    return HEAD + "".join(f"\n{text}" for lines in (*chapters, dashboard()) for text in lines)
+    return HEAD + "".join(f"\n{text}" for lines in (*chapters, versions.chapter(folder), dashboard()) for text in lines)
 
 
 def chapter(name: str, found: Sequence[Results]) -> Iterator[str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from benchmarks import machine
 
 RESULTS = Path(__file__).with_name("results")
 """Where the results that the repository keeps are."""
@@ -86,3 +89,20 @@ def of_part(part: str, folder: Path = RESULTS) -> Iterator[Results]:
     """Everything that is known of a part."""
     for path in sorted(folder.glob(f"{part}.*jsonl")):
         yield Results.load(path)
+
+
+def shard(text: str) -> tuple[int, int]:
+    """`2/4` as (2, 4)."""
+    index, _, count = text.partition("/")
+    found = int(index), int(count)
+    if not 1 <= found[0] <= found[1]:
+        raise argparse.ArgumentTypeError(f"found {text}, expected I/N with 1 <= I <= N")
+    return found
+
+
+def about() -> dict[str, Any]:
+    """Versions and machine."""
+    found = machine.about("cpu")
+    keep = ("processor", "low-precision instructions", "system", "python")
+    versions = {name: found["packages"][name] for name in ("torch", "ampcompile")}
+    return {name: found[name] for name in keep} | versions | {"commit": machine.commit()}

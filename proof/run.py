@@ -10,15 +10,13 @@ import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from benchmarks import machine
 from benchmarks.apart import Apart, FailedError, apart
 from proof import part as parts
-from proof.results import RESULTS, Failure, Results, Verdict, name_of, of_part
+from proof.results import RESULTS, Failure, Results, Verdict, about, name_of, of_part, shard
 
 GROUPS_PER_PROCESS = 200
 """Dynamo keeps some of each graph; so many later a new process begins."""
@@ -76,15 +74,6 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def shard(text: str) -> tuple[int, int]:
-    """`2/4` as (2, 4)."""
-    index, _, count = text.partition("/")
-    found = int(index), int(count)
-    if not 1 <= found[0] <= found[1]:
-        raise argparse.ArgumentTypeError(f"found {text}, expected I/N with 1 <= I <= N")
-    return found
-
-
 def main(arguments: list[str]) -> int:
     """Run what is asked for; 1 if something is left for another run."""
     options = parser().parse_args(arguments)
@@ -106,14 +95,6 @@ def main(arguments: list[str]) -> int:
         f"{left} groups left: the same command goes on with them" if left else "nothing is left", markup=False
     )
     return 1 if left else 0
-
-
-def about() -> dict[str, Any]:
-    """Versions and machine."""
-    found = machine.about("cpu")
-    keep = ("processor", "low-precision instructions", "system", "python")
-    versions = {name: found["packages"][name] for name in ("torch", "ampcompile")}
-    return {name: found[name] for name in keep} | versions | {"commit": machine.commit()}
 
 
 def _left(name: str, options: argparse.Namespace) -> list[str]:

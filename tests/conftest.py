@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ampcompile.torch_private import processor
+from proof.results import shard
 
 SEED = "AMPCOMPILE_TEST_SEED"
 MISSING = re.compile(r"No module named '(hypothesis|rich|transformers|sklearn|matplotlib|expecttest)[.']")
@@ -21,6 +22,11 @@ MISSING = re.compile(r"No module named '(hypothesis|rich|transformers|sklearn|ma
 
 
 left_out: dict[str, str] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", type=shard, default=(1, 1), metavar="I/N", help="every N-th file, from the I-th on")
+    parser.addoption("--note", type=Path, metavar="FOLDER", help="note there what came of each file on this torch")
 
 
 def pytest_configure() -> None:
@@ -33,7 +39,20 @@ def pytest_configure() -> None:
     os.environ.setdefault(SEED, str(random.SystemRandom().randrange(2**32)))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.option.note:
+        from proof import versions
+
+        stats = terminalreporter.stats
+        versions.note(
+            config.option.note,
+            [
+                (report.nodeid, name)
+                for name, kinds in zip(versions.COUNTS, (["passed"], ["skipped"], ["failed", "error"]), strict=True)
+                for kind in kinds
+                for report in stats.get(kind, [])
+            ],
+        )
     if left_out:
         packages = ", ".join(sorted(set(left_out.values())))
         terminalreporter.write_line(f"left out {len(left_out)} files without GPU tests, for want of {packages}")
@@ -41,7 +60,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{SEED}={os.environ[SEED]} repeats the random inputs of this run")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    first, step = config.option.shard
+    chosen = sorted({item.path for item in items})[first - 1 :: step]
+    config.hook.pytest_deselected(items=[item for item in items if item.path not in chosen])
+    items[:] = [item for item in items if item.path in chosen]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason=f"needs a CUDA device: torch {torch.__version__} sees none")

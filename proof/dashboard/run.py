@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from proof.dashboard.models import MODELS
-from proof.results import RESULTS
-from proof.run import about
+from proof.results import RESULTS, about
 
 FOLDER = RESULTS / "dashboard"
 PEER, FROZEN = "inductor", "inductor_freezing"

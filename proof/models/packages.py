@@ -40,10 +40,15 @@ def noised(channels: int = 3, size: int = 16, **more: Callable[[], Any]) -> Call
 
 
 def found(run: Callable[..., Any], inputs: Inputs) -> Any:
-    """A detector's losses, if it is in training; else what it finds."""
+    """A detector's losses, if it is in training; else the scores of what it finds, and the sum of the boxes: their
+    order is another one where two scores are rounded to one.
+    """
     boxes = torch.tensor([[4.0, 4.0, 20.0, 20.0], [8.0, 10.0, 30.0, 28.0]])
     targets = [{"boxes": boxes, "labels": torch.tensor([1, 2])} for _ in inputs["x"]]
-    return run(list(inputs["x"]), targets)
+    results = run(list(inputs["x"]), targets)
+    if isinstance(results, dict):
+        return results
+    return [(result["scores"], result["boxes"].sum(0)) for result in results]
 
 
 def backbone() -> nn.Module:
@@ -56,11 +61,14 @@ def backbone() -> nn.Module:
 
 
 def detector(name: str, sizes: tuple[int, ...] = (8, 16)) -> nn.Module:
-    """A detector of torchvision over a small backbone."""
+    """A detector of torchvision over a small backbone. It keeps all boxes: how many are above a threshold depends on
+    roundings.
+    """
     ratios = (0.5, 1.0)[: len(sizes)]
     anchors = made("torchvision.models.detection.anchor_utils.AnchorGenerator", (sizes,), (ratios,))
-    options = {"num_classes": 3, "min_size": 32, "max_size": 32, "anchor_generator": anchors}
-    return made(f"torchvision.models.detection.{name}", backbone(), **options)
+    size = {"num_classes": 3, "min_size": 32, "max_size": 32}
+    kept = {"score_thresh": 0.0, "nms_thresh": 1.0, "topk_candidates": 10_000, "detections_per_img": 10_000}
+    return made(f"torchvision.models.detection.{name}", backbone(), anchor_generator=anchors, **size, **kept)
 
 
 def segmenter(name: str, head: str, *args: Any) -> nn.Module:

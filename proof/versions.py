@@ -1,0 +1,51 @@
+"""What came of the suite on each torch and Python that it ran on, file by file: noted by pytest, told by the page."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from benchmarks.report.tables import table
+from proof.results import RESULTS, about
+
+NAME = "versions.json"
+SAYS = """`make matrix` runs the suite's core, all but the tests of benchmarks, of examples and of this proof, on the
+oldest torch, the newest and the pinned one, and notes what came of each file; `SHARD=1/4` runs every fourth file. The
+version of CUDA is that of torch's build: no GPU was there. Skipped is what needs one, or a package or a unit of the CPU
+that isn't there.
+"""
+COUNTS = "passed", "skipped", "failed"
+Outcome = tuple[str, str]
+"""A test's id and what came of it: one of COUNTS."""
+
+
+def note(folder: Path, outcomes: Iterable[Outcome]) -> None:
+    """Keep what came of a run of some files, instead of what was known of them for this torch and this Python."""
+    facts = about()
+    path, version = folder / NAME, f"torch {facts['torch']}, Python {facts['python']}"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for test, outcome in outcomes:
+        found[test.partition("::")[0]][outcome] += 1
+    files = known.get(version, {}).get("files", {}) | found
+    known[version] = {"about": facts, "files": dict(sorted(files.items()))}
+    path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+
+
+def chapter(folder: Path = RESULTS) -> Iterator[str]:
+    """The chapter's paragraphs; none without results."""
+    path = folder / NAME
+    if not path.exists():
+        return
+    yield "## Versions\n"
+    yield SAYS
+    rows = []
+    for version, found in json.loads(path.read_text()).items():
+        counts = sum(map(Counter, found["files"].values()), Counter())
+        facts = found["about"]
+        units = ", ".join(facts["low-precision instructions"]) or "no 16-bit units"
+        figures = (len(found["files"]), *(counts[name] for name in COUNTS))
+        rows.append((version, f"{facts['processor']}, {units}", *map(str, figures), facts["commit"]))
+    yield table(["", "on", "files", *COUNTS, "commit"], rows)
