@@ -1,7 +1,7 @@
 """Compile a function with amp, keep every graph, and hold each decision against the dtype that autocast's trace saw."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,8 +129,19 @@ def error(values: Sequence[torch.Tensor | None], exact: Sequence[torch.Tensor | 
     return float((sum((v - e).square().sum() for v, e in pairs) / sum(e.square().sum() for _, e in pairs)).sqrt())
 
 
-DRAWS = 8
-"""Of the few numbers of one draw either side may be nearer by chance."""
+def draws(model: torch.nn.Module, *twins: torch.nn.Module, count: int = 8) -> Iterator[int]:
+    """`count` times, each but the first with every weight shuffled, to the same weights in all models.
+
+    To sum errors over: of the few numbers of one draw either side may be nearer by chance.
+    """
+    for draw in range(count):
+        if draw:
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.copy_(weight.flatten()[torch.randperm(weight.numel())].view_as(weight))
+        for twin in twins:
+            twin.load_state_dict(model.state_dict())
+        yield draw
 
 
 def training_errors(
@@ -138,22 +149,22 @@ def training_errors(
 ) -> tuple[float, float, Recorder]:
     """Gradient errors against float64 of eager autocast and of amp: `loss(module, *inputs)` is called.
 
-    They are sums over the inputs and others drawn like them.
+    They are sums over `draws` of weights, and of inputs where those are floating-point numbers.
     """
     exactly, eagerly, ours = copy.deepcopy(module).double(), copy.deepcopy(module), copy.deepcopy(module)
     run, recorder = amp(lambda *xs: loss(ours, *xs), **options)
 
-    def errors(given: Sequence[torch.Tensor]) -> tuple[float, float]:
-        def under_autocast(m: torch.nn.Module) -> torch.Tensor:
-            with torch.autocast("cpu", LOW):
-                return loss(m, *given)
+    def under_autocast(m: torch.nn.Module, given: Sequence[torch.Tensor]) -> torch.Tensor:
+        with torch.autocast("cpu", LOW):
+            return loss(m, *given)
 
+    theirs = mine = 0.0
+    for draw in draws(eagerly, ours, exactly):
+        given = [torch.randn_like(x) if draw and x.is_floating_point() else x for x in inputs]
         wide = [x.double() if x.is_floating_point() else x for x in given]
-        exact = gradients(exactly, lambda m: loss(m, *wide))
-        return error(gradients(eagerly, under_autocast), exact), error(gradients(ours, lambda _: run(*given)), exact)
-
-    draws = [[torch.randn_like(x) if draw and x.is_floating_point() else x for x in inputs] for draw in range(DRAWS)]
-    theirs, mine = map(sum, zip(*map(errors, draws), strict=True))
+        exact = gradients(exactly, lambda m, wide=wide: loss(m, *wide))
+        theirs += error(gradients(eagerly, lambda m, given=given: under_autocast(m, given)), exact)
+        mine += error(gradients(ours, lambda _, given=given: run(*given)), exact)
     return theirs, mine, recorder
 
 

@@ -1,11 +1,12 @@
-"""What the suite compares with sees every bit but a NaN's payload."""
+"""What the suite compares with sees every bit but a NaN's payload, and its draws are of other weights."""
 
+import itertools
 import math
 
 import pytest
 import torch
 
-from tests.compiling import same_bits
+from tests.compiling import draws, same_bits
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -56,3 +57,13 @@ def test_what_is_no_float_is_compared_as_it_is() -> None:
     assert same_bits((None, "a", 3), (None, "a", 3)) and not same_bits((None, "a"), (None, "b"))
     z = torch.complex(torch.ones(2), torch.ones(2))
     assert same_bits(z.conj(), z.conj().resolve_conj()) and not same_bits(z.conj(), z)
+
+
+def test_each_draw_shuffles_the_weights_and_all_models_have_the_same() -> None:
+    model, exact = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6).double()
+    given, found = model.weight.detach().clone(), []
+    for draw in draws(model, exact, count=3):
+        assert draw == len(found) and same_bits(exact.weight, model.weight.double())
+        found.append(model.weight.detach().clone())
+    assert same_bits(found[0], given) and not any(torch.equal(a, b) for a, b in itertools.pairwise(found))
+    assert all(same_bits(each.flatten().sort()[0], given.flatten().sort()[0]) for each in found)

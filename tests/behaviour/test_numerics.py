@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ampcompile.torch_private import dispatcher
 from benchmarks.models import GPT, GPTConfig
+from tests.compiling import draws
 
 SIX_LAYERS = GPTConfig(layers=6, width=32, heads=2, vocab=61, context=16)
 
@@ -50,7 +51,7 @@ def test_a_gpt_relaxed_is_inductor_under_autocast_and_by_default_no_further_from
     }
     exact_model = copy.deepcopy(model).double()
     distances: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(4):
+    for _ in draws(model, peer, relaxed, default, exact_model):
         given = batch()
         found = {name: loss_and_gradients(module, run, given) for name, (module, run) in runs.items()}
         exact = loss_and_gradients(exact_model, exact_model, given)
@@ -59,8 +60,7 @@ def test_a_gpt_relaxed_is_inductor_under_autocast_and_by_default_no_further_from
         for name in runs:
             distances[name].append(distance(found[name], exact))
     assert min(distances["default"]) > 1e-4, "nothing ran in low precision"
-    for ours, theirs in zip(distances["default"], distances["peer"], strict=True):
-        assert ours <= 1.05 * theirs
+    assert sum(distances["default"]) <= 1.05 * sum(distances["peer"])
 
 
 class Gated(nn.Module):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ampcompile
 from ampcompile.records import logs
 from ampcompile.torch_private import processor
-from tests.compiling import error, gradients
+from tests.compiling import draws, error, gradients
 
 pytestmark = pytest.mark.units
 LOW, HALF = torch.bfloat16, torch.float16
@@ -87,26 +87,22 @@ def loss(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_no_further_from_float64_than_eager_autocast(name: str, dtype: torch.dtype) -> None:
     make, shape = MODELS[name]
-    draws = [distances(make(), torch.randn(shape), dtype) for _ in range(4)]  # one may be luck
-    for ours, theirs in zip(*(torch.tensor(draws).square().sum(0)), strict=True):
-        assert 0 < ours <= 1.3 * theirs, draws
+    reference = make()
+    twin, exact = copy.deepcopy(reference), copy.deepcopy(reference).double()
+    run, totals = compiled(twin, dtype), torch.zeros(2, 2)
 
-
-def distances(model: nn.Module, x: Tensor, dtype: torch.dtype) -> tuple[tuple[float, float], tuple[float, float]]:
-    """How far results and gradients are from float64: ours, and eager autocast's."""
-
-    def of(run: Any, owner: nn.Module, x: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+    def found(run: Any, owner: nn.Module, x: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
         return [run(x).detach()], gradients(owner, lambda _: loss(run, x))
 
-    exact = copy.deepcopy(model).double()
-    true = of(exact, exact, x.double())
-    with torch.autocast("cpu", dtype):
-        reference = copy.deepcopy(model)
-        theirs = of(reference, reference, x)
-    twin = copy.deepcopy(model)
-    ours = of(compiled(twin, dtype), twin, x)
-    assert ours[0][0].dtype == torch.float32 and ours[0][0].stride() == theirs[0][0].stride()
-    return tuple(tuple(error(found[i], true[i]) for i in range(2)) for found in (ours, theirs))
+    for _ in draws(reference, twin, exact):
+        x = torch.randn(shape)
+        true, ours = found(exact, exact, x.double()), found(run, twin, x)
+        with torch.autocast("cpu", dtype):
+            theirs = found(reference, reference, x)
+        assert ours[0][0].dtype == torch.float32 and ours[0][0].stride() == theirs[0][0].stride()
+        totals += torch.tensor([[*map(error, each, true)] for each in (ours, theirs)]).square()
+    for mine, eagers in totals.T:  # of the results, and of the gradients
+        assert 0 < mine <= 1.3 * eagers, totals
 
 
 @TYPES

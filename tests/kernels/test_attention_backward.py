@@ -9,7 +9,6 @@ from ampcompile.kernels.attention_backward import ATTENTION_BACKWARD, FLASH_BACK
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 LOW = torch.bfloat16
-DRAWS = 6
 needs_kernel = pytest.mark.skipif(not module.available(), reason="this processor has no kernel of ours")
 
 
@@ -40,9 +39,9 @@ def both(q, k, v, grad, causal, scale=None, mask=None):
 
 
 def check(make, causal, scale=None, mask=None):
-    """Over several draws gradients are no further from float64; one draw may be by chance."""
+    """Over several draws gradients are no further from float64; one draw may be by chance, the sooner the smaller."""
     totals = [[0.0, 0.0, 0.0, 0.0] for _ in range(3)]
-    for _ in range(DRAWS):
+    for _ in range(24 if make()[0].shape[2] < 20 else 6):
         q, k, v, grad = make()
         ours, flash, exact = both(q, k, v, grad, causal, scale, mask)
         for total, mine, theirs, right in zip(totals, ours, flash, exact, strict=True):

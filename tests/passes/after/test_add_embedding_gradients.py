@@ -98,12 +98,9 @@ class Tied(nn.Module):
 def test_a_tied_model_trains_and_nothing_is_copied():
     tokens, more = torch.randint(40, (2, 8, 12))
     tokens[:, :4] = 3
-    totals = [0.0, 0.0]
-    for _ in range(8):
-        eager, ours, _ = training_errors(Tied(), lambda m, *xs: m(*xs), (tokens, more))
-        totals = [totals[0] + eager, totals[1] + ours]
-    assert totals[1] <= 1.05 * totals[0]
     model = Tied()
+    eager, ours, _ = training_errors(model, lambda m, *xs: m(*xs), (tokens, more))
+    assert ours <= 1.05 * eager
     run = torch.compile(copy.deepcopy(model), backend="amp")
     _, code = run_and_get_code(lambda: run(tokens, more).backward())
     backward = code[-1]

@@ -211,8 +211,7 @@ def test_one_graph_serves_inputs_of_all_sizes(name):
 
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"nested region"}))  # which torch can't differentiate by itself
 def test_the_graph_itself_is_differentiable_too(name):
-    errors = [training_errors(MODELS[name](), loss, [torch.randn(4, 8)], lower="eager")[:2] for _ in range(4)]
-    theirs, ours = map(sum, zip(*errors, strict=True))
+    theirs, ours, _ = training_errors(MODELS[name](), loss, [torch.randn(4, 8)], lower="eager")
     assert 0 < ours <= 1.1 * theirs
 
 

@@ -175,6 +175,6 @@ def test_ten_thousand_nodes_take_seconds():
     x, w = torch.randn(4, 4), torch.randn(4, 4)
     gm = captured(f, x, w)
     run_passes([AssignPrecision(Policy(), on(LOW))], gm)
-    start = time.perf_counter()
+    start = time.process_time()
     ON.apply(gm)
-    assert len(gm.graph.nodes) > 9_500 and time.perf_counter() - start < 30
+    assert len(gm.graph.nodes) > 9_500 and time.process_time() - start < 30

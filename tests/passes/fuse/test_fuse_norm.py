@@ -15,7 +15,7 @@ from ampcompile.passes.base import run_passes
 from ampcompile.passes.fuse.fuse_norm import FuseNorm
 from ampcompile.passes.fuse.matching import FusionCost, fusions
 from tests import tiny_models
-from tests.compiling import HIGH, LOW, amp, error
+from tests.compiling import HIGH, LOW, amp, error, training_errors
 from tests.passes.rewriting import count, rewritten
 from tests.passes.tidied import inserted, ours, results
 
@@ -281,18 +281,13 @@ def test_fires_on_architectures(name: str) -> None:
     """Every norm but BERT's first, which stands between float32 and dropout."""
     pytest.importorskip("transformers")
     model, inputs = tiny_models.build(name)
-    wide = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
 
-    def gradients(model: nn.Module, inputs: dict[str, Tensor], run: Any) -> list[Any]:
-        return list(torch.autograd.grad(run(model, inputs), list(model.parameters()), allow_unused=True))
+    def loss(model: nn.Module, *values: Tensor) -> Tensor:
+        return tiny_models.loss(model, dict(zip(inputs, values, strict=True)))
 
-    exact = gradients(copy.deepcopy(model).double(), wide, tiny_models.loss)
-    with torch.autocast("cpu", LOW):
-        eager = gradients(model, inputs, tiny_models.loss)
-    run, recorder = amp(lambda: tiny_models.loss(model, inputs), fuse="norm")
-    found = gradients(model, inputs, lambda *_: run())
+    eager, found, recorder = training_errors(model, loss, [*inputs.values()], fuse="norm")
     assert sum(count(graph, NORM) for graph in recorder.graphs) == COUNTS[name]
-    assert error(found, exact) <= 1.05 * error(eager, exact)
+    assert found <= 1.05 * eager
 
 
 class Block(nn.Module):
@@ -309,13 +304,8 @@ class Block(nn.Module):
 @pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
 def test_trains_compiled_and_the_report_says_so(lower: str) -> None:
     model, x = Block(), torch.randn(9, 32)
-    run = torch.compile(model, backend="amp", options={"outputs": "autocast", "fuse": "norm", "lower": lower})
-    grads = torch.autograd.grad(run(x).square().sum(), list(model.parameters()))
-    exact = copy.deepcopy(model).double()
-    best = torch.autograd.grad(exact(x.double()).square().sum(), list(exact.parameters()))
-    with torch.autocast("cpu", LOW):
-        eager = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    assert error(grads, best) <= 1.02 * error(eager, best)
+    eager, found, _ = training_errors(model, lambda m, x: m(x).square().sum(), [x], fuse="norm", lower=lower)
+    assert found <= 1.02 * eager
     report = ampcompile.explain(model, fuse="norm")(x)
     (fusion,) = report.fusions
     assert (fusion.family, fusion.op, fusion.module) == ("norm", "aten.layer_norm", "norm")
