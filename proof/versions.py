@@ -16,6 +16,8 @@ oldest torch, the newest and the pinned one, and notes what came of each file; `
 version of CUDA is that of torch's build: no GPU was there. Skipped is what needs one, or a package or a unit of the CPU
 that isn't there.
 """
+PYTHONS = "3.11", "3.12", "3.13", "3.14"
+"""Those that the package allows."""
 COUNTS = "passed", "skipped", "failed"
 Outcome = tuple[str, str]
 """A test's id and what came of it: one of COUNTS."""
@@ -41,11 +43,14 @@ def chapter(folder: Path = RESULTS) -> Iterator[str]:
         return
     yield "## Versions\n"
     yield SAYS
+    known = json.loads(path.read_text())
     rows = []
-    for version, found in json.loads(path.read_text()).items():
+    for version, found in known.items():
         counts: Counter[str] = sum(map(Counter, found["files"].values()), Counter())
         facts = found["about"]
         units = ", ".join(facts["low-precision instructions"]) or "no 16-bit units"
         figures = (len(found["files"]), *(counts[name] for name in COUNTS))
         rows.append((version, f"{facts['processor']}, {units}", *map(str, figures), facts["commit"]))
     yield table(["", "on", "files", *COUNTS, "commit"], rows)
+    if never := [python for python in PYTHONS if not any(f"Python {python}." in version for version in known)]:
+        yield f"Allowed, but not run so far: Python {' and '.join(never)}.\n"

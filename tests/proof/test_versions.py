@@ -15,10 +15,13 @@ from proof.results import about
 def test_a_later_run_of_a_file_replaces_the_earlier_one(tmp_path: Path) -> None:
     versions.note(tmp_path, [("tests/a.py::x", "passed"), ("tests/a.py::y[1]", "failed"), ("tests/b.py::x", "skipped")])
     versions.note(tmp_path, [("tests/a.py::x", "passed"), ("tests/a.py::y[1]", "passed")])
-    (row,) = [line for line in "".join(versions.chapter(tmp_path)).splitlines() if line.startswith("| torch")]
+    page = "".join(versions.chapter(tmp_path))
+    (row,) = [line for line in page.splitlines() if line.startswith("| torch")]
     version = f"torch {torch.__version__}, Python {about()['python']}"
     assert row.startswith(f"| {version} | {about()['processor']}")
     assert " | 2 | 2 | 1 | 0 | " in row
+    never = page.partition("not run so far: ")[2]
+    assert all((python in never) == (python != f"3.{sys.version_info.minor}") for python in versions.PYTHONS)
     assert not list(versions.chapter(tmp_path / "elsewhere"))
 
 
