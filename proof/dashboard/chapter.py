@@ -9,7 +9,7 @@ from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
 from benchmarks.report.tables import table
-from proof.dashboard.models import LEFT_OUT, MODELS
+from proof.dashboard.models import CAUSES, LEFT_OUT, MODELS
 from proof.dashboard.run import FOLDER, FROZEN, PEER, WAYS, Run
 
 SAYS = """`make proof PART=dashboard DYNAMO_BENCHMARKS=path/to/benchmarks/dynamo` runs the scripts behind PyTorch's
@@ -39,6 +39,8 @@ is amp with `weights="every_call"`, which casts weights in each call, as Inducto
 `--freezing`, for inference with weights that stay as they are. A batch of one shows the most of what copies save: with
 more to compute, casts of weights take a smaller share.
 """
+SLOWER = 0.97
+"""Of Inductor's speed; below, the page says why."""
 NAMES = {PEER: "Inductor", FROZEN: "Inductor, frozen", "amp": "amp", "amp_every_call": "every_call"}
 
 
@@ -50,11 +52,18 @@ def chapter(folder: Path = FOLDER) -> Iterator[str]:
     yield SAYS
     yield _machine(json.loads((folder / "about.json").read_text()))
     known: set[str] = set()
+    slower: dict[str, list[str]] = {}
     for mode, ways in WAYS.items():
         if rows := list(_rows(folder, mode, ways)):
             known |= {row.model for row in rows}
             yield f"{mode.capitalize()}, speedup over eager autocast:\n"
             yield _table(rows, ways)
+        for row in rows:
+            if (ratio := row.ratio()) is not None and ratio < SLOWER:
+                slower.setdefault(CAUSES.get(row.model, "not known yet"), []).append(f"{row.model} in {mode}")
+    if slower:
+        yield f"Below {SLOWER} of Inductor's speed, and why:\n"
+        yield "".join(f"- {', '.join(names)}: {' '.join(why.split())}.\n" for why, names in slower.items())
     yield "Models of huggingface.py that are left out, and of both scripts those that wait for the next run:\n"
     waiting = [model for models in MODELS.values() for model in models if model not in known]
     yield "".join(
