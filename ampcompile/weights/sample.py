@@ -20,10 +20,6 @@ STRIDE = 131072
 """Elements for each place."""
 RUN = 16
 """Words of four bytes that are looked at in each place."""
-FILTERS = 16
-"""Filters of a convolution that get a place each, if a page of memory holds several."""
-PAGE = 1024
-"""Words."""
 
 _WORD = 4
 
@@ -39,8 +35,8 @@ def places(weight: Tensor) -> SampledAddresses:
     """Where to look at a dense weight; nowhere on other devices than the CPU.
 
     One place lies in each of as many parts of equal size, and varies from part to part, so that neither a column nor
-    a row of a matrix goes unseen. Weights of three dimensions, as stacks of experts have, get one in each slice of the
-    first at least; those of more, filters of convolutions, one in each slice or page, whichever are fewer.
+    a row of a matrix goes unseen. Weights of three or more dimensions, as stacks of experts have, get one in each slice
+    of the first at least.
     """
     begin = ceil(weight.data_ptr() / _WORD)
     size = (weight.data_ptr() + weight.nbytes) // _WORD - begin
@@ -50,8 +46,6 @@ def places(weight: Tensor) -> SampledAddresses:
     if size < RUN:
         return SampledAddresses(nowhere, begin + np.arange(size))
     slices = weight.shape[0] if weight.dim() > 2 else 1
-    if weight.dim() > 3:
-        slices = min(slices, max(FILTERS, ceil(size / PAGE)))
     count = min(slices * ceil(max(FEWEST, prod(weight.shape) // STRIDE) / slices), MOST, ceil(size / RUN))
     within = np.random.default_rng(count).random(count)
     found = np.minimum((np.arange(count) + within) * (size / count), size - RUN).astype(np.int64)

@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 from ampcompile.weights.binding import bind, weight_stats
-from ampcompile.weights.sample import FEWEST, FILTERS, MOST, PAGE, RUN, STRIDE, Sample, SampledAddresses, places
+from ampcompile.weights.sample import FEWEST, MOST, RUN, STRIDE, Sample, SampledAddresses, places
 
 BF16 = torch.bfloat16
 
@@ -30,9 +30,6 @@ def offsets(weight: torch.Tensor) -> np.ndarray:
         ((50, 256, 1024), 2 * 50),  # a multiple of the slices
         ((600_000_000,), MOST),
         ((5000, 8, 8), MOST),
-        ((256, 1, 3, 3), FILTERS),
-        ((512, 256, 1, 1), 512 * 256 // PAGE),
-        ((512, 256, 3, 3), 512),
     ],
 )
 def test_how_many(shape: tuple[int, ...], count: int) -> None:
