@@ -111,7 +111,8 @@ def test_products_are_within_one_ulp_of_the_rounded_product(dtype: torch.dtype) 
     run = compiled(torch.mm, dtype, outputs="autocast")
     exact = a.double() @ b.double()
     ulp = torch.finfo(dtype).eps * exact.abs()
-    assert ((run(a.float(), b.float()).double() - exact).abs() <= 0.51 * ulp + 1e-5).all()
+    of_sums = 2e-7 * (a.double().abs() @ b.double().abs())  # in float32, 1e-7 at most in 3,000 draws
+    assert ((run(a.float(), b.float()).double() - exact).abs() <= 0.51 * ulp + of_sums).all()
 
 
 @TYPES
