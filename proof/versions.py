@@ -12,8 +12,8 @@ from proof.results import RESULTS, about
 
 NAME = "versions.json"
 SAYS = """`make matrix` runs the suite's core, all but the tests of benchmarks, of examples and of this proof, on the
-oldest torch, the newest and the pinned one, and notes what came of each file; `SHARD=1/4` runs every fourth file. The
-version of CUDA is that of torch's build: no GPU was there. Skipped is what needs one, or a package or a unit of the CPU
+oldest torch, the newest and the pinned one, and notes what came of each file; `SHARD=1/4` runs every fourth file. What
+`+cpu` isn't said of is a build for CUDA; there was no GPU. Skipped is what needs one, or a package or a unit of the CPU
 that isn't there.
 """
 PYTHONS = "3.11", "3.12", "3.13", "3.14"
