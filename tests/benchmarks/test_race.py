@@ -56,6 +56,7 @@ def test_who_fails_on_the_way_is_out_and_the_others_go_on() -> None:
     assert contest.out == {"a": "its process died"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("training", [(), (PLAIN, CLIPPED)])
 def test_real_peers(training: tuple, tmp_path: Path) -> None:
     folders = iter(range(9))

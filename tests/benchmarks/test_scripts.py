@@ -49,6 +49,7 @@ def case(tmp_path: Path) -> Case:
     return Case("tiny", "somebody/theirs", pinned, "a/script.py", prepare, "1", "2")
 
 
+@pytest.mark.ci
 def test_a_script_runs_as_it_is_and_changed(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Case, "diffs", lambda self, way: [tmp_path / "amp.diff"] if way == "amp" else [])
     plain = scripts.run(case, "autocast", tmp_path)

@@ -213,6 +213,7 @@ def test_either_way_the_numbers_are_eager_autocasts(lower: str, grad: bool) -> N
                 model[0].weight.mul_(2)
 
 
+@pytest.mark.ci
 def test_a_cpp_wrapper_gives_gradients():
     model, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
     run = torch.compile(model, backend="amp", options={"cpp_wrapper": True})

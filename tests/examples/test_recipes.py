@@ -58,6 +58,7 @@ def test_memory_is_flat_and_graphs_are_few(name):
     assert objects_then <= objects + 90, "one object every other step is a leak"
 
 
+@pytest.mark.ci
 def test_by_inductor_too(capsys):
     compare(RECIPES["gradient_penalty"], steps=4)
     compare(RECIPES["several_models"], steps=4)
