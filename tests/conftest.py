@@ -62,7 +62,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     first, step = config.option.shard
-    chosen = sorted({item.path for item in items})[first - 1 :: step]
+    chosen = {*sorted({item.path for item in items})[first - 1 :: step]}
     config.hook.pytest_deselected(items=[item for item in items if item.path not in chosen])
     items[:] = [item for item in items if item.path in chosen]
     if torch.cuda.is_available():
