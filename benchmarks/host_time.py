@@ -66,7 +66,10 @@ def launching_nothing() -> Iterator[None]:
 
 
 def measure(steps: int = 300) -> list[Row]:
-    """Seconds of each part of each step; with copies of the matrices, as a compiled graph has them, and without."""
+    """Seconds of each part of each step; with copies of the matrices, as a compiled graph has them, and without.
+
+    Raises RuntimeError if a step didn't write the copies: its time would be another.
+    """
     rows = []
     with torch.device("meta"):
         shapes = [param.shape for param in GPT(GPT_124M).parameters()]
@@ -78,7 +81,11 @@ def measure(steps: int = 300) -> list[Row]:
         binding = bind([torch.bfloat16] * len(matrices))
         with launching_nothing():
             binding.copies(matrices)
+            casts = copies.cast_passes()
             times = _times(params, steps)
+            binding.copies(matrices)
+        if copies.cast_passes() != casts:
+            raise RuntimeError("found copies that had to be cast again, expected each step to have written them all")
         case = f"{len(params)} parameters, {len(matrices)} copies"
         rows += [Row(f"{case}: {part}", "amp", {"seconds": seconds, "most": MOST}) for part, seconds in times.items()]
     return rows

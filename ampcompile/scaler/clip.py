@@ -42,14 +42,13 @@ def clip_in_step(
         if state is not None:
             state.update(stage=OptState.UNSCALED)
         return torch.zeros(())
-    grads = fused.grads
-    before = factors(fused.optimizer, grads)
+    before = factors(fused.optimizer, fused.grads)
     found_infs, clipping, norm = fused.check(scale, before, max_norm)
     failed = error_if_nonfinite and not norm.isfinite()
     if failed:
         clipping = fused.check(scale, before)[1]
     try:
-        leave(fused.optimizer, clipping, grads)
+        leave(fused.optimizer, clipping, fused.grads)
         if state is not None:
             state.update(stage=OptState.UNSCALED, found_inf_per_device=found_infs)
     except BaseException:

@@ -23,6 +23,7 @@ from .conditions import (
     require_state,
     require_torchs_own_step,
 )
+from .pending import Gradients
 from .steps import new_step, require_counts
 
 Group = Mapping[str, Any]
@@ -54,11 +55,12 @@ class Known(NamedTuple):
 
 def collect(
     optimizer: Any, known: dict[bool, Known], only_grads: bool = False
-) -> dict[torch.device, AdamTensors | SgdTensors]:
-    """Gather what the fused step of `optimizer` works on, by device; raises `NotFusedError` where it can't be taken.
+) -> tuple[Gradients, dict[torch.device, AdamTensors | SgdTensors]]:
+    """Gather what the fused step of `optimizer` works on: all gradients, and everything by device.
 
-    Creates the optimizer's state where it is missing, as its own step would. `only_grads` is enough for a check.
-    `known` is kept between calls: what is of the same kind and at the same address as last time is right again.
+    Raises `NotFusedError` where it can't be taken. Creates the optimizer's state where it is missing, as its own step
+    would. `only_grads` is enough for a check. `known` is kept between calls: what is of the same kind and at the same
+    address as last time is right again.
     """
     require_torchs_own_step(optimizer)
     family = SGD if isinstance(optimizer, torch.optim.SGD) else ADAM
@@ -66,7 +68,7 @@ def collect(
     settings = [family.settings(group) for group in groups]
     params, grads, group_of = _with_grads(groups)
     if not grads:
-        return {}
+        return Gradients([]), {}
     states = {} if only_grads else _read(family, optimizer, params, group_of)
     seen = [grads] if only_grads else [grads, params]  # a check reads gradients alone
     tensors = _all_of(seen, states)
@@ -90,7 +92,7 @@ def collect(
         guards = TensorGuards(tensors) if last is None else last.guards
         last = known[only_grads] = Known(kind, guards, addresses, _places(params))
     lists = {"params": params, "grads": grads, "group_of": group_of, **states}
-    return {
+    return Gradients(grads, addresses[: len(grads)]), {
         device: family.tensors(settings, **(lists if len(places) == len(params) else _chosen(lists, places)), same=last)
         for device, places in last.devices.items()
     }

@@ -13,7 +13,7 @@ from ampcompile.kernels.sgd import SgdTensors, sgd_
 from ampcompile.torch_private import profiling
 from ampcompile.weights.lending import Loan, lend
 
-from .pending import PerDevice
+from .pending import Gradients, PerDevice
 
 
 @dataclass
@@ -21,14 +21,10 @@ class FusedStep:
     """One step of one optimizer; empty where no parameter has a gradient."""
 
     optimizer: torch.optim.Optimizer
+    grads: Gradients
     work: dict[torch.device, AdamTensors | SgdTensors]
     workspaces: dict[torch.device, dict[str, Any]]
     """What the kernels keep between steps."""
-
-    @property
-    def grads(self) -> list[Tensor]:
-        """All gradients."""
-        return [grad for tensors in self.work.values() for grad in tensors.grads]
 
     def check(
         self, scale: Tensor | None, multipliers: Mapping[torch.device, Tensor], max_norm: float | None = None

@@ -17,7 +17,7 @@ from .collect import amp_aware, collect
 from .conditions import NotFusedError
 from .fused import FusedStep, PerDevice
 from .generic import generic_step
-from .pending import Gradients, apply_pending, drop, factors, gradients, parameters, pending
+from .pending import Noted, apply_pending, drop, factors, gradients, parameters, pending
 from .records import Record, Records, has_grads
 from .skips import SkipWatch
 from .unscale import unscale_grads
@@ -120,7 +120,7 @@ class GradScaler(torch.amp.GradScaler):
         finally:
             if state is not None and (ready or "clipped" in state) and state["stage"] is OptState.UNSCALED:
                 left = pending(optimizer)
-                state["clipped"] = Gradients(gradients(optimizer)) if left is None else left.gradients
+                state["clipped"] = Noted(gradients(optimizer)) if left is None else left.gradients
 
     @dynamo_marks.run_untraced
     @profiling.named("amp: GradScaler.step")
@@ -168,7 +168,7 @@ class GradScaler(torch.amp.GradScaler):
     def _fused(self, optimizer: Any, record: Record, only_grads: bool = False) -> FusedStep | None:
         """The step as our kernels take it, or None if they can't."""
         try:
-            fused = FusedStep(optimizer, collect(optimizer, record.known, only_grads), record.workspaces)
+            fused = FusedStep(optimizer, *collect(optimizer, record.known, only_grads), record.workspaces)
         except NotFusedError as reason:
             if record.detour != str(reason):
                 record.detour = str(reason)

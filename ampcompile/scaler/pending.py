@@ -6,7 +6,7 @@ They are applied by the step, dropped with the gradients, or refused aloud; neve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,33 +17,41 @@ from ampcompile.torch_private import dynamo_marks, foreach, optimizers
 PerDevice = dict[torch.device, Tensor]
 
 
-class Gradients:
-    """The gradients of an optimizer as they are now, recognized later without being kept alive."""
+class Gradients(NamedTuple):
+    """All gradients of an optimizer."""
 
-    def __init__(self, grads: Sequence[Tensor]) -> None:
+    tensors: Sequence[Tensor]
+    addresses: list[int] | None = None
+    """Where they lie, if that was read just now."""
+
+
+class Noted:
+    """Gradients as they are now, recognized later without being kept alive."""
+
+    def __init__(self, grads: Gradients) -> None:
         self.note(grads)
 
-    def note(self, grads: Sequence[Tensor]) -> None:
+    def note(self, grads: Gradients) -> None:
         """Take these."""
-        self._marks = optimizers.Marks(grads)
+        self._marks = optimizers.Marks(*grads)
 
-    def still(self, grads: Sequence[Tensor]) -> bool:
+    def still(self, grads: Gradients) -> bool:
         """Whether `grads`, all that there are now, are these and weren't written; some may be gone."""
-        return self._marks.still(grads)
+        return self._marks.still(*grads)
 
 
 class Pending:
     """A hook ahead of the optimizer's own step, so that this one is clipped too; the optimizer holds it."""
 
-    def __init__(self, optimizer: Any, factors: PerDevice, grads: Sequence[Tensor]) -> None:
+    def __init__(self, optimizer: Any, factors: PerDevice, grads: Gradients) -> None:
         self.take(factors, grads)
         self._hook = optimizer.register_step_pre_hook(self)
 
-    def take(self, factors: PerDevice, grads: Sequence[Tensor]) -> None:
+    def take(self, factors: PerDevice, grads: Gradients) -> None:
         """Hold these from now on: `gradients` are those that were clipped; `over`, whether their iteration has ended,
         so that those which changed since aren't meant any more.
         """
-        clipped = Gradients(grads)
+        clipped = Noted(grads)
         # No signal comes between stores: what is pending is wholly the former or wholly this.
         self.factors, self.gradients, self.over = factors, clipped, False
 
@@ -61,7 +69,7 @@ def pending(optimizer: Any) -> Pending | None:
     return next((hook for hook in optimizers.pre_hooks(optimizer) if isinstance(hook, Pending)), None)
 
 
-def leave(optimizer: Any, factors: PerDevice, grads: Sequence[Tensor]) -> None:
+def leave(optimizer: Any, factors: PerDevice, grads: Gradients) -> None:
     """Have the next step multiply the gradients, which are `grads`, by these factors, instead of what was pending."""
     if (left := pending(optimizer)) is None:
         Pending(optimizer, factors, grads)
@@ -75,7 +83,7 @@ def drop(optimizer: Any) -> None:
         left.drop()
 
 
-def factors(optimizer: Any, grads: Sequence[Tensor]) -> PerDevice:
+def factors(optimizer: Any, grads: Gradients) -> PerDevice:
     """What a step has to multiply the gradients, `grads`, by; an error if they aren't those that were clipped."""
     if (left := pending(optimizer)) is None:
         return {}
@@ -99,14 +107,14 @@ def apply_pending(optimizer: Any) -> None:
         return
     with torch.no_grad():
         for device, factor in clipped.items():
-            foreach.multiply_([grad for grad in grads if grad.device == device], factor)
+            foreach.multiply_([grad for grad in grads.tensors if grad.device == device], factor)
     left.gradients.note(grads)
     left.drop()
 
 
-def gradients(optimizer: Any) -> list[Tensor]:
+def gradients(optimizer: Any) -> Gradients:
     """All gradients of an optimizer."""
-    return [grad for param in parameters(optimizer) if (grad := param.grad) is not None]
+    return Gradients([grad for param in parameters(optimizer) if (grad := param.grad) is not None])
 
 
 def parameters(optimizer: Any) -> list[Tensor]:

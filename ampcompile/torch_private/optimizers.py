@@ -34,20 +34,23 @@ def fresh_optimizer_states() -> dict[int, dict[str, Any]]:
 
 
 class Marks:
-    """What some tensors are now, recognized later without being held. Those without a storage, sparse ones, are not."""
+    """What some tensors are now, recognized later without being held. Those without a storage, sparse ones, are not.
+
+    `addresses`: theirs, where the caller has just read them all.
+    """
 
     _ids: Sequence[int] = ()
     """The storages': nobody else gets them while they are held weakly."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], addresses: list[int] | None = None) -> None:
         strided, held = _of_strided(Tensor.untyped_storage, tensors)
         self._ids = list(map(_hold, held))
-        self._marks = _marks(self._ids, strided)
+        self._marks = _marks(self._ids, strided, addresses)
 
-    def still(self, tensors: Sequence[Tensor]) -> bool:
+    def still(self, tensors: Sequence[Tensor], addresses: list[int] | None = None) -> bool:
         """Whether these are among them, and none was written or given other memory."""
         strided, ids = _of_strided(storages.storage_address, tensors)
-        found = _marks(ids, strided)
+        found = _marks(ids, strided, addresses)
         return found == self._marks or set(zip(*self._marks, strict=True)).issuperset(zip(*found, strict=True))
 
     def __del__(self) -> None:
@@ -63,5 +66,8 @@ def _of_strided(read: Callable[[Tensor], Any], tensors: Sequence[Tensor]) -> tup
         return found, list(map(read, found))
 
 
-def _marks(ids: list[int], tensors: Sequence[Tensor]) -> tuple[list[int], list[int], list[int]]:
-    return ids, list(map(Tensor.data_ptr, tensors)), list(map(storages.version, tensors))
+def _marks(
+    ids: list[int], tensors: Sequence[Tensor], addresses: list[int] | None
+) -> tuple[list[int], list[int], list[int]]:
+    addresses = list(map(Tensor.data_ptr, tensors)) if addresses is None else addresses
+    return ids, addresses, list(map(storages.version, tensors))

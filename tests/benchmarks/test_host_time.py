@@ -3,6 +3,7 @@
 import pytest
 
 from ampcompile.scaler import fused
+from ampcompile.weights.copies import Copy
 from benchmarks import host_time
 
 
@@ -15,3 +16,10 @@ def test_every_part_is_timed_and_nothing_stays_replaced() -> None:
     assert [row.case for row in rows] == [f"{case}: {part}" for case in cases for part in parts]
     assert all(len(row.figures["seconds"]) == 2 and min(row.figures["seconds"]) > 0 for row in rows)
     assert fused.adam_ is before
+
+
+def test_steps_that_leave_copies_unwritten_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(Copy, "writable", lambda self: False)
+    with pytest.raises(RuntimeError, match="had to be cast again"):
+        host_time.measure(steps=2)

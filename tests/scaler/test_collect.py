@@ -188,14 +188,15 @@ def test_gradients_that_moved_onto_one_another_are_refused() -> None:
     with pytest.raises(NotFusedError, match="share memory"):
         collect(optimizer, known)
     params[1].grad = torch.ones(3)
-    assert collect(optimizer, known)
+    assert collect(optimizer, known)[1]
 
 
 def test_tensors_of_two_devices_are_collected_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     params = params_with(1.0, 2.0, 3.0)
     places = {torch.device("cuda", 0): [0, 2], torch.device("cuda", 1): [1]}
     monkeypatch.setattr(collecting, "_places", lambda params: places)
-    work = collect(torch.optim.AdamW(params), {})
+    grads, work = collect(torch.optim.AdamW(params), {})
+    assert grads.addresses == [param.grad.data_ptr() for param in params], "in the order of the parameters"
     assert list(work) == list(places)
     for device, chosen in places.items():
         assert [id(param) for param in work[device].params] == [id(params[i]) for i in chosen]

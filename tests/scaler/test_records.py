@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ampcompile.errors import ScalerError
-from ampcompile.scaler.pending import leave, pending
+from ampcompile.scaler.pending import Gradients, leave, pending
 from ampcompile.scaler.records import Record, Records, has_grads
 from tests.scaler.cases import params_with
 
@@ -68,7 +68,7 @@ def test_before_the_first_step_there_is_nothing_to_tell() -> None:
 def test_the_end_of_an_iteration_drops_what_is_pending_or_marks_it_as_over(scaled: bool) -> None:
     records, optimizer = Records(), sgd()
     assert records[optimizer].optimizer() is optimizer
-    leave(optimizer, {torch.device("cpu"): torch.ones(())}, [])
+    leave(optimizer, {torch.device("cpu"): torch.ones(())}, Gradients([]))
     records.end_iteration(scaled)
     left = pending(optimizer)
     assert left is None if scaled else (left is not None and left.over)

@@ -45,6 +45,7 @@ def test_tensors_are_recognized_until_they_are_written_or_replaced(change: Calla
     x, y, sparse = torch.ones(3), torch.ones(2), torch.eye(2).to_sparse()
     noted = Marks([x, sparse, y])
     assert noted.still([x, sparse, y]) and noted.still([y, x.detach()]) and noted.still([])
+    assert noted.still([y, x], [y.data_ptr(), x.data_ptr()]) and not noted.still([y, x], [0, x.data_ptr()])
     assert not noted.still([x, torch.ones(2)])
     change(x)
     assert not noted.still([x]) and noted.still([y, sparse])
