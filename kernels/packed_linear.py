@@ -7,6 +7,7 @@ call: the plain product reads and writes the weight once more than the packed on
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,15 +20,19 @@ PACKED_LINEAR = torch.ops.ampcompile.packed_linear.default
 
 
 def available(dtype: torch.dtype) -> bool:
-    """Whether this machine's oneDNN multiplies packed weights of a dtype: float32, or bfloat16."""
-    if dtype == torch.bfloat16:
-        return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    """Whether oneDNN is not turned off, and multiplies packed weights of a dtype here: float32, or bfloat16."""
+    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack(copy: Tensor) -> Tensor:
-    """`copy` (out_features, in_features), bfloat16 or float32 on the CPU, as an opaque tensor of oneDNN's."""
-    return torch.ops.mkldnn._reorder_linear_weight(copy.detach(), None)
+@dataclass(frozen=True)
+class LinearBlocks:
+    """The blocks that oneDNN's matrix product reads a weight in."""
+
+    def pack(self, copy: Tensor) -> Tensor:
+        """`copy` (out_features, in_features), bfloat16 or float32 on the CPU, as an opaque tensor of oneDNN's."""
+        return torch.ops.mkldnn._reorder_linear_weight(copy.detach(), None)
 
 
 def packed_linear(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ from ampcompile.passes.before.fold_casts import FoldCasts
 from ampcompile.passes.before.hoist_weights import HoistWeights
 from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.before.move_casts import MoveCasts
-from ampcompile.passes.before.pack_linears import PackLinears
+from ampcompile.passes.before.pack_weights import PackWeights
 from ampcompile.passes.before.share_casts import ShareCasts
 from ampcompile.passes.before.split_casts_over_cat import SplitCastsOverCat
 from ampcompile.passes.decide.assign_precision import AssignPrecision
@@ -82,7 +82,7 @@ def before(options: Options, is_weight: IsWeight, is_registered: IsWeight) -> tu
         if options.lower == "inductor" and not gradients:
             held = {each: torch.float32 if each in emulated else each for each in LOW}
             packed = frozenset(each for each in LOW if packed_linear.available(held[each]))
-            passes += (PackLinears(packed),) if packed else ()  # needs hoisted weights
+            passes += (PackWeights(packed),) if packed else ()  # needs hoisted weights
     return (*passes, ShareCasts(gradients))  # last: a weight's copy is packed for one reader
 
 

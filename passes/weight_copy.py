@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ampcompile.weights.packing import Blocks
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -14,8 +16,8 @@ class Slot:
 
     weight: int
     dtype: torch.dtype
-    layout: str = "strided"
-    """"strided" as the weight, or "packed" as `ampcompile.kernels.packed_linear` has it."""
+    blocks: Blocks | None = None
+    """What it is packed for; None: strided as the weight."""
     wide: bool = False
     """Whether the copy holds its numbers, rounded to `dtype`, as float32."""
     on_trial: bool = False

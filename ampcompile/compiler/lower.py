@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from ampcompile import weights
 from ampcompile.config import Options
+from ampcompile.kernels.packed_conv import CONVOLVE, PACKED_CONV, convolve_arguments
 from ampcompile.kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
 from ampcompile.passes import pipeline
 from ampcompile.passes.analysis.aliasing import inputs_written_below_autograd
@@ -57,6 +58,7 @@ def lower(
             compiled = lowering.aot_eager(gm, inputs, partial(_on_joint_graph, emulated, watch))
         else:
             lowering.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
+            lowering.lower_as_call(PACKED_CONV, CONVOLVE, _convolve_channels_last)
             config = _inductor_config(gm, options, slots)
             key = cache_key(emulated)
             compiled = lowering.inductor(
@@ -67,6 +69,10 @@ def lower(
     return around(compiled)
 
 
+def _convolve_channels_last(x: Any, *rest: Any) -> tuple[Any, ...]:
+    return convolve_arguments(lowering.channels_last(x), *rest)
+
+
 def _on_joint_graph(emulated: frozenset[torch.dtype], watch: Watch | None, gm: GraphModule) -> None:
     if watch is not None:
         watch(None, gm)
@@ -75,7 +81,7 @@ def _on_joint_graph(emulated: frozenset[torch.dtype], watch: Watch | None, gm: G
 
 def _inductor_config(gm: GraphModule, options: Options, slots: Sequence[Slot]) -> dict[str, Any]:
     config: dict[str, Any] = {"emulate_precision_casts": options.numerics == "eager", **lowering.config_for_bodies(gm)}
-    if any(slot.layout != "strided" for slot in slots):
+    if any(slot.blocks is not None for slot in slots):
         config["size_asserts"] = False  # a packed tensor has no strides to assert
     return config | dict(options.inductor)
 
@@ -88,7 +94,7 @@ def _with_copies(compiled: Callable[..., Any], slots: Sequence[Slot], options: O
         [slot.dtype for slot in slots],
         in_place=replayed,
         wide=[slot.wide for slot in slots],
-        packed=[slot.layout == "packed" for slot in slots],
+        packed=[slot.blocks for slot in slots],
         on_trial=[slot.on_trial for slot in slots],
     )
     indices = [slot.weight for slot in slots]
@@ -117,4 +123,4 @@ def _invalidate_after(run: Callable[..., Any], written: Sequence[int]) -> Callab
 def _fake_copy(weight: torch.Tensor, slot: Slot) -> torch.Tensor:
     held = torch.float32 if slot.wide else slot.dtype
     copy = torch.empty_like(weight, dtype=held, requires_grad=False)
-    return copy if slot.layout == "strided" else copy.contiguous()
+    return copy if slot.blocks is None else copy.contiguous()

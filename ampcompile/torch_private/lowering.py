@@ -146,3 +146,11 @@ def lower_as_call(op: Any, called: Any, arguments: Callable[..., tuple[Any, ...]
 
     call = fallback_handler(called, add_to_fallback_set=False)
     patches.add_lowering(op, lambda *args: call(*arguments(*args)))
+
+
+def channels_last(x: Any) -> Any:
+    """A 4-D tensor of Inductor's, laid out channels-last, in dimensions of size 1 too: ATen looks at their strides."""
+    from torch._inductor.ir import ExternKernel
+    from torch._prims_common import make_channels_last_strides_for
+
+    return ExternKernel.require_exact_strides(x, make_channels_last_strides_for(x.get_size()))

@@ -30,6 +30,7 @@ from .copies import (
 )
 from .copy_set import CopySet
 from .memory import Memory, lock, write_epoch
+from .packing import Blocks
 from .ranges import set_ranges
 
 _CLASSES = (Tensor, torch.nn.Parameter, storages.FakeTensor)
@@ -54,7 +55,9 @@ class Binding:
     guards see to. Which tensor it is, and where its memory lies, may change.
     """
 
-    def __init__(self, forms: Sequence[Form], in_place: bool, packed: Sequence[bool], on_trial: Sequence[bool]) -> None:
+    def __init__(
+        self, forms: Sequence[Form], in_place: bool, packed: Sequence[Blocks | None], on_trial: Sequence[bool]
+    ) -> None:
         self._forms, self._in_place = tuple(forms), in_place
         self._packed, self._on_trial = tuple(packed), tuple(on_trial)
         self._sets: dict[tuple[int, ...], CopySet] = {}  # by the ids of the weights
@@ -90,16 +93,15 @@ class Binding:
             members = [copy_of(weight.tensor, form) for weight, form in zip(held, self._forms, strict=True)]
             for copy, weight, on_trial in zip(members, weights, self._on_trial, strict=True):
                 copy.in_place |= self._in_place
-                if on_trial and copy.tensor is None and copy.packed is None:
+                if on_trial and copy.tensor is None and not copy.packed:
                     copy.trial = TRIAL
                 copy.memory.admit(weight)
             set_ranges((each.begin, each.end) for each in memory.memories())
             writers.watch()  # now that there is memory to watch: what dies meanwhile can't be the last
-            strided = [not packed for packed in self._packed]
             former = self._sets.get(ids)
             before = former if former is not None and former.members == members else None
             tables = before.tables if before else {}
-            cast = refresh(zip(members, held, strided, strict=True), _doubtful(members, held), tables)
+            cast = refresh(zip(members, held, self._packed, strict=True), _doubtful(members, held), tables)
             known = CopySet(held, members, self._packed, now, before, tables)
             if former is None:
                 self._make_room()
@@ -139,20 +141,20 @@ def _doubtful(members: Sequence[Copy], held: Sequence[Weight]) -> set[Memory]:
 def bind(
     dtypes: Sequence[torch.dtype],
     in_place: bool = False,
-    packed: Sequence[bool] | None = None,
+    packed: Sequence[Blocks | None] | None = None,
     on_trial: Sequence[bool] | None = None,
     wide: Sequence[bool] | None = None,
 ) -> Binding:
     """A binding for one compiled graph. `dtypes`: of its copies, which are made at its first call.
 
     `in_place`: copies keep their addresses whatever happens, for replayed CUDA graphs; a backward that is still to
-    come and saved one then raises autograd's error. `packed`: slots that are read packed once that pays. `on_trial`:
+    come and saved one then raises autograd's error. `packed`: what slots are packed for once that pays. `on_trial`:
     slots whose weights aren't known to be weights, and are cast at each call until they stayed the same for some.
     `wide`: slots whose copies hold their numbers, rounded, as float32.
     """
     nowhere = [False] * len(dtypes)
     forms = map(Form, dtypes, wide or nowhere)
-    return Binding(list(forms), in_place, packed or nowhere, on_trial or nowhere)
+    return Binding(list(forms), in_place, packed or [None] * len(dtypes), on_trial or nowhere)
 
 
 def hoistable(tensor: Any) -> bool:

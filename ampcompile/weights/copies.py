@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ampcompile.kernels.cast_many import cast_many_
-from ampcompile.kernels.packed_linear import pack
 from ampcompile.kernels.round_many import round_many_
 from ampcompile.torch_private import profiling, storages
 
 from . import gpu
 from .memory import Memory, memory_of
+from .packing import Blocks
 from .sample import Sample, places
 
 TRIAL = 8
@@ -70,11 +71,11 @@ class Copy:
         self.in_place = False
         self.launch: gpu.LastLaunch | None = None  # on a GPU
         self.trial = 0
-        self.strided_readers = 0
+        self.readers: Counter[Blocks | None] = Counter()  # sets that read it in some blocks, or strided
         self.reads = 0
         self.buffer: object = None  # another one for each buffer
         self.tensor: Tensor | None = None  # of the weight's strides; its one reference in Python while it is idle
-        self.packed: Tensor | None = None  # the same numbers in the blocks of oneDNN's products
+        self.packed: dict[Blocks, Tensor] = {}  # the same numbers in oneDNN's blocks
 
     def _allocate(self, weight: Tensor) -> None:
         """Take a fresh buffer; the old one stays with whoever saved it."""
@@ -102,9 +103,9 @@ class Copy:
         """Whether there is no sign of a write since the cast."""
         return self.mark is self.memory.mark and self.sample.read() == self.words
 
-    def fresh(self, strided: bool) -> bool:
-        """Whether the copy is known to hold what the weight holds; `strided`: in the weight's strides."""
-        held = self.tensor is not None or (self.packed is not None and not strided)
+    def fresh(self, blocks: Blocks | None) -> bool:
+        """Whether the copy is known to hold what the weight holds, in its strides or in these blocks."""
+        held = self.tensor is not None or blocks in self.packed
         return held and self.doubt is self.memory.doubt and self._unwritten()
 
     def compare(self, weight: Weight, doubtful: bool) -> bool:
@@ -125,8 +126,8 @@ class Copy:
 
     def prepare(self, weight: Weight) -> tuple[object, object, bytes]:
         """Have a buffer that may be overwritten, and hold nothing. Returns what the weight is now, for `note_cast`."""
-        if not self.fresh(strided=False):
-            self.packed, self.reads = None, 0
+        if self.doubt is not self.memory.doubt or not self._unwritten():
+            self.packed, self.reads = {}, 0
         self.mark = None
         if not self.writable():
             self._allocate(weight.tensor)
@@ -141,15 +142,15 @@ class Copy:
 
     def rewritten(self) -> None:
         """The buffer holds what the weight holds now."""
-        self.packed, self.reads = None, 0
+        self.packed, self.reads = {}, 0
         self.note_cast(self.memory.mark, self.memory.doubt, self.sample.read())
 
-    def pack(self) -> None:
-        """Take the packed form too, and instead of the other one where nobody reads that."""
+    def pack(self, blocks: Blocks) -> None:
+        """Take a packed form too, and instead of the strided one once nobody reads that."""
         assert self.tensor is not None
         with torch.inference_mode(False), torch.no_grad():
-            self.packed = pack(self.tensor.contiguous())
-        if not self.strided_readers:
+            self.packed[blocks] = blocks.pack(self.tensor.contiguous())
+        if all(read in self.packed for read, readers in self.readers.items() if readers):
             self.tensor = None
 
     def stay(self) -> None:
@@ -162,12 +163,13 @@ class Copy:
             _captured.discard(self)
         elif self in _captured:
             return
-        self.mark = self.buffer = self.tensor = self.packed = None
+        self.mark = self.buffer = self.tensor = None
+        self.packed = {}
 
     def nbytes(self) -> int:
         """What the buffers weigh that are held now."""
         strided = 0 if self.tensor is None else self.tensor.nbytes
-        return strided + (0 if self.packed is None else self.packed.numel() * self.packed.itemsize)
+        return strided + sum(packed.numel() * packed.itemsize for packed in self.packed.values())
 
 
 def copy_of(weight: Tensor, form: Form) -> Copy:
@@ -202,18 +204,16 @@ def _place(weight: Tensor) -> tuple:
 
 @profiling.named("amp: refresh copies of weights")
 def refresh(
-    reads: Iterable[tuple[Copy, Weight, bool]], doubtful: Container[Memory], tables: dict[Any, Any]
+    reads: Iterable[tuple[Copy, Weight, Blocks | None]], doubtful: Container[Memory], tables: dict[Any, Any]
 ) -> set[Copy]:
     """Cast the weights whose copies are out of date, all in one pass, and return these copies.
 
-    A read is a copy, its weight, and whether it is read in the weight's strides. What lies in `doubtful` memory is
-    right for now only. `tables`: of `cast_many_`.
+    A read is a copy, its weight, and the blocks it is read in, None for the weight's strides. What lies in `doubtful`
+    memory is right for now only. `tables`: of `cast_many_`.
     """
     global _passes, _casting
     read = {
-        id(copy): (copy, weight)
-        for copy, weight, strided in reads
-        if copy.memory in doubtful or not copy.fresh(strided)
+        id(copy): (copy, weight) for copy, weight, blocks in reads if copy.memory in doubtful or not copy.fresh(blocks)
     }.values()
     stale = [(c, weight) for c, weight in read if not c.compare(weight, c.memory in doubtful)]
     if not stale:

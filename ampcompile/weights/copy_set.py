@@ -12,7 +12,7 @@ from ampcompile.torch_private import storages
 
 from . import gpu, memory
 from .copies import Copy, Weight, interrupted
-from .packing import Packed, count_reads
+from .packing import Blocks, Packed, count_reads
 from .sample import Sample
 
 Rechecks = list[tuple[list[int], gpu.Recheck]]
@@ -22,28 +22,29 @@ _form, _buffer = attrgetter("tensor"), attrgetter("buffer")
 class CopySet:
     """Fresh copies of some weights, and everything that has to stay as it is for them to stay fresh.
 
-    `packed`: which weights are read packed. `now`: the `write_epoch` before any of the weights was looked at. `before`:
-    the set of the same copies that this one takes the place of. `tables`: those of `cast_many_`, for all its casts.
+    `packed`: what weights are packed for, None for those that aren't. `now`: the `write_epoch` before any of the
+    weights was looked at. `before`: the set of the same copies that this one takes the place of. `tables`: those of
+    `cast_many_`, for all its casts.
     """
 
-    _strided: tuple[Copy, ...] = ()  # also while it is being made
+    _reads: tuple[tuple[Copy, Blocks | None], ...] = ()  # also while it is being made
     freed = False  # some copies were, whatever `fresh` said
 
     def __init__(
         self,
         weights: Sequence[Weight],
         members: Sequence[Copy],
-        packed: Sequence[bool],
+        packed: Sequence[Blocks | None],
         now: object,
         before: CopySet | None,
         tables: dict[Any, Any],
     ) -> None:
         self.members, self.tables = members, tables
-        self._slots: list[Any] = [Packed(c) if p else c for c, p in zip(members, packed, strict=True)]
-        for copy in {copy for copy, p in zip(members, packed, strict=True) if not p}:
-            self._strided = (*self._strided, copy)
-            copy.strided_readers += 1
-        self._unpacked = [c for c, p in zip(members, packed, strict=True) if p and c.packed is None]
+        self._slots: list[Any] = [c if p is None else Packed(c, p) for c, p in zip(members, packed, strict=True)]
+        for copy, blocks in set(zip(members, packed, strict=True)):
+            self._reads = (*self._reads, (copy, blocks))
+            copy.readers[blocks] += 1
+        self._unpacked = [s for s in self._slots if isinstance(s, Packed) and s.blocks not in s.copy.packed]
         distinct = list(dict.fromkeys(members))
         self.memories = list(dict.fromkeys(copy.memory for copy in distinct))
         self._note_state([weight.key for weight in weights], now)
@@ -133,5 +134,5 @@ class CopySet:
         return any(handle.expired() for handle in self._weights) or any(m.storage() is None for m in self.memories)
 
     def __del__(self) -> None:
-        for copy in self._strided:
-            copy.strided_readers -= 1
+        for copy, blocks in self._reads:
+            copy.readers[blocks] -= 1

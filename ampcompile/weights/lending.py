@@ -33,7 +33,7 @@ class Loan:
             memory.open_step()
         captured = gpu.capturing(params[i] for i, _ in found)
         # A step may turn out to be skipped on the device: what is lent to the step must be right without it.
-        lent = [(i, copy) for i, copy in found if copy.writable() and copy.fresh(strided=True)]
+        lent = [(i, copy) for i, copy in found if copy.writable() and copy.fresh(None)]
         self.tensors: defaultdict[int, list[Tensor]] = defaultdict(list)
         for i, copy in lent:
             copy.mark = None

@@ -45,7 +45,7 @@ reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication
 PRODUCTS_AFTER = _aten("""
 mm addmm bmm baddbmm addbmm mv addmv addr dot vdot linear convolution convolution_backward
 _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
-""") | {"ampcompile::packed_linear"}
+""") | {"ampcompile::packed_conv", "ampcompile::packed_linear"}
 # They give one of their operands, or change its sign. Narrowing first could turn a small number into a zero of either
 # sign, and which zero a choice between equals returns is up to the kernel: they commute with exact casts only.
 CHOOSES = _aten("relu neg abs clamp")

@@ -69,9 +69,10 @@ LEFT_OUT = {
 }
 """Why → the models of huggingface.py that it isn't asked for."""
 
-_CONVOLUTIONS = """its weights are those of convolutions, which oneDNN puts into blocks in each call. It finds them in
-the processor's cache after a cast; a copy it reads from memory, line by line. With 40 weights of 576 x 160 in turn, one
-takes 131 us from a copy and 137 with its cast, of which the cast alone takes 18. So copies gain little here, and to
-know 39 of them fresh takes 100 us a call. From a copy in blocks, as frozen Inductor keeps it, one would take 97"""
-CAUSES = dict.fromkeys(("lcnet_050", "mobilenetv2_100", "regnety_002"), _CONVOLUTIONS)
+CAUSES = {
+    "regnety_002": """its weights are those of convolutions, which oneDNN puts into blocks in each training call.
+It finds them in the processor's cache after a cast; a copy it reads from memory, line by line. With 40 weights of
+576 x 160 in turn, one takes 131 us from a copy and 137 with its cast, of which the cast alone takes 18. So copies gain
+little here, and to know 39 of them fresh takes 100 us a call. In inference convolutions read copies in blocks"""
+}
 """Model → why amp is slower on it than Inductor."""

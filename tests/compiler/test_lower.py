@@ -14,8 +14,10 @@ from ampcompile import weights
 from ampcompile.compiler.backend import rewrite
 from ampcompile.compiler.lower import _fake_copy, _inductor_config, _invalidate_after, _with_copies, lower
 from ampcompile.config import Options
+from ampcompile.kernels.packed_linear import LinearBlocks
 from ampcompile.passes import base, pipeline
 from ampcompile.passes.weight_copy import Slot
+from ampcompile.weights.packing import Blocks
 from tests.compiling import LOW, amp, eager, gradients
 
 
@@ -108,8 +110,8 @@ def test_a_watch_sees_the_graph_as_it_comes_and_after_each_pass(gradients):
 # What stands around it
 
 
-def slot(weight: int, layout: str = "strided", on_trial: bool = False) -> Slot:
-    return Slot(weight=weight, dtype=LOW, layout=layout, on_trial=on_trial)
+def slot(weight: int, blocks: Blocks | None = None, on_trial: bool = False) -> Slot:
+    return Slot(weight=weight, dtype=LOW, blocks=blocks, on_trial=on_trial)
 
 
 @pytest.mark.parametrize("read", [[1], [2, 1]])
@@ -143,7 +145,7 @@ def test_a_weight_on_trial_is_compared_first() -> None:
 
 
 def test_where_all_is_fake_the_copies_are_shapes() -> None:
-    run = _with_copies(lambda *args: args, [slot(0), slot(0, "packed")], Options())
+    run = _with_copies(lambda *args: args, [slot(0), slot(0, LinearBlocks())], Options())
     with FakeTensorMode():
         weight = torch.empty(4, 6).t().requires_grad_()
         _, strided, packed = run(weight)
@@ -195,7 +197,7 @@ def test_inductor_rounds_as_eager_does_unless_it_may_not(numerics: str, emulated
     config = _inductor_config(gm, options, [slot(0)])
     assert config["emulate_precision_casts"] is emulated and config["max_autotune"] is True
     assert "size_asserts" not in config
-    assert _inductor_config(gm, options, [slot(0), slot(1, "packed")])["size_asserts"] is False
+    assert _inductor_config(gm, options, [slot(0), slot(1, LinearBlocks())])["size_asserts"] is False
     mine = Options(inductor=(("emulate_precision_casts", False),))
     assert _inductor_config(gm, mine, [])["emulate_precision_casts"] is False, "the user's own word is the last"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ampcompile.kernels.packed_linear import available, pack, packed_linear, packed_linear_reference
+from ampcompile.kernels.packed_linear import LinearBlocks, available, packed_linear, packed_linear_reference
 
 DTYPES = [
     pytest.param(dtype, marks=pytest.mark.skipif(not available(dtype), reason=f"oneDNN has no {dtype} products here"))
@@ -28,7 +28,7 @@ def operands(
 def test_same_bits_as_the_reference(batch: tuple[int, ...], inner: int, outer: int, bias: bool) -> None:
     x, weight, b = operands(torch.bfloat16, batch, inner, outer, bias)
     copy = weight.to(torch.bfloat16)
-    ours = packed_linear(x, weight, pack(copy), b)
+    ours = packed_linear(x, weight, LinearBlocks().pack(copy), b)
     theirs = packed_linear_reference(x, weight, b)
     assert torch.equal(ours, theirs)
     assert torch.equal(packed_linear(x, weight, copy, b), theirs)
@@ -40,7 +40,7 @@ def test_against_float64(dtype: torch.dtype) -> None:
     copy = weight.to(dtype)
     exact = F.linear(x.double(), copy.double(), b.double())
     rounded = F.linear(x, copy, b)
-    for form in (copy, pack(copy), copy.t().contiguous().t()):
+    for form in (copy, LinearBlocks().pack(copy), copy.t().contiguous().t()):
         ours = packed_linear(x, weight, form, b)
         assert ours.dtype == dtype and ours.shape == exact.shape
         assert (ours.double() - exact).norm() <= (rounded.double() - exact).norm() * (

@@ -9,7 +9,7 @@ from ampcompile.passes.graph import Regions
 from ampcompile.passes.pipeline import after, fusion, pipeline, replay
 
 BASE = ["assign_precision", "insert_casts", "split_casts_over_cat", "fold_casts", "move_casts"]
-PACKED = ["pack_linears"] if packed_linear.available(torch.bfloat16) else []
+PACKED = ["pack_weights"] if packed_linear.available(torch.bfloat16) else []
 AFTER = [
     "bind_weights",
     "merge_copies",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampcompile.kernels.packed_linear import available
+from ampcompile.kernels.packed_linear import LinearBlocks, available
 from ampcompile.weights import copies as copies_module
 from ampcompile.weights import memory
 from ampcompile.weights.copies import (
@@ -68,29 +68,29 @@ def test_the_copy_of_a_freed_weight_serves_no_other() -> None:
     copy = made(weight := torch.randn(4))
     assert right(copy, weight)
     del weight
-    assert copy.tensor is None and copy.nbytes() == 0 and not copy.fresh(True) and copy.memory.storage() is None
+    assert copy.tensor is None and copy.nbytes() == 0 and not copy.fresh(None) and copy.memory.storage() is None
 
 
 @pytest.mark.parametrize("form", [BF16, WIDE])
 def test_a_copy_is_fresh_until_a_write_or_a_doubt(form: Form) -> None:
     weight = torch.randn(4, 6).t()
     copy = made(weight, form)
-    assert copy.fresh(True) and right(copy, weight) and copy.tensor is not None
+    assert copy.fresh(None) and right(copy, weight) and copy.tensor is not None
     assert copy.tensor.stride() == weight.stride() and copy.nbytes() == (96 if form.wide else 48)
     for report in (copy.memory.written, copy.memory.doubted):
         report()
-        assert not copy.fresh(True)
+        assert not copy.fresh(None)
         cast(copy, weight)
-        assert copy.fresh(True)
+        assert copy.fresh(None)
     weight.numpy()[0, 0] += 1  # nobody reports it, but a sample sees it
-    assert not copy.fresh(True) and cast(copy, weight) == 1 and right(copy, weight)
+    assert not copy.fresh(None) and cast(copy, weight) == 1 and right(copy, weight)
 
 
 def test_only_what_is_out_of_date_is_cast() -> None:
     copy = made(weight := torch.randn(4))
     assert cast(copy, weight) == 0
     copy.memory.written()
-    assert cast(copy, weight) == 1 and copy.fresh(True)
+    assert cast(copy, weight) == 1 and copy.fresh(None)
 
 
 @pytest.mark.parametrize("form", [BF16, WIDE])
@@ -98,7 +98,7 @@ def test_a_doubt_costs_a_comparison_and_keeps_the_buffer(form: Form) -> None:
     copy = made(weight := torch.randn(4), form)
     buffer = copy.buffer
     copy.memory.doubted()
-    assert cast(copy, weight) == 0 and copy.fresh(True) and copy.buffer is buffer
+    assert cast(copy, weight) == 0 and copy.fresh(None) and copy.buffer is buffer
     weight.data[1] = -weight.data[1]
     copy.words = copy.sample.read()  # as if the sample had missed it
     copy.memory.doubted()
@@ -118,11 +118,11 @@ def test_zeros_of_either_sign_are_told_apart(form: Form) -> None:
 def test_what_is_doubtful_is_right_for_now_only() -> None:
     copy = made(weight := torch.randn(4))
     for _ in range(2):
-        assert cast(copy, weight, doubtful=[copy.memory]) == 0 and not copy.fresh(True)
+        assert cast(copy, weight, doubtful=[copy.memory]) == 0 and not copy.fresh(None)
     weight.add_(1)
     copy.memory.written()
-    assert cast(copy, weight, doubtful=[copy.memory]) == 1 and right(copy, weight) and not copy.fresh(True)
-    assert cast(copy, weight) == 0 and copy.fresh(True)
+    assert cast(copy, weight, doubtful=[copy.memory]) == 1 and right(copy, weight) and not copy.fresh(None)
+    assert cast(copy, weight) == 0 and copy.fresh(None)
 
 
 def test_a_copy_on_trial_is_compared_until_it_stayed_the_same_for_long() -> None:
@@ -133,8 +133,8 @@ def test_a_copy_on_trial_is_compared_until_it_stayed_the_same_for_long() -> None
     copy.trial = TRIAL
     assert cast(copy, weight) == 1
     for left in reversed(range(TRIAL)):
-        assert not copy.fresh(True) and cast(copy, weight) == 0 and copy.trial == left
-    assert copy.fresh(True)
+        assert not copy.fresh(None) and cast(copy, weight) == 0 and copy.trial == left
+    assert copy.fresh(None)
     copy.trial = 1
     copy.memory.written()
     assert cast(copy, weight) == 1 and copy.trial == TRIAL, "it starts again"
@@ -172,10 +172,10 @@ def test_a_pass_that_was_interrupted_leaves_nothing_fresh(monkeypatch: pytest.Mo
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(copies_module, "cast_many_", fails)
         cast(copy, weight)
-    assert interrupted() and not copy.fresh(True)
+    assert interrupted() and not copy.fresh(None)
     recover()
-    assert not interrupted() and not copy.fresh(True)
-    assert cast(copy, weight) == 1 and copy.fresh(True) and right(copy, weight) and not interrupted()
+    assert not interrupted() and not copy.fresh(None)
+    assert cast(copy, weight) == 1 and copy.fresh(None) and right(copy, weight) and not interrupted()
 
 
 @pytest.mark.parametrize("form", [BF16, WIDE])
@@ -184,17 +184,17 @@ def test_the_packed_form_replaces_the_other_where_nobody_reads_that(form: Form) 
     if not available(held):
         pytest.skip(f"this CPU's oneDNN has no {held} products")
     copy = made(weight := torch.randn(64, 64), form)
-    copy.strided_readers = 1
-    copy.pack()
-    assert copy.packed is not None and copy.nbytes() == 2 * held.itemsize * 64 * 64
-    copy.strided_readers = 0
-    copy.pack()
+    copy.readers[None] = 1
+    copy.pack(LinearBlocks())
+    assert copy.packed and copy.nbytes() == 2 * held.itemsize * 64 * 64
+    copy.readers[None] = 0
+    copy.pack(LinearBlocks())
     assert copy.tensor is None and copy.nbytes() == held.itemsize * 64 * 64
-    assert copy.fresh(strided=False) and not copy.fresh(strided=True) and not copy.writable()
-    assert cast(copy, weight) == 1 and right(copy, weight) and copy.packed is not None, "the weight is the same"
+    assert copy.fresh(LinearBlocks()) and not copy.fresh(None) and not copy.writable()
+    assert cast(copy, weight) == 1 and right(copy, weight) and copy.packed, "the weight is the same"
     copy.memory.written()
     copy.reads = 5
-    assert cast(copy, weight) == 1 and copy.packed is None and copy.reads == 0
+    assert cast(copy, weight) == 1 and not copy.packed and copy.reads == 0
 
 
 def test_what_a_step_has_rewritten_is_fresh() -> None:
@@ -205,4 +205,4 @@ def test_what_a_step_has_rewritten_is_fresh() -> None:
     copy.tensor.copy_(weight)
     copy.reads = 5
     copy.rewritten()
-    assert copy.fresh(True) and copy.reads == 0 and cast(copy, weight) == 0
+    assert copy.fresh(None) and copy.reads == 0 and cast(copy, weight) == 0

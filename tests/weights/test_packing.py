@@ -1,14 +1,17 @@
 """Packed forms are made when they pay, renewed with the copy, and stand in for it where nobody else reads it."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ampcompile.kernels.packed_linear import available
+from ampcompile.kernels.packed_conv import ConvBlocks
+from ampcompile.kernels.packed_linear import LinearBlocks, available
 from ampcompile.weights.binding import Binding, bind, free_copies, weight_stats
-from ampcompile.weights.packing import PAYS
+from ampcompile.weights.copies import copies_of
+from ampcompile.weights.packing import PAYS, Packed
 
 pytestmark = pytest.mark.skipif(not available(torch.bfloat16), reason="this CPU's oneDNN has no bfloat16 products")
 BF16 = torch.bfloat16
@@ -17,7 +20,7 @@ BF16 = torch.bfloat16
 def setting() -> tuple[list[nn.Parameter], Binding]:
     """A graph that reads its first weight packed."""
     params = [nn.Parameter(torch.randn(70, 80)), nn.Parameter(torch.randn(70))]
-    return params, bind([BF16] * 2, packed=[True, False])
+    return params, bind([BF16] * 2, packed=[LinearBlocks(), None])
 
 
 def opaque(tensors: list[Tensor]) -> list[bool]:
@@ -121,3 +124,45 @@ def test_what_may_have_been_written_is_packed_again_only_if_it_was() -> None:
     assert binding.copies(params)[0] is packed
     params[0].data[3, 3] += 1
     assert torch.equal(dense(binding.copies(params)[0]), params[0].detach().to(BF16))
+
+
+def test_another_thread_may_pack_between_two_looks() -> None:
+    class PackedMeanwhile(dict[Any, Tensor]):
+        def get(self, blocks: Any, default: Any = None) -> Any:
+            found = super().get(blocks, default)
+            copy.pack(blocks)
+            return found
+
+    params, binding = setting()
+    binding.copies(params)
+    (copy,) = copies_of(params[0])
+    copy.packed = PackedMeanwhile()
+    assert isinstance(Packed(copy, LinearBlocks()).tensor, Tensor) and copy.tensor is None
+
+
+def test_each_way_to_pack_a_weight_has_its_form() -> None:
+    weight = nn.Parameter(torch.randn(16, 8, 3, 3))
+    ways = [ConvBlocks((stride, stride), (1, 1), (1, 1), 1) for stride in (1, 2)]
+    bindings = [bind([BF16], packed=[blocks]) for blocks in ways]
+    for _ in range(2):
+        for _ in range(PAYS + 1):
+            forms = [binding.copies([weight])[0] for binding in bindings]
+            assert all(torch.equal(dense(form), weight.detach().to(BF16)) for form in forms)
+        assert opaque(forms) == [True, True] and weight_stats()[:2] == (2 * 2 * weight.numel(), 1)
+        casts = weight_stats().casts
+        assert opaque([binding.copies([weight])[0] for binding in bindings]) == [True, True]
+        assert weight_stats().casts == casts
+        with torch.no_grad():
+            weight.mul_(2)
+
+
+def test_weights_tied_to_one_another_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    packs: list[LinearBlocks] = []
+    pack = LinearBlocks.pack
+    monkeypatch.setattr(LinearBlocks, "pack", lambda self, copy: packs.append(self) or pack(self, copy))
+    first = nn.Parameter(torch.randn(64, 64))
+    tied = nn.Parameter(first.detach())
+    binding = bind([BF16] * 2, packed=[LinearBlocks()] * 2)
+    for _ in range(PAYS + 1):
+        forms = binding.copies([first, tied])
+    assert opaque(forms) == [True, True] and len(packs) == 1

@@ -1,0 +1,83 @@
+"""2-D convolution by oneDNN, with a weight that it may have packed beforehand (CPU).
+
+oneDNN's convolutions read weights in blocks that suit the vector unit and the shapes. Given a plain weight it makes
+that copy at every call; given a packed one it starts to compute. The bits of the result are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+
+from .packed_linear import available
+
+__all__ = ["CONVOLVE", "PACKED_CONV", "ConvBlocks", "available", "convolve_arguments", "packed_conv"]
+
+_LIBRARY = torch.library.Library("ampcompile", "FRAGMENT")
+_LIBRARY.define(
+    "packed_conv(Tensor x, Tensor weight, Tensor packed, Tensor? bias, SymInt[2] stride, SymInt[2] padding, "
+    "SymInt[2] dilation, SymInt groups) -> Tensor"
+)
+CONVOLVE = torch.ops.mkldnn._convolution_pointwise.default
+PACKED_CONV = torch.ops.ampcompile.packed_conv.default
+
+
+@dataclass(frozen=True)
+class ConvBlocks:
+    """The blocks that oneDNN's convolution of these settings reads a weight in."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    input_size: tuple[int, ...] | None = field(default=None, compare=False)
+    """Of the input that they suit best, the first one's of those that share them; others are convolved as well."""
+
+    def pack(self, copy: Tensor) -> Tensor:
+        """`copy` (out_channels, in_channels / groups, height, width), bfloat16 on the CPU, as an opaque tensor."""
+        return torch.ops.mkldnn._reorder_convolution_weight(
+            copy.detach(), self.padding, self.stride, self.dilation, self.groups, self.input_size
+        )
+
+
+def packed_conv(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None, blocks: ConvBlocks) -> Tensor:
+    """The convolution of `x` (batch, in_channels, height, width), bfloat16, with the strides of `aten.convolution`'s.
+
+    `packed` holds the copy of `weight` in bfloat16, packed as `blocks` say or plain; `weight` itself is only asked for
+    its shape and strides. No gradient flows: a weight that is trained changes before packing it has paid.
+    """
+    return PACKED_CONV(x, weight, packed, bias, blocks.stride, blocks.padding, blocks.dilation, blocks.groups)
+
+
+def convolve_arguments(
+    x: Any, weight: Any, packed: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any
+) -> tuple[Any, ...]:
+    """What oneDNN's operator `CONVOLVE` is called with for a `PACKED_CONV`; its result is channels-last if `x` is."""
+    return x, packed, bias, padding, stride, dilation, groups, "none", [], ""
+
+
+@torch.library.impl(_LIBRARY, "packed_conv", "CPU")
+@torch.library.impl(_LIBRARY, "packed_conv", "MkldnnCPU")
+def _convolve(x: Tensor, weight: Tensor, packed: Tensor, *rest: Any) -> Tensor:
+    channels_last = torch.channels_last in (suggest_memory_format(x), suggest_memory_format(weight))
+    result: Tensor = CONVOLVE(*convolve_arguments(x, weight, packed, *rest))
+    return result.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+@torch.library.register_fake(PACKED_CONV, lib=_LIBRARY)
+def _(
+    x: Tensor,
+    weight: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    return torch.ops.aten.convolution(x, weight.to(x.dtype), bias, stride, padding, dilation, False, [0, 0], groups)

@@ -1,0 +1,121 @@
+"""On the CPU: linear layers and 2-D convolutions read hoisted weights in the blocks that oneDNN's kernels want.
+
+Packing changes no bit of a result that is worth packing for. It happens once instead of at every call, so it needs a
+copy that lives across calls: this pass takes the `weight_copy` reads that `hoist_weights` left in front of the layers.
+It is for graphs without gradients: a weight that is trained changes before packing it has paid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from ampcompile.kernels.packed_conv import PACKED_CONV, ConvBlocks
+from ampcompile.kernels.packed_linear import PACKED_LINEAR, LinearBlocks
+from ampcompile.passes.analysis.aliasing import lies_in_a_row
+from ampcompile.passes.analysis.sizes import product_hint
+from ampcompile.passes.graph import placeholders
+from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
+from ampcompile.torch_private import tracing
+from ampcompile.weights.packing import Blocks
+
+LINEAR = torch.ops.aten.linear.default
+CONV = torch.ops.aten.conv2d.default
+SMALLEST = 64
+"""Fewest features in or out of a linear layer. Below, oneDNN adds up in another order once packed: one result in
+100,000 differs in its last bit, and nothing is gained."""
+
+
+class PackedLayer(NamedTuple):
+    """A layer that reads its weight packed."""
+
+    op: Any
+    blocks: Blocks
+    settings: tuple[Any, ...] = ()
+    """The operator's arguments after the bias."""
+
+
+def _linear(x: Tensor, weight: Tensor, slot: Slot) -> PackedLayer | None:
+    return PackedLayer(PACKED_LINEAR, LinearBlocks()) if weight.dim() == 2 and min(weight.shape) >= SMALLEST else None
+
+
+def _conv(
+    x: Tensor, weight: Tensor, slot: Slot, stride: Any, padding: Any, dilation: Any, groups: Any
+) -> PackedLayer | None:
+    one_channel = weight.shape[1] * groups == 1  # of one pixel ATen takes any layout for a contiguous one
+    numbers = [*stride, *padding, *dilation, groups]
+    if slot.wide or one_channel or x.dim() != 4 or not all(type(number) is int for number in numbers):
+        return None
+    stride, padding, dilation = (tuple(each) * (2 // len(each)) for each in (stride, padding, dilation))
+    sizes = tuple(size for size in map(product_hint, x.shape) if size is not None)
+    blocks = ConvBlocks(stride, padding, dilation, groups, sizes if len(sizes) == x.dim() else None)
+    return PackedLayer(PACKED_CONV, blocks, (stride, padding, dilation, groups))
+
+
+LAYERS: dict[Any, Callable[..., PackedLayer | None]] = {LINEAR: _linear, CONV: _conv}
+
+
+def _arguments(layer: Node) -> list[Any]:
+    schema: Any = layer.target
+    names = [(each.name, each.default_value) for each in schema._schema.arguments]
+    given = dict(zip([name for name, _ in names], layer.args, strict=False)) | layer.kwargs
+    return [given.get(name, default) for name, default in names]
+
+
+def _packable(read: object, dtypes: frozenset[torch.dtype]) -> bool:
+    if not isinstance(read, Node) or read.target is not WEIGHT_COPY or len(read.users) > 1:
+        return False
+    copy = read.meta["val"]
+    return copy.device.type == "cpu" and copy.dtype in dtypes
+
+
+def _readable(bias: Node | None, weight: Node) -> bool:
+    """Whether a bias is what oneDNN reads: numbers side by side, one for each of the features out."""
+    return bias is None or (lies_in_a_row(bias) and str(bias.meta["val"].numel()) == str(weight.meta["val"].shape[0]))
+
+
+@dataclass(frozen=True)
+class PackWeights:
+    """`dtypes`: what this machine multiplies packed."""
+
+    dtypes: frozenset[torch.dtype]
+    name = "pack_weights"
+    exact = True
+    fate = ""
+
+    def apply(self, gm: GraphModule) -> int:
+        inputs: dict[Slot, Node] = {}
+        layers = [node for op in LAYERS for node in gm.graph.find_nodes(op="call_function", target=op)]
+        packed = 0
+        with tracing.on_fakes_of(gm):
+            for layer in layers:
+                x, read, bias, *settings = _arguments(layer)
+                if not _packable(read, self.dtypes) or not _readable(bias, read):
+                    continue
+                weight, copy, _ = read.args
+                slot = copy.meta["amp_copy"]
+                found = LAYERS[layer.target](x.meta["val"], read.meta["val"], slot, *settings)
+                if found is None:
+                    continue
+                form = self._input(gm, inputs, copy, replace(slot, blocks=found.blocks))
+                layer.target, layer.args, layer.kwargs = found.op, (x, weight, form, bias, *found.settings), {}
+                gm.graph.erase_node(read)
+                packed += 1
+        for node in placeholders(gm):
+            if "amp_copy" in node.meta and not node.users:
+                gm.graph.erase_node(node)
+        return packed
+
+    def _input(self, gm: GraphModule, inputs: dict[Slot, Node], copy: Node, slot: Slot) -> Node:
+        if slot not in inputs:
+            with gm.graph.inserting_after(placeholders(gm)[-1]):
+                inputs[slot] = gm.graph.placeholder(f"{copy.name}_packed")
+            # An opaque tensor tells no strides; until it is packed, the copy has the weight's.
+            inputs[slot].meta = {**copy.meta, "amp_copy": slot, "val": copy.meta["val"].contiguous()}
+            inputs[slot]._dynamo_source = None
+        return inputs[slot]

@@ -1,0 +1,87 @@
+"""A packed convolution has the bits of the plain one on a channels-last input, and the strides of the plain one."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
+
+from ampcompile.kernels.packed_conv import ConvBlocks, available, packed_conv
+from tests.compiling import same_bits
+
+pytestmark = pytest.mark.skipif(not available(torch.bfloat16), reason="this CPU's oneDNN has no bfloat16 products")
+LAYOUTS = (torch.contiguous_format, torch.channels_last)
+DRAWS = 60
+
+
+def drawn() -> tuple[Tensor, Tensor, Tensor | None, ConvBlocks]:
+    """An input, a weight, a bias and settings: groups, kernels that are no squares, odd numbers of channels."""
+    groups, each_in, each_out = one_of(
+        (1, 3, 40), (1, 17, 32), (1, 32, 17), (2, 8, 3), (4, 16, 16), (16, 1, 1), (16, 1, 2)
+    )
+    height, width = one_of((1, 1), (3, 3), (5, 5), (1, 3), (4, 1))
+    padding = one_of((0, 0), (1, 1), (height // 2, width // 2))
+    x = torch.randn(one_of(1, 3), groups * each_in, one_of(9, 14), one_of(9, 16)).bfloat16()
+    weight = torch.randn(groups * each_out, each_in, height, width) / (each_in * height * width) ** 0.5
+    bias = one_of(torch.randn(groups * each_out).bfloat16(), None)
+    size = one_of(None, tuple(x.shape), (8, groups * each_in, 30, 31))
+    blocks = ConvBlocks(one_of((1, 1), (2, 2), (1, 2)), padding, one_of((1, 1), (2, 2)), groups, size)
+    return x.contiguous(memory_format=torch.channels_last), weight, bias, blocks
+
+
+def one_of(*choices: Any) -> Any:
+    return choices[int(torch.randint(len(choices), ()))]
+
+
+def plain(x: Tensor, copy: Tensor, bias: Tensor | None, blocks: ConvBlocks) -> Tensor:
+    return F.conv2d(x, copy, bias, blocks.stride, blocks.padding, blocks.dilation, blocks.groups)
+
+
+def strides(tensor: Tensor) -> list[int]:
+    """Where they tell something."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+def test_same_bits_as_the_plain_convolution() -> None:
+    for _ in range(DRAWS):
+        x, weight, bias, blocks = drawn()
+        copy = weight.bfloat16()
+        expected = plain(x, copy, bias, blocks)
+        for form in (copy, blocks.pack(copy)):
+            found = packed_conv(x, weight, form, bias, blocks)
+            assert same_bits(found, expected), (x.shape, weight.shape, blocks)
+            assert strides(found) == strides(expected), (x.shape, weight.shape, blocks)
+
+
+@pytest.mark.parametrize("of_weight", LAYOUTS)
+@pytest.mark.parametrize("of_input", [*LAYOUTS, None])
+@pytest.mark.parametrize("shape", [(2, 3, 8, 9), (2, 1, 8, 9), (2, 3, 1, 1), (1, 3, 1, 6)])
+def test_strides_are_those_of_the_plain_convolution(shape: tuple[int, ...], of_input: Any, of_weight: Any) -> None:
+    x = torch.randn(shape).bfloat16()
+    x = x.transpose(2, 3) if of_input is None else x.contiguous(memory_format=of_input)
+    weight = torch.randn(4, shape[1], 3, 3).contiguous(memory_format=of_weight)
+    copy, blocks = weight.bfloat16(), ConvBlocks((1, 1), (1, 1), (1, 1), 1)
+    expected = plain(x, copy, None, blocks)
+    for form in (copy, blocks.pack(copy)):
+        found = packed_conv(x, weight, form, None, blocks)
+        assert strides(found) == strides(expected) and torch.allclose(found, expected, rtol=0.02, atol=0.02)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = map(mode.from_tensor, (x, weight, copy))
+        fake = packed_conv(*fakes, None, blocks)
+    assert (fake.shape, fake.stride(), fake.dtype) == (expected.shape, expected.stride(), expected.dtype)
+
+
+def test_against_float64() -> None:
+    x, weight, bias = torch.randn(4, 24, 20, 20).bfloat16(), torch.randn(40, 24, 3, 3), torch.randn(40).bfloat16()
+    copy, blocks = weight.bfloat16(), ConvBlocks((1, 1), (1, 1), (1, 1), 1)
+    exact = plain(x.double(), copy.double(), bias.double(), blocks)
+    rounded = plain(x, copy, bias, blocks)
+    found = packed_conv(x, weight, blocks.pack(copy), bias, blocks)
+    assert 0 < (found - exact).norm() <= 1.0001 * (rounded - exact).norm() < 0.01 * exact.norm()
+
+
+def test_a_size_that_blocks_suit_makes_no_other_blocks() -> None:
+    one, other = (ConvBlocks((1, 1), (0, 0), (1, 1), 1, size) for size in (None, (1, 3, 8, 8)))
+    assert one == other and hash(one) == hash(other) and one != ConvBlocks((2, 2), (0, 0), (1, 1), 1)

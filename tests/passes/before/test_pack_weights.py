@@ -1,0 +1,238 @@
+"""Linear layers and convolutions on the CPU read packed copies, where that changes no bit."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampcompile.kernels.packed_conv import PACKED_CONV, ConvBlocks
+from ampcompile.kernels.packed_linear import PACKED_LINEAR, LinearBlocks, available
+from ampcompile.passes.before.pack_weights import PackWeights
+from ampcompile.passes.weight_copy import WEIGHT_COPY
+from ampcompile.weights.packing import PAYS
+from tests.compiling import same_bits
+from tests.passes.rewriting import count, rewritten
+
+pytestmark = pytest.mark.skipif(not available(torch.bfloat16), reason="this CPU's oneDNN has no bfloat16 products")
+
+
+class Layers(nn.Module):
+    def __init__(self, inner: int = 64, outer: int = 80) -> None:
+        super().__init__()
+        self.a = nn.Linear(inner, outer)
+        self.b = nn.Linear(outer, inner, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(self.b(self.a(x)))))
+
+
+def packed(module: nn.Module, *args: Tensor, **options: Any) -> tuple[int, list[Any]]:
+    """How many layers read packed weights, and what the copies are packed for."""
+    (graph,) = rewritten(module, *args, lower="inductor", **options)
+    inputs = graph.graph.graph.find_nodes(op="placeholder")
+    slots = [node.meta["amp_copy"] for node in inputs if "amp_copy" in node.meta]
+    return count(graph, PACKED_LINEAR) + count(graph, PACKED_CONV), [slot.blocks for slot in slots]
+
+
+def test_fires_where_no_gradient_is_wanted() -> None:
+    # Two uses of a weight share its packed form; a bias stays strided.
+    with torch.no_grad():
+        assert packed(Layers(), torch.randn(3, 64)) == (4, [None, LinearBlocks(), LinearBlocks()])
+    assert packed(Layers(), torch.randn(3, 64)) == (0, [None] * 3)
+
+
+def test_nothing_is_packed_for_a_onednn_that_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    with torch.no_grad():
+        assert packed(Layers(), torch.randn(3, 64))[0] == 0
+        assert packed(nn.Conv2d(4, 8, 3), torch.randn(2, 4, 9, 9))[0] == 0
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight.t()) + x @ self.weight
+
+
+class Biased(nn.Module):
+    """`part`: of a vector of 128 numbers, as the bias."""
+
+    def __init__(self, part: slice) -> None:
+        super().__init__()
+        self.weight, self.vector, self.part = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(128)), part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.vector[self.part])
+
+
+class Computed(Biased):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight, (x.t() @ x)[:, 1])
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (Functional, {}),
+        (lambda: Biased(slice(1)), {}),
+        (lambda: Biased(slice(None, None, 2)), {}),
+        (lambda: Computed(slice(0)), {}),
+        (lambda: Layers(64, 63), {}),
+        (Layers, {"weights": "every_call"}),
+        (Layers, {"dtype": torch.float16}),
+    ],
+    ids=[
+        "a view of a weight, and a plain product",
+        "one number for all features",
+        "a bias whose numbers lie apart",
+        "a computed bias",
+        "too small",
+        "no copies",
+        "no packed product of that dtype",
+    ],
+)
+def test_declines(module: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    with torch.no_grad():
+        assert packed(module(), torch.randn(3, 64), **options)[0] == 0
+
+
+def test_a_part_of_a_vector_is_a_bias() -> None:
+    with torch.no_grad():
+        assert packed(Biased(slice(64, None)), torch.randn(3, 64))[0] == 1
+
+
+class Convolutions(nn.Module):
+    """Plain, strided, depthwise, dilated, grouped, and the two of a squeeze-and-excitation, on one pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 16, 3, 2, 1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, (3, 1), padding=(1, 0), groups=16, bias=False),
+            nn.Conv2d(16, 24, 3, dilation=2, groups=2),
+        )
+        self.squeeze, self.excite = nn.Conv2d(24, 8, 1), nn.Conv2d(8, 24, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        return x * torch.sigmoid(self.excite(torch.relu(self.squeeze(x.mean((2, 3), keepdim=True)))))
+
+
+def test_fires_on_convolutions() -> None:
+    x, of_one_pixel = torch.randn(2, 3, 18, 20), ConvBlocks((1, 1), (0, 0), (1, 1), 1)
+    with torch.no_grad():
+        number, blocks = packed(Convolutions().eval(), x)
+    assert number == 5 and blocks[:4] == [None] * 4, "biases"
+    assert blocks[4:] == [
+        ConvBlocks((2, 2), (1, 1), (1, 1), 1),
+        ConvBlocks((1, 1), (1, 0), (1, 1), 16),
+        ConvBlocks((1, 1), (0, 0), (2, 2), 2),
+        *[of_one_pixel] * 2,
+    ]
+    assert [each.input_size for each in blocks[4:6]] == [(2, 3, 18, 20), (2, 16, 9, 10)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "options"),
+    [
+        (lambda: nn.Conv2d(1, 8, 3), (2, 1, 9, 9), {}),
+        (lambda: nn.Conv2d(4, 8, 3), (4, 9, 9), {}),
+        (lambda: nn.ConvTranspose2d(4, 8, 3), (2, 4, 9, 9), {}),
+        (lambda: nn.Conv1d(4, 8, 3), (2, 4, 9), {}),
+        (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9), {"weights": "every_call"}),
+        (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9), {"dtype": torch.float16}),
+        (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9), {"products": "float32"}),
+    ],
+    ids=["one channel", "no batch", "transposed", "1-D", "no copies", "float16", "in float32"],
+)
+def test_declines_convolutions(layer: Callable[[], nn.Module], shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    with torch.no_grad():
+        assert packed(layer(), torch.randn(shape), **options)[0] == 0
+
+
+def test_settings_by_name_are_understood() -> None:
+    class Named(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.conv2d(input=x, weight=self.weight, stride=2, padding=[1, 2])
+
+    with torch.no_grad():
+        number, blocks = packed(Named(4, 8, 3), torch.randn(2, 4, 9, 9))
+    assert number == 1 and blocks == [ConvBlocks((2, 2), (1, 2), (1, 1), 1)]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_convolutions_have_the_bits_and_strides_of_plain_ones(layout: torch.memory_format) -> None:
+    model, results = Convolutions().to(memory_format=layout).eval(), []
+    shapes = (2, 18, 20), (3, 24, 15)  # the second for any size
+    inputs = [torch.randn(n, 3, height, width).contiguous(memory_format=layout) for n, height, width in shapes]
+    for weights in ("cached", "every_call"):
+        torch._dynamo.reset()
+        run = torch.compile(copy.deepcopy(model), backend="amp", options={"weights": weights})
+        found = []
+        with torch.no_grad():
+            for x in inputs:
+                found += [run(x) for _ in range(PAYS + 1)]
+            run.body[0].weight.mul_(2)
+            found += [run(x) for x in inputs for _ in range(PAYS + 1)]
+        results.append(found)
+    with torch.no_grad(), torch.autocast("cpu"):
+        expected = [model(x) for x in inputs]
+    for ours, plain in zip(*results, strict=True):
+        assert same_bits(ours, plain) and ours.stride() == plain.stride()
+    assert results[0][0].stride() == expected[0].stride() and results[0][PAYS + 1].stride() == expected[1].stride()
+    assert torch.allclose(results[0][0], expected[0].float(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        lambda x: x.permute(2, 0, 1).unsqueeze(0),
+        lambda x: x.transpose(1, 2).unsqueeze(3),
+        lambda x: x[:2, 0, :, None, None],
+        lambda x: x[:2, 0, :, None, None].contiguous(),
+        lambda x: x[:1, 0, :, None, None],
+    ],
+)
+def test_a_dimension_of_size_one_may_have_any_stride(seen: Callable[[Tensor], Tensor]) -> None:
+    # Channels-last for Inductor, which passes over such dimensions, but not for ATen, which looks at all strides.
+    conv, x = nn.Conv2d(16, 8, (3, 1), padding=1), seen(torch.randn(12, 14, 16).bfloat16())
+    run = torch.compile(conv, backend="amp")
+    with torch.no_grad():
+        with torch.autocast("cpu"):
+            expected = conv(x)
+        for _ in range(PAYS + 1):
+            assert torch.allclose(run(x), expected.float(), rtol=0.02, atol=0.02)
+
+
+def test_idempotent() -> None:
+    with torch.no_grad():
+        (graph,) = rewritten(Layers(), torch.randn(3, 64), lower="inductor")
+    assert PackWeights(frozenset({torch.bfloat16})).apply(graph.graph) == 0
+    assert count(graph, WEIGHT_COPY) == 2
+
+
+def test_same_bits_and_the_next_call_sees_an_update() -> None:
+    x, plain, results = torch.randn(5, 64), Layers(), []
+    for weights in ("cached", "every_call"):
+        model = copy.deepcopy(plain)
+        compiled = torch.compile(model, backend="amp", options={"weights": weights})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        found = []
+        for calls in (1, PAYS + 1, 1):  # plain weights, then packed ones, then plain ones again
+            with torch.no_grad():
+                found += [compiled(x) for _ in range(calls)]
+            optimizer.zero_grad()
+            found.append(compiled(x))
+            found[-1].square().sum().backward()
+            optimizer.step()
+        results.append(found)
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
