@@ -79,7 +79,8 @@ def before(options: Options, is_weight: IsWeight, is_registered: IsWeight) -> tu
         # Needs every cast in place: what is left to cast is a weight's own.
         emulated = options.emulated()
         passes += (HoistWeights(is_weight, is_registered, emulated),)
-        if options.lower == "inductor" and not gradients:
+        asserting = dict(options.inductor).get("size_asserts")  # of strides, which an opaque tensor hasn't
+        if options.lower == "inductor" and not gradients and not asserting:
             held = {each: torch.float32 if each in emulated else each for each in LOW}
             packed = frozenset(each for each in LOW if packed_linear.available(held[each]))
             passes += (PackWeights(packed),) if packed else ()  # needs hoisted weights

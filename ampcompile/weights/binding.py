@@ -40,7 +40,10 @@ _log = logging.getLogger("ampcompile")
 
 
 class WeightStats(NamedTuple):
-    """`bytes` (packed forms included) and number of the `copies` held now; `casts`: refresh passes so far."""
+    """`bytes` and number of the `copies` held now; `casts`: refresh passes so far.
+
+    `bytes` counts packed forms too, but not the zeros that oneDNN fills their blocks up with.
+    """
 
     bytes: int
     copies: int

@@ -35,7 +35,9 @@ def test_the_order(options: dict[str, str], names: list[str]) -> None:
     assert [each.name for each in passes] == names
     with torch.no_grad():
         inference = pipeline(Options.parse(options), Regions({}), lambda index, node: True)
+        asserting = pipeline(Options.parse({**options, "size_asserts": True}), Regions({}), lambda index, node: True)
     assert [each.name for each in inference if each.name not in names] == ([] if options else PACKED)
+    assert [each.name for each in asserting] == names, "a packed tensor has no strides"
     # The only pass that rounds is the one that says so.
     assert [each.name for each in passes if not each.exact] == ["insert_casts"]
 
