@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
-from .packed_linear import available
+from ampcompile.torch_private.storages import suggest_memory_format
 
-__all__ = ["CONVOLVE", "PACKED_CONV", "ConvBlocks", "available", "convolve_arguments", "packed_conv"]
+from .packed_linear import LinearBlocks
 
 _LIBRARY = torch.library.Library("ampcompile", "FRAGMENT")
 _LIBRARY.define(
@@ -43,6 +42,10 @@ class ConvBlocks:
         return torch.ops.mkldnn._reorder_convolution_weight(
             copy.detach(), self.padding, self.stride, self.dilation, self.groups, self.input_size
         )
+
+
+Blocks = LinearBlocks | ConvBlocks
+"""What a weight is packed for."""
 
 
 def packed_conv(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None, blocks: ConvBlocks) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ampcompile.weights.packing import Blocks
+from ampcompile.kernels.packed_conv import Blocks
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["FakeTensor", "StorageWeakRef", "is_dense"]
+__all__ = ["FakeTensor", "StorageWeakRef", "is_dense", "suggest_memory_format"]
 
 _DATA: Any = torch._C.TensorBase.data
 _SET_DATA = _DATA.__set__

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import WeightsError
+from ampcompile.kernels.packed_conv import Blocks
 from ampcompile.torch_private import storages
 
 from . import gpu, memory, writers
@@ -30,7 +31,6 @@ from .copies import (
 )
 from .copy_set import CopySet
 from .memory import Memory, lock, write_epoch
-from .packing import Blocks
 from .ranges import set_ranges
 
 _CLASSES = (Tensor, torch.nn.Parameter, storages.FakeTensor)

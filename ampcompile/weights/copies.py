@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ampcompile.kernels.cast_many import cast_many_
+from ampcompile.kernels.packed_conv import Blocks
 from ampcompile.kernels.round_many import round_many_
 from ampcompile.torch_private import profiling, storages
 
 from . import gpu
 from .memory import Memory, memory_of
-from .packing import Blocks
 from .sample import Sample, places
 
 TRIAL = 8

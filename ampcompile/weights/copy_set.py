@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ampcompile.kernels.packed_conv import Blocks
 from ampcompile.torch_private import storages
 
 from . import gpu, memory
 from .copies import Copy, Weight, interrupted
-from .packing import Blocks, Packed, count_reads
+from .packing import Packed, count_reads
 from .sample import Sample
 
 Rechecks = list[tuple[list[int], gpu.Recheck]]

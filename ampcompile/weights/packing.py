@@ -6,14 +6,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ampcompile.kernels.packed_conv import ConvBlocks
-from ampcompile.kernels.packed_linear import LinearBlocks
+from ampcompile.kernels.packed_conv import Blocks
 
 if TYPE_CHECKING:
     from .copies import Copy
-
-Blocks = LinearBlocks | ConvBlocks
-"""What a copy is packed for."""
 
 PAYS = 3
 """How often a copy is read before it is packed. Packing costs what it saves in as many calls: a weight that changes at

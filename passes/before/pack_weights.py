@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ampcompile.kernels.packed_conv import PACKED_CONV, ConvBlocks
+from ampcompile.kernels.packed_conv import PACKED_CONV, Blocks, ConvBlocks
 from ampcompile.kernels.packed_linear import PACKED_LINEAR, LinearBlocks
 from ampcompile.passes.analysis.aliasing import lies_in_a_row
 from ampcompile.passes.analysis.sizes import product_hint
 from ampcompile.passes.graph import placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
 from ampcompile.torch_private import tracing
-from ampcompile.weights.packing import Blocks
 
 LINEAR = torch.ops.aten.linear.default
 CONV = torch.ops.aten.conv2d.default

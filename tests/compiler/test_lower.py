@@ -14,10 +14,10 @@ from ampcompile import weights
 from ampcompile.compiler.backend import rewrite
 from ampcompile.compiler.lower import _fake_copy, _inductor_config, _invalidate_after, _with_copies, lower
 from ampcompile.config import Options
+from ampcompile.kernels.packed_conv import Blocks
 from ampcompile.kernels.packed_linear import LinearBlocks
 from ampcompile.passes import base, pipeline
 from ampcompile.passes.weight_copy import Slot
-from ampcompile.weights.packing import Blocks
 from tests.compiling import LOW, amp, eager, gradients
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
-from ampcompile.kernels.packed_conv import ConvBlocks, available, packed_conv
+from ampcompile.kernels.packed_conv import ConvBlocks, packed_conv
+from ampcompile.kernels.packed_linear import available
 from tests.compiling import same_bits
 
 pytestmark = pytest.mark.skipif(not available(torch.bfloat16), reason="this CPU's oneDNN has no bfloat16 products")

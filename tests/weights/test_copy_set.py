@@ -23,7 +23,7 @@ def made(weights: list[Tensor]) -> CopySet:
         copy.memory.examine()
     held = [Weight(id(weight), weight) for weight in weights]
     refresh([(copy, weight, True) for copy, weight in zip(members, held, strict=True)], (), {})
-    return CopySet(held, members, [False] * len(weights), now, None, {})
+    return CopySet(held, members, [None] * len(weights), now, None, {})
 
 
 def weights() -> list[Tensor]:
@@ -116,15 +116,15 @@ def test_each_set_counts_as_a_reader_of_its_copies_while_it_lives() -> None:
     found = weights()
     first, second = made(found), made(found[:1])
     (copy, other) = first.members
-    assert (copy.strided_readers, other.strided_readers) == (2, 1)
+    assert (copy.readers[None], other.readers[None]) == (2, 1)
     del second
-    assert copy.strided_readers == 1
+    assert copy.readers[None] == 1
     del first
-    assert (copy.strided_readers, other.strided_readers) == (0, 0)
+    assert (copy.readers[None], other.readers[None]) == (0, 0)
 
 
 def test_tied_slots_are_one_memory_and_one_copy() -> None:
     weight = torch.randn(5)
     known = made([weight, weight])
     assert known.members[0] is known.members[1] and len(known.memories) == 1
-    assert known.members[0].strided_readers == 1 and known.fresh([weight, weight])
+    assert known.members[0].readers[None] == 1 and known.fresh([weight, weight])
