@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.nn import functional as F
 
-from ampcompile.kernels.packed_conv import ConvBlocks, packed_conv
+from ampcompile.kernels.packed_conv import ConvBlocks, packed_conv, packed_conv_reference
 from ampcompile.kernels.packed_linear import available
 from tests.compiling import same_bits
 
@@ -36,10 +35,6 @@ def one_of(*choices: Any) -> Any:
     return choices[int(torch.randint(len(choices), ()))]
 
 
-def plain(x: Tensor, copy: Tensor, bias: Tensor | None, blocks: ConvBlocks) -> Tensor:
-    return F.conv2d(x, copy, bias, blocks.stride, blocks.padding, blocks.dilation, blocks.groups)
-
-
 def strides(tensor: Tensor) -> list[int]:
     """Where they tell something."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
@@ -49,7 +44,7 @@ def test_same_bits_as_the_plain_convolution() -> None:
     for _ in range(DRAWS):
         x, weight, bias, blocks = drawn()
         copy = weight.bfloat16()
-        expected = plain(x, copy, bias, blocks)
+        expected = packed_conv_reference(x, copy, bias, blocks)
         for form in (copy, blocks.pack(copy)):
             found = packed_conv(x, weight, form, bias, blocks)
             assert same_bits(found, expected), (x.shape, weight.shape, blocks)
@@ -64,7 +59,7 @@ def test_strides_are_those_of_the_plain_convolution(shape: tuple[int, ...], of_i
     x = x.transpose(2, 3) if of_input is None else x.contiguous(memory_format=of_input)
     weight = torch.randn(4, shape[1], 3, 3).contiguous(memory_format=of_weight)
     copy, blocks = weight.bfloat16(), ConvBlocks((1, 1), (1, 1), (1, 1), 1)
-    expected = plain(x, copy, None, blocks)
+    expected = packed_conv_reference(x, copy, None, blocks)
     for form in (copy, blocks.pack(copy)):
         found = packed_conv(x, weight, form, None, blocks)
         assert strides(found) == strides(expected) and torch.allclose(found, expected, rtol=0.02, atol=0.02)
@@ -77,8 +72,8 @@ def test_strides_are_those_of_the_plain_convolution(shape: tuple[int, ...], of_i
 def test_against_float64() -> None:
     x, weight, bias = torch.randn(4, 24, 20, 20).bfloat16(), torch.randn(40, 24, 3, 3), torch.randn(40).bfloat16()
     copy, blocks = weight.bfloat16(), ConvBlocks((1, 1), (1, 1), (1, 1), 1)
-    exact = plain(x.double(), copy.double(), bias.double(), blocks)
-    rounded = plain(x, copy, bias, blocks)
+    exact = packed_conv_reference(x.double(), copy.double(), bias.double(), blocks)
+    rounded = packed_conv_reference(x, copy, bias, blocks)
     found = packed_conv(x, weight, blocks.pack(copy), bias, blocks)
     assert 0 < (found - exact).norm() <= 1.0001 * (rounded - exact).norm() < 0.01 * exact.norm()
 
