@@ -33,8 +33,9 @@ ARGS :=
 GPU_PLUGINS = $(shell $(PYTHON) -c 'import pytest_timeout, xdist' 2>/dev/null && printf %s '-n 4 --timeout=300')
 MATRIX := 2.11 2.15
 # What may depend on the units that a CPU has.
-ISA_SAMPLE := tests/behaviour/test_products.py tests/kernels/test_packed_linear.py tests/kernels/test_attention_backward.py \
-	tests/passes/before/test_pack_linears.py tests/passes/analysis/test_product_cost.py tests/weights/test_compiled.py
+ISA_SAMPLE := tests/behaviour/test_products.py tests/kernels/test_packed_linear.py tests/kernels/test_packed_conv.py \
+	tests/kernels/test_attention_backward.py tests/passes/before/test_pack_weights.py \
+	tests/passes/analysis/test_product_cost.py tests/weights/test_compiled.py
 # The results of the proof are those of one torch.
 CORE := --ignore=tests/benchmarks --ignore=tests/examples --ignore=tests/proof
 

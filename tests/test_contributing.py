@@ -32,6 +32,11 @@ def test_paths_are_those_of_files_and_folders(page: str) -> None:
     assert not {path for path in known if not any((place / path).exists() for place in places)}
 
 
+def test_the_makefile_names_tests_that_exist() -> None:
+    named = re.findall(r"tests/[\w/]*\w(?:\.py)?", (ROOT / "Makefile").read_text())
+    assert len(named) > 8 and not [path for path in named if not (ROOT / path).exists()]
+
+
 def test_all_pages_name_files_of_ours_that_exist() -> None:
     folder = r"`((?:ampcompile|passes|kernels|tests|benchmarks|examples/(?:ecosystem|recipes|steering))/[\w./]*)`"
     named = {path for page in (ROOT / "docs").glob("*.md") for path in re.findall(folder, page.read_text())}
