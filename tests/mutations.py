@@ -1,8 +1,10 @@
-"""python -m tests.mutations [--seed N] [--count N] [--only TEXT]   does the suite notice when one line is wrong?
+"""python -m tests.mutations [--only TEXT] [--again] [--draw N --seed S]   does the suite notice one wrong line?
 
-Seeded mutations of one line each, over passes, weights and scaler, in a copy of the repository. Each must fail one of
-the room's tests that `make test` runs, and that test must pass without it. Prints a line per mutation, and how many
-were caught; exits with 1 below 90 %, with 2 if a test fails by itself.
+`tests/mutations.jsonl` lists mutations of one line each, over every room, and the test that noticed each of them. In a
+copy of the repository each is put in the place of its line; one of the tests of its file or of its room must then
+fail, and pass without it. What is tried is noted at once, so a run that was broken off goes on where it stopped:
+mutations that have their test are left out unless `--again`, which tries that test first. `--draw` adds mutations.
+Exits with 1 if fewer than 90 % are noticed, with 2 if a test fails by itself.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import json
 import os
 import random
 import shutil
@@ -18,11 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ROOMS = {"passes": "tests/passes", "ampcompile/weights": "tests/weights", "ampcompile/scaler": "tests/scaler"}
+LIST = Path(__file__).with_name("mutations.jsonl")
+PRODUCT = ("ampcompile", "passes", "kernels")
 _OPPOSITE = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -32,29 +36,40 @@ _OPPOSITE = {
 
 @dataclass(frozen=True)
 class Mutation:
-    """One line of a file as it is and as it is tried."""
+    """One line of a file as it is and as it is tried; `caught` by which test, "" by none, None if it wasn't tried."""
 
-    path: Path
-    line: int
+    path: str
     before: str
     after: str
+    which: int = 0
+    """Of the lines of the file that read alike."""
+    caught: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.before.strip()}  ->  {self.after.strip()}"
+        return f"{self.path}: {self.before.strip()}  ->  {self.after.strip()}"
+
+    def applied(self, text: str) -> str | None:
+        """The file's text with the mutation, None if the line isn't there any more."""
+        lines = text.split("\n")
+        alike = [i for i, line in enumerate(lines) if line == self.before]
+        if self.which >= len(alike):
+            return None
+        lines[alike[self.which]] = self.after
+        return "\n".join(lines)
 
 
 def mutations(path: Path) -> Iterator[Mutation]:
     """Every mutation of a file: comparisons turned round, `and` for `or`, `not` left out, numbers one off, calls not
     made. Not of annotations, assertions and named thresholds, nor of what makes the text of an error or a log line."""
     text = (ROOT / path).read_text()
-    lines = text.splitlines()
+    lines = text.split("\n")
     for node, changed in _changes(ast.parse(text)):
         if node.lineno != node.end_lineno:
             continue
         line = lines[node.lineno - 1]
         after = line[: node.col_offset] + changed + line[node.end_col_offset :]
         if after != line:
-            yield Mutation(path, node.lineno, line, after)
+            yield Mutation(str(path), line, after, lines[: node.lineno - 1].count(line))
 
 
 def _changes(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
@@ -100,21 +115,29 @@ def _code(node: ast.AST) -> Iterator[ast.AST]:
                 yield from _code(child)
 
 
-def chosen(seed: int, count: int, only: str) -> list[Mutation]:
-    """As many of each room, from as many files as there are; `only` from files whose path holds this text."""
-    rng, found = random.Random(seed), []
-    rooms = [
-        [path.relative_to(ROOT) for path in sorted((ROOT / room).rglob("*.py")) if path.name != "__init__.py"]
-        for room in ROOMS
-    ]
-    rooms = [files for room in rooms if (files := [path for path in room if only in str(path)])]
-    for files in rooms:
-        rng.shuffle(files)
-        for path in files[: -(-count // len(rooms))]:
-            if possible := list(mutations(path)):
-                found.append(rng.choice(possible))
-    rng.shuffle(found)
+def drawn(seed: int, count: int) -> list[Mutation]:
+    """Mutations of as many files of each room as there are, room after room, until there are enough."""
+    rng = random.Random(seed)
+    rooms: dict[Path, list[Path]] = {}
+    for folder in PRODUCT:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            rooms.setdefault(path.parent, []).append(path.relative_to(ROOT))
+    found: list[Mutation] = []
+    while len(found) < count:
+        for files in rooms.values():
+            possible = [m for m in mutations(rng.choice(files)) if m not in found]
+            found += [rng.choice(possible)] if possible else []
     return found[:count]
+
+
+def read() -> list[Mutation]:
+    """The list."""
+    return [Mutation(**json.loads(line)) for line in LIST.read_text().splitlines()] if LIST.exists() else []
+
+
+def write(listed: list[Mutation]) -> None:
+    """Keep the list."""
+    LIST.write_text("".join(json.dumps(asdict(mutation)) + "\n" for mutation in listed))
 
 
 def copied(folder: Path) -> None:
@@ -131,6 +154,7 @@ def copied(folder: Path) -> None:
 def fails(folder: Path, tests: list[str], jobs: int) -> str | None:
     """The first test that fails in the copy, None if all pass."""
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / ".inductor"))
     command = [sys.executable, "-m", "pytest", "-x", "--timeout=300", "-n", str(jobs), *tests]
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=3600)
     if run.returncode in (0, 5):
@@ -139,50 +163,61 @@ def fails(folder: Path, tests: list[str], jobs: int) -> str | None:
     return failed[0].split(" - ")[0] if failed else f"pytest exits with {run.returncode}"
 
 
-def room_of(mutation: Mutation) -> str:
-    """The tests of the room that a mutation is in."""
-    return next(tests for room, tests in ROOMS.items() if mutation.path.is_relative_to(room))
+def tests_of(path: str) -> list[str]:
+    """The tests of a file, of its folder, and of all that folder's neighbours, nearest first."""
+    inner = Path(path).relative_to("ampcompile") if path.startswith("ampcompile/") else Path(path)
+    own = Path("tests", inner).with_name(f"test_{inner.name}")
+    near = [own, own.parent] if own.parent != Path("tests") else [own]
+    room = Path("tests", inner.parts[0]) if len(inner.parts) > 1 else Path("tests/compiler")
+    return [str(test) for test in dict.fromkeys([*near, room]) if (ROOT / test).exists()]
 
 
-def tried(mutation: Mutation, folder: Path, jobs: int) -> str | None:
-    """The test that catches a mutation: of its own file first, then of its room."""
-    room = room_of(mutation)
-    within = mutation.path.relative_to("passes") if mutation.path.is_relative_to("passes") else mutation.path.name
-    own = Path(room) / Path(within).with_name(f"test_{mutation.path.name}")
+def tried(mutation: Mutation, folder: Path, jobs: int) -> str:
+    """The test that notices a mutation: the one that did, the tests of its file, then of its room; "" if none does."""
     path = folder / mutation.path
-    lines = path.read_text().splitlines(keepends=True)
+    text = path.read_text()
+    changed = mutation.applied(text)
+    assert changed is not None
+    before = [mutation.caught] if mutation.caught and (folder / mutation.caught.split("::")[0]).exists() else []
     try:
-        path.write_text("".join([*lines[: mutation.line - 1], mutation.after + "\n", *lines[mutation.line :]]))
-        return ((folder / own).exists() and fails(folder, [str(own)], 0)) or fails(folder, [room], jobs)
+        path.write_text(changed)
+        return next((by for test in [*before, *tests_of(mutation.path)] if (by := fails(folder, [test], jobs))), "")
     finally:
-        path.write_text("".join(lines))
+        path.write_text(text)
 
 
 def main() -> int:
     """Try them; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draw", type=int, default=0, metavar="N", help="add N mutations to the list first")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=30)
-    parser.add_argument("--only", default="", help="files whose path holds this text")
+    parser.add_argument("--only", default="", help="mutations of files whose path holds this text")
+    parser.add_argument("--again", action="store_true", help="those that were tried, too")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
-    caught, sound = 0, set()
+    listed = read()
+    listed += [mutation for mutation in drawn(given.seed, given.draw) if mutation not in listed]
+    write(listed)
+    sound: set[str] = set()
     with tempfile.TemporaryDirectory() as name:
         copied(folder := Path(name).resolve())
-        to_try = chosen(given.seed, given.count, given.only)
-        for mutation in to_try:
+        for i, mutation in enumerate(listed):
+            gone = not (ROOT / mutation.path).exists() or mutation.applied((ROOT / mutation.path).read_text()) is None
+            if gone or given.only not in mutation.path or (mutation.caught is not None and not given.again):
+                continue
             start = time.monotonic()
             by = tried(mutation, folder, given.jobs)
             if by and by not in sound and by.startswith("tests/") and fails(folder, [by], 0):
                 parser.error(f"{by} fails without any mutation")
             sound.add(by)
-            caught += by is not None
-            print(
-                f"{'caught' if by else 'MISSED'} {mutation}\n    {by or ''} ({time.monotonic() - start:.0f} s)",
-                flush=True,
-            )
-    print(f"{caught} of {len(to_try)} caught")
-    return int(caught < 0.9 * len(to_try))
+            listed[i] = replace(mutation, caught=by)
+            write(listed)
+            seconds = time.monotonic() - start
+            print(f"{'caught' if by else 'MISSED'} {mutation}\n    {by} ({seconds:.0f} s)", flush=True)
+    tested = [mutation for mutation in listed if mutation.caught is not None]
+    noticed = sum(bool(mutation.caught) for mutation in tested)
+    print(f"{noticed} of {len(tested)} noticed, {len(listed) - len(tested)} not tried")
+    return int(noticed < 0.9 * len(tested))
 
 
 if __name__ == "__main__":
