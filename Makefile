@@ -3,8 +3,8 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format types docs matrix test-isa test-integrations mutations rooms pictures proof \
-	bench bench-scripts test-gpu bench-gpu
+.PHONY: help demo test test-tools fuzz check lint format types docs matrix test-isa test-integrations mutations rooms \
+	pictures proof bench bench-scripts test-gpu bench-gpu
 
 VENV := .venv/bin/python
 PYTHON := $(VENV)
@@ -27,7 +27,10 @@ NEEDS_BASE = @test -n "$(BASE)" || { echo "found no Python 3.11 to 3.14 with ens
 
 JOBS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 PYTEST := -P -m pytest
+# Tests are dealt by the seconds that tests/durations.json notes, and those left over change hands.
+TOGETHER = -n $(JOBS) --dist worksteal --timeout=600
 SLOW := # make test SLOW=1 runs the tests marked slow or ci too
+SEED := # make test SEED=7 draws other inputs than it does without
 ARGS :=
 # One GPU serves a few processes; each of them starts compilers of its own. Without the plugins tests run one by one.
 GPU_PLUGINS = $(shell $(PYTHON) -c 'import pytest_timeout, xdist' 2>/dev/null && printf %s '-n 4 --timeout=300')
@@ -36,8 +39,9 @@ MATRIX := 2.11 2.15
 ISA_SAMPLE := tests/behaviour/test_products.py tests/kernels/test_packed_linear.py tests/kernels/test_packed_conv.py \
 	tests/kernels/test_attention_backward.py tests/passes/before/test_pack_weights.py \
 	tests/passes/analysis/test_product_cost.py tests/weights/test_compiled.py
-# The results of the proof are those of one torch.
-CORE := --ignore=tests/benchmarks --ignore=tests/examples --ignore=tests/proof
+# What is beside the package; the results of the proof are those of one torch.
+TOOLS_TESTS := tests/benchmarks tests/examples tests/proof
+CORE := $(TOOLS_TESTS:%=--ignore=%)
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -45,10 +49,18 @@ help: ## this list
 demo: $(DEMO) ## train a small GPT on the standard library's source, beside eager autocast and Inductor
 	$(PYTHON) -m examples.train_gpt $(ARGS)
 
-test: $(READY) ## the test suite; SLOW=1 adds what is marked slow (an hour) or ci
-	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PYTHON) $(PYTEST) -n $(JOBS) --timeout=600 $(if $(SLOW),-m "") $(ARGS)
+test: $(READY) ## the package's tests, the same in each run; SLOW=1 adds what is marked slow (an hour) or ci
+	$(if $(SEED),AMPCOMPILE_TEST_SEED=$(SEED)) OMP_NUM_THREADS=1 PYTHONHASHSEED=0 \
+		$(PYTHON) $(PYTEST) $(TOGETHER) $(CORE) $(if $(SLOW),-m "") $(ARGS)
 
-check: lint types test ## formatting, lint, types, tests
+test-tools: $(READY) ## the tests of benchmarks/, examples/ and proof/
+	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PYTHON) $(PYTEST) $(TOGETHER) $(TOOLS_TESTS) $(if $(SLOW),-m "") $(ARGS)
+
+fuzz: $(READY) ## the tests with inputs nobody drew yet: MINUTES=3, or DRAWS=2000 in all; goes on where it stopped
+	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PYTHON) -m tests.fuzz --jobs $(JOBS) $(if $(MINUTES),--minutes $(MINUTES)) \
+		$(if $(DRAWS),--draws $(DRAWS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+check: lint types test test-tools ## formatting, lint, types, tests
 
 lint: $(TOOLS) ## formatting and lint
 	$(PYTHON) -m ruff format --check .
@@ -72,7 +84,7 @@ docs: $(DOCS) ## the pages of docs/ and the reference as a site, in build/docs
 matrix: $(READY) $(MATRIX:%=.matrix/%/.ready) ## the suite's core on the oldest, the newest and the pinned torch; SHARD=1/4
 	@failed=; for python in $(MATRIX:%=.matrix/%/bin/python) $(PYTHON); do \
 		$$python -c 'import torch; print("torch", torch.__version__, flush=True)'; \
-		OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $$python $(PYTEST) -n $(JOBS) --timeout=600 $(CORE) \
+		OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $$python $(PYTEST) $(TOGETHER) $(CORE) \
 			--note=proof/results $(if $(SHARD),--shard=$(SHARD)) $(ARGS) || failed="$$failed $$python"; \
 	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
 
@@ -80,13 +92,13 @@ test-isa: $(READY) ## the suite's core as on older CPUs: AVX2, AVX-512, all that
 	@failed=; for isa in AVX2 AVX512_CORE ALL; do echo "ONEDNN_MAX_CPU_ISA=$$isa"; \
 		vectors=; [ $$isa != AVX2 ] || vectors=ATEN_CPU_CAPABILITY=avx2; \
 		env ONEDNN_MAX_CPU_ISA=$$isa $$vectors OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PYTHON) $(PYTEST) \
-			-n $(JOBS) --timeout=600 $(if $(SAMPLE),$(ISA_SAMPLE),$(CORE)) $(ARGS) || failed="$$failed $$isa"; \
+			$(TOGETHER) $(if $(SAMPLE),$(ISA_SAMPLE),$(CORE)) $(ARGS) || failed="$$failed $$isa"; \
 	done; test -z "$$failed" || { echo "failed as:$$failed"; exit 1; }
 
 test-integrations: $(INTEGRATIONS) ## amp in the loops of Accelerate, transformers, Lightning, PEFT and TRL
-	OMP_NUM_THREADS=1 $(PYTHON) $(PYTEST) -n $(JOBS) --timeout=600 tests/integrations $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON) $(PYTEST) $(TOGETHER) tests/integrations $(ARGS)
 
-mutations: $(READY) ## whether the suite notices one wrong line, 30 times (an hour)
+mutations: $(READY) ## whether the suite notices one wrong line, for each that tests/mutations.jsonl lists and nobody tried
 	$(PYTHON) -m tests.mutations $(ARGS)
 
 rooms: $(READY) ## docs/rooms.md, from the pipeline, the imports and the docstrings

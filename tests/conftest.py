@@ -1,11 +1,17 @@
-"""What every test gets: fresh random inputs, a fresh Dynamo, a check that torch's modes are as they were."""
+"""What every test gets: its own random inputs, a fresh Dynamo, a check that torch's modes are as they were.
 
+The inputs are the same in each run, drawn from the test's name and one fixed seed. `make fuzz` draws others.
+"""
+
+import json
 import os
 import random
 import re
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +23,9 @@ from ampcompile.torch_private import processor
 from proof.results import shard
 
 SEED = "AMPCOMPILE_TEST_SEED"
+FIXED = "0"
+DURATIONS = Path(__file__).with_name("durations.json")
+"""Seconds that each file's tests took, for `make test` to start the longest first."""
 MISSING = re.compile(r"No module named '(hypothesis|rich|transformers|sklearn|matplotlib|expecttest)[.']")
 """What a GPU machine may lack that can install nothing."""
 
@@ -27,16 +36,30 @@ left_out: dict[str, str] = {}
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", type=shard, default=(1, 1), metavar="I/N", help="every N-th file, from the I-th on")
     parser.addoption("--note", type=Path, metavar="FOLDER", help="note there what came of each file on this torch")
+    parser.addoption(
+        "--note-durations", action="store_true", help=f"write {DURATIONS.name}, from the whole suite's run"
+    )
+    parser.addoption("--one-case", type=Path, metavar="FILE", help="one case of each test but those named there")
 
 
-def pytest_configure() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
     # Compiled C++ is kept between runs: the suite spends most of its time in g++. Inductor's keys don't tell vectors
     # of one width from those of another, as ATEN_CPU_CAPABILITY asks for them.
     cache = Path(__file__).parents[1] / ".inductor" / torch.__version__ / torch.backends.cpu.get_cpu_capability()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     os.environ.setdefault("AMPCOMPILE_VERIFY", "1")  # between every two passes
-    # Set once, so that xdist's workers inherit it.
-    os.environ.setdefault(SEED, str(random.SystemRandom().randrange(2**32)))
+    os.environ.setdefault(SEED, FIXED)
+    if find_spec("hypothesis"):
+        from hypothesis import HealthCheck, settings
+
+        fixed = os.environ[SEED] == FIXED
+        checks = list(HealthCheck)  # they depend on how fast this machine is
+        settings.register_profile(
+            "tests", derandomize=fixed, database=None, deadline=None, suppress_health_check=checks
+        )
+        settings.load_profile("tests")
+        config.option.hypothesis_seed = None if fixed else os.environ[SEED]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -53,10 +76,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
                 for report in stats.get(kind, [])
             ],
         )
+    if config.option.note_durations:
+        taken: Counter[str] = Counter()
+        for report in (report for reports in terminalreporter.stats.values() for report in reports):
+            if isinstance(report, pytest.TestReport):
+                taken[report.nodeid.split("::")[0]] += report.duration
+        lines = [f"{json.dumps(name)}: {round(seconds, 1)}" for name, seconds in sorted(taken.items())]
+        DURATIONS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     if left_out:
         packages = ", ".join(sorted(set(left_out.values())))
         terminalreporter.write_line(f"left out {len(left_out)} files without GPU tests, for want of {packages}")
-    if terminalreporter.stats.get("failed"):
+    if terminalreporter.stats.get("failed") and os.environ[SEED] != FIXED:
         terminalreporter.write_line(f"{SEED}={os.environ[SEED]} repeats the random inputs of this run")
 
 
@@ -65,12 +95,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = {*sorted({item.path for item in items})[first - 1 :: step]}
     config.hook.pytest_deselected(items=[item for item in items if item.path not in chosen])
     items[:] = [item for item in items if item.path in chosen]
+    if config.option.one_case:
+        items[:] = one_case_of_each(items, {*config.option.one_case.read_text().splitlines()})
+    else:
+        longest_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason=f"needs a CUDA device: torch {torch.__version__} sees none")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def one_case_of_each(items: list[pytest.Item], without: set[str]) -> list[pytest.Item]:
+    """One of the parametrized cases of each test that isn't named, and the order of tests, by the run's seed."""
+    rng, cases_of = random.Random(os.environ[SEED]), {}
+    for item in items:
+        if without_case(item.nodeid) not in without:
+            cases_of.setdefault(without_case(item.nodeid), []).append(item)
+    drawn = [rng.choice(cases) for cases in cases_of.values()]
+    rng.shuffle(drawn)
+    return drawn
+
+
+def without_case(nodeid: str) -> str:
+    """The test that a parametrized case is of."""
+    return nodeid.partition("[")[0]
+
+
+def longest_first(items: list[pytest.Item], workers: int) -> None:
+    """Deal files, longest first, into a pile for each worker: xdist gives each a stretch of the list to begin with."""
+    taken = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    by_file: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(item.nodeid.split("::")[0], []).append(item)
+    files = sorted(by_file, key=lambda name: -taken.get(name, 0.0))
+    items[:] = [item for pile in range(workers) for name in files[pile::workers] for item in by_file[name]]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -131,8 +191,12 @@ def _isolated(request: pytest.FixtureRequest) -> Iterator[None]:
         for binding in list(weights._bindings):  # graphs that an earlier test left behind keep no copies
             binding._sets.clear()
     before = modes()
+    drawn = torch.get_rng_state(), random.getstate()
     yield
-    if dynamo := sys.modules.get("torch._dynamo"):
+    by_hypothesis = getattr(getattr(request.node, "obj", None), "is_hypothesis_test", False)
+    if by_hypothesis or not torch.equal(torch.get_rng_state(), drawn[0]) or random.getstate() != drawn[1]:
+        request.node.user_properties.append(("draws", True))
+    if (dynamo := sys.modules.get("torch._dynamo")) and dynamo.convert_frame.FRAME_COUNTER:
         dynamo.reset()
     after = modes()
     changed = {name: (before[name], after[name]) for name in before if before[name] != after[name]}

@@ -3,10 +3,9 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,6 +43,12 @@ LAW = [
 OPEN = {"passes.graph", "passes.verify", "passes.base", "passes.weight_copy", "errors", "dtypes"}  # import one another
 
 
+@cache
+def tree(module: str) -> ast.Module:
+    """A file's syntax."""
+    return ast.parse(SOURCES[module].read_text())
+
+
 def room(module: str) -> tuple[int, str]:
     """Height and name of a module's room."""
     inner = module.removeprefix("ampcompile").removeprefix(".") or "__init__"
@@ -57,13 +62,13 @@ def room(module: str) -> tuple[int, str]:
     return max(fitting)[1:]
 
 
+@cache
 def imports(module: str, for_types: bool = True) -> set[str]:
     """Full names of the modules that a file imports, also inside functions; `for_types`: and for annotations alone."""
     path, found = SOURCES[module], set()
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    tree = ast.parse(path.read_text())
-    typing = {id(n) for block in ast.walk(tree) if is_for_types(block) for n in ast.walk(block)}
-    for node in ast.walk(tree):
+    typing = {id(n) for block in ast.walk(tree(module)) if is_for_types(block) for n in ast.walk(block)}
+    for node in ast.walk(tree(module)):
         if id(node) in typing and not for_types:
             continue
         if isinstance(node, ast.Import):
@@ -80,14 +85,14 @@ def is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_the_import_law_holds(module: str) -> None:
-    height, name = room(module)
-    for other in imports(module) & SOURCES.keys() - {module}:
-        above, its = room(other)
-        assert above < height or its == name or (above == height and {name, its} <= OPEN), (
-            f"{module} ({name}) imports {other} ({its}), which stands above or beside it"
-        )
+def test_the_import_law_holds() -> None:
+    for module in SOURCES:
+        height, name = room(module)
+        for other in imports(module) & SOURCES.keys() - {module}:
+            above, its = room(other)
+            assert above < height or its == name or (above == height and {name, its} <= OPEN), (
+                f"{module} ({name}) imports {other} ({its}), which stands above or beside it"
+            )
 
 
 def test_no_file_imports_what_imports_it() -> None:
@@ -96,19 +101,20 @@ def test_no_file_imports_what_imports_it() -> None:
     TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_imports_are_by_installed_name_and_triton_stays_in_its_folder(module: str) -> None:
-    roots = {name.split(".")[0] for name in imports(module)}
-    assert not roots & {"passes", "kernels", "tests", "benchmarks"}, "installed names begin with ampcompile"
-    assert "triton" not in roots or room(module)[1] == "kernels.triton", "only kernels/triton imports it"
+def test_imports_are_by_installed_name_and_triton_stays_in_its_folder() -> None:
+    for module in SOURCES:
+        roots = {name.split(".")[0] for name in imports(module)}
+        assert not roots & {"passes", "kernels", "tests", "benchmarks"}, (
+            f"{module}: installed names begin with ampcompile"
+        )
+        assert "triton" not in roots or room(module)[1] == "kernels.triton", f"{module}: only kernels/triton imports it"
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_a_file_is_short_and_says_what_it_is(module: str) -> None:
-    text = SOURCES[module].read_text()
-    assert text.count("\n") <= 300, "one idea a file: at most 300 lines"
-    assert ast.get_docstring(ast.parse(text)), "a module starts with a docstring"
-    assert SOURCES[module].stem not in {"utils", "util", "common", "helpers"}, "a name says what is inside"
+def test_a_file_is_short_and_says_what_it_is() -> None:
+    for module, path in SOURCES.items():
+        assert path.read_text().count("\n") <= 300, f"{module}: one idea a file, at most 300 lines"
+        assert ast.get_docstring(tree(module)), f"{module}: a module starts with a docstring"
+        assert path.stem not in {"utils", "util", "common", "helpers"}, f"{module}: a name says what is inside"
 
 
 # Files without a test of their own, or whole rooms, and who tests them.
@@ -124,7 +130,7 @@ UNTESTED = {
 }
 # Tests of what the files of a room do together; beside them tests/behaviour, for what all rooms do together.
 ACROSS_FILES = {
-    "": "adding_a_kernel bare_machine compiling contributing docstrings import layout package pages rooms_page "
+    "": "adding_a_kernel bare_machine compiling contributing docstrings fuzz import layout package pages rooms_page "
     "troubleshooting_page",
     "auditing": "docs",
     "explaining": "models",

@@ -10,6 +10,7 @@ import torch
 from ampcompile.errors import ClipError
 from ampcompile.scaler.grad_scaler import GradScaler
 from ampcompile.scaler.pending import pending
+from tests.pairs import pairs
 from tests.scaler.cases import KINDS, assert_close, params_with, scaled
 
 FUSED = KINDS[:3]
@@ -34,10 +35,9 @@ def scaler_of(enabled):
 # A step that was left out
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("to_none", [False, True])
-@pytest.mark.parametrize("end", ["update", "nothing"])
-@pytest.mark.parametrize("bad", [10.0, math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("kind", "to_none", "end", "bad"), pairs(KINDS, [False, True], ["update", "nothing"], [10.0, math.inf, math.nan])
+)
 def test_without_scaling_a_left_out_step_takes_its_clipping_along(kind, to_none, end, bad):
     """The loop of bfloat16 training with the usual guard: the next norm is right, and the weights stay finite."""
     ours, plain = kind(params_with(None, None)), kind(params_with(None, None))
@@ -99,10 +99,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("kind", FUSED)
-@pytest.mark.parametrize("enabled", [False, True])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("how", ["scaler.step", "a generic step", "optimizer.step"])
+@pytest.mark.parametrize(
+    ("kind", "enabled", "change", "how"),
+    pairs(FUSED, [False, True], list(CHANGES), ["scaler.step", "a generic step", "optimizer.step"]),
+)
 def test_a_step_on_other_gradients_is_refused(kind, enabled, change, how):
     scaler, optimizer = scaler_of(enabled), kind(params_with(8.0, 8.0))
     scaler.clip_grad_norm_(optimizer, 1.0)
@@ -209,10 +209,10 @@ def test_a_pending_clipping_is_no_part_of_an_optimizers_pickle_and_keeps_no_grad
 # What torch's clip_grad_norm_ takes
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("enabled", [False, True])
-@pytest.mark.parametrize("norm_type", [1, 2, 2.0, 3.0, math.inf, "inf", 0, -1.0])
-@pytest.mark.parametrize("foreach", [None, False, True])
+@pytest.mark.parametrize(
+    ("kind", "enabled", "norm_type", "foreach"),
+    pairs(KINDS, [False, True], [1, 2, 2.0, 3.0, math.inf, "inf", 0, -1.0], [None, False, True]),
+)
 def test_norms_are_torchs(kind, enabled, norm_type, foreach):
     """Twice in a row, the second time with the usual norm."""
     ours, plain = kind(params_with(8.0, -4.0)), kind(params_with(8.0, -4.0))
@@ -228,10 +228,9 @@ def test_norms_are_torchs(kind, enabled, norm_type, foreach):
     assert_close(params(ours), params(plain))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("enabled", [False, True])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0])
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("kind", "enabled", "norm_type", "bad"), pairs(KINDS, [False, True], [2.0, 1.0], [math.inf, math.nan])
+)
 def test_a_norm_that_is_not_finite_is_torchs_error_if_that_is_asked_for(kind, enabled, norm_type, bad):
     """Gradients are unscaled but not clipped then, by either."""
     ours, plain = kind(params_with(8.0, bad)), kind(params_with(8.0, bad))

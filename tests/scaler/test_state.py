@@ -1,32 +1,35 @@
 """Optimizers' state after fused steps is laid out as torch lays it out, and on the CPU holds torch's bits."""
 
-from itertools import product
-
 import pytest
 import torch
 from torch import nn
 
 from ampcompile.scaler.grad_scaler import GradScaler
+from tests.pairs import pairs
 from tests.scaler.cases import assert_close, assert_equal
 
 SCALE = 2.0**10
 MODES = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-SGDS = [
-    dict(zip(("momentum", "weight_decay", "nesterov", "maximize"), values, strict=True))
-    for values in product((0.0, 0.9), (0.0, 0.1), (False, True), (False, True))
-    if values[0] or not values[2]
-]
+DETOURS = [(), (1, 2)]
+BETAS = ((0.9, 0.999), (0.0, 0.0), (0.0, 0.9), (0.3, 0.5), (0.5, 0.999), (0.51, 0.0))
+SWITCH = (False, True)
+
+
+def sgds(modes):
+    """Options of SGD, each with one of the modes and a detour."""
+    cases = pairs(
+        (0.0, 0.9), (0.0, 0.1), SWITCH, SWITCH, modes, DETOURS, allowed=lambda m, d, nesterov, *_: m or not nesterov
+    )
+    names = ("momentum", "weight_decay", "nesterov", "maximize")
+    return [(torch.optim.SGD, dict(zip(names, case[:4], strict=True)), *case[4:]) for case in cases]
+
+
 ADAMS = [
-    {"betas": betas, "weight_decay": decay, "amsgrad": amsgrad, "maximize": amsgrad}
-    for betas in ((0.9, 0.999), (0.0, 0.0), (0.0, 0.9), (0.3, 0.5), (0.5, 0.999), (0.51, 0.0))
-    for decay in (0.0, 0.1)
-    for amsgrad in (False, True)
+    (kind, {"betas": betas, "weight_decay": decay, "amsgrad": amsgrad, "maximize": amsgrad}, mode, detour)
+    for kind, betas, decay, amsgrad, mode, detour in pairs(
+        (torch.optim.Adam, torch.optim.AdamW), BETAS, (0.0, 0.1), SWITCH, list(MODES), DETOURS
+    )
 ]
-OPTIMIZERS = (
-    [(torch.optim.SGD, options) for options in SGDS]
-    + [(torch.optim.Adam, options) for options in ADAMS]
-    + [(torch.optim.AdamW, options) for options in ADAMS]
-)
 VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # without them torch rounds otherwise
 
 
@@ -66,9 +69,7 @@ def layouts(optimizer):
     ]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=str)
-@pytest.mark.parametrize("detour", [(), (1, 2)])
+@pytest.mark.parametrize(("kind", "options", "mode", "detour"), [*sgds(list(MODES)), *ADAMS], ids=str)
 def test_state_and_weights_are_those_of_torchs_own_step(kind, options, mode, detour):
     mine, ours = trained(kind, options | MODES[mode], True, detour=detour)
     theirs, torchs = trained(kind, options | MODES[mode], False)
@@ -84,12 +85,11 @@ def test_state_and_weights_are_those_of_torchs_own_step(kind, options, mode, det
 MIXED = ["for-loop", "foreach"] if torch.__version__ >= "2.12" else ["for-loop"]  # where torch's own step takes them
 
 
-@pytest.mark.parametrize("mode", MIXED)
-@pytest.mark.parametrize("options", SGDS, ids=str)
-def test_sgd_on_bfloat16_gradients_keeps_momentum_as_torch_does(mode, options):
+@pytest.mark.parametrize(("kind", "options", "mode", "detour"), sgds(MIXED), ids=str)
+def test_sgd_on_bfloat16_gradients_keeps_momentum_as_torch_does(kind, options, mode, detour):
     """In the gradients' type, unless weight decay makes them float32."""
-    mine, ours = trained(torch.optim.SGD, options | MODES[mode], True, torch.bfloat16)
-    theirs, torchs = trained(torch.optim.SGD, options | MODES[mode], False, torch.bfloat16)
+    mine, ours = trained(kind, options | MODES[mode], True, torch.bfloat16, detour)
+    theirs, torchs = trained(kind, options | MODES[mode], False, torch.bfloat16)
     assert layouts(ours) == layouts(torchs)
     assert_close([mine], [theirs])
 

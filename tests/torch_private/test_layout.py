@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.test_layout import SOURCES, room
+from tests.test_layout import SOURCES, room, tree
 
 # Attributes that torch reads on functions, graphs and modules of ours or of the user's; setting them changes no torch.
 MARKS = {
@@ -29,10 +29,10 @@ REGISTRARS = {
 }
 
 
-def torch_names(tree: ast.AST) -> dict[str, str]:
+def torch_names(code: ast.AST) -> dict[str, str]:
     """What a file's names stand for, those that it imports from torch."""
     found = {}
-    for node in ast.walk(tree):
+    for node in ast.walk(code):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first = alias.name.partition(".")[0]
@@ -49,10 +49,10 @@ def root(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def private_names(tree: ast.AST) -> set[str]:
+def private_names(code: ast.AST) -> set[str]:
     """The private names of torch in a file: imported, written out with dots, or in a string that is nothing else."""
-    bound, found = torch_names(tree), set()
-    for node in ast.walk(tree):
+    bound, found = torch_names(code), set()
+    for node in ast.walk(code):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -66,10 +66,10 @@ def private_names(tree: ast.AST) -> set[str]:
     return {name for name in found if re.fullmatch(r"torch(\.\w+)*[.:]_(?!_)[\w.:]*|functorch(\.\w+)*", name)}
 
 
-def changes_of_torch(tree: ast.AST) -> set[str]:
+def changes_of_torch(code: ast.AST) -> set[str]:
     """Assignments to attributes of torch's objects in a file, also by `setattr`, and calls of `REGISTRARS`."""
-    bound, found = torch_names(tree), set()
-    for node in ast.walk(tree):
+    bound, found = torch_names(code), set()
+    for node in ast.walk(code):
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             first = root(node)
             private = node.attr.startswith("_") and first != "self" and node.attr not in MARKS
@@ -87,13 +87,12 @@ def changes_of_torch(tree: ast.AST) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_private_names_of_torch_and_patches_stand_in_their_place(module: str) -> None:
-    tree = ast.parse(SOURCES[module].read_text())
-    if room(module)[1] != "torch_private":
-        assert not private_names(tree), "ask a module of ampcompile/torch_private for it"
-    if module != "ampcompile.torch_private.patches":
-        assert not changes_of_torch(tree), "ampcompile/torch_private/patches.py changes torch, nobody else"
+def test_private_names_of_torch_and_patches_stand_in_their_place() -> None:
+    for module in SOURCES:
+        if room(module)[1] != "torch_private":
+            assert not private_names(tree(module)), f"{module}: ask a module of ampcompile/torch_private for it"
+        if module != "ampcompile.torch_private.patches":
+            assert not changes_of_torch(tree(module)), f"{module}: ampcompile/torch_private/patches.py changes torch"
 
 
 @pytest.mark.parametrize(
