@@ -8,6 +8,7 @@ import os
 import random
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
@@ -31,6 +32,7 @@ MISSING = re.compile(r"No module named '(hypothesis|rich|transformers|sklearn|ma
 
 
 left_out: dict[str, str] = {}
+"""Files that couldn't be imported, and for want of what."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--note-durations", action="store_true", help=f"write {DURATIONS.name}, from the whole suite's run"
     )
+    parser.addoption("--until", type=float, metavar="SECONDS", help="begin no test after this time, of Python's clock")
     parser.addoption("--one-case", type=Path, metavar="FILE", help="one case of each test but those named there")
 
 
@@ -60,6 +63,23 @@ def pytest_configure(config: pytest.Config) -> None:
         )
         settings.load_profile("tests")
         config.option.hypothesis_seed = None if fixed else os.environ[SEED]
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.option.until:
+        session.config.pluginmanager.register(Deadline(session))
+
+
+class Deadline:
+    """Ends a run when its time is over."""
+
+    def __init__(self, session: pytest.Session) -> None:
+        self.session = session
+
+    def pytest_runtest_logreport(self) -> None:
+        if time.time() > self.session.config.option.until:
+            runner = self.session.config.pluginmanager.getplugin("dsession") or self.session  # xdist's, if it runs them
+            runner.shouldstop = "the time is over"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
