@@ -21,6 +21,7 @@ from .copies import (
     Copy,
     Form,
     Weight,
+    buffers,
     cast_for_capture,
     cast_passes,
     copies,
@@ -70,23 +71,27 @@ class Binding:
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """What the graph reads for this call's weights, up to date. Casts those that were not, all in one pass."""
         ids = tuple(map(id, weights))
-        known, cast = self._sets.get(ids), _NOTHING
-        if known is None or not known.fresh(weights):
-            if gpu.capturing(weights):
-                with torch.inference_mode(False), torch.no_grad():
-                    return cast_for_capture(_held(ids, weights), self._forms)
-            known, cast = self._refresh(ids, weights)
-        if not known.rechecks:
-            forms = known.forms()
-            return self.copies(weights) if known.freed else forms
+        while True:
+            before = buffers()
+            known = self._sets.get(ids)
+            if known is None or not known.fresh(weights):
+                if gpu.capturing(weights):
+                    with torch.inference_mode(False), torch.no_grad():
+                        return cast_for_capture(_held(ids, weights), self._forms)
+                return self._refresh(ids, weights)
+            forms = self._look(known, weights, before) if known.rechecks else known.forms()
+            if buffers() is before:
+                return forms
+            del forms  # another thread frees or casts them; from here on they may lie idle
+
+    def _look(self, known: CopySet, weights: Sequence[Tensor], before: object) -> list[Tensor]:
         with lock:
-            if known.moved():  # another thread has cast meanwhile
-                return self.copies(weights)
-            known.look(weights, cast)
+            if buffers() is before:
+                known.look(weights, _NOTHING)
             return known.forms()
 
-    def _refresh(self, ids: tuple[int, ...], weights: Sequence[Tensor]) -> tuple[CopySet, Set[Copy]]:
-        """The set as it is from now on, and what of it was cast."""
+    def _refresh(self, ids: tuple[int, ...], weights: Sequence[Tensor]) -> list[Tensor]:
+        """What the graph reads, of a set as it is from now on. Nothing of it is freed or cast meanwhile."""
         with lock, torch.inference_mode(False), torch.no_grad():
             if interrupted():
                 memory.begin_epoch()
@@ -109,7 +114,8 @@ class Binding:
             if former is None:
                 self._make_room()
             self._sets[ids] = known
-            return known, cast
+            known.look(weights, cast)
+            return known.forms()
 
     def _make_room(self) -> None:
         """Let go of sets whose weights are no more, each time that the number of sets has doubled."""
