@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
@@ -37,7 +36,6 @@ from .ranges import set_ranges
 _CLASSES = (Tensor, torch.nn.Parameter, storages.FakeTensor)
 _bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
 _NOTHING: Set[Copy] = frozenset()
-_log = logging.getLogger("ampcompile")
 
 
 class WeightStats(NamedTuple):
@@ -134,14 +132,6 @@ def _doubtful(members: Sequence[Copy], held: Sequence[Weight]) -> set[Memory]:
     """The memories of which nothing can be proven now: what is cast from them is cast again in the next call."""
     memories = [copy.memory for copy in members]
     found = unexplained(memories, [weight.tensor for weight in held])
-    for each in found:
-        if not each.reported:
-            each.reported = True
-            _log.warning(
-                "a weight of %d bytes is compared or cast at every call: something that isn't known shares its memory "
-                "and may write there (a view that C++ code or a pending backward keeps, a storage, another process)",
-                each.end - each.begin,
-            )
     if writers.step_is_running():
         return {*memories}
     return {*found, *(each for each in memories if each.step_open)}
