@@ -8,10 +8,19 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampcompile.errors import ClipError
+from ampcompile.errors import ClipError, ScalerError
 
 from .fused import FusedStep
 from .pending import drop, factors, gradients, leave, pending
+
+
+def require_optimizer(found: Any) -> None:
+    """Raise for what torch's own function takes: parameters."""
+    if not hasattr(found, "param_groups"):
+        raise ScalerError(
+            f"found {type(found).__name__!r} as the first argument of clip_grad_norm_(), expected an optimizer, in "
+            "whose step the gradients are clipped: write scaler.clip_grad_norm_(optimizer, max_norm)"
+        )
 
 
 def require_one_iteration(optimizer: Any, state: dict[str, Any] | None) -> None:

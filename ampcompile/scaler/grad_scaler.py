@@ -12,7 +12,7 @@ from ampcompile.errors import ScalerError
 from ampcompile.kernels.update_scale import update_scale_
 from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 
-from .clip import clip_in_step, require_one_iteration
+from .clip import clip_in_step, require_one_iteration, require_optimizer
 from .collect import amp_aware, collect
 from .conditions import NotFusedError
 from .fused import FusedStep, PerDevice
@@ -98,8 +98,10 @@ class GradScaler(torch.amp.GradScaler):
         norm before clipping, 0-dim on the gradients' device. No host sync, unless `error_if_nonfinite` asks for an
         error where torch's function raises one. With the fused path's L2 norm `.grad` itself stays as it is, and
         `foreach` makes no difference; other norms are taken by torch's function, in place.
-        Raises RuntimeError after `step`, and ClipError for new gradients without an `update` since the last clipping.
+        Raises RuntimeError after `step`, ClipError for new gradients without an `update` since the last clipping, and
+        ScalerError for parameters in place of the optimizer.
         """
+        require_optimizer(optimizer)
         state: dict[str, Any] | None = None
         if self._enabled:
             self._check_scale_growth_tracker("clip_grad_norm_")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ampcompile.errors import ScalerError
 from ampcompile.scaler.grad_scaler import GradScaler
 from proof.faults.injecting import raised_at
 from tests.scaler.cases import KINDS, assert_close, params_with, scaled
@@ -211,3 +212,11 @@ def test_a_second_clipping_that_was_broken_off_is_wholly_done_or_not_at_all():
         scaler.step(ours)
         close = [all(torch.allclose(a, b) for a, b in zip(params(ours), each, strict=True)) for each in (once, twice)]
         assert any(close)
+
+
+@pytest.mark.parametrize("parameters", [lambda o: iter(params(o)), params, lambda o: params(o)[0], lambda o: nn.ReLU()])
+def test_parameters_in_place_of_the_optimizer(parameters):
+    ours, _ = twins(KINDS[0])
+    found = parameters(ours)
+    with pytest.raises(ScalerError, match=rf"^found '{type(found).__name__}' .*: write scaler.clip_grad_norm_\(optim"):
+        scaled().clip_grad_norm_(found, 1.0)
