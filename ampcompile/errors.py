@@ -80,7 +80,7 @@ class AmpWarning(UserWarning):
 
 
 class ScalerError(AmpError, ValueError):
-    """A `GradScaler` was given bounds that make no sense, or asked for what it can't know yet.
+    """A `GradScaler` was given what makes no sense, such as its bounds, or asked for what it can't know yet.
 
     >>> ampcompile.GradScaler("cpu").last_step_skipped
     Traceback (most recent call last):

@@ -140,7 +140,7 @@ ACROSS_FILES = {
     "rules": "autocast_lists parity",
     "scaler": "deviations differential distributed gpu no_sync state torch_fused torch_training torch_units weights",
     "torch_private": "layout",
-    "weights": "compiled interleaved interrupts patches programs random streams writers_compiled",
+    "weights": "compiled interleaved interrupts patches programs random streams threads writers_compiled",
 }
 ROOMLESS = {"behaviour", "benchmarks", "examples", "proof"}
 

@@ -8,10 +8,19 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampcompile.errors import ClipError
+from ampcompile.errors import ClipError, ScalerError
 
 from .fused import FusedStep
-from .pending import drop, factors, gradients, leave, pending
+from .pending import Noted, drop, factors, gradients, leave, pending
+
+
+def require_optimizer(found: Any) -> None:
+    """Raise for what torch's own function takes: parameters."""
+    if not hasattr(found, "param_groups"):
+        raise ScalerError(
+            f"found {type(found).__name__!r} as the first argument of clip_grad_norm_(), expected an optimizer, in "
+            "whose step the gradients are clipped: write scaler.clip_grad_norm_(optimizer, max_norm)"
+        )
 
 
 def require_one_iteration(optimizer: Any, state: dict[str, Any] | None) -> None:
@@ -29,6 +38,13 @@ def require_one_iteration(optimizer: Any, state: dict[str, Any] | None) -> None:
             "found new gradients at a second clip_grad_norm_() on this optimizer since the last update(), expected one "
             "clip_grad_norm_() for each iteration: call update() also where you leave out step()"
         )
+
+
+def note_clipped(optimizer: Any, state: dict[str, Any] | None, ready: bool) -> None:
+    """Note which gradients were clipped, for `require_one_iteration`; `ready`: they hadn't been unscaled before."""
+    if state is not None and (ready or "clipped" in state) and state["stage"] is OptState.UNSCALED:
+        left = pending(optimizer)
+        state["clipped"] = Noted(gradients(optimizer)) if left is None else left.gradients
 
 
 def clip_in_step(

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,12 @@ from ampcompile.errors import ScalerError
 from ampcompile.kernels.update_scale import update_scale_
 from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 
-from .clip import clip_in_step, require_one_iteration
+from .clip import clip_in_step, note_clipped, require_one_iteration, require_optimizer
 from .collect import amp_aware, collect
 from .conditions import NotFusedError
 from .fused import FusedStep, PerDevice
 from .generic import generic_step
-from .pending import Noted, apply_pending, drop, factors, gradients, parameters, pending
+from .pending import apply_pending, drop, factors, parameters
 from .records import Record, Records, has_grads
 from .skips import SkipWatch
 from .unscale import unscale_grads
@@ -98,8 +99,10 @@ class GradScaler(torch.amp.GradScaler):
         norm before clipping, 0-dim on the gradients' device. No host sync, unless `error_if_nonfinite` asks for an
         error where torch's function raises one. With the fused path's L2 norm `.grad` itself stays as it is, and
         `foreach` makes no difference; other norms are taken by torch's function, in place.
-        Raises RuntimeError after `step`, and ClipError for new gradients without an `update` since the last clipping.
+        Raises RuntimeError after `step`, ClipError for new gradients without an `update` since the last clipping, and
+        ScalerError for parameters in place of the optimizer.
         """
+        require_optimizer(optimizer)
         state: dict[str, Any] | None = None
         if self._enabled:
             self._check_scale_growth_tracker("clip_grad_norm_")
@@ -118,9 +121,11 @@ class GradScaler(torch.amp.GradScaler):
             params = parameters(optimizer)
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
         finally:
-            if state is not None and (ready or "clipped" in state) and state["stage"] is OptState.UNSCALED:
-                left = pending(optimizer)
-                state["clipped"] = Noted(gradients(optimizer)) if left is None else left.gradients
+            try:
+                note_clipped(optimizer, state, ready)
+            except BaseException:  # Ctrl-C: unnoted, the gradients of the next iteration would pass for these
+                note_clipped(optimizer, state, ready)
+                raise
 
     @dynamo_marks.run_untraced
     @profiling.named("amp: GradScaler.step")
@@ -197,15 +202,19 @@ class GradScaler(torch.amp.GradScaler):
         scale ends up between `min_scale` and `max_scale`, a `new_scale` too.
         """
         if not self._enabled:
-            self._records.end_iteration(scaled=False)
+            self._records.end_iteration()
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
-        states = self._per_optimizer_states.values()
+        by_optimizer = self._per_optimizer_states
+        states = by_optimizer.values()
         found = [
             flag.to(scale.device, non_blocking=True) for s in states for flag in s["found_inf_per_device"].values()
         ]
         if new_scale is not None or not (found or any(state.get("idle") for state in states)):
-            super().update(new_scale)
+            try:
+                super().update(new_scale)
+            finally:
+                self._per_optimizer_states = by_optimizer  # the iteration ends below, with what is pending for it
             scale.clamp_(self._min_scale, self._max_scale)
         elif found:
             if self._watch is None:
@@ -222,8 +231,8 @@ class GradScaler(torch.amp.GradScaler):
                 self._max_scale,
             )
             self._watch.look()
-        self._per_optimizer_states = optimizers.fresh_optimizer_states()
-        self._records.end_iteration(scaled=True)
+        fresh = optimizers.fresh_optimizer_states()
+        self._records.end_iteration(partial(setattr, self, "_per_optimizer_states", fresh))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, of this class or of torch's; the scale is kept within its bounds."""

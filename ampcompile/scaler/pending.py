@@ -5,7 +5,10 @@ They are applied by the step, dropped with the gradients, or refused aloud; neve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,15 +32,11 @@ class Noted:
     """Gradients as they are now, recognized later without being kept alive."""
 
     def __init__(self, grads: Gradients) -> None:
-        self.note(grads)
-
-    def note(self, grads: Gradients) -> None:
-        """Take these."""
-        self._marks = optimizers.Marks(*grads)
+        self.marks = optimizers.Marks(*grads)
 
     def still(self, grads: Gradients) -> bool:
         """Whether `grads`, all that there are now, are these and weren't written; some may be gone."""
-        return self._marks.still(*grads)
+        return self.marks.still(*grads)
 
 
 class Pending:
@@ -54,6 +53,10 @@ class Pending:
         clipped = Noted(grads)
         # No signal comes between stores: what is pending is wholly the former or wholly this.
         self.factors, self.gradients, self.over = factors, clipped, False
+
+    def dropping(self) -> Callable[[], object]:
+        """A function of C that leaves no factors, which is as good as `drop`."""
+        return partial(setattr, self, "factors", {})
 
     def drop(self) -> None:
         """Forget the factors."""
@@ -89,7 +92,7 @@ def factors(optimizer: Any, grads: Gradients) -> PerDevice:
         return {}
     if left.gradients.still(grads):
         return left.factors
-    if not left.over:
+    if left.factors and not left.over:
         raise ClipError(
             "found gradients that were written or replaced since clip_grad_norm_(), expected those that it measured: "
             "its clipping is part of the step. Call update() at the end of every iteration, also of one without a "
@@ -105,11 +108,23 @@ def apply_pending(optimizer: Any) -> None:
     clipped = factors(optimizer, grads)
     if (left := pending(optimizer)) is None:
         return
+    marks = optimizers.Marks(*grads)
+    acts: list[Callable[[], object]] = []
+    for device, factor in clipped.items():
+        acts.append(partial(foreach.multiply_, [grad for grad in grads.tensors if grad.device == device], factor))
+    acts += (
+        marks.reading_versions(grads.tensors),
+        partial(setattr, left.gradients, "marks", marks),
+        left.dropping(),
+    )
     with torch.no_grad():
-        for device, factor in clipped.items():
-            foreach.multiply_([grad for grad in grads.tensors if grad.device == device], factor)
-    left.gradients.note(grads)
+        call_unbroken(acts)
     left.drop()
+
+
+def call_unbroken(acts: Iterable[Callable[[], object]]) -> None:
+    """Call functions of C in turn. No signal comes between: Python handles them between steps of its own only."""
+    deque(map(operator.call, acts), maxlen=0)
 
 
 def gradients(optimizer: Any) -> Gradients:

@@ -12,7 +12,7 @@ from ampcompile.errors import ScalerError
 
 from .collect import Known
 from .fused import any_set
-from .pending import drop, parameters, pending
+from .pending import call_unbroken, parameters, pending
 
 
 @dataclass
@@ -56,13 +56,19 @@ class Records:
             by_id[key] = Record(reference)
         return by_id[key]
 
-    def end_iteration(self, scaled: bool) -> None:
-        """What was left for steps that weren't taken is dropped if it unscales, else if the gradients change."""
-        for optimizer in [record.optimizer() for record in self._by_id.values()]:
-            if scaled:
-                drop(optimizer)
-            elif (left := pending(optimizer)) is not None:
-                left.over = True
+    def end_iteration(self, begin: Callable[[], object] | None = None) -> None:
+        """What was left for steps that weren't taken is dropped if it unscales, else if the gradients change.
+
+        `begin`: of a scaler that scales, a function of C that begins the next iteration for it, in one with the drop.
+        """
+        optimizers = [record.optimizer() for record in self._by_id.values()]
+        lefts = [left for optimizer in optimizers if (left := pending(optimizer)) is not None]
+        if begin is not None:
+            call_unbroken([*(left.dropping() for left in lefts), begin])
+        for left in lefts:
+            if begin is not None:
+                left.drop()
+            left.over = True
 
 
 def has_grads(optimizer: Any) -> bool:

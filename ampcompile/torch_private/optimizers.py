@@ -2,6 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +53,11 @@ class Marks:
         strided, ids = _of_strided(storages.storage_address, tensors)
         found = _marks(ids, strided, addresses)
         return found == self._marks or set(zip(*self._marks, strict=True)).issuperset(zip(*found, strict=True))
+
+    def reading_versions(self, tensors: Sequence[Tensor]) -> Callable[[], object]:
+        """A function of C that takes these tensors' versions, of all that were marked, once more when it is called."""
+        strided, _ = _of_strided(storages.storage_address, tensors)
+        return partial(self._marks[2].__setitem__, slice(None), map(storages.version, strided))
 
     def __del__(self) -> None:
         deque(map(_free, self._ids), maxlen=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from .copies import (
     Copy,
     Form,
     Weight,
+    buffers,
     cast_for_capture,
     cast_passes,
     copies,
@@ -36,7 +36,6 @@ from .ranges import set_ranges
 _CLASSES = (Tensor, torch.nn.Parameter, storages.FakeTensor)
 _bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
 _NOTHING: Set[Copy] = frozenset()
-_log = logging.getLogger("ampcompile")
 
 
 class WeightStats(NamedTuple):
@@ -70,23 +69,27 @@ class Binding:
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """What the graph reads for this call's weights, up to date. Casts those that were not, all in one pass."""
         ids = tuple(map(id, weights))
-        known, cast = self._sets.get(ids), _NOTHING
-        if known is None or not known.fresh(weights):
-            if gpu.capturing(weights):
-                with torch.inference_mode(False), torch.no_grad():
-                    return cast_for_capture(_held(ids, weights), self._forms)
-            known, cast = self._refresh(ids, weights)
-        if not known.rechecks:
-            forms = known.forms()
-            return self.copies(weights) if known.freed else forms
+        while True:
+            before = buffers()
+            known = self._sets.get(ids)
+            if known is None or not known.fresh(weights):
+                if gpu.capturing(weights):
+                    with torch.inference_mode(False), torch.no_grad():
+                        return cast_for_capture(_held(ids, weights), self._forms)
+                return self._refresh(ids, weights)
+            forms = self._look(known, weights, before) if known.rechecks else known.forms()
+            if buffers() is before:
+                return forms
+            del forms  # another thread frees or casts them; from here on they may lie idle
+
+    def _look(self, known: CopySet, weights: Sequence[Tensor], before: object) -> list[Tensor]:
         with lock:
-            if known.moved():  # another thread has cast meanwhile
-                return self.copies(weights)
-            known.look(weights, cast)
+            if buffers() is before:
+                known.look(weights, _NOTHING)
             return known.forms()
 
-    def _refresh(self, ids: tuple[int, ...], weights: Sequence[Tensor]) -> tuple[CopySet, Set[Copy]]:
-        """The set as it is from now on, and what of it was cast."""
+    def _refresh(self, ids: tuple[int, ...], weights: Sequence[Tensor]) -> list[Tensor]:
+        """What the graph reads, of a set as it is from now on. Nothing of it is freed or cast meanwhile."""
         with lock, torch.inference_mode(False), torch.no_grad():
             if interrupted():
                 memory.begin_epoch()
@@ -109,7 +112,8 @@ class Binding:
             if former is None:
                 self._make_room()
             self._sets[ids] = known
-            return known, cast
+            known.look(weights, cast)
+            return known.forms()
 
     def _make_room(self) -> None:
         """Let go of sets whose weights are no more, each time that the number of sets has doubled."""
@@ -128,14 +132,6 @@ def _doubtful(members: Sequence[Copy], held: Sequence[Weight]) -> set[Memory]:
     """The memories of which nothing can be proven now: what is cast from them is cast again in the next call."""
     memories = [copy.memory for copy in members]
     found = unexplained(memories, [weight.tensor for weight in held])
-    for each in found:
-        if not each.reported:
-            each.reported = True
-            _log.warning(
-                "a weight of %d bytes is compared or cast at every call: something that isn't known shares its memory "
-                "and may write there (a view that C++ code or a pending backward keeps, a storage, another process)",
-                each.end - each.begin,
-            )
     if writers.step_is_running():
         return {*memories}
     return {*found, *(each for each in memories if each.step_open)}

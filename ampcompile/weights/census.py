@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Iterable, Sequence
 
@@ -14,6 +15,9 @@ _SHARE = 0.05
 _AT_FIRST = 1.0
 _began = time.monotonic()
 _spent = 0.0
+_LASTS = 8, 5.0
+"""Calls in a row and seconds from which on an unknown sharer is no passing one, as another thread's call makes them."""
+_log = logging.getLogger("ampcompile")
 
 
 def unexplained(memories: Sequence[Memory], aliases: Sequence[Tensor]) -> list[Memory]:
@@ -35,7 +39,22 @@ def unexplained(memories: Sequence[Memory], aliases: Sequence[Tensor]) -> list[M
         _admit_tensors(gc.get_objects(generation), left, set(map(id, aliases)))
         left = [memory for memory in left if memory.examine(counts[memory])]
     _spent += time.monotonic() - start
+    for memory in left:
+        _warn_if_it_lasts(memory, start)
     return left
+
+
+def _warn_if_it_lasts(memory: Memory, now: float) -> None:
+    if not memory.unexplained:
+        memory.since = now
+    memory.unexplained += 1
+    if memory.unexplained >= _LASTS[0] and now - memory.since >= _LASTS[1] and not memory.reported:
+        memory.reported = True
+        _log.warning(
+            "a weight of %d bytes is compared or cast at every call: something that isn't known shares its memory "
+            "and may write there (a view that C++ code or a pending backward keeps, a storage, another process)",
+            memory.end - memory.begin,
+        )
 
 
 def _admit_tensors(objects: list[object], memories: Iterable[Memory], but: set[int]) -> None:

@@ -28,6 +28,7 @@ _captured: set[Copy] = set()
 _passes = 0
 _made = 0
 _casting = False
+_buffers = object()
 
 
 class Weight(NamedTuple):
@@ -147,9 +148,10 @@ class Copy:
 
     def pack(self, blocks: Blocks) -> None:
         """Take a packed form too, and instead of the strided one once nobody reads that."""
-        assert self.tensor is not None
+        if (strided := self.tensor) is None:  # another thread has freed it meanwhile
+            return
         with torch.inference_mode(False), torch.no_grad():
-            self.packed[blocks] = blocks.pack(self.tensor.contiguous())
+            self.packed[blocks] = blocks.pack(strided.contiguous())
         if all(read in self.packed for read, readers in self.readers.items() if readers):
             self.tensor = None
 
@@ -163,6 +165,7 @@ class Copy:
             _captured.discard(self)
         elif self in _captured:
             return
+        _change_buffers()
         self.mark = self.buffer = self.tensor = None
         self.packed = {}
 
@@ -219,6 +222,7 @@ def refresh(
     if not stale:
         return set()
     _casting = True
+    _change_buffers()
     states = [copy.prepare(weight) for copy, weight in stale]
     written = [copy for copy, _ in stale]
     gpu.follow(written)
@@ -251,6 +255,17 @@ def cast_for_capture(weights: Sequence[Weight], forms: Sequence[Form]) -> list[T
             made[key] = form, form.empty(weight), weight
     _cast(list(made.values()))
     return [made[_place(weight), form][1] for (_, weight), form in zip(weights, forms, strict=True)]
+
+
+def buffers() -> object:
+    """The same object for as long as no buffer is freed, replaced or written: what was read meanwhile is whole."""
+    return _buffers
+
+
+def _change_buffers() -> None:
+    """Ahead of the change: another thread that has found copies fresh, and reads them only now, has to look again."""
+    global _buffers
+    _buffers = object()
 
 
 def interrupted() -> bool:

@@ -29,7 +29,6 @@ class CopySet:
     """
 
     _reads: tuple[tuple[Copy, Blocks | None], ...] = ()  # also while it is being made
-    freed = False  # some copies were, whatever `fresh` said
 
     def __init__(
         self,
@@ -99,10 +98,6 @@ class CopySet:
                 self._unpacked = count_reads(self._unpacked)
         return list(map(_form, self._slots))
 
-    def moved(self) -> bool:
-        """Whether some copies lie elsewhere by now."""
-        return list(map(_buffer, self.members)) != self._buffers
-
     def look(self, weights: Sequence[Tensor], cast: Collection[Copy]) -> None:
         """On GPUs, look for writes that left no trace, and cast what was written, ahead of the call that follows.
 
@@ -126,7 +121,6 @@ class CopySet:
     def free(self) -> None:
         """Some copies are about to be freed."""
         self.forget()  # first: who is interrupted here must not find it fresh and freed for good
-        self.freed = True
         self.rechecks = []
         self.tables.clear()
 

@@ -94,7 +94,8 @@ class Memory:
         self.sharers: list[Sharer] = []
         self.weights: dict[int, Sharer] = {}  # those that graphs read, by id of the tensor
         self.trainable = False
-        self.reported = False  # in the log, that it is cast at every call
+        self.unexplained, self.since = 0, 0.0  # calls in a row that left unknown sharers, and when the first did
+        self.reported = False  # in the log, that they last
         self.step_open = False  # a fused step of ours writes here, or began to and failed
         weakref.finalize(self, _forget_ranges_with_the_last).atexit = False
         self.copies: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -147,6 +148,8 @@ class Memory:
         unknown = storages.storage_users(self.key) - self.users() - aliases
         if unknown:  # one may have the counter of a sharer that is no more
             self.doubt = object()
+        else:
+            self.unexplained = 0
         if unknown < 0:  # a sharer went elsewhere
             self.forget_sharers()
         return unknown

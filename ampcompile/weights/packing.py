@@ -36,6 +36,6 @@ def count_reads(read: list[Packed]) -> list[Packed]:
     for each in read:
         copy = each.copy
         copy.reads += 1
-        if copy.reads >= PAYS and copy.tensor is not None and each.blocks not in copy.packed:
+        if copy.reads >= PAYS and each.blocks not in copy.packed:
             copy.pack(each.blocks)
     return [each for each in read if each.blocks not in each.copy.packed]

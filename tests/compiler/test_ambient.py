@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from ampcompile.errors import AmpWarning
 from ampcompile.torch_private import autocast, optimize_contexts
 from proof.faults.injecting import raised_at
 from tests.compiling import HALF, HIGH, LOW, amp, compiled, dtypes, eager, regions, same_bits
+from tests.threads import running
 
 # Dynamo looks at `.grad` of whatever is alive at a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -235,7 +237,7 @@ def test_threads_do_not_see_one_anothers_autocast():
         with regions(name):
             expected[name] = dtypes(run(x))
     assert len({tuple(map(str, v)) for v in expected.values()}) == 3
-    found, barrier = {}, threading.Barrier(3)
+    found, barrier = {}, threading.Barrier(3, timeout=60)
 
     def work(name):
         barrier.wait()
@@ -244,11 +246,8 @@ def test_threads_do_not_see_one_anothers_autocast():
                 found.setdefault(name, []).append(dtypes(run(x)))
         found[name].append(state())
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in expected]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with running(*(partial(work, name) for name in expected)):
+        pass
     assert all(found[name][:-1] == [expected[name]] * 5 and found[name][-1][1] == 0 for name in expected)
 
 

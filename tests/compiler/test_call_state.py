@@ -1,19 +1,17 @@
 """What a thread knows of the call of ours that it is in."""
 
-import threading
-
 import torch
 
 import ampcompile.backend
 from ampcompile.compiler.call_state import CallState, current_call
+from tests.threads import running
 
 
 def test_a_thread_knows_its_own_call_only() -> None:
     state, seen = CallState(), []
     state.callable, state.widens = print, True
-    thread = threading.Thread(target=lambda: seen.append((state.callable, state.widens)))
-    thread.start()
-    thread.join()
+    with running(lambda: seen.append((state.callable, state.widens))):
+        pass
     assert seen == [(None, False)] and state.callable is print
 
 

@@ -1,7 +1,5 @@
 """Mixed floating operands never raise in a graph of ours, and change nothing anywhere else."""
 
-import threading
-
 import pytest
 import torch
 
@@ -10,6 +8,7 @@ from ampcompile.compiler.call_state import current_call
 from ampcompile.dtypes import widest
 from ampcompile.torch_private import dispatcher
 from tests.compiling import HALF, HIGH, LOW, amp, dtypes, eager
+from tests.threads import running
 
 INDEX, ROWS = torch.tensor([[0, 1], [1, 0]]), torch.tensor([1, 0])
 MASK = torch.tensor([[True, False], [False, True]])
@@ -143,9 +142,8 @@ def test_another_threads_trace_is_left_alone(monkeypatch):
 
     mixed_operands.install("cpu")
     monkeypatch.setattr(current_call, "callable", scatter)
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
+    with running(elsewhere):
+        pass
     assert refused
     torch._dynamo.reset()
     elsewhere()

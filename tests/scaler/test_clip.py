@@ -1,13 +1,15 @@
 """`clip_grad_norm_`: torch's unscale_ and clip_grad_norm_ in one call, folded into the step."""
 
 import math
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 
 import pytest
 import torch
 from torch import nn
+from torch.amp.grad_scaler import OptState
 
+from ampcompile.errors import ClipError, ScalerError
 from ampcompile.scaler.grad_scaler import GradScaler
 from proof.faults.injecting import raised_at
 from tests.scaler.cases import KINDS, assert_close, params_with, scaled
@@ -168,17 +170,20 @@ def test_a_copy_of_the_scaler_between_clip_and_step_is_refused_as_torch_refuses_
         deepcopy(scaler)
 
 
-def broken_off(make):
-    """What `make` gives, with a clipping broken off at each place where a signal or a failure may come."""
+CLIP = lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 0.5)  # noqa: E731
+
+
+def broken_off(make, act=CLIP, kind=KINDS[0], places=50):
+    """What `make` gives, with an act broken off at each place where a signal or a failure may come."""
     for error in (KeyboardInterrupt, MemoryError):
         at, reached = 1, True
         while reached:
-            scaler, ours, torchs = scaled(), *twins(KINDS[0])
+            scaler, ours, torchs = scaled(), *twins(kind)
             make(scaler, ours)
-            reached = raised_at(at, error, lambda s=scaler, o=ours: s.clip_grad_norm_(o, 0.5))
+            reached = raised_at(at, error, lambda s=scaler, o=ours: act(s, o))
             yield scaler, ours, torchs
             at += 1
-        assert at > 50
+        assert at > places
 
 
 def stepped(before, max_norm):
@@ -211,3 +216,68 @@ def test_a_second_clipping_that_was_broken_off_is_wholly_done_or_not_at_all():
         scaler.step(ours)
         close = [all(torch.allclose(a, b) for a, b in zip(params(ours), each, strict=True)) for each in (once, twice)]
         assert any(close)
+
+
+STEPS = {
+    "the scaler's": lambda scaler, optimizer: scaler.step(optimizer),
+    "the scaler's, of an optimizer with a hook": lambda scaler, optimizer: (
+        optimizer.register_step_post_hook(lambda *_: None),
+        scaler.step(optimizer),
+    ),
+    "the optimizer's own": lambda scaler, optimizer: optimizer.step(),
+}
+
+
+@pytest.mark.parametrize(
+    ("step", "again"),
+    [
+        ("the scaler's", "the scaler's"),  # after it, gradients are scaled for others
+        *((step, again) for step in list(STEPS)[1:] for again in ("the scaler's", "the optimizer's own")),
+    ],
+)
+def test_a_step_that_was_broken_off_is_taken_again(step, again):
+    for scaler, ours, torchs in broken_off(CLIP, STEPS[step], places=10):
+        once = stepped(torchs, 0.5)
+        twice = [2 * after - before for after, before in zip(once, params(torchs), strict=True)]
+        try:
+            STEPS[again](scaler, ours)
+        except RuntimeError as error:
+            assert "step() has already been called" in str(error)
+        close = [all(torch.allclose(a, b) for a, b in zip(params(ours), each, strict=True)) for each in (once, twice)]
+        assert any(close), "broken off before the weights were written, or after"
+
+
+@pytest.mark.parametrize("new_scale", [None, 1024.0])
+def test_after_an_update_that_was_broken_off_the_next_iteration_is_right(new_scale):
+    for scaler, ours, torchs in broken_off(CLIP, lambda scaler, _: scaler.update(new_scale), places=10):
+        with suppress(AssertionError):  # torch's, where it was done
+            scaler.update()
+        for param, other in zip(params(ours), params(torchs), strict=True):
+            param.grad = other.grad * (scaler.get_scale() / 2.0**16)
+        scaler.clip_grad_norm_(ours, 2.0)
+        scaler.step(ours)
+        assert_close(params(ours), stepped(torchs, 2.0))
+
+
+def test_a_clipping_in_place_that_was_broken_off_is_done_again():
+    for scaler, ours, torchs in broken_off(CLIP, kind=KINDS[3], places=10):
+        scaler.clip_grad_norm_(ours, 0.5)
+        scaler.step(ours)
+        assert_close(params(ours), stepped(torchs, 0.5))
+
+
+def test_after_a_clipping_in_place_that_was_broken_off_new_gradients_are_refused():
+    for scaler, ours, _ in broken_off(lambda *_: None, kind=KINDS[3], places=10):
+        unscaled = scaler._per_optimizer_states[id(ours)]["stage"] is OptState.UNSCALED
+        for param in params(ours):
+            param.grad = torch.randn_like(param)
+        with pytest.raises(ClipError, match="found new gradients at a second") if unscaled else nullcontext():
+            scaler.clip_grad_norm_(ours, 0.5)
+
+
+@pytest.mark.parametrize("parameters", [lambda o: iter(params(o)), params, lambda o: params(o)[0], lambda o: nn.ReLU()])
+def test_parameters_in_place_of_the_optimizer(parameters):
+    ours, _ = twins(KINDS[0])
+    found = parameters(ours)
+    with pytest.raises(ScalerError, match=rf"^found '{type(found).__name__}' .*: write scaler.clip_grad_norm_\(optim"):
+        scaled().clip_grad_norm_(found, 1.0)

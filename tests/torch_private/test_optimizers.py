@@ -3,6 +3,7 @@
 import gc
 import pickle
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -66,3 +67,16 @@ def test_noted_tensors_may_be_freed_and_no_other_is_taken_for_one() -> None:
 def test_marks_that_an_interrupt_left_unmade_are_freed_in_silence() -> None:
     assert not Marks.__new__(Marks)._ids
     gc.collect()  # pytest makes an error of what is raised then
+
+
+def test_versions_are_taken_once_more_by_a_function_of_c() -> None:
+    flat = torch.ones(6)
+    x, y, sparse = flat[:3], flat[3:], torch.eye(2).to_sparse()  # views that share a counter
+    marks = Marks([x, sparse, y])
+    read = marks.reading_versions([x, sparse, y])
+    torch._foreach_mul_([x, y], 2.0)
+    assert not marks.still([x, y]) and not isinstance(read.func, FunctionType)  # type: ignore[attr-defined]
+    read()
+    assert marks.still([x, y]) and marks.still([y])
+    x.add_(1)
+    assert not marks.still([x, y])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ampcompile.errors import WeightsError
 from ampcompile.weights.binding import bind, free_copies, hoistable, invalidate, weight_stats
+from tests.threads import running
 from tests.weights.writers import unsampled
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -473,7 +474,7 @@ def test_threads_that_call_the_same_graph() -> None:
     params = parameters()
     binding = bind([BF16] * 3)
     wrong: list[object] = []
-    barrier = threading.Barrier(5)
+    barrier = threading.Barrier(5, timeout=60)
 
     def call() -> None:
         for _ in range(60):
@@ -485,16 +486,12 @@ def test_threads_that_call_the_same_graph() -> None:
             barrier.wait()  # everyone has read them
             sum(losses).backward()
 
-    threads = [threading.Thread(target=call) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for step in range(60):
-        with torch.no_grad():
-            params[step % 3].add_(1)
-        barrier.wait()
-        barrier.wait()
-    for thread in threads:
-        thread.join()
+    with running(call, call, call, call):
+        for step in range(60):
+            with torch.no_grad():
+                params[step % 3].add_(1)
+            barrier.wait()
+            barrier.wait()
     assert not wrong
 
 

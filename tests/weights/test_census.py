@@ -61,6 +61,22 @@ def test_what_only_a_backward_holds_is_not_found() -> None:
     assert unexplained([found], [weight.detach()]) == []
 
 
+def test_only_an_unknown_sharer_that_lasts_is_warned_of_and_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = known(weight := torch.randn(3, 4))
+    for seconds, warnings in (60.0, 0), (0.0, 1):
+        monkeypatch.setattr(census, "_LASTS", (8, seconds))
+        for calls in (1, 7, 7, 30):  # another thread's are over soon
+            passing = torch.nn.functional.linear(torch.randn(2, 4, requires_grad=True), weight)
+            for _ in range(calls):
+                assert unexplained([found], [weight.detach()]) == [found]
+            del passing
+            assert unexplained([found], [weight.detach()]) == []
+            assert len(caplog.records) == (warnings if calls > 7 else 0)
+    assert "a weight of 48 bytes is compared or cast at every call" in caplog.text
+
+
 def test_objects_of_old_are_searched_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(4)
     found = known(weight)

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 import ampcompile
 import ampcompile.weights as weights
 from ampcompile.weights.packing import PAYS
+from tests.threads import running
 
 LOWERS = ["aot_eager", "inductor"]
 lowered = pytest.mark.parametrize("lower", LOWERS)
@@ -163,14 +163,9 @@ def test_threads_running_one_module_while_it_is_updated_see_old_or_new_weights(l
                 if len(values) != 1 or values.item() not in (8.0, 16.0):
                     wrong.append(values)
 
-    threads = [threading.Thread(target=call) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    with torch.no_grad():
+    with running(call, call, call), torch.no_grad():
         for step in range(20):
             module.weight.fill_(1 + step % 2)
-    for thread in threads:
-        thread.join()
     assert len(wrong) <= 2  # a call may meet the half-written weight itself, as it may in eager mode
     with torch.no_grad():
         assert compiled(x).unique().item() == 16.0

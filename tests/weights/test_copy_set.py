@@ -94,15 +94,7 @@ def test_what_was_forgotten_or_freed_is_fresh_for_no_other_call() -> None:
     known, other = made(found), made(found)
     known.forget()
     other.free()
-    assert not known.fresh(found) and not other.fresh(found) and other.freed and not known.freed
-
-
-def test_a_copy_that_lies_elsewhere_has_moved() -> None:
-    found = weights()
-    known = made(found)
-    assert not known.moved()
-    known.members[1].free(gone=False)
-    assert known.moved()
+    assert not known.fresh(found) and not other.fresh(found)
 
 
 def test_a_set_is_gone_with_one_of_its_weights() -> None:

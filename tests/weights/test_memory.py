@@ -23,6 +23,7 @@ from ampcompile.weights.memory import (
     write_epoch,
 )
 from ampcompile.weights.ranges import ranges, set_ranges
+from tests.threads import running
 
 
 @pytest.fixture(autouse=True)
@@ -191,13 +192,11 @@ def test_while_another_makes_copies_the_ranges_stay() -> None:
             holds.set()
             done.wait(60)
 
-    thread = threading.Thread(target=make_copies)
-    thread.start()
-    holds.wait(60)
-    del memory, weight
-    left = list(ranges)
-    done.set()
-    thread.join()
+    with running(make_copies):
+        holds.wait(60)
+        del memory, weight
+        left = list(ranges)
+        done.set()
     assert left
 
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampcompile.torch_private import storages
 from ampcompile.torch_private.patches import COPIES
 from ampcompile.weights.binding import Binding, bind, weight_stats
+from tests.threads import running
 from tests.weights.searching import searches_are_cheap as searches_are_cheap
 from tests.weights.writers import unsampled
 
@@ -294,7 +295,7 @@ def test_slices_of_a_storage_that_are_written() -> None:
         assert torch.equal(binding.copies([weight])[0], weight.detach().to(BF16))
 
 
-@pytest.mark.parametrize("writer", ["fused step", ".data"])
+@pytest.mark.parametrize("writer", ["fused step", ".data", "other data"])
 def test_a_thread_that_writes_while_another_calls(writer: str) -> None:
     weights, binding = [nn.Parameter(torch.randn(20, 20)) for _ in range(20)], bind([BF16] * 20)
     at, stop = unsampled(weights[0]), threading.Event()
@@ -309,21 +310,20 @@ def test_a_thread_that_writes_while_another_calls(writer: str) -> None:
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
-    callers = [threading.Thread(target=call) for _ in range(2)]
     try:
-        for caller in callers:
-            caller.start()
-        end = time.monotonic() + 2
-        while time.monotonic() < end:
-            if writer == "fused step":
-                optimizer.step()
-            else:
-                for weight in weights:
-                    weight.data[at] += 1
-            for copied, weight in zip(binding.copies(weights), weights, strict=True):
-                assert copied[at] == weight.detach()[at].to(BF16), "stale"
+        with running(call, call):
+            try:
+                end = time.monotonic() + 2
+                while time.monotonic() < end:
+                    if writer == "fused step":
+                        optimizer.step()
+                    for weight in weights if writer != "fused step" else ():
+                        if writer == "other data":
+                            weight.data = weight.data.clone()
+                        weight.data[at] += 1
+                    for copied, weight in zip(binding.copies(weights), weights, strict=True):
+                        assert copied[at] == weight.detach()[at].to(BF16), "stale"
+            finally:
+                stop.set()
     finally:
-        stop.set()
-        for caller in callers:
-            caller.join()
         sys.setswitchinterval(interval)
