@@ -16,6 +16,7 @@ from .errors import (
     CommandLineError,
     DoubleBackwardError,
     ExportError,
+    MethodError,
     OptionError,
     PassError,
     PolicyError,
@@ -30,6 +31,7 @@ from .precision import keep_fp32, precision
 
 if TYPE_CHECKING:
     from .compiler.export import export
+    from .compiler.methods import compile_methods
     from .policy import Policy
     from .rules import register_op
     from .scaler import GradScaler
@@ -45,6 +47,7 @@ __all__ = [
     "DoubleBackwardError",
     "ExportError",
     "GradScaler",
+    "MethodError",
     "OptionError",
     "PassError",
     "Policy",
@@ -55,6 +58,7 @@ __all__ = [
     "StaleWeightError",
     "WeightsError",
     "audit",
+    "compile_methods",
     "explain",
     "export",
     "free_copies",
@@ -69,6 +73,7 @@ __all__ = [
 # can't be, since the import of the module would bind its name to it.
 _LATER = {
     "GradScaler": "scaler",
+    "compile_methods": "compiler.methods",
     "export": "compiler.export",
     "Policy": "policy",
     "free_copies": "weights",

@@ -123,6 +123,15 @@ class WeightsError(AmpError, TypeError):
     """
 
 
+class MethodError(AmpError, ValueError):
+    """`ampcompile.compile_methods` was given a name that stands for no method that it can compile.
+
+    >>> ampcompile.compile_methods(model, "decode")
+    Traceback (most recent call last):
+    ampcompile.errors.MethodError: found 'decode', expected the name of a method of Linear.
+    """
+
+
 class DoubleBackwardError(AmpError, RuntimeError):
     """A gradient of a gradient was asked of a compiled graph that can't give one.
 

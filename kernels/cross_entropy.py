@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampcompile.torch_private.dispatcher import triton_op
+
 from .usable import on_device_of
 
 
@@ -24,7 +26,7 @@ class Kind(NamedTuple):
     z_loss: float
 
 
-@torch.library.triton_op("ampcompile::cross_entropy", mutates_args=())
+@triton_op("ampcompile::cross_entropy")
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

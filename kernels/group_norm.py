@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampcompile.torch_private.dispatcher import triton_op
+
 from .norm import copied, differentiated, norm_backward_reference, norm_reference, on_gpu, remember
 from .usable import on_device_of
 
 
-@torch.library.triton_op("ampcompile::group_norm", mutates_args=())
+@triton_op("ampcompile::group_norm")
 def group_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -92,7 +94,7 @@ def _scaled(value: Tensor, weight: Tensor | None, bias: Tensor | None, rounded: 
     return value if rounded is None else value.to(rounded).float()
 
 
-@torch.library.triton_op("ampcompile::group_norm_backward", mutates_args=())
+@triton_op("ampcompile::group_norm_backward")
 def group_norm_backward(
     grads: Sequence[Tensor],
     grad_sum: Tensor | None,

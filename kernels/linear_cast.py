@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampcompile.torch_private.dispatcher import triton_op
+
 from .usable import on_device_of
 
 ROWS_FEW = 16
@@ -21,7 +23,7 @@ ROWS_SHARED = 1024
 """Rows of x that share one read of the weight."""
 
 
-@torch.library.triton_op("ampcompile::linear_cast", mutates_args=())
+@triton_op("ampcompile::linear_cast")
 def linear_cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ weight.t() + bias` in the type of `x`, to which weight and bias are rounded; summed in float32.
 

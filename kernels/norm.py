@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampcompile.torch_private.dispatcher import triton_op
+
 from .usable import on_device_of
 
 
@@ -26,7 +28,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.triton_op("ampcompile::norm", mutates_args=())
+@triton_op("ampcompile::norm")
 def norm(
     x: Tensor,
     residual: Tensor | None,
@@ -94,7 +96,7 @@ def norm_reference(
     return mean, rstd, None if residual is None else h, out if wide else None, None if low is None else out.to(low)
 
 
-@torch.library.triton_op("ampcompile::norm_backward", mutates_args=())
+@triton_op("ampcompile::norm_backward")
 def norm_backward(
     grads: Sequence[Tensor],
     grad_sum: Tensor | None,

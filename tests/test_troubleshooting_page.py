@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 
 OTHERS = {  # what torch, NumPy and Accelerate say
-    "Invalid backend: 'amp', see torch._dynamo.list_backends() for available backends.",
+    "Invalid backend: 'amp', …",  # newer releases suggest names in between
     "'AMP' is not a valid DynamoBackend",
     "Error in op: torch.ops.aten._transformer_encoder_layer_fwd",
     "Either mode or options can be specified, but both can't be specified at the same time.",

@@ -27,7 +27,7 @@ from ampcompile.torch_private import (
     pytree,
 )
 
-from . import mixed_operands, unmatched, widen_outputs
+from . import eager_methods, mixed_operands, unmatched, widen_outputs
 from .call_state import current_call
 
 
@@ -104,6 +104,10 @@ def options_of(backend: Any) -> Options | None:
     """The options that a backend of ours was given, by what Dynamo holds; None for others. Raises OptionError."""
     read = getattr(getattr(backend, "compiler_fn", backend), "amp_options", None)
     return None if read is None else read(**getattr(backend, "kwargs", {}))
+
+
+def _is_ours(backend: Any) -> bool:
+    return options_of(backend) is not None
 
 
 def _shapes_and_breaks(backend: Any, dynamic: bool | None, fullgraph: bool) -> tuple[bool | None, bool]:
@@ -207,9 +211,8 @@ def install() -> bool:
             {
                 "OptimizeContext.__call__": optimize_contexts.wrap_call(_wrap, _shapes_and_breaks),
                 "OutputGraph.compile_subgraph": frame_returns.watch_returns(widen_outputs.widen_returns),
-                "VariableBuilder.wrap_module": dynamo_modules.watch_inlined_modules(
-                    lambda backend: options_of(backend) is not None, _warn_inside_another
-                ),
+                "VariableBuilder.wrap_module": dynamo_modules.watch_inlined_modules(_is_ours, _warn_inside_another),
+                "OptimizedModule.__getattr__": dynamo_modules.watch_methods(_is_ours, eager_methods.watch),
             },
         )
     except (AttributeError, ImportError) as error:

@@ -68,14 +68,14 @@ def warn(policy: Policy, seen: CompiledNames, fn: Any) -> None:
             f"policy pattern {glob!r} matches no {kind} of the first call.{hint} ampcompile.explain lists the names of "
             "ops and modules.",
             AmpWarning,
-            stacklevel=_outside(),
+            stacklevel=outside(),
         )
 
 
 _INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], torch.__path__[0]))
 
 
-def _outside() -> int:
+def outside() -> int:
     """How many calls above its own caller, that included, the first code stands that is neither ours nor torch's."""
     level, frame = 1, sys._getframe(1)
     while frame.f_code.co_filename.startswith(_INSIDE) and frame.f_back is not None:

@@ -1,6 +1,7 @@
 """What torch's dispatcher and its records of registered ops tell, all of it private."""
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -131,3 +132,20 @@ def as_computed(
         return results
     dtype = value_of(args[FAKES_OF_WRONG_DTYPE[op]]).dtype
     return (results[0].to(dtype), *results[1:])
+
+
+def triton_op(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """`torch.library.triton_op` of what writes none of its arguments, silent where Triton isn't installed.
+
+    torch looks for kernels in the function, and logs a warning for each op where it can't, as on its CPU builds.
+    """
+
+    def register(function: Callable[..., Any]) -> Any:
+        log = logging.getLogger("torch._library.triton")
+        before, log.disabled = log.disabled, True
+        try:
+            return torch.library.triton_op(name, function, mutates_args=())
+        finally:
+            log.disabled = before
+
+    return register

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-from .optimize_contexts import innermost_backend
+from .optimize_contexts import innermost_backend, pass_over
 from .patches import Wrap
 
 
@@ -46,6 +47,29 @@ def watch_inlined_modules(is_ours: Callable[[Any], bool], tell: Callable[[str], 
             return original(self, value)
 
         return wrap_module
+
+    return wrap
+
+
+def watch_methods(is_ours: Callable[[Any], bool], watched: Callable[[str, MethodType], MethodType]) -> Wrap:
+    """A wrap of `OptimizedModule.__getattr__`, by which a compiled module hands out what the original one has.
+
+    `watched(name, method)` is handed out for a public method of a module that was compiled for a backend that
+    `is_ours`, by `torch.compile(module)` alone. No call of a compiled module comes by.
+    """
+
+    def wrap(original: Any) -> Any:
+        def get(self: Any, name: str) -> Any:
+            value = original(self, name)
+            if type(value) is not MethodType or name.startswith("_"):
+                return value
+            module: Any = value.__self__
+            if module is not self._orig_mod or module._compiled_call_impl is not None:
+                return value
+            return watched(name, value) if is_ours(innermost_backend(self.dynamo_ctx)) else value
+
+        pass_over(get)
+        return get
 
     return wrap
 

@@ -38,6 +38,10 @@ COMPILED_CALLS = Group(
             "torch._dynamo.variables.builder.VariableBuilder.wrap_module",
             "notices when another backend compiles a module that was compiled for ours",
         ),
+        Patch(
+            "torch._dynamo.eval_frame.OptimizedModule.__getattr__",
+            "notices other methods than `forward` of a module compiled for ours, which run eagerly",
+        ),
     ),
 )
 TRACING = Group(

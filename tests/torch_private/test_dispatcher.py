@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -117,3 +119,25 @@ def test_fakes_of_a_wrong_dtype_get_that_of_the_kernel() -> None:
     fakes = op(*(arg.to("meta") if isinstance(arg, Tensor) else arg for arg in args))
     assert [fake.dtype for fake in fakes] != real
     assert [fake.dtype for fake in dispatcher.as_computed(op, args, fakes)] == real
+
+
+DEFINES = """
+import sys
+sys.modules["triton"] = None
+import torch
+from ampcompile.torch_private.dispatcher import triton_op
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+print(triton_op("ampcompile_tests::twice")(twice)(torch.ones(1)).item())
+if len(sys.argv) > 1:
+    torch.library.triton_op("ampcompile_tests::again", twice, mutates_args=())
+"""
+
+
+@pytest.mark.parametrize("beside", [[], ["torch's own"]])
+def test_an_op_is_defined_without_triton_in_silence(beside: list[str]) -> None:
+    command = [sys.executable, "-P", "-c", DEFINES, *beside]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert run.stdout == "2.0\n" and run.stderr.count("Triton not available") == len(beside)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ class Breaks(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3))
         self.register_buffer("shift", torch.randn(3))
+
+    def act(self) -> Tensor:
+        return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
@@ -64,6 +68,29 @@ def test_a_compiled_module_inside_of_another_is_told(ours: bool) -> None:
     with patches.replaced("VariableBuilder.wrap_module", watch):
         torch.compile(nn.Sequential(inner, nn.ReLU()), backend="eager")(torch.randn(2, 3))
     assert bool(told) == ours and set(told) <= {"Linear"}
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_methods_of_a_compiled_module_are_watched(ours: bool) -> None:
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        return gm.forward
+
+    asked: list[str] = []
+
+    def watched(name: str, method: MethodType) -> MethodType:
+        asked.append(name)
+        return method
+
+    model = Breaks()
+    compiled = torch.compile(model, backend=backend)
+    watch = dynamo_modules.watch_methods(lambda found: (found.compiler_fn is backend) == ours, watched)
+    with patches.replaced("OptimizedModule.__getattr__", watch):
+        compiled(torch.randn(3)), compiled.weight, compiled.train(), compiled.state_dict()
+        assert not asked, "a call passes by no attribute that is looked at"
+        assert compiled.act() is compiled.weight is model.weight
+        model.compile(backend=backend)
+        compiled.act()
+    assert asked == ["act"] * ours
 
 
 def test_parameters_and_buffers_are_told_from_other_inputs() -> None:

@@ -1,0 +1,120 @@
+"""Methods other than `forward`, which torch.compile and `module.compile` leave as they are, compiled one by one."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampcompile.errors import MethodError
+from ampcompile.torch_private import dynamo_caches
+
+from .ambient import options_of
+
+
+class CompiledMethod:
+    """What takes a method's place in the `__dict__` of its module.
+
+    A copy of the module, and a pickle of it, gets the method itself: bound to the copy, and not compiled.
+    """
+
+    def __init__(self, method: MethodType, name: str, compiled: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, compiled)
+        self.__self__, self._name, self._compiled = method.__self__, name, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.__self__, self._name)
+
+
+def compile_methods(module: nn.Module, *names: str, **options: Any) -> None:
+    """Compile methods of a module in place, as `module.compile(backend="amp")` compiles its `forward`.
+
+    `options` are those of `torch.compile(..., backend="amp", options=...)`, by name; they beat the options with which
+    the module is compiled, by `torch.compile` or `module.compile`. Only this object changes: the names in its state
+    dict stay, and copies and pickles of it have the methods uncompiled. `del module.decode` undoes it. A method that
+    only calls `self(...)` needs none of this: `module.compile(backend="amp")` compiles what it calls.
+    Raises MethodError for a name that stands for no method of the module's own, or for one that is compiled, and
+    OptionError; nothing is compiled then.
+
+    >>> class Autoencoder(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.encoder, self.decoder = nn.Linear(64, 4), nn.Linear(4, 64)
+    ...
+    ...     def decode(self, z):
+    ...         return self.decoder(z)
+    ...
+    ...     def forward(self, x):
+    ...         return self.decode(self.encoder(x))
+    >>> model = Autoencoder()
+    >>> compiled = torch.compile(model, backend="amp")  # compiles forward, and what it calls
+    >>> ampcompile.compile_methods(model, "decode")
+    >>> torch.equal(model.decode(x[:, :4]), torch.compile(model.decoder, backend="amp")(x[:, :4]))
+    True
+    """
+    module, kept = _as_compiled(module)
+    if not names:
+        raise MethodError("found no name of a method, expected some: compile_methods(module, 'decode').")
+    methods = {name: _method(module, name) for name in names}
+    compiled = {
+        name: torch.compile(method, backend="amp", options={**kept, **options}) for name, method in methods.items()
+    }
+    for name, method in methods.items():
+        setattr(module, name, CompiledMethod(method, name, compiled[name]))
+
+
+def _as_compiled(module: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """The module behind what torch.compile returned, and the options it was compiled with for our backend."""
+    if isinstance(module, type):
+        raise MethodError(
+            f"found the class {module.__name__}, expected a module made of it. For all of them decorate the method in "
+            "the class, by @torch.compile(backend='amp')."
+        )
+    if not isinstance(module, nn.Module):
+        raise MethodError(
+            f"found {type(module).__name__!r}, expected a torch.nn.Module. Compile what is bound to other objects by "
+            "object.method = torch.compile(object.method, backend='amp')."
+        )
+    how = dynamo_caches.how_compiled(module)
+    if how is None:
+        return module, {}
+    if options_of(how.backend) is None:
+        return how.original, {}
+    kept = {"dynamic": how.dynamic, **getattr(how.backend, "kwargs", {})}
+    return how.original, kept.pop("options", {}) | kept
+
+
+def _method(module: nn.Module, name: str) -> MethodType:
+    """The method of that name. Raises MethodError where there is none to compile."""
+    kind, of = type(module), f"{name!r} of {type(module).__name__}"
+    if name in ("forward", "__call__"):
+        raise MethodError(f"found {of}, expected another method: module.compile(backend='amp') compiles forward.")
+    if not isinstance(name, str) or not hasattr(module, name):
+        near = difflib.get_close_matches(str(name), dir(kind), n=3)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise MethodError(f"found {name!r}, expected the name of a method of {kind.__name__}.{hint}")
+    if hasattr(nn.Module, name):
+        raise MethodError(f"found {of}, a method of every torch.nn.Module; expected one that {kind.__name__} adds.")
+    method = getattr(module, name)
+    if isinstance(method, nn.Module):
+        raise MethodError(f"found {of}, a module; expected a method: module.{name}.compile(backend='amp').")
+    if dynamo_caches.how_compiled(method) is not None:
+        raise MethodError(
+            f"found {of} compiled already, expected it as its class defines it: `del module.{name}` undoes "
+            "compile_methods."
+        )
+    if not inspect.ismethod(method) or method.__self__ is not module or method.__func__ is not getattr(kind, name, 0):
+        raise MethodError(
+            f"found {of}, a {type(method).__name__}; expected a method that the class defines for its objects. Compile "
+            "functions by torch.compile(function, backend='amp')."
+        )
+    return method
