@@ -107,7 +107,7 @@ def where_it_pays(
     asked, low = options.policy.where_it_pays and _is_single_process(), regions.precision(device_type)
     warns = low is not None and is_emulated(device_type, low) and logs.may_warn_of_emulation()
     estimated = _estimate(graph, options, regions, is_weight) if asked or warns else None
-    if warns and estimated is not None and estimated.products:
+    if warns and estimated is not None and estimated.matters:
         logs.warn_of_emulation(estimated)
     if asked and estimated is not None and not estimated.pays:
         modules = (*options.policy.modules, ("*", "fp32"))

@@ -76,7 +76,7 @@ def may_warn_of_emulation() -> bool:
 
 
 def warn_of_emulation(estimated: Estimate) -> None:
-    """Say, of the first graph with products alone, that low precision doesn't pay on a CPU without units, if so."""
+    """Say, of the first graph that matters alone, that low precision doesn't pay on a CPU without units, if so."""
     global _emulation_told
     _emulation_told = True
     if not estimated.pays:

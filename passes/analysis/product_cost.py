@@ -24,6 +24,7 @@ from .schema import writes
 from .sizes import elements_hint, is_float_tensor
 
 ENOUGH = 1.05  # times as fast: less is noise
+CALL = 50e-6  # seconds, roughly, that the host spends in any compiled call: a graph of less gets no advice
 _SMALL, _LARGE, _COPIED = 16, 512, 1 << 22  # widths of square products, and numbers that are cast
 _PATIENCE = 0.2  # seconds for one measurement
 
@@ -65,12 +66,19 @@ class Estimate:
     def pays(self) -> bool:
         return not self.products or self.gain >= ENOUGH
 
+    @property
+    def matters(self) -> bool:
+        """Whether either type takes long enough to be noticed in a call."""
+        return self.products > 0 and max(self.wide, self.narrow + self.casts) >= CALL
+
     def __str__(self) -> str:
         low, count = short_name(self.low), f"{self.products} product{'s' * (self.products != 1)}"
         wide, narrow, casts = (f"{1e6 * seconds:.0f} us" for seconds in (self.wide, self.narrow, self.casts))
-        verdict = "pays" if self.pays else "won't help here"
+        verdict, end = "pays" if self.pays else "won't help here", ""
+        if not self.matters:
+            verdict, end = "or f32 makes no difference here", ", less than a call itself takes"
         how = f", which has no units for {low} and multiplies in f32" if self.emulated else ""
-        times = f"{count} on this {self.device}{how}: {wide} in f32, {narrow} in {low} and {casts} for casts"
+        times = f"{count} on this {self.device}{how}: {wide} in f32, {narrow} in {low} and {casts} for casts{end}"
         return f"{low} {verdict} (estimated, forward): {times}"
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ampcompile
+from ampcompile.passes.analysis import product_cost
 from ampcompile.records import logs
 from ampcompile.torch_private import processor
 from tests.compiling import draws, error, gradients
@@ -236,6 +237,9 @@ def test_where_emulation_doesnt_pay_the_log_says_so_once(
     monkeypatch.setattr(processor, "multiplies", lambda dtype: False)
     monkeypatch.setattr(logs, "_emulation_told", False)
     with caplog.at_level(logging.WARNING, "ampcompile"):
+        compiled(nn.Linear(3, 3), LOW)(torch.randn(2, 3))
+        assert not caplog.records, "a graph of microseconds"
+        monkeypatch.setattr(product_cost, "CALL", 0)
         for width in (4, 5):
             compiled(nn.Linear(width, width), LOW)(torch.randn(2, width))
     (said,) = [record.getMessage() for record in caplog.records if "units" in record.getMessage()]

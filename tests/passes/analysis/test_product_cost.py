@@ -35,12 +35,20 @@ def test_products_are_counted_with_their_flops(machine):
     assert found.casts == pytest.approx(6 * (16 * 32 + 32 * 32) / 1e12), "w is cast once"
 
 
-@pytest.mark.parametrize(("width", "pays"), [(4, False), (64, True)])
-def test_tiny_products_dont_pay(machine, width, pays):
-    found = estimated(torch.nn.Linear(width, width), torch.randn(width, width))
-    assert found.pays == pays and (found.gain > 1) == pays
-    assert str(found).startswith("bf16 pays" if pays else "bf16 won't help here")
-    assert "1 product on this cpu: " in str(found)
+@pytest.mark.parametrize(
+    ("width", "dtype", "pays", "matters", "verdict"),
+    [
+        (4, LOW, False, False, "bf16 or f32 makes no difference here"),
+        (24, LOW, True, False, "bf16 or f32 makes no difference here"),
+        (64, LOW, True, True, "bf16 pays"),
+        (64, HALF, False, True, "f16 won't help here"),
+    ],
+)
+def test_tiny_products_dont_pay_and_get_no_advice(machine, width, dtype, pays, matters, verdict):
+    found = estimated(torch.nn.Linear(width, width), torch.randn(width, width), dtype=dtype)
+    assert found.pays == pays and (found.gain > 1) == pays and found.matters == matters
+    assert str(found).startswith(f"{verdict} (estimated, forward): 1 product on this cpu: ")
+    assert str(found).endswith("for casts" if matters else "for casts, less than a call itself takes")
 
 
 def test_a_device_without_units_for_a_type_doesnt_pay(machine):
@@ -61,8 +69,8 @@ def test_nothing_low_is_nothing_to_estimate(machine, f):
 
 
 def test_explain_says_so(machine):
-    report = ampcompile.explain(torch.nn.Linear(4, 4))(torch.randn(2, 4))
-    assert "bf16 won't help here (estimated, forward): 1 product on this cpu:" in str(report)
+    report = ampcompile.explain(torch.nn.Linear(64, 64), dtype=HALF)(torch.randn(64, 64))
+    assert "f16 won't help here (estimated, forward): 1 product on this cpu:" in str(report)
 
 
 def test_sizes_that_are_symbols_add_no_guard(machine):
