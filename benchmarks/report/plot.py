@@ -39,12 +39,14 @@ def ratios(records: Records, stage: str) -> dict[str, dict[str, Spread]]:
     }
 
 
-def draw_ratios(cases: dict[str, dict[str, Spread]], path: Path, inches: float = 0.14) -> bool:
-    """The peers of a case so many inches below one another; False if there is no case."""
+def draw_ratios(cases: dict[str, dict[str, Spread]], path: Path, inches: float = 0.14, title: str = "") -> bool:
+    """The peers of a case so many inches below one another; in one line, with medians, for 0. False without a case."""
     if not cases:
         return False
     peers = [peer for peer in PEERS if any(peer in found for found in cases.values())]
-    with picture(path, 1, 9, 1.5 + sum(0.3 + inches * len(found) for found in cases.values())) as (figure, (axes,)):
+    height = 1.5 + 0.25 * title.count("\n") + sum(0.3 + inches * len(found) for found in cases.values())
+    with picture(path, 1, 9, height) as (figure, (axes,)):
+        figure.suptitle(title, size="medium", x=0.01, ha="left", linespacing=1.5)
         for place, found in enumerate(cases.values()):
             for line, (peer, (low, middle, high)) in enumerate(found.items()):
                 height = place + bool(inches) * 0.8 * ((line + 0.5) / len(found) - 0.5)
@@ -52,6 +54,9 @@ def draw_ratios(cases: dict[str, dict[str, Spread]], path: Path, inches: float =
                 peers = [name for name in peers if name != peer]
                 whisker = [[middle - low], [high - middle]]
                 axes.errorbar(middle, height, xerr=whisker, linestyle="none", label=label, **looks(peer))
+                if not inches and peer != BASELINE:
+                    style = {"color": looks(peer)["color"], "transform": axes.get_yaxis_transform(), "va": "center"}
+                    axes.text(1.03 + 0.06 * line, height, f"{middle:.2f}x ", **style)
         axes.axvline(1, color=TEXT, linewidth=1)
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks := [0.25, 0.5, 1, 2, 4], [f"{tick:g}x" for tick in ticks])

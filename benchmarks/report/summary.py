@@ -11,6 +11,10 @@ SHOWN = ("eager autocast", BASELINE, AMP)
 STAGES = ("inference", "architectures", "training")
 
 
+TITLE = """Speed in bfloat16 on {processor}, {cores} cores; further to the right is faster
+1x16: one sequence of 16 tokens; 1x224: one image of 224 x 224; step: a whole training step"""
+
+
 def summary(files: list[Records]) -> dict[str, dict[str, Spread]]:
     """Case → peer → times as fast as Inductor under autocast: every model of the first CPU on which all `SHOWN` ran."""
     cpus = [records for records in files if records.about["device"] == "cpu"]
@@ -22,4 +26,5 @@ def summary(files: list[Records]) -> dict[str, dict[str, Spread]]:
 def draw_summary(files: list[Records]) -> None:
     """Write the picture, unless no CPU was measured."""
     PICTURE.parent.mkdir(exist_ok=True)
-    draw_ratios(summary(files), PICTURE, inches=0)
+    titles = [TITLE.format_map(records.about) for records in files if records.about["device"] == "cpu"]
+    draw_ratios(summary(files), PICTURE, inches=0, title="".join(titles[:1]))
