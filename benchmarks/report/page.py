@@ -43,7 +43,7 @@ TITLES = {
     "freshness": "What freshness costs",
     "growth": "Growth",
     "kernels": "Kernels",
-    "older-cpus": "Older CPUs: this one, told to be one without 16-bit units",
+    "older-cpus": "Older CPUs: this one, with its 16-bit units switched off",
 }
 
 

@@ -55,8 +55,9 @@ def draw_ratios(cases: dict[str, dict[str, Spread]], path: Path, inches: float =
                 whisker = [[middle - low], [high - middle]]
                 axes.errorbar(middle, height, xerr=whisker, linestyle="none", label=label, **looks(peer))
                 if not inches and peer != BASELINE:
-                    style = {"color": looks(peer)["color"], "transform": axes.get_yaxis_transform(), "va": "center"}
-                    axes.text(1.03 + 0.06 * line, height, f"{middle:.2f}x ", **style)
+                    at = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
+                    offset, colour = (12 + 20 * line, 0), looks(peer)["color"]
+                    axes.annotate(f"{middle:.2f}x", (1, height), offset, color=colour, **at)
         axes.axvline(1, color=TEXT, linewidth=1)
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks := [0.25, 0.5, 1, 2, 4], [f"{tick:g}x" for tick in ticks])

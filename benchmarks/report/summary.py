@@ -11,8 +11,8 @@ SHOWN = ("eager autocast", BASELINE, AMP)
 STAGES = ("inference", "architectures", "training")
 
 
-TITLE = """Speed in bfloat16 on {processor}, {cores} cores; further to the right is faster
-1x16: one sequence of 16 tokens; 1x224: one image of 224 x 224; step: a whole training step"""
+TITLE = """Speed in bfloat16 on {processor}, {cores} cores: the further right, the faster
+1x16: one sequence of 16 tokens; 1x224: one image of 224 x 224; step: a training step"""
 
 
 def summary(files: list[Records]) -> dict[str, dict[str, Spread]]:

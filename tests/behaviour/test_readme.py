@@ -12,6 +12,7 @@ from benchmarks.records import RESULTS, Records, times_faster
 from tests import pages
 from tests.test_layout import ROOT
 
+FREEZING = "Inductor + autocast, freezing"
 TEXT = (ROOT / "README.md").read_text()
 
 
@@ -65,6 +66,13 @@ def test_its_figures_are_those_of_the_committed_results() -> None:
     training = between(steps).removesuffix(" as fast as Inductor")
     assert f"{between(calls)} under autocast in inference, {training} in a training step" in TEXT
     assert f"{single} in float32, {lowered} under autocast, which emulates" in TEXT
+    growth = [rows for records in files for case, rows in records.cases("growth").items() if " weights, 1x16" in case]
+    tiny = [times_faster(rows["amp"], rows["Inductor + autocast"]).middle for rows in growth]
+    lost = [speed for speed in tiny if speed < 0.97]
+    assert f"{min(lost):.2f} to {max(lost):.2f} times the speed of Inductor under autocast" in TEXT
+    frozen = [rows for records in files for rows in records.cases("inference").values() if FREEZING in rows]
+    (faster,) = (1 / times_faster(rows["amp"], rows[FREEZING]).middle for rows in frozen if not rows[FREEZING].why)
+    assert f"is {faster:.2f} times as fast on a GPT of 23 M parameters" in TEXT
 
 
 def test_it_is_short_and_its_pictures_are_small() -> None:
