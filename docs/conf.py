@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 project = "ampcompile"
 version = release = ampcompile.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinxcontrib.mermaid"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 html_theme = "furo"
 html_title = f"ampcompile {version}"
 html_show_copyright = False
@@ -20,8 +20,7 @@ html_show_copyright = False
 highlight_language = "text"  # of blocks that name no language: what a program prints
 default_role = "code"  # docstrings quote code between single backticks
 myst_heading_anchors = 4
-myst_fence_as_directive = ["mermaid"]
-mermaid_output_format = "raw"  # the reader's browser draws it
+copybutton_prompt_text = "$ "
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "fully-qualified"  # torch.dtype, not dtype

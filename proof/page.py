@@ -12,7 +12,7 @@ from proof.part import HOMES, part
 from proof.results import Failure, Results, Verdict
 
 PAGE = Path(__file__).parents[1] / "docs" / "proof.md"
-HEAD = """# What holds
+HEAD = """# Proof: what holds, case by case
 
 <!-- Written by `python -m proof docs` from the files in proof/results/: change those, or the generator. -->
 

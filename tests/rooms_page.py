@@ -41,30 +41,18 @@ def summary(module: str) -> str:
 
 
 def flow() -> list[str]:
-    """A graph's way through the passes, in Mermaid's language."""
-    lines = [
-        "flowchart TD",
-        '    dynamo["torch.compile: Dynamo\'s graph"] --> capture["passes/capture: pre-dispatch ATen"]',
-    ]
-    before = "capture"
-    for phase, title in PHASES.items():
-        if phase == "after":
-            lines.append(f'    {before} --> aot["AOTAutograd: forward and backward"]')
-            before = "aot"
-        names = "<br/>".join(module.rpartition(".")[2] for module in passes(phase))
-        lines.append(f'    {"before" if phase == "replay" else before} --> {phase}["<b>{title}</b><br/>{names}"]')
-        before = phase if phase != "replay" else before
-    lines += [
-        '    after --> inductor["Inductor, or eager kernels: the code that runs"]',
-        '    replay --> eager["lower=eager, and gradients of gradients"]',
-        '    weights["weights/: copies, up to date at each call"] --> inductor',
-        '    scaler["scaler/: the fused step"] --> weights',
-    ]
-    return lines
+    """A graph's way through the passes, drawn in characters."""
+    down = {name: title for name, title in PHASES.items() if name != "replay"}
+    steps = ["torch.compile: Dynamo's graph", "Capture: pre-dispatch ATen", *down.values()]
+    steps.insert(steps.index(PHASES["after"]), "AOTAutograd: forward and backward")
+    lines = [line for step in steps for line in (step, "  ↓")]
+    lines[lines.index(PHASES["before"]) + 1] += f"   ↘ {PHASES['replay']}"
+    lines += ["Inductor, or eager kernels: the code that runs"]
+    return [*lines, "  ↑", "weights/: copies, up to date at each call", "  ↑", "scaler/: the fused step"]
 
 
 def rooms() -> list[str]:
-    """Which room imports which, in Mermaid's language; what is reached through another room is left out."""
+    """Rows of a table: each room, above those it imports, and these, but for what is reached through another one."""
     edges: dict[str, set[str]] = {}
     for module in SOURCES:
         name = room(module)[1]
@@ -73,20 +61,20 @@ def rooms() -> list[str]:
     reached: dict[str, set[str]] = {}
     for name in order:
         reached[name] = edges[name].union(*(reached[other] for other in edges[name]))
-    lines = ["flowchart BT"]
-    for name in order:
+    rows = []
+    for name in reversed(order):
         through = set().union(*(reached[other] for other in edges[name]))
-        lines += [f"    {other} --> {name}" for other in sorted(edges[name] - through)]
-    return lines
+        rows.append(f"| `{name}` | {', '.join(f'`{other}`' for other in sorted(edges[name] - through)) or 'none'} |")
+    return rows
 
 
 def page() -> str:
     """The whole page."""
     blocks = [
-        "# Rooms",
+        "# Source layout: passes and rooms",
         "Written by `make rooms` from the pipeline, the imports and the docstrings; a test compares it.",
     ]
-    blocks += ["## How a graph flows", "\n".join(["```mermaid", *flow(), "```"])]
+    blocks += ["## How a graph flows", "\n".join(["```", *flow(), "```"])]
     for phase, title in PHASES.items():
         rows = [f"| `{module.rpartition('.')[2]}` | {summary(module)} |" for module in passes(phase)]
         blocks += [f"### {title}", "\n".join(["| pass | does |", "|---|---|", *rows])]
@@ -96,7 +84,8 @@ def page() -> str:
         if path.name == "__init__.py" and module != "ampcompile"
     ]
     blocks += ["## What each room is for", "\n".join(["| room | is for |", "|---|---|", *told])]
-    blocks += ["## Which room imports which", "\n".join(["```mermaid", *rooms(), "```"])]
+    blocks += ["## Which room imports which", "A room may also import what those beside it import."]
+    blocks += ["\n".join(["| room | imports |", "|---|---|", *rooms()])]
     return "\n\n".join(blocks) + "\n"
 
 

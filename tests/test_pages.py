@@ -28,7 +28,7 @@ ELSEWHERE = {
     "docs/steering.md": "behaviour/test_steering_docs.py",
 }
 """Pages whose Python runs in tests of their own."""
-NOT_PYTHON = {"cpp", "diff", "mermaid"}
+NOT_PYTHON = {"cpp", "diff"}
 SHELLS = {"", "bash", "console", "sh", "shell"}
 PROGRAMS = {"git", "make", "pip", "python", "python3"}
 
