@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from benchmarks.peers import BASELINE, PEERS
 from benchmarks.records import Records, Spread, times_faster
@@ -55,7 +56,7 @@ def draw_ratios(cases: dict[str, dict[str, Spread]], path: Path, inches: float =
                 whisker = [[middle - low], [high - middle]]
                 axes.errorbar(middle, height, xerr=whisker, linestyle="none", label=label, **looks(peer))
                 if not inches and peer != BASELINE:
-                    at = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
+                    at: Any = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
                     offset, colour = (12 + 20 * line, 0), looks(peer)["color"]
                     axes.annotate(f"{middle:.2f}x", (1, height), offset, color=colour, **at)
         axes.axvline(1, color=TEXT, linewidth=1)
