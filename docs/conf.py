@@ -20,7 +20,7 @@ html_show_copyright = False
 highlight_language = "text"  # of blocks that name no language: what a program prints
 default_role = "code"  # docstrings quote code between single backticks
 myst_heading_anchors = 4
-copybutton_prompt_text = "$ "
+copybutton_prompt_text, copybutton_prompt_is_regexp = r">>> |\.\.\. |\$ ", True
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "fully-qualified"  # torch.dtype, not dtype

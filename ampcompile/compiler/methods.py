@@ -19,9 +19,9 @@ from .ambient import options_of
 
 
 class CompiledMethod:
-    """What takes a method's place in the `__dict__` of its module.
+    """Takes a method's place in the `__dict__` of its module.
 
-    A copy of the module, and a pickle of it, gets the method itself: bound to the copy, and not compiled.
+    A deep copy of the module, and what is unpickled of it, has the method itself, bound to the copy and not compiled.
     """
 
     def __init__(self, method: MethodType, name: str, compiled: Callable[..., Any]) -> None:
@@ -40,8 +40,9 @@ def compile_methods(module: nn.Module, *names: str, **options: Any) -> None:
 
     `options` are those of `torch.compile(..., backend="amp", options=...)`, by name; they beat the options with which
     the module is compiled, by `torch.compile` or `module.compile`. Only this object changes: the names in its state
-    dict stay, and copies and pickles of it have the methods uncompiled. `del module.decode` undoes it. A method that
-    only calls `self(...)` needs none of this: `module.compile(backend="amp")` compiles what it calls.
+    dict stay, and deep copies and pickles of it have the methods uncompiled; a shallow copy calls this object's.
+    `del module.decode` undoes it. A method that only calls `self(...)` needs none of this:
+    `module.compile(backend="amp")` compiles what it calls.
     Raises MethodError for a name that stands for no method of the module's own, or for one that is compiled, and
     OptionError; nothing is compiled then.
 
