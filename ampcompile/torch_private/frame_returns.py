@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables import LazyVariableTracker, TensorVariable
@@ -161,7 +162,12 @@ def _memory(node: Node) -> Any:
 
 
 def memory_of(value: Any) -> Any:
-    """What tells tensors that share memory, fake ones too; None where that can't be told."""
+    """What tells tensors that share memory, fake ones too; None where that can't be told.
+
+    What a transform of torch.func has wrapped has the memory of the tensor inside.
+    """
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
+    if is_functorch_wrapped_tensor(value):
+        return memory_of(get_unwrapped(value))
     return value.untyped_storage()._cdata

@@ -156,3 +156,18 @@ def test_memory_is_shared_by_views_and_told_of_fake_tensors_too() -> None:
         assert frame_returns.memory_of(x) == frame_returns.memory_of(x[1:]) is not None
     assert frame_returns.memory_of(torch.randn(3)) is not frame_returns.memory_of(torch.eye(2).to_sparse()) is None
     assert frame_returns.memory_of(3) is None
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, lambda f: torch.func.vmap(torch.func.grad(f))])
+def test_what_a_transform_wraps_keeps_its_memory(transform: Any) -> None:
+    x = torch.randn(3, 2)
+    known = []
+
+    def f(value: Tensor) -> Tensor:
+        known.append(
+            frame_returns.memory_of(value) == frame_returns.memory_of(value.view(-1)) == x.untyped_storage()._cdata
+        )
+        return value.sum()
+
+    transform(f)(x)
+    assert known == [True]
