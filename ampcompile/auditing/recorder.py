@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from ampcompile.compiler.backend import rewrite
 from ampcompile.compiler.call_state import current_call
+from ampcompile.compiler.left_to_autocast import LEFT
 from ampcompile.compiler.lower import lower
 from ampcompile.compiler.module_names import module_names, modules_of
 from ampcompile.config import Options
@@ -104,13 +105,16 @@ class _Call:
                 return lower(gm, example_inputs, run_as)
             rewritten = rewrite(gm, example_inputs, run_as).graph
             inputs = [
-                names.get(id(value), node.name) if isinstance(value, Tensor) and value.is_leaf else None
+                names.get(id(value), node.name) + number if isinstance(value, Tensor) and value.is_leaf else None
                 for node, value in zip(placeholders(gm), example_inputs, strict=True)
+                for number in _numbers(value)
             ]
-            run_passes([BindWeightsEagerly()], rewritten)
-            lowering.forget_output_values(rewritten)
+            left = LEFT in rewritten.meta
+            if not left:
+                run_passes([BindWeightsEagerly()], rewritten)
+                lowering.forget_output_values(rewritten)
             forward, backward = interpreters(session, module_names(current_call.callable or self.f), inputs)
-            return joint_graphs.aot_interpreted(rewritten, example_inputs, forward, backward)
+            return joint_graphs.aot_interpreted(rewritten, example_inputs, forward, backward, under_autocast=left)
 
         interpret.amp_options = lambda **_: self.options  # type: ignore[attr-defined]
         return interpret
@@ -119,7 +123,8 @@ class _Call:
         """Of each floating tensor that `f` returned, or if no graph made them, of those that the last graph made."""
         if not self.settings.cumulative:
             return []
-        leaves = [leaf for leaf in pytree.tree_leaves(result) if is_floating(leaf)]
+        parts = [part for leaf in pytree.tree_leaves(result) for part in compiled_functions.parts_of(leaf)]
+        leaves = [part for part in parts if is_floating(part)]
         known = [leaf for leaf in leaves if leaf in session.exact] or session.returned
         return [relative_error(leaf.detach(), session.exact[leaf]) for leaf in known]
 
@@ -133,6 +138,13 @@ class _Call:
         backend.amp_options = lambda **_: replace(self.options, policy=Policy())
         loss, argument = (_mean_squares, leaves) if self.settings.loss is None else (self.settings.loss, result)
         return torch.compile(loss, backend=backend, dynamic=self.dynamic)(argument)
+
+
+def _numbers(value: Any) -> list[str]:
+    """What is added to the name of a graph input for each part of it: a number, where it holds several tensors."""
+    parts = compiled_functions.parts_of(value)
+    several = sum(isinstance(part, Tensor) for part in parts) > 1
+    return [f"[{i}]" if several else "" for i in range(len(parts))]
 
 
 def _mean_squares(values: list[Tensor]) -> Tensor:

@@ -54,11 +54,17 @@ class Watcher:
             self.casts[number] = replace(record, fate=there.get(number, gone))
         self._there &= there.keys()
 
-    def record(self, original: GraphModule, rewritten: GraphModule, history: Sequence[Applied]) -> GraphRecord:
-        """All that was seen of the graph that Dynamo gave as `original`. Before it is lowered, which changes it."""
+    def record(
+        self, original: GraphModule, rewritten: GraphModule, history: Sequence[Applied], left: str = ""
+    ) -> GraphRecord:
+        """All that was seen of the graph that Dynamo gave as `original`. Before it is lowered, which changes it.
+
+        `left`: why the graph is left to autocast; empty if it isn't.
+        """
         reason = getattr(original, "compile_subgraph_reason", None)
         return GraphRecord(
-            precision=self.precision,
+            precision=f"{self.precision}, left to autocast: {left}" if left else self.precision,
+            left=bool(left),
             reason=reason.reason if reason is not None and reason.graph_break else "",
             code=rewritten.print_readable(print_output=False),
             numbered_casts=self.casts,
