@@ -146,8 +146,8 @@ def _estimate(
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:
-    devices = [v.device.type for v in example_inputs if isinstance(v, torch.Tensor)]
-    return next((d for d in devices if d != "cpu"), "cpu")
+    devices = {v.device.type: None for v in example_inputs if isinstance(v, torch.Tensor)}
+    return next((d for d in devices if d != "cpu" and autocast.is_available(d)), "cpu")
 
 
 def _weight_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], bool]:

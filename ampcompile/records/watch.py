@@ -15,6 +15,7 @@ from ampcompile.passes.base import Applied, Pass
 from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.graph import UNDECIDED, is_static, placeholders
+from ampcompile.torch_private import autocast
 
 from .casts import CastRecord, GraphRecord, OpRecord, cast_nodes, casts_of, fusions_of, ops_of
 from .graph import NodeRecord, nodes_of
@@ -103,8 +104,7 @@ def _precision(example_inputs: Sequence[Any]) -> str:
     devices = sorted({v.device.type for v in example_inputs if isinstance(v, torch.Tensor)}) or ["cpu"]
     return ", ".join(
         f"{device} in {short_name(torch.get_autocast_dtype(device))}"
-        if torch.is_autocast_enabled(device)
+        if autocast.is_on(device)
         else f"{device} without autocast"
         for device in devices
-        if torch.amp.is_autocast_available(device)
     )
