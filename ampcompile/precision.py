@@ -121,10 +121,10 @@ def _converted(arguments: Any, dtype: torch.dtype) -> Any:
 def _device_type(arguments: Any) -> str:
     for value in pytree.tree_leaves(arguments):
         if isinstance(value, torch.Tensor):
-            return value.device.type
+            return "cpu" if value.is_meta else value.device.type  # no autocast acts on meta tensors
         if isinstance(value, torch.nn.Module):  # `self` of a method that gets no tensor
             for parameter in value.parameters():
-                return parameter.device.type
+                return "cpu" if parameter.is_meta else parameter.device.type
     return "cpu"
 
 

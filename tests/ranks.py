@@ -1,4 +1,4 @@
-"""Two processes that train together: how they are started, and how they find each other."""
+"""Processes that train together: how they are started, and how they find each other."""
 
 import os
 import signal
@@ -12,13 +12,16 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[1]
 
 
-def run_ranks(module: str, *args: str, folder: Path, timeout: float, flags: tuple[str, ...] = ()) -> None:
-    """Runs ``python -m module args`` as ranks 0 and 1, who meet over a file: a free port may be taken a moment later.
+def run_ranks(
+    module: str, *args: str, folder: Path, timeout: float, flags: tuple[str, ...] = (), size: int = 2
+) -> None:
+    """Runs ``python -m module args`` as ranks 0 and 1 (or `size`), who meet over a file: a free port may be taken a
+    moment later.
 
-    At the timeout (seconds) both are aborted, and say where they stood.
+    At the timeout (seconds) all are aborted, and say where they stood.
     """
     world = {
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(size),
         "RENDEZVOUS": str(folder / "rendezvous"),
         "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",
@@ -32,13 +35,13 @@ def run_ranks(module: str, *args: str, folder: Path, timeout: float, flags: tupl
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(size)
     ]
     deadline = threading.Timer(timeout, lambda: [rank.send_signal(signal.SIGABRT) for rank in ranks])
     deadline.start()
     outputs = [rank.communicate()[0] for rank in ranks]
     deadline.cancel()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)[-4000:]
+    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(outputs)[-4000:]
 
 
 def join() -> None:

@@ -180,6 +180,12 @@ def test_low_precision(compiled: Callable[..., Any], dtype: torch.dtype) -> None
         assert [v.dtype for v in compiled(f)(torch.randn(4, 4))] == [dtype] * 3
 
 
+@ways
+def test_on_the_meta_device_it_converts_what_arrives(compiled: Callable[..., Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, dtype=LOW), keep_fp32(nn.Linear(4, 4))).to("meta")
+    assert compiled(model)(torch.empty(2, 4, dtype=LOW, device="meta")).dtype == HIGH
+
+
 def test_what_is_converted() -> None:
     arguments = {
         "half": torch.ones(2, dtype=torch.float16),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import isnan
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.fx import GraphModule
 
 from ampcompile.compiler.backend import rewrite
 from ampcompile.compiler.call_state import current_call
+from ampcompile.compiler.left_to_autocast import LEFT
 from ampcompile.compiler.lower import lower
 from ampcompile.compiler.module_names import module_names, modules_of
 from ampcompile.config import Options
@@ -26,7 +28,7 @@ from ampcompile.torch_private import compiled_functions, dynamo_caches, joint_gr
 from ampcompile.torch_private.patches import uncompiled
 
 from .high_precision import is_floating
-from .numbers import ratio, relative_error
+from .numbers import find_not_finite, ratio, relative_error
 from .result import Audit
 from .run import Session, interpreters
 
@@ -83,15 +85,19 @@ class _Call:
                     "audit found no op to compare: Dynamo compiled nothing of the call. Pass a module or function that "
                     "computes with tensors; TORCH_LOGS=graph_breaks says why Dynamo left it alone."
                 )
-            outputs = self._output_errors(session, result)
+            outputs = self._outputs(session, result)
             if self.settings.backward and (loss := self._loss(result, backend)) is not None:
                 loss.backward()
         gradients = session.gradient_errors()
+        compared = [squares for squares in gradients.values() if not isnan(squares[0])] or [*gradients.values()]
+        pairs = {f"output {i}": pair for i, pair in enumerate(outputs)}
+        pairs |= {f"gradient of {name}": pair for name, pair in session.gradients.items()}
         return Audit(
             ops=session.ops,
-            outputs=outputs,
+            outputs=[relative_error(*pair) for pair in outputs],
             gradients={name: ratio(*squares) for name, squares in gradients.items()},
-            gradient_error=ratio(*map(sum, zip(*gradients.values(), strict=True))) if gradients else None,
+            gradient_error=ratio(*map(sum, zip(*compared, strict=True))) if compared else None,
+            not_finite=session.not_finite | {name: share for name, pair in pairs.items() if (share := _share(*pair))},
             unmeasured=sorted(session.unmeasured),
             against=self.settings.against,
         )
@@ -104,24 +110,28 @@ class _Call:
                 return lower(gm, example_inputs, run_as)
             rewritten = rewrite(gm, example_inputs, run_as).graph
             inputs = [
-                names.get(id(value), node.name) if isinstance(value, Tensor) and value.is_leaf else None
+                names.get(id(value), node.name) + number if isinstance(value, Tensor) and value.is_leaf else None
                 for node, value in zip(placeholders(gm), example_inputs, strict=True)
+                for number in _numbers(value)
             ]
-            run_passes([BindWeightsEagerly()], rewritten)
-            lowering.forget_output_values(rewritten)
+            left = LEFT in rewritten.meta
+            if not left:
+                run_passes([BindWeightsEagerly()], rewritten)
+                lowering.forget_output_values(rewritten)
             forward, backward = interpreters(session, module_names(current_call.callable or self.f), inputs)
-            return joint_graphs.aot_interpreted(rewritten, example_inputs, forward, backward)
+            return joint_graphs.aot_interpreted(rewritten, example_inputs, forward, backward, under_autocast=left)
 
         interpret.amp_options = lambda **_: self.options  # type: ignore[attr-defined]
         return interpret
 
-    def _output_errors(self, session: Session, result: Any) -> list[float]:
-        """Of each floating tensor that `f` returned, or if no graph made them, of those that the last graph made."""
+    def _outputs(self, session: Session, result: Any) -> list[tuple[Tensor, Tensor]]:
+        """Both runs' values of each floating tensor that `f` returned, or if no graph made them, of the last one's."""
         if not self.settings.cumulative:
             return []
-        leaves = [leaf for leaf in pytree.tree_leaves(result) if is_floating(leaf)]
+        parts = [part for leaf in pytree.tree_leaves(result) for part in compiled_functions.parts_of(leaf)]
+        leaves = [part for part in parts if is_floating(part)]
         known = [leaf for leaf in leaves if leaf in session.exact] or session.returned
-        return [relative_error(leaf.detach(), session.exact[leaf]) for leaf in known]
+        return [(leaf.detach(), session.exact[leaf]) for leaf in known]
 
     def _loss(self, result: Any, backend: Any) -> Tensor | None:
         """What is differentiated. Compiled like `f`: gradients may be lost to underflow where they enter the graph."""
@@ -133,6 +143,19 @@ class _Call:
         backend.amp_options = lambda **_: replace(self.options, policy=Policy())
         loss, argument = (_mean_squares, leaves) if self.settings.loss is None else (self.settings.loss, result)
         return torch.compile(loss, backend=backend, dynamic=self.dynamic)(argument)
+
+
+def _share(found: Tensor, exact: Tensor) -> float:
+    """The share of the elements that aren't finite in a run."""
+    mixed, high = find_not_finite(found, exact)
+    return float((mixed | high).double().mean()) if mixed.numel() else 0.0
+
+
+def _numbers(value: Any) -> list[str]:
+    """What is added to the name of a graph input for each part of it: a number, where it holds several tensors."""
+    parts = compiled_functions.parts_of(value)
+    several = sum(isinstance(part, Tensor) for part in parts) > 1
+    return [f"[{i}]" if several else "" for i in range(len(parts))]
 
 
 def _mean_squares(values: list[Tensor]) -> Tensor:

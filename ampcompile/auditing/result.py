@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +32,11 @@ class Audit:
     unmeasured: Sequence[str]
     """Ops that don't run in high precision: the exact run goes on with the mixed run's numbers after them."""
     against: torch.dtype
+    not_finite: Mapping[str, float] = field(default_factory=dict)
+    """Share of the elements that are NaN or infinite, by name: of inputs, and in either run of outputs and gradients.
+
+    Of these only what has any; infinities that both runs have don't count there.
+    """
     policy: Policy = Policy()  # noqa: RUF009
     with_policy: Callable[[Policy, bool], Audit] | None = None
 
@@ -45,20 +51,28 @@ class Audit:
         return next((op.place for op in self.ops if op.numbers.overflowed), None)
 
     @property
+    def first_not_finite(self) -> Place | None:
+        """The first op with NaN in either run, or with an infinity in one alone; its operands may have some already."""
+        return next((op.place for op in self.ops if op.numbers.not_finite or op.numbers.not_finite_exact), None)
+
+    @property
     def first_underflow(self) -> Place | None:
         """The first op that flushed a number to zero that float32 would have kept."""
         return next((op.place for op in self.ops if op.numbers.flushed), None)
 
     @property
     def error(self) -> float:
-        """The worst of the errors of the outputs and of all gradients together. Raises AuditError if there is none."""
+        """The worst of the errors of the outputs and of all gradients together. Raises AuditError if there is none.
+
+        NaN if one is: then nothing is known of it.
+        """
         found = [*self.outputs, *([self.gradient_error] if self.gradient_error is not None else [])]
         if not found:
             raise AuditError(
                 "audit has no error of the whole run: it was made with cumulative=False, or the call returned no "
                 "floating tensor. Audit with cumulative=True a call that returns what matters."
             )
-        return max(found)
+        return next(filter(math.isnan, found), max(found))
 
     def suggest(self, tolerance: float, trials: int = 60, progress: Callable[[str], None] | None = None) -> Policy:
         """A policy that keeps as few modules as it can in float32 so that `error` is at most `tolerance`.
@@ -77,6 +91,8 @@ class Audit:
             "outputs": list(self.outputs),
             "gradient_error": self.gradient_error,
             "gradients": dict(self.gradients),
+            "not_finite": dict(self.not_finite),
+            "first_not_finite": asdict(self.first_not_finite) if self.first_not_finite else None,
             "first_overflow": asdict(self.first_overflow) if self.first_overflow else None,
             "first_underflow": asdict(self.first_underflow) if self.first_underflow else None,
             "unmeasured": list(self.unmeasured),

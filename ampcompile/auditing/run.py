@@ -32,11 +32,18 @@ class Session:
         self.returned: list[Tensor] = []  # by the graph that ran last
         self.pending: list[_Saved] = []  # forward runs whose backward hasn't run
         self.gradients: dict[str, tuple[Tensor, Tensor]] = {}  # mixed and exact, summed over all uses
+        self.not_finite: dict[str, float] = {}  # by what the call was given: the share of its elements
 
     def exact_of(self, value: Any) -> Any:
         """The exact run's value of a graph input; one that no graph made is taken as exact."""
         known = self.exact.get(value) if isinstance(value, Tensor) else None
         return to_high_precision(value, self.against) if known is None else known
+
+    def look_at_inputs(self, names: list[str | None], values: list[Any]) -> None:
+        """Note which inputs hold NaN or infinities, as many as there are; None: of another graph."""
+        for name, value in zip(names, values, strict=False):
+            if name is not None and is_floating(value) and not value.isfinite().all():
+                self.not_finite[f"input {name}"] = 1 - float(value.isfinite().double().mean())
 
     def add_gradient(self, name: str, mixed: Tensor, exact: Tensor) -> None:
         """A gradient of an input; one that is used in several graphs has several."""
@@ -77,6 +84,7 @@ def interpreters(
 
         def forward_run(args: list[Any]) -> Any:
             session.ran = True
+            session.look_at_inputs(inputs, args)
             exact = [session.exact_of(arg) for arg in args] if session.cumulative else []
             values, exact_values = run(args, exact)
             if session.cumulative:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
 
+from .numbers import known
 from .records import group_by_module
 
 if TYPE_CHECKING:
@@ -22,6 +23,11 @@ def suggest(audit: Audit, tolerance: float, trials: int, progress: Callable[[str
         raise AuditError(
             f"found suggest(tolerance={tolerance!r}, trials={trials!r}); expected a relative error above 0, such as "
             "1e-2, and at least one trial."
+        )
+    if math.isnan(audit.error):
+        raise AuditError(
+            "found outputs or gradients in which no number is finite in both runs; expected some to compare. "
+            "audit.not_finite and audit.first_not_finite say where that begins: mend the model or its inputs there."
         )
     if audit.error <= tolerance:
         return audit.policy
@@ -68,7 +74,7 @@ def _suspects(audit: Audit) -> list[str]:
     """Modules that call ops, those first that add most: the squares of their ops' own relative errors, summed."""
 
     def added(module: str) -> float:
-        return sum((op.numbers.local or 0.0) ** 2 for op in audit.ops if op.module == module)
+        return sum(known(op.numbers.local) ** 2 for op in audit.ops if op.module == module)
 
     return sorted((m.module for m in group_by_module(audit.ops) if m.module), key=added, reverse=True)
 

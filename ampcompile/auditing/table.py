@@ -12,28 +12,45 @@ from rich.table import Table
 from ampcompile.dtypes import short_name
 from ampcompile.explaining.text import table_of, text_of
 
-from .numbers import Numbers
+from .numbers import Numbers, known
 from .records import ModuleNumbers, OpNumbers, Place
 
 if TYPE_CHECKING:
     from .result import Audit
 
-MODULES, OPS = 40, 10
-"""How many rows the tables have at most."""
+MODULES, OPS, NAMES = 40, 10, 3
+"""How many rows the tables have at most, and how many names a line."""
 NUMBERS = ("alone", "from start", "largest", "overflow", "to zero")
 """Headings of the columns that show a row's `Numbers`."""
 
 
 def render(audit: Audit, width: int | None = None) -> str:
     """The tables, at most `width` columns wide (default: the terminal's)."""
-    parts: list[str | Table] = [*_headlines(audit), "", _module_table(audit.modules), "", _op_table(audit.ops)]
+    lost = [op for op in audit.ops if op.numbers.not_finite or op.numbers.not_finite_exact]
+    exact = [f"in {short_name(audit.against)}"] if any(op.numbers.not_finite_exact for op in lost) else []
+    columns = [*NUMBERS, "not finite", *exact] if lost else NUMBERS
+    parts: list[str | Table] = [
+        *_headlines(audit, [op.numbers for op in lost]),
+        "",
+        _module_table(audit.modules, columns),
+        "",
+        _op_table(audit.ops, columns, lost),
+    ]
     if audit.unmeasured:
         parts.append(f"not run in high precision: {', '.join(audit.unmeasured)}")
     return text_of(parts, width)
 
 
-def _headlines(audit: Audit) -> list[str]:
-    lines = [f"mixed run against {short_name(audit.against)}: {len(audit.ops)} ops"]
+def _headlines(audit: Audit, lost: Sequence[Numbers]) -> list[str]:
+    exact = short_name(audit.against)
+    lines = [f"mixed run against {exact}: {len(audit.ops)} ops"]
+    if audit.not_finite:
+        named = [f"{name} ({_share(share)})" for name, share in audit.not_finite.items()]
+        lines.append(f"not finite: {_shorten(named)}")
+    if lost:
+        runs = {(True, True): "both runs", (True, False): "the mixed run", (False, True): f"the {exact} run"}
+        run = runs[lost[0].not_finite > 0, lost[0].not_finite_exact > 0]
+        lines.append(f"first not finite: {_where(audit.first_not_finite)}, in {run}; {len(lost)} ops in all")
     if audit.outputs:
         lines.append(f"relative error of the outputs: {', '.join(map(_error, audit.outputs))}")
     if audit.gradient_error is not None:
@@ -50,27 +67,33 @@ def _where(place: Place | None) -> str:
     return f"{place.op}{backward} in {place.module or 'no module'}, {os.path.basename(place.source) or 'unknown line'}"
 
 
-def _module_table(modules: Sequence[ModuleNumbers]) -> Table:
+def _shorten(names: Sequence[str]) -> str:
+    more = len(names) - NAMES
+    return ", ".join(names[:NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _module_table(modules: Sequence[ModuleNumbers], columns: Sequence[str]) -> Table:
     shown = sorted(modules, key=lambda m: _badness(m.numbers), reverse=True)[:MODULES]
     title = "module" if len(shown) == len(modules) else f"module (the worst {len(shown)} of {len(modules)})"
-    table = table_of([title], ["ops", *NUMBERS])
+    table = table_of([title], ["ops", *columns])
     for module in modules:
         if module in shown:
-            table.add_row(module.module or "(none)", str(module.ops), *_cells(module.numbers))
+            table.add_row(module.module or "(none)", str(module.ops), *_cells(module.numbers)[: len(columns)])
     return table
 
 
-def _op_table(ops: Sequence[OpNumbers]) -> Table:
-    table = table_of(["op, the worst first", "module", "line", "dtype"], NUMBERS)
-    for op in sorted(ops, key=lambda op: _badness(op.numbers), reverse=True)[:OPS]:
+def _op_table(ops: Sequence[OpNumbers], columns: Sequence[str], lost: Sequence[OpNumbers]) -> Table:
+    """The worst ops, the first of the `lost` ones above them: all that follow may have it from there."""
+    table = table_of(["op, the worst first", "module", "line", "dtype"], columns)
+    for op in sorted(ops, key=lambda op: (op in lost[:1], _badness(op.numbers)), reverse=True)[:OPS]:
         name = f"{op.op} (backward)" if op.backward else op.op
         row = (name, op.module or "(none)", os.path.basename(op.source), short_name(op.dtype))
-        table.add_row(*row, *_cells(op.numbers))
+        table.add_row(*row, *_cells(op.numbers)[: len(columns)])
     return table
 
 
 def _badness(numbers: Numbers) -> tuple[bool, float, float]:
-    return numbers.overflowed > 0, numbers.flushed, numbers.local or 0.0
+    return numbers.overflowed > 0, numbers.flushed, known(numbers.local)
 
 
 def _cells(numbers: Numbers) -> tuple[str, ...]:
@@ -80,11 +103,15 @@ def _cells(numbers: Numbers) -> tuple[str, ...]:
         f"{numbers.largest:.1e}",
         _share(numbers.overflowed),
         _share(numbers.flushed),
+        _share(numbers.not_finite),
+        _share(numbers.not_finite_exact),
     )
 
 
 def _error(value: float | None) -> str:
-    return "" if value is None else "infinite" if math.isinf(value) else f"{value:.1e}"
+    if value is None:
+        return ""
+    return "not finite" if math.isnan(value) else "infinite" if math.isinf(value) else f"{value:.1e}"
 
 
 def _share(value: float) -> str:

@@ -31,12 +31,14 @@ from . import eager_methods, mixed_operands, unmatched, widen_outputs
 from .call_state import current_call
 
 
-def disabled_by_user(device_type: str) -> bool:
-    """Whether the call stands in a `torch.autocast(device_type, enabled=False)` region: it then runs in float32.
+def runs_as_written(device_type: str) -> bool:
+    """Whether no autocast is to act: the device has none, or the call stands in a region that the user disabled.
 
-    Told by elimination, since nothing records which device a region was opened for: autocast is off for this
-    device, some region is open, and no other device's is on.
+    The latter is told by elimination, since nothing records which device a region was opened for: autocast is off for
+    this device, some region is open, and no other device's is on.
     """
+    if not autocast.is_available(device_type):
+        return True
     if torch.is_autocast_enabled(device_type) or autocast.autocast_nesting() == 0:
         return False
     return not autocast.any_autocast_enabled()
@@ -55,7 +57,7 @@ def autocast_for(device_type: str, options: Options) -> Iterator[None]:
         return
     current_call.callable = options
     try:
-        with contextlib.nullcontext() if disabled_by_user(device_type) else _region(device_type, options):
+        with contextlib.nullcontext() if runs_as_written(device_type) else _region(device_type, options):
             yield
     finally:
         current_call.callable = None
@@ -95,7 +97,7 @@ def device_finder(fn: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], str]:
 def _first_parameter(module: torch.nn.Module) -> tuple[torch.nn.Module | None, str]:
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
-            if parameter is not None:
+            if parameter is not None and not parameter.is_meta:  # whose numbers come from elsewhere in the call
                 return owner, name
     return None, ""
 
@@ -156,7 +158,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
             device_type = device_of(args, kwargs)
             mixed_operands.install(device_type)
             current_call.callable = fn
-            if disabled_by_user(device_type):
+            if runs_as_written(device_type):
                 return compiled(*args, **kwargs)
             ambient = torch.is_autocast_enabled(device_type)
             low = torch.get_autocast_dtype(device_type)

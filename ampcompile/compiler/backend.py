@@ -24,9 +24,10 @@ from ampcompile.passes.pipeline import fusion, pipeline
 from ampcompile.records import logs
 from ampcompile.torch_private import autocast, compiled_functions, dynamo_modules, tracing
 
-from . import ambient
+from . import ambient, left_to_autocast
 from .call_state import current_call
 from .double_backward import copy_with_bodies
+from .left_to_autocast import LEFT
 from .lower import lower
 from .module_names import module_names
 from .widen_outputs import LEAVING, find_leaving
@@ -34,7 +35,10 @@ from .widen_outputs import LEAVING, find_leaving
 
 @dataclass(frozen=True)
 class Rewritten:
-    """One graph as Dynamo gave it and as it is lowered; `history` says what each pass did, `capture` first."""
+    """One graph as Dynamo gave it and as it is lowered; `history` says what each pass did, `capture` first.
+
+    A graph that is left to autocast has none, and is lowered as Dynamo gave it.
+    """
 
     original: GraphModule
     graph: GraphModule
@@ -47,11 +51,22 @@ def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, wa
 
     `watch(pass, graph)` is called after each pass.
     """
+    if reason := left_to_autocast.find_reason(gm):
+        return _leave(gm, example_inputs, options, reason)
     names = module_names(current_call.callable)
     if options.policy.modules:
         dynamo_modules.guard_modules_of_frame(gm, names)
     with name_modules(names), _collect_rarely():
         return _rewrite(gm, example_inputs, options, watch)
+
+
+def _leave(gm: GraphModule, example_inputs: Sequence[Any], options: Options, reason: str) -> Rewritten:
+    """Leave a graph to autocast, and say so."""
+    left_to_autocast.warn_of_policy(reason, options.policy)
+    gm.meta[LEFT], gm.meta[LEAVING] = reason, find_leaving(gm, gm)
+    if (logged := logs.watcher(example_inputs)) is not None:
+        logs.log_graph(logged.record(gm, gm, (), reason))
+    return Rewritten(gm, gm, options, ())
 
 
 @contextlib.contextmanager
@@ -131,8 +146,8 @@ def _estimate(
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:
-    devices = [v.device.type for v in example_inputs if isinstance(v, torch.Tensor)]
-    return next((d for d in devices if d != "cpu"), "cpu")
+    devices = {v.device.type: None for v in example_inputs if isinstance(v, torch.Tensor)}
+    return next((d for d in devices if d != "cpu" and autocast.is_available(d)), "cpu")
 
 
 def _weight_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], bool]:

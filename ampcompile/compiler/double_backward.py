@@ -36,7 +36,7 @@ _EAGERLY = (
 _DRAWS = "draws random numbers, as dropout does" + _EAGERLY
 _READS_OLD = "reads an input that it also writes to" + _EAGERLY
 _WRITES = "writes to an input in place" + _EAGERLY
-_SUBCLASSES = "takes or returns tensor subclasses" + _EAGERLY
+SUBCLASSES = "takes or returns tensor subclasses" + _EAGERLY
 _ELSEWHERE = "was called by other means than torch.compile" + _EAGERLY
 _WRITTEN = "read an input that was written since: expected it as it was; take the gradient before the write"
 
@@ -57,15 +57,20 @@ def copy_with_bodies(gm: GraphModule) -> GraphModule:
 
 
 class DoubleBackward:
-    """The second way to differentiate one compiled graph: `function` is AOTAutograd's, `gm` the graph as rewritten."""
+    """The second way to differentiate one compiled graph: `function` is AOTAutograd's, `gm` the graph as rewritten.
 
-    def __init__(self, gm: GraphModule, function: compiled_functions.AutogradFunction) -> None:
+    `refusal`: why there is none, where that is known already.
+    """
+
+    def __init__(
+        self, gm: GraphModule, function: compiled_functions.AutogradFunction, refusal: str | None = None
+    ) -> None:
         self._gm, self._function = gm, function
         self._thread = threading.local()  # .args: of the call that this thread is in
         self._slots = compiled_functions.result_slots(function)
         self._sources: list[int | None] | None = None  # which input of the graph an argument of the function is
         self._watched: list[int] = []  # the inputs whose versions are kept
-        self.refusal = self._refusal()
+        self.refusal = refusal or self._refusal()
         compiled_functions.survive_kept_graphs(function)
         compiled_functions.intercept(function, self._remember, self._backward)
 
@@ -87,7 +92,7 @@ class DoubleBackward:
         if compiled_functions.writes_to_differentiated_inputs(self._function):
             return _WRITES
         if compiled_functions.takes_apart_subclasses(self._function):
-            return _SUBCLASSES
+            return SUBCLASSES
         run_passes(replay(), self._gm)
         return CLOSED if has_closed_backward(self._gm) else None
 

@@ -65,12 +65,12 @@ def export(
         )
     parsed = replace(Options.parse(options), lower="eager")
     device_type = ambient.device_finder(getattr(model, "forward", model))(args, kwargs or {})
-    within = torch.is_autocast_enabled(device_type)
+    within = autocast.is_on(device_type)
     with ambient.autocast_for(device_type, parsed):
         with _AsCaptured():
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
         graph = _rewrite(program, parsed, model, device_type)
-        if parsed.outputs == "float32" and not within and torch.is_autocast_enabled(device_type):
+        if parsed.outputs == "float32" and not within and autocast.is_on(device_type):
             _widen_outputs(graph, torch.get_autocast_dtype(device_type))
         return _with_graph(program, graph)
 

@@ -15,7 +15,7 @@ from ampcompile.config import Options
 from ampcompile.kernels.packed_conv import CONVOLVE, PACKED_CONV, convolve_arguments
 from ampcompile.kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
 from ampcompile.passes import pipeline
-from ampcompile.passes.analysis.aliasing import inputs_written_below_autograd
+from ampcompile.passes.analysis.aliasing import inputs_written_below_autograd, reads_data
 from ampcompile.passes.base import Watch, run_passes
 from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
 from ampcompile.passes.weight_copy import Slot
@@ -24,6 +24,7 @@ from ampcompile.torch_private import autocast, compiled_functions, lowering, tra
 from . import double_backward, widen_outputs
 from .cache_key import cache_key
 from .decompositions import decompositions
+from .left_to_autocast import LEFT, lower_as_made
 from .plain_graph import exclude_autocast
 
 
@@ -32,9 +33,14 @@ def lower(
 ) -> Callable[..., Any]:
     """The callable that Dynamo installs. Casts are explicit in `gm`: no autocast acts while it is lowered or runs.
 
+    That is, unless `gm` is left to autocast.
+
     `watch` sees the graph after differentiation, and after each pass on it (`aot_eager` only).
     """
     leaves = widen_outputs.adapt_to_caller(gm)
+    if LEFT in gm.meta:
+        tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
+        return leaves(_invalidate_after(lower_as_made(gm, example_inputs, options), tensors if reads_data(gm) else []))
     copies = [node for node in gm.graph.find_nodes(op="placeholder") if "amp_copy" in node.meta]
     slots = [node.meta["amp_copy"] for node in copies]
     inputs = [*example_inputs, *(node.meta["val"] for node in copies)]
@@ -43,7 +49,7 @@ def lower(
 
     def around(compiled: Callable[..., Any]) -> Callable[..., Any]:
         run = _with_copies(compiled, slots, options) if slots else compiled
-        return leaves(_invalidate_after(run, written) if written else run)
+        return leaves(_invalidate_after(run, written))
 
     if options.lower == "eager":
         return around(exclude_autocast(gm))
@@ -110,6 +116,8 @@ def _with_copies(compiled: Callable[..., Any], slots: Sequence[Slot], options: O
 
 def _invalidate_after(run: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:
     """After each run, mark the copies of inputs that the graph writes to without a trace as out of date."""
+    if not written:
+        return run
 
     def run_and_tell(*args: Any) -> Any:
         try:

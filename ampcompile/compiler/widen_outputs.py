@@ -101,13 +101,19 @@ def find_leaving(original: GraphModule, captured: GraphModule) -> LeavingResults
     made = captured.graph.output_node().args[0]
     for cast in {made[i]: None for i in indices}:
         cast.meta["amp_cast"] = Cast("output", BECAUSE)
-    low = made[indices[0]].args[0].meta["val"].dtype
+    low = _value(made[indices[0]].args[0]).dtype
     return LeavingResults(tuple(indices), low, results[indices[0]].meta["amp_note"], _dtypes(captured))
 
 
 def _dtypes(gm: GraphModule) -> tuple[torch.dtype | None, ...]:
-    values = (getattr(result, "meta", {}).get("val") for result in gm.graph.output_node().args[0])
+    values = map(_value, gm.graph.output_node().args[0])
     return tuple(value.dtype if isinstance(value, torch.Tensor) else None for value in values)
+
+
+def _value(node: Any) -> Any:
+    """The fake value of a captured node, or of one of Dynamo's."""
+    meta = getattr(node, "meta", {})
+    return meta.get("val", meta.get("example_value"))
 
 
 def adapt_to_caller(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from ampcompile.compiler.ambient import options_of
 from ampcompile.compiler.backend import rewrite
+from ampcompile.compiler.left_to_autocast import find_reason
 from ampcompile.compiler.lower import lower
 from ampcompile.config import Options
 from ampcompile.records.casts import GraphRecord
@@ -62,9 +63,11 @@ def _recorder(options: Options, graphs: list[GraphRecord], through_inductor: boo
         if compiled_functions.is_backward(example_inputs):
             return lower(gm, example_inputs, run_as)
         watcher = Watcher(example_inputs)
-        watcher.totals += eager_totals(gm, example_inputs)
+        left = find_reason(gm)
+        if not left:
+            watcher.totals += eager_totals(gm, example_inputs)
         rewritten = rewrite(gm, example_inputs, run_as, watcher.watch)
-        seen = watcher.record(gm, rewritten.graph, rewritten.history)
+        seen = watcher.record(gm, rewritten.graph, rewritten.history, left)
         joint = JointWatcher()
         with structured_trace.artifacts_of_this_compile() as artifacts:
             compiled = lower(rewritten.graph, example_inputs, run_as, joint.watch)

@@ -25,7 +25,8 @@ def render(
         parts.append(_headline(index, len(graphs), graph))
         if graph.casts:
             parts.append(_cast_table(graph.casts, reasons))
-        parts.append(_op_table(graph.ops, reasons))
+        if not graph.left:
+            parts.append(_op_table(graph.ops, reasons))
         if graph.reason:
             parts.append(f"graph break after graph {index}: {graph.reason.splitlines()[0]}")
         parts.append("")
@@ -50,7 +51,8 @@ class _Footnotes:
 
 
 def _headline(index: int, count: int, graph: GraphRecord) -> str:
-    return f"graph {index} of {count}: {graph.precision}, {len(graph.ops)} ops, {len(graph.casts)} casts"
+    counts = f", {len(graph.ops)} ops, {len(graph.casts)} casts" if not graph.left else ""
+    return f"graph {index} of {count}: {graph.precision}{counts}"
 
 
 def _layers(path: str) -> str:

@@ -101,6 +101,7 @@ class GraphRecord:
     """One graph that Dynamo found. `reason`: why it ends here; empty if the function ends."""
 
     precision: str
+    """Of each device type; of a graph that is left to autocast also why."""
     reason: str
     code: str
     numbered_casts: Mapping[int, CastRecord]
@@ -115,6 +116,8 @@ class GraphRecord:
     """Whether low precision is worth its casts here; None where nothing is low."""
     joint_code: str = ""
     """Forward and backward as one graph, after the passes on it; without gradients, forward alone."""
+    left: bool = False
+    """Whether it is left to autocast: it then has no records of ops and casts."""
     final_code: str = ""
     """What is run: the graphs that AOTAutograd makes of it, or Inductor where explaining lowers through it."""
 

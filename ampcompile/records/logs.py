@@ -89,15 +89,10 @@ def warn_of_emulation(estimated: Estimate) -> None:
 
 def log_graph(graph: GraphRecord) -> None:
     """Log one rewritten graph and hand it to the structured trace."""
-    hoisted = sum("hoisted" in cast.fate for cast in graph.casts)
-    log.info(
-        "%s, %d ops, %d casts (%d hoisted), %s",
-        graph.precision,
-        len(graph.ops),
-        len(graph.casts),
-        hoisted,
-        ", ".join(_timing(applied) for applied in graph.history),
-    )
+    hoisted, counts = sum("hoisted" in cast.fate for cast in graph.casts), ""
+    if not graph.left:
+        counts = f", {len(graph.ops)} ops, {len(graph.casts)} casts ({hoisted} hoisted), "
+    log.info("%s%s%s", graph.precision, counts, ", ".join(_timing(applied) for applied in graph.history))
     if log.isEnabledFor(logging.DEBUG):
         for op in graph.ops:
             log.debug("%s", _of_op(op))

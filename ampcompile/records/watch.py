@@ -15,6 +15,7 @@ from ampcompile.passes.base import Applied, Pass
 from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.graph import UNDECIDED, is_static, placeholders
+from ampcompile.torch_private import autocast
 
 from .casts import CastRecord, GraphRecord, OpRecord, cast_nodes, casts_of, fusions_of, ops_of
 from .graph import NodeRecord, nodes_of
@@ -54,11 +55,17 @@ class Watcher:
             self.casts[number] = replace(record, fate=there.get(number, gone))
         self._there &= there.keys()
 
-    def record(self, original: GraphModule, rewritten: GraphModule, history: Sequence[Applied]) -> GraphRecord:
-        """All that was seen of the graph that Dynamo gave as `original`. Before it is lowered, which changes it."""
+    def record(
+        self, original: GraphModule, rewritten: GraphModule, history: Sequence[Applied], left: str = ""
+    ) -> GraphRecord:
+        """All that was seen of the graph that Dynamo gave as `original`. Before it is lowered, which changes it.
+
+        `left`: why the graph is left to autocast; empty if it isn't.
+        """
         reason = getattr(original, "compile_subgraph_reason", None)
         return GraphRecord(
-            precision=self.precision,
+            precision=f"{self.precision}, left to autocast: {left}" if left else self.precision,
+            left=bool(left),
             reason=reason.reason if reason is not None and reason.graph_break else "",
             code=rewritten.print_readable(print_output=False),
             numbered_casts=self.casts,
@@ -97,8 +104,7 @@ def _precision(example_inputs: Sequence[Any]) -> str:
     devices = sorted({v.device.type for v in example_inputs if isinstance(v, torch.Tensor)}) or ["cpu"]
     return ", ".join(
         f"{device} in {short_name(torch.get_autocast_dtype(device))}"
-        if torch.is_autocast_enabled(device)
+        if autocast.is_on(device)
         else f"{device} without autocast"
         for device in devices
-        if torch.amp.is_autocast_available(device)
     )

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Iterator
 
 import torch
 
 _INERT_DEVICE = "ipu"  # has autocast state, and no kernels in any torch build since 2.3
+
+
+is_available = functools.cache(torch.amp.is_autocast_available)  # for a device type; asked at every call
+
+
+def is_on(device_type: str) -> bool:
+    """Whether autocast is on for a device type in this thread; never for one that has none."""
+    return is_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def autocast_nesting() -> int:

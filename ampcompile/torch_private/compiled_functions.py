@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch._functorch import config
 from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import patches
 
@@ -106,6 +107,16 @@ def written_arguments(function: AutogradFunction) -> list[int]:
 def takes_apart_subclasses(function: AutogradFunction) -> bool:
     """Whether arguments or results are tensor subclasses, which the function unwraps and wraps."""
     return function.maybe_subclass_metadata is not None
+
+
+def parts_of(value: Any) -> list[Any]:
+    """What AOTAutograd takes an argument apart into: what a tensor subclass holds, else the value itself.
+
+    That is tensors, and from 2.13 on what describes them: the mesh of a DTensor.
+    """
+    if not isinstance(value, torch.Tensor) or not is_traceable_wrapper_subclass(value):
+        return [value]
+    return [part for name in value.__tensor_flatten__()[0] for part in parts_of(getattr(value, name))]
 
 
 def graph_is_kept() -> bool:

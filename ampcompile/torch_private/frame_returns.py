@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables import LazyVariableTracker, TensorVariable
@@ -14,6 +15,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch.fx import Node
 
+from .compiled_functions import parts_of
 from .patches import Wrap
 
 Frame = Any
@@ -161,7 +163,15 @@ def _memory(node: Node) -> Any:
 
 
 def memory_of(value: Any) -> Any:
-    """What tells tensors that share memory, fake ones too; None where that can't be told."""
+    """What tells tensors that share memory, fake ones too; None where that can't be told.
+
+    What holds tensors, or is one that a transform of torch.func has wrapped, has the memory of those inside.
+    """
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
-    return value.untyped_storage()._cdata
+    if is_functorch_wrapped_tensor(value):
+        return memory_of(get_unwrapped(value))
+    parts = [part for part in parts_of(value) if isinstance(part, torch.Tensor)]
+    if parts[0] is value:
+        return value.untyped_storage()._cdata
+    return memory_of(parts[0]) if len(parts) == 1 else tuple(map(memory_of, parts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,10 +16,13 @@ Run = Callable[[list[Any]], Any]
 Interpret = Callable[[GraphModule], Run]
 
 
-def aot_interpreted(gm: GraphModule, inputs: Sequence[Any], forward: Interpret, backward: Interpret) -> Any:
+def aot_interpreted(
+    gm: GraphModule, inputs: Sequence[Any], forward: Interpret, backward: Interpret, under_autocast: bool = False
+) -> Any:
     """AOTAutograd's callable for `gm`, which runs as `forward(graph)` and `backward(graph)` say; lists in, lists out.
 
     The graphs are functional: nothing is written in place. Whatever backward reads is saved, nothing is recomputed.
+    `under_autocast`: the casts of the autocast now open become part of them.
     """
     from functorch.compile import default_partition
     from torch._dynamo.backends.common import aot_autograd
@@ -37,7 +41,7 @@ def aot_interpreted(gm: GraphModule, inputs: Sequence[Any], forward: Interpret, 
 
         return compile_graph
 
-    with autocast.lowering_without_autocast():
+    with contextlib.nullcontext() if under_autocast else autocast.lowering_without_autocast():
         return aot_autograd(
             fw_compiler=compiler(forward),
             bw_compiler=compiler(backward),

@@ -128,7 +128,7 @@ class Aliases:
 
 def inputs_written_below_autograd(gm: GraphModule) -> list[int]:
     """Which inputs, copies aside, may be written through `.data` or be given other data: no version tells."""
-    if not _reads_data(gm):
+    if not reads_data(gm):
         return []
     memory = Aliases(gm.graph)
     tensors = [(i, n) for i, n in enumerate(placeholders(gm)) if isinstance(n.meta.get("val"), Tensor)]
@@ -179,8 +179,9 @@ def returned_values(graph: Graph) -> set[Node]:
     return found
 
 
-def _reads_data(gm: GraphModule) -> bool:
-    return any(is_below_autograd(node.target) for node in gm.graph.nodes) or any(_reads_data(b) for _, b in bodies(gm))
+def reads_data(gm: GraphModule) -> bool:
+    """Whether a graph, or a body it calls, reads or assigns some tensor's `.data`, as Dynamo writes it."""
+    return any(is_below_autograd(node.target) for node in gm.graph.nodes) or any(reads_data(b) for _, b in bodies(gm))
 
 
 def _writes(body: GraphModule) -> bool:

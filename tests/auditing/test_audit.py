@@ -1,6 +1,7 @@
 """The audit tells how wrong a mixed run is and where, and leaves everything else as it was."""
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -62,6 +63,79 @@ def test_gradients_that_underflow_are_found() -> None:
     assert audit.gradient_error == pytest.approx(1, abs=0.5)  # next to nothing is left of them
     scaled = ampcompile.audit(model, dtype=HALF, loss=lambda y: mean_square(y) * 2**10)(torch.randn(4, 8))
     assert scaled.first_underflow is None
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
+
+
+def test_inputs_that_are_not_finite_are_named() -> None:
+    for value in (NAN, INF):
+        x = torch.randn(4, 8)
+        x[1, :4] = value
+        audit = ampcompile.audit(layers())(x)
+        assert audit.not_finite["input l_args_0_"] == 4 / 32 and audit.not_finite["output 0"] == 1 / 4
+        assert audit.first_not_finite is not None and audit.first_overflow is None
+        assert audit.outputs[0] < 0.1, "of the rows that are finite"
+        assert set(audit.gradients) == {name for name, _ in layers().named_parameters()}
+        assert math.isnan(audit.error) and audit.not_finite["gradient of 0.weight"] == 1
+        assert "not finite: input l_args_0_ (12.5%)" in str(audit)
+    audit = ampcompile.audit(layers(), cumulative=False)(torch.full((4, 8), NAN))
+    assert audit.not_finite == {"input l_args_0_": 1} and audit.first_not_finite is not None
+
+
+def test_a_weight_that_is_not_finite_is_named() -> None:
+    model = layers()
+    model[2].bias.data[0] = NAN
+    audit = ampcompile.audit(model, backward=False)(torch.randn(4, 8))
+    assert audit.not_finite == {"input 2.bias": 0.5, "output 0": 0.5}
+
+
+def in_both(x: Tensor, w: Tensor) -> Tensor:
+    return (0 * (x @ w)) / 0
+
+
+def in_mixed(x: Tensor, w: Tensor) -> Tensor:
+    y = (x * 300) @ (w * 300)  # beyond float16
+    return y - y
+
+
+def in_exact(x: Tensor, w: Tensor) -> Tensor:
+    return (1 - (x @ w)).sqrt()  # 1.001, which 16 bits round to 1
+
+
+@pytest.mark.parametrize(
+    ("f", "op", "text", "error"),
+    [
+        (in_both, "aten.div", "both runs", NAN),
+        (in_mixed, "aten.mm", "the mixed run", INF),
+        (in_exact, "aten.sqrt", "the f64 run", INF),
+    ],
+)
+def test_an_op_that_gives_no_number_is_named(f: Callable[..., Tensor], op: str, text: str, error: float) -> None:
+    x, w = torch.full((4, 4), 0.25), torch.full((4, 4), 1.001)
+    audit = ampcompile.audit(f, dtype=HALF if f is in_mixed else torch.bfloat16, backward=False)(x, w)
+    first = audit.first_not_finite
+    assert first is not None and first.op == op and f", in {text}; " in str(audit)
+    assert (audit.first_overflow is None) == (f is not in_mixed)
+    assert audit.not_finite == {"output 0": 1} and audit.outputs == pytest.approx([error], nan_ok=True)
+
+
+def test_gradients_that_are_not_finite_are_named() -> None:
+    w = torch.zeros(4, requires_grad=True)
+    audit = ampcompile.audit(lambda x, w: (x * 0 * w.sqrt()).sum())(torch.randn(4), w)
+    first = audit.first_not_finite
+    assert first is not None and first.backward and audit.not_finite == {"gradient of l_w_": 1}
+    assert audit.outputs == [0] and math.isnan(audit.error)
+
+
+def test_masks_of_infinities_are_as_they_should_be() -> None:
+    mask = torch.ones(4, 4, dtype=torch.bool).triu(1)
+    audit = ampcompile.audit(lambda x, w: (x @ w).masked_fill(mask, -INF).softmax(-1))(torch.randn(4, 4), torch.eye(4))
+    assert not audit.not_finite and audit.first_not_finite is None and "not finite" not in str(audit)
 
 
 def test_the_error_alone_is_that_of_one_op_on_the_mixed_runs_inputs() -> None:

@@ -1,6 +1,7 @@
 """What an audit says of itself: the worst error, the first overflow and flush, and all of it for JSON."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -37,6 +38,24 @@ def test_the_error_is_the_worst_of_outputs_and_gradients() -> None:
     assert replace(AUDIT, outputs=[]).error == 0.2
     with pytest.raises(AuditError, match="no error of the whole run"):
         _ = replace(AUDIT, outputs=[], gradient_error=None).error
+
+
+def test_an_error_of_which_nothing_is_known_is_no_small_error() -> None:
+    for outputs, gradients in (([math.nan, 0.3], 0.2), ([0.1], math.nan)):
+        audit = replace(AUDIT, outputs=outputs, gradient_error=gradients)
+        assert math.isnan(audit.error)
+        with pytest.raises(AuditError, match="found outputs or gradients in which no number is finite in both runs"):
+            audit.suggest(0.1)
+
+
+def test_the_first_op_that_is_not_finite_is_told() -> None:
+    assert AUDIT.first_not_finite is None
+    lost = replace(AUDIT.ops[0], numbers=Numbers(0.1, None, 2.0, 0.0, 0.0, 8, not_finite_exact=0.5))
+    found = replace(AUDIT, ops=[AUDIT.ops[1], lost], not_finite={"output 0": 0.5})
+    assert found.first_not_finite is not None and found.first_not_finite.op == "fine"
+    told = found.as_dict()
+    assert (told["not_finite"], told["first_not_finite"]["op"]) == ({"output 0": 0.5}, "fine")
+    assert AUDIT.as_dict()["first_not_finite"] is None and AUDIT.as_dict()["not_finite"] == {}
 
 
 def test_json_holds_all_of_it() -> None:

@@ -1,6 +1,7 @@
 """An audit as text: what is worst stands first, numbers are short, and everything fits."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,6 +41,28 @@ def test_the_head_tells_of_the_whole_run() -> None:
         "first flush to zero: none",
     ]
     assert text.splitlines()[-1] == "not run in high precision: my.op, my.other"
+
+
+def test_what_is_not_finite_is_named_first() -> None:
+    fine, large = op("aten.add", "a"), op("aten.mm", "", overflowed=0.5)
+    lost = [
+        replace(fine, numbers=replace(fine.numbers, local=math.nan, not_finite=m, not_finite_exact=e))
+        for m, e in ((0.5, 0.0), (1.0, 1.0), (0.0, 0.25))
+    ]
+    inputs = {f"input x{i}": 0.5 for i in range(5)}
+    for first, run in zip(lost, ("the mixed run", "both runs", "the f64 run"), strict=True):
+        later = replace(first, place=replace(first.place, op="aten.sub"))
+        text = render(replace(audit(large, first, later), not_finite=inputs), 160)
+        assert text.splitlines()[1:3] == [
+            "not finite: input x0 (50.0%), input x1 (50.0%), input x2 (50.0%) and 2 more",
+            f"first not finite: aten.add in a, model.py:7, in {run}; 2 ops in all",
+        ]
+        table = rows(text, "op, the worst first")
+        assert table[0][0] == "aten.add" and table[1][:2] == ["aten.mm", "(backward)"], "before what overflows"
+        assert table[0][4:6] == ["not", "finite"]
+    assert "to zero not finite in f64" in text
+    assert "not finite" not in render(audit(fine), 160)
+    assert "in f64" not in render(audit(lost[0]), 160)
 
 
 def test_ops_are_sorted_by_overflow_then_flush_then_error() -> None:

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import ampcompile.backend
 from ampcompile.compiler import call_state
@@ -305,11 +306,35 @@ def test_code_between_graph_breaks_is_autocast_too():
 def test_the_device_is_that_of_the_first_parameter_or_tensor():
     found = ampcompile.compiler.ambient.device_finder
     assert found(Model().forward)((torch.zeros(1, device="meta"),), {}) == "cpu"
-    assert found(Model().to("meta").forward)((torch.zeros(1),), {}) == "meta"
+    on_gpu = nn.ReLU()
+    with FakeTensorMode():
+        on_gpu.weight = nn.Parameter(torch.empty(1, device="cuda"))
+    assert found(on_gpu.forward)((torch.zeros(1),), {}) == "cuda"
+    assert found(Model().to("meta").forward)((torch.zeros(1),), {}) == "cpu", "weights that are loaded in the call"
     assert found(nn.ReLU().forward)((torch.zeros(1, device="meta"),), {}) == "meta"
     assert found(len)((3, {"a": [torch.zeros(1, device="meta")]}), {}) == "meta"
     assert found(len)((), {"x": torch.zeros(1, device="meta")}) == "meta"
     assert found(len)((3,), {}) == getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
+
+
+@pytest.mark.parametrize("region", ["absent", "ambient", "disabled"])
+@pytest.mark.parametrize("lower", ["eager", "aot_eager", "inductor"])
+def test_a_model_on_the_meta_device_runs_as_written(lower, region):
+    run = torch.compile(nn.Sequential(Model(), nn.Linear(8, 3)).to("meta"), backend="amp", options={"lower": lower})
+    x = torch.empty(2, 8, device="meta", requires_grad=True)
+    with regions(region):
+        result = run(x)
+    result.sum().backward()
+    assert (result.device.type, result.dtype, result.shape, x.grad.dtype) == ("meta", HIGH, (2, 3), HIGH)
+
+
+def test_weights_that_leave_the_meta_device_are_autocast():
+    model = nn.Linear(8, 8, device="meta")
+    run = torch.compile(model, backend="amp", options={"lower": "aot_eager"})
+    assert run(torch.empty(2, 8, device="meta", dtype=LOW).to(HIGH)).dtype == HIGH
+    model.to_empty(device="cpu").reset_parameters()
+    x = torch.randn(2, 8)
+    assert same_bits(run(x), eager(model, x).float())
 
 
 def test_explain_and_introspection_of_dynamo_still_work():

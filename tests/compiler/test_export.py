@@ -87,6 +87,12 @@ def test_it_is_trained_as_the_compiled_model_is() -> None:
     assert same_bits(ours, gradients(model, lambda m: loss(compiled(m)))) and all(g is not None for g in ours)
 
 
+def test_a_model_on_the_meta_device_is_exported_as_written() -> None:
+    x = torch.empty(5, 8, device="meta")
+    program = ampcompile.export(Mlp().to("meta"), (x,))
+    assert program.module()(x).dtype == HIGH and LOW not in dtypes_of(program, "to")
+
+
 def test_shapes_stay_dynamic() -> None:
     model, x = Mlp(), torch.randn(5, 8)
     program = ampcompile.export(model, (x,), {"scale": 2.0}, dynamic_shapes=({0: Dim("batch", min=2)}, None))

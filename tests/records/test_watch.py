@@ -36,6 +36,10 @@ def test_a_graph_says_under_which_autocast_it_was_traced(dtype, around, words: s
         assert record(double, torch.randn(2, 2), **({"dtype": dtype} if dtype else {})).precision == words
 
 
+def test_meta_tensors_are_without_autocast() -> None:
+    assert record(double, torch.empty(2, 2, device="meta")).precision == "meta without autocast"
+
+
 def test_the_casts_are_followed_to_their_end() -> None:
     layer = nn.Linear(4, 4, bias=False)
     with torch.no_grad():

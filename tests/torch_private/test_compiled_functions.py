@@ -99,6 +99,9 @@ def test_subclasses_are_taken_apart() -> None:
     for x, expected in ((two, True), (leaf(), False)):
         (function,), _, _ = compile_and_call(lambda x: x.sin(), x)
         assert compiled_functions.takes_apart_subclasses(function) == expected
+    a, b = torch.randn(4), torch.randn(4)
+    assert [id(part) for part in compiled_functions.parts_of(TwoTensor(a, TwoTensor(b, a)))] == [*map(id, (a, b, a))]
+    assert compiled_functions.parts_of(a)[0] is a and compiled_functions.parts_of(3) == [3]
 
 
 @pytest.mark.parametrize("survives", [True, False])

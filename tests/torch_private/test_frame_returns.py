@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ampcompile.torch_private import frame_returns, patches
 
@@ -156,3 +157,24 @@ def test_memory_is_shared_by_views_and_told_of_fake_tensors_too() -> None:
         assert frame_returns.memory_of(x) == frame_returns.memory_of(x[1:]) is not None
     assert frame_returns.memory_of(torch.randn(3)) is not frame_returns.memory_of(torch.eye(2).to_sparse()) is None
     assert frame_returns.memory_of(3) is None
+
+
+def test_memory_is_that_of_the_tensors_inside() -> None:
+    a, b = torch.randn(3), torch.randn(3)
+    memory = frame_returns.memory_of
+    assert memory(TwoTensor(a, b)) == memory(TwoTensor(a[:2], b[:2])) != memory(TwoTensor(b, a))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, lambda f: torch.func.vmap(torch.func.grad(f))])
+def test_what_a_transform_wraps_keeps_its_memory(transform: Any) -> None:
+    x = torch.randn(3, 2)
+    known = []
+
+    def f(value: Tensor) -> Tensor:
+        known.append(
+            frame_returns.memory_of(value) == frame_returns.memory_of(value.view(-1)) == x.untyped_storage()._cdata
+        )
+        return value.sum()
+
+    transform(f)(x)
+    assert known == [True]

@@ -1,0 +1,91 @@
+"""Transforms of torch.func around a compiled callable give what they give around it under eager autocast.
+
+Dynamo compiles nothing there: the callable runs eagerly, under the autocast of the call.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils._pytree import tree_leaves
+
+from tests.compiling import LOW, eager, error, same_bits
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh())
+
+
+def loss(f):
+    return lambda x: f(x).square().sum()
+
+
+def weights(f):
+    return {name: p.detach() for name, p in f.named_parameters()}
+
+
+def loss_of_weights(f):
+    return lambda weights, x: functional_call(f, weights, (x,)).square().sum()
+
+
+def pulled_back(f, x):
+    result, back = vjp(f, x)
+    return result, back(result.cos())
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: grad(loss(f))(x),
+    "grad of grad": lambda f, x: grad(lambda x: grad(loss(f))(x).sin().sum())(x),
+    "jvp": lambda f, x: jvp(f, (x,), (x.cos(),)),
+    "vjp": pulled_back,
+    "jacrev": lambda f, x: jacrev(f)(x[0]),
+    "jacfwd": lambda f, x: jacfwd(f)(x[0]),
+    "hessian": lambda f, x: hessian(loss(f))(x[0]),
+    "vmap": lambda f, x: vmap(f)(x),
+    "vmap of grad": lambda f, x: vmap(grad(loss(f)))(x),
+    "grad of weights": lambda f, x: grad(loss_of_weights(f))(weights(f), x),
+    "gradients of weights by row": lambda f, x: vmap(grad(loss_of_weights(f)), (None, 0))(weights(f), x),
+    "ensemble": lambda f, x: vmap(lambda w: functional_call(f, w, (x,)))(
+        {name: torch.stack([p, 2 * p]) for name, p in weights(f).items()}
+    ),
+}
+
+
+class Wide(Model):
+    """A model with the weights of another, whose result is float32."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.first, self.last = model.first, model.last
+
+    def forward(self, x):
+        return super().forward(x).float()
+
+
+@pytest.mark.parametrize("outputs", ["float32", "autocast"])
+@pytest.mark.parametrize("lower", ["eager", "aot_eager"])
+def test_transforms_have_the_bits_of_eager_autocast(lower, outputs):
+    model, x = Model(), torch.randn(4, 8)
+    run = torch.compile(model, backend="amp", options={"lower": lower, "outputs": outputs})
+    run(x).sum().backward()  # a compiled graph and copies of the weights are there
+    for name, transform in TRANSFORMS.items():
+        assert same_bits(transform(run, x), eager(transform, Wide(model) if outputs == "float32" else model, x)), name
+        with torch.autocast("cpu", LOW):
+            assert same_bits(transform(run, x), eager(transform, model, x)), name
+        model.first.weight.data *= 1.01  # a stale weight would show in what comes next
+    assert same_bits(run(x).float(), eager(model, x).float())
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_they_are_near_float64(name):
+    model, x = Model(), torch.randn(4, 8)
+    exact = tree_leaves(TRANSFORMS[name](copy.deepcopy(model).double(), x.double()))
+    run = torch.compile(model, backend="amp", options={"lower": "aot_eager"})
+    assert error(tree_leaves(TRANSFORMS[name](run, x)), exact) < 5e-2
