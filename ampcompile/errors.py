@@ -107,7 +107,8 @@ class StaleWeightError(AmpError, RuntimeError):
     Only on a GPU. `ampcompile.invalidate` after such a write prevents it:
 
     >>> loss = compiled(x).sum()  # its backward waits
-    >>> model.weight.detach().numpy()[:] = 0
+    >>> import ctypes
+    >>> written = ctypes.memset(model.weight.data_ptr(), 0, model.weight.nbytes)  # as a kernel would, on a GPU
     >>> ampcompile.invalidate(model)
     >>> torch.equal(compiled(x)[0], model.bias.bfloat16().float())
     True

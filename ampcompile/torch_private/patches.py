@@ -120,6 +120,10 @@ COPIES = Group(
     undone="with the last copied weight",
     patches=(
         Patch("torch.Tensor.data", "gives out an alias with a version counter of its own"),
+        *(
+            Patch(f"torch.{name}", "gives out memory to write without a version counter")
+            for name in ("Tensor.numpy", "Tensor.__dlpack__", "utils.dlpack.to_dlpack", "to_dlpack")
+        ),
         Patch("torch.Tensor.set_", "shares another tensor's memory, not its version counter"),
         *(Patch(f"torch.Tensor.{name}", _NO_VERSION) for name in ("apply_", "map_", "map2_")),
         *(Patch(f"torch.UntypedStorage.{name}", _NO_VERSION) for name in ("__setitem__", "byteswap", "copy_", "fill_")),

@@ -55,6 +55,17 @@ def write_data(tensor: Tensor, value: Tensor) -> None:
     _SET_DATA(tensor, value)
 
 
+class Exported(Tensor):
+    """What a NumPy array or a DLPack capsule holds: while it lives, somebody can write its memory unseen."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def may_be_in_arrays(tensor: Tensor) -> bool:
+    """Whether a NumPy array may hold a tensor: its storage can't grow then, and nothing in C++ holds it."""
+    return type(tensor) is Tensor and not tensor.untyped_storage().resizable() and tensor_users(tensor) == 1
+
+
 def alias(tensor: Tensor) -> Tensor:
     """`tensor.detach()` below all modes and traces: the same memory and version counter, whatever becomes of it."""
     return Tensor._make_subclass(Tensor, tensor)

@@ -1,4 +1,4 @@
-"""Low-precision copies of weights: cast once per update, shared by all graphs, read only while proven fresh."""
+"""Low-precision copies of weights: cast once per update, shared by all graphs, read while torch shows no write."""
 
 from .binding import Binding, bind, free_copies, hoistable, invalidate, weight_stats
 from .lending import Loan, lend

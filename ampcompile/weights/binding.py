@@ -1,4 +1,4 @@
-"""Low-precision copies of weights that compiled graphs read: cast once per update, shared, never out of date."""
+"""Low-precision copies of weights that compiled graphs read: cast once per update, shared, fresh as far as shown."""
 
 from __future__ import annotations
 
@@ -179,7 +179,8 @@ def invalidate(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) -> 
     With a graph that reads one of them, all tensors that it keeps copies of are cast again: its buffers, and what it
     reads from attributes, closures and globals. Raises `WeightsError` for what is neither a module nor tensors.
 
-    >>> model.weight.detach().numpy()[0, 0] = 1.0
+    >>> import ctypes
+    >>> written = ctypes.memset(model.weight.data_ptr(), 0, model.weight.nbytes)
     >>> ampcompile.invalidate(model)
     """
     with lock:

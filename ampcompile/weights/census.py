@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
+
+from ampcompile.torch_private import storages
 
 from .memory import Memory, copied_memory_at
 
@@ -25,7 +30,8 @@ def unexplained(memories: Sequence[Memory], aliases: Sequence[Tensor]) -> list[M
 
     Found are kept views, a state_dict, the flat buffer of an optimizer: what is a tensor in Python. Walking the whole
     heap takes a tenth of a second where it holds a million objects. So no search goes beyond what was made lately once
-    all searches took a second and a twentieth of the process's time; weights are cast at each call until then.
+    all searches took a second and a twentieth of the process's time; weights are cast at each call until then. What
+    NumPy or DLPack gave out isn't searched for: it is no tensor that anybody could watch.
     """
     global _spent
     counts = {memory: 0 for memory in memories}
@@ -34,10 +40,11 @@ def unexplained(memories: Sequence[Memory], aliases: Sequence[Tensor]) -> list[M
     left = [memory for memory in counts if memory.examine(counts[memory])]
     start = time.monotonic()
     for generation in range(3):
-        if not left or (generation == 2 and _spent > _AT_FIRST + _SHARE * (start - _began)):
+        wanted = [memory for memory in left if memory.examine(counts[memory]) != memory.exports()]
+        if not wanted or (generation == 2 and _spent > _AT_FIRST + _SHARE * (start - _began)):
             break
-        _admit_tensors(gc.get_objects(generation), left, set(map(id, aliases)))
-        left = [memory for memory in left if memory.examine(counts[memory])]
+        _admit_tensors(gc.get_objects(generation), wanted, set(map(id, aliases)))
+    left = [memory for memory in left if memory.examine(counts[memory])]
     _spent += time.monotonic() - start
     for memory in left:
         _warn_if_it_lasts(memory, start)
@@ -52,17 +59,38 @@ def _warn_if_it_lasts(memory: Memory, now: float) -> None:
         memory.reported = True
         _log.warning(
             "a weight of %d bytes is compared or cast at every call: something that isn't known shares its memory "
-            "and may write there (a view that C++ code or a pending backward keeps, a storage, another process)",
+            "and may write there (a NumPy array, a view that C++ code or a pending backward keeps, another process)",
             memory.end - memory.begin,
         )
 
 
 def _admit_tensors(objects: list[object], memories: Iterable[Memory], but: set[int]) -> None:
-    """Know the tensors among some objects that share one of some memories."""
-    wanted = {memory.key: but.union(sharer.key for sharer in memory.sharers) for memory in memories}
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
-    for found in [each for each in objects if type(each) in kinds]:
-        assert isinstance(found, Tensor)
-        memory = copied_memory_at(found)
-        if memory is not None and id(found) not in wanted.get(memory.key, (id(found),)):
-            memory.admit(found)
+    """Know the tensors among some objects that share one of some memories, but for those that arrays hold."""
+    known = {memory.key: but.union(memory.exported, (sharer.key for sharer in memory.sharers)) for memory in memories}
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor) and kind is not storages.Exported}
+    tensors = [each for each in objects if type(each) in kinds and isinstance(each, Tensor)]
+    sharers = [
+        (tensor, memory)
+        for tensor in tensors
+        if (memory := copied_memory_at(tensor)) is not None and id(tensor) not in known.get(memory.key, (id(tensor),))
+    ]
+    arrays = _held_out_of_sight([tensor for tensor, _ in sharers if storages.may_be_in_arrays(tensor)])
+    for tensor, memory in sharers:
+        if id(tensor) in arrays:
+            memory.exported[id(tensor)] = storages.TensorHandle(tensor)
+        else:
+            memory.admit(tensor)
+
+
+def _held_out_of_sight(tensors: list[Tensor]) -> set[int]:
+    """The ids of those that somebody holds whom Python's collector doesn't show: an array, or a function's variable."""
+    if not tensors:
+        return set()
+    tensors.append(torch.empty(0))  # which nobody else holds
+    objects, seen = gc.get_objects(), Counter[int]()
+    holders = list(map(sys.getrefcount, tensors))
+    watched = set(map(id, tensors)).__contains__
+    for start in range(0, len(objects), 10_000):
+        seen.update(filter(watched, map(id, gc.get_referents(*objects[start : start + 10_000]))))
+    unseen = [count - seen[id(tensor)] for tensor, count in zip(tensors, holders, strict=True)]
+    return {id(tensor) for tensor, count in zip(tensors, unseen, strict=True) if count > unseen[-1]}

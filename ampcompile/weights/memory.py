@@ -3,7 +3,7 @@
 Every tensor on a weight's storage is a sharer, and every sharer may write. PyTorch counts those that hold the storage;
 we watch the version counters of the ones we know. A copy counts as fresh only while the two agree: all sharers are
 known, and no counter moved. One sharer too many, whoever it is, and the weight is compared or cast at every call
-until it is gone or found out.
+until it is gone or found out. Who writes and holds nothing, as through a raw pointer, shows in a sample at best.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class Memory:
         self.mark, self.doubt = object(), object()
         self.sharers: list[Sharer] = []
         self.weights: dict[int, Sharer] = {}  # those that graphs read, by id of the tensor
+        self.exported: dict[int, Any] = {}  # handles, by id, of what arrays and capsules hold: sharers never known
         self.trainable = False
         self.unexplained, self.since = 0, 0.0  # calls in a row that left unknown sharers, and when the first did
         self.reported = False  # in the log, that they last
@@ -154,6 +155,18 @@ class Memory:
             self.forget_sharers()
         return unknown
 
+    def export(self, holder: Tensor) -> None:
+        """Whoever holds what this tensor holds may write here, now and for as long as the tensor lives."""
+        holder.__class__ = storages.Exported
+        self.exported[id(holder)] = storages.TensorHandle(holder)
+        self.forget(holder)  # another thread's search may just have taken it for a tensor like others
+
+    def exports(self) -> int:
+        """How many arrays and capsules there are."""
+        if self.exported:
+            self.exported = {key: each for key, each in list(self.exported.items()) if not each.expired()}
+        return len(self.exported)
+
     def open_step(self) -> None:
         """From now to `close_step` nothing here counts as fresh. Tells what was written before, as `examine` does."""
         if self.step_open:  # by a step that failed, and may have written before it raised a version
@@ -184,6 +197,7 @@ class Memory:
         self.doubted()
         self.weights = {}
         self.sharers.clear()
+        self.exported = {}
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """Writes that leave no trace on the weight they change, and what makes them known.
 
 torch's own writers that raise no version counter report here: `.data` hands out aliases with counters of their own,
-fused optimizers write below the counters, and a handful of methods never heard of them. While copies are alive, torch
-is patched at the places in `patches.COPIES`; with the last copy the patches go. The hooks on `optimizer.step()` are
-torch's own and stay.
+`numpy()` and DLPack hand out memory without one, fused optimizers write below the counters, and a handful of methods
+never heard of them. While copies are alive, torch is patched at the places in `patches.COPIES`; with the last copy the
+patches go. The hooks on `optimizer.step()` are torch's own and stay.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function_unary
 
 from ampcompile.torch_private import patches, storages
 from ampcompile.torch_private.storages import address
@@ -47,12 +48,16 @@ def _hand_out_data(self: Tensor) -> Tensor:
     data = _get_data(self)
     try:
         if bisect_right(ranges, at := address(data)) & 1:
-            handed_out.append(at)
-            if len(handed_out) > 1000:
-                doubt_handed_out()
+            _hand_out(at)
     except (RuntimeError, TypeError):  # wrapped by a transform, without memory, or what a mode returned
         pass
     return data
+
+
+def _hand_out(at: int) -> None:
+    handed_out.append(at)
+    if len(handed_out) > 1000:
+        doubt_handed_out()
 
 
 def _give_data(self: Tensor, value: Tensor) -> None:
@@ -60,6 +65,42 @@ def _give_data(self: Tensor, value: Tensor) -> None:
     if memory is not None and isinstance(value, Tensor) and not storages.same_place(self, value):
         memory.forget(self)
     storages.write_data(self, value)
+
+
+def _array(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def numpy(self: Tensor, *, force: bool = False) -> Any:
+        array = method(self, force=force) if force else method(self)
+        try:
+            if bisect_right(ranges, at := address(self)) & 1 and type(holder := array.base) is Tensor:
+                _export(holder, at)
+        except (AttributeError, RuntimeError, TypeError):
+            pass
+        return array
+
+    return numpy
+
+
+def _capsule(export: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(export)
+    def exporting(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        holder = self
+        try:  # a tensor that requires a gradient is refused; what handles it by itself calls here again
+            if covered(at := address(self)) and not self.requires_grad and not has_torch_function_unary(self):
+                holder = storages.alias(self)
+                _export(holder, at)
+        except (RuntimeError, TypeError):
+            pass
+        return export(holder, *args, **kwargs)
+
+    return exporting
+
+
+def _export(holder: Tensor, at: int) -> None:
+    if (memory := copied_memory_of(holder)) is None:
+        _hand_out(at)
+    else:
+        memory.export(holder)
 
 
 def _moves(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -149,6 +190,10 @@ def _swaps(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor],
 
 _WRAPS: dict[str, patches.Wrap] = {
     "Tensor.data": _data,
+    "Tensor.numpy": _array,
+    "Tensor.__dlpack__": _capsule,
+    "dlpack.to_dlpack": _capsule,
+    "torch.to_dlpack": _capsule,
     "Tensor.set_": _moves,
     "Tensor.apply_": _writes,
     "Tensor.map_": _writes,

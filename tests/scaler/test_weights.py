@@ -9,6 +9,7 @@ from torch import nn
 from ampcompile.scaler.grad_scaler import GradScaler
 from ampcompile.weights import binding as weights
 from tests.scaler.cases import assert_equal, scaled
+from tests.weights.writers import unseen
 
 KINDS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -75,8 +76,7 @@ def test_a_write_without_a_trace_before_the_step_is_not_lost(bad):
     binding.copies(slots)
     optimizer, scaler = torch.optim.SGD(params, lr=0.1), scaled()
     fill(params, bad)
-    with torch.no_grad():
-        params[0].detach().numpy()[3, 3] = 7.0
+    unseen(params[0])[3, 3] = 7.0
     scaler.step(optimizer)
     assert scaler.last_step_skipped.item() == (bad is not None)
     assert_fresh(slots, binding.copies(slots))

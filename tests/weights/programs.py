@@ -8,13 +8,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
 import ampcompile
-from tests.weights.writers import unsampled
+from tests.weights.writers import unsampled, unseen
 
 N = 64
 MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
@@ -75,6 +76,7 @@ class Program:
         self.layout = self.random.choice(list(LAYOUTS))
         self.weights = LAYOUTS[self.layout](self)
         self.aliases: list[Tensor] = []
+        self.arrays: list[tuple[np.ndarray, tuple[int, ...]]] = []
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -338,16 +340,32 @@ def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
         scaler.update()
 
 
-@writer("NumPy, announced")
+@writer("a raw pointer, announced")
 def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    target.detach().numpy()[at] += 1
+    unseen(target)[at] += 1
     ampcompile.invalidate([target])
 
 
-@writer("NumPy, all of it")
+@writer("NumPy")
 def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    for weight in program.weights:
-        weight.detach().numpy()[...] += 1
+    target.detach().numpy()[at] += 1
+
+
+@writer("NumPy, kept")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    program.arrays.append((target.detach().numpy(), at))
+
+
+@writer("all arrays")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    for array, place in program.arrays:
+        array[place] += 1
+
+
+@writer("arrays dropped")
+def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+    np.from_dlpack(target.detach())[at] += 1
+    program.arrays.clear()
 
 
 @writer("new .data")

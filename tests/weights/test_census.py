@@ -61,6 +61,20 @@ def test_what_only_a_backward_holds_is_not_found() -> None:
     assert unexplained([found], [weight.detach()]) == []
 
 
+@pytest.mark.parametrize("holds", ["an array", "a function's variable", "a list"])
+def test_a_tensor_that_an_array_holds_is_no_sharer_that_can_be_watched(holds: str) -> None:
+    weight = torch.randn(4)
+    found, kept = known(weight), [weight.numpy() if holds == "an array" else weight.view(2, 2)]
+    variable = kept.pop() if holds == "a function's variable" else None
+    weight.numpy()  # from here on there may be arrays
+    for _ in range(2):
+        assert unexplained([found], [weight.detach()]) == ([] if holds == "a list" else [found])
+    assert found.exports() == (holds != "a list")
+    del variable
+    kept.clear()
+    assert unexplained([found], [weight.detach()]) == [] and not found.exports()
+
+
 def test_only_an_unknown_sharer_that_lasts_is_warned_of_and_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

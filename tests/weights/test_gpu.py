@@ -14,6 +14,7 @@ from ampcompile.weights import copies, copy_set, gpu
 from ampcompile.weights.binding import Binding, bind, free_copies, weight_stats
 from ampcompile.weights.sample import SampledAddresses
 from tests.devices import waiting_for_nothing
+from tests.weights.writers import unseen
 
 BF16 = torch.bfloat16
 
@@ -31,8 +32,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gpu._reports.clear()
 
 
-def unseen(param: torch.Tensor) -> None:
-    torch.from_dlpack(param.detach()).mul_(-2)
+def write_unseen(param: torch.Tensor) -> None:
+    unseen(param)[...] *= -2
 
 
 def setting() -> tuple[list[nn.Parameter], Binding]:
@@ -50,12 +51,12 @@ def test_an_unreported_write_is_repaired_before_the_call() -> None:
     assert fresh(binding, params)
     casts = weight_stats().casts
     for _ in range(3):
-        unseen(params[1])
+        write_unseen(params[1])
         assert fresh(binding, params)
     assert weight_stats().casts == casts, "on the device; the host knows nothing of it"
     with torch.no_grad():
         params[0].add_(1)
-    unseen(params[1])
+    write_unseen(params[1])
     assert fresh(binding, params)
 
 
@@ -64,7 +65,7 @@ def test_other_graphs_find_it_too() -> None:
     params, binding = setting()
     other = bind([BF16])
     assert fresh(binding, params) and fresh(other, params[1:])
-    unseen(params[1])
+    write_unseen(params[1])
     assert fresh(other, params[1:]) and fresh(binding, params)
 
 
@@ -78,7 +79,7 @@ def test_while_a_backward_waits_nothing_is_written_and_the_next_call_raises(seen
     x.grad = None
     loss = F.linear(x, binding.copies(params)[0]).sum()
     assert fresh(binding, params), "waiting alone is no reason to raise"
-    unseen(params[0])
+    write_unseen(params[0])
     binding.copies(params)
     if seen_after == "an update":
         with torch.no_grad():
@@ -98,7 +99,7 @@ def test_one_write_raises_once_however_late_its_report_arrives() -> None:
     loss = F.linear(x, binding.copies(params)[0]).sum()
     (report,) = gpu._reports.values()
     for _ in range(2):
-        unseen(params[0])
+        write_unseen(params[0])
         binding.copies(params)
         ((late, _),) = report._views.values()
         found = late.clone()
@@ -164,10 +165,10 @@ def test_unreported_writes_on_a_gpu() -> None:
     params, binding = cuda_setting()
     assert fresh(binding, params)
     for param in params:
-        unseen(param)
+        write_unseen(param)
         assert fresh(binding, params)
     loss = F.linear(torch.randn(3, 512, dtype=BF16, device="cuda", requires_grad=True), binding.copies(params)[0])
-    unseen(params[0])
+    write_unseen(params[0])
     binding.copies(params)
     torch.cuda.synchronize()
     with pytest.raises(StaleWeightError):

@@ -20,7 +20,7 @@ from ampcompile.weights.binding import Binding, bind, free_copies, invalidate
 from ampcompile.weights.lending import lend
 from ampcompile.weights.memory import lock
 from tests.weights.searching import searches_are_cheap as searches_are_cheap
-from tests.weights.writers import unsampled
+from tests.weights.writers import unsampled, unseen
 
 BF16 = torch.bfloat16
 OURS = (str(Path(weights.__file__).parent) + os.sep, patches.__file__)
@@ -97,7 +97,7 @@ def fused_step(case: Case) -> None:
     loan = lend(case.weights)
     for i, param in enumerate(case.weights):
         copies = loan.tensors[i]
-        param.detach().numpy()[unsampled(param)] += 1
+        unseen(param)[unsampled(param)] += 1
         for copy in copies:
             torch.from_dlpack(copy).copy_(param.detach())
         torch.autograd.graph.increment_version([param, *copies])
@@ -111,8 +111,8 @@ def optimizer_step(case: Case) -> None:
     torch.optim.SGD(case.weights, lr=1.0, fused=True).step()
 
 
-def written_by_numpy(case: Case) -> None:
-    case.weights[1].detach().numpy()[unsampled(case.weights[1])] += 1
+def written_unseen(case: Case) -> None:
+    unseen(case.weights[1])[unsampled(case.weights[1])] += 1
     invalidate(case.weights)
 
 
@@ -123,7 +123,9 @@ ACTS: dict[str, Callable[[Case], object]] = {
     ".data": lambda case: case.one(case.weights[1].data),
     "a fused step with copies": fused_step,
     "a fused optimizer": optimizer_step,
-    "announced": written_by_numpy,
+    "announced": written_unseen,
+    "numpy": lambda case: case.weights[1].detach().numpy().__setitem__(unsampled(case.weights[1]), 7.0),
+    "dlpack": lambda case: torch.from_dlpack(case.weights[0].detach()).add_(1),
     "copies freed": lambda case: free_copies(case.weights),
     "new data": lambda case: setattr(case.weights[1], "data", torch.randn(20, 20)),
     "swap_tensors": lambda case: torch.utils.swap_tensors(case.weights[1], nn.Parameter(torch.randn(20, 20))),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from ampcompile.weights.binding import bind, free_copies, weight_stats
 from ampcompile.weights.lending import lend
 from tests.weights.test_binding import BF16, low, nothing_left, parameters, same  # noqa: F401
-from tests.weights.writers import unsampled
+from tests.weights.writers import unsampled, unseen
 
 
 def test_a_fused_step_that_writes_the_copies() -> None:
@@ -25,8 +25,9 @@ def test_a_fused_step_that_writes_the_copies() -> None:
             loan = lend([param])
             found = loan.tensors[0]
             new = torch.randn_like(param)
-            for tensor in (param.detach(), *found):
-                torch.from_dlpack(tensor).copy_(new)  # raises no version
+            unseen(param)[...] = new
+            for copy in found:
+                torch.from_dlpack(copy).copy_(new)  # raises no version
             torch.autograd.graph.increment_version([param, *found])
             written += len(found)
             loan.wrote()
@@ -53,7 +54,7 @@ def test_while_a_fused_step_runs_no_copy_counts_as_fresh() -> None:
         binding.copies([param])
     loan = lend([param])
     for step, binding in enumerate(graphs, 1):
-        torch.from_dlpack(param.detach())[unsampled(param)] = step
+        unseen(param)[unsampled(param)] = step
         assert same(binding.copies([param]), low([param]))
     loan.wrote()
     assert same(graphs[0].copies([param]), low([param]))
@@ -80,9 +81,9 @@ def test_a_copy_that_was_cast_between_a_step_s_halves_is_cast_again(in_place: bo
     binding.copies(params)
     loan = lend(params)
     (lent,) = loan.tensors[0]
-    params[0].detach().numpy()[0] += 1
+    unseen(params[0])[0] += 1
     assert (binding.copies(params)[0] is lent) == in_place
-    params[0].detach().numpy()[unsampled(params[0])] += 1
+    unseen(params[0])[unsampled(params[0])] += 1
     if not in_place:
         lent.copy_(params[0].detach())
     torch.autograd.graph.increment_version(params)
@@ -101,7 +102,7 @@ def test_what_was_written_in_or_after_a_step_that_failed_is_not_lent(traced: boo
         with torch.no_grad():
             param[unsampled(param)] += 1
     else:
-        param.detach().numpy()[unsampled(param)] += 1
+        unseen(param)[unsampled(param)] += 1
     del pending
     loan = lend([param])
     assert not loan.tensors[0]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -146,6 +147,52 @@ def test_modes_see_what_they_see_without_us(mode: type, copied: tuple[nn.Paramet
         Tensor.data = patched
 
 
+def numpys_sum(x: Tensor) -> Tensor:
+    return torch.from_numpy(x.numpy() * 2) + x.detach().numpy().sum()
+
+
+def test_arrays_and_capsules_of_tensors_with_copies_are_as_torchs_own(copied: tuple[nn.Parameter, Binding]) -> None:
+    weight, other = copied[0], nn.Parameter(torch.randn(6, 8))
+
+    def use(tensor: nn.Parameter) -> list[Any]:
+        found: list[Any] = []
+        exports = (Tensor.numpy, Tensor.__dlpack__, torch.from_dlpack, np.from_dlpack, np.asarray)
+        for export in exports:
+            try:
+                found.append(export(tensor))
+            except (BufferError, RuntimeError) as error:
+                found.append((type(error), str(error)))
+        free = tensor.detach()
+        with Seen() as seen:
+            array = free.numpy()
+        with Dispatched() as dispatched:
+            free.numpy(force=True)
+        found += [seen.names, dispatched.names, array.shape, array.strides, array.flags.writeable, array.dtype]
+        assert array.ctypes.data == torch.from_dlpack(free).data_ptr() == tensor.data_ptr()
+        return found
+
+    assert use(weight) == use(other)
+    with pytest.raises(TypeError):
+        weight.detach().numpy(True)
+    compiled = torch.compile(numpys_sum, backend="eager")
+    torch.testing.assert_close(compiled(weight.detach()), numpys_sum(weight.detach()))
+
+
+class Wrapped(Tensor):
+    """Hands out the array of a tensor that it holds."""
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return super().numpy(force=force)
+
+
+def test_an_array_of_a_subclass_s(copied: tuple[nn.Parameter, Binding]) -> None:
+    weight, binding = copied
+    array = weight.detach().as_subclass(Wrapped).numpy()
+    for _ in range(2):
+        array[unsampled(weight)] += 1
+        assert torch.equal(binding.copies([weight])[0], weight.detach().to(BF16))
+
+
 def test_export_of_data(copied: tuple[nn.Parameter, Binding]) -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:
@@ -246,7 +293,7 @@ def test_copies_of_modules_share_nothing(copied: tuple[nn.Parameter, Binding]) -
 
 
 def test_patched_methods_pickle_as_torchs_own(copied: tuple[nn.Parameter, Binding]) -> None:
-    for name in ("set_", "apply_", "map_", "map2_"):
+    for name in ("numpy", "__dlpack__", "set_", "apply_", "map_", "map2_"):
         assert pickle.loads(pickle.dumps(getattr(Tensor, name))) is getattr(Tensor, name)
 
 

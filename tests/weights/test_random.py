@@ -13,7 +13,7 @@ from torch import Tensor
 from ampcompile.weights.binding import Binding, bind, free_copies, invalidate, weight_stats
 from ampcompile.weights.lending import lend
 from tests.weights.searching import searches_are_cheap as searches_are_cheap
-from tests.weights.writers import unsampled
+from tests.weights.writers import unsampled, unseen
 
 BF16 = torch.bfloat16
 MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
@@ -73,6 +73,8 @@ class World:
             target.data[unsampled(target)] += 1
         elif how == "keep an alias":
             self.aliases.append(target.data if len(self.aliases) % 2 else target.data.view(-1).detach())
+        elif how == "keep an array":
+            self.aliases.append(torch.from_numpy(target.detach().numpy()))
         elif how == "write the aliases":
             for alias in self.aliases:
                 alias.view(20, 20)[unsampled(alias.view(20, 20))] += 1
@@ -83,7 +85,7 @@ class World:
         elif how == "data = another's":
             target.data = self.weights[(weight + 1) % 4].data
         elif how == "numpy":
-            target.detach().numpy()[...] += 1
+            target.detach().numpy()[unsampled(target)] += 1
         elif how == "new object":
             self.weights[weight] = nn.Parameter(torch.randn(20, 20))
         elif how == "new object, same memory":
@@ -102,12 +104,13 @@ class World:
             loan = lend([target])
             found = loan.tensors[0]
             new = target.detach() * 0.5
-            for tensor in (target.detach(), *found):
-                torch.from_dlpack(tensor).copy_(new)
+            unseen(target)[...] = new
+            for copy in found:
+                torch.from_dlpack(copy).copy_(new)
             torch.autograd.graph.increment_version([target, *found])
             loan.wrote()
         elif how == "behind PyTorch's back, announced":
-            target.detach().numpy()[unsampled(target)] += 1
+            unseen(target)[unsampled(target)] += 1
             invalidate([target])
         elif how == "copies freed":
             free_copies(target)
@@ -118,7 +121,7 @@ class World:
 HOW = [
     *("in place", ".data", "keep an alias", "write the aliases", "drop the aliases", "numpy", "optimizer"),
     *("data = new", "data = another's", "new object", "new object, same memory", "swap_tensors", "requires_grad"),
-    *("fused step with copies", "behind PyTorch's back, announced", "copies freed"),
+    *("fused step with copies", "behind PyTorch's back, announced", "copies freed", "keep an array"),
 ]
 STEPS = st.lists(
     st.one_of(

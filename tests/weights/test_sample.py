@@ -7,6 +7,7 @@ import torch.nn as nn
 
 from ampcompile.weights.binding import bind, weight_stats
 from ampcompile.weights.sample import FEWEST, MOST, RUN, STRIDE, Sample, SampledAddresses, places
+from tests.weights.writers import unseen
 
 BF16 = torch.bfloat16
 
@@ -60,12 +61,12 @@ def test_no_column_goes_unseen_for_good(width: int) -> None:
     assert len(set((found % width).tolist())) > 0.4 * min(len(found), width)
 
 
-def test_one_expert_of_a_stack_rewritten_by_numpy() -> None:
+def test_one_expert_of_a_stack_rewritten_unseen() -> None:
     experts = nn.Parameter(torch.randn(64, 16, 24))
     binding = bind([BF16])
     binding.copies([experts])
     for expert in range(64):
-        experts.detach().numpy()[expert] += 1
+        unseen(experts)[expert] += 1
         assert torch.equal(binding.copies([experts])[0], experts.detach().to(BF16)), expert
 
 
@@ -106,7 +107,7 @@ def test_addresses_far_apart_and_high() -> None:
 def test_a_tensor_that_is_no_parameter_has_to_earn_its_copy() -> None:
     buffer = torch.zeros(8, 64)
     binding = bind([BF16], on_trial=[True])
-    view = buffer.numpy()
+    view = unseen(buffer)
     for step in range(20):
         view[:] = 0
         view[:, (step + 3) % 64] = 1.0

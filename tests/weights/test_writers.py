@@ -1,16 +1,19 @@
 """Copies of weights after every known way to write a weight, and after reads: fresh, and cast only when needed."""
 
 import contextlib
+import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from ampcompile.weights import writers as writers_module
 from ampcompile.weights.binding import Binding, bind, invalidate, weight_stats
+from ampcompile.weights.copies import Copy
 from ampcompile.weights.memory import ticks
 from tests.weights.searching import searches_are_cheap as searches_are_cheap
-from tests.weights.writers import EXACT, SAMPLED, Net, read, unsampled
+from tests.weights.writers import EXACT, EXPORTS, SAMPLED, Net, read, unsampled
 
 MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
@@ -63,14 +66,93 @@ def test_float16_and_a_write_before_every_call(writer: str) -> None:
         net.look()
 
 
+WRITES: dict[str, Callable[[Any], object]] = {
+    "a row": lambda alias: alias[7].__imul__(2),
+    "a slice": lambda alias: alias[1:90:3, 5:40].__iadd__(1),
+    "an element": lambda alias: alias.__setitem__((1001, 77), 5.0),
+}
+
+
+def large() -> tuple[torch.Tensor, Callable[[], bool]]:
+    """A weight that a sample sees little of, and whether a call reads what it holds."""
+    weight, binding = torch.randn(3072, 768), bind([torch.bfloat16])
+    return weight, lambda: torch.equal(binding.copies([weight])[0], weight.bfloat16())
+
+
+def two_dimensional(alias: Any, weight: torch.Tensor) -> Any:
+    return alias.reshape(weight.shape) if alias.ndim == 1 else alias
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("export", EXPORTS)
+def test_a_write_through_memory_that_was_given_out(export: str, write: str) -> None:
+    weight, right = large()
+    assert right()
+    alias = two_dimensional(EXPORTS[export](weight), weight)
+    for _ in range(2):  # for as long as it is there
+        assert right()
+        WRITES[write](alias)
+    assert right()
+    WRITES[write](alias)
+    del alias
+    assert right(), "gone before the call"
+    WRITES[write](two_dimensional(EXPORTS[export](weight), weight))
+    assert right(), "come and gone before the call"
+
+
+@pytest.mark.parametrize("export", [name for name in EXPORTS if "dlpack" not in name])
+def test_memory_given_out_before_the_first_call_is_seen_while_it_is_held(export: str) -> None:
+    weight, right = large()
+    alias = two_dimensional(EXPORTS[export](weight), weight)
+    visible = weight.detach()
+    for _ in range(2):
+        assert right()
+        WRITES["an element"](alias)
+        alias[0, 0] += 1
+    del alias
+    assert right() and visible is not None
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_what_was_given_out_and_is_gone_costs_one_comparison(export: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, binding = torch.randn(40, 30), bind([torch.bfloat16])
+    compare, compared = Copy.compare, []
+    monkeypatch.setattr(Copy, "compare", lambda *args: compared.append(True) or compare(*args))
+    binding.copies([weight])
+    casts, alias = weight_stats().casts, EXPORTS[export](weight)
+    compared.clear()
+    for calls in range(3):
+        assert len(compared) == calls
+        binding.copies([weight])
+    del alias
+    for _ in range(3):
+        binding.copies([weight])
+    assert len(compared) == 4 and weight_stats().casts == casts
+    EXPORTS[export](weight).sum()  # for a log
+    for _ in range(3):
+        binding.copies([weight])
+    assert len(compared) == 5 and weight_stats().casts == casts
+
+
+def test_memory_given_out_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, binding = torch.randn(40, 30), bind([torch.bfloat16])
+    binding.copies([weight])
+    monkeypatch.setattr("gc.get_objects", None)
+    for export in EXPORTS.values():
+        alias = export(weight)
+        binding.copies([weight])
+        del alias
+
+
 def test_the_limit_a_partial_write_behind_pytorchs_back() -> None:
-    net = Net()
-    binding = bind([torch.bfloat16])
-    before = binding.copies([net.linear.weight])[0].clone()
-    net.linear.weight.detach().numpy()[unsampled(net.linear.weight)] += 1
-    assert torch.equal(binding.copies([net.linear.weight])[0], before), "docs/weights.md says this is not seen"
+    net = torch.nn.Sequential(torch.nn.Linear(24, 18))
+    weight, binding = net[0].weight, bind([torch.bfloat16])
+    before = binding.copies([weight])[0].clone()
+    row, column = unsampled(weight)
+    ctypes.memset(weight.data_ptr() + 4 * (24 * row + column), 0x3C, 4)
+    assert torch.equal(binding.copies([weight])[0], before), "docs/weights.md says this is not seen"
     invalidate(net)
-    assert torch.equal(binding.copies([net.linear.weight])[0], net.linear.weight.detach().bfloat16())
+    assert torch.equal(binding.copies([weight])[0], weight.detach().bfloat16())
 
 
 @pytest.mark.parametrize("hook", [writers_module._step_begins, writers_module._step_ended])
