@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from .compiled_functions import parts_of
 from .patches import Wrap
+from .types import is_traceable_wrapper_subclass
 
 Frame = Any
 """Dynamo's translator of one frame."""
@@ -24,6 +25,7 @@ CALLS_OF_MODULES = (torch.nn.Module._wrapped_call_impl, torch.nn.Module._call_im
 """What runs between the call of a module and its `forward`."""
 RESUMED = "torch_dynamo_resume_in_"
 """How the names begin of the functions that Dynamo makes of what follows a graph break."""
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def watch_returns(act: Callable[[Frame], None]) -> Wrap:
@@ -169,9 +171,10 @@ def memory_of(value: Any) -> Any:
     """
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
-    if is_functorch_wrapped_tensor(value):
-        return memory_of(get_unwrapped(value))
-    parts = [part for part in parts_of(value) if isinstance(part, torch.Tensor)]
-    if parts[0] is value:
+    if type(value) not in _PLAIN and is_traceable_wrapper_subclass(value):
+        parts = [memory_of(part) for part in parts_of(value) if isinstance(part, torch.Tensor)]
+        return parts[0] if len(parts) == 1 else tuple(parts)
+    try:
         return value.untyped_storage()._cdata
-    return memory_of(parts[0]) if len(parts) == 1 else tuple(map(memory_of, parts))
+    except NotImplementedError:
+        return memory_of(get_unwrapped(value)) if is_functorch_wrapped_tensor(value) else None

@@ -1,5 +1,6 @@
 """Graphs of tensors that hold others run as eager autocast runs them: its bits, its gradients, no copy of a weight."""
 
+import functools
 import logging
 
 import pytest
@@ -61,6 +62,20 @@ def test_results_and_gradients_have_the_bits_of_eager_autocast(lower, dtype):
         assert same_bits(step(ours, run, x), expected)
         found = step(widened, wide, x)
         assert same_bits(found[:2], [part.float() for part in expected[:2]]) and same_bits(found[2:], expected[2:])
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch was built without torch.distributed")
+def test_shards_have_the_bits_of_eager_autocast(tmp_path):
+    """One process has one shard; test_tensor_parallel.py has several."""
+    from tests import tensor_parallel_ranks as ranks
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = ranks.init_device_mesh("cpu", (1,))
+        make = functools.partial(ranks.parallel, {**ranks.SEQUENCE, "down": ranks.RowwiseParallel()}, mesh)
+        ranks.compare(make, ranks.whole, torch.randn(8, 16), "aot_eager")
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_where_autocast_is_disabled_they_run_in_float32():
