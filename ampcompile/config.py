@@ -13,7 +13,7 @@ import torch
 
 from ampcompile.torch_private import backends, processor
 
-from .dtypes import LOW
+from .dtypes import LOW, LOW_NAMES
 from .errors import AmpWarning, OptionError
 from .policy import Policy
 
@@ -37,8 +37,8 @@ class Options:
     """
 
     dtype: torch.dtype | None = None
-    """The low-precision type, torch.bfloat16 or torch.float16. None: that of an ambient `torch.autocast`, else
-    `torch.get_autocast_dtype(device)`."""
+    """The low-precision type, torch.bfloat16 or torch.float16, given as such or by name ("bf16"). None: that of an
+    ambient `torch.autocast`, else `torch.get_autocast_dtype(device)`."""
     policy: Policy = field(default_factory=Policy)
     weights: str = "cached"
     numerics: str = "eager"
@@ -102,10 +102,12 @@ def _checked(key: str, value: Any) -> Any:
         if value not in _CHOICES[key]:
             raise OptionError(f"option {key}={value!r}: expected one of {', '.join(map(repr, _CHOICES[key]))}.")
     elif key == "dtype":
+        if isinstance(value, str):
+            value = LOW_NAMES.get(value.removeprefix("torch."), value)
         if value not in (None, *LOW):
             raise OptionError(
-                f"option dtype={value!r}: expected torch.bfloat16 or torch.float16. For float32 call the model inside "
-                "torch.autocast(device_type, enabled=False)."
+                f"option dtype={value!r}: expected torch.bfloat16 or torch.float16, or a name such as 'bf16'. For "
+                "float32 call the model inside torch.autocast(device_type, enabled=False)."
             )
     elif key == "fuse":
         names = value.split("+") if isinstance(value, str) else [value]

@@ -10,6 +10,11 @@ FLOATS: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch
 
 LOW = (torch.bfloat16, torch.float16)
 """The types of low precision."""
+LOW_NAMES = {
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "f16", "float16", "half"), torch.float16),
+}
+"""Their names, as options spell them."""
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 

@@ -66,7 +66,7 @@ def test_a_mode_is_inductors_settings():
         ({"weights": "cache"}, r"option weights='cache': expected one of 'cached', 'every_call'"),
         ({"lower": "amp"}, r"expected one of 'inductor', 'aot_eager', 'eager'"),
         ({"dtype": torch.float32}, r"expected torch.bfloat16 or torch.float16.*enabled=False"),
-        ({"dtype": "bf16"}, r"option dtype='bf16'"),
+        ({"dtype": "fp32"}, r"option dtype='fp32': .* or a name such as 'bf16'. For float32 .*enabled=False"),
         ({"range_guards": 1}, r"option range_guards=1: expected True or False"),
         (
             {"fuse": "norms"},
@@ -91,6 +91,11 @@ def test_a_mode_is_inductors_settings():
 def test_an_error_says_found_expected_and_the_nearest_match(options, message):
     with pytest.raises(OptionError, match=message):
         Options.parse(options)
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16", "torch.bfloat16", "fp16", "f16", "half", "float16"])
+def test_a_dtype_may_be_a_name(name):
+    assert Options.parse({"dtype": name}).dtype == (torch.bfloat16 if "bf" in name else torch.float16)
 
 
 def test_an_unknown_mode_lists_the_modes():

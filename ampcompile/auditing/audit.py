@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampcompile.explaining.explain import Awaiting
+from ampcompile.explaining.explain import Awaiting, refuse_arguments
 
 if TYPE_CHECKING:
     from .result import Audit
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def audit(
     f: Callable[..., Any],
-    *,
+    *arguments: Any,
     against: torch.dtype = torch.float64,
     loss: Callable[[Any], torch.Tensor] | None = None,
     backward: bool = True,
@@ -37,6 +37,7 @@ def audit(
     >>> audit.first_overflow is None, 1e-4 < audit.error < 1e-2
     (True, True)
     """
+    refuse_arguments("ampcompile.audit", arguments)
     from .recorder import Settings, make_auditor  # it imports Dynamo, and `import ampcompile` must not
 
     run = make_auditor(f, Settings(against, loss, backward, cumulative), options, mode, dynamic)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -17,7 +19,7 @@ from rich.console import Console
 
 from ampcompile.auditing.audit import audit
 from ampcompile.config import Options
-from ampcompile.dtypes import short_name
+from ampcompile.dtypes import LOW_NAMES, short_name
 from ampcompile.errors import AmpError, CommandLineError
 from ampcompile.explaining.explain import explain
 
@@ -30,7 +32,7 @@ from .target import Target, load
 
 _TARGET = """PACKAGE.MODULE:FACTORY, or FILE.py:FACTORY, names a function without arguments that returns what to
 run: (model, args) or (model, args, kwargs), where model is a module or any function, args a tuple, kwargs a dict."""
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_INSIDE = ("<frozen", f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 _AGAINST = {"float64": torch.float64, "float32": torch.float32}
 
 Result = tuple[Any, Callable[[], str]]
@@ -58,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--json", action="store_true", help="print JSON instead of tables")
     target = argparse.ArgumentParser(add_help=False, parents=[common])
     target.add_argument("target", metavar="PACKAGE.MODULE:FACTORY", help="see above")
-    target.add_argument("--dtype", choices=_DTYPES, help="the low-precision type (default: the device's)")
+    target.add_argument("--dtype", choices=LOW_NAMES, help="the low-precision type (default: the device's)")
     target.add_argument("--policy", default="default", help="such as 'op softmax=low, module head=fp32'")
 
     def add(name: str, command: Any, words: str, parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -84,14 +86,32 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {"policy": arguments.policy} | ({"dtype": _DTYPES[arguments.dtype]} if arguments.dtype else {})
+    return {"policy": arguments.policy} | ({"dtype": arguments.dtype} if arguments.dtype else {})
 
 
 def _load(arguments: argparse.Namespace, progress: Console) -> Target:
     """The target, once all else that was asked for is known to make sense."""
     Options.parse(_options(arguments))
     with saying(progress, f"loading {arguments.target}"):
-        return load(arguments.target)
+        try:
+            return load(arguments.target)
+        except AmpError:
+            raise
+        except Exception as error:  # whatever a module or factory of the user's raises
+            raise CommandLineError(_of_user(error, arguments.target)) from error
+
+
+def _of_user(error: Exception, target: str) -> str:
+    """What a module or factory raises, in a line: what, where the user's own code stands, and what to do."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(_INSIDE)]
+    # What doesn't parse has no frame, but says its line itself.
+    where = f" at {theirs[-1]}" if theirs and not isinstance(error, SyntaxError) else ""
+    reason = next(iter(str(error).splitlines()), "").rstrip(".")
+    return (
+        f"loading {target} raises {type(error).__name__}{where}: {reason}. Expected a function that returns a model "
+        "and its arguments; call it in Python to see the whole traceback."
+    )
 
 
 def _positive(value: float, option: str, what: str) -> None:

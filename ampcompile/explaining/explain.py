@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ampcompile.errors import OptionError
+
 if TYPE_CHECKING:
     from .report import Report
 
@@ -31,8 +33,17 @@ class Awaiting:
         return f"<{self.name}({of}) waits for a call of {of}: {self.name}({of})(*args, **kwargs) gives the result>"
 
 
+def refuse_arguments(name: str, arguments: tuple[Any, ...]) -> None:
+    """Raise OptionError where `explain` or `audit` was given the arguments of the call as well."""
+    if arguments:
+        raise OptionError(
+            f"{name} got {1 + len(arguments)} arguments, expected the callable alone, and options by name. Call what "
+            f"it returns with the arguments of the call: {name}(model)(x), or {name}(model, dtype=torch.float16)(x)."
+        )
+
+
 def explain(
-    f: Callable[..., Any], *, mode: str | None = None, dynamic: bool | None = None, **options: Any
+    f: Callable[..., Any], *arguments: Any, mode: str | None = None, dynamic: bool | None = None, **options: Any
 ) -> Callable[..., Report]:
     """Explain one call: `explain(f)(*args, **kwargs)` runs `f` once and returns a `Report` of every cast in it.
 
@@ -52,6 +63,7 @@ def explain(
     aten.linear weight 4 f32>f16 inserted hoisted
     output activation 8x4 f16>f32 inserted
     """
+    refuse_arguments("ampcompile.explain", arguments)
     from .recorder import make_explainer  # it imports Dynamo, and `import ampcompile` must not
 
     return Awaiting(f, make_explainer(f, options, mode, dynamic), "ampcompile.explain")

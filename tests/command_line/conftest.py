@@ -54,6 +54,10 @@ instance = nn.Linear(8, 8)
 
 def breaks():
     raise ZeroDivisionError("the factory's own")
+
+
+def breaks_in_torch():
+    return nn.Linear("8", 8), ()
 """
 
 

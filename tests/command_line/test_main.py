@@ -10,6 +10,7 @@ import pytest
 
 import ampcompile
 from ampcompile.command_line import main as cli
+from tests.command_line.conftest import FACTORIES
 from tests.devices import said
 
 
@@ -101,6 +102,32 @@ def test_nonsense_is_refused_in_a_line_before_the_work(
     captured = capsys.readouterr()
     lines = [line for line in captured.err.splitlines() if not line.startswith("loading")]
     assert not captured.out and len(lines) == 1 and lines[0].startswith("error: ") and words in lines[0]
+
+
+def test_what_a_factory_raises_is_said_in_a_line_with_its_place(
+    shop: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        number for number, line in enumerate(FACTORIES.splitlines(), 1) if "factory's own" in line or '"8"' in line
+    ]
+    (tmp_path / "unread.py").write_text("def model(:\n")
+    (tmp_path / "missing.py").write_text("import no_such_module_at_all\n")
+    for target, words in {
+        f"{shop}:breaks": f"raises ZeroDivisionError at {tmp_path / shop}.py:{lines[0]}: the factory's own. Expected a",
+        f"{shop}:breaks_in_torch": f"raises TypeError at {tmp_path / shop}.py:{lines[1]}: ",
+        "unread:model": "raises SyntaxError: invalid syntax (unread.py, line 1)",
+        f"{tmp_path}/missing.py:model": f"raises ModuleNotFoundError at {tmp_path}/missing.py:1: No module named",
+    }.items():
+        assert cli.main(["explain", target]) == 2
+        captured = capsys.readouterr()
+        [line] = [line for line in captured.err.splitlines() if not line.startswith("loading")]
+        assert not captured.out and line.startswith(f"error: loading {target} ") and words in line
+
+
+@pytest.mark.parametrize("name", ["fp16", "float16"])
+def test_the_dtype_may_have_a_short_name(shop: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", f"{shop}:model", "--dtype", name]) == 0
+    assert "cpu in f16" in capsys.readouterr().out
 
 
 def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -308,6 +308,13 @@ def test_autocast_switched_off_around_the_call_is_told() -> None:
     assert "without autocast" in str(report)
 
 
+@pytest.mark.parametrize("name", ["explain", "audit"])
+def test_arguments_of_the_call_belong_into_a_call_of_their_own(name: str) -> None:
+    look = getattr(ampcompile, name)
+    with pytest.raises(OptionError, match=rf"got 2 arguments, .*: ampcompile\.{name}\(model\)\(x\), or "):
+        look(nn.Linear(2, 2), torch.randn(1, 2))
+
+
 def test_before_the_call_it_says_what_to_do() -> None:
     expected = (
         "<ampcompile.{0}(Linear) waits for a call of Linear: ampcompile.{0}(Linear)(*args, **kwargs) gives the result>"
