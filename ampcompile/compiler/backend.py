@@ -30,7 +30,7 @@ from .double_backward import copy_with_bodies
 from .left_to_autocast import LEFT
 from .lower import lower
 from .module_names import module_names
-from .widen_outputs import LEAVING, find_leaving
+from .widen_outputs import LEAVING, find_leaving, widen
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,11 @@ def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, wa
 def _leave(gm: GraphModule, example_inputs: Sequence[Any], options: Options, reason: str) -> Rewritten:
     """Leave a graph to autocast, and say so."""
     left_to_autocast.warn_of_policy(reason, options.policy)
-    gm.meta[LEFT], gm.meta[LEAVING] = reason, find_leaving(gm, gm)
+    gm.meta[LEFT] = reason
+    gm.meta.setdefault(LEAVING, find_leaving(gm, gm))
+    for cast in gm.graph.find_nodes(op="call_function", target=widen):
+        cast.op, cast.target = "call_method", "float"  # which torch's caches know
+    gm.recompile()
     if (logged := logs.watcher(example_inputs)) is not None:
         logs.log_graph(logged.record(gm, gm, (), reason))
     return Rewritten(gm, gm, options, ())

@@ -119,6 +119,14 @@ def test_nested_tensors_can_be_made_in_the_graph():
     assert LEFT not in recorder.graphs[0].graph.meta
 
 
+def test_torchs_caches_know_all_that_such_a_graph_calls():
+    (model,) = twins(1)
+    run, recorder = compiled(model, outputs="float32")
+    assert run(torch.randn(4, 8)).dtype == HIGH
+    targets = [node.target for node in recorder.graphs[0].graph.graph.nodes]
+    assert "float" in targets and not any(getattr(t, "__module__", "").startswith("ampcompile") for t in targets)
+
+
 def test_weights_written_through_data_are_cast_again_elsewhere():
     plain, (model,) = nn.Linear(8, 8), twins(1)
 
