@@ -152,6 +152,14 @@ def test_a_disabled_region_around_the_call_means_float32_and_beats_the_dtype_opt
         torch._dynamo.reset()
 
 
+def test_a_disabled_region_of_another_device_changes_nothing():
+    run, _ = amp(LINEAR)
+    with torch.autocast("cuda", enabled=False):
+        assert run(torch.randn(2, 8)).dtype == LOW
+        with regions("disabled"):
+            assert run(torch.randn(2, 8)).dtype == HIGH
+
+
 def test_another_devices_autocast_does_not_disable_this_ones():
     run, _ = amp(LINEAR)
     torch.set_autocast_enabled("mps", True)
