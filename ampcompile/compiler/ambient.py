@@ -137,7 +137,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
             stacklevel=5,
         )
     device_of, module, widens = device_finder(fn), getattr(fn, "__self__", None), options.outputs == "float32"
-    plain = compiled
+    plain, warn_of_region = compiled, functools.cache(functools.partial(_warn_of_region, fn, options.dtype))
     if options.policy != Policy():
         compiled = unmatched.warn_after_first_call(compiled, fn, options.policy)
 
@@ -152,6 +152,8 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
                 current_call.callable = fn
                 ambient = autocast.is_on(device_type)
                 if not ambient and runs_as_written(device_type):
+                    if options.dtype is not None and called is None and autocast.is_available(device_type):
+                        warn_of_region(device_type)
                     return compiled(*args, **kwargs)
                 theirs, widening = torch.get_autocast_dtype(device_type), widens and called is None and not ambient
                 low = options.dtype or theirs
@@ -170,6 +172,19 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
     optimize_contexts.pass_over(under_autocast)
     under_autocast._torchdynamo_inline = _make_inlined(plain)  # type: ignore[attr-defined]
     return under_autocast
+
+
+def _warn_of_region(fn: Any, dtype: torch.dtype | None, device_type: str) -> None:
+    function = inspect.unwrap(fn)
+    module = getattr(function, "__self__", function)
+    name = type(module).__name__ if isinstance(module, torch.nn.Module) else getattr(function, "__qualname__", function)
+    warnings.warn(
+        f"{name} runs in float32: found torch.autocast({device_type!r}, enabled=False) around its call, which beats "
+        f"options={{'dtype': {dtype}}}; expected no region. Take it away. Or, if it switches amp on and off, name the "
+        f"type there instead of in the options: torch.autocast({device_type!r}, {dtype}, enabled=...).",
+        AmpWarning,
+        stacklevel=3,
+    )
 
 
 def _restore(called: Any, looking: Any, cached: bool, opened: tuple[str, bool, torch.dtype] | None) -> None:

@@ -138,6 +138,7 @@ def test_a_region_inside_wins_over_the_dtype_option_across_graph_breaks_too():
     assert dtypes(run(torch.randn(2, 8))) == [HIGH, HIGH, HALF, HALF, LOW, LOW]
 
 
+@pytest.mark.filterwarnings("ignore:.* runs in float32:ampcompile.AmpWarning")
 @pytest.mark.parametrize("lower", ["aot_eager", "eager", "inductor"])
 def test_a_disabled_region_around_the_call_means_float32_and_beats_the_dtype_option(lower):
     x = torch.randn(2, 8)
@@ -150,6 +151,33 @@ def test_a_disabled_region_around_the_call_means_float32_and_beats_the_dtype_opt
                 assert run(x).dtype == LOW
         assert run(x).dtype == LOW
         torch._dynamo.reset()
+
+
+def test_a_region_that_beats_the_dtype_option_is_warned_of_once_a_callable():
+    x = torch.randn(2, 8)
+    for f, name in ((Model(), "Model"), (LINEAR, "Linear"), (LINEAR.forward, "Linear"), (reads_dtypes, "reads_dtypes")):
+        run = torch.compile(f, backend="amp", options={"lower": "eager", "dtype": HALF})
+        run(x)
+        with torch.autocast("cpu", enabled=False):
+            with pytest.warns(
+                AmpWarning, match=rf"^{name} runs in float32: .*options=\{{'dtype': torch.float16\}}; exp"
+            ):
+                run(x)
+            run(x)
+    inner = torch.compile(lambda x: LINEAR(x), backend="amp", options={"lower": "eager", "dtype": HALF})
+
+    def outer(x):
+        with torch.autocast("cpu", enabled=False):
+            return torch.compiler.disable(lambda: inner(x), recursive=False)()
+
+    assert compiled(outer)[0](x).dtype == HIGH  # the program's own region, which is no remainder
+
+
+def test_a_region_that_names_the_dtype_switches_amp_on_and_off_in_silence():
+    run, x = amp(LINEAR)[0], torch.randn(2, 8)
+    for enabled, dtype in ((True, HALF), (False, HIGH), (True, HALF)):
+        with torch.autocast("cpu", HALF, enabled=enabled):
+            assert run(x).dtype == dtype
 
 
 def test_a_disabled_region_of_another_device_changes_nothing():
