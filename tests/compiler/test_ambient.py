@@ -320,6 +320,18 @@ def test_every_way_to_compile_is_under_autocast():
     assert torch.compile(torch.nn.functional.linear, **OPTIONS)(x, LINEAR.weight).dtype == LOW
 
 
+@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
+@pytest.mark.parametrize("first", ["amp", "eager"])
+def test_what_is_compiled_already_is_compiled_as_if_it_were_not(first, lower):
+    x, options = torch.randn(2, 8), {"backend": "amp", "options": {"lower": lower}}
+    inner = {"backend": first} if first != "amp" else options
+    for f in (Model(), LINEAR, Model().encode, lambda x: LINEAR(x)):
+        once, twice = torch.compile(f, **options), torch.compile(torch.compile(f, **inner), **options)
+        for grad in (torch.enable_grad, torch.no_grad):
+            with grad():
+                assert once(x).dtype == HIGH and same_bits(twice(x), once(x))
+
+
 def test_a_module_of_torch_that_is_compiled_in_place_is_warned_about():
     module = nn.Linear(2, 2)
     told = optimize_contexts.compiles_nothing(module._call_impl)  # from torch 2.15 on it is compiled
