@@ -22,6 +22,7 @@ from ampcompile.torch_private import (
     autocast,
     dynamo_modules,
     frame_returns,
+    open_regions,
     optimize_contexts,
     patches,
     pytree,
@@ -32,16 +33,8 @@ from .call_state import current_call
 
 
 def runs_as_written(device_type: str) -> bool:
-    """Whether no autocast is to act: the device has none, or the call stands in a region that the user disabled.
-
-    The latter is told by elimination, since nothing records which device a region was opened for: autocast is off for
-    this device, some region is open, and no other device's is on.
-    """
-    if not autocast.is_available(device_type):
-        return True
-    if torch.is_autocast_enabled(device_type) or autocast.autocast_nesting() == 0:
-        return False
-    return not autocast.any_autocast_enabled()
+    """Whether no autocast is to act: the device has none, or the call stands in a region that asks for float32."""
+    return not autocast.is_available(device_type) or open_regions.disabled_by_user(device_type)
 
 
 @contextlib.contextmanager
@@ -57,15 +50,13 @@ def autocast_for(device_type: str, options: Options) -> Iterator[None]:
         return
     current_call.callable = options
     try:
-        with contextlib.nullcontext() if runs_as_written(device_type) else _region(device_type, options):
+        if runs_as_written(device_type):
+            yield
+            return
+        with torch.autocast(device_type, options.dtype, cache_enabled=False):
             yield
     finally:
         current_call.callable = None
-
-
-def _region(device_type: str, options: Options) -> torch.autocast:
-    dtype = options.dtype or torch.get_autocast_dtype(device_type)
-    return torch.autocast(device_type, dtype, cache_enabled=False)
 
 
 def device_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -146,38 +137,68 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
             stacklevel=5,
         )
     device_of, module, widens = device_finder(fn), getattr(fn, "__self__", None), options.outputs == "float32"
-    plain = compiled
+    plain, warn_of_region = compiled, functools.cache(functools.partial(_warn_of_region, fn, options.dtype))
     if options.policy != Policy():
         compiled = unmatched.warn_after_first_call(compiled, fn, options.policy)
 
     @functools.wraps(plain)
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
-        looking = optimize_contexts.set_frame_callback(None)
+        looking, opened = optimize_contexts.set_frame_callback(None), None
         called, cached = current_call.callable, torch.is_autocast_cache_enabled()
         try:
-            device_type = device_of(args, kwargs)
-            mixed_operands.install(device_type)
-            current_call.callable = fn
-            if runs_as_written(device_type):
-                return compiled(*args, **kwargs)
-            ambient = torch.is_autocast_enabled(device_type)
-            low = torch.get_autocast_dtype(device_type)
-            if ambient and options.dtype in (None, low):  # all but the cache of casts is as it should be
-                torch.set_autocast_cache_enabled(False)
-                return widen_outputs.call(compiled, args, kwargs, low, False, module)
-            with _region(device_type, options) as region:
-                widening = widens and called is None and not ambient
-                return widen_outputs.call(compiled, args, kwargs, region.fast_dtype, widening, module)
-        finally:  # whose calls may be interrupted too: each is followed by nothing, or by a `finally`
-            current_call.callable = called
             try:
-                optimize_contexts.set_frame_callback(looking)
+                device_type = device_of(args, kwargs)
+                mixed_operands.install(device_type)
+                current_call.callable = fn
+                ambient = autocast.is_on(device_type)
+                if not ambient and runs_as_written(device_type):
+                    if options.dtype is not None and called is None and autocast.is_available(device_type):
+                        warn_of_region(device_type)
+                    return compiled(*args, **kwargs)
+                theirs, widening = torch.get_autocast_dtype(device_type), widens and called is None and not ambient
+                low = options.dtype or theirs
+                torch.set_autocast_cache_enabled(False)
+                if not ambient or low is not theirs:  # as a region of `torch.autocast`, which takes thrice the time
+                    opened = device_type, ambient, theirs
+                    torch.set_autocast_dtype(device_type, low)
+                    torch.set_autocast_enabled(device_type, autocast.takes(device_type, low))
+                return widen_outputs.call(compiled, args, kwargs, low, widening, module)
             finally:
-                torch.set_autocast_cache_enabled(cached)
+                _restore(called, looking, cached, opened)
+        except BaseException:  # it may have come while that was done
+            _restore(called, looking, cached, opened)
+            raise
 
     optimize_contexts.pass_over(under_autocast)
     under_autocast._torchdynamo_inline = _make_inlined(plain)  # type: ignore[attr-defined]
     return under_autocast
+
+
+def _warn_of_region(fn: Any, dtype: torch.dtype | None, device_type: str) -> None:
+    function = inspect.unwrap(fn)
+    module = getattr(function, "__self__", function)
+    name = type(module).__name__ if isinstance(module, torch.nn.Module) else getattr(function, "__qualname__", function)
+    warnings.warn(
+        f"{name} runs in float32: found torch.autocast({device_type!r}, enabled=False) around its call, which beats "
+        f"options={{'dtype': {dtype}}}; expected no region. Take it away. Or, if it switches amp on and off, name the "
+        f"type there instead of in the options: torch.autocast({device_type!r}, {dtype}, enabled=...).",
+        AmpWarning,
+        stacklevel=3,
+    )
+
+
+def _restore(called: Any, looking: Any, cached: bool, opened: tuple[str, bool, torch.dtype] | None) -> None:
+    """Leave the thread as it was before a call."""
+    current_call.callable = called
+    optimize_contexts.set_frame_callback(looking)
+    torch.set_autocast_cache_enabled(cached)
+    if opened is not None:
+        device_type, enabled, dtype = opened
+        torch.set_autocast_enabled(device_type, enabled)
+        torch.set_autocast_dtype(device_type, dtype)
+
+
+optimize_contexts.pass_over(_restore)
 
 
 def _make_inlined(compiled: Any) -> Any:
@@ -217,9 +238,17 @@ def install() -> bool:
                 "OptimizedModule.__getattr__": dynamo_modules.watch_methods(_is_ours, eager_methods.watch),
             },
         )
+        patches.install(
+            patches.REGIONS,
+            {
+                "autocast.__enter__": open_regions.watch_entries,
+                "autocast.__exit__": open_regions.watch_exits,
+                "checkpoint._get_autocast_kwargs": open_regions.carry_through_checkpoints,
+            },
+        )
     except (AttributeError, ImportError) as error:
         warnings.warn(
-            f"ampcompile can't reach Dynamo's compiled callables in torch {torch.__version__} ({error}): open "
+            f"ampcompile can't watch compiled calls and autocast regions in torch {torch.__version__} ({error}): open "
             "torch.autocast around the call yourself, or code that reads dtypes sees float32.",
             AmpWarning,
             stacklevel=2,

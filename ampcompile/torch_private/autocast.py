@@ -27,6 +27,12 @@ def autocast_nesting() -> int:
     return nesting
 
 
+@functools.cache
+def takes(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether a region for a device may be of a type; warns or raises as `torch.autocast` does. Asked once."""
+    return torch.autocast(device_type, dtype)._enabled
+
+
 @contextlib.contextmanager
 def autocast_off() -> Iterator[None]:
     """Run with every Autocast dispatch key excluded."""

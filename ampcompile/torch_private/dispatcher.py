@@ -3,17 +3,25 @@
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch._ops import OpOverload, resolve_key
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import patches
 
 major, minor = torch.__version__.split(".")[:2]
 TORCH = (int(major), int(minor))
 """The installed torch release, as (2, 13)."""
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """A region whose ops no `TorchDispatchMode` around it sees: a selective checkpoint keeps results, and gives them
+    back in place of those of the next call."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def autocast_key(device_type: str) -> str | None:

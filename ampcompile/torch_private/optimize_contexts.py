@@ -34,6 +34,7 @@ def wrap_call(
             wanted = asked(backend, self._dynamic, self.fullgraph)
             if wanted != (self._dynamic, self.fullgraph):
                 self = _context_like(self, backend, *wanted)
+            fn = eval_frame.innermost_fn(fn)  # of what is compiled already Dynamo compiles the original
             compiled = original(self, fn)
             if isinstance(fn, torch.nn.Module | type):
                 return compiled

@@ -44,6 +44,19 @@ COMPILED_CALLS = Group(
         ),
     ),
 )
+REGIONS = Group(
+    "regions",
+    when="when the backend is loaded",
+    undone="never: what torch.autocast does stays the same",
+    patches=(
+        Patch("torch.amp.autocast_mode.autocast.__enter__", "shows which device a region is for, and who asks for it"),
+        Patch("torch.amp.autocast_mode.autocast.__exit__", "shows which region ends"),
+        Patch(
+            "torch.utils.checkpoint._get_autocast_kwargs",
+            "a checkpoint that begins where autocast is off, by no region, is recomputed under the same conditions",
+        ),
+    ),
+)
 TRACING = Group(
     "tracing",
     when="at the first call or graph for a device type",
@@ -134,7 +147,7 @@ COPIES = Group(
         Patch("torch._C._swap_tensor_impl", "refuses tensors with weak references, as we have them"),
     ),
 )
-TABLE = (COMPILED_CALLS, TRACING, LOWERING, SCHEDULING, ONE_GRAPH, EXPLAINING, OPTIMIZER_HOOKS, COPIES)
+TABLE = (COMPILED_CALLS, REGIONS, TRACING, LOWERING, SCHEDULING, ONE_GRAPH, EXPLAINING, OPTIMIZER_HOOKS, COPIES)
 
 Wrap = Callable[[Any], Any]
 """What makes a replacement of what was there."""
@@ -163,6 +176,11 @@ def install(
         _replace(owner, name, wrap(original))
     plan(undo)
     _installed.add(group)
+
+
+def is_installed(group: Group) -> bool:
+    """Whether all of a group is in its place."""
+    return group in _installed
 
 
 def uninstall(group: Group) -> None:

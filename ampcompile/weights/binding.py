@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampcompile.errors import WeightsError
 from ampcompile.kernels.packed_conv import Blocks
-from ampcompile.torch_private import storages
+from ampcompile.torch_private import dispatcher, storages
 
 from . import gpu, memory, writers
 from .census import unexplained
@@ -90,7 +90,7 @@ class Binding:
 
     def _refresh(self, ids: tuple[int, ...], weights: Sequence[Tensor]) -> list[Tensor]:
         """What the graph reads, of a set as it is from now on. Nothing of it is freed or cast meanwhile."""
-        with lock, torch.inference_mode(False), torch.no_grad():
+        with lock, torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
             if interrupted():
                 memory.begin_epoch()
                 recover()

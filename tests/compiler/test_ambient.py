@@ -138,6 +138,7 @@ def test_a_region_inside_wins_over_the_dtype_option_across_graph_breaks_too():
     assert dtypes(run(torch.randn(2, 8))) == [HIGH, HIGH, HALF, HALF, LOW, LOW]
 
 
+@pytest.mark.filterwarnings("ignore:.* runs in float32:ampcompile.AmpWarning")
 @pytest.mark.parametrize("lower", ["aot_eager", "eager", "inductor"])
 def test_a_disabled_region_around_the_call_means_float32_and_beats_the_dtype_option(lower):
     x = torch.randn(2, 8)
@@ -150,6 +151,41 @@ def test_a_disabled_region_around_the_call_means_float32_and_beats_the_dtype_opt
                 assert run(x).dtype == LOW
         assert run(x).dtype == LOW
         torch._dynamo.reset()
+
+
+def test_a_region_that_beats_the_dtype_option_is_warned_of_once_a_callable():
+    x = torch.randn(2, 8)
+    for f, name in ((Model(), "Model"), (LINEAR, "Linear"), (LINEAR.forward, "Linear"), (reads_dtypes, "reads_dtypes")):
+        run = torch.compile(f, backend="amp", options={"lower": "eager", "dtype": HALF})
+        run(x)
+        with torch.autocast("cpu", enabled=False):
+            with pytest.warns(
+                AmpWarning, match=rf"^{name} runs in float32: .*options=\{{'dtype': torch.float16\}}; exp"
+            ):
+                run(x)
+            run(x)
+    inner = torch.compile(lambda x: LINEAR(x), backend="amp", options={"lower": "eager", "dtype": HALF})
+
+    def outer(x):
+        with torch.autocast("cpu", enabled=False):
+            return torch.compiler.disable(lambda: inner(x), recursive=False)()
+
+    assert compiled(outer)[0](x).dtype == HIGH  # the program's own region, which is no remainder
+
+
+def test_a_region_that_names_the_dtype_switches_amp_on_and_off_in_silence():
+    run, x = amp(LINEAR)[0], torch.randn(2, 8)
+    for enabled, dtype in ((True, HALF), (False, HIGH), (True, HALF)):
+        with torch.autocast("cpu", HALF, enabled=enabled):
+            assert run(x).dtype == dtype
+
+
+def test_a_disabled_region_of_another_device_changes_nothing():
+    run, _ = amp(LINEAR)
+    with torch.autocast("cuda", enabled=False):
+        assert run(torch.randn(2, 8)).dtype == LOW
+        with regions("disabled"):
+            assert run(torch.randn(2, 8)).dtype == HIGH
 
 
 def test_another_devices_autocast_does_not_disable_this_ones():
@@ -282,6 +318,18 @@ def test_every_way_to_compile_is_under_autocast():
     assert model(x).dtype == LOW
     assert torch.compile(fullgraph=True, **OPTIONS)(LINEAR.forward)(x).dtype == LOW
     assert torch.compile(torch.nn.functional.linear, **OPTIONS)(x, LINEAR.weight).dtype == LOW
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
+@pytest.mark.parametrize("first", ["amp", "eager"])
+def test_what_is_compiled_already_is_compiled_as_if_it_were_not(first, lower):
+    x, options = torch.randn(2, 8), {"backend": "amp", "options": {"lower": lower}}
+    inner = {"backend": first} if first != "amp" else options
+    for f in (Model(), LINEAR, Model().encode, lambda x: LINEAR(x)):
+        once, twice = torch.compile(f, **options), torch.compile(torch.compile(f, **inner), **options)
+        for grad in (torch.enable_grad, torch.no_grad):
+            with grad():
+                assert once(x).dtype == HIGH and same_bits(twice(x), once(x))
 
 
 def test_a_module_of_torch_that_is_compiled_in_place_is_warned_about():

@@ -15,6 +15,7 @@ from ampcompile.torch_private.autocast import (
     is_available,
     is_on,
     lowering_without_autocast,
+    takes,
 )
 from proof.faults.injecting import raised_at
 
@@ -80,3 +81,12 @@ def test_an_interrupt_leaves_the_number_of_regions_as_it_was() -> None:
         assert autocast_nesting() == before
         at += 1
     assert at > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8])
+def test_autocast_says_once_which_types_it_takes(dtype: torch.dtype) -> None:
+    takes.cache_clear()
+    if dtype == torch.int8:
+        with pytest.warns(UserWarning, match="target dtype is not supported"):
+            assert not takes("cpu", dtype)
+    assert takes("cpu", dtype) is (dtype != torch.int8)

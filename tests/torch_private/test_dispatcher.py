@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompile.torch_private import dispatcher
 
@@ -31,6 +32,28 @@ def test_ops_are_found_by_the_names_under_which_they_are_listed() -> None:
     assert dispatcher.op_named("aten::add.Tensor") is aten.add.Tensor
     assert dispatcher.op_named("aten::mm") is aten.mm.default
     assert {"aten::add.Tensor", "aten::mm"} <= set(dispatcher.all_op_names())
+
+
+class Seeing(TorchDispatchMode):
+    """Keeps the names of the ops that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def test_no_mode_sees_what_is_to_stay_unseen() -> None:
+    x = torch.ones(2)
+    with dispatcher.without_modes(), Seeing() as outer, Seeing() as inner:
+        x.sin()
+        with dispatcher.without_modes():
+            x.cos()
+        x.tan()
+    assert outer.seen == inner.seen == ["aten.sin.default", "aten.tan.default"]
 
 
 def test_composite_ops_and_those_that_may_return_their_argument() -> None:

@@ -44,9 +44,10 @@ def test_a_group_is_installed_once_and_undone_as_a_whole(group: Group) -> None:
     for _ in range(2):
         patches.install(group, WRAPS, undo.append)
         assert Thing().act() == ["ours", "act"] and Thing().rest() == ["ours", "rest"]
-    assert len(undo) == 1
+    assert len(undo) == 1 and patches.is_installed(group)
     assert (Thing.act.__module__, Thing.act.__qualname__) == (__name__, "Thing.act")
     undo[0]()
+    assert not patches.is_installed(group)
     assert Thing().act() == ["act"] and "act" not in vars(Thing) and Thing().rest() == ["rest"]
     patches.install(group, WRAPS)
     assert Thing().rest() == ["ours", "rest"]

@@ -1,0 +1,125 @@
+"""The autocast regions that a thread is in, one by one: torch keeps only the state that they add up to.
+
+A call of ours in a region `torch.autocast(device, enabled=False)` runs in float32. The state doesn't show such a
+region: one for another device leaves the same, and so does one that puts back what was saved outside of any region,
+as a checkpoint's in backward. Nobody asked for float32 there.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from types import CodeType
+from typing import Any
+
+import torch
+
+from . import optimize_contexts, patches
+from .autocast import any_autocast_enabled, autocast_nesting
+
+
+class _Thread(threading.local):
+    open: tuple[tuple[torch.autocast, bool, int], ...] = ()
+    """The regions that the thread is in, innermost last. Beside each, whether somebody asked for it, now or where the
+    state was saved that it puts back, and the number that the next autograd node got."""
+    others: bool = True
+    """Whether there may be more: those from before torch was patched, or all, where it can't be."""
+
+
+class _NotAskedFor:
+    """Stands for `enabled=False` in a state that was saved while autocast was off, but not by a region."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+_thread, _NOT_ASKED_FOR, _MARK = _Thread(), _NotAskedFor(), "amp_asked_for_float32"
+_FORWARD, _BACKWARD = (
+    next((constant for constant in decorator.__code__.co_consts if isinstance(constant, CodeType)), None)
+    for decorator in (torch.amp.custom_fwd, torch.amp.custom_bwd)
+)
+
+
+def disabled_by_user(device_type: str) -> bool:
+    """Whether autocast is off for a device because somebody asked for it, by a region that is open.
+
+    Of regions that nobody saw open the device is unknown: they count unless autocast is on for some device.
+    """
+    if torch.is_autocast_enabled(device_type) or not (_thread.open or _thread.others):
+        return False
+    found = next((entry for entry in reversed(_thread.open) if entry[0].device == device_type), None)
+    if found is not None:
+        _, asked, node = found
+    else:
+        others, node = autocast_nesting() > len(_thread.open), 0
+        _thread.others = others or not patches.is_installed(patches.REGIONS)
+        asked = others and not any_autocast_enabled()
+    if asked:
+        _mark_functions(node)
+    return asked
+
+
+def _mark_functions(node: int) -> None:
+    """Mark the autograd functions by `custom_fwd` that are called in a region: their backward is asked for the same."""
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if frame.f_code is _FORWARD and node <= (ctx := frame.f_locals["args"][0])._sequence_nr():
+            setattr(ctx, _MARK, True)
+
+
+def watch_entries(original: Any) -> Any:
+    """A wrap of `torch.autocast.__enter__`."""
+
+    @functools.wraps(original)  # TorchScript reads the source
+    def enter(self: Any) -> Any:
+        asked, node = True, 0
+        if not self._enabled:
+            asked, self._enabled = self._enabled is not _NOT_ASKED_FOR, False
+            node, opener = torch.autograd._get_sequence_nr(), sys._getframe(1)
+            if opener.f_code is _FORWARD:
+                node = opener.f_locals["args"][0]._sequence_nr()
+            elif opener.f_code is _BACKWARD:
+                asked = hasattr(opener.f_locals["args"][0], _MARK)
+        entered = original(self)
+        _thread.open = (*_thread.open, (self, asked, node))  # no interrupt comes between: nothing is called
+        return entered
+
+    return _unseen_by_dynamo(enter, original)
+
+
+def watch_exits(original: Any) -> Any:
+    """A wrap of `torch.autocast.__exit__`."""
+
+    @functools.wraps(original)
+    def leave(self: torch.autocast, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any:
+        before = _thread.open
+        if before and before[-1][0] is self:
+            _thread.open = before[:-1]
+        else:
+            _thread.open = tuple(entry for entry in before if entry[0] is not self)
+        return original(self, exc_type, exc_val, exc_tb)
+
+    return _unseen_by_dynamo(leave, original)
+
+
+def carry_through_checkpoints(original: Any) -> Any:
+    """A wrap of `torch.utils.checkpoint._get_autocast_kwargs`: what a checkpoint opens its regions in backward with."""
+
+    def get_autocast_kwargs(device_type: str = "cuda") -> Any:
+        looking, saved = optimize_contexts.set_frame_callback(None), original(device_type)
+        try:
+            for device, kwargs in zip((device_type, "cpu"), saved, strict=True):
+                if kwargs is not None and not kwargs["enabled"] and not disabled_by_user(device):
+                    kwargs["enabled"] = _NOT_ASKED_FOR
+        finally:
+            optimize_contexts.set_frame_callback(looking)
+        return saved
+
+    return _unseen_by_dynamo(get_autocast_kwargs, original)
+
+
+def _unseen_by_dynamo(function: Any, original: Any) -> Any:
+    optimize_contexts.pass_over(function)
+    function._torchdynamo_inline = original  # where it traces through classes that inherit from torch.autocast
+    return function
