@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ampcompile.compiler.backend import rewrite
-from ampcompile.compiler.call_state import current_call
+from ampcompile.compiler.call_state import casting, current_call
 from ampcompile.compiler.left_to_autocast import LEFT
 from ampcompile.compiler.lower import lower
 from ampcompile.compiler.module_names import module_names, modules_of
@@ -78,7 +78,12 @@ class _Call:
     def __call__(self, args: Any, kwargs: Any) -> Audit:
         session = Session(self.settings.against, self.settings.cumulative, self.settings.local)
         backend = self._backend(session, _tensor_names(self.f, args, kwargs))
-        with dynamo_caches.dynamo_as_it_was(backend), uncompiled(self.f):
+        widen = self._compile_beside(_widen, backend, dynamic=False)  # which rounds gradients
+
+        def cast(results: Sequence[Tensor]) -> list[Tensor]:
+            return list(map(widen if session.ran else _widen, results))
+
+        with dynamo_caches.dynamo_as_it_was(backend), uncompiled(self.f), casting(cast):
             result = torch.compile(self.f, backend=backend, dynamic=self.dynamic)(*args, **kwargs)
             if not session.ran:
                 raise AuditError(
@@ -130,8 +135,8 @@ class _Call:
             return []
         parts = [part for leaf in pytree.tree_leaves(result) for part in compiled_functions.parts_of(leaf)]
         leaves = [part for part in parts if is_floating(part)]
-        known = [leaf for leaf in leaves if leaf in session.exact] or session.returned
-        return [(leaf.detach(), session.exact[leaf]) for leaf in known]
+        known = [(leaf.detach(), exact) for leaf in leaves if (exact := session.known(leaf)) is not None]
+        return known or [(leaf.detach(), session.exact[leaf]) for leaf in session.returned]
 
     def _loss(self, result: Any, backend: Any) -> Tensor | None:
         """What is differentiated. Compiled like `f`: gradients may be lost to underflow where they enter the graph."""
@@ -139,10 +144,19 @@ class _Call:
         scalar = next((leaf for leaf in leaves if leaf.numel() == 1), None)
         if self.settings.loss is None and (scalar is not None or not leaves):
             return None if scalar is None else scalar.sum()
-        # Patterns of the policy that match nothing in the loss are no mistake.
-        backend.amp_options = lambda **_: replace(self.options, policy=Policy())
         loss, argument = (_mean_squares, leaves) if self.settings.loss is None else (self.settings.loss, result)
-        return torch.compile(loss, backend=backend, dynamic=self.dynamic)(argument)
+        return self._compile_beside(loss, backend, self.dynamic)(argument)
+
+    def _compile_beside(self, f: Any, backend: Any, dynamic: bool | None) -> Any:
+        """Compile another function than the audited: patterns of the policy that match nothing in it are no mistake."""
+        backend.amp_options, own = lambda **_: replace(self.options, policy=Policy()), backend.amp_options
+        compiled = torch.compile(f, backend=backend, dynamic=dynamic)
+        backend.amp_options = own
+        return compiled
+
+
+def _widen(result: Tensor) -> Tensor:
+    return result.float()
 
 
 def _share(found: Tensor, exact: Tensor) -> float:

@@ -11,6 +11,7 @@ from torch.fx.node import map_arg
 
 from ampcompile.passes.graph import module_path, name_modules, op_name, source_line
 from ampcompile.torch_private import joint_graphs, pytree
+from ampcompile.torch_private.storages import is_dense
 
 from .high_precision import compute_in_high_precision, is_floating, rounds, to_high_precision
 from .numbers import measure, squares
@@ -32,12 +33,23 @@ class Session:
         self.returned: list[Tensor] = []  # by the graph that ran last
         self.pending: list[_Saved] = []  # forward runs whose backward hasn't run
         self.gradients: dict[str, tuple[Tensor, Tensor]] = {}  # mixed and exact, summed over all uses
+        self.backwards: list[list[Any]] = []  # what they gave: autograd would add to it in place if nobody held it
         self.not_finite: dict[str, float] = {}  # by what the call was given: the share of its elements
 
     def exact_of(self, value: Any) -> Any:
         """The exact run's value of a graph input; one that no graph made is taken as exact."""
-        known = self.exact.get(value) if isinstance(value, Tensor) else None
+        known = self.known(value) if isinstance(value, Tensor) else None
         return to_high_precision(value, self.against) if known is None else known
+
+    def known(self, value: Tensor) -> Tensor | None:
+        """The exact run's value of what a graph made, or of a view of that; None of what no graph made."""
+        base = value._base
+        if base is None or value in self.exact or base not in self.exact or not is_dense(base):
+            return self.exact.get(value)
+        exact = torch.empty_strided(base.shape, base.stride(), dtype=self.against, device=base.device)
+        return exact.copy_(self.exact[base]).as_strided(
+            value.shape, value.stride(), value.storage_offset() - base.storage_offset()
+        )
 
     def look_at_inputs(self, names: list[str | None], values: list[Any]) -> None:
         """Note which inputs hold NaN or infinities, as many as there are; None: of another graph."""
@@ -114,6 +126,7 @@ def interpreters(
             exact = [known.get(name) for name in placeholders]
             exact = [session.exact_of(arg) if e is None else e for arg, e in zip(args, exact, strict=True)]
             values, exact_values = run(args, exact if session.cumulative else [])
+            session.backwards.append(values)
             if session.cumulative and len(values) == len(inputs):
                 for name, value, reference in zip(inputs, values, exact_values, strict=True):
                     if is_floating(value):

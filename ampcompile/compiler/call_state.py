@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +23,18 @@ class CallState(threading.local):
     """Whether what the call returns leaves it in float32."""
     widened: bool = False
     """Whether a graph has widened all of it."""
+    cast: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
+    """Widens results of one memory that no graph has widened, where somebody wants to see that."""
 
 
 current_call = CallState()
+
+
+@contextlib.contextmanager
+def casting(cast: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]) -> Iterator[None]:
+    """Have a function widen the results of calls that no graph has widened, those of one memory at a time."""
+    current_call.cast, outer = cast, current_call.cast
+    try:
+        yield
+    finally:
+        current_call.cast = outer

@@ -75,9 +75,14 @@ def warn(policy: Policy, seen: CompiledNames, fn: Any) -> None:
 _INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], torch.__path__[0]))
 
 
+def is_inside(filename: str) -> bool:
+    """Whether a file is ours or torch's."""
+    return filename.startswith(_INSIDE)
+
+
 def outside() -> int:
     """How many calls above its own caller, that included, the first code stands that is neither ours nor torch's."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_INSIDE) and frame.f_back is not None:
+    while is_inside(frame.f_code.co_filename) and frame.f_back is not None:
         level, frame = level + 1, frame.f_back
     return level

@@ -1,19 +1,20 @@
 """Low-precision results leave the outermost compiled callable in float32 where no autocast is open around the call.
 
 What follows the call may then be anything: a loss, an eager layer, NumPy. Pieces between graph breaks hand each other
-low precision, as in eager autocast; so do compiled callables inside others.
+low precision, as in eager autocast; so do compiled callables inside others, and stages of a pipeline.
 
 The cast is part of the graph that computes what is returned: at the end of a frame Dynamo tells what it returns, and
 guards tell calls that widen from those that don't. Where a graph finds, when it runs, that something else than the
-outermost callable gets its results, it casts back, which loses nothing. What no graph has cast, `widen_nested` does.
+outermost callable gets its results, it casts back, which loses nothing. What no graph has cast, `widen_nested` does; so
+it does with results that share memory, since it sees all of them together.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -24,13 +25,16 @@ from torch.fx import GraphModule
 from ampcompile import dtypes
 from ampcompile.passes.graph import Cast
 from ampcompile.torch_private import frame_returns, pytree, tracing
-from ampcompile.torch_private.frame_returns import RESUMED, holds_values, memory_of
+from ampcompile.torch_private.frame_returns import RESUMED
 
 from . import call_state
 from .call_state import current_call
+from .unmatched import is_inside
+from .widen_nested import HOLD_NO_TENSORS, Widening
 
 LEAVING = "amp_leaving"  # in `gm.meta`, a graph's `LeavingResults`
 BECAUSE = "leaves the compiled call in float32: no autocast is open around it"
+_CHANGEABLE = (list, MutableMapping, deque, set)
 
 
 def call(compiled: Callable[..., Any], args: Any, kwargs: Any, low: torch.dtype, widening: bool, module: Any) -> Any:
@@ -39,25 +43,36 @@ def call(compiled: Callable[..., Any], args: Any, kwargs: Any, low: torch.dtype,
     `module`: the one it is of, if any.
     """
     outer = current_call.low_dtype, current_call.widens
+    widening = widening and not _is_sent_on()
     try:
         current_call.low_dtype, current_call.widens, current_call.widened = low, widening, False
-        there = list(_tensors(args, kwargs)) if widening and any(map(_may_change, (*args, *kwargs.values()))) else None
-        result = compiled(*args, **kwargs)
-        if not widening or current_call.widened:
-            return result
-        of_user = lambda: (*(_tensors(args, kwargs) if there is None else there), *_state(module))  # noqa: E731
-        return widen_nested(result, low, of_user)
+        there = pytree.arg_tree_leaves(*args, **kwargs) if widening and _may_change((*args, *kwargs.values())) else None
+        result = [compiled(*args, **kwargs)]
+        if not widening or current_call.widened or (isinstance(result[0], torch.Tensor) and result[0].dtype != low):
+            return result[0]
+        given = pytree.arg_tree_leaves(*args, **kwargs) if there is None else there
+        return Widening(low, lambda: (*given, *_state(module))).of(result)
     finally:
         current_call.low_dtype, current_call.widens = outer
 
 
-def _may_change(argument: Any) -> bool:
-    """Whether the call may put tensors into an argument."""
-    return isinstance(argument, list | MutableMapping) or is_dataclass(argument)
+def _may_change(arguments: Iterable[Any]) -> bool:
+    """Whether the call may put tensors into one of its arguments."""
+    return any(
+        type(argument) not in HOLD_NO_TENSORS and (isinstance(argument, _CHANGEABLE) or is_dataclass(argument))
+        for argument in arguments
+    )
 
 
-def _tensors(args: Any, kwargs: Any) -> Iterable[Any]:
-    return pytree.arg_tree_leaves(*args, **kwargs)
+def _is_sent_on() -> bool:
+    """Whether the caller is a stage of `torch.distributed.pipelining` but the last: it sends what it gets on."""
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    frame = sys._getframe() if stages is not None else None
+    while frame is not None and is_inside(frame.f_code.co_filename):
+        if frame.f_code.co_filename == stages.__file__:
+            return not getattr(frame.f_locals.get("self"), "is_last", True)
+        frame = frame.f_back
+    return False
 
 
 def _state(module: Any) -> Iterable[torch.Tensor]:
@@ -180,58 +195,3 @@ def _resumes(code: CodeType, caller: CodeType) -> bool:
 def _function_of(name: str) -> str:
     """The function that Dynamo took a frame's code from."""
     return name.removeprefix(RESUMED).rpartition("_at_")[0] if name.startswith(RESUMED) else name
-
-
-def widen_nested(result: Any, dtype: torch.dtype, of_user: Callable[[], Iterable[Any]]) -> Any:
-    """What a call returned, its tensors of `dtype` as float32, nested in tuples, lists, mappings and dataclasses too.
-
-    `of_user()`: what was there before the call. Tensors in that memory, and whatever holds nothing that changes, stay
-    the same objects; what holds something that does is copied.
-    """
-    if isinstance(result, torch.Tensor) and result.dtype != dtype:
-        return result
-    return _Widening(dtype, of_user).of(result)
-
-
-class _Widening:
-    def __init__(self, dtype: torch.dtype, of_user: Callable[[], Iterable[Any]]) -> None:
-        self.dtype, self.of_user = dtype, of_user
-        self.done: dict[int, tuple[Any, Any]] = {}  # by id: a value, which stays alive, and what becomes of it
-        self.theirs: set[Any] | None = None
-
-    def of(self, value: Any) -> Any:
-        tensor = isinstance(value, torch.Tensor)
-        if (tensor and value.dtype != self.dtype) or not (tensor or holds_values(type(value))):
-            return value
-        if id(value) not in self.done:
-            self.done[id(value)] = value, value  # for what holds itself
-            self.done[id(value)] = value, self._of_tensor(value) if tensor else self._of_container(value)
-        return self.done[id(value)][1]
-
-    def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.theirs is None:
-            self.theirs = {memory_of(v) for v in self.of_user() if isinstance(v, torch.Tensor)} - {None}
-        whole = tensor if tensor._base is None else tensor._base
-        parameter = whole.is_leaf and whole.requires_grad
-        return tensor if parameter or memory_of(tensor) in self.theirs else tensor.float()
-
-    def _of_container(self, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            parts = dict(value)
-        elif isinstance(value, tuple | list):
-            parts = dict(enumerate(value))
-        else:
-            parts = {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
-        changed = {key: new for key, part in parts.items() if (new := self.of(part)) is not part}
-        if not changed:
-            return value
-        if isinstance(value, tuple):
-            items = (parts | changed).values()
-            return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
-        made = copy.copy(value)
-        for key, new in changed.items():
-            if isinstance(value, list | MutableMapping):
-                made[key] = new
-            elif is_dataclass(value):
-                object.__setattr__(made, key, new)
-        return made

@@ -15,10 +15,12 @@ from ampcompile.records.casts import CastRecord, GraphRecord
 from ampcompile.records.totals import Total
 
 
-def page(graphs: Sequence[GraphRecord], totals: Sequence[Total], unknown: Sequence[str]) -> str:
+def page(
+    graphs: Sequence[GraphRecord], totals: Sequence[Total], unknown: Sequence[str], results: Sequence[CastRecord] = ()
+) -> str:
     """The page's text. It loads nothing, so it opens from a disk or an attachment."""
     folder = files(__package__) / "page"
-    data = json.dumps(_data(graphs, totals, unknown), separators=(",", ":"))
+    data = json.dumps(_data(graphs, totals, unknown, results), separators=(",", ":"))
     parts = {"data": data.replace("<", "\\u003c")}  # what is inside a script element may not end it
 
     def part(found: re.Match[str]) -> str:
@@ -28,18 +30,21 @@ def page(graphs: Sequence[GraphRecord], totals: Sequence[Total], unknown: Sequen
     return re.sub(r"/\*([a-z.]+)\*/", part, (folder / "page.html").read_text(encoding="utf-8"))
 
 
-def _data(graphs: Sequence[GraphRecord], totals: Sequence[Total], unknown: Sequence[str]) -> dict[str, Any]:
+def _data(
+    graphs: Sequence[GraphRecord], totals: Sequence[Total], unknown: Sequence[str], results: Sequence[CastRecord]
+) -> dict[str, Any]:
     texts = _Texts()
     numbered = {number: cast for graph in graphs for number, cast in graph.numbered_casts.items()}
     index = {number: i for i, number in enumerate(numbered)}
+    casts = [*numbered.values(), *results]  # those of results stand in no graph
     drawn = [
         {"precision": graph.precision, "reason": graph.reason, "ops": list(_ops(graph, index, texts))}
         for graph in graphs
     ]
-    sources = {node.source for graph in graphs for node in graph.nodes} | {cast.source for cast in numbered.values()}
+    sources = {node.source for graph in graphs for node in graph.nodes} | {cast.source for cast in casts}
     return {
         "graphs": drawn,
-        "casts": [_cast(cast, texts) for cast in numbered.values()],
+        "casts": [_cast(cast, texts) for cast in casts],
         "totals": [asdict(total) for total in totals],
         "unknown": list(unknown),
         "lines": {source: line for source in sources if (line := _line(source))},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -11,10 +12,13 @@ from torch.fx import GraphModule
 
 from ampcompile.compiler.ambient import options_of
 from ampcompile.compiler.backend import rewrite
+from ampcompile.compiler.call_state import casting
 from ampcompile.compiler.left_to_autocast import find_reason
 from ampcompile.compiler.lower import lower
+from ampcompile.compiler.shared_memory import cast_together
+from ampcompile.compiler.widen_outputs import BECAUSE
 from ampcompile.config import Options
-from ampcompile.records.casts import GraphRecord
+from ampcompile.records.casts import CastRecord, GraphRecord, cast_of_result
 from ampcompile.records.totals import eager_totals
 from ampcompile.records.watch import JointWatcher, Watcher
 from ampcompile.torch_private import compiled_functions, dynamo_caches, structured_trace
@@ -31,9 +35,16 @@ def make_explainer(f: Any, options: dict[str, Any], mode: str | None, dynamic: b
     def explained(*args: Any, **kwargs: Any) -> Report:
         graphs: list[GraphRecord] = []
         backend = _recorder(chosen, graphs, through_inductor=options.get("lower") == "inductor")
-        with dynamo_caches.dynamo_as_it_was(backend), preserve_state(f, args, kwargs), uncompiled(f):
+        results: list[CastRecord] = []
+
+        def cast(result: torch.Tensor) -> torch.Tensor:
+            results.append(cast_of_result(result, BECAUSE, _definition(f)))
+            return result.float()
+
+        as_ever = casting(lambda tensors: cast_together(tensors, cast))
+        with dynamo_caches.dynamo_as_it_was(backend), preserve_state(f, args, kwargs), uncompiled(f), as_ever:
             torch.compile(f, backend=backend, dynamic=dynamic)(*args, **kwargs)
-        return Report(graphs)
+        return Report(graphs, results)
 
     return explained
 
@@ -53,6 +64,12 @@ def override(kept: Options, given: Options, names: set[str]) -> Options:
     """The options a callable was compiled with, with those given by name instead."""
     ours = {f.name: getattr(given, f.name) for f in fields(Options) if f.name in names}
     return replace(kept, **ours, inductor=tuple({**dict(kept.inductor), **dict(given.inductor)}.items()))
+
+
+def _definition(f: Any) -> str:
+    """`file:line` of a function, or of a module's `forward`."""
+    code = getattr(inspect.unwrap(getattr(f, "forward", f)), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 
 def _recorder(options: Options, graphs: list[GraphRecord], through_inductor: bool) -> Callable[..., Any]:

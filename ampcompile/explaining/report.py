@@ -18,6 +18,8 @@ class Report:
     """Every graph that Dynamo found in a call, as rewritten. `str(report)` is a table that fits the terminal."""
 
     graphs: Sequence[GraphRecord]
+    results: Sequence[CastRecord] = ()
+    """The casts of what the call returned that stand in no graph."""
 
     @property
     def code(self) -> str:
@@ -43,8 +45,8 @@ class Report:
 
     @property
     def casts(self) -> list[CastRecord]:
-        """Every cast inserted, in order."""
-        return [cast for graph in self.graphs for cast in graph.casts]
+        """Every cast inserted, in order; those that stand in no graph last."""
+        return [*(cast for graph in self.graphs for cast in graph.casts), *self.results]
 
     @property
     def ops(self) -> list[OpRecord]:
@@ -81,11 +83,11 @@ class Report:
 
     def save(self, path: str | Path) -> None:
         """Write the report as a page that needs nothing else: `report.save("amp.html")`."""
-        Path(path).write_text(html.page(self.graphs, self._changes(), self.unknown_ops), encoding="utf-8")
+        Path(path).write_text(html.page(self.graphs, self._changes(), self.unknown_ops, self.results), encoding="utf-8")
 
     def to_graphviz(self) -> str:
         """The graphs in Graphviz's language: `dot -Tsvg` draws it."""
         return dot.dot(self.graphs)
 
     def __str__(self) -> str:
-        return table.render(self.graphs, self.unknown_ops, self._changes())
+        return table.render(self.graphs, self.unknown_ops, self._changes(), self.results)

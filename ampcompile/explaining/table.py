@@ -17,7 +17,11 @@ from .text import human_bytes, table_of, text_of
 
 
 def render(
-    graphs: Sequence[GraphRecord], unknown: Sequence[str], totals: Sequence[Total], width: int | None = None
+    graphs: Sequence[GraphRecord],
+    unknown: Sequence[str],
+    totals: Sequence[Total],
+    results: Sequence[CastRecord] = (),
+    width: int | None = None,
 ) -> str:
     """The table of all graphs, at most `width` columns wide (default: the terminal's)."""
     reasons, parts = _Footnotes(), list[str | Table]()
@@ -30,12 +34,14 @@ def render(
         if graph.reason:
             parts.append(f"graph break after graph {index}: {graph.reason.splitlines()[0]}")
         parts.append("")
+    if results:
+        parts += ["results of the call", _cast_table(results, reasons), ""]
     parts += [f"[{number}] {text}" for text, number in reasons.numbers.items()]
     if unknown:
         parts.append(f"unknown to the policy: {', '.join(unknown)} (ampcompile.register_op gives a rule)")
     if totals:
         parts += ["", _total_table(totals)]
-    parts.append(_summary(graphs))
+    parts.append(_summary([*(cast for graph in graphs for cast in graph.casts), *results]))
     parts += [str(graph.estimate) for graph in graphs if graph.estimate is not None and graph.estimate.products]
     if any(graph.fusions for graph in graphs):
         parts.append(_fusion_line(graphs))
@@ -108,8 +114,7 @@ def _total_table(totals: Sequence[Total]) -> Table:
     return table
 
 
-def _summary(graphs: Sequence[GraphRecord]) -> str:
-    casts = [cast for graph in graphs for cast in graph.casts]
+def _summary(casts: Sequence[CastRecord]) -> str:
     every_call = [cast for cast in casts if cast.runs]
     return (
         f"{len(casts)} casts inserted, {human_bytes(sum(c.bytes for c in casts))}; "

@@ -156,6 +156,22 @@ def casts_of(gm: GraphModule, weights: set[Node]) -> Iterator[tuple[int, CastRec
             yield record.number, cast
 
 
+def cast_of_result(result: torch.Tensor, because: str, source: str) -> CastRecord:
+    """The cast of a result of a call that stands in no graph; `source`: where what was called is defined."""
+    return CastRecord(
+        op="output",
+        module="",
+        source=source,
+        dtype_from=result.dtype,
+        dtype_to=torch.float32,
+        shape=shape_of(result),
+        bytes=result.numel() * (result.itemsize + torch.float32.itemsize),
+        because=because,
+        fate=("inserted",),
+        of="activation",
+    )
+
+
 def ops_of(gm: GraphModule) -> Iterator[OpRecord]:
     """The ops on tensors of a rewritten graph and its bodies, in order, without the casts inserted."""
     for graph in graphs(gm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -45,7 +46,8 @@ def watch_returns(act: Callable[[Frame], None]) -> Wrap:
 def computed_and_returned(frame: Frame, dtype: torch.dtype) -> tuple[list[Any], bool]:
     """The tensors of a dtype that a frame computes, returns and leaves nowhere else; whether it returns no others.
 
-    What was there before the frame isn't meant, except after a graph break: frames before it may have computed that.
+    Tensors that share memory aren't meant, since replaced one by one they would no longer do so. Nor is what was there
+    before the frame, except after a graph break: frames before it may have computed that.
     """
     _forget_locals(frame)
     returned = list(_contents(frame, frame.stack[-1]))
@@ -53,9 +55,12 @@ def computed_and_returned(frame: Frame, dtype: torch.dtype) -> tuple[list[Any], 
     low = [v for v in returned if isinstance(v, TensorVariable) and v.dtype == dtype]
     there = {id(v) for v in low if v.source is not None or _memory(v.proxy.node) in inputs}
     elsewhere = _kept_elsewhere(frame, {id(v) for v in returned}) if low else set()
+    holders = Counter(_memory(node) for node in {v.proxy.node for v in low})
     computed = [v for v in low if id(v) not in there and _is_plain(v) and v.proxy.node not in elsewhere]
-    # What was there before and has been looked at may have been changed.
-    unknown = [v for v in returned if v.source is not None and _is_seen(v) and holds_values(_type(v))]
+    computed = [v for v in computed if holders[_memory(v.proxy.node)] == 1]
+    # What was there before and has been looked at may have been changed. What is in a set isn't looked at.
+    unknown = [v for v in returned if _is_seen(v) and v.source is not None and holds_values(_type(v))]
+    unknown += [v for v in returned if _is_seen(v) and issubclass(_type(v), set | frozenset)]
     if frame.f_code.co_name.startswith(RESUMED):
         unknown += [v for v in returned if id(v) in there or not _is_seen(v)]
     return computed, not unknown and len(computed) + len(there) == len(low)
@@ -119,7 +124,7 @@ def _is_seen(value: Any) -> bool:
 
 def holds_values(kind: type) -> bool:
     """Whether tensors in an object of this type leave with it."""
-    return issubclass(kind, tuple | list | Mapping) or dataclasses.is_dataclass(kind)
+    return issubclass(kind, tuple | list | deque | set | frozenset | Mapping) or dataclasses.is_dataclass(kind)
 
 
 def _type(value: Any) -> type:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from operator import attrgetter
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -40,6 +42,35 @@ address: Any = torch._C._data_address  # type: ignore[attr-defined]  # where a t
 def storage_key(tensor: Tensor) -> int:
     """The address of the storage's record: no other storage gets it while a `StorageWeakRef` to it exists."""
     return tensor.untyped_storage()._cdata
+
+
+def is_sole_holder(tensor: Tensor) -> bool:
+    """Whether no other tensor shows a tensor's memory, nor holds it for a backward; False if it has none of its own."""
+    try:
+        return storage_users(storage_address(tensor)) == 1
+    except RuntimeError:
+        return False
+
+
+def owns_memory(tensor: Tensor) -> bool:
+    """Whether a computed tensor shares memory with no tensor that somebody holds, as far as that is cheap to tell.
+
+    Autograd knows what a tensor with gradients is a view of; a pending backward may hold the memory.
+    """
+    try:
+        holders = storage_users(storage_address(tensor))
+    except RuntimeError:
+        return False
+    if tensor._base is None:
+        return holders == 1 or tensor.grad_fn is not None
+    return holders == 2 and getrefcount(tensor._base) == _references_to_unheld_base()
+
+
+@functools.cache
+def _references_to_unheld_base() -> int:
+    with torch.inference_mode(False), NoTorchFunction():
+        view = torch.empty(1, device="cpu")[0]
+    return getrefcount(view._base)
 
 
 def place(tensor: Tensor) -> tuple[int, int] | None:

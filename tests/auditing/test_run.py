@@ -27,6 +27,7 @@ def test_an_input_that_no_graph_made_is_exact_and_another_has_its_own_value() ->
     session.exact[passed_on] = torch.full((2,), 1.5, dtype=torch.float64)
     assert session.exact_of(given).dtype == torch.float64 and session.exact_of(given).tolist() == [1, 1]
     assert session.exact_of(passed_on).tolist() == [1.5, 1.5]
+    assert session.exact_of(passed_on[1:]).tolist() == [1.5] and session.exact_of(given[1:]).tolist() == [1]
     assert session.exact_of(3) == 3
 
 

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import ampcompile
 from ampcompile.compiler import widen_outputs
+from ampcompile.compiler.widen_nested import Widening
 from ampcompile.torch_private import dispatcher
 from tests.compiling import HALF, HIGH, LOW, compiled, dtypes, eager, gradients, regions, same_bits
 from tests.devices import require_lstm
@@ -54,8 +55,8 @@ def run(f, **options):
 def outside(monkeypatch):
     """How often the wrapper around a call had to look for something to widen."""
     calls = []
-    widened = widen_outputs.widen_nested
-    monkeypatch.setattr(widen_outputs, "widen_nested", lambda *args: calls.append(args) or widened(*args))
+    widened = Widening.of
+    monkeypatch.setattr(Widening, "of", lambda self, result: calls.append(result) or widened(self, result))
     return calls
 
 
@@ -68,6 +69,18 @@ def in_structures(x):
     h = LINEAR(x)
     g = h * 2
     return {"a": [h, (g, None)], "b": Pair(h[0], 3)}, Made(h, [g]), Frozen(h), OrderedDict(c=g), (h.max(-1), "text")
+
+
+def in_containers(x):
+    h = LINEAR(x)
+    g = h * 2
+    return (
+        {"a": [h, (g, None)], "b": Pair(g.t() + 1, 3)},
+        Made(h, [g]),
+        Frozen(h),
+        OrderedDict(c=g),
+        (h.max(-1), "text"),
+    )
 
 
 def as_model_output(x):
@@ -84,7 +97,7 @@ def through_conditions(x):
     return torch.cond(x.sum() > 0, LINEAR, lambda x: LINEAR(x) * 2, (x,))
 
 
-ONE_GRAPH = [in_one_graph, in_structures, as_model_output, as_aliases]
+ONE_GRAPH = [in_one_graph, in_containers, as_model_output]
 
 
 def after_a_break(x):
@@ -130,7 +143,16 @@ def in_a_region(x):
         return LINEAR(h), h
 
 
-BY_THE_WRAPPER = [through_conditions, after_a_break, across_breaks, in_inner_frames, of_itself, in_a_region]
+BY_THE_WRAPPER = [
+    in_structures,
+    as_aliases,
+    through_conditions,
+    after_a_break,
+    across_breaks,
+    in_inner_frames,
+    of_itself,
+    in_a_region,
+]
 
 
 def leaves(values):
@@ -337,6 +359,45 @@ def test_blocks_compiled_one_by_one_work_with_eager_code_between():
         assert model[0](data).dtype == LOW
 
 
+class Residual(Block):
+    def forward(self, x):
+        return x * 1.1 + super().forward(x)
+
+
+@pytest.fixture
+def one_process(request):
+    """A process group of this process alone."""
+    dist = pytest.importorskip("torch.distributed.pipelining") and torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch was built without torch.distributed")
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_stages_of_a_pipeline_but_the_last_hand_on_low_precision(in_place):
+    from torch.distributed.pipelining import PipelineStage
+
+    parts, data = nn.Sequential(Block(8, 8), Residual(8, 8)), x()
+    expected = gradients(parts, lambda m: eager(m, data).float().square().sum())
+    if in_place:
+        compiled_parts = parts
+        for part in parts:
+            part.compile(backend="amp", options={"lower": "aot_eager"})
+    else:
+        compiled_parts = map(run, parts)
+    stages = [PipelineStage(part, i, 2, torch.device("cpu")) for i, part in enumerate(compiled_parts)]
+
+    def through_stages(_):
+        h = stages[0].forward_maybe_with_nosync(data)
+        assert h.dtype == LOW
+        return stages[1].forward_maybe_with_nosync(h).square().sum()
+
+    assert same_bits(gradients(parts, through_stages), expected)
+    assert stages[1].forward_maybe_with_nosync(data).dtype == stages[0].submod(data).dtype == HIGH
+
+
 def test_only_the_calls_own_type_is_widened():
     half = ampcompile.precision(HALF)(LINEAR.forward)
 
@@ -409,16 +470,3 @@ def test_explain_shows_the_cast_with_its_reason():
     assert widen_outputs.BECAUSE.split(":")[0] in str(report)
     with regions("ambient"):
         assert "output" not in [c.op for c in ampcompile.explain(LINEAR)(x()).casts]
-
-
-def test_what_holds_itself_or_nothing_low_is_returned_as_it_is():
-    held: list = [torch.ones(2)]
-    held.append(held)
-    same = {"a": held, "b": (1, torch.ones(1)), "c": torch.Size([2])}
-    assert widen_outputs.widen_nested(same, LOW, list) is same
-    held.append(torch.ones(2, dtype=LOW))
-    found = widen_outputs.widen_nested(held, LOW, list)
-    assert found is not held and found[2].dtype == HIGH and held[2].dtype == LOW
-    packed = nn.utils.rnn.pack_sequence([torch.ones(3, dtype=LOW), torch.ones(2, dtype=LOW)])
-    assert widen_outputs.widen_nested(packed, LOW, list).data.dtype == HIGH
-    assert widen_outputs.widen_nested(torch.ones(3, 2, dtype=LOW).max(0), LOW, list).values.dtype == HIGH

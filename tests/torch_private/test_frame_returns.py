@@ -60,6 +60,11 @@ def hands_on_what_another_object_holds(x: Tensor) -> Tensor:
     return output.loss
 
 
+def shares_memory(x: Tensor) -> Any:
+    y = x.sin()
+    return y, [y[1:]], x.cos()
+
+
 @pytest.mark.parametrize(
     ("f", "expected"),
     [
@@ -71,6 +76,8 @@ def hands_on_what_another_object_holds(x: Tensor) -> Tensor:
         (lambda x: x[1:], (0, True)),
         (hands_on_what_another_object_holds, (1, True)),
         (keeps_a_result, (0, False)),
+        (shares_memory, (1, False)),
+        (lambda x: (x.sin(), {x.cos()}), (1, False)),
     ],
 )
 def test_what_a_frame_computes_is_told_from_what_was_there_and_what_stays(f: Any, expected: tuple[int, bool]) -> None:

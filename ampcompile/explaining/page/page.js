@@ -112,6 +112,7 @@ function choose(item, reveal) {
   describe();
   if (reveal) {
     const op = item.kind === "cast" ? item.readers[0] : item;
+    if (!op) return mark();  // the cast of a result stands in no graph
     if (!matches(op)) forget();
     blocks.filter((b) => b.ops.includes(op)).forEach((b) => { b.open = true; });
     draw();

@@ -1,0 +1,64 @@
+"""Containers that a call returns: what they hold, and the same with something else in its place."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import fields, is_dataclass
+from types import MappingProxyType
+from typing import Any
+
+_SETS = (set, frozenset)
+_SEQUENCES = (tuple, list, deque, *_SETS)
+
+
+def parts_of(value: Any) -> dict[Any, Any]:
+    """What a tuple, list, deque, set, mapping or dataclass holds, by index, key or field; nothing of other objects."""
+    if isinstance(value, _SEQUENCES):
+        return dict(enumerate(value))
+    if isinstance(value, Mapping):
+        return dict(value.items())
+    if is_dataclass(type(value)):
+        return {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
+    return {}
+
+
+def with_parts(value: Any, parts: Mapping[Any, Any], changed: Mapping[Any, Any], in_place: bool) -> Any:
+    """A container of these parts but for those that changed: a copy, or itself if it may be changed `in_place`.
+
+    Raises TypeError where its class gives no copy with items of its own, and whatever the methods of its class raise.
+    """
+    wanted = {**parts, **changed}
+    if isinstance(value, tuple):
+        made = _tuple_like(value, wanted.values())
+    elif isinstance(value, _SETS):
+        made = type(value)(wanted.values())
+    elif isinstance(value, MappingProxyType):
+        made = MappingProxyType(wanted)
+    else:
+        mapping = isinstance(value, Mapping)
+        own = isinstance(value, dict) or not mapping  # others may keep their items in an object that copies share
+        made = value if in_place and own else copy.copy(value)
+        if (made is value and not in_place) or not (own or hasattr(type(value), "__copy__")):
+            raise TypeError("copy.copy gives none with items of its own")
+        for key, part in changed.items():
+            if mapping or isinstance(value, _SEQUENCES):
+                made[key] = part
+            else:
+                object.__setattr__(made, key, part)
+        if made is value:
+            return value
+    if type(made) is not type(value) or {*map(id, parts_of(made).values())} != {*map(id, wanted.values())}:
+        raise TypeError("a copy of it holds something else")
+    return made
+
+
+def _tuple_like(value: Any, items: Collection[Any]) -> Any:
+    """A tuple of the same class, whose constructor may want other arguments than items and isn't called."""
+    if hasattr(type(value), "n_sequence_fields"):  # one of C's, such as torch.return_types.max
+        return type(value)(items)
+    made = tuple.__new__(type(value), items)
+    if hasattr(value, "__dict__"):
+        vars(made).update(vars(value))
+    return made
