@@ -67,7 +67,9 @@ def _may_change(arguments: Iterable[Any]) -> bool:
 def _is_sent_on() -> bool:
     """Whether the caller is a stage of `torch.distributed.pipelining` but the last: it sends what it gets on."""
     stages = sys.modules.get("torch.distributed.pipelining.stage")
-    frame = sys._getframe() if stages is not None else None
+    if stages is None:
+        return False
+    frame: FrameType | None = sys._getframe()
     while frame is not None and is_inside(frame.f_code.co_filename):
         if frame.f_code.co_filename == stages.__file__:
             return not getattr(frame.f_locals.get("self"), "is_last", True)
