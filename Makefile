@@ -27,7 +27,7 @@ NEEDS_BASE = @test -n "$(BASE)" || { echo "found no Python 3.11 to 3.14 with ens
 
 JOBS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 PYTEST := -P -m pytest
-# Tests are dealt by the seconds that tests/durations.json notes, and those left over change hands.
+# Tests are dealt by the seconds that were noted of each file, and those left over change hands.
 TOGETHER = -n $(JOBS) --dist worksteal --timeout=600
 SLOW := # make test SLOW=1 runs the tests marked slow or ci too
 SEED := # make test SEED=7 draws other inputs than it does without
@@ -98,7 +98,7 @@ test-isa: $(READY) ## the suite's core as on older CPUs: AVX2, AVX-512, all that
 test-integrations: $(INTEGRATIONS) ## amp in the loops of Accelerate, transformers, Lightning, PEFT and TRL
 	OMP_NUM_THREADS=1 $(PYTHON) $(PYTEST) $(TOGETHER) tests/integrations $(ARGS)
 
-mutations: $(READY) ## whether the suite notices one wrong line, for each that tests/mutations.jsonl lists and nobody tried
+mutations: $(READY) ## whether the suite notices one wrong line, for each of the list that nobody tried
 	$(PYTHON) -m tests.mutations $(ARGS)
 
 rooms: $(READY) ## docs/rooms.md, from the pipeline, the imports and the docstrings
