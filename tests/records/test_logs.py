@@ -80,6 +80,7 @@ SCALERS = [torch.amp.GradScaler, ampcompile.GradScaler]
 
 
 @pytest.mark.usefixtures("looking_anew")
+@pytest.mark.filterwarnings("ignore:.* runs in float32:ampcompile.AmpWarning")
 def test_training_in_float16_without_a_scaler_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     assert not trained(caplog, dtype=torch.bfloat16) and not trained(caplog, grad=False)
     assert not trained(caplog, autocast=False)

@@ -79,6 +79,7 @@ def test_results_are_eager_autocasts_and_gradients_as_exact(kind):
     assert 0 < ours <= 1.1 * theirs
 
 
+@pytest.mark.filterwarnings("ignore:.* runs in float32:ampcompile.AmpWarning")
 def test_the_region_it_stands_in_is_the_one_it_runs_in():
     model = Gradient()
 
