@@ -17,7 +17,6 @@ import torch
 
 from ampcompile.config import Options
 from ampcompile.errors import AmpWarning, OptionError
-from ampcompile.policy import Policy
 from ampcompile.torch_private import (
     autocast,
     dynamo_modules,
@@ -28,7 +27,7 @@ from ampcompile.torch_private import (
     pytree,
 )
 
-from . import eager_methods, mixed_operands, unmatched, widen_outputs
+from . import deep_copies, eager_methods, mixed_operands, unmatched, widen_outputs
 from .call_state import current_call
 
 
@@ -74,12 +73,13 @@ def device_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def device_finder(fn: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], str]:
     """How to tell a callable's device at each call: a module's first parameter says it, else its arguments do."""
     module = getattr(fn, "__self__", None)
-    owner, name = _first_parameter(module) if isinstance(module, torch.nn.Module) else (None, "")
-    if owner is None:
+    if not isinstance(module, torch.nn.Module):
         return device_of_arguments
+    first_parameter = functools.cache(functools.partial(_first_parameter, module))  # a deep copy has none yet
 
     def of_parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        parameter = owner._parameters.get(name)
+        owner, name = first_parameter()
+        parameter = None if owner is None else owner._parameters.get(name)
         return device_of_arguments(args, kwargs) if parameter is None else parameter.device.type
 
     return of_parameter
@@ -137,11 +137,10 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
             stacklevel=5,
         )
     device_of, module, widens = device_finder(fn), getattr(fn, "__self__", None), options.outputs == "float32"
-    plain, warn_of_region = compiled, functools.cache(functools.partial(_warn_of_region, fn, options.dtype))
-    if options.policy != Policy():
-        compiled = unmatched.warn_after_first_call(compiled, fn, options.policy)
+    warn_of_region = functools.cache(functools.partial(_warn_of_region, fn, options.dtype))
+    calls = unmatched.FirstCalls(compiled, fn, options.policy)
 
-    @functools.wraps(plain)
+    @functools.wraps(compiled)
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
         looking, opened = optimize_contexts.set_frame_callback(None), None
         called, cached = current_call.callable, torch.is_autocast_cache_enabled()
@@ -154,7 +153,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
                 if not ambient and runs_as_written(device_type):
                     if options.dtype is not None and called is None and autocast.is_available(device_type):
                         warn_of_region(device_type)
-                    return compiled(*args, **kwargs)
+                    return calls.run(*args, **kwargs)
                 theirs, widening = torch.get_autocast_dtype(device_type), widens and called is None and not ambient
                 low = options.dtype or theirs
                 torch.set_autocast_cache_enabled(False)
@@ -162,7 +161,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
                     opened = device_type, ambient, theirs
                     torch.set_autocast_dtype(device_type, low)
                     torch.set_autocast_enabled(device_type, autocast.takes(device_type, low))
-                return widen_outputs.call(compiled, args, kwargs, low, widening, module)
+                return widen_outputs.call(calls.run, args, kwargs, low, widening, module)
             finally:
                 _restore(called, looking, cached, opened)
         except BaseException:  # it may have come while that was done
@@ -170,18 +169,16 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
             raise
 
     optimize_contexts.pass_over(under_autocast)
-    under_autocast._torchdynamo_inline = _make_inlined(plain)  # type: ignore[attr-defined]
+    under_autocast._torchdynamo_inline = _make_inlined(compiled)  # type: ignore[attr-defined]
+    deep_copies.note(fn, under_autocast)
     return under_autocast
 
 
 def _warn_of_region(fn: Any, dtype: torch.dtype | None, device_type: str) -> None:
-    function = inspect.unwrap(fn)
-    module = getattr(function, "__self__", function)
-    name = type(module).__name__ if isinstance(module, torch.nn.Module) else getattr(function, "__qualname__", function)
     warnings.warn(
-        f"{name} runs in float32: found torch.autocast({device_type!r}, enabled=False) around its call, which beats "
-        f"options={{'dtype': {dtype}}}; expected no region. Take it away. Or, if it switches amp on and off, name the "
-        f"type there instead of in the options: torch.autocast({device_type!r}, {dtype}, enabled=...).",
+        f"{unmatched.named(fn)} runs in float32: found torch.autocast({device_type!r}, enabled=False) around its call, "
+        f"which beats options={{'dtype': {dtype}}}; expected no region. Take it away. Or, if it switches amp on and "
+        f"off, name the type there instead of in the options: torch.autocast({device_type!r}, {dtype}, enabled=...).",
         AmpWarning,
         stacklevel=3,
     )

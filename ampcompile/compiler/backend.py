@@ -64,6 +64,8 @@ def _leave(gm: GraphModule, example_inputs: Sequence[Any], options: Options, rea
     """Leave a graph to autocast, and say so."""
     left_to_autocast.warn_of_policy(reason, options.policy)
     gm.meta[LEFT] = reason
+    if current_call.graphs is not None:
+        current_call.graphs.add(gm)
     gm.meta.setdefault(LEAVING, find_leaving(gm, gm))
     for cast in gm.graph.find_nodes(op="call_function", target=widen):
         cast.op, cast.target = "call_method", "float"  # which torch's caches know

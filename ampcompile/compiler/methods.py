@@ -16,12 +16,13 @@ from ampcompile.errors import MethodError
 from ampcompile.torch_private import dynamo_caches
 
 from .ambient import options_of
+from .deep_copies import warn_of_pickle
 
 
 class CompiledMethod:
     """Takes a method's place in the `__dict__` of its module.
 
-    A deep copy of the module, and what is unpickled of it, has the method itself, bound to the copy and not compiled.
+    A deep copy of the module has its own, compiled alike; what is unpickled of it has the method of its class.
     """
 
     def __init__(self, method: MethodType, name: str, compiled: Callable[..., Any]) -> None:
@@ -31,7 +32,15 @@ class CompiledMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self.__self__))
+        if copied is None:
+            return self
+        method = MethodType(getattr(type(copied), self._name), copied)
+        return CompiledMethod(method, self._name, dynamo_caches.compile_alike(self._compiled, method))
+
     def __reduce__(self) -> tuple[Any, ...]:
+        warn_of_pickle(type(self.__self__).__name__, f"ampcompile.compile_methods(module, {self._name!r})")
         return getattr, (self.__self__, self._name)
 
 
@@ -40,9 +49,9 @@ def compile_methods(module: nn.Module, *names: str, **options: Any) -> None:
 
     `options` are those of `torch.compile(..., backend="amp", options=...)`, by name; they beat the options with which
     the module is compiled, by `torch.compile` or `module.compile`. Only this object changes: the names in its state
-    dict stay, and deep copies and pickles of it have the methods uncompiled; a shallow copy calls this object's.
-    `del module.decode` undoes it. A method that only calls `self(...)` needs none of this:
-    `module.compile(backend="amp")` compiles what it calls.
+    dict stay. A deep copy has methods of its own, compiled alike; a pickle has them uncompiled, and warns once; a
+    shallow copy calls this object's. `del module.decode` undoes it. A method that only calls `self(...)` needs none of
+    this: `module.compile(backend="amp")` compiles what it calls.
     Raises MethodError for a name that stands for no method of the module's own, or for one that is compiled, and
     OptionError; nothing is compiled then.
 

@@ -1,7 +1,8 @@
-"""Warn, once, of policy patterns that matched nothing in the first call of what was compiled with them."""
+"""After a callable's first call: policy patterns that matched nothing warn; that nothing was compiled is logged."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import warnings
@@ -16,6 +17,8 @@ from torch.fx import GraphModule
 from ampcompile.errors import AmpWarning
 from ampcompile.passes.graph import graphs, module_path
 from ampcompile.policy import Policy
+from ampcompile.records import logs
+from ampcompile.torch_private import dynamo_attempts
 from ampcompile.torch_private.types import OpOverload
 
 from .call_state import current_call
@@ -24,39 +27,42 @@ from .module_names import module_names
 
 @dataclass
 class CompiledNames:
-    """Names of the ops, and paths of the modules, of the graphs compiled in a call."""
+    """Names of the ops, and paths of the modules, of the graphs compiled in a call, and how many there were."""
 
     ops: set[str] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
+    graphs: int = 0
 
     def add(self, gm: GraphModule) -> None:
         """Remember a captured graph and its bodies."""
+        self.graphs += 1
         for node in (node for graph in graphs(gm) for node in graph.graph.nodes):
             if isinstance(node.target, OpOverload):
                 self.ops.add(node.target.name())
                 self.modules.add(module_path(node))
 
 
-def warn_after_first_call(compiled: Callable[..., Any], fn: Any, policy: Policy) -> Callable[..., Any]:
-    """`compiled`, made from `fn`, whose first call is followed by a look at what `policy` has matched."""
-    waiting = True
+class FirstCalls:
+    """What a callable `runs`: what torch.compile made of it, and a look at what was compiled, until that is known."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal waiting
-        if not waiting:
-            return compiled(*args, **kwargs)
-        current_call.graphs, outer = CompiledNames(), current_call.graphs
+    def __init__(self, compiled: Callable[..., Any], fn: Any, policy: Policy) -> None:
+        self.run = self._look
+        self._compiled, self._fn, self._policy = compiled, fn, policy
+
+    def _look(self, *args: Any, **kwargs: Any) -> Any:
+        before, outer = dynamo_attempts.count(), current_call.graphs
+        current_call.graphs = seen = CompiledNames()
         try:
-            result = compiled(*args, **kwargs)
-            seen = current_call.graphs
+            result = self._compiled(*args, **kwargs)
         finally:
             current_call.graphs = outer
-        waiting = not seen.ops  # nothing was compiled: Dynamo had it already, or ran it eagerly
-        if not waiting:
-            warn(policy, seen, fn)
+        if seen.ops and self._policy != Policy():
+            warn(self._policy, seen, self._fn)
+        if seen.ops or self._policy == Policy():  # else Dynamo had it already, or ran it eagerly
+            self.run = self._compiled
+        if not seen.graphs and (why := dynamo_attempts.failed_since(before)) is not None:
+            logs.log_no_graph(named(self._fn), why)
         return result
-
-    return call
 
 
 def warn(policy: Policy, seen: CompiledNames, fn: Any) -> None:
@@ -70,6 +76,13 @@ def warn(policy: Policy, seen: CompiledNames, fn: Any) -> None:
             AmpWarning,
             stacklevel=outside(),
         )
+
+
+def named(fn: Any) -> str:
+    """What users call a callable: the class of its module, or its own name."""
+    function = inspect.unwrap(fn)
+    module = getattr(function, "__self__", function)
+    return type(module).__name__ if isinstance(module, torch.nn.Module) else getattr(function, "__qualname__", f"{fn}")
 
 
 _INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], torch.__path__[0]))

@@ -106,6 +106,13 @@ def log_graph(graph: GraphRecord) -> None:
     )
 
 
+def log_no_graph(name: str, why: str) -> None:
+    """Log that Dynamo compiled nothing of a callable."""
+    log.info(
+        "Dynamo made no graph of %s, which runs eagerly under autocast: %s", name, why or "it has no tensor operation"
+    )
+
+
 def _timing(applied: Applied) -> str:
     return f"{applied.name} {1e3 * applied.seconds:.1f} ms"
 

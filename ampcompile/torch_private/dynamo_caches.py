@@ -35,14 +35,21 @@ def how_compiled(f: Any) -> Compiled | None:
     if isinstance(f, torch.nn.Module):
         inner = how_compiled(f._compiled_call_impl) if f._compiled_call_impl is not None else None
         return Compiled(f, inner.backend, inner.dynamic) if inner is not None else None
-    # A compiled function keeps its context only in the closure of a public accessor.
+    if (context := _context(f)) is None:
+        return None
+    return Compiled(f._torchdynamo_orig_callable, eval_frame.innermost_backend(context.callback), context._dynamic)
+
+
+def compile_alike(compiled: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile another function as `torch.compile` was asked to compile the one behind `compiled`."""
+    return _context(compiled)(fn)
+
+
+def _context(f: Any) -> Any:
+    """The optimize context of a compiled function, which keeps it only in the closure of a public accessor."""
     cells: Any = getattr(getattr(f, "get_compiler_config", None), "__closure__", None) or ()
-    for context in (cell.cell_contents for cell in cells):
-        if isinstance(context, eval_frame._TorchDynamoContext):
-            callback: Any = context.callback
-            backend = eval_frame.innermost_backend(callback)
-            return Compiled(f._torchdynamo_orig_callable, backend, context._dynamic)
-    return None
+    contexts = (cell.cell_contents for cell in cells)
+    return next((each for each in contexts if isinstance(each, eval_frame._TorchDynamoContext)), None)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
-from ampcompile import MethodError, OptionError
+from ampcompile import AmpWarning, MethodError, OptionError
 from tests.compiling import LOW, eager, same_bits
 
 OPTIONS = {"lower": "aot_eager", "outputs": "autocast"}
@@ -127,20 +127,36 @@ def test_the_way_back() -> None:
 
 
 def test_the_module_stays_what_it_was() -> None:
-    model, x = Autoencoder(), torch.randn(3, 8)
+    model = Autoencoder()
     state, shown = list(model.state_dict()), repr(model)
     ampcompile.compile_methods(model, "encode", "decode", **OPTIONS)
     assert list(model.state_dict()) == state and repr(model) == shown
     assert inspect.signature(model.decode) == inspect.signature(Autoencoder().decode)
     assert model.decode.__doc__ == "From code to number." and model.decode.__self__ is model
+
+
+def test_a_deep_copy_has_methods_of_its_own() -> None:
+    model, x = Autoencoder(), torch.randn(3, 8)
+    ampcompile.compile_methods(model, "encode", "decode", **OPTIONS)
+    copied = copy.deepcopy(copy.deepcopy(model))
     with torch.no_grad():
-        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
         model.encoder.weight.zero_()
-    for copied in copies:
-        assert copied.encode.__self__ is copied and same_bits(copied.encode(x), copied.encoder(x))
-        ampcompile.compile_methods(copied, "encode", **OPTIONS)
-        assert same_bits(copied.encode(x), eager(copied.encoder, x)) and copied.encode(x).any()
-    assert b"ampcompile" not in pickle.dumps(model)
+    assert copied.encode.__self__ is copied and same_bits(copied.encode(x), eager(copied.encoder, x))
+    assert copied.encode(x).any()
+    del copied.encode
+    assert same_bits(copied.encode(x), copied.encoder(x))
+
+
+def test_what_is_unpickled_has_the_methods_of_its_class() -> None:
+    model, x = Autoencoder(), torch.randn(3, 8)
+    ampcompile.compile_methods(model, "encode", **OPTIONS)
+    with pytest.warns(AmpWarning, match=r"what is loaded of it .*compile_methods\(module, 'encode'\)"):
+        pickled = pickle.dumps(model)
+    assert b"ampcompile" not in pickled
+    loaded = pickle.loads(pickled)
+    assert loaded.encode.__self__ is loaded and same_bits(loaded.encode(x), loaded.encoder(x))
+    ampcompile.compile_methods(loaded, "encode", **OPTIONS)
+    assert same_bits(loaded.encode(x), eager(loaded.encoder, x))
 
 
 @pytest.mark.parametrize(
