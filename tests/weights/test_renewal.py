@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompile.kernels.packed_linear import LinearBlocks, available
 from ampcompile.weights import binding as weights_binding
@@ -217,6 +219,23 @@ def test_a_write_while_it_is_cast_is_cast_in_the_next_call(
         patch.setattr(weights_copies, "cast_many_", lambda *args: (cast(*args), write(case.weights[0])))
         case.binding.copies(case.read)
     case.look()
+
+
+def test_dispatch_modes_see_no_cast_of_ours() -> None:
+    """A selective checkpoint would keep its result, and give it back in place of another's."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    case, names = Case(), []
+    for _ in range(3):
+        case.update()
+        with Seen():
+            case.binding.copies(case.read)
+        case.look()
+    assert not names
 
 
 def test_while_an_optimizer_steps_nothing_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
