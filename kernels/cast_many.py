@@ -1,12 +1,15 @@
 """Many tensors cast at once, each into a tensor that exists already."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampcompile.torch_private import foreach, profiling
+
+_is_cuda = attrgetter("is_cuda")
 
 
 @profiling.named("amp: cast_many_")
@@ -18,6 +21,9 @@ def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], tables: dict
     6 bytes from float32. One launch per device and pair of dtypes, outside of CUDA graph captures. `tables` keeps what
     says where they lie, which costs more than the launch, for later calls with tensors in the same places.
     """
+    if copies and not any(map(_is_cuda, copies)):
+        cast_many_reference_(copies, weights)
+        return
     for device in dict.fromkeys(copy.device for copy in copies):
         there = [i for i, copy in enumerate(copies) if copy.device == device]
         _cast_on(device, [copies[i] for i in there], [weights[i] for i in there], tables)
@@ -25,7 +31,7 @@ def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], tables: dict
 
 def cast_many_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     """The same in plain torch: on the CPU at the speed of memory, on a GPU a launch per weight."""
-    foreach.copy_(list(copies), list(weights))
+    foreach.copy_(copies, weights)
 
 
 def _cast_on(

@@ -73,9 +73,6 @@ class Binding:
             before = buffers()
             known = self._sets.get(ids)
             if known is None or not known.fresh(weights):
-                if gpu.capturing(weights):
-                    with torch.inference_mode(False), torch.no_grad():
-                        return cast_for_capture(_held(ids, weights), self._forms)
                 return self._refresh(ids, weights)
             forms = self._look(known, weights, before) if known.rechecks else known.forms()
             if buffers() is before:
@@ -90,30 +87,40 @@ class Binding:
 
     def _refresh(self, ids: tuple[int, ...], weights: Sequence[Tensor]) -> list[Tensor]:
         """What the graph reads, of a set as it is from now on. Nothing of it is freed or cast meanwhile."""
-        with lock, torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
+        with lock:
             if interrupted():
                 memory.begin_epoch()
                 recover()
-            now = write_epoch()
-            held = _held(ids, weights)
-            members = [copy_of(weight.tensor, form) for weight, form in zip(held, self._forms, strict=True)]
-            for copy, weight, on_trial in zip(members, weights, self._on_trial, strict=True):
-                copy.in_place |= self._in_place
-                if on_trial and copy.tensor is None and not copy.packed:
-                    copy.trial = TRIAL
-                copy.memory.admit(weight)
-            set_ranges((each.begin, each.end) for each in memory.memories())
-            writers.watch()  # now that there is memory to watch: what dies meanwhile can't be the last
             former = self._sets.get(ids)
-            before = former if former is not None and former.members == members else None
-            tables = before.tables if before else {}
-            cast = refresh(zip(members, held, self._packed, strict=True), _doubtful(members, held), tables)
-            known = CopySet(held, members, self._packed, now, before, tables)
-            if former is None:
-                self._make_room()
-            self._sets[ids] = known
-            known.look(weights, cast)
-            return known.forms()
+            if former is not None and not writers.step_is_running():
+                with torch.no_grad(), dispatcher.without_modes():
+                    if former.renew(weights, write_epoch()):
+                        return former.forms()
+            with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
+                if gpu.capturing(weights):
+                    return cast_for_capture(_held(ids, weights), self._forms)
+                return self._look_at_all(ids, weights, former)
+
+    def _look_at_all(self, ids: tuple[int, ...], weights: Sequence[Tensor], former: CopySet | None) -> list[Tensor]:
+        now = write_epoch()
+        held = _held(ids, weights)
+        members = [copy_of(weight.tensor, form) for weight, form in zip(held, self._forms, strict=True)]
+        for copy, weight, on_trial in zip(members, weights, self._on_trial, strict=True):
+            copy.in_place |= self._in_place
+            if on_trial and copy.tensor is None and not copy.packed:
+                copy.trial = TRIAL
+            copy.memory.admit(weight)
+        set_ranges((each.begin, each.end) for each in memory.memories())
+        writers.watch()  # now that there is memory to watch: what dies meanwhile can't be the last
+        before = former if former is not None and former.members == members else None
+        tables = before.tables if before else {}
+        cast = refresh(zip(members, held, self._packed, strict=True), _doubtful(members, held), tables)
+        known = CopySet(held, members, self._packed, now, before, tables)
+        if former is None:
+            self._make_room()
+        self._sets[ids] = known
+        known.look(weights, cast)
+        return known.forms()
 
     def _make_room(self) -> None:
         """Let go of sets whose weights are no more, each time that the number of sets has doubled."""

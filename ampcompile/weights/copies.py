@@ -83,14 +83,14 @@ class Copy:
         self.tensor = self.form.empty(weight)
         self.buffer = object()
         self.streams: set[int] = set()  # those that its memory waits for
-        self._storage = storages.storage_key(self.tensor)
+        self.storage = storages.storage_key(self.tensor)
         self._idle = self._owners()
 
     def _owners(self) -> tuple[int, int, int]:
         """Owners of the buffer: of its tensor in C++, of its storage (views are), of its tensor in Python."""
         tensor = self.tensor
         assert tensor is not None
-        return storages.tensor_users(tensor), storages.storage_users(self._storage), sys.getrefcount(tensor)
+        return storages.tensor_users(tensor), storages.storage_users(self.storage), sys.getrefcount(tensor)
 
     def waited_for(self) -> bool:
         """Whether a backward that is still to come saved the buffer or a view of it."""
@@ -214,15 +214,13 @@ def refresh(
     A read is a copy, its weight, and the blocks it is read in, None for the weight's strides. What lies in `doubtful`
     memory is right for now only. `tables`: of `cast_many_`.
     """
-    global _passes, _casting
     read = {
         id(copy): (copy, weight) for copy, weight, blocks in reads if copy.memory in doubtful or not copy.fresh(blocks)
     }.values()
     stale = [(c, weight) for c, weight in read if not c.compare(weight, c.memory in doubtful)]
     if not stale:
         return set()
-    _casting = True
-    _change_buffers()
+    begin_pass()
     states = [copy.prepare(weight) for copy, weight in stale]
     written = [copy for copy, _ in stale]
     gpu.follow(written)
@@ -230,9 +228,27 @@ def refresh(
     gpu.cast_done(written)
     for copy, (mark, doubt, sampled) in zip(written, states, strict=True):
         copy.note_cast(mark, None if copy.trial or copy.memory in doubtful else doubt, sampled)
+    end_pass()
+    return set(written)
+
+
+def begin_pass() -> None:
+    """From here to `end_pass` no copy counts as fresh: buffers are about to be replaced or written."""
+    global _casting
+    _casting = True
+    _change_buffers()
+
+
+def end_pass() -> None:
+    """All that was cast is noted."""
+    global _passes, _casting
     _passes += 1
     _casting = False
-    return set(written)
+
+
+def cast_narrow(buffers: Sequence[Tensor], weights: Sequence[Tensor], tables: dict[Any, Any]) -> None:
+    """Write weights into buffers of 16-bit types."""
+    cast_many_(buffers, weights, tables)
 
 
 def cast(stale: Sequence[tuple[Copy, Tensor]], tables: dict[Any, Any] | None = None) -> None:

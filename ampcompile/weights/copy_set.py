@@ -14,10 +14,11 @@ from ampcompile.torch_private import storages
 from . import gpu, memory
 from .copies import Copy, Weight, interrupted
 from .packing import Packed, count_reads
+from .renewal import Renewal
 from .sample import Sample
 
 Rechecks = list[tuple[list[int], gpu.Recheck]]
-_form, _buffer = attrgetter("tensor"), attrgetter("buffer")
+_form, _buffer, _seen = attrgetter("tensor"), attrgetter("buffer"), attrgetter("seen")
 
 
 class CopySet:
@@ -29,6 +30,7 @@ class CopySet:
     """
 
     _reads: tuple[tuple[Copy, Blocks | None], ...] = ()  # also while it is being made
+    _renewal: Renewal | None = None
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class CopySet:
             self._reads = (*self._reads, (copy, blocks))
             copy.readers[blocks] += 1
         self._unpacked = [s for s in self._slots if isinstance(s, Packed) and s.blocks not in s.copy.packed]
+        self._packable = len(self._slots) - packed.count(None)
         distinct = list(dict.fromkeys(members))
         self.memories = list(dict.fromkeys(copy.memory for copy in distinct))
         self._note_state([weight.key for weight in weights], now)
@@ -57,6 +60,8 @@ class CopySet:
         self.rechecks: Rechecks = (
             before.rechecks if before and stayed else self._find_rechecks([weight.tensor for weight in weights])
         )
+        if self._epoch is not None and not self.rechecks:  # now: later sharers may have come and gone
+            self._renewal = Renewal(in_order, members, self.sample)
         memory.sets.add(self)
 
     def _note_state(self, ids: Sequence[int], now: object) -> None:
@@ -64,11 +69,13 @@ class CopySet:
         known = [copy.memory.weights.get(key) for copy, key in zip(self.members, ids, strict=True)]
         proven = all(c.mark is c.memory.mark and c.doubt is c.memory.doubt for c in self.members)
         self._epoch = now if proven and None not in known else None
-        self._versions = [sharer.seen for sharer in known if sharer is not None]
+        self._known = [sharer for sharer in known if sharer is not None]
+        self._versions = list(map(_seen, self._known))
         sharers = [sharer for each in self.memories for sharer in each.sharers]
         others = [sharer for sharer in sharers if sharer not in known]
+        self._other_sharers = others
         self._others, self._others_versions = [s.counter for s in others], [s.seen for s in others]
-        self._weights = [sharer.handle for sharer in known if sharer is not None]
+        self._weights = [sharer.handle for sharer in self._known]
         self._handles = [sharer.handle for sharer in sharers]
         self._storages = [each.key for each in self.memories]
         self._users = [each.users() for each in self.memories]
@@ -90,6 +97,24 @@ class CopySet:
             and self.sample.read() == self.words
             and not (self.rechecks and gpu.capturing(weights))
         )
+
+    def renew(self, weights: Sequence[Tensor], now: object) -> bool:
+        """Cast what was written if that is all that happened; `now`: as at the start. False: make a new set."""
+        if (
+            self._renewal is None
+            or self._packable != len(self._unpacked)  # a new set counts reads from the start
+            or True in map(storages.TensorHandle.expired, self._handles)
+            or self._users != list(map(storages.storage_users, self._storages))
+            or self._addresses != list(map(Tensor.data_ptr, weights))
+        ):
+            return False
+        self._epoch = None  # first: another thread must not find half of what follows
+        if (words := self._renewal.renew(weights, self.tables)) is None:
+            return False
+        self._versions = list(map(_seen, self._known))
+        self._others_versions = list(map(_seen, self._other_sharers))
+        self.words, self._epoch = words, now
+        return True
 
     def forms(self) -> list[Any]:
         """What the graph reads in this call."""
@@ -116,7 +141,8 @@ class CopySet:
     def forget(self) -> None:
         """Nothing is known of the weights any more."""
         self._epoch = None
-        self._handles = self._weights = []
+        self._handles = self._weights = self._known = self._other_sharers = []
+        self._renewal = None  # which holds them too
 
     def free(self) -> None:
         """Some copies are about to be freed."""

@@ -91,7 +91,7 @@ class Memory:
         self.storage = weakref.ref(storage, functools.partial(_storage_freed, weakref.ref(self)))
         self.begin, self.end = 0, 0  # its addresses
         self.mark, self.doubt = object(), object()
-        self.sharers: list[Sharer] = []
+        self.sharers: list[Sharer] = []  # another list whenever one comes or goes
         self.weights: dict[int, Sharer] = {}  # those that graphs read, by id of the tensor
         self.exported: dict[int, Any] = {}  # handles, by id, of what arrays and capsules hold: sharers never known
         self.trainable = False
@@ -121,7 +121,7 @@ class Memory:
             if (counter := storages.counter_of(weight)) is None:
                 return None
             known = self.weights[id(weight)] = Sharer(weight, counter)
-            self.sharers.append(known)
+            self.sharers = [*self.sharers, known]
         return known
 
     def _follow(self, weight: Tensor) -> None:
@@ -196,7 +196,7 @@ class Memory:
         """Know nobody any more, so that nothing counts as fresh until graphs have read the weights again."""
         self.doubted()
         self.weights = {}
-        self.sharers.clear()
+        self.sharers = []
         self.exported = {}
 
 

@@ -28,6 +28,7 @@ from .memory import (
     everything_doubted,
     handed_out,
     known_memory,
+    lock,
     memories,
     on_last_freed,
     sets,
@@ -62,9 +63,12 @@ def _hand_out(at: int) -> None:
 
 def _give_data(self: Tensor, value: Tensor) -> None:
     memory = copied_memory_of(self)
-    if memory is not None and isinstance(value, Tensor) and not storages.same_place(self, value):
+    if memory is None or not isinstance(value, Tensor) or storages.same_place(self, value):
+        storages.write_data(self, value)
+        return
+    with lock:  # while another thread casts from where the tensor lies, it stays
         memory.forget(self)
-    storages.write_data(self, value)
+        storages.write_data(self, value)
 
 
 def _array(method: Callable[..., Any]) -> Callable[..., Any]:
