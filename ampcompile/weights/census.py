@@ -17,9 +17,10 @@ from ampcompile.torch_private import storages
 from .memory import Memory, copied_memory_at
 
 _SHARE = 0.05
-_AT_FIRST = 1.0
-_began = time.monotonic()
-_spent = 0.0
+"""Of the process's time, for searches of the whole heap."""
+_MOST = 1.0
+"""Seconds of it that are saved up at most: else a day's share would go into slow calls one after the other."""
+_saved, _noted = _MOST, time.monotonic()
 _LASTS = 8, 5.0
 """Calls in a row and seconds from which on an unknown sharer is no passing one, as another thread's call makes them."""
 _log = logging.getLogger("ampcompile")
@@ -29,23 +30,24 @@ def unexplained(memories: Sequence[Memory], aliases: Sequence[Tensor]) -> list[M
     """Those of some memories, one for each of the caller's aliases, that are shared by more than can be found.
 
     Found are kept views, a state_dict, the flat buffer of an optimizer: what is a tensor in Python. Walking the whole
-    heap takes a tenth of a second where it holds a million objects. So no search goes beyond what was made lately once
-    all searches took a second and a twentieth of the process's time; weights are cast at each call until then. What
-    NumPy or DLPack gave out isn't searched for: it is no tensor that anybody could watch.
+    heap takes a tenth of a second where it holds a million objects. So there is a limit to the time for that, beyond
+    which no search goes past what was made lately, and weights are cast at each call. What NumPy or DLPack gave out
+    isn't searched for: it is no tensor that anybody could watch.
     """
-    global _spent
+    global _saved, _noted
     counts = {memory: 0 for memory in memories}
     for memory in memories:
         counts[memory] += 1
     left = [memory for memory in counts if memory.examine(counts[memory])]
     start = time.monotonic()
-    for generation in range(3):
-        wanted = [memory for memory in left if memory.examine(counts[memory]) != memory.exports()]
-        if not wanted or (generation == 2 and _spent > _AT_FIRST + _SHARE * (start - _began)):
+    _saved = min(_MOST, _saved + _SHARE * (start - _noted))
+    for generation in range(3 if _saved > 0 else 2):
+        if not (wanted := [memory for memory in left if memory.examine(counts[memory]) != memory.exports()]):
             break
         _admit_tensors(gc.get_objects(generation), wanted, set(map(id, aliases)))
     left = [memory for memory in left if memory.examine(counts[memory])]
-    _spent += time.monotonic() - start
+    _noted = time.monotonic()
+    _saved -= _noted - start
     for memory in left:
         _warn_if_it_lasts(memory, start)
     return left
@@ -74,7 +76,11 @@ def _admit_tensors(objects: list[object], memories: Iterable[Memory], but: set[i
         for tensor in tensors
         if (memory := copied_memory_at(tensor)) is not None and id(tensor) not in known.get(memory.key, (id(tensor),))
     ]
-    arrays = _held_out_of_sight([tensor for tensor, _ in sharers if storages.may_be_in_arrays(tensor)])
+    doubtful = {id(tensor): tensor for tensor, _ in sharers if storages.may_be_in_arrays(tensor)}
+    if _saved <= 0:  # no time to look who holds them: they stay unknown
+        sharers = [(tensor, memory) for tensor, memory in sharers if id(tensor) not in doubtful]
+        doubtful = {}
+    arrays = _held_out_of_sight(list(doubtful.values()))
     for tensor, memory in sharers:
         if id(tensor) in arrays:
             memory.exported[id(tensor)] = storages.TensorHandle(tensor)
