@@ -4,6 +4,7 @@ The inputs are the same in each run, drawn from the test's name and one fixed se
 """
 
 import json
+import logging
 import os
 import random
 import re
@@ -53,6 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     os.environ.setdefault("AMPCOMPILE_VERIFY", "1")  # between every two passes
     os.environ.setdefault(SEED, FIXED)
+    # pytest listens to every logger that passes nothing on; who listens to this one has torch describe each graph.
+    logging.getLogger("torch.__trace").propagate = True
     if find_spec("hypothesis"):
         from hypothesis import HealthCheck, settings
 
