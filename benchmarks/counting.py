@@ -1,6 +1,7 @@
 """What one call does besides arithmetic: graphs, casts, kernel launches, waits of the host."""
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampcompile.dtypes import LOW
+
 CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+PRODUCTS = re.compile(r"\b(add|b|badd)?b?mm\b|linear|convolution|packed_conv")
+"""Operators that multiply matrices, torch's and ours, by name."""
 LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch"}
 
 
@@ -23,6 +28,8 @@ class Casts:
 
     count: int = 0
     bytes: int = 0
+    products: int = 0
+    """Products of 16-bit numbers beside them, where a graph is compiled."""
 
     def see(self, before: Any, after: Any) -> None:
         """Count one operation if it is a cast."""
@@ -45,6 +52,10 @@ def casts_compiled() -> Iterator[Casts]:
         for node in gm.graph.nodes:
             if node.target in CASTS:
                 casts.see(node.args[0].meta["val"], node.meta["val"])
+            elif isinstance(node.target, torch._ops.OpOverload) and PRODUCTS.search(str(node.target)):
+                casts.products += any(
+                    isinstance(n.meta.get("val"), Tensor) and n.meta["val"].dtype in LOW for n in node.all_input_nodes
+                )
 
     with mock.patch.object(compile_fx, "_recursive_post_grad_passes", counting):
         yield casts

@@ -38,10 +38,15 @@ def spread(values: list[float]) -> Spread:
     return Spread(low, middle, high)
 
 
+def ratios(row: Row, other: Row) -> list[float]:
+    """How many times `row` is faster than `other` within each round."""
+    pairs = zip(row.figures["seconds"], other.figures["seconds"], strict=True)
+    return [theirs / ours for ours, theirs in pairs]
+
+
 def times_faster(row: Row, other: Row) -> Spread:
     """How many times `row` is faster than `other`: of the ratios within each round, so that drift cancels."""
-    pairs = zip(row.figures["seconds"], other.figures["seconds"], strict=True)
-    return spread([theirs / ours for ours, theirs in pairs])
+    return spread(ratios(row, other))
 
 
 def rival(rows: dict[str, Row]) -> str | None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,6 +21,7 @@ from benchmarks import (
     published_cases,
     row_cases,
     scaler_step,
+    small_steps,
 )
 from benchmarks.apart import apart
 from benchmarks.candidate import Candidate
@@ -27,6 +29,8 @@ from benchmarks.compile_time import growth
 from benchmarks.peers import AMP, BASELINE, PEERS
 from benchmarks.race import race
 from benchmarks.records import Row
+from benchmarks.small_models import MODELS
+from benchmarks.small_steps import CALL, STEP
 from benchmarks.works import Work, on_cpu, on_cuda, tiny
 
 Jobs = dict[str, Callable[[], list[Row]]]
@@ -96,6 +100,10 @@ def stages(setup: Setup) -> dict[str, Jobs]:
     }
     stepped = "tiny GPT 23M" if setup.tiny else "GPT 23M" if setup.plan == "cpu" else "GPT 124M"
     passes: Jobs = {"passes": partial(setup.call, pass_growth, (1, 3) if setup.tiny else (16, 32, 64, 128, 256))}
+    small: dict[str, Jobs] = {"small": {}, "small-apart": {}}
+    for model, what in product(MODELS if setup.plan == "cpu" else (), (STEP, CALL)):
+        small["small"][f"{model}: {what}"] = partial(setup.call, small_steps.measure, model, what)
+        small["small-apart"][f"{model}: {what}"] = partial(small_steps.measure_apart, model, what, setup.caches)
     first = {"broken": racing.pop("broken")} if setup.plan == "cuda" else {}
     return {
         **first,
@@ -103,6 +111,7 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         "scaler": {stepped: partial(setup.call, scaler_step.measure, stepped, setup.device)},
         **({"published": published} if setup.plan == "cuda" else {}),
         **racing,
+        **(small if setup.plan == "cpu" else {}),
         "growth": passes | racing["growth"],
         "compile": {compiling.name: partial(cold_and_warm, compiling, setup)},
         "import": {"import": import_time.measure},

@@ -9,6 +9,7 @@ from benchmarks.records import RESULTS, Records
 from benchmarks.report.growth import facts
 from benchmarks.report.limits import measured_limits
 from benchmarks.report.plot import draw
+from benchmarks.report.small import fill, small_table
 from benchmarks.report.summary import draw_summary
 from benchmarks.report.tables import case_table, table, unable
 from benchmarks.report.targets import losses, targets
@@ -29,6 +30,11 @@ kept copies of weights after an update isn't among them. Memory is the process's
 step is AdamW with torch's fused kernels, always on the same batch, and dropout is off. `Inductor, converted` is the
 model in bfloat16 as a whole, the practical limit of speed: it isn't mixed precision, and trains worse.
 
+Small models are trained as most users write it: torch's Adam or AdamW as it comes, no scaler. Each step or call is
+timed by itself, a round's time is the median of its steps, and brackets in the first table are the least and the most
+of seven rounds. "Small models" has all peers in one process, where the hooks that amp adds to every optimizer's step
+slow all of them; in processes of their own they slow amp alone.
+
 No GPU has run them yet. What its first run decides, and by which rules, is written down in
 [gpu_decisions.md](gpu_decisions.md).
 """
@@ -41,6 +47,8 @@ TITLES = {
     "compile": "Compile time",
     "import": "Import time",
     "freshness": "What freshness costs",
+    "small": "Small models",
+    "small-apart": "Small models, each peer in a process of its own",
     "growth": "Growth",
     "kernels": "Kernels",
     "older-cpus": "Older CPUs: this one, with its 16-bit units switched off",
@@ -67,6 +75,8 @@ def chapter(records: Records) -> Iterator[str]:
         cases = records.cases(stage)
         if stage == "growth":
             yield facts(cases)
+        if stage in ("small", "small-apart"):
+            yield small_table(cases)
         if stage == "kernels":
             yield f"{limits}\n"
         for case, rows in cases.items():
@@ -113,5 +123,6 @@ def main(arguments: list[str]) -> int:
     files = [Records.load(path) for path in sorted(RESULTS.glob("*.json"))]
     PAGE.write_text(page(files))
     draw_summary(files)
+    fill(files)
     print(PAGE)
     return 0

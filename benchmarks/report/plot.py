@@ -11,7 +11,7 @@ from benchmarks.report.plot_growth import draw_growth
 from benchmarks.report.plot_roofline import draw_roofline
 from benchmarks.report.targets import UNTIMED
 
-UNRACED = (UNTIMED, "kernels", "scaler", "growth", "compile", "import", "freshness")
+UNRACED = (UNTIMED, "kernels", "scaler", "growth", "small", "small-apart", "compile", "import", "freshness")
 """Stages with pictures of their own, or with a table only."""
 
 

@@ -1,0 +1,173 @@
+"""Training steps and calls of small models, with the optimizers that users write: peers in turn, step by step."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from benchmarks import counting
+from benchmarks.apart import FailedError, apart, in_one_line
+from benchmarks.candidate import UnfairError, check_fairness, relative_error
+from benchmarks.peers import AMP, BASELINE, PEERS
+from benchmarks.records import Row
+from benchmarks.small_models import MODELS, Small
+
+NAMES = ("eager fp32", "eager autocast", "Inductor fp32", BASELINE, AMP)
+STEP, CALL = "step", "call without gradients"
+ROUNDS = 7
+FEWEST = 50
+"""Steps of a round, at least."""
+ROUND = 0.1
+"""Seconds that a round of the fastest peer lasts, at least."""
+
+
+class SmallCandidate:
+    """A peer and its own copy of a small model, to be trained or called."""
+
+    def __init__(self, model: str, what: str, peer: str) -> None:
+        self.model, self.training, self.peer = model, what == STEP, PEERS[peer]
+        self.graphs = 0
+
+    def prepare(self) -> dict[str, Any]:
+        """Compile, and compare with eager float32: the result, or all gradients.
+
+        Raises UnfairError if numbers are wrong, or no product runs in 16 bits that should.
+        """
+        expected = self._results(self._build(lambda model: model), nullcontext)
+        self.small = self._build(lambda model: self.peer.compiled(model, torch.bfloat16))
+        before, no_fallback = counting.graphs_compiled(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
+        with counting.nothing_from_caches(), counting.casts_compiled() as casts, no_fallback:
+            if self.peer.compiler == "eager":
+                with counting.CastsRun() as mode:
+                    found = self._results(self.small, self._around)
+                casts = mode.casts
+            else:
+                found = self._results(self.small, self._around)
+        error = relative_error(found, expected)
+        check_fairness(self.peer.low, error, found)
+        figures = {"error": error, "casts": casts.count, "cast_bytes": casts.bytes}
+        if self.peer.compiler == "eager":
+            return figures
+        if bool(casts.products) != self.peer.low:
+            raise UnfairError(f"found {casts.products} products in 16 bits among those compiled")
+        return figures | {"graphs": counting.graphs_compiled() - before, "low_products": casts.products}
+
+    def begin(self) -> float:
+        """Warm up; returns the seconds of one step or call."""
+        self.round(5)
+        self.graphs = counting.graphs_compiled()
+        return self.round(5)
+
+    def round(self, times: int) -> float:
+        """Median seconds of so many steps or calls, each timed by itself."""
+        run, seconds = self._step if self.training else self._call, []
+        for _ in range(times):
+            start = perf_counter()
+            run()
+            seconds.append(perf_counter() - start)
+        return median(seconds)
+
+    def recompiled(self) -> int:
+        """Graphs compiled in this process since `begin`."""
+        return counting.graphs_compiled() - self.graphs
+
+    def parameters(self) -> list[Tensor]:
+        """All that its optimizers update."""
+        return [p for optimizer, _ in self.small.updates for group in optimizer.param_groups for p in group["params"]]
+
+    def _build(self, compiled: Callable[..., Any]) -> Small:
+        torch.manual_seed(0)
+        return MODELS[self.model](compiled)
+
+    def _around(self) -> AbstractContextManager:
+        return self.peer.around("cpu", torch.bfloat16)
+
+    def _step(self) -> None:
+        for optimizer, loss in self.small.updates:
+            optimizer.zero_grad()
+            with self._around():
+                value = loss()
+            value.backward()
+            optimizer.step()
+
+    def _call(self) -> Tensor:
+        with torch.no_grad(), self._around():
+            return self.small.call()
+
+    def _results(self, small: Small, around: Callable[[], AbstractContextManager]) -> list[Tensor]:
+        if not self.training:
+            with torch.no_grad(), around():
+                return [small.call()]
+        grads = []
+        for optimizer, loss in small.updates:
+            optimizer.zero_grad()
+            with around():
+                value = loss()
+            value.backward()
+            grads += [p.grad.clone() for group in optimizer.param_groups for p in group["params"]]
+        return grads
+
+
+class Asked(Protocol):
+    """What answers by the name of a method: `Apart`, in another process, or `Here`."""
+
+    def ask(self, method: str, *args: Any) -> Any: ...
+
+
+class Here:
+    """An object of this process that answers as one `apart` does."""
+
+    def __init__(self, served: object) -> None:
+        self.served = served
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call a method. Raises FailedError if that raises."""
+        try:
+            return getattr(self.served, method)(*args)
+        except Exception as error:
+            raise FailedError(in_one_line(error)) from error
+
+
+def measure(model: str, what: str) -> list[Row]:
+    """Rows of all peers, in this one process."""
+    return take_turns(f"{model}: {what}", {name: Here(SmallCandidate(model, what, name)) for name in NAMES})
+
+
+def measure_apart(model: str, what: str, caches: Callable[[], AbstractContextManager[Path]]) -> list[Row]:
+    """Rows of all peers, each in a process of its own: what one hooks or patches costs no other anything."""
+    with ExitStack() as processes:
+        candidates = {}
+        for name in NAMES:
+            folder = processes.enter_context(caches())
+            candidates[name] = processes.enter_context(apart(SmallCandidate, model, what, name, caches=folder))
+        return take_turns(f"{model}: {what}", candidates)
+
+
+def take_turns(case: str, candidates: Mapping[str, Asked]) -> list[Row]:
+    """A row for each: median seconds of each round, and what it says of itself, or why it failed."""
+    running, out, figures = dict(candidates), {}, {}
+
+    def ask_all(*question: Any, backwards: bool = False) -> Iterator[tuple[str, Any]]:
+        for name in list(running)[:: -1 if backwards else 1]:
+            try:
+                yield name, running[name].ask(*question)
+            except FailedError as error:
+                out[name] = str(error)
+                del running[name]
+
+    figures = dict(ask_all("prepare"))
+    one = dict(ask_all("begin"))
+    steps = max(FEWEST, math.ceil(ROUND / min(one.values(), default=1.0)))
+    times = [dict(ask_all("round", steps, backwards=turn % 2 == 1)) for turn in range(ROUNDS)]
+    for name, count in ask_all("recompiled"):
+        figures[name] |= {"seconds": [seconds[name] for seconds in times], "steps": steps, "recompiled": count}
+    return [
+        *(Row(case, name, figures[name]) for name in running),
+        *(Row(case, name, why=why) for name, why in out.items()),
+    ]
