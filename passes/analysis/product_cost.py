@@ -25,7 +25,13 @@ from .sizes import elements_hint, is_float_tensor
 
 ENOUGH = 1.05  # times as fast: less is noise
 CALL = 50e-6  # seconds, roughly, that the host spends in any compiled call: a graph of less gets no advice
-_SMALL, _LARGE, _COPIED = 16, 512, 1 << 22  # widths of square products, and numbers that are cast
+# What a call of ours takes on the host besides, and the first after an update of weights that a kept copy is cast of:
+# see "Growth", "What freshness costs" and "Small models" in docs/benchmarks.md.
+CALL_OURS, CALL_WEIGHT = 5e-6, 0.3e-6  # seconds: each call, and for each copy
+UPDATE, UPDATE_WEIGHT = 15e-6, 1.5e-6  # seconds: each update, and for each small weight; large ones take their cast
+# Widths of square products, and numbers that are cast. Up to a width of 16 torch doesn't give 16-bit products to
+# oneDNN, where others start 6 times as late.
+_SMALL, _LARGE, _COPIED = 32, 512, 1 << 22
 _PATIENCE = 0.2  # seconds for one measurement
 
 
@@ -43,7 +49,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one forward of a graph, as far as its products and casts go."""
+    """Seconds of one forward of a graph, as far as its products and casts go, and what the host does besides."""
 
     device: str
     low: torch.dtype
@@ -56,11 +62,29 @@ class Estimate:
     """Its casts, besides those of weights whose copies are kept. What a fused kernel casts in passing is free."""
     emulated: bool = False
     """Whether the device has no units for the low type, so that its products run in float32 (`products="auto"`)."""
+    copies: int = 0
+    """Weights whose low copies are kept."""
+    update: float = 0.0
+    """Casting those anew after an update; 0 if they aren't trained."""
+    backward: tuple[float, float] = (0.0, 0.0)
+    """Products of backward in float32; in the low type with their casts, those of the weights' gradients too."""
+
+    @property
+    def call(self) -> float:
+        """What the host does in each call besides."""
+        return CALL_OURS + self.copies * CALL_WEIGHT
+
+    @property
+    def whole(self) -> tuple[float, float]:
+        """A training step, or a call of what isn't trained: in float32, and in the low type with all it needs."""
+        narrow = self.narrow + self.casts + self.backward[1] + self.call + self.update
+        return self.wide + self.backward[0], narrow
 
     @property
     def gain(self) -> float:
         """How many times as fast as in float32."""
-        return self.wide / (self.narrow + self.casts) if self.products else 1.0
+        wide, narrow = self.whole
+        return wide / narrow if self.products else 1.0
 
     @property
     def pays(self) -> bool:
@@ -76,7 +100,13 @@ class Estimate:
         wide, narrow, casts = (f"{1e6 * seconds:.0f} us" for seconds in (self.wide, self.narrow, self.casts))
         verdict, end = "pays" if self.pays else "won't help here", ""
         if not self.matters:
-            verdict, end = "or f32 makes no difference here", ", less than a call itself takes"
+            verdict = "or f32 makes no difference here" if self.pays else "gains nothing here"
+            end = ", less than a call itself takes"
+        end += f"; besides, {1e6 * self.call:.0f} us a call"
+        end += f" and {1e6 * self.update:.0f} us an update of {self.copies} weights" * bool(self.update)
+        longer = self.whole[1] - self.whole[0]
+        if not self.pays and longer > 0:
+            end += f": {'a step' if self.backward[0] else 'a call'} takes some {1e6 * longer:.0f} us longer"
         how = f", which has no units for {low} and multiplies in f32" if self.emulated else ""
         times = f"{count} on this {self.device}{how}: {wide} in f32, {narrow} in {low} and {casts} for casts{end}"
         return f"{low} {verdict} (estimated, forward): {times}"
@@ -148,7 +178,8 @@ def estimate(gm: GraphModule, kept: Set[Node]) -> Estimate | None:
     low, device = lows[0], device_type_of([decision.result for decision in decided.values()]) or "cpu"
     if device != "cpu" and not _is_here(device):
         return None
-    products, wide, narrow = 0, 0.0, 0.0
+    products, wide, narrow, backward = 0, 0.0, 0.0, [0.0, 0.0]
+    differentiated = _differentiated(gm)
     with tracing.on_fakes_of(gm), torch.no_grad(), _Flops() as counted:
         for node, decision in decided.items():
             if not _may_multiply(node, decision):
@@ -158,10 +189,41 @@ def estimate(gm: GraphModule, kept: Set[Node]) -> Estimate | None:
             if counted.flops:
                 products += 1
                 numbers = sum(elements_hint(n.meta["amp"].result) or 0 for n in (node, *node.all_input_nodes))
-                wide += _seconds(device, torch.float32, counted.flops, numbers)
-                narrow += _seconds(device, low, counted.flops, numbers)
-    moved = sum(6 * (elements_hint(decided[n].result) or 0) for n, _ in casts)
-    return Estimate(device, low, products, wide, narrow, moved / bandwidth(device), is_emulated(device, low))
+                seconds = [_seconds(device, dtype, counted.flops, numbers) for dtype in (torch.float32, low)]
+                wide, narrow = wide + seconds[0], narrow + seconds[1]
+                matrices = [n for n in node.all_input_nodes if n in differentiated and n.meta["amp"].result.dim() > 1]
+                backward = [total + len(matrices) * each for total, each in zip(backward, seconds, strict=True)]
+    moved = sum(_cast_seconds(device, decided[n]) for n, _ in casts)
+    copies = {n for d in decided.values() for n, to in d.operands.items() if n in kept and to in LOW}
+    trained = [_cast_seconds(device, decided[n]) for n in copies & differentiated]
+    update = UPDATE * bool(trained) + sum(max(UPDATE_WEIGHT, cast) for cast in trained)
+    again = sum(trained) + moved if differentiated else 0.0
+    return Estimate(
+        device,
+        low,
+        products,
+        wide,
+        narrow,
+        moved,
+        is_emulated(device, low),
+        len(copies),
+        update,
+        (backward[0], backward[1] + again),
+    )
+
+
+def _differentiated(gm: GraphModule) -> set[Node]:
+    """What needs a gradient if the graph is called as it was traced."""
+    found: set[Node] = set()
+    for node in gm.graph.nodes if torch.is_grad_enabled() else ():
+        asked = node.op == "placeholder" and getattr(node.meta.get("example_value"), "requires_grad", False)
+        if asked or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _cast_seconds(device_type: str, decision: Decision) -> float:
+    return 6 * (elements_hint(decision.result) or 0) / bandwidth(device_type)
 
 
 def _is_here(device_type: str) -> bool:

@@ -38,7 +38,7 @@ def test_products_are_counted_with_their_flops(machine):
 @pytest.mark.parametrize(
     ("width", "dtype", "pays", "matters", "verdict"),
     [
-        (4, LOW, False, False, "bf16 or f32 makes no difference here"),
+        (4, LOW, False, False, "bf16 gains nothing here"),
         (24, LOW, True, False, "bf16 or f32 makes no difference here"),
         (64, LOW, True, True, "bf16 pays"),
         (64, HALF, False, True, "f16 won't help here"),
@@ -48,7 +48,51 @@ def test_tiny_products_dont_pay_and_get_no_advice(machine, width, dtype, pays, m
     found = estimated(torch.nn.Linear(width, width), torch.randn(width, width), dtype=dtype)
     assert found.pays == pays and (found.gain > 1) == pays and found.matters == matters
     assert str(found).startswith(f"{verdict} (estimated, forward): 1 product on this cpu: ")
-    assert str(found).endswith("for casts" if matters else "for casts, less than a call itself takes")
+    end = "; besides, 6 us a call and 18 us an update of 2 weights"
+    assert ("for casts" + ", less than a call itself takes" * (not matters) + end) in str(found)
+    assert str(found).endswith("us longer" if not pays else end)
+
+
+def three_linears():
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_products_that_gain_less_than_the_host_loses_dont_pay(machine, monkeypatch, trained):
+    """An MLP that is 3 x 2.5 us faster in forward, and in a step 8 x 2.5 us; a call of ours and an update take 31."""
+    speeds = {HIGH: Speed(20.5e-6, 1e15), LOW: Speed(18e-6, 1e15)}
+    monkeypatch.setattr(product_cost, "speed", lambda device, dtype: speeds[dtype])
+    found = estimated(three_linears().requires_grad_(trained), torch.randn(32, 64))
+    assert found.wide > product_cost.ENOUGH * (found.narrow + found.casts) and not found.pays
+    assert found.copies == 6 and found.call == pytest.approx(5e-6 + 6 * 0.3e-6)
+    if trained:
+        assert found.update == pytest.approx(15e-6 + 6 * 1.5e-6)
+        assert found.backward[0] == pytest.approx(5 * 20.5e-6, rel=1e-3), "the input needs no gradient"
+        assert str(found).startswith("bf16 won't help here (estimated, forward): 3 products on this cpu: 62 us in f32")
+        assert str(found).endswith("7 us a call and 24 us an update of 6 weights: a step takes some 11 us longer")
+    else:
+        assert found.update == 0 and found.backward == (0, 0) and str(found).endswith("; besides, 7 us a call")
+        assert found.whole == pytest.approx((3 * 20.5e-6, 3 * 18e-6 + 6.8e-6), rel=1e-2)
+
+
+def test_an_update_of_large_weights_takes_their_cast(machine, monkeypatch):
+    monkeypatch.setattr(product_cost, "bandwidth", lambda device: 1e9)
+    found = estimated(torch.nn.Linear(512, 512), torch.randn(512, 512))
+    cast = 6 * 512 * 512 / 1e9
+    assert found.update == pytest.approx(15e-6 + cast + 6 * 512 / 1e9)
+    assert found.backward[1] == pytest.approx(found.narrow + found.casts + cast, rel=0.01), "and so does a gradient"
+    assert found.pays and str(found).startswith("bf16 pays")
+
+
+def test_where_nothing_is_differentiated_nothing_is_updated(machine):
+    with torch.no_grad():
+        found = estimated(torch.nn.Linear(64, 64), torch.randn(64, 64))
+    assert found.copies == 2 and found.update == 0 and found.backward == (0, 0)
+
+
+def test_products_are_timed_as_onednn_starts_them():
+    """Up to 16 x 16 x 16 torch multiplies 16-bit numbers by a loop, which starts at once."""
+    assert product_cost._SMALL > 16
 
 
 def test_a_device_without_units_for_a_type_doesnt_pay(machine):
