@@ -17,6 +17,7 @@ from ampcompile.kernels import packed_linear
 from ampcompile.passes.after.add_embedding_gradients import AddEmbeddingGradients
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.after.drop_casts import DropCasts
+from ampcompile.passes.after.drop_roundings import DropRoundings
 from ampcompile.passes.after.merge_copies import MergeCopies
 from ampcompile.passes.after.recompute_casts import RecomputeCasts
 from ampcompile.passes.after.save_old_values import SaveOldValues
@@ -119,6 +120,7 @@ def after(emulated: frozenset[torch.dtype] = frozenset()) -> tuple[Pass, ...]:
         *([WidenProducts(emulated)] if emulated else []),  # after: a product written in float32 isn't rounded
         ShareEveryCast(),  # needs every cast, and no more than one tensor for each value
         AddEmbeddingGradients(),  # after widening: a product written in float32 may be added to
+        DropRoundings(),
         RecomputeCasts(),  # marks the casts that are left
         SaveOldValues(),  # last: its marks override those that say what to compute again
     )

@@ -12,6 +12,15 @@ from torch._ops import HigherOrderOperator
 from . import patches
 
 OnJointGraph = Callable[[torch.fx.GraphModule], Any]
+ROUNDS = "low_precision_pointwise_barrier"
+"""In a node's `meta`: Inductor rounds the 16-bit numbers that this elementwise op reads, and those that it gives."""
+
+
+def stores_products() -> bool:
+    """Whether products are in memory before others read them; templates of max-autotune hand on what they add up."""
+    from torch._inductor import config
+
+    return not (config.max_autotune or config.max_autotune_gemm)
 
 
 class _JointGraphPass(CustomGraphPass):

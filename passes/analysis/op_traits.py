@@ -49,6 +49,8 @@ _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_
 # They give one of their operands, or change its sign. Narrowing first could turn a small number into a zero of either
 # sign, and which zero a choice between equals returns is up to the kernel: they commute with exact casts only.
 CHOOSES = _aten("relu neg abs clamp")
+# After differentiation: they give one of their operands, or change its sign, and none of their own numbers but zeros.
+CHOOSES_AFTER = _aten("relu neg abs maximum minimum threshold_backward where")
 # A fused op may read its operand from before them: what rearranges, copied or not, but not what ends a gradient.
 FUSED_THROUGH = (REARRANGES | _aten("clone contiguous")) - _aten("detach")
 # Of these, those that keep numbers in order: where the last dimension keeps its size, its rows stay whole.

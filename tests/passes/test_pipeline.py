@@ -17,6 +17,7 @@ AFTER = [
     "widen_weight_gradients",
     "share_casts",
     "add_embedding_gradients",
+    "drop_roundings",
     "recompute_casts",
     "save_old_values",
 ]
