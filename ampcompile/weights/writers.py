@@ -22,6 +22,7 @@ from ampcompile.torch_private import patches, storages
 from ampcompile.torch_private.storages import address
 
 from .memory import (
+    begin_epoch,
     copied_memory_at,
     copied_memory_of,
     doubt_handed_out,
@@ -246,9 +247,11 @@ def _written_by(optimizer: torch.optim.Optimizer) -> None:
     if not all(memory.trainable for memory in copied):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         owned = {memory.key for memory in map(copied_memory_at, params) if memory is not None}
+    written = object()
     for memory in copied:
         if memory.trainable or memory.key in owned:
-            memory.written()
+            memory.mark = written
+    begin_epoch()
 
 
 def _tick(optimizer: torch.optim.Optimizer) -> None:
