@@ -33,7 +33,7 @@ def test_a_few_for_any_number_of_rows():
     check_all(range(4), Setting(dynamic=True))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("outputs", ["autocast", "float32"])
 @pytest.mark.parametrize("start", range(32, 96, 16))
 def test_a_few_more(start, outputs):

@@ -39,7 +39,11 @@ OTHERS = (
     "bart",
     "convnext",
 )
-ARCHITECTURES = [*FIRST, *(pytest.param(name, marks=pytest.mark.ci) for name in OTHERS)]
+IN_CI = ("whisper", "gemma2", "convnext")  # each has what no other has
+ARCHITECTURES = [
+    *FIRST,
+    *(pytest.param(name, marks=pytest.mark.ci if name in IN_CI else pytest.mark.slow) for name in OTHERS),
+]
 
 
 @pytest.fixture

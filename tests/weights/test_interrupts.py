@@ -19,7 +19,7 @@ from ampcompile.torch_private import patches
 from ampcompile.weights.binding import Binding, bind, free_copies, invalidate
 from ampcompile.weights.lending import lend
 from ampcompile.weights.memory import lock
-from tests.weights.searching import searches_are_cheap as searches_are_cheap
+from tests.weights.searching import searches_are_unlimited as searches_are_unlimited
 from tests.weights.writers import unsampled, unseen
 
 BF16 = torch.bfloat16

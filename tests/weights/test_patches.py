@@ -24,7 +24,7 @@ from ampcompile.torch_private import storages
 from ampcompile.torch_private.patches import COPIES
 from ampcompile.weights.binding import Binding, bind, weight_stats
 from tests.threads import running
-from tests.weights.searching import searches_are_cheap as searches_are_cheap
+from tests.weights.searching import searches_are_unlimited as searches_are_unlimited
 from tests.weights.writers import unsampled
 
 BF16 = torch.bfloat16

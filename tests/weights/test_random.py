@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampcompile.weights.binding import Binding, bind, free_copies, invalidate, weight_stats
 from ampcompile.weights.lending import lend
-from tests.weights.searching import searches_are_cheap as searches_are_cheap
+from tests.weights.searching import searches_are_unlimited as searches_are_unlimited
 from tests.weights.writers import unsampled, unseen
 
 BF16 = torch.bfloat16

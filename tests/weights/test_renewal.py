@@ -16,7 +16,7 @@ from ampcompile.weights import copies as weights_copies
 from ampcompile.weights.binding import Binding, bind, free_copies, weight_stats
 from ampcompile.weights.memory import begin_epoch, memory_of
 from ampcompile.weights.packing import PAYS
-from tests.weights.searching import searches_are_cheap as searches_are_cheap
+from tests.weights.searching import searches_are_unlimited as searches_are_unlimited
 from tests.weights.writers import unsampled, unseen
 
 BF16 = torch.bfloat16

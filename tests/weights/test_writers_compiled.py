@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from ampcompile.weights.binding import weight_stats
 from ampcompile.weights.copies import TRIAL
-from tests.weights.searching import searches_are_cheap as searches_are_cheap
+from tests.weights.searching import searches_are_unlimited as searches_are_unlimited
 from tests.weights.writers import EXACT, SAMPLED, Net
 
 MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad}
