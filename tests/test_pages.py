@@ -51,7 +51,13 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
 """What a page's Python takes for granted."""
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE])
+LONG = "docs/migration.md"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.ci if page == LONG else ()) for page in PAGES if page not in ELSEWHERE],
+)
 def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     pages.run(page, **GIVEN[page]() if page in GIVEN else {})

@@ -140,6 +140,7 @@ def test_copies_are_refreshed_where_they_are(device: str, mode: str) -> None:
         assert places[0] and all(places[0] == later for later in places)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [LOW, HALF])
 def test_on_a_gpu_products_write_gradients_of_weights_in_float32(device: str, dtype: torch.dtype) -> None:

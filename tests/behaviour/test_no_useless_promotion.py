@@ -67,7 +67,9 @@ def casting_kernels(model: nn.Module, x: Tensor, train: bool, policy: str = "") 
     return sum(re.fullmatch(r"cpp_fused__to_copy_\d+", name) is not None for name in called)
 
 
-@pytest.mark.parametrize("name", ["rms_norm", *(pytest.param(n, marks=pytest.mark.slow) for n in OPS if n[0] != "r")])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.ci if n == "rms_norm" else pytest.mark.slow) for n in OPS]
+)
 def test_no_kernel_only_casts_around_a_norm(name: str) -> None:
     model, x = Between(name), torch.randn(16, 32).to(LOW)
     policy = f"op {name}=fp32"

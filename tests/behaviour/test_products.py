@@ -192,7 +192,7 @@ def test_any_number_of_rows_shares_a_graph() -> None:
         assert_current(run(x), model, x, LOW)
 
 
-@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("grad", [pytest.param(True, marks=pytest.mark.ci), False])
 def test_through_inductor(grad: bool) -> None:
     """Large enough for oneDNN's kernel, and for packed weights where no gradient is wanted."""
     model, x = nn.Sequential(nn.Linear(256, 320), nn.GELU(), nn.Linear(320, 256)), torch.randn(64, 256)

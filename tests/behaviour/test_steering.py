@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import ampcompile
 from ampcompile import Policy, keep_fp32, precision
 from ampcompile.explaining.report import Report
+from tests.pairs import pairs
 
 LOW, HIGH, HALF = torch.bfloat16, torch.float32, torch.float16
 # Dynamo asks every tensor that crosses a graph break for its gradient.
@@ -103,9 +104,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("call", [{}, {"dynamic": True}], ids=["static", "dynamic"])
-@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "graph break"])
-@pytest.mark.parametrize("form", POLICIES)
+@pytest.mark.parametrize(("form", "breaks", "call"), pairs(list(POLICIES), [False, True], [{}, {"dynamic": True}]))
 def test_policies(form: str, breaks: bool, call: dict[str, Any]) -> None:
     policy, expected = POLICIES[form]
     model = Model(breaks)

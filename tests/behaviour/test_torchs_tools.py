@@ -49,6 +49,7 @@ def test_torch_logs_takes_our_name() -> None:
     assert "cast of weight 4x4 f32>bf16 for aten.linear" in said
 
 
+@pytest.mark.ci
 def test_the_structured_trace_can_be_parsed(tmp_path: Path) -> None:
     """By tlparse too, where it is installed."""
     run(TORCH_TRACE=tmp_path)

@@ -243,7 +243,7 @@ def stops_in_capture(x):
 
 
 @pytest.mark.parametrize("around", ["absent", "ambient", "half", "disabled"])
-@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
+@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("eager", marks=pytest.mark.ci)])
 def test_a_call_leaves_no_state_behind_whatever_raises(around, lower, monkeypatch):
     x = torch.randn(2, 8)
     with regions(around):

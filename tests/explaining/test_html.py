@@ -201,6 +201,7 @@ def test_several_graphs_stand_below_one_another(tmp_path: Path) -> None:
         assert any("graph break" in text for text in texts) and any("graph 1" in text for text in texts)
 
 
+@pytest.mark.ci
 @in_a_browser
 def test_two_thousand_ops_open_folded_and_are_quick(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Sequential(*(nn.Linear(2, 2) for _ in range(10))) for _ in range(20)))

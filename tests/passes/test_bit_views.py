@@ -43,6 +43,7 @@ def test_numbers_are_stock_aot_autograds(name, weights):
     assert found.dtype == expected.dtype == LOW and torch.equal(found, expected)
 
 
+@pytest.mark.ci
 def test_a_constants_magnitude_is_not_that_of_its_bits():
     """The bits of 1.0 are 1065353216 as a number, which float16 doesn't hold: the range guards look at 1.0."""
     bits = torch.full((16, 16), 0x3F800000, dtype=torch.int32)

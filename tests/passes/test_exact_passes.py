@@ -55,7 +55,7 @@ def graph_of(steps):
     return f
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("gradients", [True, False])
 def test_the_same_bits_before_and_after(gradients, dynamic):
     rewrites = 0

@@ -221,6 +221,7 @@ def test_nothing_is_fused_unless_asked_for() -> None:
         torch._dynamo.reset()
 
 
+@pytest.mark.ci
 def test_one_graph_for_every_size() -> None:
     model = Block()
     run = torch.compile(

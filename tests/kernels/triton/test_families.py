@@ -28,7 +28,9 @@ def python(*arguments: str, **environment: str) -> None:
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.ci if f in ASKED_FOR else ()) for f in FAMILIES])
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.ci if f in (*ASKED_FOR, "cross_entropy") else ()) for f in FAMILIES]
+)
 def test_numbers_in_the_interpreter(family: str) -> None:
     python("-m", "pytest", "-p", "no:cacheprovider", str(HERE / f"interpreted_{family}.py"), TRITON_INTERPRET="1")
 

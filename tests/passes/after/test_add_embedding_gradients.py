@@ -95,6 +95,7 @@ class Tied(nn.Module):
         return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), more.flatten())
 
 
+@pytest.mark.ci
 def test_a_tied_model_trains_and_nothing_is_copied():
     tokens, more = torch.randint(40, (2, 8, 12))
     tokens[:, :4] = 3

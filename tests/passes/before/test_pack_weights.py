@@ -171,7 +171,7 @@ def test_settings_by_name_are_understood() -> None:
     assert number == 1 and blocks == [ConvBlocks((2, 2), (1, 2), (1, 1), 1)]
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, pytest.param(torch.channels_last, marks=pytest.mark.ci)])
 def test_convolutions_have_the_bits_and_strides_of_plain_ones(layout: torch.memory_format) -> None:
     model, results = Convolutions().to(memory_format=layout).eval(), []
     shapes = (2, 18, 20), (3, 24, 15)  # the second for any size

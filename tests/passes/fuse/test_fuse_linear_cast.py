@@ -198,7 +198,7 @@ def test_a_model_trains_no_further_from_float64():
     assert error(gradients(model, lambda _: run()), exact) <= 1.05 * reference
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
 def test_trains_compiled_and_the_report_says_so(lower):
     model, totals = Merged(), [0.0, 0.0]
     run = torch.compile(model, backend="amp", options={"outputs": "autocast", "fuse": "linear", "lower": lower})
