@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from ampcompile import GradScaler, OptionError
 from ampcompile.integrations.accelerate import AmpPlugin
 from examples.ecosystem.accelerate_loop import train
-from tests.integrations.compare import LOWER, QUIET, compare, same_keys
+from tests.integrations.compare import LOWER, QUIET, compare, compare_with_checkpoints, same_keys
 
 pytestmark = QUIET
 
@@ -102,3 +102,9 @@ def test_a_scaler_of_ours_in_accelerates_optimizer():
         optimizer.scaler.scale((weight * factor).sum()).backward()
         optimizer.step()
         assert optimizer.step_was_skipped is skipped and weight.eq(expected).all()
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_checkpoints_around_a_compiled_block_in_the_context_of_accelerate(precision):
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+    compare_with_checkpoints(accelerator.autocast, accelerator.backward)

@@ -5,11 +5,12 @@ import torch
 
 pytest.importorskip("lightning", reason="lightning is not installed")
 
+from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 
 import ampcompile
 from examples.ecosystem.fabric_loop import train
-from tests.integrations.compare import LOWER, QUIET, compare, same_keys, weights
+from tests.integrations.compare import LOWER, QUIET, compare, compare_with_checkpoints, same_keys, weights
 
 pytestmark = QUIET
 
@@ -50,3 +51,9 @@ def test_a_scaler_of_ours_takes_fabrics_place(way, caplog):
         ends.append((scaler.get_scale(), loss))
     assert ends[0] == pytest.approx(ends[1]) and ends[0][0] < 2.0**20
     assert "generic path" not in caplog.text, "steps are fused"
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_checkpoints_around_a_compiled_block_in_the_context_of_fabric(precision):
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+    compare_with_checkpoints(fabric.autocast, fabric.backward)
