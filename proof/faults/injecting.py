@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -9,6 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 OURS = tuple(f"{ROOT / folder}{os.sep}" for folder in ("ampcompile", "passes", "kernels"))
+LOCKS = type(threading.RLock()), type(threading.Lock())
 SIGNALS, CALLS = ("call", "c_return"), ("c_call",)
 """Events, as `sys.setprofile` names them. Python handles signals where a function begins and where one of C has
 returned, nowhere between a `with` statement and what it guards; what fails in C++ has not been done.
@@ -25,12 +27,17 @@ def places(error: type[BaseException], act: Callable[[], object]) -> int:
     return _run(sys.maxsize, error, act)
 
 
+def _lets_go(event: str, called: Any) -> bool:
+    """Whether a lock is about to be let go, which doesn't fail: who broke it off would keep it for good."""
+    return event == "c_call" and isinstance(getattr(called, "__self__", None), LOCKS)
+
+
 def _run(at: int, error: type[BaseException], act: Callable[[], object]) -> int:
     passed, events = 0, SIGNALS if error is KeyboardInterrupt else CALLS
 
-    def profile(frame: FrameType, event: str, _: Any) -> None:
+    def profile(frame: FrameType, event: str, called: Any) -> None:
         nonlocal passed
-        if event in events and frame.f_code.co_filename.startswith(OURS):
+        if event in events and frame.f_code.co_filename.startswith(OURS) and not _lets_go(event, called):
             passed += 1
             if passed == at:
                 raise error
