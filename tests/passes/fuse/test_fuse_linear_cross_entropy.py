@@ -58,7 +58,7 @@ def test_fires_once_in_models_that_return_their_loss_alone(name: str) -> None:
     assert count(graph, LINEAR_CROSS_ENTROPY) == 0, "nothing is fused on the CPU unless asked for"
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("weights", ["cached", "every_call"])
 def test_loss_and_gradients_are_no_further_from_float64_than_eager_autocasts(name: str, weights: str) -> None:
     model, call = with_labels(name)
