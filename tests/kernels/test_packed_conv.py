@@ -27,7 +27,8 @@ def drawn() -> tuple[Tensor, Tensor, Tensor | None, ConvBlocks]:
     weight = torch.randn(groups * each_out, each_in, height, width) / (each_in * height * width) ** 0.5
     bias = one_of(torch.randn(groups * each_out).bfloat16(), None)
     size = one_of(None, tuple(x.shape), (8, groups * each_in, 30, 31))
-    blocks = ConvBlocks(one_of((1, 1), (2, 2), (1, 2)), padding, one_of((1, 1), (2, 2)), groups, size)
+    oblong = (2, 1) if each_in == 1 < each_out else (1, 2)  # with (1, 2) oneDNN leaves pixels unwritten
+    blocks = ConvBlocks(one_of((1, 1), (2, 2), oblong), padding, one_of((1, 1), (2, 2)), groups, size)
     return x.contiguous(memory_format=torch.channels_last), weight, bias, blocks
 
 
