@@ -68,7 +68,6 @@ def each(a, b):
 PAIRS = [(LOW, HIGH), (HIGH, LOW), (HALF, LOW), (LOW, HALF), (HALF, HIGH), (HALF, HALF), (LOW, LOW)]
 
 
-@pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta")  # which torch 2.15 says in Python
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("first, second", PAIRS)
 def test_operands_promote_and_writers_convert_their_source(first, second, mode):

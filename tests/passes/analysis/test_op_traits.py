@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ampcompile.kernels.packed_conv import PACKED_CONV
+from ampcompile.kernels.packed_linear import PACKED_LINEAR
 from ampcompile.passes.analysis import op_traits
 from ampcompile.passes.analysis.op_traits import (
     GIVES_OWN_MEMORY,
@@ -39,6 +41,10 @@ def overloads(name):
 def test_every_name_is_that_of_an_op(table):
     for name in TABLES[table] - {"aten::rms_norm"}:  # torch's own since 2.4
         assert all(has(op, TABLES[table]) for op in overloads(name)) and overloads(name)
+
+
+def test_products_of_packed_weights_are_products():
+    assert has(PACKED_LINEAR, op_traits.PRODUCTS_AFTER) and has(PACKED_CONV, op_traits.PRODUCTS_AFTER)
 
 
 def test_what_is_no_op_has_no_trait():
