@@ -40,14 +40,15 @@ DECIDES = [
     "ampcompile/torch_private/dispatcher.py",
     "ampcompile/dtypes.py",
 ]
+NOT_COPIED = shutil.ignore_patterns("__pycache__")
 DECIDES_NOTHING = ["ampcompile/explaining/table.py", "docs/explain.md", "tests/conftest.py", "pyproject.toml"]
 
 
 def test_an_edit_of_what_decides_gives_another_key_and_no_other_edit_does(tmp_path: Path) -> None:
     for name in ("ampcompile", "docs", "tests"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=NOT_COPIED)
     for name in ("passes", "kernels"):
-        shutil.copytree(ROOT / name, tmp_path / "ampcompile" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tmp_path / "ampcompile" / name, ignore=NOT_COPIED, dirs_exist_ok=True)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     done = subprocess.run(
         [sys.executable, "-P", "-c", SCRIPT, *DECIDES, *DECIDES_NOTHING],
