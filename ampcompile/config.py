@@ -82,6 +82,10 @@ class Options:
             return frozenset()
         return frozenset(each for each in LOW if self.products == "float32" or not processor.multiplies(each))
 
+    def widens_small(self) -> bool:
+        """Whether small products run in float32 on every CPU: where Inductor fuses the widening."""
+        return self.products == "auto" and self.lower == "inductor"
+
 
 def _of_mode(mode: str | None) -> dict[str, Any]:
     if mode in (None, "default"):

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompile.dtypes import LOW
@@ -29,7 +29,7 @@ class Casts:
     count: int = 0
     bytes: int = 0
     products: int = 0
-    """Products of 16-bit numbers beside them, where a graph is compiled."""
+    """Products of 16-bit numbers beside them, where a graph is compiled; those count that float32's kernels compute."""
 
     def see(self, before: Any, after: Any) -> None:
         """Count one operation if it is a cast."""
@@ -53,12 +53,24 @@ def casts_compiled() -> Iterator[Casts]:
             if node.target in CASTS:
                 casts.see(node.args[0].meta["val"], node.meta["val"])
             elif isinstance(node.target, torch._ops.OpOverload) and PRODUCTS.search(str(node.target)):
-                casts.products += any(
-                    isinstance(n.meta.get("val"), Tensor) and n.meta["val"].dtype in LOW for n in node.all_input_nodes
-                )
+                casts.products += any(map(_is_rounded, node.all_input_nodes))
 
     with mock.patch.object(compile_fx, "_recursive_post_grad_passes", counting):
         yield casts
+
+
+def _is_rounded(operand: Node) -> bool:
+    """Whether it holds 16-bit numbers, widened perhaps."""
+    while isinstance(operand.target, torch._ops.OpOverload) and (operand.target.is_view or operand.target in CASTS):
+        if _is_low(operand):
+            return True
+        operand = operand.all_input_nodes[0]
+    return _is_low(operand)
+
+
+def _is_low(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype in LOW
 
 
 @contextmanager

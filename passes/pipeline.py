@@ -84,7 +84,7 @@ def before(options: Options, is_weight: IsWeight, is_registered: IsWeight) -> tu
         if options.lower == "inductor" and not gradients and not asserting:
             held = {each: torch.float32 if each in emulated else each for each in LOW}
             packed = frozenset(each for each in LOW if packed_linear.available(held[each]))
-            passes += (PackWeights(packed),) if packed else ()  # needs hoisted weights
+            passes += (PackWeights(packed, not options.widens_small()),) if packed else ()  # needs hoisted weights
     return (*passes, ShareCasts(gradients))  # last: a weight's copy is packed for one reader
 
 
@@ -106,18 +106,18 @@ def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
     return tuple(each for each in passes if cost.considers(each.family))
 
 
-def after(emulated: frozenset[torch.dtype] = frozenset()) -> tuple[Pass, ...]:
+def after(emulated: frozenset[torch.dtype] = frozenset(), small: bool = False) -> tuple[Pass, ...]:
     """Passes on the joint graph of forward and backward, or on forward alone where no gradient is asked for.
 
     Nothing is added up between two casts there any more, so merging them no longer merges their gradients.
-    `emulated`: the types whose products run in float32 on the CPU, see `Options.emulated`.
+    `emulated`, `small`: which products run in float32 on the CPU, see `Options.emulated` and `Options.widens_small`.
     """
     return (
         BindWeights(),  # first: the others know copies of weights as inputs
         MergeCopies(),  # before sharing, which then finds the casts of one tensor instead of its copies'
         DropCasts(),  # before sharing: it looks only through values with one reader
         WidenWeightGradients(emulated),  # after dropping: needs what is left of the casts of gradients
-        *([WidenProducts(emulated)] if emulated else []),  # after: a product written in float32 isn't rounded
+        *([WidenProducts(emulated, small)] if emulated or small else []),  # after: what writes float32 isn't rounded
         ShareEveryCast(),  # needs every cast, and no more than one tensor for each value
         AddEmbeddingGradients(),  # after widening: a product written in float32 may be added to
         DropRoundings(),

@@ -14,12 +14,12 @@ import torch
 _WITHOUT = frozenset({"auditing", "command_line", "explaining", "records", "scaler", "weights"})
 
 
-def cache_key(emulated: Set[torch.dtype]) -> str:
+def cache_key(emulated: Set[torch.dtype], small: bool = False) -> str:
     """What a compiled graph depends on besides the graph: the package, and the vectors and units of the CPU.
 
     Inductor's own keys leave out the CPU's vectors: what it wrote for AVX-512 is wrong where AVX2 is compiled for.
     """
-    return " ".join([source_key(), torch.backends.cpu.get_cpu_capability(), *sorted(map(str, emulated))])
+    return " ".join([source_key(), torch.backends.cpu.get_cpu_capability(), str(small), *sorted(map(str, emulated))])
 
 
 @cache

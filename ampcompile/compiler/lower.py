@@ -16,7 +16,7 @@ from ampcompile.kernels.packed_conv import CONVOLVE, PACKED_CONV, convolve_argum
 from ampcompile.kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
 from ampcompile.passes import pipeline
 from ampcompile.passes.analysis.aliasing import inputs_written_below_autograd, reads_data
-from ampcompile.passes.base import Watch, run_passes
+from ampcompile.passes.base import Pass, Watch, run_passes
 from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
 from ampcompile.passes.weight_copy import Slot
 from ampcompile.torch_private import autocast, compiled_functions, lowering, tracing
@@ -53,7 +53,8 @@ def lower(
 
     if options.lower == "eager":
         return around(exclude_autocast(gm))
-    emulated = options.emulated()
+    emulated, small = options.emulated(), options.widens_small()
+    passes = partial(_on_joint_graph, pipeline.after(emulated, small))
     rewritten = (
         (gm.meta.pop(GRAPH_BEFORE_FUSION, None) or double_backward.copy_with_bodies(gm))
         if torch.is_grad_enabled()
@@ -61,15 +62,13 @@ def lower(
     )
     with autocast.lowering_without_autocast(), compiled_functions.functions_made() as functions:
         if options.lower == "aot_eager":
-            compiled = lowering.aot_eager(gm, inputs, partial(_on_joint_graph, emulated, watch))
+            compiled = lowering.aot_eager(gm, inputs, partial(passes, watch))
         else:
             lowering.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
             lowering.lower_as_call(PACKED_CONV, CONVOLVE, _convolve_channels_last)
             config = _inductor_config(gm, options, slots)
-            key = cache_key(emulated)
-            compiled = lowering.inductor(
-                gm, inputs, config, partial(_on_joint_graph, emulated, None), key, decompositions()
-            )
+            key = cache_key(emulated, small)
+            compiled = lowering.inductor(gm, inputs, config, partial(passes, None), key, decompositions())
     if rewritten is not None and functions:
         compiled = double_backward.DoubleBackward(rewritten, functions[-1])(compiled)
     return around(compiled)
@@ -79,10 +78,10 @@ def _convolve_channels_last(x: Any, *rest: Any) -> tuple[Any, ...]:
     return convolve_arguments(lowering.channels_last(x), *rest)
 
 
-def _on_joint_graph(emulated: frozenset[torch.dtype], watch: Watch | None, gm: GraphModule) -> None:
+def _on_joint_graph(passes: Sequence[Pass], watch: Watch | None, gm: GraphModule) -> None:
     if watch is not None:
         watch(None, gm)
-    run_passes(pipeline.after(emulated), gm, watch)
+    run_passes(passes, gm, watch)
 
 
 def _inductor_config(gm: GraphModule, options: Options, slots: Sequence[Slot]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Save fewer bytes for backward: of a value that was widened, the low one is saved, and widened once more.
 
-torch itself never recomputes a cast that backward's products or losses read. Casts of the graph's own inputs are saved
-wide all the same: an optimizer may write a weight before backward comes, and leave no trace.
+torch itself never recomputes a cast that backward's products or losses read. What was cast from the graph's inputs is
+saved all the same, as cast: an optimizer may write a weight before backward comes, and leave no trace.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ def _tag_in(gm: GraphModule) -> int:
 def _tag(cast: Node) -> bool:
     tagged = _TAG not in cast.meta  # in a checkpoint that is settled
     cast.meta.setdefault(_TAG, CheckpointPolicy.PREFER_RECOMPUTE)
+    source = base_of(cast.args[0])
+    if has(source.target, CONVERSIONS_AFTER) and base_of(source.args[0]).op == "placeholder":
+        source.meta.setdefault(_TAG, CheckpointPolicy.MUST_SAVE)
     return tagged
 
 

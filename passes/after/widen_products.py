@@ -1,9 +1,9 @@
-"""After differentiation, where the CPU only emulates a 16-bit type: products read and give float32, rounded as before.
+"""After differentiation, on CPUs: products read and give float32, rounded as before, where 16-bit kernels are slower.
 
-Operands are rounded already, and products of 11-bit mantissas are exact in float32: what float32's kernels sum is what
-units for the type would sum, and one rounding at the end gives eager's dtype. Emulation takes 1.1 to 130 times as long.
-Inductor fuses the widening and the rounding with what stands around; weights whose copies are held as float32 need no
-widening at all.
+That is where the CPU only emulates the type, which takes 1.1 to 130 times as long, and in small products, which take
+longest to start. Operands are rounded already, and products of 11-bit mantissas are exact in float32: what float32's
+kernels sum is what units for the type would sum, and one rounding at the end gives eager's dtype. Inductor fuses the
+widening and the rounding with what stands around; weights whose copies are held as float32 need no widening at all.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node, map_arg
+from torch.utils.flop_counter import flop_registry
 
+from ampcompile.dtypes import LOW
 from ampcompile.kernels import packed_linear
 from ampcompile.kernels.packed_linear import PACKED_LINEAR
 from ampcompile.passes.analysis.aliasing import lies_in_a_row
 from ampcompile.passes.analysis.commuting import CONVERT, rebuild, same_layout
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, REARRANGES, has
+from ampcompile.passes.analysis.product_cost import is_small
 from ampcompile.passes.analysis.sizes import product_hint
 from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import dispatcher, tracing
@@ -34,11 +37,15 @@ with AVX-512 on an AMD processor, where MKL has AVX2 code alone, and 1.1 times w
 
 @dataclass(frozen=True)
 class WidenProducts:
-    """`dtypes`: those that are emulated. For a joint or inference graph; returns the number of products widened."""
+    """`emulated`: types whose products are widened; `small`: small ones of other types, too, see `product_cost.SMALL`.
 
-    dtypes: frozenset[torch.dtype]
+    For a joint or inference graph; returns the number of products widened.
+    """
+
+    emulated: frozenset[torch.dtype]
+    small: bool = False
     name = "widen_products"
-    exact = False  # sums are float32's: added up in another order than the emulation's
+    exact = False  # sums are float32's: added up in another order than those of 16-bit kernels
     fate = ""
 
     def apply(self, gm: GraphModule) -> int:
@@ -48,56 +55,72 @@ class WidenProducts:
         widened = 0
         with tracing.on_fakes_of(gm), torch.no_grad():
             for node in list(gm.graph.nodes):
-                if has(node.target, PRODUCTS_AFTER) and any(map(self._emulated, node.all_input_nodes)):
-                    widened += self._widen(node)
+                if has(node.target, PRODUCTS_AFTER) and self._is_slow(node):
+                    widened += _widen(node)
         return widened
 
-    def _emulated(self, node: Node) -> bool:
-        value = node.meta.get("val")
-        return isinstance(value, torch.Tensor) and value.dtype in self.dtypes and value.device.type == "cpu"
+    def _is_slow(self, product: Node) -> bool:
+        dtypes = {operand.meta["val"].dtype for operand in product.all_input_nodes if _is_low(operand)}
+        return not dtypes.isdisjoint(self.emulated) or bool(dtypes and self.small and _is_small(product))
 
-    def _widen(self, node: Node) -> bool:
-        """Put the product in float32 in the place of `node`, unless it would lay its results out in another way."""
-        target, args = dispatcher.without_out_dtype(node.target, node.args)
 
-        def wide_fake(operand: Node) -> Any:
-            value = operand.meta["val"]
-            return value.to(WIDE) if self._emulated(operand) else value
+def _is_low(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in LOW and value.device.type == "cpu"
 
-        found = target(*map_arg(args, wide_fake), **map_arg(node.kwargs, wide_fake))
-        values = zip(_tensors(node.meta["val"]), _tensors(found), strict=True)
-        if target is node.target and not all(same_layout(before, after) for before, after in values):
-            return False  # never of a product that writes float32, which the CPU has no kernel for
-        graph = node.graph
-        with graph.inserting_before(node):
-            args, kwargs = map_arg((args, node.kwargs), self._widened)
-            if _suits_onednn(target, args, kwargs):
-                target, args, kwargs = PACKED_LINEAR, _as_linear(args), {}
-            new = graph.call_function(target, args, kwargs)
-            new.meta = {**node.meta, "val": found}
-            if isinstance(found, torch.Tensor):
-                node.replace_all_uses_with(_converted(new, node.meta["val"].dtype))
-        for part in list(node.users):  # of a product with several results
-            with graph.inserting_before(part):
-                result = graph.call_function(operator.getitem, (new, part.args[1]))
-                result.meta = {**part.meta, "val": found[part.args[1]]}
-                part.replace_all_uses_with(_converted(result, part.meta["val"].dtype))
-            graph.erase_node(part)
-        graph.erase_node(node)
-        return True
 
-    def _widened(self, operand: Node) -> Node:
-        """An operand in float32: a weight's copy as it is held, if it is held so."""
-        if not self._emulated(operand):
-            return operand
-        path: list[Node] = []
-        base = operand
-        while has(base.target, REARRANGES):
-            path.insert(0, base)
-            base = base.args[0]
-        if has(base.target, CONVERSIONS_AFTER) and base.args[0].meta.get("amp_rounded") is base.meta["val"].dtype:
-            return rebuild(path, base.args[0])
-        return _converted(operand, WIDE)
+def _is_small(product: Node) -> bool:
+    count = flop_registry.get(product.target.overloadpacket)
+    if count is None:
+        return False
+    args, kwargs = map_arg((product.args, product.kwargs), lambda operand: operand.meta["val"])
+    found = product.meta["val"]
+    numbers = sum(tensor.numel() for tensor in _tensors((args, kwargs, found)))
+    return is_small(count(*args, **kwargs, out_val=found) // 2, numbers)
+
+
+def _widen(node: Node) -> bool:
+    """Put the product in float32 in the place of `node`, unless it would lay its results out in another way."""
+    target, args = dispatcher.without_out_dtype(node.target, node.args)
+
+    def wide_fake(operand: Node) -> Any:
+        return operand.meta["val"].to(WIDE) if _is_low(operand) else operand.meta["val"]
+
+    found = target(*map_arg(args, wide_fake), **map_arg(node.kwargs, wide_fake))
+    values = zip(_tensors(node.meta["val"]), _tensors(found), strict=True)
+    if target is node.target and not all(same_layout(before, after) for before, after in values):
+        return False  # never of a product that writes float32, which the CPU has no kernel for
+    graph = node.graph
+    with graph.inserting_before(node):
+        args, kwargs = map_arg((args, node.kwargs), _widened)
+        if _suits_onednn(target, args, kwargs):
+            target, args, kwargs = PACKED_LINEAR, _as_linear(args), {}
+        new = graph.call_function(target, args, kwargs)
+        new.meta = {**node.meta, "val": found}
+        if isinstance(found, torch.Tensor):
+            node.replace_all_uses_with(_converted(new, node.meta["val"].dtype))
+    for part in list(node.users):  # of a product with several results
+        with graph.inserting_before(part):
+            result = graph.call_function(operator.getitem, (new, part.args[1]))
+            result.meta = {**part.meta, "val": found[part.args[1]]}
+            part.replace_all_uses_with(_converted(result, part.meta["val"].dtype))
+        graph.erase_node(part)
+    graph.erase_node(node)
+    return True
+
+
+def _widened(operand: Node) -> Node:
+    """An operand in float32: a weight's copy as it is held, if it is held so."""
+    if not _is_low(operand):
+        return operand
+    path: list[Node] = []
+    base = operand
+    while has(base.target, REARRANGES):
+        path.insert(0, base)
+        base = base.args[0]
+    if has(base.target, CONVERSIONS_AFTER) and base.args[0].meta.get("amp_rounded") is base.meta["val"].dtype:
+        return rebuild(path, base.args[0])
+    return _converted(operand, WIDE)
 
 
 def _suits_onednn(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from ampcompile.torch_private.types import OpOverload, TorchDispatchMode
 
 from .op_traits import is_elementwise
 from .schema import writes
-from .sizes import elements_hint, is_float_tensor
+from .sizes import elements_hint, is_float_tensor, product_hint
 
 ENOUGH = 1.05  # times as fast: less is noise
 CALL = 50e-6  # seconds, roughly, that the host spends in any compiled call: a graph of less gets no advice
@@ -33,6 +33,10 @@ UPDATE, UPDATE_WEIGHT = 15e-6, 1.5e-6  # seconds: each update, and for each smal
 # oneDNN, where others start 6 times as late.
 _SMALL, _LARGE, _COPIED = 32, 512, 1 << 22
 _PATIENCE = 0.2  # seconds for one measurement
+SMALL, A_NUMBER = 1 << 19, 8
+"""Products and convolutions of up to `SMALL` multiplications run in float32 on every CPU, on operands that are rounded;
+each number that is widened or rounded counts as `A_NUMBER`. On CPUs with units for bfloat16 oneDNN takes 16 us to
+start a product, 50 for a convolution, 125 for its backward; torch's kernels for float32 take 1 to 5."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,12 @@ def bandwidth(device_type: str) -> float:
         return _COPIED * 6 / _median(device_type, lambda: numbers.to(torch.bfloat16), 5)
 
 
+def is_small(multiplications: int | torch.SymInt, numbers: int | torch.SymInt) -> bool:
+    """Whether a CPU's product of so many multiplications runs in float32; `numbers`: of its operands and its result."""
+    work = product_hint(multiplications + A_NUMBER * numbers)
+    return work is not None and work <= SMALL
+
+
 def smallest_gaining_width(device_type: str, low: torch.dtype) -> int | None:
     """The width, a power of two, of the smallest square product that is faster in a low type; None if none is."""
     wide, narrow = speed(device_type, torch.float32), speed(device_type, low)
@@ -234,9 +244,10 @@ def _is_here(device_type: str) -> bool:
 def _seconds(device_type: str, dtype: torch.dtype, flops: float, numbers: int) -> float:
     """A product's time: that of its arithmetic or, on accelerators, of reading and writing its numbers.
 
-    A CPU's products of a few rows were measured to be no faster on half the bytes.
+    A CPU's products of a few rows were measured to be no faster on half the bytes, and small ones run in float32.
     """
-    arithmetic = speed(device_type, dtype).seconds(flops)
+    run = torch.float32 if device_type == "cpu" and is_small(int(flops) // 2, numbers) else dtype
+    arithmetic = speed(device_type, run).seconds(flops)
     return arithmetic if device_type == "cpu" else max(arithmetic, numbers * dtype.itemsize / bandwidth(device_type))
 
 

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from ampcompile.kernels.packed_conv import PACKED_CONV, Blocks, ConvBlocks
 from ampcompile.kernels.packed_linear import PACKED_LINEAR, LinearBlocks
 from ampcompile.passes.analysis.aliasing import lies_in_a_row
+from ampcompile.passes.analysis.product_cost import is_small
 from ampcompile.passes.analysis.sizes import product_hint
 from ampcompile.passes.graph import placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
@@ -78,11 +79,17 @@ def _readable(bias: Node | None, weight: Node) -> bool:
     return bias is None or (lies_in_a_row(bias) and str(bias.meta["val"].numel()) == str(weight.meta["val"].shape[0]))
 
 
+def _is_small(x: Tensor, weight: Tensor, result: Tensor) -> bool:
+    multiplications = result.numel() * (weight.numel() // weight.shape[0])
+    return is_small(multiplications, x.numel() + weight.numel() + result.numel())
+
+
 @dataclass(frozen=True)
 class PackWeights:
-    """`dtypes`: what this machine multiplies packed."""
+    """`dtypes`: what this machine multiplies packed; `small`: for small products too, see `product_cost.SMALL`."""
 
     dtypes: frozenset[torch.dtype]
+    small: bool = True
     name = "pack_weights"
     exact = True
     fate = ""
@@ -95,6 +102,8 @@ class PackWeights:
             for layer in layers:
                 x, read, bias, *settings = _arguments(layer)
                 if not _packable(read, self.dtypes) or not _readable(bias, read):
+                    continue
+                if not self.small and _is_small(*(node.meta["val"] for node in (x, read, layer))):
                     continue
                 weight, copy, _ = read.args
                 slot = copy.meta["amp_copy"]

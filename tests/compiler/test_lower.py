@@ -65,7 +65,7 @@ GRADIENTS = pytest.mark.parametrize("gradients", [True, False], ids=["joint", "i
 def call(lower, gradients, monkeypatch, *last):
     """Compile and run a function whose graph after differentiation meets `last` behind our own passes."""
     after = pipeline.after
-    monkeypatch.setattr(pipeline, "after", lambda emulated: (*after(emulated), *last))
+    monkeypatch.setattr(pipeline, "after", lambda *products: (*after(*products), *last))
     x = torch.randn(4, 4, requires_grad=gradients)
     with torch.set_grad_enabled(gradients):
         return amp(lambda x: (x @ x).sin(), lower=lower)[0](x)

@@ -67,7 +67,7 @@ class Pooled(nn.Module):
 
 
 def test_inductor_marks_what_the_pass_knows_and_gives_the_same_bits_without(monkeypatch):
-    monkeypatch.setattr(lower, "cache_key", lambda emulated: str(uuid.uuid4()))  # nothing comes from caches
+    monkeypatch.setattr(lower, "cache_key", lambda *_: str(uuid.uuid4()))  # nothing comes from caches
     dropped = []
     apply = DropRoundings.apply
     monkeypatch.setattr(DropRoundings, "apply", lambda self, gm: dropped.append(apply(self, gm)) or dropped[-1])
@@ -76,5 +76,5 @@ def test_inductor_marks_what_the_pass_knows_and_gives_the_same_bits_without(monk
     assert dropped == [6], "relu twice, neg, abs, and the gradients of both relu"
     torch._dynamo.reset()
     others = tuple(each for each in pipeline.after() if each != DropRoundings())
-    monkeypatch.setattr(pipeline, "after", lambda emulated: others)
+    monkeypatch.setattr(pipeline, "after", lambda *_: others)
     assert same_bits(gradients(model, lambda m: amp(m, lower="inductor")[0](x).float().square().sum()), found)

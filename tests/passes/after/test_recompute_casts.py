@@ -55,17 +55,18 @@ def test_less_is_kept_and_gradients_have_the_same_bits(name, monkeypatch):
     model, x = make(), torch.randn(4, 16)
     after, ours = bytes_saved(model, x, **options)
     others = tuple(each for each in pipeline.after() if each != RecomputeCasts())
-    monkeypatch.setattr(pipeline, "after", lambda emulated: others)
+    monkeypatch.setattr(pipeline, "after", lambda *_: others)
     before, theirs = bytes_saved(model, x, **options)
     assert before - after == less
     assert same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
-def test_a_late_backward_sees_the_weights_of_its_forward(lower):
+@pytest.mark.parametrize("options", [{"lower": "aot_eager"}, {}, {"products": "torch"}, {"products": "float32"}])
+@pytest.mark.parametrize("weights", ["every_call", "cached"])
+def test_a_late_backward_sees_the_weights_of_its_forward(weights, options):
     """The optimizer leaves no trace on the weights that it writes."""
     model, x = layers(), torch.randn(4, 16)
-    run, _ = amp(model, weights="every_call", lower=lower)
+    run, _ = amp(model, weights=weights, **{"lower": "inductor"} | options)
     expected = gradients(model, lambda m: run(x).float().square().sum())
     late = run(x).float().square().sum()
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Products of emulated types run in float32: which, on which operands, with which numbers."""
+"""Products of emulated types, and small ones, run in float32: which, on which operands, with which numbers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -177,3 +177,29 @@ def test_a_permutation_may_turn_nothing(order: list[int]) -> None:
     gm.recompile()
     exact = x.double() @ copy.double().permute(order)
     assert (gm(weight, copy, x).double() - exact).abs().max() <= torch.finfo(LOW).eps * exact.abs().max()
+
+
+SMALL = WidenProducts(frozenset(), small=True)
+STARTS_SLOWLY = [name for name in FIRES if name not in ("addmm of one number", "mv", "dot", "attention")]
+
+
+@pytest.mark.parametrize("name", FIRES)
+def test_small_products_of_any_type_run_in_float32(name: str) -> None:
+    f, shapes = FIRES[name]
+    args = [low(*shape) for shape in shapes]
+    gm, all_wide = traced(f, *args), traced(f, *args)
+    assert SMALL.apply(gm) == (name in STARTS_SLOWLY)
+    if name in STARTS_SLOWLY:
+        WIDEN.apply(all_wide)
+        assert same_bits(gm(*args), all_wide(*args))
+
+
+def test_what_many_numbers_are_widened_for_stays() -> None:
+    wide, low_ = (traced(torch.mm, low(rows, 64), low(64, 64)) for rows in (32, 128))
+    assert [SMALL.apply(wide), SMALL.apply(low_)] == [1, 0]
+    assert SMALL.apply(traced(torch.mm, low(1, 512), low(512, 512))) == 0
+
+
+def test_a_small_product_of_sizes_that_vary_is_small_as_traced() -> None:
+    gms = [make_fx(torch.mm, tracing_mode="symbolic")(low(rows, 64), low(64, 64)) for rows in (32, 128)]
+    assert [SMALL.apply(gm) for gm in gms] == [1, 0]

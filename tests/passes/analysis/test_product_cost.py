@@ -18,6 +18,7 @@ def machine(monkeypatch):
     speeds = {HIGH: Speed(1e-6, 1e9), LOW: Speed(5e-6, 4e9), HALF: Speed(1e-6, 1e6)}
     monkeypatch.setattr(product_cost, "speed", lambda device, dtype: speeds[dtype])
     monkeypatch.setattr(product_cost, "bandwidth", lambda device: 1e12)
+    monkeypatch.setattr(product_cost, "SMALL", 0)  # it multiplies all in their own types
 
 
 def estimated(f, *args, **options):
@@ -104,7 +105,14 @@ def test_where_memory_is_slow_half_the_bytes_pay_but_not_on_a_cpu(machine, monke
     monkeypatch.setattr(product_cost, "bandwidth", lambda device: 1e6)
     for dtype in (HIGH, LOW):
         assert product_cost._seconds("cuda", dtype, 1.0, 1000) == pytest.approx(1000 * dtype.itemsize / 1e6)
-        assert product_cost._seconds("cpu", dtype, 1.0, 1000) == product_cost.speed("cpu", dtype).seconds(1.0)
+        assert product_cost._seconds("cpu", dtype, 1e6, 1 << 20) == product_cost.speed("cpu", dtype).seconds(1e6)
+
+
+def test_small_products_of_a_cpu_take_float32s_time(machine, monkeypatch):
+    monkeypatch.setattr(product_cost, "SMALL", 1 << 19)
+    wide, low = (product_cost.speed("cpu", dtype) for dtype in (HIGH, LOW))
+    assert product_cost._seconds("cpu", LOW, 2.0**17, 1000) == wide.seconds(2.0**17) != low.seconds(2.0**17)
+    assert product_cost._seconds("cuda", LOW, 2.0**17, 1000) != wide.seconds(2.0**17)
 
 
 @pytest.mark.parametrize("f", [torch.sin, lambda x: x.softmax(-1), lambda x: torch.mm(x.double(), x.double())])

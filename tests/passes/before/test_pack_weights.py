@@ -30,8 +30,8 @@ class Layers(nn.Module):
 
 
 def packed(module: nn.Module, *args: Tensor, **options: Any) -> tuple[int, list[Any]]:
-    """How many layers read packed weights, and what the copies are packed for."""
-    (graph,) = rewritten(module, *args, lower="inductor", **options)
+    """How many layers read packed weights, and what the copies are packed for. Small products aren't left out."""
+    (graph,) = rewritten(module, *args, **{"lower": "inductor", "products": "torch"} | options)
     inputs = graph.graph.graph.find_nodes(op="placeholder")
     slots = [node.meta["amp_copy"] for node in inputs if "amp_copy" in node.meta]
     return count(graph, PACKED_LINEAR) + count(graph, PACKED_CONV), [slot.blocks for slot in slots]
@@ -52,6 +52,13 @@ def test_nothing_is_packed_for_a_onednn_that_is_turned_off() -> None:
             assert packed(nn.Conv2d(4, 8, 3), torch.randn(2, 4, 9, 9))[0] == 0
     finally:
         torch._C._set_mkldnn_enabled(True)
+
+
+@pytest.mark.parametrize(("rows", "number"), [(3, 0), (1000, 4)])
+def test_small_products_that_run_in_float32_read_plain_copies(rows: int, number: int) -> None:
+    with torch.no_grad():
+        assert packed(Layers(), torch.randn(rows, 64), products="auto")[0] == number
+        assert packed(nn.Conv2d(4, 8, 3), torch.randn(rows // 20 + 1, 4, 9, 9), products="auto")[0] == number // 4
 
 
 class Functional(nn.Module):
@@ -178,7 +185,7 @@ def test_convolutions_have_the_bits_and_strides_of_plain_ones(layout: torch.memo
     inputs = [torch.randn(n, 3, height, width).contiguous(memory_format=layout) for n, height, width in shapes]
     for weights in ("cached", "every_call"):
         torch._dynamo.reset()
-        run = torch.compile(copy.deepcopy(model), backend="amp", options={"weights": weights})
+        run = torch.compile(copy.deepcopy(model), backend="amp", options={"weights": weights, "products": "torch"})
         found = []
         with torch.no_grad():
             for x in inputs:
@@ -207,7 +214,7 @@ def test_convolutions_have_the_bits_and_strides_of_plain_ones(layout: torch.memo
 def test_a_dimension_of_size_one_may_have_any_stride(seen: Callable[[Tensor], Tensor]) -> None:
     # Channels-last for Inductor, which passes over such dimensions, but not for ATen, which looks at all strides.
     conv, x = nn.Conv2d(16, 8, (3, 1), padding=1), seen(torch.randn(12, 14, 16).bfloat16())
-    run = torch.compile(conv, backend="amp")
+    run = torch.compile(conv, backend="amp", options={"products": "torch"})
     with torch.no_grad():
         with torch.autocast("cpu"):
             expected = conv(x)
@@ -217,7 +224,7 @@ def test_a_dimension_of_size_one_may_have_any_stride(seen: Callable[[Tensor], Te
 
 def test_idempotent() -> None:
     with torch.no_grad():
-        (graph,) = rewritten(Layers(), torch.randn(3, 64), lower="inductor")
+        (graph,) = rewritten(Layers(), torch.randn(3, 64), lower="inductor", products="torch")
     assert PackWeights(frozenset({torch.bfloat16})).apply(graph.graph) == 0
     assert count(graph, WEIGHT_COPY) == 2
 
@@ -226,7 +233,7 @@ def test_same_bits_and_the_next_call_sees_an_update() -> None:
     x, plain, results = torch.randn(5, 64), Layers(), []
     for weights in ("cached", "every_call"):
         model = copy.deepcopy(plain)
-        compiled = torch.compile(model, backend="amp", options={"weights": weights})
+        compiled = torch.compile(model, backend="amp", options={"weights": weights, "products": "torch"})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         found = []
         for calls in (1, PAYS + 1, 1):  # plain weights, then packed ones, then plain ones again
