@@ -77,16 +77,15 @@ FORMS: dict[str, Callable[[bool], nn.Module]] = {
     "a function": lambda breaks: Calling(Inner(breaks), by_function),
     "a block": lambda breaks: Calling(Inner(breaks), by_block),
 }
-shapes_and_breaks = [
-    pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"]),
-    pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "graph break"]),
-]
-
-
-def both(test: Callable[..., None]) -> Callable[..., None]:
-    for mark in shapes_and_breaks:
-        test = mark(test)
-    return test
+both = pytest.mark.parametrize(
+    ("dynamic", "breaks"),
+    [
+        pytest.param(False, False, id="static, one graph"),
+        pytest.param(True, True, id="dynamic, graph break"),
+        pytest.param(True, False, id="dynamic, one graph", marks=pytest.mark.ci),
+        pytest.param(False, True, id="static, graph break", marks=pytest.mark.ci),
+    ],
+)
 
 
 def explained(f: Callable[..., Any], dynamic: bool, **options: Any) -> Report:

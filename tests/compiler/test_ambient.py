@@ -89,7 +89,7 @@ MODELS = [reads_dtypes, with_regions, decorated, with_breaks, nested_frames]
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
+@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("eager", marks=pytest.mark.ci)])
 def test_results_are_eager_autocasts_whether_or_not_autocast_is_open(model, lower):
     x = torch.randn(2, 8)
     expected = eager(model, x)
@@ -111,7 +111,7 @@ def test_calls_with_and_without_ambient_autocast_share_one_graph():
     assert len(recorder.graphs) == 1
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "eager", "inductor"])
+@pytest.mark.parametrize("lower", ["aot_eager", "eager", pytest.param("inductor", marks=pytest.mark.ci)])
 def test_the_dtype_option_beats_ambient_autocast_beats_the_default(lower):
     x = torch.randn(2, 8)
     with regions("half"):

@@ -282,7 +282,7 @@ def test_inputs_written_since_are_refused():
         slope.sum().backward()
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("lower", [pytest.param("aot_eager", marks=pytest.mark.ci), "inductor"])
 def test_a_graph_can_be_kept_whatever_came_before(lower):
     """Inductor computes in what forward saved; stock torch.compile raises where a later backward keeps its graph."""
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4))
@@ -410,7 +410,7 @@ def test_a_weight_read_in_float32_is_autograds_affair(create_graph):
             torch.autograd.grad(outputs.float().sum(), x, create_graph=create_graph)
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("differentiate", ["backward", "kept, then freed", "grad with create_graph, then backward"])
 def test_a_loss_that_lives_on_keeps_no_copy_from_being_refreshed_in_place(differentiate, lower):
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))

@@ -1,6 +1,7 @@
 """The graphs of a function after the pipeline, for tests that look at what a pass did."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from ampcompile.config import Options
 
 
 def rewritten(f: Callable[..., Any], *args: Any, **options: Any) -> list[Rewritten]:
-    """Every graph that Dynamo finds in `f(*args)`, rewritten under `options` and run by AOTAutograd."""
+    """Every graph that Dynamo finds in `f(*args)`, rewritten under `options`; AOTAutograd runs them."""
     found: list[Rewritten] = []
     parsed = Options.parse({"lower": "aot_eager", **options})
+    run = replace(parsed, lower="aot_eager") if parsed.lower == "inductor" else parsed
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         found.append(rewrite(gm, example_inputs, parsed))
-        return lower(found[-1].graph, example_inputs, parsed)
+        return lower(found[-1].graph, example_inputs, run)
 
     backend.amp_options = lambda **_: parsed  # type: ignore[attr-defined]
     torch.compile(f, backend=backend)(*args)

@@ -134,7 +134,7 @@ def test_from_the_environment_without_importing_the_package(tmp_path: Path) -> N
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.cells = nn.LSTM(4, 4)
+        self.cells = nn.GRU(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.cells(x)[0]
