@@ -43,6 +43,7 @@ def written(x, w):
 DECLINES = {
     "another reader": lambda x, w: (whole := torch.cat([x, w]), torch.mm(whole, w))[1] + whole,
     "parts of more digits": lambda x, w: torch.mm(torch.cat([x.double(), w.double()]).float(), w),
+    "integers among the parts": lambda x, w: torch.mm(torch.cat([x, (w * 100).long()]), w),
     "memory written in between": written,
     "the user's own cast": lambda x, w: torch.cat([x, w]).to(LOW) * 2,
 }
