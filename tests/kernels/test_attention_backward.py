@@ -200,10 +200,8 @@ def test_what_was_compiled_for_it_runs_without_it(whole_products):
 def test_leaves_the_rest_to_the_flash_kernel(change):
     options = {"length": 17, "dropout_p": 0.0, "dtype": LOW, "attn_mask": None} | change
     q, k, v, grad = operands(options["length"], options["length"], options["dtype"])
-    out, logsumexp = FORWARD(q, k, v, 0.0, False)
-    result = attention_backward(
-        grad, q, k, v, out, logsumexp, options["dropout_p"], False, attn_mask=options["attn_mask"]
-    )
+    sums = q[..., 0].float()  # the kernel isn't asked for: without vectors torch's has none for long ones on every CPU
+    result = attention_backward(grad, q, k, v, q, sums, options["dropout_p"], False, attn_mask=options["attn_mask"])
     assert result is NotImplemented
 
 
