@@ -155,7 +155,7 @@ def fails(folder: Path, tests: list[str], jobs: int) -> str | None:
     """The first test that fails in the copy, None if all pass."""
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / ".inductor"))
-    command = [sys.executable, "-m", "pytest", "-x", "--timeout=300", "-n", str(jobs), *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-m", "not slow", "--timeout=300", "-n", str(jobs), *tests]
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=3600)
     if run.returncode in (0, 5):
         return None

@@ -19,6 +19,8 @@ from tests.passes.fuse.test_fuse_norm import in_float64, in_order, to
 from tests.passes.rewriting import count, rewritten
 from tests.passes.tidied import inserted, ours, results
 
+pytestmark = pytest.mark.ci  # with default options nothing of it fires, or little
+
 FUSE = FuseNorm(FusionCost("norm"))
 X, W, V, B = torch.empty(2, 8, 5, 3), torch.empty(8, 8, 3, 3), torch.empty(8), torch.empty(8)
 

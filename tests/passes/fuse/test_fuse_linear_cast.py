@@ -17,6 +17,8 @@ from tests.compiling import amp, error, gradients
 from tests.passes.rewriting import count, rewritten
 from tests.passes.tidied import inserted, ours, results
 
+pytestmark = pytest.mark.ci  # with default options nothing of it fires, or little
+
 FUSE = FuseLinearCast(FusionCost("linear"), gradients=True)
 
 

@@ -19,6 +19,8 @@ from tests.compiling import HIGH, LOW, amp, error, training_errors
 from tests.passes.rewriting import count, rewritten
 from tests.passes.tidied import inserted, ours, results
 
+pytestmark = pytest.mark.ci  # with default options nothing of it fires, or little
+
 FUSE = FuseNorm(FusionCost("norm"))
 X, W, V, B = torch.empty(6, 5, 32), torch.empty(32, 32), torch.empty(32), torch.empty(32)
 
