@@ -142,7 +142,7 @@ def _as_linear(args: tuple[Any, ...]) -> tuple[Any, ...]:
         turned = b.args[0]  # a permutation that starts with dimension 0, or -2, turns nothing
     else:
         turned = b.graph.call_function(ATEN.permute.default, (b, [1, 0]))
-        turned.meta = {**b.meta, "val": b.meta["val"].permute(1, 0)}
+        turned.meta = _meta(b, b.meta["val"].permute(1, 0))
     return (a, turned, turned, *(added or [None]))
 
 
@@ -156,5 +156,10 @@ def _converted(node: Node, dtype: torch.dtype) -> Node:
     if value.dtype == dtype:
         return node
     cast = node.graph.call_function(CONVERT, (node, dtype))
-    cast.meta = {**node.meta, "val": value.to(dtype)}
+    cast.meta = _meta(node, value.to(dtype))
     return cast
+
+
+def _meta(source: Node, value: torch.Tensor) -> dict[str, Any]:
+    """Of a node computed from `source`: it binds none of the sizes and offsets that `source` may bind."""
+    return {**{key: kept for key, kept in source.meta.items() if key != "unbacked_bindings"}, "val": value}

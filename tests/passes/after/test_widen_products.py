@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ampcompile.kernels.packed_linear import PACKED_LINEAR
 from ampcompile.passes.after.bind_weights import BindWeights
@@ -203,3 +205,18 @@ def test_what_many_numbers_are_widened_for_stays() -> None:
 def test_a_small_product_of_sizes_that_vary_is_small_as_traced() -> None:
     gms = [make_fx(torch.mm, tracing_mode="symbolic")(low(rows, 64), low(64, 64)) for rows in (32, 128)]
     assert [SMALL.apply(gm) for gm in gms] == [1, 0]
+
+
+def test_what_reads_a_row_found_at_run_time_binds_no_offset() -> None:
+    """A `select` by a number that a graph computes binds its offset; two nodes that do aren't lowered by Inductor."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+
+    def f(batch: Tensor, row: Tensor, w: Tensor) -> Tensor:
+        return batch.select(0, row.item()) @ w
+
+    with mode, torch._dynamo.config.patch(capture_scalar_outputs=True):
+        args = [low(3, 5, 7), torch.tensor(1), low(7, 3)]
+    gm = make_fx(f, tracing_mode="symbolic")(*args)
+    binding = [node for node in gm.graph.nodes if node.meta.get("unbacked_bindings")]
+    assert WIDEN.apply(gm) == 1
+    assert binding and [node for node in gm.graph.nodes if node.meta.get("unbacked_bindings")] == binding
