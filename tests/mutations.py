@@ -1,10 +1,11 @@
 """python -m tests.mutations [--only TEXT] [--again] [--draw N --seed S]   does the suite notice one wrong line?
 
 `tests/mutations.jsonl` lists mutations of one line each, over every room, and the test that noticed each of them. In a
-copy of the repository each is put in the place of its line; one of the tests of its file or of its room must then
-fail, and pass without it. What is tried is noted at once, so a run that was broken off goes on where it stopped:
-mutations that have their test are left out unless `--again`, which tries that test first. `--draw` adds mutations.
-Exits with 1 if fewer than 90 % are noticed, with 2 if a test fails by itself.
+copy of the repository each is put in the place of its line; a test that runs the line must then fail, and pass without
+it. Which tests run which lines is found first, in one run of the suite, and kept in `.mutations.json` (`--reach`: found
+again). What is tried is noted at once, so a run that was broken off goes on where it stopped: mutations that have their
+test are left out unless `--again`, which tries that test first. `--draw` adds mutations. Exits with 1 if fewer than
+90 % are noticed, with 2 if a test fails by itself.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("mutations.jsonl")
+REACHED = ROOT / ".mutations.json"
+SECONDS = 90
+"""How long the tests may take that are tried on one mutation, nearest and quickest first."""
 PRODUCT = ("ampcompile", "passes", "kernels")
 _OPPOSITE = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt,
@@ -47,6 +52,10 @@ class Mutation:
 
     def __str__(self) -> str:
         return f"{self.path}: {self.before.strip()}  ->  {self.after.strip()}"
+
+    def key(self) -> str:
+        """Of its line."""
+        return f"{self.path}:{self.which}:{self.before}"
 
     def applied(self, text: str) -> str | None:
         """The file's text with the mutation, None if the line isn't there any more."""
@@ -151,37 +160,121 @@ def copied(folder: Path) -> None:
         (folder / "ampcompile" / part).symlink_to(folder / part)
 
 
-def fails(folder: Path, tests: list[str], jobs: int) -> str | None:
-    """The first test that fails in the copy, None if all pass."""
+def run_tests(folder: Path, tests: Sequence[str], jobs: int, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run tests in the copy, in file order of their names."""
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / ".inductor"))
-    command = [sys.executable, "-m", "pytest", "-x", "-m", "not slow", "--timeout=300", "-n", str(jobs), *tests]
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=3600)
+    command = [sys.executable, "-m", "pytest", "-m", "not slow", "--timeout=300", "-n", str(jobs), *options, *tests]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=7200)
+
+
+def fails(folder: Path, tests: Sequence[str], jobs: int) -> str | None:
+    """The first test that fails in the copy, None if all pass."""
+    run = run_tests(folder, tests, jobs, "-x")
     if run.returncode in (0, 5):
         return None
     failed = [line.split(" ", 1)[1] for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return failed[0].split(" - ")[0] if failed else f"pytest exits with {run.returncode}"
 
 
-def tests_of(path: str) -> list[str]:
-    """The tests of a file, of its folder, and of all that folder's neighbours, nearest first."""
-    inner = Path(path).relative_to("ampcompile") if path.startswith("ampcompile/") else Path(path)
-    own = Path("tests", inner).with_name(f"test_{inner.name}")
-    near = [own, own.parent] if own.parent != Path("tests") else [own]
-    room = Path("tests", inner.parts[0]) if len(inner.parts) > 1 else Path("tests/compiler")
-    return [str(test) for test in dict.fromkeys([*near, room]) if (ROOT / test).exists()]
+_PROBE = """
+import os
+
+_noted = set()
 
 
-def tried(mutation: Mutation, folder: Path, jobs: int) -> str:
-    """The test that notices a mutation: the one that did, the tests of its file, then of its room; "" if none does."""
+def reached(line):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    if test and (line, test) not in _noted:
+        _noted.add((line, test))
+        with open(FILE, "a") as notes:
+            notes.write(f"{line} {test}\n")
+"""
+
+
+def probed(text: str, lines: dict[int, int]) -> str:
+    """A file that notes when each of these lines runs, under a number; but for lines that Triton compiles."""
+    tree = ast.parse(text)
+    compiled = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _is_compiled(node)]
+    for line, number in lines.items():
+        if any(node.lineno <= line <= (node.end_lineno or 0) for node in compiled):
+            continue
+        blocks = [
+            (statement.lineno, block, statement)
+            for node in ast.walk(tree)
+            for block in (getattr(node, field, None) for field in ("body", "orelse", "finalbody"))
+            if isinstance(block, list)
+            for statement in block
+            if hasattr(statement, "end_lineno") and statement.lineno <= line <= statement.end_lineno
+        ]
+        _, block, statement = max(blocks, key=lambda found: found[0])
+        block.insert(block.index(statement), ast.parse(f"__import__('probe').reached({number})").body[0])
+    return ast.unparse(tree)
+
+
+def _is_compiled(function: ast.FunctionDef) -> bool:
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def find_reached(listed: list[Mutation], folder: Path, jobs: int) -> None:
+    """Run the suite once, and keep which tests run the line of each mutation, with their seconds."""
+    numbers: dict[str, dict[int, int]] = {}
+    for number, mutation in enumerate(listed):
+        lines = (ROOT / mutation.path).read_text().split("\n") if (ROOT / mutation.path).exists() else []
+        alike = [i for i, line in enumerate(lines, 1) if line == mutation.before]
+        if mutation.which < len(alike):
+            numbers.setdefault(mutation.path, {}).setdefault(alike[mutation.which], number)
+    for path, lines_of in numbers.items():
+        (folder / path).write_text(probed((ROOT / path).read_text(), lines_of))
+    notes, report = folder / "reached.txt", folder / "report.xml"
+    (folder / "probe.py").write_text(_PROBE.replace("FILE", repr(str(notes))))
+    run_tests(folder, ["tests"], jobs, "--dist=worksteal", f"--junitxml={report}")
+    seconds = {
+        f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}": float(case.get("time", 0))
+        for case in ElementTree.parse(report).iter("testcase")
+        if not list(case)  # it passed
+    }
+    reached: dict[str, dict[str, float]] = {}
+    for note in notes.read_text().splitlines():
+        number_, test = note.split(" ", 1)
+        if test in seconds:
+            reached.setdefault(listed[int(number_)].key(), {})[test] = seconds[test]
+    REACHED.write_text(json.dumps(reached))
+    for path in numbers:
+        (folder / path).write_text((ROOT / path).read_text())
+
+
+def tests_of(mutation: Mutation, reached: dict[str, dict[str, float]]) -> list[list[str]]:
+    """Tests that run its line, those of its file and folder first; of a line that Triton compiles, these as a whole."""
+    inner = Path(mutation.path)
+    own = Path("tests", inner.relative_to("ampcompile") if inner.parts[0] == "ampcompile" else inner)
+    own = own.with_name(f"test_{own.name}")
+    if mutation.key() not in reached:
+        return [[str(test)] for test in (own, own.parent) if (ROOT / test).exists() and test != Path("tests")]
+    found = reached[mutation.key()]
+
+    def distance(test: str) -> tuple[int, float]:
+        return 0 if test.startswith(str(own)) else 1 if test.startswith(f"{own.parent}/") else 2, found[test]
+
+    batches: dict[bool, list[str]] = {}
+    left = float(SECONDS)
+    for test in sorted(found, key=distance):
+        batches.setdefault(distance(test)[0] < 2, []).append(test)
+        if (left := left - found[test]) < 0:
+            break
+    return list(batches.values())
+
+
+def tried(mutation: Mutation, folder: Path, jobs: int, reached: dict[str, dict[str, float]]) -> str:
+    """The test that notices a mutation: the one that did, or of those that run its line; "" if none does."""
     path = folder / mutation.path
     text = path.read_text()
     changed = mutation.applied(text)
     assert changed is not None
-    before = [mutation.caught] if mutation.caught and (folder / mutation.caught.split("::")[0]).exists() else []
+    before = [[mutation.caught]] if mutation.caught and (folder / mutation.caught.split("::")[0]).exists() else []
     try:
         path.write_text(changed)
-        return next((by for test in [*before, *tests_of(mutation.path)] if (by := fails(folder, [test], jobs))), "")
+        return next((by for tests in [*before, *tests_of(mutation, reached)] if (by := fails(folder, tests, jobs))), "")
     finally:
         path.write_text(text)
 
@@ -193,6 +286,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="mutations of files whose path holds this text")
     parser.add_argument("--again", action="store_true", help="those that were tried, too")
+    parser.add_argument("--reach", action="store_true", help="find again which tests run which lines")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
     listed = read()
@@ -201,12 +295,15 @@ def main() -> int:
     sound: set[str] = set()
     with tempfile.TemporaryDirectory() as name:
         copied(folder := Path(name).resolve())
+        if given.reach or not REACHED.exists():
+            find_reached(listed, folder, given.jobs)
+        reached = json.loads(REACHED.read_text())
         for i, mutation in enumerate(listed):
             gone = not (ROOT / mutation.path).exists() or mutation.applied((ROOT / mutation.path).read_text()) is None
             if gone or given.only not in mutation.path or (mutation.caught is not None and not given.again):
                 continue
             start = time.monotonic()
-            by = tried(mutation, folder, given.jobs)
+            by = tried(mutation, folder, given.jobs, reached)
             if by and by not in sound and by.startswith("tests/") and fails(folder, [by], 0):
                 parser.error(f"{by} fails without any mutation")
             sound.add(by)
