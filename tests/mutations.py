@@ -177,7 +177,7 @@ def fails(folder: Path, tests: Sequence[str], jobs: int) -> str | None:
     return failed[0].split(" - ")[0] if failed else f"pytest exits with {run.returncode}"
 
 
-_PROBE = """
+_PROBE = r"""
 import os
 
 _noted = set()
