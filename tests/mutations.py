@@ -162,7 +162,8 @@ def copied(folder: Path) -> None:
 
 def run_tests(folder: Path, tests: Sequence[str], jobs: int, *options: str) -> subprocess.CompletedProcess[str]:
     """Run tests in the copy, in file order of their names."""
-    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / ".inductor"))
     command = [sys.executable, "-m", "pytest", "-m", "not slow", "--timeout=300", "-n", str(jobs), *options, *tests]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=7200)
@@ -228,7 +229,9 @@ def find_reached(listed: list[Mutation], folder: Path, jobs: int) -> None:
         (folder / path).write_text(probed((ROOT / path).read_text(), lines_of))
     notes, report = folder / "reached.txt", folder / "report.xml"
     (folder / "probe.py").write_text(_PROBE.replace("FILE", repr(str(notes))))
-    run_tests(folder, ["tests"], jobs, "--dist=worksteal", f"--junitxml={report}")
+    run = run_tests(folder, ["tests"], jobs, "--dist=worksteal", f"--junitxml={report}")
+    if run.returncode > 1:
+        raise RuntimeError(run.stdout[-3000:])
     seconds = {
         f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}": float(case.get("time", 0))
         for case in ElementTree.parse(report).iter("testcase")
