@@ -1,7 +1,7 @@
 """Take the casts of weights out of the graph: each becomes a read of a copy kept between calls.
 
-A cast `to(weight, bf16)` that we inserted becomes `ampcompile::weight_copy(weight, copy)`, with `copy` a new graph
-input that `ampcompile.weights` keeps up to date. Every use keeps a `weight_copy` of its own, so gradients are cast
+A cast `to(weight, bf16)`, inserted or the program's own, becomes `ampcompile::weight_copy(weight, copy)`, with `copy` a
+new graph input that `ampcompile.weights` keeps up to date. Every use keeps a `weight_copy` of its own, so gradients are cast
 to the weight's dtype one by one and summed there; `bind_weights` puts the copy in its place after differentiation.
 A cast of a view of a weight becomes the same view of the copy.
 """
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ampcompile.dtypes import short_name
+from ampcompile.dtypes import LOW, short_name
 from ampcompile.passes.analysis.aliasing import aliased_operands, same_memory, written_operands
 from ampcompile.passes.analysis.commuting import CAST, rebuild
 from ampcompile.passes.analysis.op_traits import REARRANGES, has, reads_bits
-from ampcompile.passes.graph import erase_unread, placeholders
+from ampcompile.passes.graph import Cast, erase_unread, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import OpOverload
@@ -78,6 +78,14 @@ def _body(call: Node) -> GraphModule:
     return getattr(call.graph.owning_module, call.args[0].target)
 
 
+def _narrows(cast: Node) -> bool:
+    """Whether a cast is one of ours, or the program's own from a wider type to a 16-bit one and nothing else."""
+    if "amp_cast" in cast.meta:
+        return True
+    before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
+    return len(cast.args) == 2 and not cast.kwargs and after in LOW and before.itemsize > after.itemsize
+
+
 CopyOf = Callable[[Node, torch.dtype], Node]
 
 
@@ -88,7 +96,8 @@ def _hoist(gm: GraphModule, weights: set[Node], copy_of: CopyOf) -> int:
     weights = {w for w in weights if not any("written" in _uses(each) for each in together.get(w, [w]))}
     for cast in list(gm.graph.find_nodes(op="call_function", target=CAST)):
         weight, views = _look_through_views(cast)
-        if "amp_cast" in cast.meta and weight in weights and all(use == "read" for use in _uses(cast)):
+        if weight in weights and _narrows(cast) and all(use == "read" for use in _uses(cast)):
+            cast.meta.setdefault("amp_cast", Cast("to", "the program casts this weight itself"))
             _replace(cast, weight, views, copy_of(weight, cast.args[1]))
             hoisted += 1
     calls: dict[GraphModule, list[Node]] = {}

@@ -37,6 +37,10 @@ def checkpointed(m: Any, x: Tensor) -> Tensor:
     return checkpoint(m.linear, checkpoint(m.linear, x, use_reentrant=False), use_reentrant=False)
 
 
+def cast_by_the_program(m: Any, x: Tensor) -> Tensor:
+    return x.bfloat16() @ m.frozen.bfloat16() + m.linear.bias.to(torch.bfloat16)
+
+
 FIRES = {
     "linear": (lambda m, x: m.linear(x), 2, 2),  # (forward, weight_copy calls, copies)
     "a weight used twice has one copy and two reads": (lambda m, x: m.linear(m.linear(x)), 4, 2),
@@ -46,6 +50,7 @@ FIRES = {
     "frozen weight and buffer": (lambda m, x: x @ m.frozen + x @ m.buffer, 2, 2),
     "all of it": (twice_and_view, 9, 5),
     "inside checkpoints": (checkpointed, 4, 2),
+    "the program's own casts": (cast_by_the_program, 2, 2),
 }
 
 
@@ -164,7 +169,16 @@ def test_declines_and_gives_eagers_numbers_where_another_input_in_the_same_memor
             assert torch.equal(found, x @ module.weight)
 
 
+def cast_and_written(m: Any, x: Tensor) -> Tensor:
+    low = m.frozen.bfloat16()
+    low.mul_(2)
+    return x @ low
+
+
 DECLINES = {
+    "the program's own cast, whose result it writes to": cast_and_written,
+    "its own cast to a wider type": lambda m, x: x.double() @ m.frozen.double() + (x @ x.t()).sum(),
+    "its own cast in another layout": lambda m, x: x @ m.frozen.to(torch.bfloat16, copy=True),
     "an activation": lambda m, x: x @ x.t(),
     "a weight computed in the graph": lambda m, x: x @ (m.frozen * 2),
     "a gradient that sums while the view is undone": expanded,
@@ -185,11 +199,11 @@ def test_every_call_keeps_the_casts() -> None:
     assert count(graph, CAST) > 0
 
 
-def test_the_users_own_cast_of_a_weight_stays_and_its_result_is_the_users() -> None:
+def test_the_programs_own_cast_of_a_weight_stays_where_its_result_is_the_users() -> None:
     block = Block(returned)
-    (graph,) = rewritten(block, torch.randn(3, 8))
+    (graph,) = rewritten(block, torch.randn(3, 8), outputs="autocast")
     assert count(graph, WEIGHT_COPY) == 1
-    compiled = torch.compile(block, backend="amp", options={"lower": "aot_eager"})
+    compiled = torch.compile(block, backend="amp", options={"lower": "aot_eager", "outputs": "autocast"})
     _, first = compiled(torch.randn(3, 8))
     first.detach().zero_()
     _, second = compiled(torch.randn(3, 8))
