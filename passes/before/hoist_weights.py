@@ -1,8 +1,8 @@
 """Take the casts of weights out of the graph: each becomes a read of a copy kept between calls.
 
 A cast `to(weight, bf16)`, inserted or the program's own, becomes `ampcompile::weight_copy(weight, copy)`, with `copy` a
-new graph input that `ampcompile.weights` keeps up to date. Every use keeps a `weight_copy` of its own, so gradients are cast
-to the weight's dtype one by one and summed there; `bind_weights` puts the copy in its place after differentiation.
+new graph input that `ampcompile.weights` keeps up to date. Every use keeps a `weight_copy` of its own, so gradients are
+cast to the weight's dtype one by one and summed there; `bind_weights` puts the copy in its place after differentiation.
 A cast of a view of a weight becomes the same view of the copy.
 """
 
