@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-tools fuzz check lint format types docs matrix test-isa test-integrations mutations rooms \
-	pictures proof bench bench-scripts test-gpu bench-gpu
+	pictures proof paper bench bench-scripts test-gpu bench-gpu
 
 VENV := .venv/bin/python
 PYTHON := $(VENV)
@@ -122,6 +122,9 @@ bench: $(TOOLS) ## benchmarks on this CPU, and docs/benchmarks.md from all resul
 bench-scripts: $(INTEGRATIONS) ## scripts of others with two lines changed; CHECKOUTS= a folder of clones, see benchmarks/scripts
 	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt evaluate
 	$(PYTHON) -m benchmarks.scripts $(CHECKOUTS) $(ARGS)
+
+paper: $(READY) ## docs/gpu_paper.md: what a GPU would run, counted without one; ARGS="--only MoE"
+	$(PYTHON) -m benchmarks.paper $(ARGS)
 
 bench-gpu: $(READY) ## benchmarks on a CUDA device
 	$(PYTHON) -m benchmarks --device cuda $(ARGS)
