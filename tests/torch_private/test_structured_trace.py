@@ -4,8 +4,8 @@ from ampcompile.torch_private.structured_trace import artifacts_of_this_compile,
 
 
 def test_artifacts_are_collected_while_they_are_wanted() -> None:
+    trace_artifact("before", "string", lambda: "text of before")  # the first has torch look whether one is wanted
     before = traced()
-    trace_artifact("before", "string", lambda: "text of before")
     with artifacts_of_this_compile() as found:
         assert traced()
         trace_artifact("meanwhile", "string", lambda: "text of meanwhile")
