@@ -22,6 +22,7 @@ from ampcompile.passes.after.merge_copies import MergeCopies
 from ampcompile.passes.after.recompute_casts import RecomputeCasts
 from ampcompile.passes.after.save_old_values import SaveOldValues
 from ampcompile.passes.after.share_casts import ShareEveryCast
+from ampcompile.passes.after.widen_late import WidenLate
 from ampcompile.passes.after.widen_products import WidenProducts
 from ampcompile.passes.after.widen_weight_gradients import WidenWeightGradients
 from ampcompile.passes.before.fold_casts import FoldCasts
@@ -116,6 +117,7 @@ def after(emulated: frozenset[torch.dtype] = frozenset(), small: bool = False) -
         BindWeights(),  # first: the others know copies of weights as inputs
         MergeCopies(),  # before sharing, which then finds the casts of one tensor instead of its copies'
         DropCasts(),  # before sharing: it looks only through values with one reader
+        WidenLate(),  # after dropping: of what is still widened
         WidenWeightGradients(emulated),  # after dropping: needs what is left of the casts of gradients
         *([WidenProducts(emulated, small)] if emulated or small else []),  # after: what writes float32 isn't rounded
         ShareEveryCast(),  # needs every cast, and no more than one tensor for each value

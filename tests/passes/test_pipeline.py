@@ -14,6 +14,7 @@ AFTER = [
     "bind_weights",
     "merge_copies",
     "drop_casts",
+    "widen_late",
     "widen_weight_gradients",
     "share_casts",
     "add_embedding_gradients",
@@ -57,7 +58,7 @@ def test_after_differentiation_only_gradients_change_their_digits() -> None:
     assert [each.name for each in after()] == AFTER
     assert [each.name for each in after() if not each.exact] == ["widen_weight_gradients", "add_embedding_gradients"]
     emulating = [each.name for each in after(frozenset({torch.float16}))]
-    assert emulating == [each.name for each in after(small=True)] == [*AFTER[:4], "widen_products", *AFTER[4:]]
+    assert emulating == [each.name for each in after(small=True)] == [*AFTER[:5], "widen_products", *AFTER[5:]]
     assert [each.name for each in replay() if each.exact] == ["enable_second_backward", "bind_weights_eagerly"]
 
 

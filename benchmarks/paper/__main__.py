@@ -1,0 +1,54 @@
+"""python -m benchmarks.paper [--jobs N] [--only TEXT] [--options]   counts what a GPU would run, for docs/gpu_paper.md
+
+Each case is counted for each peer in a process of its own. What was counted with the same code is not counted again.
+Exits with 1 if a kernel can't be compiled, or one of ours spills registers.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from threading import Lock
+
+from benchmarks.paper import device, page, results
+from benchmarks.paper.cases import DEFAULT, OPTIONS, PEERS, Case
+
+FOLDER = results.ROOT / ".paper"
+
+
+def main() -> int:
+    """Count, and write the page; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--options", action="store_true", help="every option of amp that claims to save, too")
+    given = parser.parse_args()
+    FOLDER.mkdir(exist_ok=True)
+    built, code, keeping = device.build(FOLDER), results.code(), Lock()
+    failed = []
+
+    def count(case: Case, peer: str) -> None:
+        command = [sys.executable, "-m", "benchmarks.paper.one", str(built), json.dumps(asdict(case)), peer]
+        run = subprocess.run(command, capture_output=True, text=True, cwd=results.ROOT)
+        with keeping:
+            print(f"{case}: {peer}", flush=True)
+            if run.returncode:
+                failed.append(run.stderr)
+                print(run.stderr[-3000:], flush=True)
+            else:
+                results.keep(case, peer, {"code": code, **json.loads(run.stdout.splitlines()[-1])})
+
+    peers = dict.fromkeys([*PEERS, *(OPTIONS if given.options else ())])
+    todo = [(case, peer) for case in DEFAULT if given.only in str(case) for peer in peers]
+    with ThreadPoolExecutor(given.jobs) as pool:
+        list(pool.map(lambda each: count(*each), [each for each in todo if results.counted_with(*each) != code]))
+    page.write()
+    for each in (bad := list(results.bad())):
+        print(each)
+    return int(bool(bad or failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

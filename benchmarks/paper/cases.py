@@ -1,0 +1,114 @@
+"""What is counted: models at the sizes that people train, and what they are fed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ampcompile.config import FUSE_FAMILIES
+from benchmarks.architectures import TINY, build
+
+STOCK, CONVERTED, AMP = "Inductor + autocast", "Inductor, converted", "amp"
+PEERS = (STOCK, CONVERTED, AMP)
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    AMP: {},
+    **{f"{AMP}, fuse={family}": {"fuse": family} for family in FUSE_FAMILIES if family != "linear"},
+    f"{AMP}, fuse=linear, every call": {"fuse": "linear", "weights": "every_call"},
+    f"{AMP}, every call": {"weights": "every_call"},
+    f"{AMP}, placement=bytes": {"placement": "bytes"},
+    f"{AMP}, relaxed": {"numerics": "relaxed"},
+}
+"""Peers that are amp with some option; `linear` serves weights that no copies are kept of."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is called."""
+
+    model: str
+    """A name that `benchmarks.architectures.build` knows, or "MoE"; "tiny " before it shrinks the model."""
+    batch: int
+    length: int
+    """Tokens, or pixels of a side."""
+    training: bool
+    dtype: str = "bf16"
+
+    def __str__(self) -> str:
+        kind = "training step" if self.training else "inference"
+        return f"{self.model}, {self.batch} x {self.length}, {kind}, {self.dtype}"
+
+    def build(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        """The model, in training mode if it is trained, and its inputs; called with them it returns a loss then."""
+        if self.model.removeprefix(TINY) != "MoE":
+            return build(self.model, self.batch, self.length, self.training)
+        torch.manual_seed(0)
+        model = Mixture(1, 64, 4, 256) if self.model.startswith(TINY) else Mixture(4, 1024, 8, 32000)
+        tokens, targets = torch.randint(256, (2, self.batch, self.length))
+        return model.train(self.training), (tokens, targets) if self.training else (tokens,)
+
+
+class Experts(nn.Module):
+    """A feed-forward layer of which each token uses the two of `experts` that a router picks for it.
+
+    Autocast doesn't know of grouped products, so what they take is cast here, as models of this kind do.
+    """
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        self.into = nn.Parameter(torch.randn(experts, width, 2 * width) / width**0.5)
+        self.out = nn.Parameter(torch.randn(experts, 2 * width, width) / (2 * width) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        share, chosen = self.router(tokens).softmax(-1).topk(2)
+        order = chosen.flatten().argsort()
+        experts = torch.arange(len(self.into), device=x.device).unsqueeze(1)
+        ends = (chosen.flatten() == experts).sum(1).cumsum(0).to(torch.int32)
+        into, out = self.into.bfloat16(), self.out.bfloat16()
+        hidden = F.silu(F.grouped_mm(tokens.bfloat16()[order // 2], into, offs=ends))
+        weighted = F.grouped_mm(hidden, out, offs=ends) * share.flatten()[order].unsqueeze(-1)
+        return torch.zeros_like(tokens).index_add(0, order // 2, weighted.to(tokens.dtype)).view_as(x)
+
+
+class Mixture(nn.Module):
+    """A decoder-only transformer with RMS norms and experts in place of its MLPs."""
+
+    def __init__(self, layers: int, width: int, experts: int, vocab: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, width)
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2 * layers + 1))
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width, bias=False) for _ in range(layers))
+        self.attended = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.experts = nn.ModuleList(Experts(width, experts) for _ in range(layers))
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (batch, time, vocab), or with `targets` their mean cross-entropy in nats."""
+        x = self.tokens(tokens)
+        for i, (qkv, attended, experts) in enumerate(zip(self.qkv, self.attended, self.experts, strict=True)):
+            q, k, v = qkv(self.norms[2 * i](x)).unflatten(-1, (3, -1, 64)).permute(2, 0, 3, 1, 4)
+            x = x + attended(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+            x = x + experts(self.norms[2 * i + 1](x))
+        logits = self.head(self.norms[-1](x))
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+DEFAULT = (
+    Case("GPT 124M", 8, 1024, training=True),
+    Case("GPT 124M", 1, 16, training=False),
+    Case("UNet", 8, 64, training=True),
+    Case("UNet", 1, 64, training=False),
+    Case("MoE", 4, 1024, training=True),
+    Case("MoE", 1, 16, training=False),
+)
+SMALL = (
+    Case("GPT 1x64", 4, 128, training=True),
+    Case("GPT 1x64", 1, 16, training=False),
+    Case("tiny UNet", 2, 16, training=True),
+    Case("tiny MoE", 2, 64, training=True),
+)
+"""What the tests count."""

@@ -1,0 +1,60 @@
+"""Every Triton kernel compiled to machine code: registers, spills, shared memory, and how many fit on a processor."""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from torch._inductor.codecache import PyCodeCache
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+CAPABILITIES = (80, 90, 100)
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Bytes of shared memory that the programs on a multiprocessor share (CUDA C++ Programming Guide, specifications)."""
+REGISTERS, WARPS = 65536, 64
+"""Of a multiprocessor, on all three (the same table)."""
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+HEADER = """
+import triton
+import triton.language as tl
+from torch._inductor.runtime import triton_helpers, triton_heuristics
+from torch._inductor.runtime.hints import AutotuneHint, DeviceProperties, ReductionHint, TileHint
+from torch._inductor.runtime.triton_helpers import libdevice, math as tl_math
+"""
+
+
+class Usage(NamedTuple):
+    """What one kernel takes, in the first configuration that Inductor would try."""
+
+    registers: int
+    """A thread's."""
+    spilled: int
+    """Bytes a thread."""
+    shared: int
+    """Bytes a program."""
+    occupancy: float
+    """Share of a multiprocessor's warps that registers and shared memory leave room for."""
+
+
+def compiled(source: str, capability: int) -> Usage:
+    """Compile one kernel's source, as Inductor writes it, for an architecture. Raises what Triton raises."""
+    (name,) = re.findall(r"^@triton\.jit\ndef (\w+)\(", source, re.MULTILINE)[-1:]
+    tuner: Any = getattr(PyCodeCache.load(HEADER + source), name)
+    config = tuner.configs[0]
+    meta = tuner._create_compile_meta(config)
+    ast = ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0])
+    options = tuner._create_compile_options(config, meta)
+    binary = triton.compile(ast, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    registers, spilled = int(found[1]), int(found[2])
+    warps, shared = binary.metadata.num_warps, binary.metadata.shared
+    programs = min(WARPS // warps, REGISTERS // (32 * warps * max(registers, 1)), SHARED[capability] // max(shared, 1))
+    return Usage(registers, spilled, shared, programs * warps / WARPS)

@@ -1,0 +1,125 @@
+"""One model lowered for the GPU on paper, as each peer would: what Inductor makes of every graph, counted."""
+
+import copy
+import types
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._inductor import compile_fx, metrics
+from torch._inductor.debug import DebugContext
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ampcompile.compiler import backend
+from ampcompile.compiler import lower as lowered_by_amp
+from ampcompile.config import Options
+from benchmarks.paper.cases import CONVERTED, OPTIONS, STOCK
+from benchmarks.paper.counts import Counts, count
+
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+DEVICE = torch.device("cuda", 0)
+
+
+def counted(model: nn.Module, args: Sequence[Tensor], training: bool, peer: str, dtype: str) -> list[Counts]:
+    """What each graph of a call costs, of a training step's forward and backward. `peer`: of `PEERS` or `OPTIONS`."""
+    low = DTYPES[dtype]
+    if peer == CONVERTED:
+        model, args = model.to(low), [arg.to(low) if arg.is_floating_point() else arg for arg in args]
+    with torch.set_grad_enabled(training):
+        with torch.autocast("cpu", low, enabled=peer != CONVERTED):
+            gm, inputs = _captured(model, args)
+        gm, mode, fakes = _on_device(gm, inputs)
+        found: list[Counts] = []
+        with (
+            torch._guards.tracing(torch._guards.TracingContext(mode)),
+            mock.patch.object(compile_fx, "compile_fx", _counting(found)),
+            torch.autocast("cuda", low) if peer == STOCK else nullcontext(),
+        ):
+            if peer in OPTIONS:
+                _lower_as_amp(gm, fakes, Options.parse(options={"dtype": low, **OPTIONS[peer]}))
+            else:
+                compile_fx.compile_fx(gm, fakes)
+    return found
+
+
+def _lower_as_amp(gm: GraphModule, fakes: Sequence[Any], options: Options) -> None:
+    no_copies = types.SimpleNamespace(copies=None)  # nothing runs, so none are made
+    with mock.patch.object(lowered_by_amp.weights, "bind", lambda *_, **__: no_copies):
+        rewritten = backend.rewrite(gm, fakes, options)
+        lowered_by_amp.lower(rewritten.graph, fakes, options)
+
+
+def _captured(model: nn.Module, args: Sequence[Tensor]) -> tuple[GraphModule, list[Any]]:
+    """The one graph that Dynamo makes of a call, and its inputs."""
+
+    class CapturedError(Exception):
+        pass
+
+    graphs: list[tuple[GraphModule, list[Any]]] = []
+
+    def keep(gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append((gm, inputs))
+        raise CapturedError
+
+    torch._dynamo.reset()
+    with suppress(torch._dynamo.exc.BackendCompilerFailed):
+        torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(*args)
+    return graphs[0]
+
+
+def _on_device(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, FakeTensorMode, list[Any]]:
+    """The graph and its inputs as Dynamo gives them for a model on the GPU."""
+    gm = copy.deepcopy(gm)
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    fakes: list[Any] = []
+    for node in gm.graph.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": DEVICE}
+    gm.recompile()
+    with mode:
+        for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=DEVICE)
+            if isinstance(value, nn.Parameter):
+                fake = nn.Parameter(fake, value.requires_grad)
+                node.meta["tensor_dict"] = {"_dynamo_static_input_type": "guarded"}
+            fakes.append(fake)
+    return gm, mode, fakes
+
+
+def _counting(found: list[Counts]) -> Callable[..., Any]:
+    """Inductor's `compile_fx`, which counts what it has lowered, and stops there."""
+    compile_all = compile_fx.compile_fx
+
+    def lower_and_count(gm: GraphModule, inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
+        inference, backward = given.get("is_inference", False), given.get("is_backward", False)
+        mode = torch._guards.detect_fake_mode(inputs)
+        with V.set_fake_mode(mode):
+            compile_fx._recursive_record_original_output_strides(gm)
+            compile_fx._recursive_post_grad_passes(gm, is_inference=inference)
+        graph = GraphLowering(
+            gm, example_inputs=inputs, shape_env=mode.shape_env, is_inference=inference, is_backward=backward
+        )
+        metrics.reset()
+        with V.set_graph_handler(graph), V.set_fake_mode(mode), V.set_extern_kernel_nodes([]), DebugContext():
+            graph.run(*inputs)
+            code, *_ = graph.codegen()
+            kind = "backward" if backward else "inference" if inference else "forward"
+            found.append(count(kind, gm, graph, getattr(code, "value", code)))
+
+        def never(*_: Any) -> Any:
+            raise RuntimeError("lowered to be counted, not to be run")
+
+        never._boxed_call = True  # type: ignore[attr-defined]
+        return never
+
+    def compile_and_count(gm: GraphModule, inputs: Sequence[Any], inner_compile: Any = None, **given: Any) -> Any:
+        return compile_all(gm, inputs, inner_compile=lower_and_count, **given)
+
+    return compile_and_count

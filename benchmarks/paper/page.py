@@ -1,0 +1,87 @@
+"""docs/gpu_paper.md: what a GPU would run, counted."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.paper import results
+from benchmarks.paper.cases import AMP, CONVERTED, STOCK
+
+PAGE = results.ROOT / "docs" / "gpu_paper.md"
+HEAD = f"""# Counted, not measured: what a GPU would run
+
+No GPU has run these. Each model is traced for an H200 on a machine without one, lowered by Inductor as on a GPU, and
+what comes out is counted; `make paper` does it again. A launch is one of a Triton kernel, ours included; a library call
+is one of cuBLAS, cuDNN or torch's own kernels. Bytes are what each kernel reads and writes, every address once; what
+caches save isn't known. "Saved" is what is kept for backward, beside the model's inputs and weights; "peak" is the most
+that is alive at once, beside them. Every Triton kernel is compiled to machine code for sm_80, sm_90 and sm_100:
+"registers" are the most that a thread of one takes on sm_90, and "spills" counts kernels that need more than there are,
+on any of the three.
+
+*{STOCK}* is `torch.compile` inside `torch.autocast`. *{CONVERTED}* has the whole model in bfloat16: not
+mixed precision any more, and so a bound that nobody has to reach. *{AMP}* is `torch.compile(model, backend="amp")` with
+default options, its copies of weights up to date: casting them after an update is part of the optimizer's step.
+"""
+
+
+def write() -> None:
+    """Write the page from the counts that are kept."""
+    PAGE.write_text("\n".join([HEAD.rstrip(), *_summary(), *_cases()]) + "\n")
+
+
+def total(graphs: list[dict[str, Any]], what: str) -> int:
+    """A count of a whole step; a peak is that of the graph that needs most."""
+    found = [sum(graph["calls"].values()) if what == "calls" else graph[what] for graph in graphs]
+    return max(found) if what == "peak" else sum(found)
+
+
+def _summary() -> Iterator[str]:
+    yield f"\n## {AMP} beside {STOCK}\n"
+    yield "Less than 1 is less work.\n"
+    yield "| | launches | library calls | bytes | saved | peak |\n|---|--:|--:|--:|--:|--:|"
+    for case, peers in results.read().items():
+        if STOCK in peers and AMP in peers:
+            ours, theirs = peers[AMP]["graphs"], peers[STOCK]["graphs"]
+            cells = (
+                _ratio(total(ours, what), total(theirs, what))
+                for what in ("launches", "calls", "bytes", "saved", "peak")
+            )
+            yield f"| {case} | {' | '.join(cells)} |"
+
+
+def _ratio(ours: int, theirs: int) -> str:
+    return f"{ours / theirs:.2f}" if theirs else "-"
+
+
+def _cases() -> Iterator[str]:
+    for case, peers in results.read().items():
+        yield f"\n## {case}\n"
+        yield "| | launches | library calls | GB | TFLOP | saved GB | peak GB | roundings | registers | spills |"
+        yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+        for peer, counted in peers.items():
+            yield f"| {peer} | {' | '.join(_cells(counted['graphs']))} |"
+        yield from _parts(peers)
+
+
+def _cells(graphs: list[dict[str, Any]]) -> Iterator[str]:
+    for what, unit in (("launches", 1), ("calls", 1), ("bytes", 1e9), ("flops", 1e12), ("saved", 1e9), ("peak", 1e9)):
+        found = total(graphs, what)
+        yield str(found) if unit == 1 else f"{found / unit:.3g}"
+    yield str(total(graphs, "roundings"))
+    yield str(max(graph["kernels"]["sm_90"]["registers"] for graph in graphs))
+    yield str(sum(len(graph["kernels"]["spilled"]) for graph in graphs))
+
+
+def _parts(peers: dict[str, Any]) -> Iterator[str]:
+    """What takes most bytes, by what the kernels compute, as Inductor groups operations."""
+    sizes: dict[str, Counter[str]] = {}
+    for peer, counted in peers.items():
+        for graph in counted["graphs"]:
+            for label, _, size in graph["parts"]:
+                sizes.setdefault(label, Counter())[peer] += size
+    least = max(sum(sizes[label][peer] for label in sizes) for peer in peers) / 50
+    yield f"\n| MB of kernels that compute | {' | '.join(peers)} |\n|---|{'--:|' * len(peers)}"
+    for label, by_peer in sorted(sizes.items(), key=lambda item: -max(item[1].values())):
+        if max(by_peer.values()) >= least:
+            cells = (f"{by_peer[peer] / 1e6:,.0f}" for peer in peers)
+            yield f"| `{label}` | {' | '.join(cells)} |"

@@ -1,0 +1,50 @@
+"""The counts that the repository keeps, beside the code that they are of."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paper.cases import PEERS, Case
+
+ROOT = Path(__file__).parents[2]
+KEPT = ROOT / "benchmarks" / "results" / "paper.json"
+OURS = "amp_"
+"""What the names of our Triton kernels begin with."""
+
+
+def code() -> str:
+    """A hash of the package and of what counts."""
+    folders = ("ampcompile", "passes", "kernels", "benchmarks/paper")
+    sources = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    others = [ROOT / "benchmarks" / name for name in ("architectures.py", "models.py", "unet.py")]
+    text = "".join(path.read_text() for path in [*sources, *others] if path.name != "page.py")
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def read() -> dict[str, Any]:
+    """By case and peer."""
+    return json.loads(KEPT.read_text()) if KEPT.exists() else {}
+
+
+def counted_with(case: Case, peer: str) -> str | None:
+    """The hash of the code that a case was counted with."""
+    return read().get(str(case), {}).get(peer, {}).get("code")
+
+
+def keep(case: Case, peer: str, counted: dict[str, Any]) -> None:
+    """Keep the counts of one case and peer."""
+    kept = read()
+    kept.setdefault(str(case), {})[peer] = counted
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def bad() -> Iterator[str]:
+    """Kernels that can't be compiled, and ours that spill."""
+    for case, peers in read().items():
+        for peer in PEERS:
+            for graph in peers.get(peer, {}).get("graphs", ()):
+                kernels = graph["kernels"]
+                for found in [*kernels["failed"], *(each for each in kernels["spilled"] if f" {OURS}" in each)]:
+                    yield f"{case}, {peer}, {graph['kind']}: {found}"

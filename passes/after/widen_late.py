@@ -1,0 +1,81 @@
+"""After differentiation: gather, copy and join 16-bit numbers as they are, and widen them where they are read.
+
+Autocast resizes images in float32, and joins what is float32 with what isn't in float32: twice the bytes are written,
+read, and kept for backward, and the same numbers. No gradient is added up here any more, so nothing else changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ampcompile.dtypes import LOW, is_lossless
+from ampcompile.passes.analysis.aliasing import base_of, overwritten_inputs
+from ampcompile.passes.analysis.commuting import CONVERT, classify_movement, constants_survive, rebuild, same_layout
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, JOINS, has, is_view, reads_bits
+from ampcompile.passes.graph import call_on_values, graphs
+from ampcompile.torch_private import tracing
+
+_Source = tuple[Node, list[Node]]
+
+
+def _source(operand: Node, written: set[Node]) -> _Source | None:
+    """What an operand is the widened form of, and the views that it is read through; an operand of 16 bits, which some
+    joins have among others, is its own. Not an input that is written."""
+    views: list[Node] = []
+    if operand.meta["val"].dtype in LOW:
+        return None if base_of(operand) in written else (operand, views)
+    while is_view(operand.target) and not reads_bits(operand.target):
+        views.insert(0, operand)
+        operand = operand.args[0]  # type: ignore[assignment]
+    if not has(operand.target, CONVERSIONS_AFTER):
+        return None
+    source = operand.args[0]
+    assert isinstance(source, Node)
+    low, wide = source.meta["val"], operand.meta["val"]
+    lossless = low.dtype in LOW and is_lossless(low.dtype, wide.dtype) and same_layout(low, wide)
+    return None if not lossless or base_of(source) in written else (source, views)
+
+
+def _widen_late(graph: Graph, node: Node, written: set[Node]) -> bool:
+    joins = has(node.target, JOINS)
+    if is_view(node.target) or not (joins or classify_movement(node) in ("moves", "repeats")):
+        return False
+    operands = list(node.args[0]) if joins else [node.args[0]]  # type: ignore[arg-type]
+    sources = [found for operand in operands if isinstance(operand, Node) and (found := _source(operand, written))]
+    dtypes = {source.meta["val"].dtype for source, _ in sources} - {node.meta["val"].dtype}
+    if len(sources) < len(operands) or len(dtypes) != 1 or not constants_survive(node, *dtypes):
+        return False
+    with graph.inserting_before(node):
+        parts = [rebuild(views, source) for source, views in sources]
+        low = graph.node_copy(node)
+        low.update_arg(0, parts if joins else parts[0])
+        low.meta["val"] = call_on_values(low)
+        if not same_layout(low.meta["val"], node.meta["val"]):
+            graph.erase_node(low)
+            return False
+        wide = graph.call_function(CONVERT, (low, node.meta["val"].dtype))
+        wide.meta = {**node.meta}
+    node.replace_all_uses_with(wide)
+    graph.erase_node(node)
+    return True
+
+
+def _widen_late_in(gm: GraphModule) -> int:
+    with tracing.on_fakes_of(gm), torch.no_grad():
+        written = overwritten_inputs(gm.graph)
+        return sum(_widen_late(gm.graph, node, written) for node in list(gm.graph.nodes) if node.op == "call_function")
+
+
+@dataclass(frozen=True)
+class WidenLate:
+    """For a joint or inference graph, whose ops write nothing but inputs, at its end; returns how many ops it moved."""
+
+    name = "widen_late"
+    exact = True
+    fate = ""
+
+    def apply(self, gm: GraphModule) -> int:
+        return sum(map(_widen_late_in, graphs(gm)))

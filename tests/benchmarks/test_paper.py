@@ -1,0 +1,117 @@
+"""What a GPU would run, counted for small models: beside Inductor under autocast, by hand, and as it was.
+
+``python -m tests.benchmarks.test_paper`` writes paper_small.json again, once a change of the counts is wanted.
+"""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from benchmarks.paper import device
+from benchmarks.paper.cases import AMP, SMALL, STOCK
+
+TABLE = Path(__file__).with_name("paper_small.json")
+COUNT = """
+import json, logging, sys
+from pathlib import Path
+from benchmarks.paper import device
+device.load(Path(sys.argv[1]))
+device.describe()
+logging.disable(logging.WARNING)
+from benchmarks.paper.cases import SMALL, STOCK
+from benchmarks.paper.cubins import CAPABILITIES, compiled
+from benchmarks.paper.lowering import counted
+found = {}
+for case in SMALL:
+    for peer in sys.argv[2:]:
+        graphs = counted(*case.build(), case.training, peer, case.dtype)
+        found[f"{case}: {peer}"] = [
+            {"kind": g.kind, "launches": g.launches, "calls": sum(g.calls.values()), "bytes": g.bytes, "saved": g.saved}
+            for g in graphs
+        ]
+        if case is SMALL[0]:
+            found[f"parts, {peer}"] = [part for graph in graphs for part in graph.parts]
+            if peer != STOCK:
+                found[f"kernels, {peer}"] = [
+                    [name, capability, *compiled(source, capability)]
+                    for graph in graphs for name, source in graph.kernels.items() for capability in CAPABILITIES
+                ]
+print(json.dumps(found))
+"""
+
+
+def count(folder, *peers):
+    command = [sys.executable, "-c", COUNT, str(device.build(folder)), *peers]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=570)
+    assert not run.returncode, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return count(tmp_path_factory.mktemp("paper"), STOCK, AMP, f"{AMP}, fuse=norm")
+
+
+def total(graphs, what):
+    return sum(graph[what] for graph in graphs)
+
+
+@pytest.mark.ci
+def test_amp_has_no_more_of_anything_than_stock(found):
+    for case in SMALL:
+        ours, theirs = found[f"{case}: {AMP}"], found[f"{case}: {STOCK}"]
+        for what in ("launches", "calls", "bytes", "saved"):
+            assert total(ours, what) <= total(theirs, what), f"{case}: {what}"
+
+
+@pytest.mark.ci
+def test_counts_are_what_they_were(found):
+    kept = json.loads(TABLE.read_text())
+    if not version("torch").startswith(kept.pop("torch")):
+        pytest.skip("other releases of torch lower graphs otherwise")
+    for name, graphs in kept.items():
+        if not name.endswith(STOCK):
+            assert found[name] == graphs, f"{name}; if this is wanted: python -m {__name__}"
+
+
+@pytest.mark.ci
+def test_bytes_by_hand(found):
+    """Seven kernels of a GPT of one layer: 512 tokens of width 64, vocabulary 256, sequences of 128."""
+    rows, width, vocab = 512, 64, 256
+    ours, norms = (dict(map(tuple, found[f"parts, {peer}"])) for peer in (AMP, f"{AMP}, fuse=norm"))
+    by_hand = {
+        # Pre-activations in, activations out.
+        "add erf mul view": 2 * rows * 4 * width * 2,
+        # Query, key, value in; result, one logsumexp a row and the random state out.
+        "aten._scaled_dot_product_flash_attention.default": 4 * rows * width * 2 + rows * 4 + 24,
+        # Logits in; the largest of each row and the logarithm of its sum out.
+        "log prepare_softmax_online": rows * vocab * 2 + 2 * rows * 4,
+        # Gradients of query, key and value in, of what they were cut out of out.
+        "add clone full permute select_scatter": 2 * 3 * rows * width * 2,
+        # One row of float32 for each token, and of each place one; the stream and its norm's float32 out, and 16 bits.
+        "embedding": rows * 8 * 0 + 128 * width * 4 + 128 * width * 4,
+    }
+    assert {label: ours[label] for label in by_hand} == by_hand
+    stream, low = rows * width * 4, rows * width * 2
+    # A norm's kernel of ours: the stream and what is added in; the stream, 16 bits, two statistics a row out.
+    assert max(size for label, size in norms.items() if "norm" in label) >= 2 * stream + 2 * low
+
+
+@pytest.mark.ci
+def test_every_kernel_compiles_and_none_of_ours_spills(found):
+    kernels = found[f"kernels, {AMP}, fuse=norm"]
+    assert any("amp_" in name for name, *_ in kernels)
+    assert not [(name, capability) for name, capability, _, spilled, *_ in kernels if spilled and "amp_" in name]
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        counts = count(Path(folder), STOCK, AMP)
+    kept = {name: graphs for name, graphs in counts.items() if name.startswith(tuple(map(str, SMALL)))}
+    TABLE.write_text(json.dumps({"torch": version("torch").split("+")[0], **kept}, indent=1) + "\n")

@@ -1,0 +1,79 @@
+"""After differentiation, 16-bit numbers are gathered and joined as they are, and widened behind, bit for bit."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ampcompile.passes.after.widen_late import WidenLate
+from tests.compiling import HALF, HIGH, LOW, same_bits, training_errors
+
+MOVED = {  # how often it moves an op
+    "gathered": (1, lambda x, i: torch.ops.aten._unsafe_index(x.to(HIGH), [None, i]).sin()),
+    "gathered through a view": (1, lambda x, i: x.to(HIGH).t().index_select(1, i).sin()),
+    "joined": (1, lambda x, i: torch.cat([x.to(HIGH), x.to(HIGH) + 0, x.to(HIGH)[:2]][::2]).sin()),
+    "joined with what has 16 bits": (1, lambda x, i: torch.cat([x.to(HIGH), x]).sin()),
+    "gathered, then joined": (2, lambda x, i: torch.cat([x.to(HIGH).index_select(0, i), x * 2]).sin()),
+    "padded": (1, lambda x, i: F.pad(x.to(HIGH), (1, 1), value=0.5).sin()),
+    "returned": (1, lambda x, i: x.to(HIGH).flip(0)),
+}
+KEPT = {
+    "what is computed": lambda x, i: torch.cat([x.to(HIGH).sin(), x]),
+    "a part of which more is known": lambda x, i: torch.cat([x.to(HIGH), torch.ones(1, 4)]),
+    "two low types": lambda x, i: torch.cat([x.to(HIGH), x.to(HALF).to(HIGH)]),
+    "joined as it is": lambda x, i: torch.cat([x, x]),
+    "a constant that rounds": lambda x, i: F.pad(x.to(HIGH), (1, 1), value=0.1).sin(),
+    "views alone": lambda x, i: x.to(HIGH).t()[1:].sin(),
+    "sums": lambda x, i: torch.zeros(4, 4).index_put((i,), x.to(HIGH), accumulate=True),
+}
+
+
+def moved(f):
+    x, i = torch.randn(4, 4).to(LOW), torch.tensor([2, 0, 0, 1])
+    x[0, 0], x[1, 1], x[2, 2] = float("nan"), -0.0, float("-inf")
+    gm = make_fx(f, tracing_mode="fake")(x, i)
+    before, found = f(x, i), WidenLate().apply(gm)
+    gm.graph.lint()
+    gm.recompile()
+    assert same_bits(gm(x, i), before)
+    assert WidenLate().apply(gm) == 0
+    return found
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_fires_with_the_same_bits(name):
+    times, f = MOVED[name]
+    assert moved(f) == times
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_declines(name):
+    assert moved(KEPT[name]) == 0
+
+
+def test_what_is_written_later_is_read_before():
+    def f(x):
+        wide = torch.cat([x.to(HIGH), x])
+        x.copy_(x * 2)
+        return wide
+
+    gm = make_fx(f, tracing_mode="fake")(torch.randn(4).to(LOW))
+    assert WidenLate().apply(gm) == 0
+
+
+class Joined(torch.nn.Module):
+    """What autocast resizes, in float32, beside what a convolution gives, as in the decoder of a UNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.Conv2d(8, 3, 3)
+        self.norm = torch.nn.GroupNorm(2, 8)
+
+    def forward(self, x):
+        low = self.down(x)
+        return self.up(self.norm(torch.cat([F.interpolate(F.avg_pool2d(low, 2), scale_factor=2.0), low], dim=1)))
+
+
+def test_gradients_are_as_exact_as_eager_autocasts():
+    theirs, ours, _ = training_errors(Joined(), lambda m, x: m(x).float().square().mean(), [torch.randn(2, 3, 8, 8)])
+    assert ours <= 1.1 * theirs
