@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import triton
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -41,8 +42,8 @@ class Usage(NamedTuple):
 
 def compiled(source: str, capability: int) -> Usage:
     """Compile one kernel's source, as Inductor writes it, for an architecture. Raises what Triton raises."""
-    (name,) = re.findall(r"^@triton\.jit\ndef (\w+)\(", source, re.MULTILINE)[-1:]
-    tuner: Any = getattr(PyCodeCache.load(HEADER + source), name)
+    found = vars(PyCodeCache.load(HEADER + source)).values()
+    tuner: Any = next(each for each in found if isinstance(each, CachingAutotuner))  # beside functions that it calls
     config = tuner.configs[0]
     meta = tuner._create_compile_meta(config)
     ast = ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0])
@@ -52,9 +53,9 @@ def compiled(source: str, capability: int) -> Usage:
         file.write(binary.asm["cubin"])
         file.flush()
         usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found is not None, usage
-    registers, spilled = int(found[1]), int(found[2])
+    taken = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert taken is not None, usage
+    registers, spilled = int(taken[1]), int(taken[2])
     warps, shared = binary.metadata.num_warps, binary.metadata.shared
     programs = min(WARPS // warps, REGISTERS // (32 * warps * max(registers, 1)), SHARED[capability] // max(shared, 1))
     return Usage(registers, spilled, shared, programs * warps / WARPS)
