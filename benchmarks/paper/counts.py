@@ -74,7 +74,8 @@ def _label(node: BaseSchedulerNode) -> str:
     if isinstance(node, ExternKernelSchedulerNode):
         called: Any = node.node
         if isinstance(called, UserDefinedTritonKernel):
-            return called.get_kernel_and_metadata()[0].__name__
+            kernel: Any = called.get_kernel_and_metadata()[0]
+            return kernel.__name__
         name = getattr(called, "python_kernel_name", None) or getattr(called, "op_overload", None)
         return str(name or type(called).__name__).removeprefix("torch.ops.").removeprefix("extern_kernels.")
     origins = {origin for part in node.get_nodes() if part.node is not None for origin in part.node.get_origins()}

@@ -5,6 +5,7 @@ import importlib.util
 import subprocess
 import types
 from pathlib import Path
+from typing import Any
 
 SOURCE = Path(__file__).with_name("absent_cuda.cpp")
 CAPABILITY = (9, 0)
@@ -66,16 +67,17 @@ def describe() -> None:
     def yes(*_: object, **__: object) -> bool:
         return True
 
-    cuda = device_interface.CudaInterface
-    for found in (torch.cuda, cuda, cuda.Worker):
+    cuda: Any = device_interface.CudaInterface
+    told: list[Any] = [torch.cuda, cuda, cuda.Worker]
+    for found in told:
         found.get_device_properties = properties
         found.current_device = lambda *_: 0
-    for found in (torch.cuda, cuda):
+    for found in told[:2]:
         found.is_bf16_supported, found.device_count = yes, lambda *_: 1
     torch.cuda.get_device_capability = lambda *_: CAPABILITY
     cuda.get_compute_capability = lambda *_: 10 * CAPABILITY[0] + CAPABILITY[1]
     cuda.is_available = yes
-    torch.utils._triton.has_triton = lambda: True
+    torch.utils._triton.has_triton = yes  # type: ignore[assignment]
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     driver = types.SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], 32),

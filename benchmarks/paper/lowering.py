@@ -95,11 +95,11 @@ def _on_device(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, Fak
 
 def _counting(found: list[Counts]) -> Callable[..., Any]:
     """Inductor's `compile_fx`, which counts what it has lowered, and stops there."""
-    compile_all = compile_fx.compile_fx
+    compile_all: Any = compile_fx.compile_fx
 
     def lower_and_count(gm: GraphModule, inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
         inference, backward = given.get("is_inference", False), given.get("is_backward", False)
-        mode = torch._guards.detect_fake_mode(inputs)
+        mode: Any = torch._guards.detect_fake_mode(inputs)
         with V.set_fake_mode(mode):
             compile_fx._recursive_record_original_output_strides(gm)
             compile_fx._recursive_post_grad_passes(gm, is_inference=inference)
@@ -109,7 +109,7 @@ def _counting(found: list[Counts]) -> Callable[..., Any]:
         metrics.reset()
         with V.set_graph_handler(graph), V.set_fake_mode(mode), V.set_extern_kernel_nodes([]), DebugContext():
             graph.run(*inputs)
-            code, *_ = graph.codegen()
+            code: Any = graph.codegen()[0]
             kind = "backward" if backward else "inference" if inference else "forward"
             found.append(count(kind, gm, graph, getattr(code, "value", code)))
 

@@ -81,12 +81,12 @@ def _tensors(inputs: Iterable[Any]) -> Iterator[Any]:
 
 def _returned(node: ExternKernelSchedulerNode) -> int:
     """What it writes: its result, its results, or the inputs it changes."""
-    kernel = node.node
+    kernel: Any = node.node
     if isinstance(kernel, ir.MultiOutput):
         return 0
     if isinstance(kernel.layout, ir.MultiOutputLayout):
-        users = [user.node.node for user in node.scheduler.name_to_buf[kernel.get_name()].users]
-        return sum(_bytes(user) for user in users if isinstance(user, ir.MultiOutput))
+        users: list[Any] = [user.node for user in node.scheduler.name_to_buf[kernel.get_name()].users]
+        return sum(_bytes(user.node) for user in users if isinstance(user.node, ir.MultiOutput))
     if isinstance(kernel.layout, ir.NoneLayout):
         return 0  # among what is given
     return _bytes(kernel)

@@ -29,7 +29,7 @@ def _source(operand: Node, written: set[Node]) -> _Source | None:
         return None if base_of(operand) in written else (operand, views)
     while is_view(operand.target) and not reads_bits(operand.target):
         views.insert(0, operand)
-        operand = operand.args[0]  # type: ignore[assignment]
+        operand = operand.args[0]
     if not has(operand.target, CONVERSIONS_AFTER):
         return None
     source = operand.args[0]
@@ -43,7 +43,7 @@ def _widen_late(graph: Graph, node: Node, written: set[Node]) -> bool:
     joins = has(node.target, JOINS)
     if is_view(node.target) or not (joins or classify_movement(node) in ("moves", "repeats")):
         return False
-    operands = list(node.args[0]) if joins else [node.args[0]]  # type: ignore[arg-type]
+    operands = list(node.args[0]) if joins else [node.args[0]]
     sources = [found for operand in operands if isinstance(operand, Node) and (found := _source(operand, written))]
     dtypes = {source.meta["val"].dtype for source, _ in sources} - {node.meta["val"].dtype}
     if len(sources) < len(operands) or len(dtypes) != 1 or not constants_survive(node, *dtypes):
