@@ -22,9 +22,9 @@ on any of the three.
 mixed precision any more, and so a bound that nobody has to reach. *{AMP}* is `torch.compile(model, backend="amp")` with
 default options, its copies of weights up to date: casting them after an update is part of the optimizer's step.
 
-Of an op that Inductor can't look into, only operands are counted: what `fuse=linear_cross_entropy` really moves, launches
-and multiplies isn't in its row yet. A UNet moves more than stock's because eager autocast resizes images in float32, and
-sums the gradients of what is joined to them in float32; Inductor takes resizing apart before autocast sees it.
+Of an op that Inductor can't look into, only operands are counted: what `fuse=linear_cross_entropy` really moves,
+launches and multiplies isn't in its row yet. A UNet moves more than stock's because eager autocast resizes images in
+float32, and sums the gradients of what is joined to them in float32; Inductor takes resizing apart before autocast.
 """
 
 
