@@ -3,6 +3,7 @@
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,28 @@ class Usage(NamedTuple):
     """Bytes a program."""
     occupancy: float
     """Share of a multiprocessor's warps that registers and shared memory leave room for."""
+
+
+def usages(kernels: Mapping[str, str]) -> dict[str, Any]:
+    """Of Triton code by name, on each architecture: the most that a kernel takes, and which fail or spill."""
+    found: dict[str, Any] = {"failed": [], "spilled": []}
+    for capability in CAPABILITIES:
+        each = []
+        for name, source in kernels.items():
+            try:
+                each.append(usage := compiled(source, capability))
+            except Exception as error:  # whatever Triton or ptxas refuses
+                found["failed"].append(f"sm_{capability} {name}: {type(error).__name__}: {error}"[:300])
+                continue
+            if usage.spilled:
+                found["spilled"].append(f"sm_{capability} {name}: {usage.spilled} bytes")
+        found[f"sm_{capability}"] = {
+            "kernels": len(each),
+            "registers": max((usage.registers for usage in each), default=0),
+            "shared": max((usage.shared for usage in each), default=0),
+            "occupancy": min((usage.occupancy for usage in each), default=1.0),
+        }
+    return found
 
 
 def compiled(source: str, capability: int) -> Usage:

@@ -13,43 +13,18 @@ from benchmarks.paper import device
 
 def answer(case: dict[str, Any], peer: str) -> dict[str, Any]:
     """The counts of each graph, and what its kernels take on each architecture."""
-    from benchmarks.paper.cases import Case
-    from benchmarks.paper.counts import Counts
-    from benchmarks.paper.cubins import CAPABILITIES, compiled
+    from benchmarks.paper.cases import Case  # which import torch, before which the device is loaded
+    from benchmarks.paper.cubins import usages
     from benchmarks.paper.lowering import counted
 
-    def kernels_of(counts: Counts) -> dict[str, Any]:
-        found: dict[str, Any] = {"failed": [], "spilled": []}
-        for capability in CAPABILITIES:
-            usages = []
-            for name, source in counts.kernels.items():
-                try:
-                    usages.append(usage := compiled(source, capability))
-                except Exception as error:
-                    found["failed"].append(f"sm_{capability} {name}: {type(error).__name__}: {error}"[:300])
-                    continue
-                if usage.spilled:
-                    found["spilled"].append(f"sm_{capability} {name}: {usage.spilled} bytes")
-            found[f"sm_{capability}"] = {
-                "kernels": len(usages),
-                "registers": max((usage.registers for usage in usages), default=0),
-                "shared": max((usage.shared for usage in usages), default=0),
-                "occupancy": min((usage.occupancy for usage in usages), default=1.0),
-            }
-        return found
-
-    def as_kept(counts: Counts) -> dict[str, Any]:
-        kept = asdict(counts)
-        total: Counter[str] = Counter()
+    made, graphs = Case(**case), []
+    for counts in counted(*made.build(), made.training, peer, made.dtype):
+        sizes, times = Counter[str](), Counter(label for label, _ in counts.parts)
         for label, size in counts.parts:
-            total[label] += size
-        times = Counter(label for label, _ in counts.parts)
-        kept["parts"] = [[label, times[label], size] for label, size in total.most_common()]
-        return kept | {"kernels": kernels_of(counts)}
-
-    made = Case(**case)
-    model, inputs = made.build()
-    return {"graphs": [as_kept(each) for each in counted(model, inputs, made.training, peer, made.dtype)]}
+            sizes[label] += size
+        parts = [[label, times[label], size] for label, size in sizes.most_common()]
+        graphs.append(asdict(counts) | {"parts": parts, "kernels": usages(counts.kernels)})
+    return {"graphs": graphs}
 
 
 if __name__ == "__main__":

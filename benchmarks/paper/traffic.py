@@ -23,7 +23,7 @@ def traffic(node: BaseSchedulerNode) -> int:
     touched: dict[tuple[str, bool, bool], dict[Any, int]] = {}
     for written, deps in ((False, node.read_writes.reads), (True, node.read_writes.writes)):
         for dep in deps:
-            if dep.name not in inside and dep.name in V.graph.name_to_buffer | V.graph.graph_inputs:
+            if dep.name not in inside and (dep.name in V.graph.name_to_buffer or dep.name in V.graph.graph_inputs):
                 key, elements = _region(dep)
                 touched.setdefault((dep.name, getattr(dep, "mode", None) == "atomic_add", written), {})[key] = elements
     return sum(

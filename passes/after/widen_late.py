@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from ampcompile.dtypes import LOW, is_lossless
 from ampcompile.passes.analysis.aliasing import base_of, overwritten_inputs
 from ampcompile.passes.analysis.commuting import CONVERT, classify_movement, constants_survive, rebuild, same_layout
-from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, JOINS, has, is_view, reads_bits
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, JOINS, has, is_view
 from ampcompile.passes.graph import call_on_values, graphs
 from ampcompile.torch_private import tracing
 
@@ -27,7 +27,7 @@ def _source(operand: Node, written: set[Node]) -> _Source | None:
     views: list[Node] = []
     if operand.meta["val"].dtype in LOW:
         return None if base_of(operand) in written else (operand, views)
-    while is_view(operand.target) and not reads_bits(operand.target):
+    while is_view(operand.target) and classify_movement(operand):
         views.insert(0, operand)
         operand = operand.args[0]
     if not has(operand.target, CONVERSIONS_AFTER):

@@ -22,13 +22,16 @@ _KINDS = ((MOVES, "moves"), (REPEATS, "repeats"), (CHOOSES, "chooses"))
 
 
 def classify_movement(node: object) -> str:
-    """How an op treats its first operand: "moves", "repeats" or "chooses" among its numbers; "" for all others."""
+    """How an op treats its first operand: "moves", "repeats" or "chooses" among its numbers; "" for all others.
+
+    Also for one that binds a size or an offset found at run time: done again it would bind another.
+    """
     op = node.target if isinstance(node, Node) else None
     if not isinstance(op, OpOverload) or reads_bits(op):
         return ""
     assert isinstance(node, Node)
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or node.meta.get("unbacked_bindings"):
         return ""
     if name_of(op) == "aten::masked_fill" and _shape(value) != _shape(node.args[0].meta["val"]):
         return "repeats"

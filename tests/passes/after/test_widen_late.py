@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ampcompile.passes.after.widen_late import WidenLate
 from tests.compiling import HALF, HIGH, LOW, same_bits, training_errors
@@ -58,6 +60,15 @@ def test_what_is_written_later_is_read_before():
         return wide
 
     gm = make_fx(f, tracing_mode="fake")(torch.randn(4).to(LOW))
+    assert WidenLate().apply(gm) == 0
+
+
+def test_what_binds_a_size_found_at_run_time_stays():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        x, chosen = torch.randn(4, 4).to(LOW), torch.tensor([True, False, True, True])
+    gm = make_fx(lambda x, chosen: x.to(HIGH)[chosen].sin(), tracing_mode="symbolic")(x, chosen)
+    assert any(node.meta.get("unbacked_bindings") for node in gm.graph.nodes)
     assert WidenLate().apply(gm) == 0
 
 
