@@ -17,19 +17,19 @@ from tests.compiling import eager, same_bits
 COMPILE = """
 import sys, torch
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))
-if sys.argv[1:] and sys.argv[2] == "load":
-    torch.compiler.load_cache_artifacts(open(sys.argv[1], "rb").read())
+if sys.argv[2:] and sys.argv[3] == "load":
+    torch.compiler.load_cache_artifacts(open(sys.argv[2], "rb").read())
 with torch.no_grad():
-    torch.compile(model, backend="amp")(torch.ones(2, 4))
-if sys.argv[1:] and sys.argv[2] == "save":
-    open(sys.argv[1], "wb").write(torch.compiler.save_cache_artifacts()[0])
+    torch.compile(model, backend="amp", options={"lower": sys.argv[1]})(torch.ones(2, 4))
+if sys.argv[2:] and sys.argv[3] == "save":
+    open(sys.argv[2], "wb").write(torch.compiler.save_cache_artifacts()[0])
 from torch._dynamo.utils import counters
 print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
 """
 
 
-def run(*arguments: object, **environment: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-c", COMPILE, *map(str, arguments)]
+def run(lower: str, *arguments: object, **environment: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-c", COMPILE, lower, *map(str, arguments)]
     environment = os.environ | {name: str(value) for name, value in environment.items()}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=500)
 
@@ -44,7 +44,7 @@ def test_the_backend_is_listed() -> None:
 
 
 def test_torch_logs_takes_our_name() -> None:
-    said = run(TORCH_LOGS="+ampcompile").stderr
+    said = run("aot_eager", TORCH_LOGS="+ampcompile").stderr
     assert re.search(r"DEBUG.*aten\.linear in bf16: on autocast's|^V.*aten\.linear in bf16: on autocast's", said, re.M)
     assert "cast of weight 4x4 f32>bf16 for aten.linear" in said
 
@@ -52,7 +52,7 @@ def test_torch_logs_takes_our_name() -> None:
 @pytest.mark.ci
 def test_the_structured_trace_can_be_parsed(tmp_path: Path) -> None:
     """By tlparse too, where it is installed."""
-    run(TORCH_TRACE=tmp_path)
+    run("inductor", TORCH_TRACE=tmp_path)
     (log,) = tmp_path.glob("*.log")
     records = re.findall(r"^V\d{4} .*?\] (\{.*\})\n((?:\t.*\n)*)", log.read_text(), re.MULTILINE)
     parsed = [(json.loads(about), payload) for about, payload in records]
@@ -89,5 +89,5 @@ def test_stances(model: nn.Module) -> None:
 def test_artifacts_of_the_caches_can_be_taken_to_another_machine(tmp_path: Path) -> None:
     artifacts = tmp_path / "artifacts"
     for what, expected in (("save", "0 1"), ("load", "1 0")):
-        done = run(artifacts, what, TORCHINDUCTOR_CACHE_DIR=tmp_path / what)
+        done = run("inductor", artifacts, what, TORCHINDUCTOR_CACHE_DIR=tmp_path / what)
         assert done.stdout.splitlines()[-1] == expected

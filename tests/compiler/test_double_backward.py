@@ -110,6 +110,7 @@ def test_it_is_as_exact_as_eager_autocast(loss):
     assert 0 < ours <= 1.2 * eagers
 
 
+@pytest.mark.ci
 def test_the_default_lowering():
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 1))
     ours, eagers = compared(model, penalty, (64, 64), lower="inductor")
@@ -221,7 +222,7 @@ def test_checkpointed_blocks_and_custom_functions(lower):
         assert ours <= 1.2 * eagers
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
 def test_dropout_is_refused_when_it_is_differentiated_twice_and_not_before(lower):
     model = Smooth(nn.Dropout(0.5))
     run, _ = compiled(model, lower=lower)

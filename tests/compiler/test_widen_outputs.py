@@ -168,7 +168,7 @@ def _opened(value):
 
 
 @pytest.mark.parametrize("f", ONE_GRAPH + BY_THE_WRAPPER)
-@pytest.mark.parametrize("lower", LOWERS)
+@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("eager", marks=pytest.mark.ci)])
 def test_what_leaves_is_eager_autocasts_as_float32_and_as_it_is_under_an_ambient_autocast(f, lower, outside):
     call, data = run(f, lower=lower), x()
     expected = leaves(eager(f, data))

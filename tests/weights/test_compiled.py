@@ -16,8 +16,7 @@ from ampcompile.weights.packing import PAYS
 from tests.threads import running
 from tests.weights.writers import unseen
 
-LOWERS = ["aot_eager", "inductor"]
-lowered = pytest.mark.parametrize("lower", LOWERS)
+lowered = pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
 
 
 def amp(f: Any, lower: str, **options: Any) -> Any:

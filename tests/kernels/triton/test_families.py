@@ -12,12 +12,10 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 SOURCES = [ast.parse(path.read_text()) for path in (HERE.parents[2] / "kernels" / "triton").glob("*.py")]
 FAMILIES = [path.stem.removeprefix("interpreted_") for path in sorted(HERE.glob("interpreted_*.py"))]
-ASKED_FOR = (
-    "cross_entropy",
-    "group_norm",
-    "linear",
-    "norm",
-)  # with default options a GPU launches none of these, or few
+ASKED_FOR = ("cross_entropy", "group_norm", "linear", "norm")  # with default options a GPU launches none, or few
+families = pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.ci if f in ASKED_FOR else ()) for f in FAMILIES]
+)
 
 
 def python(*arguments: str, **environment: str) -> None:
@@ -33,12 +31,12 @@ def python(*arguments: str, **environment: str) -> None:
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.ci if f in ASKED_FOR else ()) for f in FAMILIES])
+@families
 def test_numbers_in_the_interpreter(family: str) -> None:
     python("-m", "pytest", "-p", "no:cacheprovider", str(HERE / f"interpreted_{family}.py"), TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families
 def test_machine_code(family: str) -> None:
     python("-m", "tests.kernels.triton.compiling", family, TRITON_INTERPRET="0")
 

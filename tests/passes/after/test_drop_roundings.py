@@ -66,6 +66,7 @@ class Pooled(nn.Module):
         return self.second(F.avg_pool2d(self.first(x).relu(), 2).neg().abs().flatten(1)).relu().maximum(x[:, 0, 0])
 
 
+@pytest.mark.ci
 def test_inductor_marks_what_the_pass_knows_and_gives_the_same_bits_without(monkeypatch):
     monkeypatch.setattr(lower, "cache_key", lambda *_: str(uuid.uuid4()))  # nothing comes from caches
     dropped = []
