@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import Graph, GraphModule, Node, map_arg
 
 from ampcompile import dtypes
 from ampcompile.dtypes import FLOATS
@@ -195,6 +195,13 @@ def call_on_values(node: Node) -> Any:
     target: Any = node.target
     args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
     return target(*args, **kwargs)
+
+
+def insert_call(graph: Graph, target: Any, operand: Node, *args: Any) -> Node:
+    """A call of an op where the graph is being inserted into, with its value, and for the rest its operand's `meta`."""
+    node = graph.call_function(target, (operand, *args))
+    node.meta = {**operand.meta, "val": call_on_values(node)}
+    return node
 
 
 def erase_unread(nodes: Sequence[Node]) -> None:

@@ -25,6 +25,7 @@ from ampcompile.passes.after.share_casts import ShareEveryCast
 from ampcompile.passes.after.widen_late import WidenLate
 from ampcompile.passes.after.widen_products import WidenProducts
 from ampcompile.passes.after.widen_weight_gradients import WidenWeightGradients
+from ampcompile.passes.after.write_for_products import WriteForProducts
 from ampcompile.passes.before.fold_casts import FoldCasts
 from ampcompile.passes.before.hoist_weights import HoistWeights
 from ampcompile.passes.before.insert_casts import InsertCasts
@@ -122,6 +123,7 @@ def after(emulated: frozenset[torch.dtype] = frozenset(), small: bool = False) -
         *([WidenProducts(emulated, small)] if emulated or small else []),  # after: what writes float32 isn't rounded
         ShareEveryCast(),  # needs every cast, and no more than one tensor for each value
         AddEmbeddingGradients(),  # after widening: a product written in float32 may be added to
+        WriteForProducts(),  # needs every cast where it stays
         DropRoundings(),
         RecomputeCasts(),  # marks the casts that are left
         SaveOldValues(),  # last: its marks override those that say what to compute again

@@ -19,11 +19,14 @@ def traffic(node: BaseSchedulerNode) -> int:
     """Bytes of one kernel."""
     if isinstance(node, ExternKernelSchedulerNode):
         return sum(_given(node.node)) + _returned(node)
-    inside = _inside(node)
+    inside, made = _inside(node), {dep.name for dep in node.read_writes.writes}
     touched: dict[tuple[str, bool, bool], dict[Any, int]] = {}
-    for written, deps in ((False, node.read_writes.reads), (True, node.read_writes.writes)):
+    for written, passed_over, deps in (
+        (False, inside | made, node.read_writes.reads),  # what it has made it has at hand
+        (True, inside, node.read_writes.writes),
+    ):
         for dep in deps:
-            if dep.name not in inside and (dep.name in V.graph.name_to_buffer or dep.name in V.graph.graph_inputs):
+            if dep.name not in passed_over and (dep.name in V.graph.name_to_buffer or dep.name in V.graph.graph_inputs):
                 key, elements = _region(dep)
                 touched.setdefault((dep.name, getattr(dep, "mode", None) == "atomic_add", written), {})[key] = elements
     return sum(

@@ -2,6 +2,9 @@
 
 torch itself never recomputes a cast that backward's products or losses read. What was cast from the graph's inputs is
 saved all the same, as cast: an optimizer may write a weight before backward comes, and leave no trace.
+
+Nor does it recompute what a norm makes of each number, though what the norm reads is written anyway, for the next layer
+or the residual: the normed numbers were written for backward alone, as float32.
 """
 
 from __future__ import annotations
@@ -9,24 +12,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import base_of
 from ampcompile.passes.analysis.gradients import computed_from_gradients
-from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_view
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_elementwise, is_view
 from ampcompile.passes.analysis.sizes import is_float_tensor
 from ampcompile.passes.graph import graphs
 
+ATEN = torch.ops.aten
 _TAG = "recompute"  # torch's own, by which checkpoints tell the same; it comes through differentiation
 
 
 def _tag_in(gm: GraphModule) -> int:
     backward = computed_from_gradients(gm)
     returned = set(gm.graph.output_node().all_input_nodes)
-    casts = [node for node in gm.graph.nodes if _widens(node) and node not in backward | returned]
-    return sum(_tag(cast) for cast in casts if any(user in backward for user in _readers(cast)))
+    forward = [node for node in gm.graph.nodes if node not in backward | returned]
+    casts = [node for node in forward if _widens(node) and any(user in backward for user in _readers(node))]
+    of_inputs = _computed_from_inputs(gm)
+    return sum(map(_tag, casts)) + sum(_tag_normed(node, of_inputs) for node in forward)
 
 
 def _tag(cast: Node) -> bool:
@@ -36,6 +43,34 @@ def _tag(cast: Node) -> bool:
     if has(source.target, CONVERSIONS_AFTER) and base_of(source.args[0]).op == "placeholder":
         source.meta.setdefault(_TAG, CheckpointPolicy.MUST_SAVE)
     return tagged
+
+
+def _computed_from_inputs(gm: GraphModule) -> set[Node]:
+    """The inputs, and what is computed element by element from one of them: kernels may read it again in backward."""
+    found: set[Node] = set()
+    for node in gm.graph.nodes:
+        fused = is_elementwise(node.target) or is_view(node.target)
+        if node.op == "placeholder" or (fused and not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _tag_normed(node: Node, of_inputs: set[Node]) -> bool:
+    """Tag what a norm makes of each number by the statistics of its row."""
+    if node.target is not ATEN.mul.Tensor or _TAG in node.meta:
+        return False
+    shifted, scale = node.args
+    if not isinstance(scale, Node) or base_of(scale).target is not ATEN.rsqrt.default:
+        return False
+    steps = [node, shifted] if shifted.target is ATEN.sub.Tensor else [node]
+    source = steps[-1].args[0]
+    if base_of(source).op == "placeholder":
+        return False
+    for step in steps:
+        step.meta[_TAG] = CheckpointPolicy.PREFER_RECOMPUTE
+    if source in of_inputs:
+        source.meta.setdefault(_TAG, CheckpointPolicy.MUST_SAVE)
+    return True
 
 
 def _widens(node: Node) -> bool:
@@ -57,7 +92,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 @dataclass(frozen=True)
 class RecomputeCasts:
-    """Tags the widening casts of a joint graph that backward reads; returns how many. An inference graph has none."""
+    """Tags the widening casts and normed values of a joint graph that backward reads; returns how many."""
 
     name = "recompute_casts"
     exact = True

@@ -60,6 +60,10 @@ def _widen_late(graph: Graph, node: Node, written: set[Node]) -> bool:
         wide.meta = {**node.meta}
     node.replace_all_uses_with(wide)
     graph.erase_node(node)
+    for narrowed in [user for user in wide.users if has(user.target, CONVERSIONS_AFTER)]:
+        if narrowed.meta["val"].dtype is low.meta["val"].dtype and same_layout(narrowed.meta["val"], low.meta["val"]):
+            narrowed.replace_all_uses_with(low)
+            graph.erase_node(narrowed)
     return True
 
 

@@ -65,8 +65,9 @@ def total(graphs, what):
 def test_amp_has_no_more_of_anything_than_stock(found):
     for case in SMALL:
         ours, theirs = found[f"{case}: {AMP}"], found[f"{case}: {STOCK}"]
-        for what in ("launches", "calls", "bytes", "saved"):
+        for what in ("launches", "calls", "bytes"):
             assert total(ours, what) <= total(theirs, what), f"{case}: {what}"
+        assert total(ours, "saved") <= 1.005 * total(theirs, "saved"), case  # the mean of a norm, 4 bytes a row
 
 
 @pytest.mark.ci

@@ -18,6 +18,7 @@ AFTER = [
     "widen_weight_gradients",
     "share_casts",
     "add_embedding_gradients",
+    "write_for_products",
     "drop_roundings",
     "recompute_casts",
     "save_old_values",
@@ -56,7 +57,11 @@ def test_fused_kernels_are_looked_for_on_a_gpu_or_by_name() -> None:
 
 def test_after_differentiation_only_gradients_change_their_digits() -> None:
     assert [each.name for each in after()] == AFTER
-    assert [each.name for each in after() if not each.exact] == ["widen_weight_gradients", "add_embedding_gradients"]
+    assert [each.name for each in after() if not each.exact] == [
+        "widen_weight_gradients",
+        "add_embedding_gradients",
+        "write_for_products",
+    ]
     emulating = [each.name for each in after(frozenset({torch.float16}))]
     assert emulating == [each.name for each in after(small=True)] == [*AFTER[:5], "widen_products", *AFTER[5:]]
     assert [each.name for each in replay() if each.exact] == ["enable_second_backward", "bind_weights_eagerly"]

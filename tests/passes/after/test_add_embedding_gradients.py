@@ -85,6 +85,38 @@ def test_declines_on_other_devices(device):
     assert AddEmbeddingGradients().apply(joint(FIRES["a product"][1], device)) == 0
 
 
+def put(grad, tokens, vocabulary=11):
+    """What torch makes of the same gradient on a GPU."""
+    inside = ((tokens >= 0) & (tokens < vocabulary) & (tokens != 3)).unsqueeze(-1)
+    zeros = aten.full([vocabulary, 8], 0, dtype=torch.float32, device=grad.device, pin_memory=False)
+    return aten._unsafe_masked_index_put_accumulate(zeros, inside, [tokens], grad)
+
+
+PUT = {
+    "a product": (1, lambda g, i, x: torch.mm(x.t(), x @ x.t()) + put(g, i)),
+    "a product, transposed": (1, lambda g, i, x: put(g, i) + torch.mm(x, x.t() @ x).t()),
+    "two embeddings": (2, lambda g, i, x: torch.mm(x.t(), x @ x.t()) + put(g, i) + put(g.exp(), i.flip(0))),
+    "not added": (0, lambda g, i, x: (put(g, i), x.exp())),
+    "to an argument": (0, lambda g, i, x: put(g, i, 6) + g[0]),
+    "to what others read": (0, lambda g, i, x: (put(g, i) + (y := torch.mm(x.t(), x @ x.t())), y.sum())),
+    "two embeddings alone": (1, lambda g, i, x: put(g, i) + put(g.exp(), i.flip(0))),
+    "with a factor": (0, lambda g, i, x: aten.add.Tensor(torch.mm(x.t(), x @ x.t()), put(g, i), alpha=2)),
+}
+
+
+@pytest.mark.parametrize("name", PUT)
+def test_what_is_put_into_zeros_is_added_to_the_other_term(name):
+    count, f = PUT[name]
+    gm = joint(f, "cpu")
+    assert AddEmbeddingGradients().apply(gm) == count
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    gm.recompile()
+    arguments = torch.randn(4, 6, 8), torch.randint(-2, 13, (4, 6)), torch.randn(8, 11)
+    torch.testing.assert_close(gm(*arguments), f(*arguments))
+    assert AddEmbeddingGradients().apply(gm) == 0
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()

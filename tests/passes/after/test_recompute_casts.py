@@ -77,6 +77,28 @@ def test_a_late_backward_sees_the_weights_of_its_forward(weights, options):
     assert same_bits(gradients(model, lambda m: late), expected)
 
 
+class Shifted(torch.nn.Module):
+    """A norm of what a parameter was added to."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.randn(16))
+        self.first, self.norm, self.last = layers(), torch.nn.LayerNorm(16), layers()
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x) + self.shift))
+
+
+def test_a_norm_of_what_was_added_to_a_parameter_is_not_computed_of_the_parameter_again():
+    model, x = Shifted(), torch.randn(4, 16)
+    run, _ = amp(model, lower="inductor")
+    expected = gradients(model, lambda m: run(x).float().square().sum())
+    late = run(x).float().square().sum()
+    model.shift.grad = torch.randn(16)
+    torch.optim.SGD([model.shift], lr=1.0, fused=True).step()
+    assert same_bits(gradients(model, lambda m: late), expected)
+
+
 def joint(f, x):
     """A graph with a value and its gradient, as torch spells it after differentiation."""
 
@@ -95,6 +117,36 @@ READ = {  # f gives a value and what backward reads, and whether that is a cast 
     "returned too": (lambda x: ((y := x.to(LOW).sin().to(HIGH)), y), False),
     "not read itself": (lambda x: ((y := x.to(LOW).sin().to(HIGH).exp()), y + 1), False),
 }
+
+
+def normed(x, centered=True):
+    shifted = x - x.mean(1, keepdim=True) if centered else x
+    return shifted * shifted.square().mean(1, keepdim=True).rsqrt()
+
+
+NORMED = {  # f gives what is normed; then the tags of that, of what is shifted, and of the result
+    "what a product gave": (lambda x: x @ x, True, [None, "PREFER_RECOMPUTE", "PREFER_RECOMPUTE"]),
+    "what is computed of an input": (
+        lambda x: x.sin().t(),
+        True,
+        ["MUST_SAVE", "PREFER_RECOMPUTE", "PREFER_RECOMPUTE"],
+    ),
+    "without a mean": (lambda x: x @ x, False, [None, "PREFER_RECOMPUTE"]),
+    "an input": (lambda x: x.t(), True, [None] * 3),
+}
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_tags_what_norms_make_of_what_is_kept_anyway(name):
+    f, centered, tags = NORMED[name]
+    gm = joint(lambda x: (x.cos(), normed(f(x), centered)), torch.randn(4, 4))
+    tagged = RecomputeCasts().apply(gm)
+    (result,) = (
+        node for node in gm.graph.nodes if node.target is torch.ops.aten.mul.Tensor and "tangents" not in str(node.args)
+    )
+    steps = [result, result.args[0]] + ([result.args[0].args[0]] if centered else [])
+    found = [node.meta.get("recompute") for node in reversed(steps)]
+    assert [tag and tag.name for tag in found] == tags and tagged == ("PREFER_RECOMPUTE" in tags)
 
 
 @pytest.mark.parametrize("name", READ)

@@ -53,6 +53,21 @@ def test_declines(name):
     assert moved(KEPT[name]) == 0
 
 
+def test_what_is_rounded_again_is_not_widened():
+    def f(x, i):
+        joined = torch.cat([x.to(HIGH), x])
+        return joined.to(LOW) @ x, joined.to(HALF), joined.to(LOW).t()
+
+    gm = make_fx(f, tracing_mode="fake")(x := torch.randn(4, 4).to(LOW), None)
+    before = f(x, None)
+    assert WidenLate().apply(gm) == 1
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    assert same_bits(gm(x, None), before)
+    casts = [n.meta["val"].dtype for n in gm.graph.nodes if n.target is torch.ops.aten._to_copy.default]
+    assert casts == [HALF] or casts == [HIGH, HALF], casts
+
+
 def test_what_is_written_later_is_read_before():
     def f(x):
         wide = torch.cat([x.to(HIGH), x])

@@ -1,0 +1,135 @@
+"""After differentiation, on a GPU, 16-bit operands of products are written in the shape that they are computed in."""
+
+import pytest
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from ampcompile.passes.after.write_for_products import ROWS, WriteForProducts
+from tests.compiling import HIGH, LOW, same_bits
+
+aten = torch.ops.aten
+
+
+def traced(f, device="cuda") -> GraphModule:
+    """The graph of `f(x, w, image, kernel)`: x of 4 x 6 x 8 and image of 2 x 3 x 10 x 10 in float32, w of 8 x 8."""
+    with FakeTensorMode():
+        x, image = torch.empty(4, 6, 8, device=device), torch.empty(2, 3, 10, 10, device=device)
+        weights = torch.empty(8, 8, device=device, dtype=LOW), torch.empty(5, 3, 3, 3, device=device, dtype=LOW)
+        return make_fx(f)(x, weights[0], image, weights[1])
+
+
+def rounded(x):
+    return torch.ops.prims.convert_element_type(x, LOW)
+
+
+def convolved(x, kernel):
+    return aten.convolution(x, kernel, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+
+
+WRITTEN = {  # and how many operands are
+    "a view of what is rounded": (1, lambda x, w, i, k: aten.mm(rounded(x.sin()).view(24, 8), w)),
+    "what is rounded of a view": (1, lambda x, w, i, k: aten.mm(rounded(x.sin().view(24, 8)), w)),
+    "views of a view, transposed": (1, lambda x, w, i, k: aten.mm(w, rounded(x.sin()).view(96, 2).view(24, 8).t())),
+    "read in float32 as well": (1, lambda x, w, i, k: (aten.mm(rounded(y := x.sin()).view(24, 8), w), y.cos())),
+    "two products": (1, lambda x, w, i, k: (aten.mm(y := rounded(x.sin()).view(24, 8), w), aten.mm(y.t(), y))),
+    "a convolution": (1, lambda x, w, i, k: convolved(rounded(i.view(2, 1, 3, 100).sin().view(2, 3, 10, 10)), k)),
+    "few rows, added up": (1, lambda x, w, i, k: (aten.mm(y := rounded(x.sin()).view(24, 8), w), y.sum([0], True))),
+}  # fmt: skip
+LEFT = {
+    "no view": lambda x, w, i, k: aten.mm(rounded(x.view(24, 8).sin()), w),
+    "an input": lambda x, w, i, k: aten.mm(rounded(x).view(24, 8), w),
+    "what a product gave": lambda x, w, i, k: aten.mm(rounded(aten.mm(v := w.to(HIGH), v).view(4, 16)).view(8, 8), w),
+    "read by what computes": lambda x, w, i, k: (aten.mm(y := rounded(x.sin()).view(24, 8), w), y.exp()),
+    "returned": lambda x, w, i, k: (aten.mm(y := rounded(x.sin()).view(24, 8), w), y),
+    "in float32": lambda x, w, i, k: aten.mm(x.sin().view(24, 8), w.to(HIGH)),
+    "numbers that lie apart": lambda x, w, i, k: aten.mm(rounded(x.mT.sin().mT).reshape(24, 8), w),
+}  # fmt: skip
+
+
+def written(gm: GraphModule) -> int:
+    """How many operands the pass writes elsewhere, after a look at each of them."""
+    count = WriteForProducts().apply(gm)
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    gm.recompile()
+    found = gm.graph.find_nodes(op="call_function", target=aten.as_strided.default)
+    for node in found:
+        cast = node.args[0]
+        assert cast.meta["val"].shape == cast.args[0].meta["val"].shape and cast.args[0].target is aten.sin.default
+    assert (
+        len(found)
+        == count
+        == len(gm.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default))
+    )
+    return count
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_fires_with_the_same_bits(name):
+    count, f = WRITTEN[name]
+    gm = traced(f)
+    assert written(gm) == count
+    arguments = (
+        torch.randn(4, 6, 8),
+        torch.randn(8, 8).to(LOW),
+        torch.randn(2, 3, 10, 10),
+        torch.randn(5, 3, 3, 3).to(LOW),
+    )
+    assert same_bits(gm(*arguments), f(*arguments))
+    assert WriteForProducts().apply(gm) == 0
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_declines(name):
+    gm = traced(LEFT[name])
+    before = str(gm.graph)
+    assert WriteForProducts().apply(gm) == 0 and str(gm.graph) == before
+
+
+def test_declines_on_the_cpu():
+    assert WriteForProducts().apply(traced(WRITTEN["a view of what is rounded"][1], "cpu")) == 0
+
+
+def test_declines_where_sizes_are_not_known():
+    mode, source = FakeTensorMode(shape_env=ShapeEnv()), ConstantSource("rows")
+    symbol = mode.shape_env.create_symbol(4, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    with mode:
+        x = torch.empty(mode.shape_env.create_symintnode(symbol, hint=4, source=source), 6, 8, device="cuda")
+        w = torch.empty(8, 8, device="cuda", dtype=LOW)
+    gm = make_fx(lambda x, w: aten.mm(rounded(x.sin()).view(-1, 8), w), tracing_mode="symbolic")(x, w)
+    assert WriteForProducts().apply(gm) == 0
+
+
+def biased(x, grad, w):
+    """The gradients of a linear layer's operand and bias, behind an activation; 8 x 64 rows."""
+    low = rounded(grad * x.cos()).view(8 * 64, 16)
+    return aten.mm(low, w), low.sum([0], True), rounded(grad).exp()
+
+
+def normed(x, grad, w):
+    """The same where sums of rows are computed before."""
+    low = rounded(grad - x * (grad * x).sum([2], True)).view(8 * 64, 16)
+    return aten.mm(low, w), low.sum([0], True), rounded(grad).exp()
+
+
+@pytest.mark.parametrize(("f", "sums"), [(biased, [[1], [0]]), (normed, [[2], [0]])])
+def test_columns_are_added_up_where_they_are_computed_unless_rows_are_too(f, sums):
+    with FakeTensorMode():
+        x, w = torch.empty(8, 64, 16, device="cuda"), torch.empty(16, 16, device="cuda", dtype=LOW)
+        gm = make_fx(f)(x, x.clone(), w)
+    assert WriteForProducts().apply(gm) == 1
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    found = gm.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    assert [node.args[1] for node in found] == sums
+    if f is biased:
+        assert found[0].args[0].meta["val"].shape == (8 * 64 // ROWS, ROWS, 16)
+    x, grad, w = torch.randn(8, 64, 16), torch.randn(8, 64, 16), torch.randn(16, 16).to(LOW)
+    ours, expected = gm(x, grad, w), f(x, grad, w)
+    exact = f(x, grad, w)[1].double()
+    assert same_bits([ours[0], ours[2]], [expected[0], expected[2]])
+    assert ours[1].dtype == LOW and torch.allclose(ours[1].double(), exact, rtol=2**-8, atol=0)
