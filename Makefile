@@ -123,8 +123,8 @@ bench-scripts: $(INTEGRATIONS) ## scripts of others with two lines changed; CHEC
 	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt evaluate
 	$(PYTHON) -m benchmarks.scripts $(CHECKOUTS) $(ARGS)
 
-paper: $(READY) ## docs/gpu_paper.md: what a GPU would run, counted without one; ARGS="--only MoE"
-	$(PYTHON) -m benchmarks.paper $(ARGS)
+paper: $(READY) ## docs/gpu_paper.md: what a GPU would run, counted without one; ALL=1 counts more models
+	$(PYTHON) -m benchmarks.paper $(if $(ALL),--all --options) $(ARGS)
 
 bench-gpu: $(READY) ## benchmarks on a CUDA device
 	$(PYTHON) -m benchmarks --device cuda $(ARGS)

@@ -23,6 +23,7 @@ FULL: Mapping[str, dict[str, Any]] = {
     "ViT": {"num_labels": LABELS},
     "ResNet-50": {"num_labels": LABELS},
     "T5": {"dropout_rate": 0.0, "decoder_start_token_id": 0},
+    "Llama": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16},
 }
 SMALL: Mapping[str, dict[str, Any]] = {
     "BERT": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64},
@@ -35,6 +36,7 @@ SMALL: Mapping[str, dict[str, Any]] = {
     },
     "ResNet-50": {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 1]},
     "T5": {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2},
+    "Llama": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4},
 }
 
 
@@ -66,7 +68,7 @@ def _builder(name: str) -> Callable[[bool, int, int, bool], Built]:
         return lambda small, batch, length, training: (TinyLinears(int(weights[1])), (torch.randn(batch, 16),))
     if name in GPTS:
         return _gpt(GPTS[name])
-    return {"BERT": _bert, "ViT": _vit, "ResNet-50": _resnet, "T5": _t5, "UNet": _unet}[name]
+    return {"BERT": _bert, "Llama": _llama, "ViT": _vit, "ResNet-50": _resnet, "T5": _t5, "UNet": _unet}[name]
 
 
 def _gpt(config: GPTConfig) -> Callable[[bool, int, int, bool], Built]:
@@ -109,6 +111,14 @@ def _bert(small: bool, batch: int, length: int, training: bool) -> Built:
     config = BertConfig(**_settings("BERT", small))
     tokens, labels = torch.randint(config.vocab_size, (2, batch, length))
     return _Transformers(BertForMaskedLM(config), "input_ids", "labels"), (tokens, labels) if training else (tokens,)
+
+
+def _llama(small: bool, batch: int, length: int, training: bool) -> Built:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**_settings("Llama", small), num_key_value_heads=4, use_cache=False)
+    tokens, labels = torch.randint(config.vocab_size, (2, batch, length))
+    return _Transformers(LlamaForCausalLM(config), "input_ids", "labels"), (tokens, labels) if training else (tokens,)
 
 
 def _t5(small: bool, batch: int, length: int, training: bool) -> Built:

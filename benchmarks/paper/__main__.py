@@ -1,4 +1,4 @@
-"""python -m benchmarks.paper [--jobs N] [--only TEXT] [--options]   counts what a GPU would run, for docs/gpu_paper.md
+"""python -m benchmarks.paper [--jobs N] [--only TEXT] [--all] [--options]   what a GPU would run, for docs/gpu_paper.md
 
 Each case is counted for each peer in a process of its own. What was counted with the same code is not counted again.
 Exits with 1 if a kernel can't be compiled, or one of ours spills registers.
@@ -13,7 +13,7 @@ from dataclasses import asdict
 from threading import Lock
 
 from benchmarks.paper import device, page, results
-from benchmarks.paper.cases import DEFAULT, OPTIONS, PEERS, Case
+from benchmarks.paper.cases import AMP, DEFAULT, MORE, OPTIONS, PEERS, Case
 
 FOLDER = results.ROOT / ".paper"
 
@@ -23,7 +23,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="cases whose name holds this text")
-    parser.add_argument("--options", action="store_true", help="every option of amp that claims to save, too")
+    parser.add_argument("--all", action="store_true", help="more models, too: half an hour on two cores")
+    parser.add_argument("--options", action="store_true", help="options of amp that claim to save, in training")
     given = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     built, code, keeping = device.build(FOLDER), results.code(), Lock()
@@ -40,8 +41,10 @@ def main() -> int:
             else:
                 results.keep(case, peer, {"code": code, **json.loads(run.stdout.splitlines()[-1])})
 
-    peers = dict.fromkeys([*PEERS, *(OPTIONS if given.options else ())])
-    todo = [(case, peer) for case in DEFAULT if given.only in str(case) for peer in peers]
+    todo = [(case, peer) for case in (*DEFAULT, *(MORE if given.all else ())) for peer in PEERS]
+    if given.options:
+        todo += [(case, peer) for case in DEFAULT if case.training for peer in OPTIONS if peer != AMP]
+    todo = [(case, peer) for case, peer in todo if given.only in str(case)]
     with ThreadPoolExecutor(given.jobs) as pool:
         list(pool.map(lambda each: count(*each), [each for each in todo if results.counted_with(*each) != code]))
     page.write()

@@ -105,6 +105,18 @@ DEFAULT = (
     Case("MoE", 4, 1024, training=True),
     Case("MoE", 1, 16, training=False),
 )
+MORE = (
+    Case("GPT 124M", 1, 1, training=False),
+    Case("GPT 124M", 8, 1024, training=False),
+    Case("GPT 124M", 8, 1024, training=True, dtype="f16"),
+    Case("Llama", 4, 1024, training=True),
+    Case("Llama", 1, 16, training=False),
+    Case("BERT", 8, 512, training=True),
+    Case("T5", 8, 512, training=True),
+    Case("ViT", 32, 224, training=True),
+    Case("ResNet-50", 32, 224, training=True),
+)
+"""Counted if all are asked for."""
 SMALL = (
     Case("GPT 1x64", 4, 128, training=True),
     Case("GPT 1x64", 1, 16, training=False),

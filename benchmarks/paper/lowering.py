@@ -16,6 +16,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
 
 from ampcompile.compiler import backend
 from ampcompile.compiler import lower as lowered_by_amp
@@ -80,8 +81,8 @@ def _on_device(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, Fak
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fakes: list[Any] = []
     for node in gm.graph.nodes:
-        if "device" in node.kwargs:
-            node.kwargs = {**node.kwargs, "device": DEVICE}
+        node.args = pytree.tree_map(_moved, node.args)
+        node.kwargs = {name: DEVICE if name == "device" else value for name, value in node.kwargs.items()}
     gm.recompile()
     with mode:
         for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
@@ -91,6 +92,10 @@ def _on_device(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, Fak
                 node.meta["tensor_dict"] = {"_dynamo_static_input_type": "guarded"}
             fakes.append(fake)
     return gm, mode, fakes
+
+
+def _moved(argument: Any) -> Any:
+    return DEVICE if isinstance(argument, torch.device) or argument == "cpu" else argument
 
 
 def _counting(found: list[Counts]) -> Callable[..., Any]:
