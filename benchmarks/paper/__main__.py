@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from threading import Lock
 
-from benchmarks.paper import device, page, results
+from benchmarks.paper import device, estimate, page, results
 from benchmarks.paper.cases import AMP, DEFAULT, MORE, OPTIONS, PEERS, Case
 
 FOLDER = results.ROOT / ".paper"
@@ -48,6 +48,7 @@ def main() -> int:
     with ThreadPoolExecutor(given.jobs) as pool:
         list(pool.map(lambda each: count(*each), [each for each in todo if results.counted_with(*each) != code]))
     page.write()
+    estimate.write()
     for each in (bad := list(results.bad())):
         print(each)
     return int(bool(bad or failed))

@@ -44,17 +44,27 @@ def counted(model: nn.Module, args: Sequence[Tensor], training: bool, peer: str,
             torch.autocast("cuda", low) if peer == STOCK else nullcontext(),
         ):
             if peer in OPTIONS:
-                _lower_as_amp(gm, fakes, Options.parse(options={"dtype": low, **OPTIONS[peer]}))
+                options = Options.parse(options={"dtype": low, **OPTIONS[peer]})
+                copies = _lower_as_amp(gm, fakes, options)
+                found += [copies] if training else []  # elsewhere no weight changes
             else:
                 compile_fx.compile_fx(gm, fakes)
     return found
 
 
-def _lower_as_amp(gm: GraphModule, fakes: Sequence[Any], options: Options) -> None:
+def _lower_as_amp(gm: GraphModule, fakes: Sequence[Any], options: Options) -> Counts:
+    """Lower a graph; returns what its copies of weights cost when the weights have changed: one launch for all."""
     no_copies = types.SimpleNamespace(copies=None)  # nothing runs, so none are made
     with mock.patch.object(lowered_by_amp.weights, "bind", lambda *_, **__: no_copies):
         rewritten = backend.rewrite(gm, fakes, options)
+        slots = [
+            node.meta["amp_copy"]
+            for node in rewritten.graph.graph.find_nodes(op="placeholder")
+            if "amp_copy" in node.meta
+        ]
         lowered_by_amp.lower(rewritten.graph, fakes, options)
+    size = sum(fakes[slot.weight].numel() * (fakes[slot.weight].itemsize + slot.dtype.itemsize) for slot in slots)
+    return Counts("copies", min(len(slots), 1), {}, size, [("amp_cast", size)] if slots else [], 0, 0, 0, 0, {})
 
 
 def _captured(model: nn.Module, args: Sequence[Tensor]) -> tuple[GraphModule, list[Any]]:

@@ -65,25 +65,25 @@ def _before_reshapes(value: Node) -> Node:
 
 
 def _write(graph: Graph, operand: Node) -> bool:
-    cast = _before_reshapes(operand)
-    if not has(cast.target, CONVERSIONS_AFTER) or not operand.users or not _is_multiplied(operand):
+    made = _before_reshapes(operand)
+    if not (has(made.target, CONVERSIONS_AFTER) or made.target is ATEN.clone.default) or not operand.users:
         return False
-    source = _before_reshapes(cast.args[0])
-    values = [node.meta["val"] for node in (operand, cast, source)]
+    source = made if made.target is ATEN.clone.default else _before_reshapes(made.args[0])
+    if not is_elementwise(source.target) or not _is_multiplied(operand):
+        return False
+    values = [node.meta["val"] for node in (operand, made, source)]
     size, stride = [*values[0].shape], [*values[0].stride()]
     static = all(isinstance(each, int) for value in values for each in value.shape)
-    if values[0].device.type != "cuda" or values[0].dtype not in LOW or not is_elementwise(source.target) or not static:
+    if values[0].device.type != "cuda" or values[0].dtype not in LOW or not static:
         return False
-    if (cast.args[0] is source and operand is cast) or not all(value.is_contiguous() for value in values):
+    if not all(value.is_contiguous() for value in values):
         return False
+    adds = len(size) == 2 and size[0] % ROWS == 0 and any(map(_adds_columns, operand.users))
     with graph.inserting_before(operand):
-        if (
-            len(size) == 2
-            and size[0] % ROWS == 0
-            and any(map(_adds_columns, operand.users))
-            and not _reduces_rows(source)
-        ):
+        if adds and not _reduces_rows(source):
             low = _in_chunks(graph, source, operand)
+        elif made.target is ATEN.clone.default or (operand is made and source is made.args[0]):
+            return False
         else:
             low = insert_call(graph, CONVERT, source, values[0].dtype)
         written = insert_call(graph, ATEN.as_strided.default, low, size, stride)
@@ -95,7 +95,11 @@ def _in_chunks(graph: Graph, source: Node, operand: Node) -> Node:
     """The cast of chunks of rows, whose columns are added up as they are computed."""
     rows, columns = operand.meta["val"].shape
     chunks = insert_call(graph, ATEN.view.default, source, [rows // ROWS, ROWS, columns])
-    low = insert_call(graph, CONVERT, chunks, operand.meta["val"].dtype)
+    dtype = operand.meta["val"].dtype
+    if source.meta["val"].dtype is dtype:  # Inductor drops a copy in order, and keeps two changes of sign
+        low = insert_call(graph, ATEN.neg.default, insert_call(graph, ATEN.neg.default, chunks))
+    else:
+        low = insert_call(graph, CONVERT, chunks, dtype)
     for total in [user for user in operand.users if _adds_columns(user)]:
         partial = insert_call(graph, _SUM, insert_call(graph, CONVERT, low, torch.float32), [1])
         added = insert_call(graph, _SUM, partial, [0], True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.paper import device
+from benchmarks.paper import device, estimate
 from benchmarks.paper.cases import AMP, SMALL, STOCK
 
 TABLE = Path(__file__).with_name("paper_small.json")
@@ -19,7 +19,7 @@ NORMS = f"{AMP}, fuse=norm"
 COUNT = """
 import json, logging, sys
 from pathlib import Path
-from benchmarks.paper import device
+from benchmarks.paper import device, estimate
 device.load(Path(sys.argv[1]))
 device.describe()
 logging.disable(logging.WARNING)
@@ -113,6 +113,14 @@ def test_every_kernel_compiles_and_ours_spill_no_more_than_is_known(found):
     assert {capability for _, capability, *_ in kernels} == {80, 90, 100}
     assert [[name, capability, spilled] for name, capability, _, spilled, *_ in kernels if spilled] == SPILLED
     assert not [name for name, _, _, spilled, *_ in found[f"kernels, {AMP}"] if spilled]
+
+
+def test_an_estimate_takes_the_longer_of_bytes_and_operations():
+    graph = {"launches": 3, "calls": {"mm": 2}, "flops": 0, "parts": [["mm", 2, 6e9], ["add mul", 3, 2e9]]}
+    assert estimate.launch_seconds([graph]) == 5 * estimate.LAUNCH
+    assert estimate.device_seconds([graph]) == pytest.approx(8e9 / estimate.BANDWIDTH)
+    busy = graph | {"flops": 1e15}
+    assert estimate.device_seconds([busy]) == pytest.approx(2e9 / estimate.BANDWIDTH + 1e15 / estimate.PRODUCTS)
 
 
 if __name__ == "__main__":

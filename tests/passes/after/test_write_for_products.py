@@ -104,6 +104,29 @@ def test_declines_where_sizes_are_not_known():
     assert WriteForProducts().apply(gm) == 0
 
 
+def joined(x, grad, w):
+    """The gradients of a linear layer whose results were three, as those of attention."""
+    three = torch.stack([rounded(x), rounded(grad), rounded(x.sin())])
+    low = three.permute(1, 2, 0, 3).clone(memory_format=torch.contiguous_format).view(8 * 64, 48)
+    return aten.mm(low, low.t()), low.sum([0], True)
+
+
+def test_copies_are_added_up_where_they_are_made():
+    with FakeTensorMode():
+        x, w = torch.empty(8, 64, 16, device="cuda"), torch.empty(16, 16, device="cuda", dtype=LOW)
+        gm = make_fx(joined)(x, x.clone(), w)
+    assert WriteForProducts().apply(gm) == 1
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    partial, total = gm.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    assert partial.args[0].meta["val"].shape == (8 * 64 // ROWS, ROWS, 48) and total.args[1] == [0]
+    x, grad, w = torch.randn(8, 64, 16), torch.randn(8, 64, 16), torch.randn(16, 16).to(LOW)
+    x[0, 0, :3] = torch.tensor([float("nan"), -0.0, float("inf")])
+    (ours, added), (expected, exact) = gm(x, grad, w), joined(x, grad, w)
+    assert same_bits([ours], [expected])
+    assert torch.allclose(added.double(), exact.double(), rtol=2**-8, atol=0, equal_nan=True)
+
+
 def biased(x, grad, w):
     """The gradients of a linear layer's operand and bias, behind an activation; 8 x 64 rows."""
     low = rounded(grad * x.cos()).view(8 * 64, 16)
