@@ -19,7 +19,7 @@ NORMS = f"{AMP}, fuse=norm"
 COUNT = """
 import json, logging, sys
 from pathlib import Path
-from benchmarks.paper import device, estimate
+from benchmarks.paper import device
 device.load(Path(sys.argv[1]))
 device.describe()
 logging.disable(logging.WARNING)
