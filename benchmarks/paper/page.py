@@ -20,8 +20,8 @@ on any of the three.
 
 *{STOCK}* is `torch.compile` inside `torch.autocast`. *{CONVERTED}* has the whole model in bfloat16: not
 mixed precision any more, and so a bound that nobody has to reach. *{AMP}* is `torch.compile(model, backend="amp")` with
-default options. In a training step each of its copies of weights is cast once, in one launch (`amp_cast`); our
-scaler's fused step writes them as it updates the weights, and saves two thirds of that. Optimizers' steps are in no row.
+default options. In a training step each of its copies of weights is cast once, in one launch (`amp_cast`). Our scaler's
+fused step writes them as it updates the weights, and saves two thirds of that. No row has an optimizer's step.
 
 Of an op that Inductor can't look into, only operands are counted: what `fuse=linear_cross_entropy` really moves,
 launches and multiplies isn't in its row yet. [What the counts may mean in time](gpu_estimate.md) is an estimate.
