@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node, map_arg
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.flop_counter import flop_registry
 
+from benchmarks.paper.opaque import cost
 from benchmarks.paper.traffic import traffic
 
 LAUNCH = re.compile(r"^ +((?:triton|amp)\w*)\.run\(", re.MULTILINE)
@@ -53,16 +54,20 @@ class Counts:
 def count(kind: str, gm: GraphModule, graph: GraphLowering, code: str) -> Counts:
     """Count a graph that Inductor has lowered."""
     nodes = graph.scheduler.nodes
-    parts = [(_label(node), size) for node in nodes if (size := traffic(node))]
+    opaque = [(str(node.target), found) for node in gm.graph.nodes if (found := cost(node))]
+    names = {name for name, _ in opaque}
+    parts = [(label, size) for node in nodes if (label := _label(node)) not in names and (size := traffic(node))]
+    parts += [(name, found.bytes) for name, found in opaque]
     kernels = dict(KERNEL.findall(code))
     calls = Counter(next(filter(None, found)) for found in LIBRARY.findall(code))
+    calls |= Counter({name: sum(found.products for each, found in opaque if each == name) for name in names})
     return Counts(
         kind,
-        launches=len(LAUNCH.findall(code)),
+        launches=len(LAUNCH.findall(code)) + sum(found.launches for _, found in opaque),
         calls=dict(calls),
         bytes=sum(size for _, size in parts),
         parts=parts,
-        flops=sum(map(_flops, gm.graph.nodes)),
+        flops=sum(map(_flops, gm.graph.nodes)) + sum(found.flops for _, found in opaque),
         saved=sum(_saved_bytes(gm)) if kind == "backward" else 0,
         peak=_peak(graph),
         roundings=sum(len(ROUNDED.findall(kernel)) for kernel in kernels.values()),

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.paper import results
-from benchmarks.paper.cases import AMP, CONVERTED, STOCK
+from benchmarks.paper.cases import AMP, CONVERTED, OPTIONS, STOCK
 
+_COLUMNS = "| | launches | library calls | bytes | saved | peak |\n|---|--:|--:|--:|--:|--:|"
 PAGE = results.ROOT / "docs" / "gpu_paper.md"
 HEAD = f"""# Counted, not measured: what a GPU would run
 
@@ -30,7 +31,7 @@ launches and multiplies isn't in its row yet. [What the counts may mean in time]
 
 def write() -> None:
     """Write the page from the counts that are kept."""
-    PAGE.write_text("\n".join([HEAD.rstrip(), *_summary(), *_cases()]) + "\n")
+    PAGE.write_text("\n".join([HEAD.rstrip(), *_summary(), *_options(), *_cases()]) + "\n")
 
 
 def total(graphs: list[dict[str, Any]], what: str) -> int:
@@ -41,16 +42,24 @@ def total(graphs: list[dict[str, Any]], what: str) -> int:
 
 def _summary() -> Iterator[str]:
     yield f"\n## {AMP} beside {STOCK}\n"
-    yield "Less than 1 is less work.\n"
-    yield "| | launches | library calls | bytes | saved | peak |\n|---|--:|--:|--:|--:|--:|"
+    yield f"Less than 1 is less work.\n\n{_COLUMNS}"
     for case, peers in results.read().items():
         if STOCK in peers and AMP in peers:
-            ours, theirs = peers[AMP]["graphs"], peers[STOCK]["graphs"]
-            cells = (
-                _ratio(total(ours, what), total(theirs, what))
-                for what in ("launches", "calls", "bytes", "saved", "peak")
-            )
-            yield f"| {case} | {' | '.join(cells)} |"
+            yield f"| {case} | {_ratios(peers[AMP], peers[STOCK])} |"
+
+
+def _options() -> Iterator[str]:
+    yield "\n## Options beside the defaults\n"
+    yield f"Of {AMP} with an option to {AMP} without, where both were counted with the same code.\n\n{_COLUMNS}"
+    for case, peers in results.read().items():
+        for peer, counted in peers.items():
+            if peer in OPTIONS and peer != AMP and counted["code"] == peers[AMP]["code"]:
+                yield f"| {case}: {peer.removeprefix(AMP + ', ')} | {_ratios(counted, peers[AMP])} |"
+
+
+def _ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    counts = ("launches", "calls", "bytes", "saved", "peak")
+    return " | ".join(_ratio(total(ours["graphs"], what), total(theirs["graphs"], what)) for what in counts)
 
 
 def _ratio(ours: int, theirs: int) -> str:
