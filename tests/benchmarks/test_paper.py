@@ -10,9 +10,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from ampcompile.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_backward
 from benchmarks.paper import device, estimate
 from benchmarks.paper.cases import AMP, SMALL, STOCK
+from benchmarks.paper.opaque import COSTS
 
 TABLE = Path(__file__).with_name("paper_small.json")
 NORMS = f"{AMP}, fuse=norm"
@@ -113,6 +117,22 @@ def test_every_kernel_compiles_and_ours_spill_no_more_than_is_known(found):
     assert {capability for _, capability, *_ in kernels} == {80, 90, 100}
     assert [[name, capability, spilled] for name, capability, _, spilled, *_ in kernels if spilled] == SPILLED
     assert not [name for name, _, _, spilled, *_ in found[f"kernels, {AMP}"] if spilled]
+
+
+def test_operations_inside_a_fused_loss_are_those_that_run():
+    x, weight = torch.randn(48, 16).bfloat16(), torch.randn(32, 16).bfloat16()
+    given = x, weight, None, weight, None, torch.randint(32, (48,))
+    with FlopCounterMode(display=False) as forward:
+        _, lse = linear_cross_entropy._init_fn(*given)
+    more = torch.ones(()), x, weight, None, given[-1], None, lse, "mean", -100, 0.0, 0.0, [True, True, False]
+    with FlopCounterMode(display=False) as backward:
+        linear_cross_entropy_backward._init_fn(*more)
+    costs = [cost(*each) for cost, each in zip(COSTS.values(), (given, more), strict=True)]
+    assert [each.flops for each in costs] == [forward.get_total_flops(), backward.get_total_flops()]
+    assert [(each.launches, each.products) for each in costs] == [(1, 1), (2, 3)], "one piece"
+    logits, operand, head = 48 * 32, 48 * 16, 32 * 16
+    assert costs[0].bytes == 2 * (operand + head + 2 * logits)
+    assert costs[1].bytes == 2 * (5 * logits + 3 * operand + 2 * head) + 4 * 4 * head
 
 
 def test_an_estimate_takes_the_longer_of_bytes_and_operations():
