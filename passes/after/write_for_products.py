@@ -20,6 +20,8 @@ from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_elem
 from ampcompile.passes.graph import graphs, insert_call
 from ampcompile.torch_private import tracing
 
+DEVICE = "cuda"
+"""Inductor's kernels for CPUs are compared over all their loops as one, and need none of this."""
 ROWS = 128
 """A partial sum has so many rows, as Inductor's own do; their order is the only thing that changes."""
 ATEN = torch.ops.aten
@@ -74,7 +76,7 @@ def _write(graph: Graph, operand: Node) -> bool:
     values = [node.meta["val"] for node in (operand, made, source)]
     size, stride = [*values[0].shape], [*values[0].stride()]
     static = all(isinstance(each, int) for value in values for each in value.shape)
-    if values[0].device.type != "cuda" or values[0].dtype not in LOW or not static:
+    if values[0].device.type != DEVICE or values[0].dtype not in LOW or not static:
         return False
     if not all(value.is_contiguous() for value in values):
         return False

@@ -1,15 +1,21 @@
 """After differentiation, on a GPU, 16-bit operands of products are written in the shape that they are computed in."""
 
+import uuid
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from ampcompile.compiler import lower
+from ampcompile.passes.after import write_for_products
 from ampcompile.passes.after.write_for_products import ROWS, WriteForProducts
-from tests.compiling import HIGH, LOW, same_bits
+from tests.compiling import HIGH, LOW, same_bits, training_errors
 
 aten = torch.ops.aten
 
@@ -156,3 +162,28 @@ def test_columns_are_added_up_where_they_are_computed_unless_rows_are_too(f, sum
     exact = f(x, grad, w)[1].double()
     assert same_bits([ours[0], ours[2]], [expected[0], expected[2]])
     assert ours[1].dtype == LOW and torch.allclose(ours[1].double(), exact, rtol=2**-8, atol=0)
+
+
+class Block(nn.Module):
+    """A block of a transformer whose layers have biases."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.qkv, self.out, self.up, self.down = (nn.Linear(a, b) for a, b in ((16, 48), (16, 16), (16, 32), (32, 16)))
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+@pytest.mark.ci
+def test_a_block_trains_through_inductor_as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(write_for_products, "DEVICE", "cpu")
+    monkeypatch.setattr(lower, "cache_key", lambda *_: str(uuid.uuid4()))  # what was compiled for a CPU isn't wanted
+    written, apply = [], WriteForProducts.apply
+    monkeypatch.setattr(WriteForProducts, "apply", lambda self, gm: written.append(apply(self, gm)) or written[-1])
+    options = {"lower": "inductor", "products": "torch"}  # small products would be float32's
+    eager, ours, _ = training_errors(Block(), lambda m, x: m(x).square().mean(), (torch.randn(4, 64, 16),), **options)
+    assert max(written) >= 3 and ours <= 1.05 * eager
