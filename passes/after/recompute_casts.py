@@ -28,7 +28,8 @@ _TAG = "recompute"  # torch's own, by which checkpoints tell the same; it comes 
 
 
 def _tag_in(gm: GraphModule) -> int:
-    backward = computed_from_gradients(gm)
+    if not (backward := computed_from_gradients(gm)):
+        return 0
     returned = set(gm.graph.output_node().all_input_nodes)
     forward = [node for node in gm.graph.nodes if node not in backward | returned]
     casts = [node for node in forward if _widens(node) and any(user in backward for user in _readers(node))]
@@ -92,7 +93,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 @dataclass(frozen=True)
 class RecomputeCasts:
-    """Tags the widening casts and normed values of a joint graph that backward reads; returns how many."""
+    """Tags widening casts and normed values of a joint graph; returns how many. An inference graph has none."""
 
     name = "recompute_casts"
     exact = True

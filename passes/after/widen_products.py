@@ -21,7 +21,7 @@ from ampcompile.kernels import packed_linear
 from ampcompile.kernels.packed_linear import PACKED_LINEAR
 from ampcompile.passes.analysis.aliasing import lies_in_a_row
 from ampcompile.passes.analysis.commuting import CONVERT, rebuild, same_layout
-from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, REARRANGES, has
+from ampcompile.passes.analysis.op_traits import ATTENTION_AFTER, CONVERSIONS_AFTER, PRODUCTS_AFTER, REARRANGES, has
 from ampcompile.passes.analysis.product_cost import is_small
 from ampcompile.passes.analysis.sizes import product_hint
 from ampcompile.passes.graph import graphs
@@ -71,7 +71,7 @@ def _is_low(node: Node) -> bool:
 
 def _is_small(product: Node) -> bool:
     count = flop_registry.get(product.target.overloadpacket)
-    if count is None:
+    if count is None or has(product.target, ATTENTION_AFTER):  # which starts at once, and 2.15 counts
         return False
     args, kwargs = map_arg((product.args, product.kwargs), lambda operand: operand.meta["val"])
     found = product.meta["val"]

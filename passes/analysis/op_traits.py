@@ -41,11 +41,18 @@ REPEATS = _aten("""
 expand expand_as repeat repeat_interleave index_select gather index _unsafe_index embedding take take_along_dim
 reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
 """)
-# After differentiation: sums of products of their operands' numbers, rounded once where their results are stored.
-PRODUCTS_AFTER = _aten("""
-mm addmm bmm baddbmm addbmm mv addmv addr dot vdot linear convolution convolution_backward
+# After differentiation: attention on the CPU, in kernels of torch's own.
+ATTENTION_AFTER = _aten("""
 _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
-""") | {"ampcompile::packed_conv", "ampcompile::packed_linear"}
+""")
+# After differentiation: sums of products of their operands' numbers, rounded once where their results are stored.
+PRODUCTS_AFTER = (
+    ATTENTION_AFTER
+    | _aten("""
+mm addmm bmm baddbmm addbmm mv addmv addr dot vdot linear convolution convolution_backward
+""")
+    | {"ampcompile::packed_conv", "ampcompile::packed_linear"}
+)
 # They give one of their operands, or change its sign. Narrowing first could turn a small number into a zero of either
 # sign, and which zero a choice between equals returns is up to the kernel: they commute with exact casts only.
 CHOOSES = _aten("relu neg abs clamp")
