@@ -96,8 +96,8 @@ def test_bytes_by_hand(found):
         "aten._scaled_dot_product_flash_attention.default": 4 * rows * width * 2 + rows * 4 + 24,
         # Logits in; the largest of each row and the logarithm of its sum out.
         "log prepare_softmax_online": rows * vocab * 2 + 2 * rows * 4,
-        # Gradients of query, key and value in, of what they were cut out of out.
-        "add clone full permute select_scatter": 2 * 3 * rows * width * 2,
+        # Gradients of query, key and value in, of what they were cut out of out, and of its bias for 128 rows each.
+        "add clone full neg permute select_scatter sum view": 2 * 3 * rows * width * 2 + rows // 128 * 3 * width * 4,
         # Rows of float32 for as many places as a sequence has, in and out.
         "embedding": 2 * 128 * width * 4,
     }
