@@ -117,13 +117,19 @@ def joined(x, grad, w):
     return aten.mm(low, low.t()), low.sum([0], True)
 
 
-def test_copies_are_added_up_where_they_are_made():
+def written_gradients(f) -> GraphModule:
+    """The graph of such a function for 8 x 64 rows of 16 numbers, after the pass, which writes one operand."""
     with FakeTensorMode():
         x, w = torch.empty(8, 64, 16, device="cuda"), torch.empty(16, 16, device="cuda", dtype=LOW)
-        gm = make_fx(joined)(x, x.clone(), w)
+        gm = make_fx(f)(x, x.clone(), w)
     assert WriteForProducts().apply(gm) == 1
     gm.graph.eliminate_dead_code()
     gm.recompile()
+    return gm
+
+
+def test_copies_are_added_up_where_they_are_made():
+    gm = written_gradients(joined)
     partial, total = gm.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
     assert partial.args[0].meta["val"].shape == (8 * 64 // ROWS, ROWS, 48) and total.args[1] == [0]
     x, grad, w = torch.randn(8, 64, 16), torch.randn(8, 64, 16), torch.randn(16, 16).to(LOW)
@@ -147,12 +153,7 @@ def normed(x, grad, w):
 
 @pytest.mark.parametrize(("f", "sums"), [(biased, [[1], [0]]), (normed, [[2], [0]])])
 def test_columns_are_added_up_where_they_are_computed_unless_rows_are_too(f, sums):
-    with FakeTensorMode():
-        x, w = torch.empty(8, 64, 16, device="cuda"), torch.empty(16, 16, device="cuda", dtype=LOW)
-        gm = make_fx(f)(x, x.clone(), w)
-    assert WriteForProducts().apply(gm) == 1
-    gm.graph.eliminate_dead_code()
-    gm.recompile()
+    gm = written_gradients(f)
     found = gm.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
     assert [node.args[1] for node in found] == sums
     if f is biased:
