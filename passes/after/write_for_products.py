@@ -3,15 +3,19 @@
 Inductor's kernels run over the shape in which a value is read. Linear layers read rows, `(B * T, C)`, where norms and
 activations have `(B, T, C)`; convolutions read `(B, C, H, W)`, where group norms have `(B, G, C / G, H * W)`. So the
 gradient of a norm was written in float32 and read again by a kernel that only rounds it, and that of an activation was
-read again to add it up for the bias. What an `as_strided` reads is written before, in its own shape. Counted on a GPT
-of 124 M, 8 x 1024: 1.7 of 26.9 GB and 48 of 215 launches.
+read again to add it up for the bias. What an `as_strided` reads is written before, in its own shape. So is the sum of a
+group norm's gradient and a residual's. Counted on a GPT of 124 M, 8 x 1024: 1.7 of 26.9 GB and 48 of 215 launches; on a
+UNet, 8 x 64: 0.11 of 1.28 GB and 7 of 162 launches.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.dtypes import LOW
@@ -66,6 +70,12 @@ def _before_reshapes(value: Node) -> Node:
     return value
 
 
+def _is_in_order(values: Sequence[Tensor]) -> bool:
+    """Whether values on a GPU have known sizes, and their numbers lie in order."""
+    static = all(isinstance(each, int) for value in values for each in value.shape)
+    return values[0].device.type == DEVICE and static and all(value.is_contiguous() for value in values)
+
+
 def _write(graph: Graph, operand: Node) -> bool:
     made = _before_reshapes(operand)
     if not (has(made.target, CONVERSIONS_AFTER) or made.target is ATEN.clone.default) or not operand.users:
@@ -75,10 +85,7 @@ def _write(graph: Graph, operand: Node) -> bool:
         return False
     values = [node.meta["val"] for node in (operand, made, source)]
     size, stride = [*values[0].shape], [*values[0].stride()]
-    static = all(isinstance(each, int) for value in values for each in value.shape)
-    if values[0].device.type != DEVICE or values[0].dtype not in LOW or not static:
-        return False
-    if not all(value.is_contiguous() for value in values):
+    if values[0].dtype not in LOW or not _is_in_order(values):
         return False
     adds = len(size) == 2 and size[0] % ROWS == 0 and any(map(_adds_columns, operand.users))
     with graph.inserting_before(operand):
@@ -91,6 +98,39 @@ def _write(graph: Graph, operand: Node) -> bool:
         written = insert_call(graph, ATEN.as_strided.default, low, size, stride)
     operand.replace_all_uses_with(written)
     return True
+
+
+def _add_where_made(graph: Graph, total: Node) -> bool:
+    """Add what lies in memory to the gradient of a norm where that is computed, in its own shape."""
+    if total.target is not ATEN.add.Tensor or total.kwargs or not all(isinstance(each, Node) for each in total.args):
+        return False
+    for stored, made in (total.args, reversed(total.args)):
+        converted = has(made.target, CONVERSIONS_AFTER)
+        source = _before_reshapes(made.args[0] if converted else made)
+        values = [node.meta["val"] for node in (total, stored, made, source)]
+        same_shape = values[0].shape == values[3].shape
+        if same_shape or not _is_in_order(values) or not _lies_in_memory(stored) or not _reduces_rows(source):
+            continue
+        size, stride = [*values[0].shape], [*values[0].stride()]
+        with graph.inserting_before(total):
+            operand = insert_call(graph, CONVERT, source, values[0].dtype) if converted else source
+            operands = [operand, insert_call(graph, ATEN.reshape.default, stored, [*values[3].shape])]
+            added = insert_call(graph, ATEN.add.Tensor, *(operands[::-1] if stored is total.args[0] else operands))
+            total.replace_all_uses_with(insert_call(graph, ATEN.as_strided.default, added, size, stride))
+        graph.erase_node(total)
+        return True
+    return False
+
+
+def _lies_in_memory(value: Node) -> bool:
+    """Whether a product gives a value, or reads it, or it is written for one; or it is one of these, widened."""
+    made = _before_reshapes(value)
+    if any(user.target in _PRODUCTS for node in (value, made) for user in node.users):
+        return True
+    if has(made.target, CONVERSIONS_AFTER):
+        return _lies_in_memory(made.args[0])
+    given = made.args[0] if made.target is operator.getitem else made
+    return given.target in (*_PRODUCTS, ATEN.as_strided.default) or made.op == "placeholder"
 
 
 def _in_chunks(graph: Graph, source: Node, operand: Node) -> Node:
@@ -112,7 +152,7 @@ def _in_chunks(graph: Graph, source: Node, operand: Node) -> Node:
 
 @dataclass(frozen=True)
 class WriteForProducts:
-    """For a joint or inference graph; returns how many operands of products are written where they are computed."""
+    """For a joint or inference graph; returns how many values are written in the shape that they are computed in."""
 
     name = "write_for_products"
     exact = False  # sums of columns are taken in another order
@@ -125,4 +165,5 @@ class WriteForProducts:
 
 def _apply(gm: GraphModule) -> int:
     with tracing.on_fakes_of(gm):
-        return sum(_write(gm.graph, node) for node in list(gm.graph.nodes) if node.op == "call_function")
+        calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+        return sum(_add_where_made(gm.graph, node) or _write(gm.graph, node) for node in calls)
