@@ -18,13 +18,14 @@ def answer(case: dict[str, Any], peer: str) -> dict[str, Any]:
     from benchmarks.paper.lowering import counted
 
     made, graphs = Case(**case), []
-    for counts in counted(*made.build(), made.training, peer, made.dtype):
+    model, args = made.build()
+    for counts in counted(model, args, made.training, peer, made.dtype):
         sizes, times = Counter[str](), Counter(label for label, _ in counts.parts)
         for label, size in counts.parts:
             sizes[label] += size
         parts = [[label, times[label], size] for label, size in sizes.most_common()]
         graphs.append(asdict(counts) | {"parts": parts, "kernels": usages(counts.kernels)})
-    return {"graphs": graphs}
+    return {"parameters": sum(each.numel() for each in model.parameters()), "graphs": graphs}
 
 
 if __name__ == "__main__":

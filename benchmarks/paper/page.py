@@ -22,17 +22,30 @@ on any of the three.
 *{STOCK}* is `torch.compile` inside `torch.autocast`. *{CONVERTED}* has the whole model in bfloat16: not
 mixed precision any more, and so a bound that nobody has to reach. *{AMP}* is `torch.compile(model, backend="amp")` with
 default options. In a training step each of its copies of weights is cast once, in one launch (`amp_cast`). Our scaler's
-fused step writes them as it updates the weights, and saves two thirds of that. No row has an optimizer's step.
+fused step writes them as it updates the weights, and saves two thirds of that. What an optimizer's step takes has a
+[table of its own](#with-the-scalers-step).
 
 Of an op that Inductor can't look into, what its code does is counted by hand (`benchmarks/paper/opaque.py`).
 
 [What the counts may mean in time](gpu_estimate.md) is an estimate.
 """
 
+CLIP, UNSCALE, ADAMW = 4 + 8, 8, 28
+"""Bytes a parameter that torch's step moves."""
+OUR_STEP = 4 + 28
+WHOLE_STEPS = f"""GB of forward and backward, and of a step that clips gradients to a norm and updates weights by AdamW,
+through a scaler. Steps are counted by formula. torch's moves {CLIP + ADAMW} bytes a parameter: it takes the norm of the
+gradients (4), multiplies them (8), and reads and writes weight, gradient and moments (28); in float16 it unscales them
+before ({UNSCALE}). Ours reads gradients for their norm (4), updates (28), and writes the copies of weights (2 for each
+number), so that no graph casts them.
+
+| | {STOCK} | {AMP} | |
+|---|--:|--:|--:|"""
+
 
 def write() -> None:
     """Write the page from the counts that are kept."""
-    PAGE.write_text("\n".join([HEAD.rstrip(), *_summary(), *_options(), *_cases()]) + "\n")
+    PAGE.write_text("\n".join([HEAD.rstrip(), *_summary(), *_whole_steps(), *_options(), *_cases()]) + "\n")
 
 
 def total(graphs: list[dict[str, Any]], what: str) -> int:
@@ -47,6 +60,23 @@ def _summary() -> Iterator[str]:
     for case, peers in results.read().items():
         if STOCK in peers and AMP in peers:
             yield f"| {case} | {_ratios(peers[AMP], peers[STOCK])} |"
+
+
+def _whole_steps() -> Iterator[str]:
+    yield "\n## With the scaler's step\n"
+    yield WHOLE_STEPS
+    for case, peers in results.read().items():
+        if "training" in case and STOCK in peers and AMP in peers:
+            yield f"| {case} | {_whole_step(peers[STOCK], peers[AMP], ADAMW + CLIP + UNSCALE * case.endswith('f16'))} |"
+
+
+def _whole_step(stock: dict[str, Any], ours: dict[str, Any], step: int) -> str:
+    graphs = [graph for graph in ours["graphs"] if graph["kind"] != "copies"]
+    copied = (total(ours["graphs"], "bytes") - total(graphs, "bytes")) // (4 + 2)  # what a cast reads and writes
+    theirs = total(stock["graphs"], "bytes"), step * stock["parameters"]
+    fused = total(graphs, "bytes"), OUR_STEP * ours["parameters"] + 2 * copied
+    cells = [f"{graphs / 1e9:.3g} + {step / 1e9:.3g}" for graphs, step in (theirs, fused)]
+    return f"{' | '.join(cells)} | {sum(fused) / sum(theirs):.2f}"
 
 
 def _options() -> Iterator[str]:
