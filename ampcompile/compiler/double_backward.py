@@ -66,26 +66,13 @@ class DoubleBackward:
         self, gm: GraphModule, function: compiled_functions.AutogradFunction, refusal: str | None = None
     ) -> None:
         self._gm, self._function = gm, function
-        self._thread = threading.local()  # .args: of the call that this thread is in
+        self.call = threading.local()  # .inputs: of the graph, in the call that this thread is in
         self._slots = compiled_functions.result_slots(function)
         self._sources: list[int | None] | None = None  # which input of the graph an argument of the function is
         self._watched: list[int] = []  # the inputs whose versions are kept
         self.refusal = refusal or self._refusal()
         compiled_functions.survive_kept_graphs(function)
         compiled_functions.intercept(function, self._remember, self._backward)
-
-    def __call__(self, run: Run) -> Run:
-        """`run`, which takes the graph's inputs, with each call remembered."""
-        thread = self._thread
-
-        def remembered(*args: Any) -> Any:
-            thread.args = args
-            try:
-                return run(*args)
-            finally:
-                thread.args = None
-
-        return remembered
 
     def _refusal(self) -> str | None:
         """Why the graph can't be run again; None if it can, as far as one can tell without running it."""
@@ -97,7 +84,7 @@ class DoubleBackward:
         return CLOSED if has_closed_backward(self._gm) else None
 
     def _remember(self, ctx: Any, arguments: Sequence[Any]) -> None:
-        args = getattr(self._thread, "args", None)
+        args = getattr(self.call, "inputs", None)
         if args is None or self.refusal or (self._sources is None and tracing.fakes_only()):
             ctx.amp_call = None
             return

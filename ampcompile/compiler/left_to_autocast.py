@@ -71,7 +71,9 @@ def lower_as_made(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
             compiled = lowering.inductor(
                 gm, example_inputs, config | dict(options.inductor), _leave, key, decompositions()
             )
-    return DoubleBackward(gm, functions[-1], SUBCLASSES)(compiled) if functions else compiled
+    if functions:
+        DoubleBackward(gm, functions[-1], SUBCLASSES)  # which has autograd refuse it in words of ours
+    return compiled
 
 
 def _leave(_: GraphModule) -> None:

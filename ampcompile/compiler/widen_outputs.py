@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 
 from ampcompile import dtypes
 from ampcompile.passes.graph import Cast
-from ampcompile.torch_private import frame_returns, pytree, tracing
+from ampcompile.torch_private import frame_returns, pytree
 from ampcompile.torch_private.frame_returns import RESUMED
 
 from . import call_state
@@ -88,7 +88,7 @@ def widen(tensor: torch.Tensor) -> torch.Tensor:
 
 def widen_returns(frame: frame_returns.Frame) -> None:
     """At the end of a frame of the outermost callable: what it computes in the call's low type leaves in float32."""
-    if current_call.low_dtype is None or not _is_outermost(sys._getframe(), frame.f_code):
+    if current_call.low_dtype is None or not is_outermost(sys._getframe(), frame.f_code):
         return
     tensors, are_all = frame_returns.computed_and_returned(frame, current_call.low_dtype)
     if tensors:
@@ -133,32 +133,13 @@ def _value(node: Any) -> Any:
     return meta.get("val", meta.get("example_value"))
 
 
-def adapt_to_caller(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A wrap of what `gm` is compiled to. Where its results don't leave the outermost call, they are cast back.
-
-    Where they do, and nothing else is left to widen, `current_call` notes it.
-    """
-    leaves: LeavingResults | None = gm.meta.get(LEAVING)
-    if leaves is None:
-        return lambda run: run
-    indices, dtype, whole = leaves.indices, leaves.dtype, leaves.all and leaves.seen == _dtypes(gm)
-
-    def for_any_caller(run: Callable[..., Any]) -> Callable[..., Any]:
-        def run_and_look(*args: Any) -> Any:
-            results = run(*args)
-            if tracing.fakes_only():
-                return results
-            if current_call.widens and _is_outermost(sys._getframe(1)):
-                current_call.widened = whole
-                return results
-            return [result.to(dtype) if i in indices else result for i, result in enumerate(results)]
-
-        return run_and_look
-
-    return for_any_caller
+def find_still_leaving(gm: GraphModule) -> LeavingResults | None:
+    """The results of a rewritten graph that leave the call; its passes may have changed the dtypes of others."""
+    leaving: LeavingResults | None = gm.meta.get(LEAVING)
+    return None if leaving is None else replace(leaving, all=leaving.all and leaving.seen == _dtypes(gm))
 
 
-def _is_outermost(frame: FrameType | None, code: CodeType | None = None) -> bool:
+def is_outermost(frame: FrameType | None, code: CodeType | None = None) -> bool:
     """Whether what a frame returns is what the call of ours that it is in returns; `code`: of a frame not there yet.
 
     So it is if between them are only frames of torch, and frames that end by calling what follows a graph break.

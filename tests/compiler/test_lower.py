@@ -1,25 +1,19 @@
-"""What runs on the graph after differentiation runs under the same contract as what runs before it. Around what is
-lowered stand its copies of weights, up to date, and word of writes that nobody else tells."""
+"""What runs on the graph after differentiation runs under the same contract as what runs before it."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
-from ampcompile import weights
 from ampcompile.compiler.backend import rewrite
-from ampcompile.compiler.lower import _fake_copy, _inductor_config, _invalidate_after, _with_copies, lower
+from ampcompile.compiler.lower import _inductor_config, lower
 from ampcompile.config import Options
-from ampcompile.kernels.packed_conv import Blocks
 from ampcompile.kernels.packed_linear import LinearBlocks
 from ampcompile.passes import base, pipeline
 from ampcompile.passes.weight_copy import Slot
 from tests.compiling import LOW, amp, eager, gradients
-from tests.weights.writers import unseen
 
 
 @dataclass(frozen=True)
@@ -108,97 +102,14 @@ def test_a_watch_sees_the_graph_as_it_comes_and_after_each_pass(gradients):
     assert len({id(gm) for _, gm in seen}) == 1
 
 
-# What stands around it
-
-
-def slot(weight: int, blocks: Blocks | None = None, on_trial: bool = False) -> Slot:
-    return Slot(weight=weight, dtype=LOW, blocks=blocks, on_trial=on_trial)
-
-
-@pytest.mark.parametrize("read", [[1], [2, 1]])
-def test_a_graph_gets_its_copies_after_its_inputs(read: list[int]) -> None:
-    inputs = torch.randn(2), nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(4))
-    run = _with_copies(lambda *args: args, [slot(i) for i in read], Options())
-    for _ in range(2):
-        given = run(*inputs)
-        assert given[:3] == inputs
-        assert [copy.tolist() for copy in given[3:]] == [inputs[i].detach().to(LOW).tolist() for i in read]
-        with torch.no_grad():
-            inputs[1].add_(1)
-
-
-@pytest.mark.parametrize("replayed", [False, True])
-def test_copies_keep_their_addresses_where_cuda_graphs_replay(replayed: bool) -> None:
-    weight = nn.Parameter(torch.randn(3))
-    run = _with_copies(lambda *args: args, [slot(0)], Options(inductor=(("triton.cudagraphs", replayed),)))
-    first = run(weight)[1]  # still held, as by a backward
-    with torch.no_grad():
-        weight.add_(1)
-    assert (run(weight)[1].data_ptr() == first.data_ptr()) == replayed
-
-
-def test_a_weight_on_trial_is_compared_first() -> None:
-    tensor = torch.randn(3)
-    run = _with_copies(lambda *args: args[1], [slot(0, on_trial=True)], Options())
-    for _ in range(3):
-        unseen(tensor)[1] += 1
-        assert torch.equal(run(tensor), tensor.to(LOW))
-
-
-def test_where_all_is_fake_the_copies_are_shapes() -> None:
-    run = _with_copies(lambda *args: args, [slot(0), slot(0, LinearBlocks())], Options())
-    with FakeTensorMode():
-        weight = torch.empty(4, 6).t().requires_grad_()
-        _, strided, packed = run(weight)
-    assert [(c.dtype, c.shape, c.requires_grad) for c in (strided, packed)] == [(LOW, (6, 4), False)] * 2
-    assert strided.stride() == (1, 6) and packed.stride() == (4, 1)
-    assert _fake_copy(torch.empty(2, 3), slot(0)).dtype == LOW
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_what_a_graph_writes_below_autograd_is_cast_again(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(weights, "invalidate", told.append)
-
-    def run(*args: Any) -> Any:
-        assert not told, "once it has run"
-        if fails:
-            raise KeyError
-        return args[0] * 2
-
-    wrapped = _invalidate_after(run, [2, 0])
-    if fails:
-        with pytest.raises(KeyError):
-            wrapped(1, 2, 3)
-    else:
-        assert wrapped(1, 2, 3) == 2
-    assert told == [[3, 1]]
-
-
-def test_of_what_a_graph_for_any_number_of_rows_writes_below_autograd_only_tensors_are_cast_again() -> None:
-    def f(x: Tensor, w: Tensor) -> Tensor:
-        found = torch.einsum("ij,jk->ik", x, w)
-        part = found[:]
-        found.data.mul_(0.5)
-        return part
-
-    run = torch.compile(f, backend="amp", dynamic=True, options={"lower": "eager", "outputs": "autocast"})
-    w = torch.randn(8, 8)
-    for rows in (4, 6):
-        x = torch.randn(rows, 8)
-        with torch.autocast("cpu"):
-            expected = f(x, w)
-        assert torch.equal(run(x, w), expected)
-
-
 @pytest.mark.parametrize(("numerics", "emulated"), [("eager", True), ("relaxed", False)])
 def test_inductor_rounds_as_eager_does_unless_it_may_not(numerics: str, emulated: bool) -> None:
     gm = GraphModule({}, Graph())
     options = Options(numerics=numerics, inductor=(("max_autotune", True),))
-    config = _inductor_config(gm, options, [slot(0)])
+    config = _inductor_config(gm, options, [Slot(0, LOW)])
     assert config["emulate_precision_casts"] is emulated and config["max_autotune"] is True
     assert "size_asserts" not in config
-    assert _inductor_config(gm, options, [slot(0), slot(1, LinearBlocks())])["size_asserts"] is False
+    assert _inductor_config(gm, options, [Slot(0, LOW), Slot(1, LOW, LinearBlocks())])["size_asserts"] is False
     mine = Options(inductor=(("emulate_precision_casts", False),))
     assert _inductor_config(gm, mine, [])["emulate_precision_casts"] is False, "the user's own word is the last"
 

@@ -1,0 +1,102 @@
+"""The callable that Dynamo installs for one graph: its compiled code, and what each call does beside running it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampcompile import weights
+from ampcompile.config import Options
+from ampcompile.passes.weight_copy import Slot
+from ampcompile.torch_private import tracing
+
+from .call_state import current_call
+from .double_backward import DoubleBackward
+from .widen_outputs import LeavingResults, is_outermost
+
+
+def install(
+    compiled: Callable[..., Any],
+    options: Options,
+    slots: Sequence[Slot] = (),
+    second: DoubleBackward | None = None,
+    written: Sequence[int] = (),
+    leaving: LeavingResults | None = None,
+) -> Callable[..., Any]:
+    """`compiled`, as a `CompiledGraph` if a call has more to do than run it."""
+    if slots or second is not None or written or leaving is not None:
+        return CompiledGraph(compiled, options, slots, second, written, leaving)
+    return compiled
+
+
+class CompiledGraph:
+    """Compiled code, called with the inputs of the graph as Dynamo made it.
+
+    `slots`: copies of weights that follow the inputs, up to date. `second`: keeps the inputs of each call, from which a
+    gradient can be differentiated again. `written`: inputs that the graph writes to without a version bump; their
+    copies are stale afterwards. `leaving`: results that were widened to leave the outermost callable; where another
+    one called, they are cast back, which loses nothing.
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        options: Options,
+        slots: Sequence[Slot] = (),
+        second: DoubleBackward | None = None,
+        written: Sequence[int] = (),
+        leaving: LeavingResults | None = None,
+    ) -> None:
+        self._compiled, self._slots, self._written, self._leaving = compiled, slots, written, leaving
+        self._call = None if second is None else second.call
+        self._weights = [slot.weight for slot in slots]
+        self._binding = _bind(slots, options) if slots else None
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the graph once."""
+        inputs, call = args if self._binding is None else (*args, *self._copies(args)), self._call
+        try:
+            if call is not None:
+                call.inputs = inputs
+            results = self._compiled(*inputs)
+        finally:
+            if call is not None:
+                call.inputs = None
+            if self._written:
+                weights.invalidate([args[i] for i in self._written])
+        return results if self._leaving is None else self._leave(results, self._leaving)
+
+    def _copies(self, args: Sequence[Any]) -> Sequence[Tensor]:
+        assert self._binding is not None
+        if tracing.fakes_only():  # Dynamo's DDP splitter asks for the inputs of the next part
+            return [_fake_copy(args[slot.weight], slot) for slot in self._slots]
+        return self._binding.copies([args[i] for i in self._weights])
+
+    def _leave(self, results: Sequence[Any], leaving: LeavingResults) -> Sequence[Any]:
+        if tracing.fakes_only():
+            return results
+        if current_call.widens and is_outermost(sys._getframe(2)):
+            current_call.widened = leaving.all
+            return results
+        return [result.to(leaving.dtype) if i in leaving.indices else result for i, result in enumerate(results)]
+
+
+def _bind(slots: Sequence[Slot], options: Options) -> weights.Binding:
+    return weights.bind(
+        [slot.dtype for slot in slots],
+        # CUDA graphs record addresses: their copies are refreshed in place, always.
+        in_place=dict(options.inductor).get("triton.cudagraphs", False),
+        wide=[slot.wide for slot in slots],
+        packed=[slot.blocks for slot in slots],
+        on_trial=[slot.on_trial for slot in slots],
+    )
+
+
+def _fake_copy(weight: Tensor, slot: Slot) -> Tensor:
+    held = torch.float32 if slot.wide else slot.dtype
+    copy = torch.empty_like(weight, dtype=held, requires_grad=False)
+    return copy if slot.blocks is None else copy.contiguous()
