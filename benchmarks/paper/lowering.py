@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from ampcompile.compiler import backend
+from ampcompile.compiler import backend, compiled_graph
 from ampcompile.compiler import lower as lowered_by_amp
 from ampcompile.config import Options
 from benchmarks.paper.cases import CONVERTED, OPTIONS, STOCK
@@ -55,7 +55,7 @@ def counted(model: nn.Module, args: Sequence[Tensor], training: bool, peer: str,
 def _lower_as_amp(gm: GraphModule, fakes: Sequence[Any], options: Options) -> Counts:
     """Lower a graph; returns what its copies of weights cost when the weights have changed: one launch for all."""
     no_copies = types.SimpleNamespace(copies=None)  # nothing runs, so none are made
-    with mock.patch.object(lowered_by_amp.weights, "bind", lambda *_, **__: no_copies):
+    with mock.patch.object(compiled_graph.weights, "bind", lambda *_, **__: no_copies):
         rewritten = backend.rewrite(gm, fakes, options)
         slots = [
             node.meta["amp_copy"]
