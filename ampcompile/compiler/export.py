@@ -30,7 +30,7 @@ from ampcompile.torch_private.frame_returns import memory_of
 from . import ambient, unmatched
 from .backend import where_it_pays
 
-OPTIONS = ("dtype", "numerics", "outputs", "placement", "policy", "range_guards")
+OPTIONS = ("dtype", "numerics", "outputs", "policy", "range_guards")
 _CASTS = {getattr(torch.Tensor, name) for name in ("to", "float", "double", "half", "bfloat16", "type", "type_as")}
 _ALIAS = torch.ops.aten.alias.default
 _CHECK = torch.ops.aten._assert_tensor_metadata.default
@@ -47,7 +47,7 @@ def export(
 ) -> ExportedProgram:
     """`torch.export.export(model, args, kwargs, dynamic_shapes=...)` in mixed precision, every cast an op of the graph.
 
-    `options` are `dtype`, `policy`, `numerics`, `range_guards`, `placement` and `outputs` of
+    `options` are `dtype`, `policy`, `numerics`, `range_guards` and `outputs` of
     `torch.compile(model, backend="amp", options=...)`; the program gives the same bits as that with `lower="eager"`.
     Its state dict is the model's: parameters and buffers keep their names and dtypes, and are cast in the graph. What
     runs or compiles it needs nothing of ampcompile; no autocast may be open around that. The graph can be trained,
@@ -58,7 +58,7 @@ def export(
     >>> program.module()(x).dtype
     torch.float32
     """
-    for name in options.keys() - OPTIONS:
+    for name in options.keys() - {*OPTIONS, "placement"}:  # which Options ignores
         raise OptionError(
             f"option {name!r} of export: expected one of {', '.join(OPTIONS)}. Others are for running a graph: give "
             "them to what compiles the exported program."
