@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import moved
 from .auditing.audit import audit
 from .errors import (
     AmpError,
@@ -83,8 +82,6 @@ _LATER = {
 }
 
 __version__ = "0.1.0"
-
-moved.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,6 @@ from .policy import Policy
 _CHOICES = {
     "weights": ("cached", "every_call"),
     "numerics": ("eager", "relaxed"),
-    "placement": ("eager", "bytes"),
     "lower": ("inductor", "aot_eager", "eager"),
     "outputs": ("float32", "autocast"),
     "products": ("auto", "float32", "torch"),
@@ -43,7 +42,6 @@ class Options:
     weights: str = "cached"
     numerics: str = "eager"
     range_guards: bool = True
-    placement: str = "eager"
     lower: str = "inductor"
     outputs: str = "float32"
     """In which type low-precision results leave the outermost compiled callable where no autocast is open around it."""
@@ -68,6 +66,7 @@ class Options:
         ours = {f.name for f in fields(cls)} - {"inductor"}
         values: dict[str, Any] = {}
         given = dict(options or {})
+        _ignore_placement(given)
         inductor = _of_mode(given.pop("mode", mode))
         for key, value in given.items():
             if key in ours:
@@ -97,6 +96,25 @@ def _of_mode(mode: str | None) -> dict[str, Any]:
             "mode or options, not both: write it among the options, as options={'mode': 'max-autotune', 'dtype': ...}."
         )
     return dict(modes[mode])
+
+
+def _ignore_placement(given: dict[str, Any]) -> None:
+    """Take out an option that has one value left."""
+    value = given.pop("placement", "eager")
+    if value == "bytes":
+        _warn_gone("placement", value, "'eager', the default. It is ignored, and no op is moved: leave the option out.")
+    elif value != "eager":
+        raise OptionError(f"option placement={value!r}: expected 'eager', the only value; leave the option out.")
+
+
+@cache
+def _warn_gone(option: str, name: str, instead: str) -> None:
+    """Warn of a value that is gone, once a process: each graph's compilation reads the options."""
+    warnings.warn(
+        f"option {option} names {name!r}, which ampcompile no longer has; expected {instead}",
+        AmpWarning,
+        stacklevel=2,
+    )
 
 
 def _checked(key: str, value: Any) -> Any:

@@ -1,9 +1,11 @@
 """The user's steering of precision: overrides per op and per module path, on top of the device's table."""
 
 import difflib
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Self
 
 import torch
@@ -13,7 +15,7 @@ from ampcompile.passes.analysis.schema import arguments_of, computes
 from ampcompile.rules.table import Rule
 from ampcompile.torch_private.types import OpOverload
 
-from .errors import PolicyError
+from .errors import AmpWarning, PolicyError
 from .rules import table as rules
 from .rules.group import Category
 
@@ -29,7 +31,6 @@ _CATEGORIES: dict[str, Category] = {
     "as_arrives": "as_arrives",
 }
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_PAYS = "where it pays"
 
 Overrides = tuple[tuple[str, str], ...]
 
@@ -46,10 +47,6 @@ class Policy:
     is `"low"`, `"bf16"`, `"fp16"`, `"fp32"` or `"default"`. A path stands for all inside it; `*` matches dots too.
     There, every op that computes runs in that dtype, whatever its own rule.
 
-    `where_it_pays`: graphs whose products would not be faster in low precision on this machine, by a measurement of
-    some 10 ms, run in float32. Its results then depend on the machine; with several processes it does nothing, since
-    they must decide alike.
-
     Of several matches the last wins, a module beats an op, and `"default"` goes back to the table. Raises PolicyError
     for values that aren't listed, and for globs with blanks, commas or equals signs.
 
@@ -61,7 +58,6 @@ class Policy:
 
     ops: Overrides = ()
     modules: Overrides = ()
-    where_it_pays: bool = False
 
     def __post_init__(self) -> None:
         _check("op", self.ops, OP_VALUES)
@@ -70,7 +66,7 @@ class Policy:
     def __str__(self) -> str:
         entries = [f"op {glob}={value}" for glob, value in self.ops]
         entries += [f"module {glob}={value}" for glob, value in self.modules]
-        return ", ".join([*entries, *([_PAYS] if self.where_it_pays else [])]) or "default"
+        return ", ".join(entries) or "default"
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -82,17 +78,18 @@ class Policy:
         found: dict[str, list[tuple[str, str]]] = {"op": [], "module": []}
         entries = [entry.strip() for entry in text.split(",")] if text.strip() not in ("", "default") else []
         for entry in entries:
-            if entry == _PAYS:
+            if entry == "where it pays":
+                _warn_of_where_it_pays()
                 continue
             kind, _, override = entry.partition(" ")
             glob, equals, value = override.partition("=")
             if kind not in found or not equals:
                 raise PolicyError(
-                    f"policy entry {entry!r} is neither 'op <glob>=<rule>' nor 'module <glob>=<dtype>' nor '{_PAYS}'. "
+                    f"policy entry {entry!r} is neither 'op <glob>=<rule>' nor 'module <glob>=<dtype>'. "
                     "Write entries with commas between them, as 'op softmax*=low, module encoder.*.norm=fp32'."
                 )
             found[kind].append((glob.strip(), value.strip()))
-        return cls(tuple(found["op"]), tuple(found["module"]), _PAYS in entries)
+        return cls(tuple(found["op"]), tuple(found["module"]))
 
     def rule_for(self, op: OpOverload, device_type: str, module_path: str = "") -> Rule | None:
         """The rule of an op called in the module at `module_path`; None: it runs in whatever dtype arrives."""
@@ -124,6 +121,18 @@ class Policy:
             if value != "default" and computes(op):
                 return _rule(op, value, f"policy: {kind} {glob}={value}")
         return None
+
+
+@cache
+def _warn_of_where_it_pays() -> None:
+    """Once a process: each graph's compilation reads the options."""
+    warnings.warn(
+        "a policy has the entry 'where it pays', which ampcompile no longer knows; expected 'op <glob>=<rule>' or "
+        "'module <glob>=<dtype>'. It is ignored: where explain's estimate says that a model won't gain, call it inside "
+        "torch.autocast(device_type, enabled=False), or keep modules of it in float32, as 'module head=fp32'.",
+        AmpWarning,
+        stacklevel=2,
+    )
 
 
 def _last_match(overrides: Overrides, names: list[str]) -> tuple[str, str]:

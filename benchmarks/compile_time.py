@@ -1,6 +1,6 @@
 """How much of a cold compile is ours, and how that grows with the graph.
 
-python -m benchmarks.compile_time [--device cpu] [--placement bytes] [--deep]
+python -m benchmarks.compile_time [--device cpu] [--deep]
 
 `--deep` compiles a graph of 10,000 nodes too, by which Inductor is busy for many minutes.
 """
@@ -66,12 +66,12 @@ def our_seconds() -> Iterator[list[float]]:
         yield seconds
 
 
-def cold_compile(name: str, device: str, config: GPTConfig = TWELVE_LAYERS, placement: str = "eager") -> Compile:
+def cold_compile(name: str, device: str, config: GPTConfig = TWELVE_LAYERS) -> Compile:
     """First forward and backward of a fresh model with empty caches, less the time of a second one."""
     torch._dynamo.reset()
     model = GPT(config).to(device)
     tokens, targets = torch.randint(config.vocab, (2, 2, config.context), device=device)
-    run = torch.compile(model, backend=name, options={"placement": placement} if name == "amp" else None)
+    run = torch.compile(model, backend=name)
     by_hand = torch.autocast(device, torch.bfloat16, enabled=name == "inductor")
 
     def step() -> float:
@@ -88,7 +88,7 @@ def cold_compile(name: str, device: str, config: GPTConfig = TWELVE_LAYERS, plac
         return Compile(name, first - step(), sum(ours))
 
 
-def growth(depths: Sequence[int] = (16, 32, 64, 128, 256), repeats: int = 3, placement: str = "eager") -> list[Growth]:
+def growth(depths: Sequence[int] = (16, 32, 64, 128, 256), repeats: int = 3) -> list[Growth]:
     """Best time of our passes on the graphs of deeper and deeper GPTs; the narrowest, since only nodes count."""
     found: list[Growth] = []
 
@@ -96,7 +96,7 @@ def growth(depths: Sequence[int] = (16, 32, 64, 128, 256), repeats: int = 3, pla
         times = []
         for _ in range(repeats):
             start = perf_counter()
-            rewritten = backend.rewrite(gm, inputs, Options.parse({"placement": placement}))
+            rewritten = backend.rewrite(gm, inputs, Options())
             times.append(perf_counter() - start)
         found.append(Growth(len(rewritten.graph.graph.nodes), min(times)))
         return gm
@@ -116,18 +116,18 @@ def exponent(points: Sequence[Growth]) -> float:
     return float((nodes * seconds).sum() / nodes.square().sum())
 
 
-def main(device: str, placement: str, deep: bool) -> None:
+def main(device: str, deep: bool) -> None:
     """Prints both measurements."""
     cold_compile("amp", device, ONE_LAYER)  # so that imports and probes of the processor are nobody's
     for config in (TWELVE_LAYERS, *([TEN_THOUSAND_NODES] if deep else [])):
         for name in ("inductor", "amp"):
-            compiled = cold_compile(name, device, config, placement)
+            compiled = cold_compile(name, device, config)
             share = 100 * compiled.ours / compiled.total
             print(
                 f"{config.layers} layers, {name}: cold compile {compiled.total:.1f} s, our passes {share:.1f} % of it",
                 flush=True,
             )
-    points = growth(placement=placement)
+    points = growth()
     for point in points:
         print(f"{point.nodes} nodes: {point.seconds:.2f} s, {1e6 * point.seconds / point.nodes:.0f} µs a node")
     print(f"seconds grow as nodes to the power of {exponent(points):.2f}")
@@ -136,7 +136,6 @@ def main(device: str, placement: str, deep: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--placement", choices=("eager", "bytes"), default="eager")
     parser.add_argument("--deep", action="store_true")
     options = parser.parse_args()
-    main(options.device, options.placement, options.deep)
+    main(options.device, options.deep)

@@ -49,20 +49,10 @@ class Decision:
     """The autocast state that a stretch left alone runs under."""
     known: bool = True
     """False for ops that the policy has never heard of."""
-    free: bool = False
-    """No rule: the op may run in whatever arrives."""
     clamps: Mapping[Node, float] = field(default_factory=dict)
     """The constants to clamp to a magnitude before they are written."""
     bodies: Mapping[Node, GraphModule] = field(default_factory=dict)
     """Copies to call in the place of bodies that other calls, with other dtypes, share."""
-
-
-@dataclass(frozen=True)
-class PlacementWish:
-    """What `place_casts` wants of an op that no rule speaks of, in `node.meta["amp_placed"]`."""
-
-    operands: Mapping[Node, torch.dtype]
-    because: str
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Every pass in the order it runs, by phase; a comment says what the pass needs from those before it.
 
-The phases `decide`, `before` and `fusion` see a graph that `capture` made of one of Dynamo's. `after` sees forward and
+The phases `pipeline` and `fusion` see a graph that `capture` made of one of Dynamo's. `after` sees forward and
 backward as one graph, `replay` a graph that torch's own autograd differentiates.
 """
 
@@ -34,7 +34,6 @@ from ampcompile.passes.before.pack_weights import PackWeights
 from ampcompile.passes.before.share_casts import ShareCasts
 from ampcompile.passes.before.split_casts_over_cat import SplitCastsOverCat
 from ampcompile.passes.decide.assign_precision import AssignPrecision
-from ampcompile.passes.decide.place_casts import PlaceCasts
 from ampcompile.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
 from ampcompile.passes.fuse.fuse_linear_cast import FuseLinearCast
 from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy
@@ -55,24 +54,13 @@ def pipeline(
     is_weight: IsWeight,
     is_registered: IsWeight = lambda index, node: True,
 ) -> tuple[Pass, ...]:
-    """Passes on the captured graph; `regions` is the autocast state around it. The others: see `HoistWeights`."""
-    return decide(options, regions, is_weight) + before(options, is_weight, is_registered)
+    """Passes on the captured graph: decide, insert the casts, tidy them, and take those of weights out of it.
 
-
-def decide(options: Options, regions: Regions, is_weight: IsWeight) -> tuple[Pass, ...]:
-    """Passes that decide the dtype of every op, and change nothing."""
-    assign = AssignPrecision(options.policy, regions, options.range_guards)
-    passes: tuple[Pass, ...] = (assign,)  # needs a captured graph with its fakes
-    if options.placement == "bytes":
-        # Needs a decision on every node; what follows from other places for all others is decided once more.
-        passes += (PlaceCasts(torch.is_grad_enabled(), options.lower == "inductor", is_weight), assign)
-    return passes
-
-
-def before(options: Options, is_weight: IsWeight, is_registered: IsWeight) -> tuple[Pass, ...]:
-    """Passes that insert the casts, tidy them, and take those of weights out of the graph."""
+    `regions` is the autocast state around it. The others: see `HoistWeights`.
+    """
     gradients = torch.is_grad_enabled()
     passes: tuple[Pass, ...] = (
+        AssignPrecision(options.policy, regions, options.range_guards),  # needs a captured graph with its fakes
         InsertCasts(),  # needs a decision on every node
         SplitCastsOverCat(),  # before folding, which then finds parts that were widened
         FoldCasts(gradients, options.numerics == "relaxed"),  # needs every cast, ours and the user's

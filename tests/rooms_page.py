@@ -10,8 +10,7 @@ from tests.test_layout import ROOT, SOURCES, imports, room
 PAGE = ROOT / "docs" / "rooms.md"
 PIPELINE = "ampcompile.passes.pipeline"
 PHASES = {
-    "decide": "Decide",
-    "before": "Act, before differentiation",
+    "pipeline": "Decide, then act, before differentiation",
     "fusion": "Fuse",
     "after": "On the joint graph of forward and backward",
     "replay": "On a graph that autograd itself differentiates",
@@ -46,7 +45,7 @@ def flow() -> list[str]:
     steps = ["torch.compile: Dynamo's graph", "Capture: pre-dispatch ATen", *down.values()]
     steps.insert(steps.index(PHASES["after"]), "AOTAutograd: forward and backward")
     lines = [line for step in steps for line in (step, "  ↓")]
-    lines[lines.index(PHASES["before"]) + 1] += f"   ↘ {PHASES['replay']}"
+    lines[lines.index(PHASES["pipeline"]) + 1] += f"   ↘ {PHASES['replay']}"
     lines += ["Inductor, or eager kernels: the code that runs"]
     return [*lines, "  ↑", "weights/: copies, up to date at each call", "  ↑", "scaler/: the fused step"]
 

@@ -50,6 +50,16 @@ def test_a_family_that_is_gone_warns_once_and_is_ignored():
         Options.parse({"fuse": "norms+softmax"})
 
 
+def test_an_option_that_is_gone_warns_once_of_a_value_that_meant_something():
+    config._warn_gone.cache_clear()
+    assert Options.parse({"placement": "eager"}) == Options()
+    with pytest.warns(AmpWarning, match=r"placement names 'bytes', .* expected 'eager', .*: leave the option out"):
+        assert Options.parse({"placement": "bytes"}) == Options()
+    assert Options.parse({"placement": "bytes"}) == Options()  # a second warning would be an error
+    with pytest.raises(OptionError, match=r"placement='byte': expected 'eager'"):
+        Options.parse({"placement": "byte"})
+
+
 def test_a_mode_is_inductors_settings():
     assert dict(Options.parse(mode="reduce-overhead").inductor)["triton.cudagraphs"] is True
     assert dict(Options.parse(mode="max-autotune").inductor)["max_autotune"] is True

@@ -20,14 +20,14 @@ SOURCES = {import_name(path): path for folder in FOLDERS for path in sorted((ROO
 
 # The import law: what each room may import, rooms below it aside. A file belongs to the longest name that fits.
 LAW = [
-    {"errors", "dtypes", "moved"},
+    {"errors", "dtypes"},
     {"torch_private"},
     {"passes.analysis.schema"},
     {"passes.analysis.op_traits"},
     {"kernels.triton"},
     {"kernels"},
     {"weights", "rules"},
-    {"policy", "scaler", "packing", "precision"},
+    {"policy", "scaler", "precision"},
     {"config"},
     {"passes.graph", "passes.verify", "passes.base", "passes.weight_copy"},
     {"passes.analysis"},
@@ -120,7 +120,6 @@ def test_a_file_is_short_and_says_what_it_is() -> None:
 # Files without a test of their own, or whole rooms, and who tests them.
 UNTESTED = {
     "backend": "an alias",
-    "packing": "an alias",
     "errors": "classes alone: each is raised, with its text, in the tests of who raises it",
     "rules.accelerator": "data: tests/rules/test_table.py and test_parity.py hold it against torch",
     "rules.cpu": "data: tests/rules/test_table.py and test_parity.py hold it against torch",

@@ -3,7 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampcompile.errors import PolicyError
+from ampcompile import policy as policy_module
+from ampcompile.errors import AmpWarning, PolicyError
 from ampcompile.policy import MODULE_VALUES, OP_VALUES, Policy
 from ampcompile.rules.table import rule_for, table
 
@@ -57,9 +58,18 @@ def test_a_string_that_is_no_policy(text):
     with pytest.raises(PolicyError) as error:
         Policy.parse(text)
     assert str(error.value) == (
-        f"policy entry {wrong!r} is neither 'op <glob>=<rule>' nor 'module <glob>=<dtype>' nor 'where it pays'. "
+        f"policy entry {wrong!r} is neither 'op <glob>=<rule>' nor 'module <glob>=<dtype>'. "
         "Write entries with commas between them, as 'op softmax*=low, module encoder.*.norm=fp32'."
     )
+
+
+def test_an_entry_that_is_gone_warns_once_and_is_ignored():
+    policy_module._warn_of_where_it_pays.cache_clear()
+    expected = r"has the entry 'where it pays', .*; expected 'op <glob>=<rule>' .* explain's estimate .* enabled=False"
+    with pytest.warns(AmpWarning, match=expected):
+        assert Policy.parse("where it pays") == Policy()
+    policy = Policy.parse("op softmax*=low, module encoder.*=fp32, where it pays")  # a second warning would be an error
+    assert str(policy) == "op softmax*=low, module encoder.*=fp32" and Policy.parse(str(policy)) == policy
 
 
 def test_values_that_do_not_exist():

@@ -222,13 +222,6 @@ def test_copies_and_pickles_keep_their_precision_and_have_their_own_weights(make
             assert not under_autocast(other, *args).any() and under_autocast(module, *args).any()
 
 
-def test_pickles_of_the_module_that_the_subclass_was_once_made_in() -> None:
-    pickled = pickle.dumps(keep_fp32(nn.Linear(4, 4)), protocol=0)
-    older = pickled.replace(b"campcompile.precision\n_remake\n", b"campcompile.precision_class\n_remake\n")
-    assert older != pickled
-    assert under_autocast(pickle.loads(older), torch.randn(2, 4)).dtype == HIGH
-
-
 def test_a_compiled_object_and_one_with_a_forward_of_its_own() -> None:
     compiled = keep_fp32(torch.compile(nn.Linear(4, 4), backend="amp", options={"lower": "aot_eager"}))
     patched = nn.Linear(4, 4)

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from ampcompile import weights
 from ampcompile.config import Options
-from ampcompile.passes.analysis.product_cost import Estimate, estimate, is_emulated
+from ampcompile.passes.analysis.product_cost import estimate, is_emulated
 from ampcompile.passes.base import Applied, Watch, run_passes
 from ampcompile.passes.capture.capture import capture
 from ampcompile.passes.decide.assign_precision import AssignPrecision
@@ -98,7 +98,7 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(autocast.autocast_states())
     is_weight = _weight_test(example_inputs)
-    options = where_it_pays(graph, options, regions, is_weight, device_type)
+    _warn_of_emulation(graph, options, regions, is_weight, device_type)
     logged = logs.watcher(example_inputs)
     watch = logs.watch_both(watch, None if logged is None else logged.watch)
     history = [
@@ -114,41 +114,21 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     return Rewritten(gm, graph, options, tuple(history))
 
 
-def where_it_pays(
+def _warn_of_emulation(
     graph: GraphModule,
     options: Options,
     regions: Regions,
     is_weight: Callable[[int, Node], bool],
     device_type: str,
-) -> Options:
-    """The options for a captured graph: all float32 if the user wants low precision where it pays, and it doesn't.
-
-    Warns, once, where the device only emulates the low type.
-    """
-    asked, low = options.policy.where_it_pays and _is_single_process(), regions.precision(device_type)
-    warns = low is not None and is_emulated(device_type, low) and logs.may_warn_of_emulation()
-    estimated = _estimate(graph, options, regions, is_weight) if asked or warns else None
-    if warns and estimated is not None and estimated.matters:
-        logs.warn_of_emulation(estimated)
-    if asked and estimated is not None and not estimated.pays:
-        modules = (*options.policy.modules, ("*", "fp32"))
-        return replace(options, policy=replace(options.policy, modules=modules))
-    return options
-
-
-def _is_single_process() -> bool:
-    """Whether no other process must decide alike."""
-    together = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not together or torch.distributed.get_world_size() == 1
-
-
-def _estimate(
-    graph: GraphModule, options: Options, regions: Regions, is_weight: Callable[[int, Node], bool]
-) -> Estimate | None:
-    """What the products of a graph take in low precision and in float32."""
+) -> None:
+    """Warn, once, where a captured graph takes longer in a low type that the device only emulates."""
+    low = regions.precision(device_type)
+    if low is None or not is_emulated(device_type, low) or not logs.may_warn_of_emulation():
+        return
     copied = {n for i, n in enumerate(placeholders(graph)) if options.weights == "cached" and is_weight(i, n)}
     run_passes([AssignPrecision(options.policy, regions, options.range_guards)], graph)
-    return estimate(graph, copied)
+    if (estimated := estimate(graph, copied)) is not None and estimated.matters:
+        logs.warn_of_emulation(estimated)
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:

@@ -6,7 +6,7 @@ compiling uses rewrite what it gives, and the result takes its place in the prog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,9 +28,8 @@ from ampcompile.torch_private import autocast, pytree, tracing
 from ampcompile.torch_private.frame_returns import memory_of
 
 from . import ambient, unmatched
-from .backend import where_it_pays
 
-OPTIONS = ("dtype", "numerics", "outputs", "placement", "policy", "range_guards")
+OPTIONS = ("dtype", "numerics", "outputs", "policy", "range_guards")
 _CASTS = {getattr(torch.Tensor, name) for name in ("to", "float", "double", "half", "bfloat16", "type", "type_as")}
 _ALIAS = torch.ops.aten.alias.default
 _CHECK = torch.ops.aten._assert_tensor_metadata.default
@@ -47,7 +46,7 @@ def export(
 ) -> ExportedProgram:
     """`torch.export.export(model, args, kwargs, dynamic_shapes=...)` in mixed precision, every cast an op of the graph.
 
-    `options` are `dtype`, `policy`, `numerics`, `range_guards`, `placement` and `outputs` of
+    `options` are `dtype`, `policy`, `numerics`, `range_guards` and `outputs` of
     `torch.compile(model, backend="amp", options=...)`; the program gives the same bits as that with `lower="eager"`.
     Its state dict is the model's: parameters and buffers keep their names and dtypes, and are cast in the graph. What
     runs or compiles it needs nothing of ampcompile; no autocast may be open around that. The graph can be trained,
@@ -58,7 +57,7 @@ def export(
     >>> program.module()(x).dtype
     torch.float32
     """
-    for name in options.keys() - OPTIONS:
+    for name in options.keys() - {*OPTIONS, "placement"}:  # which Options ignores
         raise OptionError(
             f"option {name!r} of export: expected one of {', '.join(OPTIONS)}. Others are for running a graph: give "
             "them to what compiles the exported program."
@@ -69,7 +68,7 @@ def export(
     with ambient.autocast_for(device_type, parsed):
         with _AsCaptured():
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
-        graph = _rewrite(program, parsed, model, device_type)
+        graph = _rewrite(program, parsed, model)
         if parsed.outputs == "float32" and not within and autocast.is_on(device_type):
             _widen_outputs(graph, torch.get_autocast_dtype(device_type))
         return _with_graph(program, graph)
@@ -90,7 +89,7 @@ class _AsCaptured(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _rewrite(program: ExportedProgram, options: Options, model: torch.nn.Module, device_type: str) -> GraphModule:
+def _rewrite(program: ExportedProgram, options: Options, model: torch.nn.Module) -> GraphModule:
     """The program's graph with every cast written out."""
     gm = program.graph_module
     mode = tracing.fake_mode_of(gm)
@@ -103,10 +102,8 @@ def _rewrite(program: ExportedProgram, options: Options, model: torch.nn.Module,
     seen = unmatched.CompiledNames()
     seen.add(captured)
     unmatched.warn(options.policy, seen, model)
-    regions, is_weight = Regions(autocast.autocast_states()), _weight_test(program)
-    options = where_it_pays(captured, options, regions, is_weight, device_type)
-    # Decided as for a compiled graph, which reads copies of weights; this one casts them.
-    passes = pipeline(replace(options, weights="every_call"), regions, is_weight)
+    regions = Regions(autocast.autocast_states())
+    passes = pipeline(replace(options, weights="every_call"), regions, is_weight=lambda index, node: False)
     logged = logs.watcher(fakes)
     history = run_passes(passes, captured, None if logged is None else logged.watch)
     if logged is not None:
@@ -168,13 +165,6 @@ def _widen_outputs(gm: GraphModule, low: torch.dtype) -> None:
 
     with tracing.on_fakes_of(gm):
         output.args = map_arg(output.args, widened)
-
-
-def _weight_test(program: ExportedProgram) -> Callable[[int, Node], bool]:
-    """Whether an input of the graph is a parameter or buffer: a compiled graph would read a copy of it."""
-    signature = program.graph_signature
-    names = {spec.arg.name for spec in signature.input_specs if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)}
-    return lambda index, node: node.name in names
 
 
 def _named(specs: Sequence[Any], nodes: Sequence[Any]) -> list[Any]:

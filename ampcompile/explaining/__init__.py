@@ -1,1 +1,1 @@
-"""`ampcompile.explain`: which cast stands where, and why, as a table, a page, and Graphviz's language."""
+"""`ampcompile.explain`: which cast stands where, and why, as a table and as a page."""

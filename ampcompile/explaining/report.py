@@ -10,7 +10,7 @@ from pathlib import Path
 from ampcompile.records.casts import CastRecord, FusionRecord, GraphRecord, OpRecord
 from ampcompile.records.totals import Total
 
-from . import dot, html, table
+from . import html, table
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,6 @@ class Report:
     def save(self, path: str | Path) -> None:
         """Write the report as a page that needs nothing else: `report.save("amp.html")`."""
         Path(path).write_text(html.page(self.graphs, self._changes(), self.unknown_ops, self.results), encoding="utf-8")
-
-    def to_graphviz(self) -> str:
-        """The graphs in Graphviz's language: `dot -Tsvg` draws it."""
-        return dot.dot(self.graphs)
 
     def __str__(self) -> str:
         return table.render(self.graphs, self.unknown_ops, self._changes(), self.results)

@@ -1,4 +1,4 @@
-"""A rewritten graph as plain records, one per value, for pictures of it."""
+"""A rewritten graph as plain records, one per value, for the page that shows it."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ def warn_of_emulation(estimated: Estimate) -> None:
     _emulation_told = True
     if not estimated.pays:
         log.warning(
-            "%s. To keep such graphs in float32, compile with options={'policy': 'where it pays'}, or call the model "
-            "inside torch.autocast('cpu', enabled=False)",
+            "%s. Call the model inside torch.autocast('cpu', enabled=False), or keep modules of it in float32: "
+            "options={'policy': 'module head=fp32'}. ampcompile.explain estimates each graph",
             estimated,
         )
 

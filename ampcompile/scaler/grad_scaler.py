@@ -42,7 +42,7 @@ class GradScaler(torch.amp.GradScaler):
     tensor(False)
     """
 
-    _min_scale = 2.0**-24  # for pickles of scalers that had no bounds
+    _min_scale = 2.0**-24  # where the state is that of torch's own scaler, which has no bounds
     _max_scale = 2.0**64
 
     def __init__(

@@ -18,7 +18,6 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     **{f"{AMP}, fuse={family}": {"fuse": family} for family in FUSE_FAMILIES if family != "linear"},
     f"{AMP}, fuse=linear, every call": {"fuse": "linear", "weights": "every_call"},
     f"{AMP}, every call": {"weights": "every_call"},
-    f"{AMP}, placement=bytes": {"placement": "bytes"},
     f"{AMP}, relaxed": {"numerics": "relaxed"},
 }
 """Peers that are amp with some option; `linear` serves weights that no copies are kept of."""

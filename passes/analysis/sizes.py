@@ -1,37 +1,22 @@
-"""How large a value is: as an expression in the graph's own symbols, and as the number it was traced with.
+"""How large a value is, as it was traced.
 
 Nothing here asks a symbol for its value, which would add a guard; only for its hint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 
 from ampcompile.dtypes import FLOATS
 
 
-def _sizes(value: Any) -> Sequence[int | torch.SymInt]:
-    """What to multiply: a nested tensor's sizes are those of the rows that it holds, one behind the other."""
-    if not isinstance(value, torch.Tensor):
-        return ()
-    return (value.values() if value.is_nested else value).shape
-
-
-def elements(value: Any) -> sympy.Expr:
-    """The number of elements of a tensor, 1 for anything else."""
-    product: sympy.Expr = sympy.Integer(1)
-    for size in _sizes(value):
-        product *= size.node.expr if isinstance(size, torch.SymInt) else size
-    return product
-
-
 def elements_hint(value: Any) -> int | None:
-    """The same as the number it was traced with; None if it depends on data."""
-    return product_hint(*_sizes(value))
+    """The number of elements of a tensor, 1 for anything else; None if it depends on data."""
+    # A nested tensor's sizes are those of the rows that it holds, one behind the other.
+    sizes = (value.values() if value.is_nested else value).shape if isinstance(value, torch.Tensor) else ()
+    return product_hint(*sizes)
 
 
 def product_hint(*sizes: int | torch.SymInt) -> int | None:

@@ -131,11 +131,8 @@ class _Walk:
         rule = self.policy.rule_for(op, device_type, module_path(node))
         if rule is not None:
             decision = decide(call, rule, low)
-        elif placed := node.meta.get("amp_placed"):
-            operands = {n: to for n, to in placed.operands.items() if self.values[n].dtype != to}
-            decision = Decision(placed.because, operands=operands)
         elif op.namespace in _BORN_KNOWN:
-            decision = Decision("no rule: runs in the dtypes that arrive", free=True)
+            decision = Decision("no rule: runs in the dtypes that arrive")
         else:
             decision = Decision("unknown to the policy", known=False)
         if self.range_guards:

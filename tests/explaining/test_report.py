@@ -50,4 +50,3 @@ def test_it_is_saved_as_a_page_and_printed_as_a_table(tmp_path: Path) -> None:
     REPORT.save(tmp_path / "amp.html")
     assert "<html" in (tmp_path / "amp.html").read_text(encoding="utf-8")
     assert "unknown to the policy: a.a, b.b" in str(REPORT)
-    assert REPORT.to_graphviz().startswith("digraph")

@@ -18,7 +18,6 @@ from ampcompile.passes.before.move_casts import MoveCasts
 from ampcompile.passes.before.share_casts import ShareCasts
 from ampcompile.passes.before.split_casts_over_cat import SplitCastsOverCat
 from ampcompile.passes.decide.assign_precision import AssignPrecision
-from ampcompile.passes.decide.place_casts import PlaceCasts
 from ampcompile.passes.graph import Regions
 from ampcompile.policy import Policy
 from tests.compiling import HALF, HIGH, LOW, amp, dtypes, eager, gradients, same_bits
@@ -35,14 +34,12 @@ def drawn() -> None:
         value.normal_()
 
 
-def decided(f, *like, states, placement=False):
+def decided(f, *like, states):
     """A function's graph with its casts, under autocast states, on fake inputs of these devices and dtypes."""
     with torch._subclasses.FakeTensorMode():
         args = [torch.randn(8, 8, device=device, dtype=dtype) for device, dtype in like]
         gm = captured(f, *args, dtype=None)
-    assign = AssignPrecision(Policy(), Regions(states), range_guards=False)
-    place = (PlaceCasts(False, False, lambda index, node: False), assign) if placement else ()
-    run_passes([assign, *place, InsertCasts()], gm)
+    run_passes([AssignPrecision(Policy(), Regions(states), range_guards=False), InsertCasts()], gm)
     return gm
 
 
@@ -133,7 +130,7 @@ def all_reduced(x, w):
 
 
 def test_nothing_is_cast_across_a_collective():
-    gm = decided(all_reduced, CPU, CPU, states={"cpu": (True, LOW)}, placement=True)
+    gm = decided(all_reduced, CPU, CPU, states={"cpu": (True, LOW)})
     rewrites = run_passes([SplitCastsOverCat(), FoldCasts(False), MoveCasts(False)], gm)
     assert sum(done.rewrites for done in rewrites) == 0
     collectives = [op for op in spelled(gm) if op.startswith("_c10d")]

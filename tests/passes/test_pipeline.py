@@ -68,13 +68,13 @@ def test_after_differentiation_only_gradients_change_their_digits() -> None:
 
 
 def test_a_pass_bears_the_name_of_its_file() -> None:
-    passes = pipeline(Options(placement="bytes"), Regions({}), lambda index, node: True)
+    passes = pipeline(Options(), Regions({}), lambda index, node: True)
     for each in (*passes, *fusion(Options(), "cuda"), *after(frozenset({torch.float16})), *replay()):
         assert type(each).__module__.endswith(f".{each.name}")
 
 
 def test_every_pass_states_what_became_of_the_casts_it_takes_away() -> None:
-    passes = pipeline(Options(placement="bytes"), Regions({}), lambda index, node: True)
+    passes = pipeline(Options(), Regions({}), lambda index, node: True)
     fates = {each.name: each.fate for each in (*passes, *fusion(Options(), "cuda"), *after(), *replay()) if each.fate}
     fused = {each.name: "fused" for each in fusion(Options(), "cuda")}
     assert fates == fused | {

@@ -68,8 +68,7 @@ def test_scales_that_are_given_or_loaded_are_kept_within_the_bounds(given, kept)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_state_of_a_scaler_without_bounds_gets_the_default_ones(enabled):
-    """torch's own, or one of an earlier version."""
+def test_the_state_of_torchs_own_scaler_gets_the_default_bounds(enabled):
     state = torch.amp.GradScaler("cpu", init_scale=2.0**-24, enabled=enabled).__getstate__()
     scaler = GradScaler.__new__(GradScaler)
     scaler.__setstate__(state)
