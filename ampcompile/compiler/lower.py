@@ -31,7 +31,7 @@ from .widen_outputs import find_still_leaving
 def lower(
     gm: GraphModule, example_inputs: Sequence[Any], options: Options, watch: Watch | None = None
 ) -> Callable[..., Any]:
-    """Return the callable that Dynamo installs. Casts are explicit in `gm`: autocast is off where it is lowered and run.
+    """Return the callable that Dynamo installs. Casts are explicit in `gm`: autocast is off when it is lowered or runs.
 
     A graph that is left to autocast is lowered under it. `watch` sees the graph after differentiation, and after each
     pass on it (`aot_eager` only).
