@@ -25,8 +25,10 @@ _CHOICES = {
     "outputs": ("float32", "autocast"),
     "products": ("auto", "float32", "torch"),
 }
-FUSE_FAMILIES = ("cross_entropy", "linear", "linear_cross_entropy", "norm")
+FUSE_FAMILIES = ("linear", "linear_cross_entropy")
 """The families of fused kernels."""
+_GONE = ("cross_entropy", "norm", "softmax")
+"""Families that there were: Inductor's own code does as much."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +117,10 @@ def _checked(key: str, value: Any) -> Any:
             )
     elif key == "fuse":
         names = value.split("+") if isinstance(value, str) else [value]
-        if "softmax" in names:
-            _warn_of_softmax()
-            return _checked(key, "+".join(name for name in names if name != "softmax") or "none")
+        if gone := [name for name in names if name in _GONE]:
+            for name in gone:
+                _warn_of_family(name)
+            return _checked(key, "+".join(name for name in names if name not in gone) or "none")
         if value not in ("auto", "none") and not all(name in FUSE_FAMILIES for name in names):
             families = ", ".join(map(repr, FUSE_FAMILIES))
             raise OptionError(f"option fuse={value!r}: expected 'auto', 'none', or some of {families}, joined by '+'.")
@@ -133,11 +136,11 @@ def _checked(key: str, value: Any) -> Any:
 
 
 @cache
-def _warn_of_softmax() -> None:
+def _warn_of_family(name: str) -> None:
     """Once a process: each graph's compilation reads the options."""
     warnings.warn(
-        f"option fuse names 'softmax', a family that ampcompile no longer has; expected some of "
-        f"{', '.join(map(repr, FUSE_FAMILIES))}. The name is ignored, and Inductor fuses softmax: leave it out.",
+        f"option fuse names {name!r}, a family that ampcompile no longer has; expected some of "
+        f"{', '.join(map(repr, FUSE_FAMILIES))}. The name is ignored, as Inductor does as much: leave it out.",
         AmpWarning,
         stacklevel=2,
     )
