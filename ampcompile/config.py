@@ -24,8 +24,10 @@ _CHOICES = {
     "outputs": ("float32", "autocast"),
     "products": ("auto", "float32", "torch"),
 }
-FUSE_FAMILIES = ("cross_entropy", "linear", "linear_cross_entropy", "norm")
+FUSE_FAMILIES = ("linear", "linear_cross_entropy")
 """The families of fused kernels."""
+_GONE = ("cross_entropy", "norm", "softmax")
+"""Families that there were: Inductor's own code does as much."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,11 @@ def _checked(key: str, value: Any) -> Any:
             )
     elif key == "fuse":
         names = value.split("+") if isinstance(value, str) else [value]
-        if "softmax" in names:
-            _warn_of_softmax()
-            return _checked(key, "+".join(name for name in names if name != "softmax") or "none")
+        if gone := [name for name in names if name in _GONE]:
+            families = ", ".join(map(repr, FUSE_FAMILIES))
+            for name in gone:
+                _warn_gone("fuse", name, f"some of {families}. It is ignored, as Inductor does as much: leave it out.")
+            return _checked(key, "+".join(name for name in names if name not in gone) or "none")
         if value not in ("auto", "none") and not all(name in FUSE_FAMILIES for name in names):
             families = ", ".join(map(repr, FUSE_FAMILIES))
             raise OptionError(f"option fuse={value!r}: expected 'auto', 'none', or some of {families}, joined by '+'.")
@@ -148,17 +152,6 @@ def _checked(key: str, value: Any) -> Any:
     elif not isinstance(value, Policy):
         raise OptionError(f"option policy={value!r}: expected an ampcompile.Policy or its string form.")
     return value
-
-
-@cache
-def _warn_of_softmax() -> None:
-    """Once a process: each graph's compilation reads the options."""
-    warnings.warn(
-        f"option fuse names 'softmax', a family that ampcompile no longer has; expected some of "
-        f"{', '.join(map(repr, FUSE_FAMILIES))}. The name is ignored, and Inductor fuses softmax: leave it out.",
-        AmpWarning,
-        stacklevel=2,
-    )
 
 
 def _inductor_key(key: str, ours: set[str]) -> str:

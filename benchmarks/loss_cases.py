@@ -10,7 +10,8 @@ from ampcompile.kernels.cross_entropy import cross_entropy
 from ampcompile.kernels.linear_cross_entropy import linear_cross_entropy
 from benchmarks.kernel_cases import COMPILED, LIGER, Kernel, differentiated, trained
 from benchmarks.peers import AMP, liger_unusable
-from benchmarks.row_cases import LOW
+
+LOW = torch.bfloat16
 
 
 def loss_kernels(device: str) -> Iterator[Kernel]:

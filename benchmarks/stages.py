@@ -19,7 +19,6 @@ from benchmarks import (
     kernel_cases,
     loss_cases,
     published_cases,
-    row_cases,
     scaler_step,
     small_steps,
 )
@@ -86,7 +85,6 @@ def stages(setup: Setup) -> dict[str, Jobs]:
     if setup.plan == "cpu":
         kernels["attention"] = partial(setup.call, kernel_cases.measure, attention_cases.attention_kernels)
     for_gpus = {
-        "norm": row_cases.norm_kernels,
         "linear": kernel_cases.linear_kernels,
         "gradient": kernel_cases.gradient_kernels,
         "loss": loss_cases.loss_kernels,

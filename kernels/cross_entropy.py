@@ -189,4 +189,3 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
 
 
 cross_entropy.register_autograd(_backward, setup_context=_remember)
-CROSS_ENTROPY = torch.ops.ampcompile.cross_entropy.default

@@ -18,7 +18,6 @@ from ampcompile.passes.after.add_embedding_gradients import AddEmbeddingGradient
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.after.drop_casts import DropCasts
 from ampcompile.passes.after.drop_roundings import DropRoundings
-from ampcompile.passes.after.merge_copies import MergeCopies
 from ampcompile.passes.after.recompute_casts import RecomputeCasts
 from ampcompile.passes.after.save_old_values import SaveOldValues
 from ampcompile.passes.after.share_casts import ShareEveryCast
@@ -34,10 +33,8 @@ from ampcompile.passes.before.pack_weights import PackWeights
 from ampcompile.passes.before.share_casts import ShareCasts
 from ampcompile.passes.before.split_casts_over_cat import SplitCastsOverCat
 from ampcompile.passes.decide.assign_precision import AssignPrecision
-from ampcompile.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
 from ampcompile.passes.fuse.fuse_linear_cast import FuseLinearCast
 from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy
-from ampcompile.passes.fuse.fuse_norm import FuseNorm
 from ampcompile.passes.fuse.matching import FusePass, FusionCost
 from ampcompile.passes.replay.bind_weights_eagerly import BindWeightsEagerly
 from ampcompile.passes.replay.enable_second_backward import EnableSecondBackward
@@ -88,10 +85,8 @@ def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
         return ()
     cost = FusionCost(options.fuse)
     passes: tuple[FusePass, ...] = (
-        FuseLinearCrossEntropy(cost),  # before what takes either of its two ops
-        FuseCrossEntropy(cost),  # needs the casts of logits that are left
+        FuseLinearCrossEntropy(cost),  # before what takes its layer alone
         FuseLinearCast(cost, torch.is_grad_enabled()),  # needs the casts of weights that weren't hoisted
-        FuseNorm(cost),  # needs one cast for each reader, unless no gradient flows
     )
     return tuple(each for each in passes if cost.considers(each.family))
 
@@ -104,7 +99,6 @@ def after(emulated: frozenset[torch.dtype] = frozenset(), small: bool = False) -
     """
     return (
         BindWeights(),  # first: the others know copies of weights as inputs
-        MergeCopies(),  # before sharing, which then finds the casts of one tensor instead of its copies'
         DropCasts(),  # before sharing: it looks only through values with one reader
         WidenLate(),  # after dropping: of what is still widened
         WidenWeightGradients(emulated),  # after dropping: needs what is left of the casts of gradients

@@ -37,17 +37,33 @@ def test_ours_are_read_and_the_rest_goes_to_inductor():
     assert options.dtype == torch.float16 and options.policy == policy and options.numerics == "relaxed"
     assert dict(options.inductor) == {"epilogue_fusion": False, "fallback_random": True}
     assert Options.parse({"policy": policy}).policy == policy
-    assert Options.parse({"fuse": "norm+cross_entropy"}).fuse == "norm+cross_entropy"
+    assert Options.parse({"fuse": "linear+linear_cross_entropy"}).fuse == "linear+linear_cross_entropy"
 
 
-def test_a_family_that_is_gone_warns_once_and_is_ignored():
-    config._warn_of_softmax.cache_clear()
-    with pytest.warns(AmpWarning, match=r"fuse names 'softmax', .* expected some of 'cross_entropy', .*: leave it out"):
-        assert Options.parse({"fuse": "softmax"}).fuse == "none"
-    assert Options.parse({"fuse": "softmax"}).fuse == "none"  # a second warning would be an error
-    assert Options.parse({"fuse": "norm+softmax+linear"}).fuse == "norm+linear"
+@pytest.mark.parametrize("family", ["cross_entropy", "norm", "softmax"])
+def test_a_family_that_is_gone_warns_once_and_is_ignored(family):
+    config._warn_gone.cache_clear()
+    with pytest.warns(
+        AmpWarning,
+        match=f"fuse names '{family}', .*; expected some of 'linear', 'linear_cross_entropy'.*: leave it out",
+    ):
+        assert Options.parse({"fuse": family}).fuse == "none"
+    assert Options.parse({"fuse": family}).fuse == "none"  # a second warning would be an error
+    assert (
+        Options.parse({"fuse": f"{family}+linear"}).fuse == Options.parse({"fuse": f"linear+{family}"}).fuse == "linear"
+    )
     with pytest.raises(OptionError, match=r"option fuse='norms'"):
-        Options.parse({"fuse": "norms+softmax"})
+        Options.parse({"fuse": f"norms+{family}"})
+
+
+def test_each_family_that_is_gone_has_a_warning_of_its_own():
+    config._warn_gone.cache_clear()
+    with pytest.warns(AmpWarning) as found:
+        assert Options.parse({"fuse": "norm+linear+cross_entropy"}).fuse == "linear"
+    assert [str(each.message).split(",")[0] for each in found] == [
+        "option fuse names 'norm'",
+        "option fuse names 'cross_entropy'",
+    ]
 
 
 def test_an_option_that_is_gone_warns_once_of_a_value_that_meant_something():
@@ -80,10 +96,10 @@ def test_a_mode_is_inductors_settings():
         ({"range_guards": 1}, r"option range_guards=1: expected True or False"),
         (
             {"fuse": "norms"},
-            r"option fuse='norms': expected 'auto', 'none', or some of 'cross_entropy', 'linear', .*'\+'",
+            r"option fuse='norms': expected 'auto', 'none', or some of 'linear', 'linear_cross_entropy', .*'\+'",
         ),
-        ({"fuse": "norm+auto"}, r"option fuse='norm\+auto'"),
-        ({"fuse": ["norm"]}, r"option fuse=\['norm'\]"),
+        ({"fuse": "linear+auto"}, r"option fuse='linear\+auto'"),
+        ({"fuse": ["linear"]}, r"option fuse=\['linear'\]"),
         ({"outputs": "fp32"}, r"option outputs='fp32': expected one of 'float32', 'autocast'"),
         ({"dynamic": 1}, r"option dynamic=1: expected True, False or None, as torch.compile's dynamic"),
         ({"fullgraph": "yes"}, r"option fullgraph='yes': expected True, False or None"),

@@ -8,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampcompile.config import FUSE_FAMILIES
 from benchmarks.architectures import TINY, build
 
 STOCK, CONVERTED, AMP = "Inductor + autocast", "Inductor, converted", "amp"
 PEERS = (STOCK, CONVERTED, AMP)
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     AMP: {},
-    **{f"{AMP}, fuse={family}": {"fuse": family} for family in FUSE_FAMILIES if family != "linear"},
+    f"{AMP}, fuse=linear_cross_entropy": {"fuse": "linear_cross_entropy"},
     f"{AMP}, fuse=linear, every call": {"fuse": "linear", "weights": "every_call"},
     f"{AMP}, every call": {"weights": "every_call"},
     f"{AMP}, relaxed": {"numerics": "relaxed"},

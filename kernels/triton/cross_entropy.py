@@ -6,8 +6,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from .rounding import narrowed
-
 BLOCK = 4096
 """Logits that a program takes at a time, with `WARPS` warps: 32 bytes a thread of 16-bit numbers."""
 WARPS = 8
@@ -79,7 +77,7 @@ def gradient_block(
         else:
             out -= smoothing
     out -= tl.where(at == target, hit, 0.0)
-    tl.store(logits + at, narrowed(out, logits.dtype.element_ty), mask=there)
+    tl.store(logits + at, out.to(logits.dtype.element_ty), mask=there)
 
 
 @triton.jit

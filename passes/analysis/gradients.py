@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampcompile.passes.graph import changes_state, placeholders
+from ampcompile.passes.graph import placeholders
 from ampcompile.torch_private import pytree, regions
 
 
@@ -40,15 +40,6 @@ def computed_from_gradients(gm: GraphModule) -> set[Node]:
     for node in gm.graph.nodes:
         if not found.isdisjoint(node.all_input_nodes):
             found.add(node)
-    return found
-
-
-def grad_mode_stretches(graph: Graph) -> dict[Node, int]:
-    """A number for each node: equal where grad mode is sure to be the same, since nothing between changes it."""
-    number, found = 0, {}
-    for node in graph.nodes:
-        number += changes_state(node)
-        found[node] = number
     return found
 
 

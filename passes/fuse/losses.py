@@ -8,15 +8,18 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
+from ampcompile.dtypes import LOW
 from ampcompile.passes.analysis.aliasing import Aliases
+from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.op_traits import DROPS, KEEPS_ORDER, has
 from ampcompile.passes.graph import call_on_values
 
-from .matching import argument, find_16_bit_source, is_low, is_upcast
+from .matching import argument, is_low, is_view
 
 LOSS = torch.ops.aten.cross_entropy_loss.default
 _REDUCTIONS = ("none", "mean", "sum")
-_RESHAPED = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+_RESHAPE = torch.ops.aten.reshape.default
+_RESHAPED = (_RESHAPE, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 class Loss(NamedTuple):
@@ -44,6 +47,29 @@ def losses(gm: GraphModule) -> Iterator[Loss]:
         yield Loss(node, *found, target, weight, (reduction, *rest))
 
 
+def find_16_bit_source(value: Any) -> tuple[Node, list[Node]] | None:
+    """The 16-bit value that a float32 one was widened from, and the nodes from there on, in order: one cast, and views.
+
+    None if there is none, or if one of the nodes has another user: then float32 is needed anyway.
+    """
+    path: list[Node] = []
+    while isinstance(value, Node) and len(value.users) == 1 and (is_upcast(value) or is_view(value)):
+        path.insert(0, value)
+        if is_upcast(value):
+            return value.args[0], path
+        value = value.args[0]
+    return None
+
+
+def is_upcast(node: Any) -> bool:
+    """Whether a node widens a 16-bit value to float32, and does nothing else: our cast, or the user's."""
+    if not isinstance(node, Node) or node.target is not CAST:
+        return False
+    before, after = node.args[0].meta["val"], node.meta["val"]
+    same = before.layout is after.layout and before.device == after.device
+    return before.dtype in LOW and after.dtype is torch.float32 and same
+
+
 def _fits(logits: Node, target: Any, weight: Any) -> bool:
     value, wanted = logits.meta["val"], target.meta["val"]
     of_indices = wanted.dtype is torch.int64 and wanted.dim() == 1
@@ -51,20 +77,18 @@ def _fits(logits: Node, target: Any, weight: Any) -> bool:
     return value.dim() == 2 and of_indices and known and (weight is None or weight.meta["val"].dtype is torch.float32)
 
 
-def repeat_views(path: Sequence[Node], operand: Node, width: int | None = None) -> Node:
-    """The views of `path`, one after the other, of another value; casts are left out. A view may have to copy.
-
-    `width`: that of the operand's last dimension, which such views leave alone (`keep_rows_whole`).
-    """
+def repeat_views(path: Sequence[Node], operand: Node) -> Node:
+    """The views of `path`, one after the other, of a value of another width; casts are left out. A view may have to
+    copy. The views are such as leave the last dimension alone (`keep_rows_whole`)."""
+    width = operand.meta["val"].shape[-1]
     for node in path:
         if is_upcast(node):
             continue
         copy = node.graph.node_copy(node)
         rest = list(node.args[1:])
-        if node.target in _RESHAPED or node.target is torch.ops.aten.reshape.default:
-            copy.target = torch.ops.aten.reshape.default
-            if width is not None:
-                rest[0] = [*rest[0][:-1], width]
+        if node.target in _RESHAPED:
+            copy.target = _RESHAPE
+            rest[0] = [*rest[0][:-1], width]
         copy.args = (operand, *rest)
         copy.meta = {**node.meta, "val": call_on_values(copy)}
         operand = copy

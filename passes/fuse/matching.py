@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch.fx import GraphModule, Node
 
-from ampcompile.dtypes import LOW, is_lossless
+from ampcompile.dtypes import LOW
 from ampcompile.kernels.usable import memory_of, usable
-from ampcompile.passes.analysis.commuting import CAST, classify_movement
+from ampcompile.passes.analysis.commuting import classify_movement
 from ampcompile.passes.analysis.op_traits import FUSED_THROUGH, has
 from ampcompile.passes.base import Pass
 from ampcompile.passes.graph import call_on_values, graphs
@@ -73,15 +73,6 @@ def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
-def is_upcast(node: Any) -> bool:
-    """Whether a node widens a 16-bit value to float32, and does nothing else: our cast, or the user's."""
-    if not isinstance(node, Node) or node.target is not CAST:
-        return False
-    before, after = node.args[0].meta["val"], node.meta["val"]
-    same = before.layout is after.layout and before.device == after.device
-    return before.dtype in LOW and after.dtype is torch.float32 and is_lossless(before.dtype, after.dtype) and same
-
-
 def is_low(node: Any) -> bool:
     """Whether a node is a dense 16-bit floating tensor."""
     value = node.meta.get("val") if isinstance(node, Node) else None
@@ -93,41 +84,22 @@ def is_view(node: Any) -> bool:
     return isinstance(node, Node) and classify_movement(node) == "moves" and has(node.target, FUSED_THROUGH)
 
 
-def find_16_bit_source(value: Any) -> tuple[Node, list[Node]] | None:
-    """The 16-bit value that a float32 one was widened from, and the nodes from there on, in order: one cast, and views.
+def fuse(old: Node, op: Any, args: Sequence[Any], record: Fusion) -> Node:
+    """Put the result of `op`, the first if it has several, in the place of `old`, and return it.
 
-    None if there is none, or if one of the nodes has another user: then float32 is needed anyway.
-    """
-    path: list[Node] = []
-    while isinstance(value, Node) and len(value.users) == 1 and (is_upcast(value) or is_view(value)):
-        path.insert(0, value)
-        if is_upcast(value):
-            return value.args[0], path
-        value = value.args[0]
-    return None
-
-
-def fuse(old: Node, op: Any, args: Sequence[Any], record: Fusion, results: Sequence[Node | None] = ()) -> Node:
-    """Put a call of `op` in the place of `old`, and return it. Call it inside `tracing.on_fakes_of`.
-
-    If the op returns several values, `results` are the nodes that its values replace, in order, None for those that
-    nobody reads yet, as `old` may be among them. What nobody reads afterwards is left to `erase_unread`.
+    Call it inside `tracing.on_fakes_of`. What nobody reads afterwards is left to `erase_unread`.
     """
     graph = old.graph
+    known = {key: value for key, value in old.meta.items() if key not in ("val", "tensor_meta")}
     with graph.inserting_before(old):
-        new = graph.call_function(op, tuple(args))
-        new.meta = {k: v for k, v in old.meta.items() if k not in ("val", "tensor_meta", "amp_cast")}
-        new.meta["val"] = call_on_values(new)
-        new.meta[FUSION] = record
-        for i, replaced in enumerate(results):
-            if replaced is not None:
-                part = graph.call_function(operator.getitem, (new, i))
-                part.meta = {k: v for k, v in replaced.meta.items() if k not in ("val", "tensor_meta", "amp_cast")}
-                part.meta["val"] = new.meta["val"][i]
-                replaced.replace_all_uses_with(part)
-    if not results:
-        old.replace_all_uses_with(new)
-    return new
+        result = call = graph.call_function(op, tuple(args))
+        values = call_on_values(call)
+        call.meta = {**known, "val": values, FUSION: record}
+        if isinstance(values, tuple):
+            result = graph.call_function(operator.getitem, (call, 0))
+            result.meta = {**known, "val": values[0]}
+    old.replace_all_uses_with(result)
+    return result
 
 
 def fusions(gm: GraphModule) -> Iterator[tuple[Node, Fusion]]:

@@ -10,7 +10,6 @@ from benchmarks.loss_cases import loss_kernels
 from benchmarks.peers import AMP, BASELINE, PEERS, RELAXED
 from benchmarks.published_cases import CASES
 from benchmarks.report.ink import looks
-from benchmarks.row_cases import norm_kernels
 from benchmarks.works import ALL, FUSING, on_cuda, tiny
 
 WORKS = [work for works in on_cuda().values() for work in works]
@@ -39,7 +38,7 @@ def test_cases_of_a_stage_have_different_names() -> None:
         assert len({tiny(work).name for work in works}) == len(works), stage
 
 
-MAKERS = [norm_kernels, linear_kernels, gradient_kernels, loss_kernels, *CASES]
+MAKERS = [linear_kernels, gradient_kernels, loss_kernels, *CASES]
 
 
 @pytest.mark.ci
@@ -74,7 +73,7 @@ def test_ours_is_compiled_as_the_code_beside_it_is(monkeypatch: pytest.MonkeyPat
     """An eager op of ours would pay the dispatcher and the allocator where Inductor's code doesn't."""
     compiled = []
     monkeypatch.setattr("torch.compile", lambda function, **_: compiled.append(function) or function)
-    for make in (norm_kernels, linear_kernels, gradient_kernels, loss_kernels):
+    for make in (linear_kernels, gradient_kernels, loss_kernels):
         for kernel in make("cpu"):
             assert kernel.candidates.keys() == {COMPILED, AMP} and len(compiled) == 2, kernel.name
             compiled.clear()

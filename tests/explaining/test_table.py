@@ -58,11 +58,14 @@ def test_ops_are_counted_and_sorted_and_without_a_reason_have_no_footnote() -> N
 
 
 def test_breaks_totals_and_fusions_are_told() -> None:
-    norm, loss = (FusionRecord(family, "aten.x", "m", "model.py:1", 1024, 512) for family in ("norm", "cross_entropy"))
-    first = graph("cpu in bf16")(reason="a call that Dynamo can't trace\nand more", fusions=(norm, norm))
+    families = ("linear", "linear_cross_entropy")
+    layer, loss = (FusionRecord(family, "aten.x", "m", "model.py:1", 1024, 512) for family in families)
+    first = graph("cpu in bf16")(reason="a call that Dynamo can't trace\nand more", fusions=(layer, layer))
     second = graph("cpu in bf16")(fusions=(loss,))
     lines = render([first, second], [], [Total("insert_casts", 5, 2048)], width=100).splitlines()
     assert "graph break after graph 0: a call that Dynamo can't trace" in lines
-    assert "fused: 2 norm, 1 cross_entropy; by count 3.0 KiB less moved in one call, 1.5 KiB less held" in lines
+    assert (
+        "fused: 2 linear, 1 linear_cross_entropy; by count 3.0 KiB less moved in one call, 1.5 KiB less held" in lines
+    )
     assert any(line.split() == ["insert_casts", "5", "2.0", "KiB"] for line in lines)
     assert not any(line.startswith("unknown") for line in lines)

@@ -11,7 +11,6 @@ from benchmarks.peers import AMP, RELAXED
 from benchmarks.published_cases import CASES, FLEX
 from benchmarks.records import Records
 from benchmarks.report.decisions import FASTER, PUBLISHED, QUESTIONS, answers, calibration, main
-from benchmarks.row_cases import norm_kernels
 from benchmarks.scaler_step import CANDIDATES, CASE
 from benchmarks.works import on_cuda
 from tests.benchmarks.made_up import rows
@@ -26,7 +25,7 @@ def test_every_question_has_a_case_in_the_plan() -> None:
         for work in works
         for case, _ in work.cases()
     ]
-    makers = (norm_kernels, linear_kernels, gradient_kernels, loss_kernels)
+    makers = (linear_kernels, gradient_kernels, loss_kernels)
     planned += [("kernels", kernel.name, set(kernel.candidates)) for make in makers for kernel in make("cpu")]
     planned += [("scaler", CASE, set(CANDIDATES))]
     for question in QUESTIONS:
@@ -44,27 +43,27 @@ def test_every_published_figure_has_its_case() -> None:
     assert all({peer, slower} <= kernels[case] for case, peer, slower, *_ in FASTER)
 
 
-def records(path: Path, norm: float, relaxed: float) -> Records:
+def records(path: Path, loss: float, relaxed: float) -> Records:
     found = Records(path, {})
-    lean = rows("layer norm", {COMPILED: [1.0] * 3}, peak_bytes=100) + rows(
-        "layer norm", {AMP: [1.0] * 3}, peak_bytes=80
-    )
-    faster = rows("RMS norm of a sum", {COMPILED: [norm] * 3, AMP: [1.0] * 3}, peak_bytes=100)
-    found.add("kernels", "norm", [*lean, *faster], **DONE)
+    layer = "linear layer, cross entropy"
+    lean = rows(layer, {COMPILED: [1.0] * 3}, peak_bytes=100) + rows(layer, {AMP: [1.0] * 3}, peak_bytes=80)
+    faster = rows("cross entropy", {COMPILED: [loss] * 3, AMP: [1.0] * 3}, peak_bytes=100)
+    found.add("kernels", "loss", [*lean, *faster], **DONE)
     found.add("training", "t", rows("t: step", {AMP: [1.0] * 3, RELAXED: [relaxed] * 3}), **DONE)
     wide, low = FLEX.format("float32"), FLEX.format("bfloat16")
     found.add("published", "attention", rows("backward of flex attention", {wide: [0.06], low: [0.01]}), **DONE)
     return found
 
 
-@pytest.mark.parametrize("norm, relaxed, verdicts", [(1.2, 0.99, ("yes", "yes")), (1.05, 0.9, ("**no**", "**no**"))])
-def test_answers(tmp_path: Path, norm: float, relaxed: float, verdicts: tuple[str, str]) -> None:
+@pytest.mark.parametrize("loss, relaxed, verdicts", [(1.2, 0.99, ("yes", "yes")), (1.05, 0.9, ("**no**", "**no**"))])
+def test_answers(tmp_path: Path, loss: float, relaxed: float, verdicts: tuple[str, str]) -> None:
     found = {
         (about, case): (*figures, verdict)
-        for about, case, *figures, verdict in answers(records(tmp_path / "r", norm, relaxed))
+        for about, case, *figures, verdict in answers(records(tmp_path / "r", loss, relaxed))
     }
-    assert found["norm", "layer norm"][-1] == "yes", "no faster, but leaner"
-    assert found["norm", "RMS norm of a sum"] == (COMPILED, f"{norm:.2f}", "1.00", "1.1, or 1.1 as lean", verdicts[0])
+    layer, alone = ("linear_cross_entropy", "linear layer, cross entropy"), ("cross_entropy", "cross entropy")
+    assert found[layer][-1] == "yes", "no faster, but leaner"
+    assert found[alone] == (COMPILED, f"{loss:.2f}", "1.00", "1.1, or 1.1 as lean", verdicts[0])
     assert found["numerics=eager", "t: step"][-1] == verdicts[1]
     assert found["the whole model", ""][-1] == "not measured"
 

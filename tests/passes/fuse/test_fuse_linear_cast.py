@@ -167,7 +167,7 @@ def test_a_hoisted_copy_stays_and_a_weight_cast_in_every_call_does_not():
     assert count(cached, LINEAR_CAST) == 1 and count(cached, torch.ops.aten.linear.default) == 1
     (every_call,) = rewritten(model, x, fuse="linear", weights="every_call")
     assert count(every_call, LINEAR_CAST) == 3  # the product of the low-rank weights, too
-    (neither,) = rewritten(model, x, fuse="norm")
+    (neither,) = rewritten(model, x, fuse="linear_cross_entropy")
     assert count(neither, LINEAR_CAST) == 0
 
 

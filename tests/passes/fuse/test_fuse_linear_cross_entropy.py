@@ -1,6 +1,7 @@
 """A linear layer fused with its cross entropy: where it fires, where it doesn't, and that numbers are no worse."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from ampcompile.passes.fuse.matching import FusionCost
 from benchmarks.architectures import build
 from tests import tiny_models
 from tests.compiling import amp, error, gradients, training_errors
-from tests.passes.fuse.test_fuse_cross_entropy import with_labels
 from tests.passes.rewriting import count, rewritten
 
 ASKED = {"fuse": "linear_cross_entropy"}
@@ -41,6 +41,26 @@ class Head(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         logits = self.head(torch.tanh(self.embed(tokens)))
         return F.cross_entropy(logits[:, :-1].reshape(-1, 40).float(), tokens[:, 1:].reshape(-1))
+
+
+class Layer(nn.Module):
+    """A layer and its loss alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 40)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), target, label_smoothing=0.1)
+
+
+def with_labels(name: str) -> tuple[nn.Module, Callable[[Any], Any]]:
+    """A tiny model and a call of it that returns all outputs, its own loss among them."""
+    model, inputs = tiny_models.build(name)
+    model.loss_type = {"gpt2": "ForCausalLM"}.get(name, model.loss_type)
+    of_pictures = torch.randint(2, (2,))
+    labels = inputs.get("decoder_input_ids", inputs.get("input_ids", of_pictures))
+    return model, lambda m: m(**inputs, labels=labels)
 
 
 def tokens(rows: int = 3) -> Tensor:
@@ -137,6 +157,39 @@ def test_explain_counts_what_it_costs_and_what_it_frees() -> None:
     assert (fusion.family, fusion.op) == ("linear_cross_entropy", "aten.linear, aten.cross_entropy_loss")
     logits, weight = 3 * 9 * 40 * 2, 40 * 16 * 2
     assert fusion.saved == -(logits + 3 * weight) and fusion.freed == 0, "one piece frees nothing"
+
+
+def test_explain_shows_what_was_fused() -> None:
+    given = torch.randn(6, 16), torch.randint(40, (6,))
+    report = ampcompile.explain(Layer(), **ASKED)(*given)
+    assert [cast.fate for cast in report.casts if cast.op == "aten.cross_entropy_loss"] == [("inserted", "fused")]
+    assert "fused: 1 linear_cross_entropy; by count " in str(report)
+    assert not ampcompile.explain(Layer())(*given).fusions
+
+
+def test_fires_in_a_checkpointed_stretch() -> None:
+    theirs, ours, recorder = training_errors(
+        Layer(),
+        lambda m, x, t: torch.utils.checkpoint.checkpoint(m, x, t, use_reentrant=False),
+        (torch.randn(30, 16), torch.randint(40, (30,))),
+        **ASKED,
+    )
+    assert count(recorder.graphs[0], LINEAR_CROSS_ENTROPY) == 1
+    assert ours <= 1.05 * theirs
+
+
+def test_a_gradient_of_a_gradient_is_that_of_the_graph_before_fusing() -> None:
+    def penalty(f: Any, x: Tensor, target: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad(f(x, target), x, create_graph=True)
+        return grad.square().sum()
+
+    layer, target = Layer(), torch.randint(40, (6,))
+    x = torch.randn(6, 16, requires_grad=True)
+    compiled = torch.compile(layer, backend="amp", options={"lower": "aot_eager", **ASKED})
+    (ours,) = torch.autograd.grad(penalty(compiled, x, target), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        (theirs,) = torch.autograd.grad(penalty(layer, x, target), x)
+    torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.02 * theirs.abs().max().item())
 
 
 def test_the_same_bits_in_deterministic_mode() -> None:

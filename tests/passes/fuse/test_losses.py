@@ -1,5 +1,6 @@
 """Which cross entropies read 16-bit logits, and how views between the two are repeated on something else."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional as F
 
-from ampcompile.passes.fuse.losses import keep_rows_whole, losses, repeat_views
+from ampcompile.passes.fuse.losses import find_16_bit_source, keep_rows_whole, losses, repeat_views
+from ampcompile.passes.fuse.matching import is_low
 from ampcompile.torch_private import tracing
 from tests.passes.captured import captured, settled
 
@@ -21,6 +23,49 @@ def low(*shape: int) -> Tensor:
 
 def found(f: Any, *args: Tensor) -> list[Any]:
     return list(losses(settled(captured(f, *args, dtype=None))))
+
+
+def exponent(f: object, *args: Tensor) -> Node:
+    """The node whose exponential `f` takes."""
+    (node,) = settled(captured(f, *args)).graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default)  # type: ignore[arg-type]
+    return node.args[0]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_float32_value_is_followed_through_views_to_its_cast(dtype: torch.dtype) -> None:
+    found = find_16_bit_source(exponent(lambda x: x[1:].float().reshape(-1)[:2].exp(), torch.randn(3, 4).to(dtype)))
+    assert found is not None
+    low, path = found
+    assert [str(node.target) for node in path] == ["aten.to.dtype", "aten.reshape.default", "aten.slice.Tensor"]
+    assert low.target is torch.ops.aten.slice.Tensor and is_low(low)
+
+
+@pytest.mark.parametrize("view", [lambda x: x.mT, lambda x: x.swapaxes(0, 1), lambda x: x.diagonal(), lambda x: x.T])
+def test_views_are_views_however_they_are_spelled(view: Callable[[Tensor], Tensor]) -> None:
+    found = find_16_bit_source(exponent(lambda x: view(x.float()).exp(), torch.randn(4, 4).to(torch.bfloat16)))
+    assert found is not None and len(found[1]) == 2
+
+
+def read_twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    return wide.view(-1).exp(), wide
+
+
+@pytest.mark.parametrize(
+    ("f", "dtype"),
+    [
+        (read_twice, torch.bfloat16),
+        (lambda x: x.float().exp(), torch.float32),
+        (lambda x: x.double().exp(), torch.bfloat16),
+        (lambda x: (x.float() + 1).exp(), torch.bfloat16),
+        (lambda x: x.float().detach().exp(), torch.bfloat16),  # it ends a gradient
+        (lambda x: x.float().expand(2, 3, 4).exp(), torch.bfloat16),  # its gradient is a sum
+        (lambda x: x.float().view(torch.int32).float().exp(), torch.bfloat16),
+    ],
+    ids=["read twice", "float32 already", "float64", "an addition", "detached", "repeated", "other numbers"],
+)
+def test_what_isnt_such_a_value(f: object, dtype: torch.dtype) -> None:
+    assert find_16_bit_source(exponent(f, torch.randn(3, 4).to(dtype))) is None
 
 
 def test_its_arguments_are_read_by_place_and_by_name() -> None:
@@ -86,6 +131,12 @@ def _value(node: Any, source: Node, x: Tensor) -> Any:
     return node.target(_value(node.args[0], source, x), *node.args[1:], **node.kwargs)
 
 
+def path_of(f: Any, x: Tensor) -> list[Node]:
+    """The nodes between a value and the exponential of what `f` makes of it."""
+    graph = settled(captured(lambda x: f(x).exp(), x, dtype=None)).graph
+    return [node for node in graph.nodes if node.op == "call_function"][:-1]
+
+
 @pytest.mark.parametrize(
     ("f", "whole"),
     [
@@ -99,6 +150,9 @@ def _value(node: Any, source: Node, x: Tensor) -> Any:
     ],
 )
 def test_rows_are_known_to_stay_whole(f: Any, whole: bool) -> None:
-    graph = settled(captured(lambda x: f(x).exp(), low(3, 4, 5), dtype=None)).graph
-    path = [node for node in graph.nodes if node.op == "call_function"][:-1]
-    assert keep_rows_whole(path) == whole
+    assert keep_rows_whole(path_of(f, low(3, 4, 5))) == whole
+
+
+@pytest.mark.parametrize(("dim", "whole"), [(0, True), (1, True), (2, False), (-1, False), (-2, True)])
+def test_a_number_of_each_row_is_no_row_even_if_there_are_as_many(dim: int, whole: bool) -> None:
+    assert keep_rows_whole(path_of(lambda x: x.select(dim, 1), low(5, 5, 5))) == whole, "by size alone all would be"
