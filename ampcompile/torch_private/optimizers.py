@@ -48,13 +48,13 @@ class Marks:
         self._ids = list(map(_hold, held))
         self._marks = _marks(self._ids, strided, addresses)
 
-    def still(self, tensors: Sequence[Tensor], addresses: list[int] | None = None) -> bool:
+    def match(self, tensors: Sequence[Tensor], addresses: list[int] | None = None) -> bool:
         """Whether these are among them, and none was written or given other memory."""
         strided, ids = _of_strided(storages.storage_address, tensors)
         found = _marks(ids, strided, addresses)
         return found == self._marks or set(zip(*self._marks, strict=True)).issuperset(zip(*found, strict=True))
 
-    def reading_versions(self, tensors: Sequence[Tensor]) -> Callable[[], object]:
+    def version_reader(self, tensors: Sequence[Tensor]) -> Callable[[], object]:
         """A function of C that takes these tensors' versions, of all that were marked, once more when it is called."""
         strided, _ = _of_strided(storages.storage_address, tensors)
         return partial(self._marks[2].__setitem__, slice(None), map(storages.version, strided))
