@@ -77,7 +77,7 @@ def intercept(
 
 
 class ResultSlot(NamedTuple):
-    """The value that a gradient of the function belongs to: an output of the graph, or the base of a view among them."""
+    """The value that a gradient of the function belongs to: an output of the graph, or the base of such a view."""
 
     output: int
     kind: Literal["output", "base"]

@@ -44,7 +44,7 @@ def watch_returns(act: Callable[[Frame], None]) -> Wrap:
 
 
 def computed_and_returned(frame: Frame, dtype: torch.dtype) -> tuple[list[Any], bool]:
-    """Return the tensors of a dtype that a frame computes, returns and leaves nowhere else; whether it returns no others.
+    """Return the tensors of a dtype that a frame computes, returns and keeps nowhere else; True if there are no others.
 
     Tensors that share memory are left out, since replaced one by one they would no longer share it. Tensors from before
     the frame are left out too; after a graph break they count as others, as the frames before may have computed them.

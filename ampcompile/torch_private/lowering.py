@@ -111,7 +111,7 @@ def config_for_bodies(gm: torch.fx.GraphModule) -> dict[str, bool]:
 
 
 def aot_eager(gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: OnJointGraph) -> Callable[..., Any]:
-    """Compile with AOTAutograd and eager kernels, as torch's `aot_eager`; passes run on the joint or inference graph."""
+    """Compile with AOTAutograd and eager kernels, as `aot_eager` does; passes run on the joint or inference graph."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
