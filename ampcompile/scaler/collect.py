@@ -192,7 +192,7 @@ def _read_adam(optimizer: Any, params: Sequence[Tensor], group_of: Sequence[int]
 
 
 def _states(states: Any, params: Sequence[Tensor]) -> list[Any]:
-    """Return the states of `params`, looked up one by one only where needed: hashing a tensor runs Python code."""
+    """Return the states of `params`; one by one only if their order differs, as hashing a tensor runs Python code."""
     if len(states) == len(params) and all(map(operator.is_, states, params)):
         return list(states.values())
     return list(map(states.get, params))

@@ -13,7 +13,7 @@ from .fused import any_set
 def generic_step(
     scaler: torch.amp.GradScaler, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> float | None:
-    """Unscale and check if that wasn't done, then step unless there was an overflow, at a host sync to know."""
+    """Unscale and check if that wasn't done, then step unless there was an overflow; that costs a host sync."""
     if amp_aware(optimizer):
         return self_skipping_step(scaler, optimizer, state, args, kwargs)
     if state["stage"] is OptState.READY:

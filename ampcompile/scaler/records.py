@@ -23,7 +23,7 @@ class Record:
     workspaces: dict[torch.device, dict[str, Any]] = field(default_factory=dict)
     """The buffers that kernels keep between calls."""
     validations: dict[bool, Validation] = field(default_factory=dict)
-    """Validations of the optimizer's tensors, by whether of gradients only: see `collect`."""
+    """Validations of the optimizer's tensors by `only_grads`: see `collect`."""
     found_infs: tuple[Tensor, ...] | None = None
     """Overflow flags of the latest step; None before the first."""
     fallback_reason: str | None = None

@@ -99,7 +99,7 @@ class CopySet:
         )
 
     def renew(self, weights: Sequence[Tensor], now: object) -> bool:
-        """Cast the written weights if nothing else changed; `now`: the new `write_epoch`. False: make a new set."""
+        """Cast the written weights if nothing else changed; `now`: the `write_epoch` before. False: make a new set."""
         if (
             self._renewal is None
             or self._packable != len(self._unpacked)  # a new set counts reads from the start

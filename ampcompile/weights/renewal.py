@@ -35,7 +35,7 @@ class Renewal:
         self._copies, self._sample = copies, sample
         first = {copy: i for i, copy in reversed(list(enumerate(members)))}
         self._sources = [first[copy] for copy in copies]  # index of the weight that each is cast from
-        trainable = all(copy.memory.trainable for copy in members)  # it stays so
+        trainable = all(copy.memory.trainable for copy in members)  # which stays true
         self._slots = [] if trainable else [copy.memory for copy in members]
         self._memory_of = [copy.memory for copy in copies]
         ends = accumulate((len(copy.words) for copy in copies), initial=0)
