@@ -56,7 +56,7 @@ _forms: list[Form] = []  # every form that a copy has been made in, in a fixed o
 
 
 class Copy:
-    """A weight in low precision, shared by all graphs that read it; freed with the last graph, the weight, or by `free`.
+    """A weight in low precision, shared by all graphs that read it; freed with its last graph or weight, or by `free`.
 
     `mark` and `doubt` are the memory's at the last cast: if it has another object now, it may have been written since.
     """
