@@ -1,4 +1,4 @@
-"""Facts about floating dtypes that every precision decision rests on: names, widening, what survives a cast."""
+"""Facts about floating dtypes that every precision decision depends on: names, promotion, lossless casts."""
 
 import math
 from collections.abc import Iterable
@@ -6,10 +6,10 @@ from collections.abc import Iterable
 import torch
 
 FLOATS: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch.float16})
-"""The dtypes autocast casts from and to. float64 is missing on purpose: eager autocast never casts it."""
+"""The dtypes autocast casts from and to. float64 is left out on purpose: eager autocast never casts it."""
 
 LOW = (torch.bfloat16, torch.float16)
-"""The types of low precision."""
+"""The low-precision dtypes."""
 LOW_NAMES = {
     **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
     **dict.fromkeys(("fp16", "f16", "float16", "half"), torch.float16),
@@ -18,7 +18,7 @@ LOW_NAMES = {
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
-# Narrow type to the wider ones that hold each of its values, infinities and NaN included.
+# Each narrow type with the wider ones that represent all of its values, infinities and NaN included.
 _HELD_BY: dict[torch.dtype, frozenset[torch.dtype]] = {
     torch.float32: frozenset({torch.float64}),
     torch.float16: frozenset({torch.float32, torch.float64}),
@@ -36,30 +36,30 @@ _HELD_BY: dict[torch.dtype, frozenset[torch.dtype]] = {
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """A dtype as tables print it: `bf16`, `f32`, `i64`, `f8_e4m3fn`, `bool`."""
+    """Return a dtype as tables print it: `bf16`, `f32`, `i64`, `f8_e4m3fn`, `bool`."""
     name = str(dtype).removeprefix("torch.")
     kind = name.rstrip("0123456789") if "_" not in name else name.partition("8")[0]
     return _SHORT.get(kind, kind) + name.removeprefix(kind)
 
 
 def is_lossless(src: torch.dtype, dst: torch.dtype) -> bool:
-    """Whether every value of `src` survives a cast to `dst`: numbers unchanged, NaN still some NaN."""
+    """Return True if every value of `src` survives a cast to `dst`: numbers unchanged, NaN still some NaN."""
     return src == dst or dst in _HELD_BY.get(src, ())
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
-    """The dtype in which autocast's `promote` category runs an op, or None if no dtype is one of `FLOATS`.
+    """Return the dtype in which autocast's `promote` category runs an op, or None if no dtype is one of `FLOATS`.
 
-    float64 is passed over, as eager autocast does; bfloat16 with float16 gives float32, where eager raises.
+    float64 is ignored, as in eager autocast; bfloat16 with float16 gives float32, where eager raises.
     """
-    found = FLOATS.intersection(dtypes)
-    return torch.float32 if len(found) > 1 else next(iter(found), None)
+    floats = FLOATS.intersection(dtypes)
+    return torch.float32 if len(floats) > 1 else next(iter(floats), None)
 
 
 def representable(value: float, dtype: torch.dtype) -> bool:
-    """Whether a Python number survives `dtype` (an IEEE type of 16 bits or more): finite stays finite, nonzero nonzero.
+    """Return True if a Python number survives `dtype` (an IEEE type of 16 bits or more): stays finite, stays nonzero.
 
-    Rounding to the nearest even number is no loss here. Infinities and NaN survive.
+    Rounding to the nearest even number is no loss here. Infinities, NaN and zero survive.
     """
     if value == 0 or not math.isfinite(value):
         return True

@@ -13,7 +13,7 @@ class AmpError(Exception):
 
 
 class OptionError(AmpError, ValueError):
-    """An option of `torch.compile(..., backend="amp", options=...)` that can't be taken.
+    """An unknown or invalid option of `torch.compile(..., backend="amp", options=...)`.
 
     >>> torch.compile(model, backend="amp", options={"wieghts": "cached"})
     Traceback (most recent call last):
@@ -22,7 +22,7 @@ class OptionError(AmpError, ValueError):
 
 
 class PolicyError(AmpError, ValueError):
-    """A policy, or its string form, that names no rule or no pattern.
+    """A policy, or its string form, with an unknown rule or an invalid pattern.
 
     >>> ampcompile.Policy(ops=(("softmax", "float32"),))
     Traceback (most recent call last):
@@ -40,7 +40,7 @@ class RuleError(AmpError, ValueError):
 
 
 class PrecisionError(AmpError, TypeError):
-    """`ampcompile.precision` was given a dtype, or something to decorate, that it can't take.
+    """`ampcompile.precision` was given an unsupported dtype, or something that it can't decorate.
 
     >>> ampcompile.precision(torch.float64)
     Traceback (most recent call last):
@@ -75,12 +75,12 @@ class AmpWarning(UserWarning):
     """Something works, but not as well as it could; the text says what to do.
 
     >>> import warnings
-    >>> warnings.filterwarnings("ignore", category=ampcompile.AmpWarning)  # or "error", where it must not pass unseen
+    >>> warnings.filterwarnings("ignore", category=ampcompile.AmpWarning)  # or "error", to fail on it
     """
 
 
 class ScalerError(AmpError, ValueError):
-    """A `GradScaler` was given what makes no sense, such as its bounds, or asked for what it can't know yet.
+    """A `GradScaler` was given invalid arguments, such as its bounds, or asked for a result before its first step.
 
     >>> ampcompile.GradScaler("cpu").last_step_skipped
     Traceback (most recent call last):
@@ -89,7 +89,7 @@ class ScalerError(AmpError, ValueError):
 
 
 class ClipError(AmpError, RuntimeError):
-    """A clipping that is part of the step to come was about to meet other gradients than it was made for.
+    """A clipping that the next step applies would apply to other gradients than those it was computed for.
 
     >>> optimizer, scaler = torch.optim.SGD(model.parameters()), ampcompile.GradScaler("cpu")
     >>> scaler.scale(compiled(x).sum()).backward()
@@ -102,11 +102,11 @@ class ClipError(AmpError, RuntimeError):
 
 
 class StaleWeightError(AmpError, RuntimeError):
-    """A weight was written unseen while a backward waited for its old value, and a call used the old value too.
+    """A weight was written undetected while a backward needed its old value, and a call used the old value too.
 
     Only on a GPU. `ampcompile.invalidate` after such a write prevents it:
 
-    >>> loss = compiled(x).sum()  # its backward waits
+    >>> loss = compiled(x).sum()  # its backward is pending
     >>> import ctypes
     >>> written = ctypes.memset(model.weight.data_ptr(), 0, model.weight.nbytes)  # as a kernel would, on a GPU
     >>> ampcompile.invalidate(model)
@@ -125,7 +125,7 @@ class WeightsError(AmpError, TypeError):
 
 
 class MethodError(AmpError, ValueError):
-    """`ampcompile.compile_methods` was given a name that stands for no method that it can compile.
+    """`ampcompile.compile_methods` was given a name that isn't that of a method it can compile.
 
     >>> ampcompile.compile_methods(model, "decode")
     Traceback (most recent call last):
@@ -134,7 +134,7 @@ class MethodError(AmpError, ValueError):
 
 
 class DoubleBackwardError(AmpError, RuntimeError):
-    """A gradient of a gradient was asked of a compiled graph that can't give one.
+    """A gradient of a gradient was requested from a compiled graph that can't compute one.
 
     >>> f = torch.compile(lambda x: nn.functional.dropout(x).exp().sum(), backend="amp")
     >>> x.requires_grad = True
@@ -146,7 +146,7 @@ class DoubleBackwardError(AmpError, RuntimeError):
 
 
 class AuditError(AmpError, RuntimeError):
-    """An audit that can't say what was asked: nothing to compare, or a tolerance that float32 doesn't meet either.
+    """An audit has no answer: there is nothing to compare, or float32 doesn't meet the tolerance either.
 
     >>> ampcompile.audit(model)(x).suggest(1e-12)
     Traceback (most recent call last):
@@ -155,7 +155,7 @@ class AuditError(AmpError, RuntimeError):
 
 
 class ExportError(AmpError, RuntimeError):
-    """A model holds something whose casts an exported program can't have written out.
+    """A model contains something whose casts can't be written out in an exported program.
 
     >>> class Products(nn.Module):
     ...     def forward(self, x):
@@ -167,7 +167,7 @@ class ExportError(AmpError, RuntimeError):
 
 
 class CommandLineError(AmpError, ValueError):
-    """The command line was given something that names no model and inputs.
+    """The argument of the command line names no model and inputs.
 
     From a shell it is a line on stderr and the exit status 2.
 

@@ -1,4 +1,4 @@
-"""The user's steering of precision: overrides per op and per module path, on top of the device's table."""
+"""The user's overrides of precision, per op and per module path, on top of the device's table."""
 
 import difflib
 import warnings
@@ -92,17 +92,17 @@ class Policy:
         return cls(tuple(found["op"]), tuple(found["module"]))
 
     def rule_for(self, op: OpOverload, device_type: str, module_path: str = "") -> Rule | None:
-        """The rule of an op called in the module at `module_path`; None: it runs in whatever dtype arrives."""
+        """Return the rule of an op called in the module at `module_path`; None: it runs in whatever dtype arrives."""
         return self._override(op, module_path) or rules.rule_for(op, device_type)
 
     def needs_decomposition(self, op: OpOverload, device_type: str, module_path: str = "") -> bool:
-        """Whether an op is to be taken apart, because this policy decides about ops inside it, not about it."""
+        """Return True if an op must be decomposed, because there are rules for ops inside it, not for it."""
         if self._override(op, module_path) is not None:
             return False
         return rules.composite_needs_decomposition(op, device_type)
 
     def unmatched(self, op_names: Iterable[str], module_paths: Iterable[str]) -> dict[str, list[str]]:
-        """Globs that match none of these op names (`aten::softmax.int`) or module paths, with the nearest ones."""
+        """Return globs that match no op name (`aten::softmax.int`) and no module path, with the nearest of these."""
         ops = {name for op in op_names for name in _spellings(op)}
         modules = {path for module in module_paths for path in _and_ancestors(module)}
         return {
@@ -151,13 +151,13 @@ def _rule(op: OpOverload, value: str, because: str) -> Rule:
 
 
 def _spellings(name: str) -> list[str]:
-    """`aten::softmax.int` may also be written `aten::softmax`, `softmax.int` or `softmax`."""
+    """All spellings of an op's name: `aten::softmax.int` is also `aten::softmax`, `softmax.int` and `softmax`."""
     names = [name, name.partition(".")[0]]
     return names + [short.removeprefix("aten::") for short in names if short.startswith("aten::")]
 
 
 def _and_ancestors(path: str) -> list[str]:
-    """`a.b` lies in `a.b` and in `a`; what lies in no module has the empty path."""
+    """Paths of a module and its parents: `a.b` and `a` for `a.b`; the empty path stands for no module."""
     parts = path.split(".")
     return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
 

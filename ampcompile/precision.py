@@ -20,26 +20,26 @@ from .torch_private.types import OpOverload
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ARRIVING = frozenset(_FLOATS)
-# What Dynamo of torch 2.15 calls torch.Tensor's reflected operators, as `2 - x`: the name inside their decorator.
+# Dynamo of torch 2.15's name for torch.Tensor's reflected operators, as `2 - x`: the one inside their decorator.
 _REFLECTED = "wrapped"
-_OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}  # what Python calls otherwise
+_OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}  # Python's names that differ
 _CONVERSIONS = frozenset({"to", "type", "type_as", "clone", "contiguous", "detach", "float", "double", "half"})
 
 
 class precision(TorchFunctionMode):
-    """What is inside runs in `dtype`: float32, bfloat16 or float16; in eager mode and under `torch.compile` alike.
+    """Run what is inside in `dtype`: float32, bfloat16 or float16; in eager mode and under `torch.compile` alike.
 
     As a decorator of a function, a module class or a module object: inputs that arrive in another floating dtype are
     converted, nested in tuples, lists and dicts too; integer, bool, complex and 8-bit tensors are untouched. float32
-    means no autocast inside. A 16-bit dtype means autocast with that dtype: ops that autocast keeps in float32 stay
-    there. A class is subclassed, so an imported one is not changed: `RoIPool32 = keep_fp32(RoIPool)`. An object is
+    means no autocast inside. A 16-bit dtype means autocast with that dtype: ops that autocast keeps in float32 stay in
+    float32. A class is subclassed, so an imported one is not changed: `RoIPool32 = keep_fp32(RoIPool)`. An object is
     changed in place and returned; its parameters and buffers keep their dtype.
 
-    As a context manager, `with precision(torch.float32):`, each op inside is treated so, its operands converted for
-    float32. Decorators are lighter. Where two such blocks are nested, or a decorated function is called in one, the
-    outer block has the last word.
+    As a context manager, `with precision(torch.float32):`, it acts on each op inside, and converts operands only for
+    float32. Decorators cost less. Where two such blocks are nested, or a decorated function is called in one, the
+    outer block wins.
 
-    Raises PrecisionError for other dtypes and for what can't be decorated.
+    Raises PrecisionError for other dtypes and for targets that can't be decorated.
 
     >>> @ampcompile.keep_fp32  # or @ampcompile.precision(torch.float32)
     ... def energy(x):
@@ -137,20 +137,20 @@ def _runs_later(function: Any) -> bool:
 
 @functools.cache
 def _computing() -> frozenset[str]:
-    """Names of the torch functions that compute something: no conversions, and none that end in an underscore."""
-    found = {name for name in torch.nn.functional.__dict__ if name.islower() and not name.startswith("_")}
-    found |= {name for name in torch.functional.__all__ if not name.startswith("_")}
+    """Names of the torch functions that compute something; without conversions and names ending in an underscore."""
+    names = {name for name in torch.nn.functional.__dict__ if name.islower() and not name.startswith("_")}
+    names |= {name for name in torch.functional.__all__ if not name.startswith("_")}
     for name in dispatcher.all_op_names():
         if name.startswith("aten::"):
             packet, _, overload = name.removeprefix("aten::").partition(".")
             op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
             if isinstance(op, OpOverload) and schema.computes(op):
-                found.add(packet)
-    return frozenset(name for name in found - _CONVERSIONS if not name.endswith("_")) | {_REFLECTED}
+                names.add(packet)
+    return frozenset(name for name in names - _CONVERSIONS if not name.endswith("_")) | {_REFLECTED}
 
 
 def _computes(name: str) -> bool:
-    """Whether a function of this `__name__` computes from its operands: `exp`, `linear`, `__matmul__`, `__radd__`."""
+    """Return True if a function of this name computes from its operands: `exp`, `linear`, `__matmul__`, `__radd__`."""
     if name.startswith("__") and name.endswith("__"):
         plain = name.strip("_")
         spellings = {plain, plain.removeprefix("r")}
@@ -162,19 +162,19 @@ dynamo_marks.mark_constant(_computes)
 
 
 def _subclass_with(cls: type, decorator: Callable[[Any], Any], forward: Callable[..., Any]) -> type:
-    """A subclass of `cls` under the same name. `decorator(cls)` makes it again, where it is unpickled.
+    """Return a subclass of `cls` with the same name. Unpickling makes it again by `decorator(cls)`.
 
     A class whose methods call `super(Name, self)` and whose name is about to be bound to the result, as by `@`, is
-    changed in place: it would find itself as its own parent.
+    changed in place: `super` would call these same methods again.
     """
     if _would_find_itself(cls):
         cls.forward = forward  # type: ignore[attr-defined]
         return cls
 
     def reduce(self: Any, protocol: Any) -> Any:
-        if type(self) is made and _named_by(made) is not made:  # the name still means the class that was wrapped
+        if type(self) is subclass and _named_by(subclass) is not subclass:  # it still names `cls`
             return _remake, (decorator, cls), self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-        return super(made, self).__reduce_ex__(protocol)
+        return super(subclass, self).__reduce_ex__(protocol)
 
     members = {
         "forward": forward,
@@ -183,20 +183,20 @@ def _subclass_with(cls: type, decorator: Callable[[Any], Any], forward: Callable
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
-    made: Any = type(cls)(cls.__name__, (cls,), members)
-    return made
+    subclass: Any = type(cls)(cls.__name__, (cls,), members)
+    return subclass
 
 
 def _remake(decorator: Callable[[Any], Any], cls: type) -> torch.nn.Module:
-    made = decorator(cls)
-    return made.__new__(made)
+    subclass = decorator(cls)
+    return subclass.__new__(subclass)
 
 
 def _named_by(cls: type) -> Any:
-    found: Any = sys.modules.get(cls.__module__)
+    value: Any = sys.modules.get(cls.__module__)
     for part in cls.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def _would_find_itself(cls: type) -> bool:

@@ -1,1 +1,1 @@
-"""`ampcompile.audit`: how far a mixed run is from an exact one, op by op, and which modules to keep in float32."""
+"""`ampcompile.audit`: the errors of a mixed run against an exact one, op by op, and the modules to keep in float32."""

@@ -1,4 +1,4 @@
-"""How wrong a mixed run is, and where: `ampcompile.audit(f)(*args)`."""
+"""Measure how wrong a mixed run is, and where: `ampcompile.audit(f)(*args)`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def audit(
     torch.float32. Gradients are those of `loss(result)`, 0-dim; without `loss` of the first scalar that `f` returns,
     else of the mean square of all it returns; `backward=False` leaves them out. With `cumulative=False` there is no
     second run: each op is compared alone, which takes no more memory than the tensors of one op.
-    The call is a real one: gradients, buffers and random states are put back afterwards. Raises what `f` raises,
+    The call really runs; gradients, buffers and random states are restored afterwards. Raises what `f` raises,
     OptionError and AuditError.
 
     >>> audit = ampcompile.audit(model)(x)

@@ -18,13 +18,13 @@ from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 from .attention import attention, is_attention
 
 aten = torch.ops.aten
-_REFUSED = (RuntimeError, NotImplementedError, TypeError, ValueError)  # what kernels raise for dtypes they don't know
+_REFUSED = (RuntimeError, NotImplementedError, TypeError, ValueError)  # raised by kernels for unsupported dtypes
 _OUT_DTYPE = {aten.mm.dtype: aten.mm.default, aten.addmm.dtype: aten.addmm.default, aten.bmm.dtype: aten.bmm.default}
 _SOFTMAX = (aten._softmax.default, aten._log_softmax.default)
 
 
 def to_high_precision(value: Any, dtype: torch.dtype) -> Any:
-    """A structure with every floating and complex tensor in high precision."""
+    """Convert every floating and complex tensor in a structure to high precision."""
 
     def raise_tensor(tensor: Tensor) -> Tensor:
         if tensor.is_complex():
@@ -37,9 +37,9 @@ def to_high_precision(value: Any, dtype: torch.dtype) -> Any:
 def compute_in_high_precision(
     node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any, dtype: torch.dtype
 ) -> Any:
-    """The result of a node on operands in high precision, laid out as `mixed`, its result in the mixed run.
+    """Compute a node on operands in high precision, laid out as `mixed`, its result in the mixed run.
 
-    None if no kernel gives it. Where an op doesn't know `dtype` it runs in float32.
+    None if no kernel can. An op that doesn't support `dtype` runs in float32.
     """
     for attempt in dict.fromkeys((dtype, torch.float32)):
         try:
@@ -63,10 +63,10 @@ def _call(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any,
     if draws_random_numbers(target) or reads_bits(target):
         return None
     if target in _OUT_DTYPE:
-        given = arguments_by_name(target, args, kwargs)
-        return _OUT_DTYPE[target](**{name: value for name, value in given.items() if name != "out_dtype"})
+        arguments = arguments_by_name(target, args, kwargs)
+        return _OUT_DTYPE[target](**{name: value for name, value in arguments.items() if name != "out_dtype"})
     if target in _SOFTMAX:
-        return target(args[0], args[1], False)  # its flag makes float32 of a 16-bit operand
+        return target(args[0], args[1], False)  # its flag converts a 16-bit operand to float32
     return target(*args, **kwargs)
 
 
@@ -82,19 +82,19 @@ def _retype(arguments: Any, dtype: torch.dtype) -> Any:
 
 
 def _body(body: GraphModule, dtype: torch.dtype) -> GraphModule:
-    twin = copy_graph(body)
+    copy = copy_graph(body)
     replace: Callable[[Any], Any] = lambda value: _retype(value, dtype)  # noqa: E731
-    for node in twin.graph.nodes:
+    for node in copy.graph.nodes:
         if node.op == "call_function":
             node.args, node.kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), replace)
         elif node.op == "get_attr":
-            setattr(twin, str(node.target), to_high_precision(_retype(getattr(body, str(node.target)), dtype), dtype))
-    twin.recompile()
-    return twin
+            setattr(copy, str(node.target), to_high_precision(_retype(getattr(body, str(node.target)), dtype), dtype))
+    copy.recompile()
+    return copy
 
 
 def _lay_out_as(result: Any, mixed: Any) -> Any:
-    """A result with the strides of another; None if the shapes differ."""
+    """Return a result with the strides of another; None if the shapes differ."""
     values, spec = pytree.tree_flatten(result)
     others = pytree.tree_leaves(mixed)
     if len(values) != len(others):
@@ -112,7 +112,7 @@ def _lay_out_as(result: Any, mixed: Any) -> Any:
 
 
 def rounds(node: Node, result: Any) -> bool:
-    """Whether an op computes floating values: no view, no copy, no choice among values."""
+    """Return True if an op computes floating values: no view, no copy, no choice among values."""
     target = node.target
     if not isinstance(target, OpOverload | HigherOrderOperator):
         return False
@@ -122,5 +122,5 @@ def rounds(node: Node, result: Any) -> bool:
 
 
 def is_floating(value: Any) -> bool:
-    """Whether a value is a tensor of floating or complex numbers."""
+    """Return True if a value is a tensor of floating or complex numbers."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

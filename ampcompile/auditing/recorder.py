@@ -35,7 +35,7 @@ from .run import Session, interpreters
 
 @dataclass(frozen=True)
 class Settings:
-    """What `ampcompile.audit` was asked for, beside the options of compilation."""
+    """The arguments of `ampcompile.audit`, beside the options of compilation."""
 
     against: torch.dtype
     loss: Callable[[Any], Tensor] | None
@@ -51,7 +51,7 @@ class Settings:
 def make_auditor(
     f: Any, settings: Settings, options: dict[str, Any], mode: str | None, dynamic: bool | None
 ) -> Callable[..., Audit]:
-    """What `ampcompile.audit` returns; its arguments are checked here and now."""
+    """Return what `ampcompile.audit` returns; its arguments are checked at once."""
     f, chosen, dynamic = uncompile(f, options, mode, dynamic)
 
     def audit_call(*args: Any, **kwargs: Any) -> Audit:
@@ -78,7 +78,7 @@ class _Call:
     def __call__(self, args: Any, kwargs: Any) -> Audit:
         session = Session(self.settings.against, self.settings.cumulative, self.settings.local)
         backend = self._backend(session, _tensor_names(self.f, args, kwargs))
-        widen = self._compile_beside(_widen, backend, dynamic=False)  # which rounds gradients
+        widen = self._compile_beside(_widen, backend, dynamic=False)  # compiled, because that rounds gradients
 
         def cast(results: Sequence[Tensor]) -> list[Tensor]:
             return list(map(widen if session.ran else _widen, results))
@@ -130,16 +130,16 @@ class _Call:
         return interpret
 
     def _outputs(self, session: Session, result: Any) -> list[tuple[Tensor, Tensor]]:
-        """Both runs' values of each floating tensor that `f` returned, or if no graph made them, of the last one's."""
+        """Both runs' values of the floating tensors that `f` returned; if no graph made any, of the last graph's."""
         if not self.settings.cumulative:
             return []
         parts = [part for leaf in pytree.tree_leaves(result) for part in compiled_functions.parts_of(leaf)]
         leaves = [part for part in parts if is_floating(part)]
-        known = [(leaf.detach(), exact) for leaf in leaves if (exact := session.known(leaf)) is not None]
-        return known or [(leaf.detach(), session.exact[leaf]) for leaf in session.returned]
+        pairs = [(leaf.detach(), exact) for leaf in leaves if (exact := session.find_exact(leaf)) is not None]
+        return pairs or [(leaf.detach(), session.exact[leaf]) for leaf in session.returned]
 
     def _loss(self, result: Any, backend: Any) -> Tensor | None:
-        """What is differentiated. Compiled like `f`: gradients may be lost to underflow where they enter the graph."""
+        """Return the loss to differentiate, compiled like `f`: gradients may underflow where they enter the graph."""
         leaves = [leaf for leaf in pytree.tree_leaves(result) if is_floating(leaf) and leaf.requires_grad]
         scalar = next((leaf for leaf in leaves if leaf.numel() == 1), None)
         if self.settings.loss is None and (scalar is not None or not leaves):
@@ -148,10 +148,10 @@ class _Call:
         return self._compile_beside(loss, backend, self.dynamic)(argument)
 
     def _compile_beside(self, f: Any, backend: Any, dynamic: bool | None) -> Any:
-        """Compile another function than the audited: patterns of the policy that match nothing in it are no mistake."""
-        backend.amp_options, own = lambda **_: replace(self.options, policy=Policy()), backend.amp_options
+        """Compile another function than the audited: patterns of the policy that match nothing in it are no error."""
+        backend.amp_options, audited_options = lambda **_: replace(self.options, policy=Policy()), backend.amp_options
         compiled = torch.compile(f, backend=backend, dynamic=dynamic)
-        backend.amp_options = own
+        backend.amp_options = audited_options
         return compiled
 
 
@@ -159,14 +159,14 @@ def _widen(result: Tensor) -> Tensor:
     return result.float()
 
 
-def _share(found: Tensor, exact: Tensor) -> float:
-    """The share of the elements that aren't finite in a run."""
-    mixed, high = find_not_finite(found, exact)
-    return float((mixed | high).double().mean()) if mixed.numel() else 0.0
+def _share(mixed: Tensor, exact: Tensor) -> float:
+    """Return the share of the elements with a NaN or an infinity that one run has alone."""
+    in_mixed, in_exact = find_not_finite(mixed, exact)
+    return float((in_mixed | in_exact).double().mean()) if mixed.numel() else 0.0
 
 
 def _numbers(value: Any) -> list[str]:
-    """What is added to the name of a graph input for each part of it: a number, where it holds several tensors."""
+    """Suffixes of a graph input's name, one for each part of it: a number, where it holds several tensors."""
     parts = compiled_functions.parts_of(value)
     several = sum(isinstance(part, Tensor) for part in parts) > 1
     return [f"[{i}]" if several else "" for i in range(len(parts))]
@@ -177,6 +177,6 @@ def _mean_squares(values: list[Tensor]) -> Tensor:
 
 
 def _tensor_names(f: Any, args: Any, kwargs: Any) -> dict[int, str]:
-    """`id` of a parameter or argument to its name; parameters are named as `named_parameters` does."""
+    """Names by `id` of the parameters of `f` and of modules in its arguments, as `named_parameters` gives them."""
     modules = [*modules_of(f), *(m for m in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(m, torch.nn.Module))]
     return {id(parameter): name for module in modules for name, parameter in module.named_parameters()}

@@ -12,13 +12,13 @@ from .numbers import Numbers, combine
 
 @dataclass(frozen=True)
 class Place:
-    """Where an op stands: its name as `aten.mm`, the path of the module that calls it, the user's line."""
+    """The place of an op: its name as `aten.mm`, the path of the module that calls it, the user's line."""
 
     op: str
     module: str
     source: str
     backward: bool
-    """Whether the op computes gradients."""
+    """True if the op computes gradients."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class OpNumbers:
 
     place: Place
     dtype: torch.dtype
-    """Of its first floating result."""
+    """The dtype of its first floating result."""
     numbers: Numbers
 
     @property
     def op(self) -> str:
-        """As `aten.mm`; casts are `aten._to_copy`."""
+        """Name of the op, as `aten.mm`; casts are `aten._to_copy`."""
         return self.place.op
 
     @property
@@ -47,7 +47,7 @@ class OpNumbers:
 
     @property
     def backward(self) -> bool:
-        """Whether the op computes gradients."""
+        """True if the op computes gradients."""
         return self.place.backward
 
 
@@ -61,7 +61,7 @@ class ModuleNumbers:
 
 
 def group_by_module(ops: Iterable[OpNumbers]) -> list[ModuleNumbers]:
-    """The modules in the order in which they ran first."""
+    """Combine the ops of each module; modules are in the order in which they ran first."""
     groups: dict[str, list[Numbers]] = {}
     for op in ops:
         groups.setdefault(op.module, []).append(op.numbers)

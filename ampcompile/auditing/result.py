@@ -1,4 +1,4 @@
-"""What `ampcompile.audit` returns."""
+"""The result of `ampcompile.audit`."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class Audit:
     outputs: Sequence[float]
     """Relative error of each floating tensor returned, against the exact run. Empty without `cumulative`."""
     gradients: Mapping[str, float]
-    """Relative error of the gradient of each parameter, and of each input that wants one, by name."""
+    """Relative error of the gradient of each parameter, and of each input that requires grad, by name."""
     gradient_error: float | None
     """Relative error of all gradients together; None if there are none."""
     unmeasured: Sequence[str]
-    """Ops that don't run in high precision: the exact run goes on with the mixed run's numbers after them."""
+    """Ops that don't run in high precision: the exact run continues with the mixed run's numbers after them."""
     against: torch.dtype
     not_finite: Mapping[str, float] = field(default_factory=dict)
     """Share of the elements that are NaN or infinite, by name: of inputs, and in either run of outputs and gradients.
 
-    Of these only what has any; infinities that both runs have don't count there.
+    Only those above 0; in outputs and gradients, infinities that both runs have don't count.
     """
     policy: Policy = Policy()  # noqa: RUF009
     with_policy: Callable[[Policy, bool], Audit] | None = None
 
     @property
     def modules(self) -> list[ModuleNumbers]:
-        """Of each module, the ops that it calls itself."""
+        """The ops of each module: those that it calls itself."""
         return group_by_module(self.ops)
 
     @property
@@ -64,22 +64,22 @@ class Audit:
     def error(self) -> float:
         """The worst of the errors of the outputs and of all gradients together. Raises AuditError if there is none.
 
-        NaN if one is: then nothing is known of it.
+        NaN if one of them is NaN.
         """
-        found = [*self.outputs, *([self.gradient_error] if self.gradient_error is not None else [])]
-        if not found:
+        errors = [*self.outputs, *([self.gradient_error] if self.gradient_error is not None else [])]
+        if not errors:
             raise AuditError(
                 "audit has no error of the whole run: it was made with cumulative=False, or the call returned no "
                 "floating tensor. Audit with cumulative=True a call that returns what matters."
             )
-        return next(filter(math.isnan, found), max(found))
+        return next(filter(math.isnan, errors), max(errors))
 
     def suggest(self, tolerance: float, trials: int = 60, progress: Callable[[str], None] | None = None) -> Policy:
-        """A policy that keeps as few modules as it can in float32 so that `error` is at most `tolerance`.
+        """Return a policy that keeps as few modules as possible in float32 so that `error` is at most `tolerance`.
 
-        Audits the call anew, at most `trials` times; `progress` is told of each. With enough of them, none of the
-        modules kept can be left out alone. Raises AuditError if everything in float32 doesn't meet the tolerance,
-        and for one that is no number above 0.
+        Audits the call again, at most `trials` times; `progress` gets a line on each. With enough trials, no single
+        module of the result can be left out. Raises AuditError if everything in float32 doesn't meet the tolerance,
+        and for a tolerance that is no number above 0.
         """
         return suggest.suggest(self, tolerance, trials, progress or (lambda _: None))
 

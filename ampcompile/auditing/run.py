@@ -1,4 +1,4 @@
-"""The two runs side by side: every op of a graph in mixed precision, alone in high precision, and in the exact run."""
+"""Run a graph's ops side by side: in mixed precision, each alone in high precision, and in the exact run."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from .records import OpNumbers, Place
 
 
 class Session:
-    """One audited call. Its graphs hand each other the exact run's values here.
+    """One audited call, through which its graphs pass each other the exact run's values.
 
-    `cumulative`: whether there is an exact run. `local`: whether each op also runs alone, and is recorded.
+    `cumulative`: True if there is an exact run. `local`: True if each op also runs alone, and is recorded.
     """
 
     def __init__(self, against: torch.dtype, cumulative: bool, local: bool) -> None:
         self.against, self.cumulative, self.local = against, cumulative, local
-        self.ran = False  # whether there was any graph
+        self.ran = False  # True once a graph has run
         self.ops: list[OpNumbers] = []
         self.unmeasured: set[str] = set()
-        self.exact = joint_graphs.by_tensor()  # a value that left a graph: the exact run's
+        self.exact = joint_graphs.by_tensor()  # the exact run's values, by those of the mixed run that left a graph
         self.returned: list[Tensor] = []  # by the graph that ran last
         self.pending: list[_Saved] = []  # forward runs whose backward hasn't run
         self.gradients: dict[str, tuple[Tensor, Tensor]] = {}  # mixed and exact, summed over all uses
-        self.backwards: list[list[Any]] = []  # what they gave: autograd would add to it in place if nobody held it
-        self.not_finite: dict[str, float] = {}  # by what the call was given: the share of its elements
+        self.backwards: list[list[Any]] = []  # held, else autograd adds in place
+        self.not_finite: dict[str, float] = {}  # the share of the elements, by input
 
     def exact_of(self, value: Any) -> Any:
-        """The exact run's value of a graph input; one that no graph made is taken as exact."""
-        known = self.known(value) if isinstance(value, Tensor) else None
-        return to_high_precision(value, self.against) if known is None else known
+        """Return the exact run's value of a graph input; one that no graph made is taken as exact."""
+        exact = self.find_exact(value) if isinstance(value, Tensor) else None
+        return to_high_precision(value, self.against) if exact is None else exact
 
-    def known(self, value: Tensor) -> Tensor | None:
-        """The exact run's value of what a graph made, or of a view of that; None of what no graph made."""
+    def find_exact(self, value: Tensor) -> Tensor | None:
+        """Return the exact run's value of what a graph made, or of a view of that; None of what no graph made."""
         base = value._base
         if base is None or value in self.exact or base not in self.exact or not is_dense(base):
             return self.exact.get(value)
@@ -52,16 +52,16 @@ class Session:
         )
 
     def look_at_inputs(self, names: list[str | None], values: list[Any]) -> None:
-        """Note which inputs hold NaN or infinities, as many as there are; None: of another graph."""
+        """Record named inputs that hold NaN or infinities; an input with the name None is from another graph."""
         for name, value in zip(names, values, strict=False):
             if name is not None and is_floating(value) and not value.isfinite().all():
                 self.not_finite[f"input {name}"] = 1 - float(value.isfinite().double().mean())
 
     def add_gradient(self, name: str, mixed: Tensor, exact: Tensor) -> None:
-        """A gradient of an input; one that is used in several graphs has several."""
+        """Add a gradient of an input; an input that several graphs use has several."""
         mixed = to_high_precision(mixed, self.against)
-        before = self.gradients.get(name)
-        self.gradients[name] = (mixed, exact) if before is None else (before[0] + mixed, before[1] + exact)
+        earlier = self.gradients.get(name)
+        self.gradients[name] = (mixed, exact) if earlier is None else (earlier[0] + mixed, earlier[1] + exact)
 
     def gradient_errors(self) -> dict[str, tuple[float, float]]:
         """Squared distance and squared norm of every gradient."""
@@ -69,7 +69,7 @@ class Session:
 
 
 class _Saved:
-    """What a forward run leaves to its backward: the exact run's values, by the names they have in both graphs."""
+    """The exact run's values that a forward run keeps for its backward, by the names they have in both graphs."""
 
     def __init__(self, values: dict[str, Any], exact: dict[str, Any]) -> None:
         self.memory = {name: _memory(value) for name, value in values.items()}
@@ -86,9 +86,9 @@ def _memory(value: Any) -> int | None:
 def interpreters(
     session: Session, names: dict[str, str], inputs: list[str | None]
 ) -> tuple[joint_graphs.Interpret, joint_graphs.Interpret]:
-    """How forward and backward of one graph run.
+    """Return functions that interpret forward and backward of one graph.
 
-    `names`: paths of modules. `inputs`: what the graph's inputs are called, None for those that another graph made.
+    `names`: paths of modules. `inputs`: names of the graph's inputs, None for those that another graph made.
     """
 
     def forward(gm: GraphModule) -> joint_graphs.Run:
@@ -100,12 +100,12 @@ def interpreters(
             exact = [session.exact_of(arg) for arg in args] if session.cumulative else []
             values, exact_values = run(args, exact)
             if session.cumulative:
-                for value, known in zip(values, exact_values, strict=True):
+                for value, reference in zip(values, exact_values, strict=True):
                     if is_floating(value):
-                        session.exact[value] = known
-                kept = [n.name if isinstance(n, Node) else "" for n in run.outputs]
+                        session.exact[value] = reference
+                keys = [n.name if isinstance(n, Node) else "" for n in run.outputs]
                 session.pending.append(
-                    _Saved(dict(zip(kept, values, strict=True)), dict(zip(kept, exact_values, strict=True)))
+                    _Saved(dict(zip(keys, values, strict=True)), dict(zip(keys, exact_values, strict=True)))
                 )
             session.returned = [value for value in values if is_floating(value)]
             return values
@@ -118,12 +118,12 @@ def interpreters(
         placeholders = [node.name for node in gm.graph.find_nodes(op="placeholder")]
 
         def backward_run(args: list[Any]) -> Any:
-            given = dict(zip(placeholders, args, strict=True))
-            saved = next((s for s in reversed(session.pending) if s.belongs_to(given)), None)
-            known = saved.exact if saved is not None else {}
+            by_name = dict(zip(placeholders, args, strict=True))
+            saved = next((s for s in reversed(session.pending) if s.belongs_to(by_name)), None)
+            saved_exact = saved.exact if saved is not None else {}
             if saved is not None:
                 session.pending.remove(saved)
-            exact = [known.get(name) for name in placeholders]
+            exact = [saved_exact.get(name) for name in placeholders]
             exact = [session.exact_of(arg) if e is None else e for arg, e in zip(args, exact, strict=True)]
             values, exact_values = run(args, exact if session.cumulative else [])
             session.backwards.append(values)
@@ -141,7 +141,7 @@ def interpreters(
 
 
 class _PairedRun:
-    """Runs one functional graph in mixed precision, and compares every op."""
+    """Runs one functional graph in mixed precision and in the exact run, and compares every op."""
 
     def __init__(self, gm: GraphModule, session: Session, names: dict[str, str], backward: bool) -> None:
         self.gm, self.session = gm, session
@@ -157,7 +157,7 @@ class _PairedRun:
 
     @torch.no_grad()
     def __call__(self, args: list[Any], exact: list[Any]) -> tuple[list[Any], list[Any]]:
-        """The results of both runs. `exact` are the exact run's inputs, empty if there is no such run."""
+        """Return the results of both runs. `exact` are the exact run's inputs, empty if there is no such run."""
         values: dict[Node, Any] = {}
         exact_values: dict[Node, Any] = {}
         inputs = iter(args)
@@ -177,7 +177,7 @@ class _PairedRun:
                 if unused not in self.outputs:
                     del values[unused], exact_values[unused]
         results, exact_results = (
-            [found[o] if isinstance(o, Node) else o for o in self.outputs] for found in (values, exact_values)
+            [env[o] if isinstance(o, Node) else o for o in self.outputs] for env in (values, exact_values)
         )
         return results, exact_results
 
@@ -201,15 +201,15 @@ class _PairedRun:
         return compute_in_high_precision(node, args, kwargs, result, self.session.against)
 
     def _record(self, node: Node, result: Any, alone: Any, exact: Any) -> None:
-        found, local, cumulative = (
+        mixed, local, cumulative = (
             None if value is None else [leaf for leaf in pytree.tree_leaves(value) if is_floating(leaf)]
             for value in (result, alone, exact)
         )
-        assert found is not None
+        assert mixed is not None
         place = self.places[node]
         if alone is None and any(map(_is_floating_node, node.all_input_nodes)):
             self.session.unmeasured.add(place.op)
-        self.session.ops.append(OpNumbers(place, found[0].dtype, measure(found, local, cumulative)))
+        self.session.ops.append(OpNumbers(place, mixed[0].dtype, measure(mixed, local, cumulative)))
 
 
 def _place_of(node: Node, backward: bool) -> Place:

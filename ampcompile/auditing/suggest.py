@@ -1,4 +1,4 @@
-"""The fewest modules to keep in float32: bisection over modules, ordered by the rounding they add, then dropping."""
+"""Find the fewest modules to keep in float32: bisect modules, ordered by the errors they add, then drop some."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
 
-from .numbers import known
+from .numbers import error_or_zero
 from .records import group_by_module
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def suggest(audit: Audit, tolerance: float, trials: int, progress: Callable[[str
             f"{tolerance:.2g}. Ask for a tolerance above that: no choice of modules is better."
         )
     chosen = _shrink(_prefix(_suspects(audit), search.meets), search.meets)
-    if chosen is None:  # what counts stands outside of modules
+    if chosen is None:  # ops outside of modules decide
         return everything
     spelled = _with_parents(chosen, {op.module for op in audit.ops if op.module})
     return search.policy(spelled if search.meets(spelled) else chosen)
@@ -53,12 +53,12 @@ class _Search:
         self.errors: dict[Policy, float] = {}
 
     def policy(self, paths: Sequence[str]) -> Policy:
-        """The audit's policy, and these modules in float32."""
-        kept = tuple((path, "fp32") for path in sorted(paths))
-        return replace(self.audit.policy, modules=self.audit.policy.modules + kept)
+        """Return the audit's policy with these modules in float32."""
+        overrides = tuple((path, "fp32") for path in sorted(paths))
+        return replace(self.audit.policy, modules=self.audit.policy.modules + overrides)
 
     def meets(self, paths: Sequence[str]) -> bool:
-        """Whether the error is known to be within the tolerance with these modules in float32."""
+        """Return True if the error is error_or_zero to be within the tolerance with these modules in float32."""
         policy = self.policy(paths)
         if policy not in self.errors:
             if len(self.errors) >= self.trials:
@@ -71,16 +71,16 @@ class _Search:
 
 
 def _suspects(audit: Audit) -> list[str]:
-    """Modules that call ops, those first that add most: the squares of their ops' own relative errors, summed."""
+    """Modules that call ops, the worst first, by the sum of the squares of their ops' own relative errors."""
 
     def added(module: str) -> float:
-        return sum(known(op.numbers.local) ** 2 for op in audit.ops if op.module == module)
+        return sum(error_or_zero(op.numbers.local) ** 2 for op in audit.ops if op.module == module)
 
     return sorted((m.module for m in group_by_module(audit.ops) if m.module), key=added, reverse=True)
 
 
 def _prefix(suspects: list[str], meets: Callable[[Sequence[str]], bool]) -> list[str] | None:
-    """The shortest beginning of a list that meets the tolerance, by bisection; None if the whole doesn't."""
+    """Return the shortest prefix of a list that meets the tolerance, by bisection; None if the whole doesn't."""
     if not meets(suspects):
         return None
     low, high = 0, len(suspects)  # `high` of them meet it, `low` don't
@@ -91,7 +91,7 @@ def _prefix(suspects: list[str], meets: Callable[[Sequence[str]], bool]) -> list
 
 
 def _shrink(chosen: list[str] | None, meets: Callable[[Sequence[str]], bool]) -> list[str] | None:
-    """`chosen` without what can be spared: halves are dropped, then quarters, then single modules."""
+    """Drop modules that `chosen` doesn't need: halves of it, then quarters, then single modules."""
     if chosen is None:
         return None
     size = len(chosen) // 2
@@ -108,14 +108,14 @@ def _shrink(chosen: list[str] | None, meets: Callable[[Sequence[str]], bool]) ->
 
 
 def _with_parents(chosen: list[str], modules: set[str]) -> list[str]:
-    """The same modules in fewer paths: where all inside a module were chosen, its path stands for them."""
-    kept = set(chosen)
-    parents = {path.rpartition(".")[0] for path in _ancestors(kept)} - {""}
+    """Return the same modules in fewer paths: if all inside a module were chosen, its path replaces theirs."""
+    paths = set(chosen)
+    parents = {path.rpartition(".")[0] for path in _ancestors(paths)} - {""}
     for parent in sorted(parents, key=lambda path: path.count("."), reverse=True):
         inside = {module for module in modules if module == parent or module.startswith(f"{parent}.")}
-        if inside and all(any(m == k or m.startswith(f"{k}.") for k in kept) for m in inside):
-            kept = {k for k in kept if not k.startswith(f"{parent}.")} | {parent}
-    return sorted(kept)
+        if inside and all(any(m == p or m.startswith(f"{p}.") for p in paths) for m in inside):
+            paths = {p for p in paths if not p.startswith(f"{parent}.")} | {parent}
+    return sorted(paths)
 
 
 def _ancestors(paths: set[str]) -> set[str]:

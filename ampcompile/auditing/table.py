@@ -12,20 +12,20 @@ from rich.table import Table
 from ampcompile.dtypes import short_name
 from ampcompile.explaining.text import table_of, text_of
 
-from .numbers import Numbers, known
+from .numbers import Numbers, error_or_zero
 from .records import ModuleNumbers, OpNumbers, Place
 
 if TYPE_CHECKING:
     from .result import Audit
 
 MODULES, OPS, NAMES = 40, 10, 3
-"""How many rows the tables have at most, and how many names a line."""
+"""Most rows of the tables of modules and of ops, and most names in a line."""
 NUMBERS = ("alone", "from start", "largest", "overflow", "to zero")
 """Headings of the columns that show a row's `Numbers`."""
 
 
 def render(audit: Audit, width: int | None = None) -> str:
-    """The tables, at most `width` columns wide (default: the terminal's)."""
+    """Return the tables as text, at most `width` columns wide (default: the terminal's)."""
     lost = [op for op in audit.ops if op.numbers.not_finite or op.numbers.not_finite_exact]
     exact = [f"in {short_name(audit.against)}"] if any(op.numbers.not_finite_exact for op in lost) else []
     columns = [*NUMBERS, "not finite", *exact] if lost else NUMBERS
@@ -83,7 +83,7 @@ def _module_table(modules: Sequence[ModuleNumbers], columns: Sequence[str]) -> T
 
 
 def _op_table(ops: Sequence[OpNumbers], columns: Sequence[str], lost: Sequence[OpNumbers]) -> Table:
-    """The worst ops, the first of the `lost` ones above them: all that follow may have it from there."""
+    """Make the table of the worst ops, below the first of `lost`: NaN in all that follow may come from there."""
     table = table_of(["op, the worst first", "module", "line", "dtype"], columns)
     for op in sorted(ops, key=lambda op: (op in lost[:1], _badness(op.numbers)), reverse=True)[:OPS]:
         name = f"{op.op} (backward)" if op.backward else op.op
@@ -93,7 +93,7 @@ def _op_table(ops: Sequence[OpNumbers], columns: Sequence[str], lost: Sequence[O
 
 
 def _badness(numbers: Numbers) -> tuple[bool, float, float]:
-    return numbers.overflowed > 0, numbers.flushed, known(numbers.local)
+    return numbers.overflowed > 0, numbers.flushed, error_or_zero(numbers.local)
 
 
 def _cells(numbers: Numbers) -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""The backend inside other people's training loops: each file is imported on request, and needs what it names."""
+"""The backend in other libraries' training loops: each file is imported on request, and needs the library it names."""

@@ -10,20 +10,20 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
 @dataclass
 class AmpPlugin(TorchDynamoPlugin):
-    """Has `Accelerator.prepare` compile models with `backend="amp"`.
+    """Makes `Accelerator.prepare` compile models with `backend="amp"`.
 
     `Accelerator(mixed_precision="bf16", dynamo_plugin=AmpPlugin())`, or, before a trainer's `train()`,
     `trainer.accelerator.state.dynamo_plugin = AmpPlugin()`. Fields are those of Accelerate's TorchDynamoPlugin but for
     `backend`: `options` as in `torch.compile(model, backend="amp", options={...})`, `mode`, `fullgraph`, `dynamic`,
     `disable`, and `use_regional_compilation`, which compiles repeated blocks one by one. `prepare` raises OptionError
-    for an option that isn't one.
+    for an unknown option.
     """
 
-    # What Accelerate reads here is whether to compile; it refuses names that its own list lacks.
+    # Accelerate reads only from this whether to compile; it refuses names that its own list lacks.
     backend: DynamoBackend = field(init=False, default=DynamoBackend.INDUCTOR)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments of torch.compile. A mode stands among the options, since torch takes no mode beside them."""
+        """Return torch.compile's arguments; a mode goes into the options, since torch takes no mode beside them."""
         kwargs = super().to_kwargs() | {"backend": "amp"}
         if mode := kwargs.pop("mode", None):
             kwargs["options"] = {"mode": mode, **(self.options or {})}

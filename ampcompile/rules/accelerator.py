@@ -2,7 +2,7 @@
 
 CUDA: 120 ops on torch 2.13, `_cudnn_rnn` among them, which only builds with cuDNN have; 126 on 2.11, which also counts
 overloads for named dimensions but lacks `rms_norm`; 121 on 2.15, which adds `linalg_matrix_sqrth`. XPU, MTIA and MAIA
-have CUDA's lists without cuDNN's ops. MPS has its own, shorter ones, on which softmax and sums are plain `fp32`.
+have CUDA's lists without cuDNN's ops. MPS has shorter lists of its own, with softmax and sums in plain `fp32`.
 """
 
 from .group import ACCELERATORS, GPU_LIKE, Group

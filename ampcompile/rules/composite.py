@@ -1,7 +1,7 @@
-"""What composite ops are made of: the ops on some autocast list that eager autocast meets inside them.
+"""Contents of composite ops: the ops on some autocast list that eager autocast meets inside them.
 
 Facts about ATen's C++, the same on every device; whether one matters depends on the device's own lists. Composites
-that are missing here hide no op on any list, and stay whole (`dropout`, `reshape`, `to`, `batch_norm` ...).
+that are missing here contain no op on any list, and stay whole (`dropout`, `reshape`, `to`, `batch_norm` ...).
 """
 
 _CONTENTS = """

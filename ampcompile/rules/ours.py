@@ -1,4 +1,4 @@
-"""Rules that no list of ATen's autocast states: ops that would raise on mixed dtypes, and what ops hide or inherit.
+"""Rules beyond ATen's autocast lists: ops that would raise on mixed dtypes, ops that call listed ops, torchvision's.
 
 An entry here never replaces one of the device's own list.
 """

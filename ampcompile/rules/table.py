@@ -1,4 +1,4 @@
-"""Which dtype each op runs in: autocast's lists for the installed torch, our additions to them, and custom ops."""
+"""The dtype that each op runs in: autocast's lists for the installed torch, our additions to them, and custom ops."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _LABELS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "mtia": "MT
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens to an op's floating operands, and why.
+    """The treatment of an op's floating operands, and the reason.
 
     Only operands whose dtype is in `FLOATS` are ever cast, and none that the op writes into.
     """
@@ -32,7 +32,7 @@ class Rule:
     category: Category
     because: str
     dtype: torch.dtype | None = None
-    """`lower_precision_fp` only: this low type, whatever the region's is."""
+    """`lower_precision_fp` only: this low dtype, instead of the region's."""
     follows: tuple[tuple[str, str], ...] = ()
     """(argument, leader): this argument takes the dtype that the leader ends up in, even float64."""
     keeps: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Rule:
     """`fp32_append_dtype` only: the overload to call, as `aten::norm.ScalarOpt_dtype`; it lacks the op's defaults."""
 
     def operand_dtype(self, arriving: Sequence[torch.dtype], low: torch.dtype) -> torch.dtype | None:
-        """The dtype that operands are cast to, or None to leave them as they arrive.
+        """Return the dtype that operands are cast to, or None to leave them as they arrive.
 
         `arriving`: dtypes of all tensor operands in the schema's order, tensor lists flattened.
         """
@@ -60,7 +60,7 @@ class Rule:
                 return None
 
     def result_dtype(self, arriving: Sequence[torch.dtype], low: torch.dtype) -> torch.dtype | None:
-        """The dtype that results in `FLOATS` are cast to, or None to leave them as they are computed."""
+        """Return the dtype that results in `FLOATS` are cast to, or None to leave them as they are computed."""
         match self.category:
             case "fp32_inside":
                 return low
@@ -70,7 +70,7 @@ class Rule:
                 return None
 
     def asks_float32(self, arriving: Sequence[torch.dtype]) -> bool:
-        """Whether the op is called with `dtype=float32`: its kernel casts, and only what may be cast at all."""
+        """Return True if the op is called with `dtype=float32`: its kernel casts, and only operands in `FLOATS`."""
         return self.category in ("fp32_set_opt_dtype", "fp32_append_dtype") and arriving[0] in FLOATS
 
 
@@ -122,19 +122,19 @@ def register_op(op: OpOverload | str, rule: str) -> None:
             "or an OpOverload such as torch.ops.ns.name.default."
         )
     if name.startswith("aten::") and not any(
-        name in (known, known.partition(".")[0]) for known in dispatcher.all_op_names()
+        name in (op_name, op_name.partition(".")[0]) for op_name in dispatcher.all_op_names()
     ):
         raise RuleError(f"register_op found no op {name} in this torch; expected one of its ops, or one of your own.")
-    category = next((known for known in REGISTRABLE if known == rule), None)
+    category = next((category for category in REGISTRABLE if category == rule), None)
     if category is None:
         raise RuleError(f"register_op got the rule {rule!r} for {name}; expected one of {', '.join(REGISTRABLE)}.")
     _registered[name] = Rule(category, f"registered as {rule} with ampcompile.register_op")
 
 
 def rule_for(op: OpOverload, device_type: str) -> Rule | None:
-    """The rule of an op on a device type; None: it runs in whatever dtype arrives.
+    """Return the rule of an op on a device type; None: it runs in whatever dtype arrives.
 
-    `register_op` beats `torch.library.register_autocast`, which beats the table.
+    `register_op` overrides `torch.library.register_autocast`, which overrides the table.
     """
     name = op.name()
     registered = _registered.get(name) or _registered.get(name_of(op))
@@ -158,18 +158,18 @@ def _unreadable(op: OpOverload, device_type: str) -> Rule | None:
 
 
 def composite_needs_decomposition(op: OpOverload, device_type: str) -> bool:
-    """Whether an op is to be taken apart, because eager autocast decides about the ops inside it, not about it.
+    """Return True if an op must be decomposed, because eager autocast has rules for ops inside it, not for it.
 
     That is so for a composite op (one with a CompositeImplicitAutograd kernel) without a rule of its own, if an op
-    inside has one (`CONTENTS`), and for every such composite of somebody else's library, whose inside is unknown.
+    inside has one (`CONTENTS`), and for every such composite of another library, whose contents are unknown.
     """
     if not dispatcher.is_composite(op) or rule_for(op, device_type) is not None:
         return False
-    return op.namespace != "aten" or _hides_a_rule(op.name(), device_type)
+    return op.namespace != "aten" or _contains_a_rule(op.name(), device_type)
 
 
-def _hides_a_rule(name: str, device_type: str) -> bool:
+def _contains_a_rule(name: str, device_type: str) -> bool:
     return any(
-        inner in table(device_type) or inner in _registered or _hides_a_rule(inner, device_type)
+        inner in table(device_type) or inner in _registered or _contains_a_rule(inner, device_type)
         for inner in CONTENTS.get(name, ())
     )

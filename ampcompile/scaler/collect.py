@@ -1,4 +1,4 @@
-"""What the fused step of an optimizer works on: gathered anew in each step, looked at closely when it is new."""
+"""Collect the tensors of an optimizer's fused step: gathered in each step, validated only when they are new."""
 
 from __future__ import annotations
 
@@ -30,37 +30,37 @@ Group = Mapping[str, Any]
 
 
 class Family(NamedTuple):
-    """What one kind of optimizer has of its own."""
+    """The parts of collecting that differ between kinds of optimizers."""
 
     tensors: type[AdamTensors] | type[SgdTensors]
     settings: Callable[[Group], Any]
     """The settings of a parameter group."""
     kind: Callable[[Group], tuple[bool, ...]]
-    """Those that decide whether a step is fused, and which states it has."""
+    """The settings that decide whether a step is fused, and which states it has."""
     prepare: Callable[[Any, Tensor, Group], None]
-    """Make a parameter's state as torch does, if there is none, and check it; the first argument has all states."""
+    """Makes a parameter's state as torch does, if there is none, and checks it; the first argument has all states."""
     read: Callable[[Any, Sequence[Tensor], Sequence[int]], dict[str, Any]]
     """The states of some parameters of an optimizer, by their groups' numbers; fails if one is missing."""
 
 
-class Known(NamedTuple):
-    """What was found to be right for a step, and stays right while all this is as it was."""
+class Validation(NamedTuple):
+    """The state of a step that was validated; the step stays valid while all of this is unchanged."""
 
     kind: object
     guards: TensorGuards
     addresses: list[int]
     devices: dict[torch.device, list[int]]
-    """Which of the parameters are where."""
+    """Indices of the parameters on each device."""
 
 
 def collect(
-    optimizer: Any, known: dict[bool, Known], only_grads: bool = False
+    optimizer: Any, validations: dict[bool, Validation], only_grads: bool = False
 ) -> tuple[Gradients, dict[torch.device, AdamTensors | SgdTensors]]:
-    """Gather what the fused step of `optimizer` works on: all gradients, and everything by device.
+    """Collect the tensors of the fused step of `optimizer`: all gradients, and all tensors by device.
 
-    Raises `NotFusedError` where it can't be taken. Creates the optimizer's state where it is missing, as its own step
-    would. `only_grads` is enough for a check. `known` is kept between calls: what is of the same kind and at the same
-    address as last time is right again.
+    Raises `NotFusedError` if the step can't be fused. Creates the optimizer's state where it is missing, as its own
+    step would. `only_grads` is enough for a check. `validations` is kept between calls: tensors of the same kind and at
+    the same addresses as last time aren't validated again.
     """
     require_torchs_own_step(optimizer)
     family = SGD if isinstance(optimizer, torch.optim.SGD) else ADAM
@@ -70,10 +70,10 @@ def collect(
     if not grads:
         return Gradients([]), {}
     states = {} if only_grads else _read(family, optimizer, params, group_of)
-    seen = [grads] if only_grads else [grads, params]  # a check reads gradients alone
-    tensors = _all_of(seen, states)
+    rows = [grads] if only_grads else [grads, params]  # a check reads gradients alone
+    tensors = _all_of(rows, states)
     kind = [*map(family.kind, groups), group_of, amp_aware(optimizer)]
-    last = known.get(only_grads)
+    last = validations.get(only_grads)
     if states is None or last is None or last.kind != kind or not last.guards.hold(tensors):
         last = None
         require_right_tensors(optimizer, params, grads)
@@ -83,14 +83,14 @@ def collect(
             for param, index in zip(params, group_of, strict=True):
                 family.prepare(optimizer.state, param, groups[index])
         states = {} if only_grads else family.read(optimizer, params, group_of)
-        tensors = _all_of(seen, states)
+        tensors = _all_of(rows, states)
     addresses = list(map(Tensor.data_ptr, tensors))
     if last is None or last.addresses != addresses:
         if last is not None:
             require_no_overlap(params)
             require_no_overlap(grads)
         guards = TensorGuards(tensors) if last is None else last.guards
-        last = known[only_grads] = Known(kind, guards, addresses, _places(params))
+        last = validations[only_grads] = Validation(kind, guards, addresses, _places(params))
     lists = {"params": params, "grads": grads, "group_of": group_of, **states}
     return Gradients(grads, addresses[: len(grads)]), {
         device: family.tensors(settings, **(lists if len(places) == len(params) else _chosen(lists, places)), same=last)
@@ -102,7 +102,7 @@ def require_right_tensors(optimizer: Any, params: list[Tensor], grads: list[Tens
     """Raise where the kernels can't take these weights and gradients."""
     for param, grad in zip(params, grads, strict=True):
         require_plain_tensors(param, grad)
-    # torch unscales float16 gradients only inside fused optimizers; elsewhere they are its error to raise.
+    # torch unscales float16 gradients only inside fused optimizers; elsewhere torch raises an error.
     if not amp_aware(optimizer) and any(grad.dtype is torch.float16 for grad in grads):
         raise NotFusedError("gradients are float16")
     require_kernels({param.device.type for param in params})
@@ -111,24 +111,24 @@ def require_right_tensors(optimizer: Any, params: list[Tensor], grads: list[Tens
 
 
 def amp_aware(optimizer: Any) -> bool:
-    """Whether an optimizer unscales and skips by itself, as torch's fused ones do."""
+    """Return True if an optimizer unscales and skips by itself, as torch's fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _with_grads(groups: Sequence[Group]) -> tuple[list[Tensor], list[Tensor], list[int]]:
-    """The parameters that have gradients, these, and the numbers of their groups."""
+    """Return the parameters that have gradients, these gradients, and the indices of their groups."""
     params = [param for group in groups for param in group["params"]]
     grads = [param.grad for param in params]
     group_of = [index for index, group in enumerate(groups) for _ in group["params"]]
-    if all(there := [grad is not None for grad in grads]):
+    if all(present := [grad is not None for grad in grads]):
         return params, grads, group_of
-    return list(compress(params, there)), list(compress(grads, there)), list(compress(group_of, there))
+    return list(compress(params, present)), list(compress(grads, present)), list(compress(group_of, present))
 
 
 def _read(family: Family, optimizer: Any, params: list[Tensor], group_of: list[int]) -> dict[str, Any] | None:
     try:
         return family.read(optimizer, params, group_of)
-    except (KeyError, TypeError):  # some aren't there yet
+    except (KeyError, TypeError):  # some states don't exist yet
         return None
 
 
@@ -192,7 +192,7 @@ def _read_adam(optimizer: Any, params: Sequence[Tensor], group_of: Sequence[int]
 
 
 def _states(states: Any, params: Sequence[Tensor]) -> list[Any]:
-    """Looked up one by one only where they aren't all in their order: hashing a tensor runs Python code."""
+    """Return the states of `params`; one by one only if their order differs, as hashing a tensor runs Python code."""
     if len(states) == len(params) and all(map(operator.is_, states, params)):
         return list(states.values())
     return list(map(states.get, params))
@@ -210,7 +210,7 @@ def _sgd_settings(group: Group) -> SgdGroup:
 
 
 def _prepare_sgd(states: Any, param: Tensor, group: Group) -> None:
-    """With a momentum of zeros the first step is as torch's."""
+    """Create a momentum of zeros, with which the first step equals torch's, or check the one there is."""
     assert param.grad is not None
     mixed = param.grad.dtype != param.dtype and not group["fused"]  # torch's fused step raises
     if mixed and group["weight_decay"] and group["maximize"]:

@@ -1,4 +1,4 @@
-"""When our kernels may stand in for an optimizer's own step; where they may not, the reason."""
+"""Conditions under which our kernels may replace an optimizer's own step, and the reasons where they may not."""
 
 import functools
 import importlib.util
@@ -20,11 +20,11 @@ TORCH_OPTIM = os.path.dirname(inspect.getfile(torch.optim))
 
 
 class NotFusedError(Exception):
-    """Why a step takes the generic path; never leaves the scaler."""
+    """The reason that a step takes the generic path; never leaves the scaler."""
 
 
 def require_torchs_own_step(optimizer: Any) -> None:
-    """Nothing but what `step` of torch's SGD, Adam or AdamW does: no subclass, patch or hook."""
+    """Raise unless the optimizer's step is that of torch's SGD, Adam or AdamW: no subclass, patch or hook."""
     if type(optimizer) not in OPTIMIZERS:
         raise NotFusedError(f"{type(optimizer).__name__} isn't torch's SGD, Adam or AdamW")
     for layer in layers(optimizer.step):
@@ -53,7 +53,7 @@ def layers(function: Any) -> Iterator[Any]:
 
 
 def require_plain_tensors(param: Tensor, grad: Tensor) -> None:
-    """The kernels read memory: dense tensors of types they know, weight and gradient laid out alike."""
+    """Raise unless the kernels can read both: dense tensors of known types, weight and gradient of one layout."""
     for name, tensor in (("parameter", param), ("gradient", grad)):
         if type(tensor) not in PLAIN:
             raise NotFusedError(f"a {name} is a {type(tensor).__name__}")
@@ -70,12 +70,12 @@ def require_plain_tensors(param: Tensor, grad: Tensor) -> None:
 
 
 def dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a stretch of memory, each once."""
+    """Return True if the elements fill a range of memory, each once."""
     return tensor.is_contiguous() or same_layout(torch.empty_like(tensor, device="meta"), tensor)
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether dense tensors have equal elements at equal offsets; strides of dimensions of size one don't matter."""
+    """Return True if dense tensors have elements at equal offsets; strides of dimensions of size 1 don't matter."""
     if a.is_contiguous() and b.is_contiguous():
         return a.numel() == b.numel()
     if a.shape != b.shape:
@@ -98,12 +98,12 @@ def require_kernels(device_types: set[str]) -> None:
 
 @functools.cache
 def triton_installed() -> bool:
-    """Whether the GPU kernels can be compiled."""
+    """Return True if the GPU kernels can be compiled."""
     return importlib.util.find_spec("triton") is not None
 
 
 def require_no_overlap(tensors: list[Tensor]) -> None:
-    """The kernels take elements in any order, so none may be there twice."""
+    """Raise if tensors share memory: the kernels take elements in any order, so none may occur twice."""
     ends: dict[torch.device, int] = {}
     for start, size, device in sorted(
         ((t.data_ptr(), t.numel() * t.element_size(), t.device) for t in tensors), key=lambda extent: extent[0]
@@ -114,7 +114,7 @@ def require_no_overlap(tensors: list[Tensor]) -> None:
 
 
 def require_state(state: Any, param: Tensor) -> Tensor:
-    """A tensor of the optimizer's state, if it is as torch's optimizers make it."""
+    """Return a tensor of the optimizer's state; raise unless it is as torch's optimizers make it."""
     if type(state) is not Tensor or state.dtype != torch.float32 or state.device != param.device:
         raise NotFusedError("its state isn't float32 tensors on the parameters' device")
     if not same_layout(state, param):

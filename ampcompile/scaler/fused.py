@@ -1,4 +1,4 @@
-"""The fused step: one check and one update of everything that it reads and writes, by device."""
+"""The fused step: on each device, one check of all gradients and one update of all weights."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ class FusedStep:
     grads: Gradients
     work: dict[torch.device, AdamTensors | SgdTensors]
     workspaces: dict[torch.device, dict[str, Any]]
-    """What the kernels keep between steps."""
+    """The buffers that the kernels keep between steps."""
 
     def check(
         self, scale: Tensor | None, multipliers: Mapping[torch.device, Tensor], max_norm: float | None = None
     ) -> tuple[PerDevice, PerDevice, Tensor]:
-        """Overflow flags and multipliers by device, and the norm of all gradients; see `check_grads`."""
+        """Return overflow flags and multipliers by device, and the norm of all gradients; see `check_grads`."""
         alone = len(self.work) == 1
         checks = {
             device: check_grads(
@@ -73,7 +73,7 @@ class FusedStep:
 def lend_copies(
     tensors: AdamTensors | SgdTensors, workspace: dict[str, Any]
 ) -> tuple[Loan, list[tuple[Tensor, Tensor]]]:
-    """Have the kernels write one copy of each weight; returns the loan, and weights with the other copies of them."""
+    """Make the kernels write one copy of each weight; returns the loan, and the other copies, each with its weight."""
     tensors.copies = [None] * len(tensors.params)
     loan = lend(tensors.params, workspace, tensors.same)
     for i, copies in loan.tensors.items():  # laid out as the weight is
@@ -82,7 +82,7 @@ def lend_copies(
 
 
 def any_set(found_infs: Iterable[Tensor]) -> Tensor | None:
-    """One flag that is not 0 where any of these isn't, on the device of the first; None if there are none."""
+    """Return one flag that isn't 0 if any of these isn't, on the device of the first; None if there are none."""
     flags = list(found_infs)
     if len(flags) <= 1:
         return flags[0] if flags else None

@@ -13,7 +13,7 @@ from .fused import any_set
 def generic_step(
     scaler: torch.amp.GradScaler, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> float | None:
-    """Unscale and check if that wasn't done, then step unless there was an overflow; asking costs a host sync."""
+    """Unscale and check if that wasn't done, then step unless there was an overflow; that costs a host sync."""
     if amp_aware(optimizer):
         return self_skipping_step(scaler, optimizer, state, args, kwargs)
     if state["stage"] is OptState.READY:
@@ -26,9 +26,9 @@ def generic_step(
 def self_skipping_step(
     scaler: torch.amp.GradScaler, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> float | None:
-    """Step an optimizer that unscales and skips by itself: it finds the scale and the overflow flag as attributes.
+    """Step an optimizer that unscales and skips by itself: it reads the scale and the overflow flag from attributes.
 
-    They are gone afterwards even if the step raises, and a scale that the user had set is back for another try.
+    They are removed afterwards. If the step raises, a scale that the user had set is restored, for another try.
     """
     if "grad_scaler" in inspect.signature(optimizer.step).parameters:
         return torch.amp.GradScaler.step(scaler, optimizer, *args, **kwargs)

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` whose `step`, for torch's SGD, Adam and AdamW, is a few fused kernels.
 
-    Takes the same arguments, and keeps the scale within `min_scale` (2^-24) and `max_scale` (2^64). What differs from
-    torch's is listed in docs/scaler.md. Raises ScalerError for a device that torch doesn't know, an `init_scale` that
+    Takes the same arguments, and keeps the scale within `min_scale` (2^-24) and `max_scale` (2^64). docs/scaler.md
+    lists the differences from torch's. Raises ScalerError for a device that torch doesn't know, an `init_scale` that
     is not above 0, and bounds in the wrong order.
 
     >>> optimizer, scaler = torch.optim.AdamW(model.parameters()), ampcompile.GradScaler("cpu")
@@ -69,7 +69,7 @@ class GradScaler(torch.amp.GradScaler):
         self._forget()
 
     def _forget(self) -> None:
-        """Start without anything that belongs to this process."""
+        """Reset the state that belongs to this process, which pickles leave out."""
         self._records = Records()
         self._latest: Record | None = None
         self._watch: SkipWatch | None = None
@@ -95,10 +95,10 @@ class GradScaler(torch.amp.GradScaler):
         """Clip the gradients of `optimizer`, unscaled, to a global norm of `max_norm` in its next `step`.
 
         Call it once gradients are complete, instead of `unscale_` and `torch.nn.utils.clip_grad_norm_`; like
-        `unscale_`, it is the moment at which overflows are looked for, and it belongs to one iteration. Returns the
-        norm before clipping, 0-dim on the gradients' device. No host sync, unless `error_if_nonfinite` asks for an
-        error where torch's function raises one. With the fused path's L2 norm `.grad` itself stays as it is, and
-        `foreach` makes no difference; other norms are taken by torch's function, in place.
+        `unscale_`, it looks for overflows, and belongs to one iteration. Returns the norm before clipping, 0-dim on the
+        gradients' device. No host sync, unless `error_if_nonfinite` asks for an error where torch's function raises
+        one. On the fused path, which takes L2 norms, `.grad` itself stays as it is, and `foreach` makes no difference;
+        elsewhere torch's function clips in place.
         Raises RuntimeError after `step`, ClipError for new gradients without an `update` since the last clipping, and
         ScalerError for parameters in place of the optimizer.
         """
@@ -123,7 +123,7 @@ class GradScaler(torch.amp.GradScaler):
         finally:
             try:
                 note_clipped(optimizer, state, ready)
-            except BaseException:  # Ctrl-C: unnoted, the gradients of the next iteration would pass for these
+            except BaseException:  # Ctrl-C: without a record, the next iteration's gradients would pass for these
                 note_clipped(optimizer, state, ready)
                 raise
 
@@ -132,8 +132,8 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Take a step of `optimizer` with unscaled gradients, or none if one of them is infinite or NaN.
 
-        As `torch.amp.GradScaler.step`, but for SGD, Adam and AdamW the kernels decide, and `.grad` stays scaled
-        unless `unscale_` was called. Arguments go on to `optimizer.step`, whose result is returned. Raises RuntimeError
+        Like `torch.amp.GradScaler.step`, but for SGD, Adam and AdamW the kernels decide, and `.grad` stays scaled
+        unless `unscale_` was called. Passes arguments to `optimizer.step`, and returns its result. Raises RuntimeError
         for a closure and for a second step without `update`, ClipError for gradients that changed since the clipping.
         """
         record = self._records[optimizer]
@@ -171,15 +171,15 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _fused(self, optimizer: Any, record: Record, only_grads: bool = False) -> FusedStep | None:
-        """The step as our kernels take it, or None if they can't."""
+        """Return the step as our kernels take it, or None if they can't."""
         try:
-            fused = FusedStep(optimizer, *collect(optimizer, record.known, only_grads), record.workspaces)
+            fused = FusedStep(optimizer, *collect(optimizer, record.validations, only_grads), record.workspaces)
         except NotFusedError as reason:
-            if record.detour != str(reason):
-                record.detour = str(reason)
+            if record.fallback_reason != str(reason):
+                record.fallback_reason = str(reason)
                 log.info("the step of %s takes the generic path: %s", type(optimizer).__name__, reason)
             return None
-        record.detour = None
+        record.fallback_reason = None
         return fused
 
     def _stepped(self, record: Record, found_infs: tuple[Tensor, ...]) -> None:
@@ -207,23 +207,23 @@ class GradScaler(torch.amp.GradScaler):
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         by_optimizer = self._per_optimizer_states
         states = by_optimizer.values()
-        found = [
+        flags = [
             flag.to(scale.device, non_blocking=True) for s in states for flag in s["found_inf_per_device"].values()
         ]
-        if new_scale is not None or not (found or any(state.get("idle") for state in states)):
+        if new_scale is not None or not (flags or any(state.get("idle") for state in states)):
             try:
                 super().update(new_scale)
             finally:
-                self._per_optimizer_states = by_optimizer  # the iteration ends below, with what is pending for it
+                self._per_optimizer_states = by_optimizer  # the iteration ends below, with its pending factors
             scale.clamp_(self._min_scale, self._max_scale)
-        elif found:
+        elif flags:
             if self._watch is None:
                 self._watch = SkipWatch(scale.device)
             update_scale_(
                 scale,
                 growth_tracker,
                 self._watch.skips,
-                found,
+                flags,
                 self._growth_factor,
                 self._backoff_factor,
                 self._growth_interval,
@@ -235,7 +235,7 @@ class GradScaler(torch.amp.GradScaler):
         self._records.end_iteration(partial(setattr, self, "_per_optimizer_states", fresh))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned, of this class or of torch's; the scale is kept within its bounds."""
+        """Load what `state_dict` of this class or of torch's returned; the scale is kept within its bounds."""
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -245,7 +245,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._init_scale = min(max(self._init_scale, self._min_scale), self._max_scale)
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Whether the latest `step` of this optimizer was skipped: 0-dim bool on the device, no host sync.
+        """Return whether the latest `step` of this optimizer was skipped: 0-dim bool on the device, no host sync.
 
         Raises ScalerError before the first.
         """
@@ -253,7 +253,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def last_step_skipped(self) -> Tensor:
-        """Whether the latest `step`, of any optimizer, was skipped: 0-dim bool on the device, no host sync.
+        """True if the latest `step`, of any optimizer, was skipped: 0-dim bool on the device, no host sync.
 
         Raises ScalerError before the first.
         """

@@ -1,6 +1,6 @@
-"""What a fused `clip_grad_norm_` leaves for the step: factors that belong to these gradients of this optimizer.
+"""Pending factors: a fused `clip_grad_norm_` leaves it to the step to multiply the clipped gradients by them.
 
-They are applied by the step, dropped with the gradients, or refused aloud; never applied to other gradients.
+The step applies them, or they are dropped with the gradients, or ClipError is raised: other gradients never get them.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ class Gradients(NamedTuple):
 
     tensors: Sequence[Tensor]
     addresses: list[int] | None = None
-    """Where they lie, if that was read just now."""
+    """Their addresses, if these were read just now."""
 
 
-class Noted:
-    """Gradients as they are now, recognized later without being kept alive."""
+class GradientMarks:
+    """Identities and versions of gradients, to recognize them later without keeping them alive."""
 
     def __init__(self, grads: Gradients) -> None:
         self.marks = optimizers.Marks(*grads)
 
-    def still(self, grads: Gradients) -> bool:
-        """Whether `grads`, all that there are now, are these and weren't written; some may be gone."""
-        return self.marks.still(*grads)
+    def match(self, grads: Gradients) -> bool:
+        """Return True if `grads`, all that there are now, are among the marked ones and weren't written."""
+        return self.marks.match(*grads)
 
 
 class Pending:
-    """A hook ahead of the optimizer's own step, so that this one is clipped too; the optimizer holds it."""
+    """Pending factors as a hook ahead of the optimizer's own step, which is clipped too; the optimizer holds it."""
 
     def __init__(self, optimizer: Any, factors: PerDevice, grads: Gradients) -> None:
         self.take(factors, grads)
         self._hook = optimizer.register_step_pre_hook(self)
 
     def take(self, factors: PerDevice, grads: Gradients) -> None:
-        """Hold these from now on: `gradients` are those that were clipped; `over`, whether their iteration has ended,
-        so that those which changed since aren't meant any more.
+        """Replace the factors, and the marks of the clipped gradients by those of `grads`; `over` is True once their
+        iteration has ended: then changed gradients drop the factors and don't raise.
         """
-        clipped = Noted(grads)
-        # No signal comes between stores: what is pending is wholly the former or wholly this.
-        self.factors, self.gradients, self.over = factors, clipped, False
+        marks = GradientMarks(grads)
+        # No signal handler runs between stores: the state is wholly the former or wholly this.
+        self.factors, self.gradients, self.over = factors, marks, False
 
-    def dropping(self) -> Callable[[], object]:
-        """A function of C that leaves no factors, which is as good as `drop`."""
+    def drop_call(self) -> Callable[[], object]:
+        """Return a C function that removes the factors, which has the effect of `drop`."""
         return partial(setattr, self, "factors", {})
 
     def drop(self) -> None:
-        """Forget the factors."""
+        """Remove the hook, and the factors with it."""
         self._hook.remove()
 
     @dynamo_marks.run_untraced
@@ -68,63 +68,63 @@ class Pending:
 
 
 def pending(optimizer: Any) -> Pending | None:
-    """What is pending for an optimizer."""
+    """Return an optimizer's hook with pending factors, if it has one."""
     return next((hook for hook in optimizers.pre_hooks(optimizer) if isinstance(hook, Pending)), None)
 
 
-def leave(optimizer: Any, factors: PerDevice, grads: Gradients) -> None:
-    """Have the next step multiply the gradients, which are `grads`, by these factors, instead of what was pending."""
-    if (left := pending(optimizer)) is None:
+def set_pending(optimizer: Any, factors: PerDevice, grads: Gradients) -> None:
+    """Make the next step multiply the gradients, which are `grads`, by these factors; they replace pending ones."""
+    if (hook := pending(optimizer)) is None:
         Pending(optimizer, factors, grads)
     else:
-        left.take(factors, grads)
+        hook.take(factors, grads)
 
 
 def drop(optimizer: Any) -> None:
-    """Forget what is pending."""
-    if (left := pending(optimizer)) is not None:
-        left.drop()
+    """Drop an optimizer's pending factors."""
+    if (hook := pending(optimizer)) is not None:
+        hook.drop()
 
 
 def factors(optimizer: Any, grads: Gradients) -> PerDevice:
-    """What a step has to multiply the gradients, `grads`, by; an error if they aren't those that were clipped."""
-    if (left := pending(optimizer)) is None:
+    """Return the factors for a step's gradients, `grads`; raise ClipError if others were clipped in this iteration."""
+    if (hook := pending(optimizer)) is None:
         return {}
-    if left.gradients.still(grads):
-        return left.factors
-    if left.factors and not left.over:
+    if hook.gradients.match(grads):
+        return hook.factors
+    if hook.factors and not hook.over:
         raise ClipError(
             "found gradients that were written or replaced since clip_grad_norm_(), expected those that it measured: "
             "its clipping is part of the step. Call update() at the end of every iteration, also of one without a "
             "step; to change gradients after clipping, use unscale_() and torch.nn.utils.clip_grad_norm_()"
         )
-    left.drop()
+    hook.drop()
     return {}
 
 
 def apply_pending(optimizer: Any) -> None:
-    """Multiply the gradients themselves by what is pending: the step won't be a fused one."""
+    """Multiply the gradients in place by the pending factors: the step won't be a fused one."""
     grads = gradients(optimizer)
     clipped = factors(optimizer, grads)
-    if (left := pending(optimizer)) is None:
+    if (hook := pending(optimizer)) is None:
         return
     marks = optimizers.Marks(*grads)
-    acts: list[Callable[[], object]] = []
+    calls: list[Callable[[], object]] = []
     for device, factor in clipped.items():
-        acts.append(partial(foreach.multiply_, [grad for grad in grads.tensors if grad.device == device], factor))
-    acts += (
-        marks.reading_versions(grads.tensors),
-        partial(setattr, left.gradients, "marks", marks),
-        left.dropping(),
+        calls.append(partial(foreach.multiply_, [grad for grad in grads.tensors if grad.device == device], factor))
+    calls += (
+        marks.version_reader(grads.tensors),
+        partial(setattr, hook.gradients, "marks", marks),
+        hook.drop_call(),
     )
     with torch.no_grad():
-        call_unbroken(acts)
-    left.drop()
+        call_unbroken(calls)
+    hook.drop()
 
 
-def call_unbroken(acts: Iterable[Callable[[], object]]) -> None:
-    """Call functions of C in turn. No signal comes between: Python handles them between steps of its own only."""
-    deque(map(operator.call, acts), maxlen=0)
+def call_unbroken(calls: Iterable[Callable[[], object]]) -> None:
+    """Call C functions in turn. No signal handler runs in between: Python runs them between bytecodes only."""
+    deque(map(operator.call, calls), maxlen=0)
 
 
 def gradients(optimizer: Any) -> Gradients:

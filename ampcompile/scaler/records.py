@@ -1,4 +1,4 @@
-"""What the scaler knows about each optimizer, as long as the optimizer lives."""
+"""The scaler's records of optimizers, each for as long as its optimizer lives."""
 
 import weakref
 from collections.abc import Callable
@@ -10,27 +10,27 @@ from torch import Tensor
 
 from ampcompile.errors import ScalerError
 
-from .collect import Known
+from .collect import Validation
 from .fused import any_set
 from .pending import call_unbroken, parameters, pending
 
 
 @dataclass
 class Record:
-    """What the scaler knows about one optimizer."""
+    """The scaler's state for one optimizer."""
 
     optimizer: Callable[[], Any]
     workspaces: dict[torch.device, dict[str, Any]] = field(default_factory=dict)
-    """What kernels keep between calls."""
-    known: dict[bool, Known] = field(default_factory=dict)
-    """What was found right about the optimizer's tensors."""
+    """The buffers that kernels keep between calls."""
+    validations: dict[bool, Validation] = field(default_factory=dict)
+    """Validations of the optimizer's tensors by `only_grads`: see `collect`."""
     found_infs: tuple[Tensor, ...] | None = None
     """Overflow flags of the latest step; None before the first."""
-    detour: str | None = None
-    """Why the latest step took the generic path."""
+    fallback_reason: str | None = None
+    """The reason that the latest step took the generic path."""
 
     def skipped(self) -> Tensor:
-        """Whether the latest step was skipped: 0-dim bool on the device."""
+        """Return whether the latest step was skipped: 0-dim bool on the device."""
         if self.found_infs is None:
             raise ScalerError("found no step so far, expected one: ask after scaler.step(optimizer)")
         found_inf = any_set(self.found_infs)
@@ -57,20 +57,20 @@ class Records:
         return by_id[key]
 
     def end_iteration(self, begin: Callable[[], object] | None = None) -> None:
-        """What was left for steps that weren't taken is dropped if it unscales, else if the gradients change.
+        """Drop pending factors of steps that weren't taken, or, if the scaler doesn't scale, mark them as over.
 
-        `begin`: of a scaler that scales, a function of C that begins the next iteration for it, in one with the drop.
+        `begin`: for a scaler that scales, a C function that begins its next iteration, uninterrupted with the drop.
         """
         optimizers = [record.optimizer() for record in self._by_id.values()]
-        lefts = [left for optimizer in optimizers if (left := pending(optimizer)) is not None]
+        hooks = [hook for optimizer in optimizers if (hook := pending(optimizer)) is not None]
         if begin is not None:
-            call_unbroken([*(left.dropping() for left in lefts), begin])
-        for left in lefts:
+            call_unbroken([*(hook.drop_call() for hook in hooks), begin])
+        for hook in hooks:
             if begin is not None:
-                left.drop()
-            left.over = True
+                hook.drop()
+            hook.over = True
 
 
 def has_grads(optimizer: Any) -> bool:
-    """Whether a parameter has a gradient."""
+    """Return True if a parameter has a gradient."""
     return any(getattr(p, "grad", None) is not None for group in optimizer.param_groups for p in group["params"])

@@ -1,4 +1,4 @@
-"""A warning after a long run of skipped steps, found out without waiting for the device."""
+"""A warning after many skipped steps in a row, counted without waiting for the device."""
 
 import warnings
 
@@ -8,17 +8,17 @@ from torch import Tensor
 from ampcompile.errors import AmpWarning
 
 LOOK_EVERY = 50
-"""Updates between two looks at the count."""
+"""Updates between two reads of the count."""
 TOO_MANY = 100
 """Skips in a row that are worth a warning."""
 
 
 class SkipWatch:
-    """Counts updates after overflows in a row, on the device, and now and then reads the count a little late."""
+    """Counts consecutive updates after overflows on the device, and now and then reads the count, a little late."""
 
     def __init__(self, device: torch.device) -> None:
         self.skips = torch.zeros((), dtype=torch.int32, device=device)
-        """What `update_scale_` counts in."""
+        """The count, which `update_scale_` writes."""
         self._updates = 0
         self._arrived: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._warned = False

@@ -1,7 +1,7 @@
 """Adam's step counts, which torch keeps on the CPU unless the optimizer is `fused` or `capturable`.
 
-The fused step needs them on the GPU, where it is decided whether a step counts. They return before torch's own step
-or `state_dict()` reads them: one copy for all, after which the host has waited.
+The fused step needs them on the GPU, which decides whether a step counts. They are moved back before torch's own step
+or `state_dict()` reads them: in one copy, for which the host waits.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from ampcompile.torch_private import dynamo_marks, optimizers
 
 
 def new_step(param: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """A count of zero, of torch's type and on torch's device."""
+    """A step count of zero, with the dtype and device that torch would choose."""
     wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
     device = param.device if counts_on_device(group) else "cpu"
     return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)
 
 
 def counts_on_device(group: Mapping[str, Any]) -> bool:
-    """Whether torch keeps the counts of a parameter group with its parameters."""
+    """Return True if torch keeps the step counts of a parameter group on its parameters' device."""
     return bool(group["fused"] or group["capturable"])
 
 
 def require_counts(optimizer: torch.optim.Optimizer, devices: Collection[torch.device]) -> None:
-    """Lend the counts to these devices where torch keeps them on the CPU; an error in a CUDA graph capture.
+    """Allow counts that torch keeps on the CPU to be on these devices; raise ScalerError in a CUDA graph capture.
 
-    When they return, replays would go on counting where they were.
+    Once they are moved back, replays would go on counting in the tensors on the GPU.
     """
     if all(map(counts_on_device, optimizer.param_groups)) or all(device.type == "cpu" for device in devices):
         return
@@ -45,7 +45,7 @@ def require_counts(optimizer: torch.optim.Optimizer, devices: Collection[torch.d
 
 
 def lend_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Have the counts return when they are to be read; from now on the fused step may move them to the GPU."""
+    """Register hooks that move the counts back before they are read; the fused step may then move them to the GPU."""
     if return_steps not in optimizers.pre_hooks(optimizer):
         optimizer.register_step_pre_hook(return_steps)
         optimizer.register_state_dict_pre_hook(return_steps)
@@ -53,11 +53,11 @@ def lend_steps(optimizer: torch.optim.Optimizer) -> None:
 
 @dynamo_marks.run_untraced
 def return_steps(optimizer: Any, *_: Any) -> None:
-    """Bring all counts back to where torch keeps them."""
+    """Move all counts back to the device where torch keeps them."""
     params = [p for group in optimizer.param_groups if not counts_on_device(group) for p in group["params"]]
     states = [state for param in params if (state := optimizer.state.get(param)) and not state["step"].is_cpu]
     for device in {state["step"].device for state in states}:
-        own = [state for state in states if state["step"].device == device]
-        counts = torch.stack([state["step"].reshape(()) for state in own]).cpu()
-        for state, count in zip(own, counts.unbind(), strict=True):
+        on_device = [state for state in states if state["step"].device == device]
+        counts = torch.stack([state["step"].reshape(()) for state in on_device]).cpu()
+        for state, count in zip(on_device, counts.unbind(), strict=True):
             state["step"] = count.clone()

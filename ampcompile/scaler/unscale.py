@@ -1,4 +1,4 @@
-"""Unscaling gradients where they are, as `unscale_` does: by our kernel where it can, else by torch's."""
+"""Unscale gradients in place, as `unscale_` does: by our kernel where it can, else by torch's."""
 
 from collections import defaultdict
 from typing import Any
@@ -21,7 +21,7 @@ def unscale_grads(
 ) -> dict[torch.device, Tensor]:
     """Multiply all gradients in place; return an overflow flag per device that has some, copied from `found_inf`.
 
-    Checks all before it changes one. A gradient overflows if it is infinite or NaN before or after.
+    Checks all gradients before it changes one. A gradient overflows if it is infinite or NaN before or after.
     """
     kinds: dict[tuple[torch.device, torch.dtype, type], list[Tensor]] = defaultdict(list)
     for group in optimizer.param_groups:
@@ -60,7 +60,7 @@ def values(param: Tensor, allow_fp16: bool) -> Tensor:
 
 
 def has_kernel(grads: list[Tensor]) -> bool:
-    """Whether our kernel takes these gradients of one device and type."""
+    """Return True if our kernel takes these gradients of one device and type."""
     first = grads[0]
     if type(first) is not Tensor or first.dtype not in GRAD_DTYPES:
         return False
@@ -73,8 +73,8 @@ def has_kernel(grads: list[Tensor]) -> bool:
 
 
 def unscale_by_torch(grads: list[Tensor], multiplier: Tensor, found_inf: Tensor) -> None:
-    """`torch.amp.GradScaler`'s op, which knows every layout, and for DTensors asks all ranks; it looks at scaled
-    gradients only, so once more at unscaled ones. A multiplier of zero undoes an infinite scale: an overflow.
+    """Unscale by `torch.amp.GradScaler`'s op, which takes every layout, and for DTensors asks all ranks. It checks
+    scaled gradients only, so it runs again on unscaled ones. A multiplier of 0, of an infinite scale, is an overflow.
     """
     foreach.check_and_unscale_(grads, found_inf, multiplier)
     foreach.check_and_unscale_(grads, found_inf, torch.ones_like(multiplier))

@@ -2,6 +2,6 @@
 
 Imports nothing of ours but `errors` and `dtypes`. What `import ampcompile` or the gradient scaler needs of it loads
 neither Dynamo nor Inductor: `autocast`, `dispatcher`, `dynamo_marks`, `foreach`, `optimizers`, `patches`, `pytree`,
-`regions`, `storages` and `types`. A name that a new release of torch renames is mended here, with the version that
-needs it; the rooms above see no difference.
+`regions`, `storages` and `types`. If a new release of torch renames something, this room is adapted, with the version
+that needs it; the rooms above see no difference.
 """

@@ -1,4 +1,4 @@
-"""Autocast's state in this thread, and how it is kept from acting."""
+"""Read autocast's state in this thread, and keep autocast from acting."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ is_available = functools.cache(torch.amp.is_autocast_available)  # for a device 
 
 
 def is_on(device_type: str) -> bool:
-    """Whether autocast is on for a device type in this thread; never for one that has none."""
+    """Return True if autocast is on for a device type in this thread; False for types without autocast."""
     return is_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def autocast_nesting() -> int:
-    """How many `torch.autocast` regions this thread is in, all devices together."""
-    # torch tells when it counts. No signal comes between calls that C makes: one region too many would stay for good.
+    """Number of `torch.autocast` regions that this thread is in, all devices together."""
+    # torch returns the number when it changes it. `map` calls both in C: an interrupt between would keep the change.
     _, nesting = map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
     return nesting
 
 
 @functools.cache
 def takes(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether a region for a device may be of a type; warns or raises as `torch.autocast` does. Asked once."""
+    """Return True if a region for a device may have a dtype; warns or raises as `torch.autocast` does. Cached."""
     return torch.autocast(device_type, dtype)._enabled
 
 
@@ -56,12 +56,12 @@ def lowering_without_autocast() -> Iterator[None]:
 
 
 def any_autocast_enabled() -> bool:
-    """Whether autocast is on for some device type in this thread; torch's own answer forgets MPS and MAIA."""
+    """Return True if autocast is on for some device type in this thread; torch's own check omits MPS and MAIA."""
     return any(map(torch.is_autocast_enabled, torch._C._autocast_supported_devices()))
 
 
 def autocast_states() -> dict[str, tuple[bool, torch.dtype]]:
-    """Per device type with autocast: whether it is on in this thread, and its dtype."""
+    """Return, for each device type with autocast, whether it is on in this thread, and its dtype."""
     return {
         device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in torch._C._autocast_supported_devices()
@@ -70,7 +70,7 @@ def autocast_states() -> dict[str, tuple[bool, torch.dtype]]:
 
 @contextlib.contextmanager
 def autocast_disabled() -> Iterator[None]:
-    """Autocast off on every device, but no region that a trace would record; one entered inside acts."""
+    """Turn autocast off on every device, without a region that a trace would record; a region entered inside acts."""
     enabled = [device for device in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(device)]
     for device in enabled:
         torch.set_autocast_enabled(device, False)

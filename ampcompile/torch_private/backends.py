@@ -17,7 +17,7 @@ def inductor_cache() -> Path:
 
 
 def inductor_modes() -> dict[str, dict[str, Any]]:
-    """The modes of `torch.compile`, each with Inductor's options that it stands for."""
+    """The modes of `torch.compile`, each with the options of Inductor that it sets."""
     from torch._inductor import list_mode_options
 
     return list_mode_options()
@@ -31,5 +31,5 @@ def inductor_options() -> dict[str, Any]:
 
 
 def backend_is_found() -> bool:
-    """Whether `torch.compile(backend="amp")` finds the package without importing it."""
+    """Return True if `torch.compile(backend="amp")` finds the package without importing it."""
     return "amp" in torch._dynamo.list_backends()

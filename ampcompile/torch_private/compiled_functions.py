@@ -1,4 +1,4 @@
-"""The autograd function of a compiled graph, as AOTAutograd makes it: what it takes and returns, its backward."""
+"""The autograd function of a compiled graph, as AOTAutograd makes it: its arguments, results and backward."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _WITH_BASE = {OutputType.alias_of_intermediate, OutputType.alias_of_intermediate
 
 
 def is_backward(example_inputs: Sequence[Any]) -> bool:
-    """Whether a graph is from compiled autograd, which hands all in one list: its casts are those of the forward."""
+    """Return True if a graph is from compiled autograd, which passes a list; its casts are those of the forward."""
     return any(isinstance(value, list) for value in example_inputs)
 
 
 @contextlib.contextmanager
 def functions_made() -> Iterator[list[AutogradFunction]]:
-    """Collect the functions that AOTAutograd makes meanwhile, or loads from its cache: one for a graph with gradients.
+    """Collect the functions that AOTAutograd makes or loads from its cache meanwhile: one for a graph with gradients.
 
-    It hands `CompiledFunction.apply` to a wrapper that lives in the same module in all versions. Dynamo compiles in
+    It passes `CompiledFunction.apply` to a wrapper that is in the same module in all versions. Dynamo compiles in
     one thread at a time.
     """
     made: list[AutogradFunction] = []
@@ -55,8 +55,8 @@ def intercept(
     """Call `forward(ctx, arguments)` ahead of each forward, and `backward(original, ctx, gradients)` instead of each.
 
     `original(ctx, gradients)` is the function's own backward. From 2.13 gradients come in one list, to be emptied.
-    Dynamo, which passes over torch's own frames, is kept from tracing ours where compiled code calls `backward()`:
-    that of 2.11 warns of every builtin it doesn't know.
+    Dynamo skips torch's own frames. `disable` keeps it from tracing ours where compiled code calls `backward()`: that
+    of 2.11 warns of every builtin it doesn't know.
     """
     own_forward, own_backward = function.forward, function.backward
     boxed = getattr(function, "boxed_grads_call", False)
@@ -69,50 +69,50 @@ def intercept(
         return own_backward(ctx, gradients) if boxed else own_backward(ctx, *gradients)
 
     @torch.compiler.disable
-    def replaced(ctx: Any, *gradients: Any) -> Any:
+    def replacement(ctx: Any, *gradients: Any) -> Any:
         return backward(call, ctx, gradients[0] if boxed else gradients)
 
     patches.replace_on(function, "forward", staticmethod(forward_after))
-    patches.replace_on(function, "backward", staticmethod(replaced))
+    patches.replace_on(function, "backward", staticmethod(replacement))
 
 
 class ResultSlot(NamedTuple):
-    """What a gradient that reaches the function belongs to: an output of the graph, or the base of that view."""
+    """The value that a gradient of the function belongs to: an output of the graph, or the base of such a view."""
 
     output: int
     kind: Literal["output", "base"]
 
 
 def result_slots(function: AutogradFunction) -> list[ResultSlot | None]:
-    """For each value that the function returns: whose it is; None for views, which autograd sees outside of it."""
+    """Return the slot of each value that the function returns; None for views, which autograd sees outside of it."""
     meta: ViewAndMutationMeta = function.metadata
-    found: list[ResultSlot | None] = [None] * meta.num_mutated_inp_runtime_indices
-    found += [
+    slots: list[ResultSlot | None] = [None] * meta.num_mutated_inp_runtime_indices
+    slots += [
         ResultSlot(i, "output") if info.output_type in _FRESH else None for i, info in enumerate(meta.output_info)
     ]
     views = {info.base_idx: i for i, info in enumerate(meta.output_info) if info.output_type in _WITH_BASE}
-    return [*found, *(ResultSlot(views[base], "base") for base in range(meta.num_intermediate_bases))]
+    return [*slots, *(ResultSlot(views[base], "base") for base in range(meta.num_intermediate_bases))]
 
 
 def writes_to_differentiated_inputs(function: AutogradFunction) -> bool:
-    """Whether the function hands back new values for inputs, which then have it as their history."""
+    """Return True if the function returns new values for inputs, which then have it as their autograd history."""
     return function.metadata.num_mutated_inp_runtime_indices > 0
 
 
 def written_arguments(function: AutogradFunction) -> list[int]:
-    """The arguments that the compiled code itself writes to, such as running statistics."""
+    """Indices of the arguments that the compiled code itself writes to, such as running statistics."""
     return [i for i, info in enumerate(function.metadata.input_info) if info.mutates_data]
 
 
 def takes_apart_subclasses(function: AutogradFunction) -> bool:
-    """Whether arguments or results are tensor subclasses, which the function unwraps and wraps."""
+    """Return True if arguments or results are tensor subclasses, which the function unwraps and wraps."""
     return function.maybe_subclass_metadata is not None
 
 
 def parts_of(value: Any) -> list[Any]:
-    """What AOTAutograd takes an argument apart into: what a tensor subclass holds, else the value itself.
+    """Return the values that AOTAutograd unwraps an argument into: a tensor subclass's parts, else the value itself.
 
-    That is tensors, and from 2.13 on what describes them: the mesh of a DTensor.
+    Parts are tensors, and from 2.13 on also what describes them, such as the mesh of a DTensor.
     """
     if not isinstance(value, torch.Tensor) or not is_traceable_wrapper_subclass(value):
         return [value]
@@ -120,15 +120,15 @@ def parts_of(value: Any) -> list[Any]:
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward now running was asked to keep the graph for another one."""
+    """Return True if the backward now running was asked to keep the graph for another one."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def survive_kept_graphs(function: AutogradFunction) -> None:
-    """Have a backward with `retain_graph=True` leave what was saved as it is.
+    """Make a backward with `retain_graph=True` leave the saved tensors as they are.
 
     Inductor's backward computes in the buffers that forward saved ("donated" ones), unless the very first backward
-    kept its graph; AOTAutograd then raises if a later one does. Give that one clones instead.
+    kept its graph; AOTAutograd then raises if a later one does. That one gets clones instead.
     """
     own = function._backward_impl
 

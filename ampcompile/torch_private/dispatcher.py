@@ -1,4 +1,4 @@
-"""What torch's dispatcher and its records of registered ops tell, all of it private."""
+"""Queries of torch's dispatcher and of its records of registered ops, all of them private."""
 
 import inspect
 import logging
@@ -19,8 +19,8 @@ TORCH = (int(major), int(minor))
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """A region whose ops no `TorchDispatchMode` around it sees: a selective checkpoint keeps results, and gives them
-    back in place of those of the next call."""
+    """A region whose ops no `TorchDispatchMode` around it sees: a selective checkpoint's mode would keep the results,
+    and return them in place of those of the next call."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
@@ -32,20 +32,20 @@ def autocast_key(device_type: str) -> str | None:
 
 
 def has_autocast_kernel(name: str, device_type: str) -> bool:
-    """Whether the op `ns::name.overload`, which must exist, has an autocast kernel for a device type."""
+    """Return True if the op `ns::name.overload`, which must exist, has an autocast kernel for a device type."""
     key = autocast_key(device_type)
     return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 @cache
 def is_composite(op: OpOverload) -> bool:
-    """Whether the dispatcher takes an op apart above autograd: it has a CompositeImplicitAutograd kernel."""
+    """Return True if the dispatcher decomposes an op above autograd: it has a CompositeImplicitAutograd kernel."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
 @cache
 def may_return_argument(op: OpOverload) -> bool:
-    """Whether an op that writes nothing may return an argument itself: it is composite, or its schema says so."""
+    """Return True if an op that writes nothing may return an argument: it is composite, or its schema says so."""
     aliases = any(returned.alias_info is not None for returned in op._schema.returns)
     return not op._schema.is_mutable and (aliases or is_composite(op))
 
@@ -80,16 +80,16 @@ def op_named(name: str) -> OpOverload:
 
 
 def autocast_acts(device_type: str) -> bool:
-    """Whether autocast is on for a device type in this thread, and its key not excluded at this point."""
+    """Return True if autocast is on for a device type in this thread, and its dispatch key isn't excluded now."""
     key = getattr(torch._C.DispatchKey, autocast_key(device_type) or "Undefined")
     return torch.is_autocast_enabled(device_type) and not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
 
 
 def interpose(op: OpOverload, device_type: str, kernel: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Have tracing call `kernel` before an op's own kernels; returns what it called before, None if it can't.
+    """Make tracing call `kernel` ahead of an op's own; return what it called before, None if there is one already.
 
-    Python kernels are consulted by the Python dispatcher alone, which only tracing switches on. It skips the
-    Autocast key for ops without a kernel there; theirs stands at the next key, Autograd.
+    Only the Python dispatcher, which only tracing switches on, consults Python kernels. It skips the Autocast key for
+    ops without a kernel there, so theirs is registered at the next key, Autograd.
     """
     at_autocast = has_autocast_kernel(op.name(), device_type)
     name = autocast_key(device_type) if at_autocast else f"Autograd{torch._C._dispatch_key_for_device(device_type)}"
@@ -105,14 +105,14 @@ def interpose(op: OpOverload, device_type: str, kernel: Callable[..., Any]) -> C
 
 
 AS_A_FUNCTION = torch.ops.higher_order.auto_functionalized
-"""Calls a custom op that returns nothing and writes to arguments, on copies unless Inductor finds that nobody else
-reads them; its result is None and those arguments, in order. This first version takes them by name, in 2.11 to 2.15."""
+"""Calls a custom op that returns nothing and writes to arguments, on copies of these unless Inductor finds no other
+reader; its result is None and those arguments, in order. This first version takes them by name, in 2.11 to 2.15."""
 
 
 def multiplies_into_float32(device: torch.device) -> bool:
-    """Whether `mm` and `bmm` of 16-bit matrices can write float32 there, by their overloads `dtype`.
+    """Return True if `mm` and `bmm` of 16-bit matrices can write float32 on a device, by their overloads `dtype`.
 
-    Those are on CUDA in torch 2.11 to 2.15, with lowerings of Inductor's; the CPU has none. ROCm's are untried.
+    CUDA has them in torch 2.11 to 2.15, with lowerings of Inductor's; the CPU has none. ROCm's are untried.
     """
     return device.type == "cuda" and torch.version.hip is None
 
@@ -123,19 +123,19 @@ _INTO_OTHER = {
 
 
 def without_out_dtype(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """A product that writes another type than its operands', as the product that writes theirs; others as they are."""
+    """Replace a product that writes another dtype than its operands' by one that writes theirs; keep other ops."""
     return (_INTO_OTHER[op], args[:-1]) if op in _INTO_OTHER else (op, args)
 
 
 # Fake kernels that claim float32 for the gradient of a 16-bit input where only the weights are float32; the real ones,
-# on all devices, give it the input's dtype (torch 2.11 to 2.15). To each its input's place among the arguments.
+# on all devices, give it the input's dtype (torch 2.11 to 2.15). The values are indices of that input argument.
 FAKES_OF_WRONG_DTYPE: dict[Any, int] = {torch.ops.aten.native_group_norm_backward.default: 1}
 
 
 def as_computed(
     op: Any, args: Sequence[Any], results: Any, value_of: Callable[[Any], Any] = lambda value: value
 ) -> Any:
-    """The fake results of an op in the dtypes that its kernel gives them. `value_of`: the value of an argument."""
+    """Return an op's fake results in the dtypes that its kernel gives them. `value_of`: the value of an argument."""
     if op not in FAKES_OF_WRONG_DTYPE or results[0] is None:
         return results
     dtype = value_of(args[FAKES_OF_WRONG_DTYPE[op]]).dtype
@@ -143,9 +143,9 @@ def as_computed(
 
 
 def triton_op(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """`torch.library.triton_op` of what writes none of its arguments, silent where Triton isn't installed.
+    """Register a function that writes none of its arguments as a `torch.library.triton_op`, silent without Triton.
 
-    torch looks for kernels in the function, and logs a warning for each op where it can't, as on its CPU builds.
+    torch looks for kernels in the function, and logs a warning for each op if it can't, as on its CPU builds.
     """
 
     def register(function: Callable[..., Any]) -> Any:

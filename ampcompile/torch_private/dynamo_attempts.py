@@ -1,4 +1,4 @@
-"""Which frames Dynamo tried to compile, and why it gave some up, by its own counters. All private."""
+"""Dynamo's counters of the frames that it tried to compile, and of its reasons to give some up. All private."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch._dynamo.utils import counters
 
 
 def count() -> tuple[int, Counter[str]]:
-    """How many frames have been tried so far, and how often each reason stopped one."""
+    """Return the number of frames tried so far, and how often each reason stopped one."""
     return counters["frames"]["total"], Counter(counters["graph_break"]) + Counter(counters["unimplemented"])
 
 
 def failed_since(before: tuple[int, Counter[str]]) -> str | None:
-    """The reasons since then, a line each, none where Dynamo has no complaint; None if no frame was tried since."""
+    """Return the first lines of the reasons since then, empty if there are none; None if no frame was tried since."""
     tried, reasons = count()
     if tried == before[0]:
         return None

@@ -1,4 +1,4 @@
-"""What explaining needs of Dynamo: how a callable was compiled, and leaving its caches as they were. All private."""
+"""Dynamo's caches, as explaining needs them: how a callable was compiled, and restoring them. All private."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_MODULE = torch.nn.Module()
 
 @dataclass(frozen=True)
 class Compiled:
-    """What `torch.compile` was given: the callable itself, the backend as Dynamo holds it, `dynamic`."""
+    """The arguments of `torch.compile`: the callable itself, the backend as Dynamo holds it, `dynamic`."""
 
     original: Any
     backend: Any
@@ -28,7 +28,7 @@ class Compiled:
 
 
 def how_compiled(f: Any) -> Compiled | None:
-    """How `torch.compile(f)` or `f.compile()` was called; None if neither was."""
+    """Return how `torch.compile(f)` or `f.compile()` was called; None if neither was."""
     if isinstance(f, eval_frame.OptimizedModule):
         context: Any = f.dynamo_ctx
         return Compiled(f._orig_mod, eval_frame.innermost_backend(context.callback), context._dynamic)
@@ -41,20 +41,20 @@ def how_compiled(f: Any) -> Compiled | None:
 
 
 def compile_alike(compiled: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile another function as `torch.compile` was asked to compile the one behind `compiled`."""
+    """Compile another function with the arguments of `torch.compile` that `compiled` was made with."""
     return _context(compiled)(fn)
 
 
 def _context(f: Any) -> Any:
     """The optimize context of a compiled function, which keeps it only in the closure of a public accessor."""
     cells: Any = getattr(getattr(f, "get_compiler_config", None), "__closure__", None) or ()
-    contexts = (cell.cell_contents for cell in cells)
-    return next((each for each in contexts if isinstance(each, eval_frame._TorchDynamoContext)), None)
+    contents = (cell.cell_contents for cell in cells)
+    return next((value for value in contents if isinstance(value, eval_frame._TorchDynamoContext)), None)
 
 
 @contextlib.contextmanager
 def dynamo_as_it_was(backend: Callable[..., Any]) -> Iterator[None]:
-    """Afterwards Dynamo holds nothing compiled for `backend` and has learnt no sizes; other backends' code stays."""
+    """Drop what Dynamo compiles for `backend`, and the sizes that it learns, afterwards; other backends' code stays."""
     codes: list[CodeType] = []
     # Entries of other backends count towards the limits, past which Dynamo gives a function up for good.
     limits = torch._dynamo.config.patch(recompile_limit=10**6, accumulated_recompile_limit=10**6)
@@ -64,18 +64,18 @@ def dynamo_as_it_was(backend: Callable[..., Any]) -> Iterator[None]:
     finally:
         for code in codes:
             _forget(code, backend)
-        for key in [key for key, kept in eval_frame.cached_backends.items() if _innermost(kept) is backend]:
+        for key in [key for key, cached in eval_frame.cached_backends.items() if _innermost(cached) is backend]:
             del eval_frame.cached_backends[key]
 
 
 def _forget(code: CodeType, backend: Callable[..., Any]) -> None:
-    """Drop what was compiled of `code` for `backend`."""
+    """Drop the code compiled from `code` for `backend`."""
     entries = _debug_get_cache_entry_list(code)
     ours = [entry for entry in entries if _innermost(entry.backend) is backend]
     if len(ours) == len(entries):
         reset_code(code)
         return
-    for entry in ours:  # Dynamo can't drop some of a function's entries, only declare them dead
+    for entry in ours:  # Dynamo can't drop some of a function's entries, only invalidate them
         dead = guards.DeletedGuardManagerWrapper("it was compiled to be explained")
         # Recompilations are counted per set of modules: these belong to a module that is never called.
         dead.id_matched_objs = {"": weakref.ref(_NO_MODULE)}
@@ -85,7 +85,7 @@ def _forget(code: CodeType, backend: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def all_lowered_now() -> Iterator[None]:
-    """Inductor compiles anew, for what it takes from a cache it may show no graph of, and backward at once."""
+    """Disable caches, as Inductor may show no graph of what it takes from one; compile backward with the forward."""
     functorch, inductor = torch._functorch.config, torch._inductor.config
     with inductor.patch(force_disable_caches=True), functorch.patch(force_non_lazy_backward_lowering=True):
         yield

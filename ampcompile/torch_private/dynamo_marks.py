@@ -1,4 +1,4 @@
-"""What is told to Dynamo without loading it, which takes seconds: how it is to treat functions of ours."""
+"""Markers of functions of ours for Dynamo, set without importing it, which takes seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Dynamo does with modules: it shares graphs between those of one class, and looks through compiled ones."""
+"""Dynamo's treatment of modules: it shares graphs between those of one class, and traces through compiled ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .patches import Wrap
 
 
 def guard_modules_of_frame(gm: torch.fx.GraphModule, names: Mapping[str, str]) -> None:
-    """Have the graph being compiled serve only the modules that its frame was called with, the top module excepted.
+    """Guard the graph being compiled on the modules that its frame was called with, the top module excepted.
 
     After a graph break in a module's `forward` Dynamo compiles the rest once for all modules of that class. Where
-    precision depends on a module's path, that would take one module's decisions to the others.
+    precision depends on a module's path, the other modules would get the decisions of the first.
     """
     local = InstructionTranslator.current_tx().output.root_tx.f_locals
     sources = {getattr(node, "_dynamo_source", None) for node in gm.graph.find_nodes(op="placeholder")}
@@ -35,7 +35,7 @@ def _base(source: Any) -> Any:
 
 
 def watch_inlined_modules(is_ours: Callable[[Any], bool], tell: Callable[[str], None]) -> Wrap:
-    """A wrap of `VariableBuilder.wrap_module`, where Dynamo traces through a module that was compiled.
+    """A wrap of `VariableBuilder.wrap_module`, by which Dynamo traces through a module that was compiled.
 
     It calls `tell(name)` if the module was compiled for a backend that `is_ours`.
     """
@@ -52,10 +52,10 @@ def watch_inlined_modules(is_ours: Callable[[Any], bool], tell: Callable[[str], 
 
 
 def watch_methods(is_ours: Callable[[Any], bool], watched: Callable[[str, MethodType], MethodType]) -> Wrap:
-    """A wrap of `OptimizedModule.__getattr__`, by which a compiled module hands out what the original one has.
+    """A wrap of `OptimizedModule.__getattr__`, by which a compiled module returns attributes of the original one.
 
-    `watched(name, method)` is handed out for a public method of a module that was compiled for a backend that
-    `is_ours`, by `torch.compile(module)` alone. No call of a compiled module comes by.
+    `watched(name, method)` is returned for a public method of a module that was compiled for a backend that
+    `is_ours`, by `torch.compile(module)` alone. Calls of a compiled module don't use it.
     """
 
     def wrap(original: Any) -> Any:
@@ -75,7 +75,7 @@ def watch_methods(is_ours: Callable[[Any], bool], watched: Callable[[str, Method
 
 
 def is_registered(placeholder: torch.fx.Node) -> bool:
-    """Whether a graph input is a parameter or buffer of a module, by where Dynamo found it; yes if it doesn't say."""
+    """Return True if a graph input's source in Dynamo is a parameter or buffer of a module, or if it has no source."""
     name = getattr(getattr(placeholder, "_dynamo_source", None), "name", "")
-    found = name() if callable(name) else name
-    return not found or "._parameters[" in found or "._buffers[" in found
+    source = name() if callable(name) else name
+    return not source or "._parameters[" in source or "._buffers[" in source

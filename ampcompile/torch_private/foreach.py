@@ -1,4 +1,4 @@
-"""torch's operations on lists of tensors, and those of its gradient scaler; written in place, all of them."""
+"""torch's operations on lists of tensors, and those of its gradient scaler; all of them write in place."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a frame returns, as Dynamo sees it before it compiles the graph that computes it. All private."""
+"""The values that a frame returns, as Dynamo sees them before it compiles the frame's graph. All private."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .types import is_traceable_wrapper_subclass
 Frame = Any
 """Dynamo's translator of one frame."""
 CALLS_OF_MODULES = (torch.nn.Module._wrapped_call_impl, torch.nn.Module._call_impl)
-"""What runs between the call of a module and its `forward`."""
+"""The functions that run between the call of a module and its `forward`."""
 RESUMED = "torch_dynamo_resume_in_"
-"""How the names begin of the functions that Dynamo makes of what follows a graph break."""
+"""The prefix of the names of functions that Dynamo makes of the code after a graph break."""
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -44,30 +44,30 @@ def watch_returns(act: Callable[[Frame], None]) -> Wrap:
 
 
 def computed_and_returned(frame: Frame, dtype: torch.dtype) -> tuple[list[Any], bool]:
-    """The tensors of a dtype that a frame computes, returns and leaves nowhere else; whether it returns no others.
+    """Return the tensors of a dtype that a frame computes, returns and keeps nowhere else; True if there are no others.
 
-    Tensors that share memory aren't meant, since replaced one by one they would no longer do so. Nor is what was there
-    before the frame, except after a graph break: frames before it may have computed that.
+    Tensors that share memory are left out, since replaced one by one they would no longer share it. Tensors from before
+    the frame are left out too; after a graph break they count as others, as the frames before may have computed them.
     """
     _forget_locals(frame)
     returned = list(_contents(frame, frame.stack[-1]))
     inputs = {_memory(node) for node in frame.output.graph.find_nodes(op="placeholder")}
     low = [v for v in returned if isinstance(v, TensorVariable) and v.dtype == dtype]
-    there = {id(v) for v in low if v.source is not None or _memory(v.proxy.node) in inputs}
+    earlier = {id(v) for v in low if v.source is not None or _memory(v.proxy.node) in inputs}
     elsewhere = _kept_elsewhere(frame, {id(v) for v in returned}) if low else set()
     holders = Counter(_memory(node) for node in {v.proxy.node for v in low})
-    computed = [v for v in low if id(v) not in there and _is_plain(v) and v.proxy.node not in elsewhere]
+    computed = [v for v in low if id(v) not in earlier and _is_plain(v) and v.proxy.node not in elsewhere]
     computed = [v for v in computed if holders[_memory(v.proxy.node)] == 1]
-    # What was there before and has been looked at may have been changed. What is in a set isn't looked at.
+    # A container from before the frame that Dynamo looked into may have been changed. Sets aren't looked into here.
     unknown = [v for v in returned if _is_seen(v) and v.source is not None and holds_values(_type(v))]
     unknown += [v for v in returned if _is_seen(v) and issubclass(_type(v), set | frozenset)]
     if frame.f_code.co_name.startswith(RESUMED):
-        unknown += [v for v in returned if id(v) in there or not _is_seen(v)]
-    return computed, not unknown and len(computed) + len(there) == len(low)
+        unknown += [v for v in returned if id(v) in earlier or not _is_seen(v)]
+    return computed, not unknown and len(computed) + len(earlier) == len(low)
 
 
 def replace(frame: Frame, tensors: list[Any], function: Callable[[torch.Tensor], torch.Tensor], note: Any) -> None:
-    """Have the frame return `function` of some tensors instead; its nodes carry a note."""
+    """Make the frame return `function` of some tensors instead of these; the new nodes carry a note."""
     made: dict[Node, Any] = {}
     for tensor in tensors:
         node = tensor.proxy.node
@@ -79,7 +79,7 @@ def replace(frame: Frame, tensors: list[Any], function: Callable[[torch.Tensor],
 
 
 def guard_on(frame: Frame, module: str, *path: str) -> None:
-    """Have what is compiled of the frame serve only calls in which a constant in a module is as it is now."""
+    """Guard the code compiled from the frame on the current value of a constant in a module."""
     source: Any = frame.import_source(module)
     for name in path:
         source = AttrSource(source, name)
@@ -87,17 +87,17 @@ def guard_on(frame: Frame, module: str, *path: str) -> None:
 
 
 def _forget_locals(frame: Frame) -> None:
-    """Have Dynamo drop the objects that only local variables hold, which end with the frame."""
-    kept = frame.symbolic_locals
-    frame.symbolic_locals = {name: v for name, v in kept.items() if name in frame.cell_and_freevars()}
+    """Make Dynamo drop the objects that only local variables hold, which end with the frame."""
+    symbolic_locals = frame.symbolic_locals
+    frame.symbolic_locals = {name: v for name, v in symbolic_locals.items() if name in frame.cell_and_freevars()}
     try:
         frame.output.side_effects.prune_dead_object_new(frame)
     finally:
-        frame.symbolic_locals = kept
+        frame.symbolic_locals = symbolic_locals
 
 
 def _contents(frame: Frame, value: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """A returned value and what is in it, where it is a tuple, a list, a mapping or a dataclass made in the frame."""
+    """Yield a returned value and its contents, if it is a tuple, list, mapping or dataclass made in the frame."""
     seen = set() if seen is None else seen
     value = value.unwrap()
     if id(value) in seen:
@@ -123,7 +123,7 @@ def _is_seen(value: Any) -> bool:
 
 
 def holds_values(kind: type) -> bool:
-    """Whether tensors in an object of this type leave with it."""
+    """Return True if tensors in an object of this type are returned with it."""
     return issubclass(kind, tuple | list | deque | set | frozenset | Mapping) or dataclasses.is_dataclass(kind)
 
 
@@ -135,34 +135,34 @@ def _type(value: Any) -> type:
 
 
 def _parts(frame: Frame, value: Any) -> Iterator[Any]:
-    held = [part for name, part in vars(value).items() if name not in value._nonvar_fields]
-    held.append(frame.output.side_effects.store_attr_mutations.get(value, {}))
-    while held:
-        part = held.pop()
+    pending = [part for name, part in vars(value).items() if name not in value._nonvar_fields]
+    pending.append(frame.output.side_effects.store_attr_mutations.get(value, {}))
+    while pending:
+        part = pending.pop()
         if isinstance(part, VariableTracker):
             yield part
         elif isinstance(part, list | tuple):
-            held += part
+            pending += part
         elif isinstance(part, dict):
-            held += part.values()
+            pending += part.values()
 
 
 def _kept_elsewhere(frame: Frame, returned: set[int]) -> set[Node]:
-    """The tensors that something else than the returned value holds when the frame ends, or that have hooks."""
+    """Nodes of the tensors that something else than the returned value holds at the frame's end, or that have hooks."""
     effects = frame.output.side_effects
     pending = [v for v in (*effects.id_to_variable.values(), *effects.store_attr_mutations) if id(v) not in returned]
     pending += [hook[0] for hook in effects.tensor_hooks.values()]
-    found: set[Node] = set()
+    nodes: set[Node] = set()
     walked: dict[int, Any] = {}
 
     def walk(value: Any) -> None:
         if type(value) is TensorVariable:
-            found.add(value.proxy.node)
+            nodes.add(value.proxy.node)
         pending.extend(effects.store_attr_mutations.get(value, {}).values())
 
     while pending:
         VariableTracker.visit(walk, pending.pop(), walked)
-    return found
+    return nodes
 
 
 def _memory(node: Node) -> Any:
@@ -170,9 +170,9 @@ def _memory(node: Node) -> Any:
 
 
 def memory_of(value: Any) -> Any:
-    """What tells tensors that share memory, fake ones too; None where that can't be told.
+    """Return a key that is equal for tensors that share memory, fake ones too; None where that is unknown.
 
-    What holds tensors, or is one that a transform of torch.func has wrapped, has the memory of those inside.
+    A tensor subclass, or a tensor that a transform of torch.func has wrapped, has the key of the tensors inside.
     """
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None

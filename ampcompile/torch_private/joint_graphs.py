@@ -1,4 +1,4 @@
-"""What auditing needs of AOTAutograd: forward and backward as two graphs of plain ops, run by functions of ours."""
+"""AOTAutograd for auditing: forward and backward as two graphs of plain ops, run by functions of ours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Interpret = Callable[[GraphModule], Run]
 def aot_interpreted(
     gm: GraphModule, inputs: Sequence[Any], forward: Interpret, backward: Interpret, under_autocast: bool = False
 ) -> Any:
-    """AOTAutograd's callable for `gm`, which runs as `forward(graph)` and `backward(graph)` say; lists in, lists out.
+    """Return AOTAutograd's callable for `gm`, which runs `forward(graph)` and `backward(graph)`; lists in, lists out.
 
     The graphs are functional: nothing is written in place. Whatever backward reads is saved, nothing is recomputed.
     `under_autocast`: the casts of the autocast now open become part of them.
@@ -32,9 +32,9 @@ def aot_interpreted(
             run = interpret(graph)
 
             def boxed(args: list[Any]) -> Any:
-                given = list(args)
+                arguments = list(args)
                 args.clear()
-                return run(given)
+                return run(arguments)
 
             boxed._boxed_call = True  # type: ignore[attr-defined]
             return boxed
@@ -51,7 +51,7 @@ def aot_interpreted(
 
 
 def name_backward_nodes(graph: torch.fx.Graph) -> None:
-    """Nodes of a backward graph get the module stack of the forward op they differentiate, where others have theirs."""
+    """Give nodes of a backward graph the module stack of the forward op they differentiate, as `nn_module_stack`."""
     for node in graph.nodes:
         if "fwd_nn_module_stack" in node.meta:
             node.meta.setdefault("nn_module_stack", node.meta["fwd_nn_module_stack"])
@@ -68,7 +68,7 @@ def random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 def start_from(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
-    """Draw the numbers again that were drawn after `random_state` gave this."""
+    """Restore this state of the generators: the numbers drawn after `random_state` are drawn again."""
     torch.set_rng_state(state[0])
     if state[1]:
         torch.cuda.set_rng_state_all(state[1])

@@ -1,4 +1,4 @@
-"""Who compiles a rewritten graph: Inductor, or AOTAutograd with eager kernels."""
+"""Compile a rewritten graph by Inductor, or by AOTAutograd with eager kernels."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from . import patches
 
 OnJointGraph = Callable[[torch.fx.GraphModule], Any]
 ROUNDS = "low_precision_pointwise_barrier"
-"""In a node's `meta`: Inductor rounds the 16-bit numbers that this elementwise op reads, and those that it gives."""
+"""Key in a node's `meta`: Inductor rounds the 16-bit operands of this elementwise op, and its result."""
 
 
 def stores_products() -> bool:
-    """Whether products are in memory before others read them; templates of max-autotune hand on what they add up."""
+    """Return True if products are stored before others read them; max-autotune's templates pass on unrounded sums."""
     from torch._inductor import config
 
     return not (config.max_autotune or config.max_autotune_gemm)
 
 
 class _JointGraphPass(CustomGraphPass):
-    """What is done to the graph after differentiation, in Inductor's form: known to its caches by `key`."""
+    """Our passes on the joint graph as Inductor's custom pass, identified in its caches by `key`."""
 
     def __init__(self, act: OnJointGraph, key: str) -> None:
         self.act, self.key = act, key
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        owner = graph.owning_module  # whose `graph` Inductor hands over, in every release from 2.11 to 2.15
+        owner = graph.owning_module  # Inductor passes the `graph` of this, in every release from 2.11 to 2.15
         assert owner is not None and owner.graph is graph
         self.act(owner)
 
@@ -39,9 +39,9 @@ class _JointGraphPass(CustomGraphPass):
 
 
 class _Decompositions(dict[Any, Callable[..., Any]]):
-    """A table that Inductor's caches (2.13 on) can take into their keys: they pickle it, to hash what that gives.
+    """A decomposition table that Inductor's caches (2.13 on) can pickle and hash, for their keys.
 
-    Torch's version is in every key already, and what our files hold is in the key of what is done on the joint graph.
+    torch's version is in every key already, and the contents of our files are in the key of the joint graph's pass.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -50,7 +50,7 @@ class _Decompositions(dict[Any, Callable[..., Any]]):
 
 
 def inductors_decompositions(kept: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
-    """A copy of the table by which Inductor has ops taken apart; an entry that gives NotImplemented keeps its op.
+    """Return a copy of Inductor's decomposition table; an entry that returns NotImplemented keeps its op.
 
     `kept`: ops of the table for which that may happen. Inductor has no code for them, so it calls eager's kernels.
     """
@@ -70,22 +70,22 @@ def inductor(
     key: str,
     decompositions: dict[Any, Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Compile with Inductor; `on_joint_graph` sees forward and backward together, or an inference graph.
+    """Compile with Inductor; `on_joint_graph` gets forward and backward as one graph, or an inference graph.
 
-    `key`: another one wherever `on_joint_graph`, a decomposition or a lowering of ours may do another thing.
+    `key`: differs wherever `on_joint_graph`, a decomposition or a lowering of ours may do something different.
     """
     from torch._inductor.compile_fx import compile_fx
 
-    patches.install(patches.SCHEDULING, {"SchedulerNode.recompute_size_and_body": _after_the_same_writes})
+    patches.install(patches.SCHEDULING, {"SchedulerNode.recompute_size_and_body": _rename_after_recompute})
     for node in gm.graph.find_nodes(op="placeholder"):
-        node.meta.pop("val", None)  # with "cpp_wrapper" read in the inputs' place, and captured fakes want no gradient
+        node.meta.pop("val", None)  # with "cpp_wrapper" read instead of the inputs, and captured fakes require no grad
     settings = {**config, "joint_custom_pre_pass": _JointGraphPass(on_joint_graph, key)}
     compiled: Any = compile_fx(gm, list(inputs), config_patches=settings, decompositions=decompositions)
     return compiled
 
 
-def _after_the_same_writes(recompute: Callable[..., None]) -> Callable[..., None]:
-    """Loops that are computed anew, to be fused, read buffers by their first names: they get those of later writes."""
+def _rename_after_recompute(recompute: Callable[..., None]) -> Callable[..., None]:
+    """Reapply the renames of mutated buffers to reads after loop bodies are recomputed, which is done to fuse them."""
 
     def recompute_and_rename(node: Any, *args: Any, **kwargs: Any) -> None:
         recompute(node, *args, **kwargs)
@@ -100,8 +100,8 @@ _CALLED_IN_COMPILED_CODE = ("associative_scan", "cond", "invoke_subgraph", "map_
 def config_for_bodies(gm: torch.fx.GraphModule) -> dict[str, bool]:
     """Inductor's settings for a graph with loops, branches or nested regions: each buffer is written once.
 
-    It would write over what caller or body still reads, and gradients are off by their own size: `while_loop` in 2.11
-    and 2.13, nested regions in all versions. In part known as https://github.com/pytorch/pytorch/pull/193960.
+    Otherwise it overwrites buffers that caller or body still reads, and gradients are off by their size: `while_loop`
+    in 2.11 and 2.13, nested regions in all versions. Reported in part: https://github.com/pytorch/pytorch/pull/193960.
     """
     graphs = (module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule))
     calls = (node.target for graph in graphs for node in graph.nodes if node.op == "call_function")
@@ -111,7 +111,7 @@ def config_for_bodies(gm: torch.fx.GraphModule) -> dict[str, bool]:
 
 
 def aot_eager(gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: OnJointGraph) -> Callable[..., Any]:
-    """AOTAutograd with eager kernels, as the backend of that name, with passes on the joint or inference graph."""
+    """Compile with AOTAutograd and eager kernels, as `aot_eager` does; passes run on the joint or inference graph."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
@@ -135,10 +135,10 @@ def aot_eager(gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: O
 
 
 def forget_output_values(gm: torch.fx.GraphModule) -> None:
-    """Drop the fake values of what nested compile regions return, bodies of bodies included.
+    """Drop the fake values of the outputs of nested compile regions, bodies of bodies included.
 
-    `invoke_subgraph` reads there whether an output wants a gradient, and captured fakes are detached; without
-    them it runs the body to find out.
+    `invoke_subgraph` reads from them whether an output requires grad, but captured fakes are detached. Without values
+    it runs the body to find out.
     """
     for node in gm.graph.find_nodes(op="get_attr"):
         body = getattr(gm, str(node.target), None)
@@ -150,7 +150,7 @@ def forget_output_values(gm: torch.fx.GraphModule) -> None:
 
 
 def lower_as_call(op: Any, called: Any, arguments: Callable[..., tuple[Any, ...]]) -> None:
-    """Have Inductor's code call `called(*arguments(...))` for `op`, past the dispatcher and Python."""
+    """Make Inductor's code call `called(*arguments(...))` for `op`, bypassing the dispatcher and Python."""
     from torch._inductor.lowering import fallback_handler
 
     call = fallback_handler(called, add_to_fallback_set=False)
@@ -158,7 +158,7 @@ def lower_as_call(op: Any, called: Any, arguments: Callable[..., tuple[Any, ...]
 
 
 def channels_last(x: Any) -> Any:
-    """A 4-D tensor of Inductor's, laid out channels-last, in dimensions of size 1 too: ATen looks at their strides."""
+    """Lay out a 4-D tensor of Inductor's channels-last, in dimensions of size 1 too: ATen looks at their strides."""
     from torch._inductor.ir import ExternKernel
     from torch._prims_common import make_channels_last_strides_for
 

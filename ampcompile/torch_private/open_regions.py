@@ -1,8 +1,8 @@
-"""The autocast regions that a thread is in, one by one: torch keeps only the state that they add up to.
+"""Track the autocast regions that a thread is in, one by one: torch keeps only the state that results from them.
 
 A call of ours in a region `torch.autocast(device, enabled=False)` runs in float32. The state doesn't show such a
-region: one for another device leaves the same, and so does one that puts back what was saved outside of any region,
-as a checkpoint's in backward. Nobody asked for float32 there.
+region: one for another device results in the same, and so does one that restores a state saved outside of any region,
+as a checkpoint's in backward. The user asked for float32 in neither.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .autocast import any_autocast_enabled, autocast_nesting
 
 class _Thread(threading.local):
     open: tuple[tuple[torch.autocast, bool, int], ...] = ()
-    """The regions that the thread is in, innermost last. Beside each, whether somebody asked for it, now or where the
-    state was saved that it puts back, and the number that the next autograd node got."""
+    """The regions that the thread is in, innermost last. Beside each, True if the user asked for it, now or where the
+    state that it restores was saved, and the sequence number of the next autograd node at its entry."""
     others: bool = True
-    """Whether there may be more: those from before torch was patched, or all, where it can't be."""
+    """True if there may be more: those from before torch was patched, or all, where it can't be."""
 
 
 class _NotAskedFor:
-    """Stands for `enabled=False` in a state that was saved while autocast was off, but not by a region."""
+    """Replaces `enabled=False` in a state that was saved while autocast was off, but not by a region."""
 
     def __bool__(self) -> bool:
         return False
@@ -42,15 +42,15 @@ _FORWARD, _BACKWARD = (
 
 
 def disabled_by_user(device_type: str) -> bool:
-    """Whether autocast is off for a device because somebody asked for it, by a region that is open.
+    """Return True if autocast is off for a device because the user asked for it, by a region that is open.
 
-    Of regions that nobody saw open the device is unknown: they count unless autocast is on for some device.
+    The device of regions that were opened unobserved is unknown: they count unless autocast is on for some device.
     """
     if torch.is_autocast_enabled(device_type) or not (_thread.open or _thread.others):
         return False
-    found = next((entry for entry in reversed(_thread.open) if entry[0].device == device_type), None)
-    if found is not None:
-        _, asked, node = found
+    region = next((entry for entry in reversed(_thread.open) if entry[0].device == device_type), None)
+    if region is not None:
+        _, asked, node = region
     else:
         others, node = autocast_nesting() > len(_thread.open), 0
         _thread.others = others or not patches.is_installed(patches.REGIONS)
@@ -61,7 +61,7 @@ def disabled_by_user(device_type: str) -> bool:
 
 
 def _mark_functions(node: int) -> None:
-    """Mark the autograd functions by `custom_fwd` that are called in a region: their backward is asked for the same."""
+    """Mark the autograd functions by `custom_fwd` that are called in a region: its request holds for their backward."""
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
         if frame.f_code is _FORWARD and node <= (ctx := frame.f_locals["args"][0])._sequence_nr():
@@ -82,7 +82,7 @@ def watch_entries(original: Any) -> Any:
             elif opener.f_code is _BACKWARD:
                 asked = hasattr(opener.f_locals["args"][0], _MARK)
         entered = original(self)
-        _thread.open = (*_thread.open, (self, asked, node))  # no interrupt comes between: nothing is called
+        _thread.open = (*_thread.open, (self, asked, node))  # no interrupt can come in between: nothing is called
         return entered
 
     return _unseen_by_dynamo(enter, original)
@@ -104,16 +104,16 @@ def watch_exits(original: Any) -> Any:
 
 
 def carry_through_checkpoints(original: Any) -> Any:
-    """A wrap of `torch.utils.checkpoint._get_autocast_kwargs`: what a checkpoint opens its regions in backward with."""
+    """A wrap of `torch.utils.checkpoint._get_autocast_kwargs`: the arguments of a checkpoint's regions in backward."""
 
     def get_autocast_kwargs(device_type: str = "cuda") -> Any:
-        looking, saved = optimize_contexts.set_frame_callback(None), original(device_type)
+        callback, saved = optimize_contexts.set_frame_callback(None), original(device_type)
         try:
             for device, kwargs in zip((device_type, "cpu"), saved, strict=True):
                 if kwargs is not None and not kwargs["enabled"] and not disabled_by_user(device):
                     kwargs["enabled"] = _NOT_ASKED_FOR
         finally:
-            optimize_contexts.set_frame_callback(looking)
+            optimize_contexts.set_frame_callback(callback)
         return saved
 
     return _unseen_by_dynamo(get_autocast_kwargs, original)
@@ -121,5 +121,5 @@ def carry_through_checkpoints(original: Any) -> Any:
 
 def _unseen_by_dynamo(function: Any, original: Any) -> Any:
     optimize_contexts.pass_over(function)
-    function._torchdynamo_inline = original  # where it traces through classes that inherit from torch.autocast
+    function._torchdynamo_inline = original  # for where it traces through classes that inherit from torch.autocast
     return function

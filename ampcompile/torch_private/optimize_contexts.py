@@ -1,4 +1,4 @@
-"""What torch.compile returns, and how: Dynamo's optimize contexts. All private."""
+"""Dynamo's optimize contexts, which wrap the callables that torch.compile returns. All private."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def wrap_call(
 ) -> Wrap:
     """A wrap of `OptimizeContext.__call__`: `wrap(backend, fn, compiled)` stands in for every callable it returns.
 
-    `asked(backend, dynamic, fullgraph)` tells what those two are to be, given what torch.compile was told.
+    `asked(backend, dynamic, fullgraph)` returns the `dynamic` and `fullgraph` to use, given torch.compile's arguments.
 
-    torch offers no public hook around a compiled call: `backend_ctx_ctor` is dropped by torch.compile, and
-    since 2.13 `_ForceDispatchKeyGuard` undoes what it changes in the dispatch keys. Modules and classes come
-    back through this call with their methods, so only functions are wrapped.
+    torch offers no public hook around a compiled call: torch.compile drops `backend_ctx_ctor`, and since 2.13
+    `_ForceDispatchKeyGuard` undoes what it changes in the dispatch keys. Modules and classes come back through this
+    call with their methods, so only functions are wrapped.
     """
 
     def wrap_context(original: Any) -> Any:
@@ -34,15 +34,15 @@ def wrap_call(
             wanted = asked(backend, self._dynamic, self.fullgraph)
             if wanted != (self._dynamic, self.fullgraph):
                 self = _context_like(self, backend, *wanted)
-            fn = eval_frame.innermost_fn(fn)  # of what is compiled already Dynamo compiles the original
+            fn = eval_frame.innermost_fn(fn)  # Dynamo compiles the original of what is compiled already
             compiled = original(self, fn)
             if isinstance(fn, torch.nn.Module | type):
                 return compiled
-            looking = set_frame_callback(None)
+            callback = set_frame_callback(None)
             try:
                 wrapped = wrap(backend, fn, compiled)
             finally:
-                set_frame_callback(looking)
+                set_frame_callback(callback)
             if wrapped is not compiled:
                 # Dynamo follows `_torchdynamo_orig_callable`, copied by functools.wraps, only if this matches.
                 wrapped._torchdynamo_wrapper_id = id(wrapped)
@@ -55,9 +55,9 @@ def wrap_call(
 
 
 def compiles_nothing(fn: Any) -> bool:
-    """Whether `fn` is what `module.compile()` compiles of a class of torch.nn, whose methods Dynamo steps over.
+    """Return True if `fn` is what `module.compile()` compiles of a class of torch.nn, whose methods Dynamo skips.
 
-    `torch.compile(module)` gives it a frame of its own to trace, and so do newer releases (2.15) in both cases.
+    `torch.compile(module)` adds a frame that Dynamo traces, and newer releases (2.15) do so in both cases.
     """
     module = getattr(fn, "__self__", None)
     if not isinstance(module, torch.nn.Module) or fn.__name__ != "_call_impl":
@@ -67,10 +67,10 @@ def compiles_nothing(fn: Any) -> bool:
 
 
 def pass_over(function: Any) -> None:
-    """Have Dynamo run a function of ours as it is, as it does by torch's own, where it looks at each call that is made.
+    """Exclude a function of ours from Dynamo's tracing, as torch's own are, but not the functions that it calls.
 
-    So it does in a compiled function after a graph break: a backward that runs there calls what compiled autograd
-    compiles. The functions that this one calls are looked at: `set_frame_callback(None)` ends it for a while.
+    Dynamo looks at each call in a compiled function after a graph break, also in a backward there, which calls what
+    compiled autograd compiles. `set_frame_callback(None)` stops that for a while, for the called functions too.
     """
     eval_frame.skip_code(function.__code__)
 
@@ -79,7 +79,7 @@ set_frame_callback = eval_frame.set_eval_frame  # returns the one before
 
 
 def _context_like(context: Any, backend: Any, dynamic: bool | None, fullgraph: bool) -> Any:
-    """An optimize context as the one given, but for the two settings that it holds in closures."""
+    """Return an optimize context like the one given, but for the two settings, which it holds in closures."""
     hooks, convert = context._hooks, getattr(context.callback, "_torchdynamo_orig_backend", None)
     others = {
         "recompile_limit": getattr(convert, "_recompile_limit", None),

@@ -1,4 +1,4 @@
-"""What the scaler uses of torch's private parts."""
+"""Private parts of torch that the scaler uses."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -17,16 +17,16 @@ _hold: Any = torch.UntypedStorage._weak_ref
 _free: Any = torch.UntypedStorage._free_weak_ref
 
 
-def step_hooks(each: Any) -> list[Hook]:
-    """Hooks before and after this optimizer's `step`, those of all optimizers too; torch lists them nowhere."""
+def step_hooks(instance: Any) -> list[Hook]:
+    """Hooks before and after this optimizer's `step`, global ones too; torch has no public list of them."""
     everywhere = (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks)
-    hooks = (each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks, *everywhere)
+    hooks = (instance._optimizer_step_pre_hooks, instance._optimizer_step_post_hooks, *everywhere)
     return [hook for table in hooks for hook in table.values()]
 
 
-def pre_hooks(each: Any) -> list[Hook]:
+def pre_hooks(instance: Any) -> list[Hook]:
     """Hooks registered ahead of this optimizer's `step`; none if it is no optimizer of torch's."""
-    return list(getattr(each, "_optimizer_step_pre_hooks", {}).values())
+    return list(getattr(instance, "_optimizer_step_pre_hooks", {}).values())
 
 
 def fresh_optimizer_states() -> dict[int, dict[str, Any]]:
@@ -35,27 +35,27 @@ def fresh_optimizer_states() -> dict[int, dict[str, Any]]:
 
 
 class Marks:
-    """What some tensors are now, recognized later without being held. Those without a storage, sparse ones, are not.
+    """Identities and versions of tensors, to recognize them later without holding them; not of sparse ones.
 
-    `addresses`: theirs, where the caller has just read them all.
+    `addresses`: those of the tensors, if the caller has just read them all.
     """
 
     _ids: Sequence[int] = ()
-    """The storages': nobody else gets them while they are held weakly."""
+    """Keys of the storages: no other storage gets them while these are held weakly."""
 
     def __init__(self, tensors: Sequence[Tensor], addresses: list[int] | None = None) -> None:
-        strided, held = _of_strided(Tensor.untyped_storage, tensors)
-        self._ids = list(map(_hold, held))
+        strided, untyped_storages = _of_strided(Tensor.untyped_storage, tensors)
+        self._ids = list(map(_hold, untyped_storages))
         self._marks = _marks(self._ids, strided, addresses)
 
-    def still(self, tensors: Sequence[Tensor], addresses: list[int] | None = None) -> bool:
-        """Whether these are among them, and none was written or given other memory."""
+    def match(self, tensors: Sequence[Tensor], addresses: list[int] | None = None) -> bool:
+        """Return True if these are among the marked tensors, and none was written or given other memory."""
         strided, ids = _of_strided(storages.storage_address, tensors)
-        found = _marks(ids, strided, addresses)
-        return found == self._marks or set(zip(*self._marks, strict=True)).issuperset(zip(*found, strict=True))
+        marks = _marks(ids, strided, addresses)
+        return marks == self._marks or set(zip(*self._marks, strict=True)).issuperset(zip(*marks, strict=True))
 
-    def reading_versions(self, tensors: Sequence[Tensor]) -> Callable[[], object]:
-        """A function of C that takes these tensors' versions, of all that were marked, once more when it is called."""
+    def version_reader(self, tensors: Sequence[Tensor]) -> Callable[[], object]:
+        """Return a C function that reads the versions of `tensors`, all that were marked, anew when it is called."""
         strided, _ = _of_strided(storages.storage_address, tensors)
         return partial(self._marks[2].__setitem__, slice(None), map(storages.version, strided))
 
@@ -68,8 +68,8 @@ def _of_strided(read: Callable[[Tensor], Any], tensors: Sequence[Tensor]) -> tup
     try:
         return tensors, list(map(read, tensors))
     except RuntimeError:
-        found = [tensor for tensor in tensors if tensor.layout is torch.strided]
-        return found, list(map(read, found))
+        strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
+        return strided, list(map(read, strided))
 
 
 def _marks(

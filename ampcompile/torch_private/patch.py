@@ -1,4 +1,4 @@
-"""What a patch of torch is, and a group of them."""
+"""A patch of torch, and a group of patches."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -10,7 +10,7 @@ _resolve = cache(resolve_name)
 
 @dataclass(frozen=True)
 class Patch:
-    """One thing of torch that is changed, by its full name."""
+    """One attribute or object of torch that is changed, by its full name."""
 
     what: str
     why: str

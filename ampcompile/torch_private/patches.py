@@ -1,9 +1,9 @@
 """Every patch of torch that the project makes: what, when, why, and how it is undone.
 
 A patch changes what torch does: it replaces an attribute, adds an entry to one of torch's tables, or changes a single
-object that torch made for us. `TABLE` names them all, and only the functions below it make them. What takes an
-attribute's place is written where it belongs, in the rooms above, and handed in. State that torch offers for setting,
-such as autocast's or a configuration's, is no patch; nor is what Dynamo knows of the frame that it is tracing.
+object that torch made for us. `TABLE` names them all, and only the functions below it make them. The replacements are
+defined in the rooms above, where they belong, and passed in. State that torch lets users set, such as autocast's or a
+configuration's, is no patch; nor is Dynamo's state of the frame that it is tracing.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ COPIES = Group(
 TABLE = (COMPILED_CALLS, REGIONS, TRACING, LOWERING, SCHEDULING, ONE_GRAPH, EXPLAINING, OPTIMIZER_HOOKS, COPIES)
 
 Wrap = Callable[[Any], Any]
-"""What makes a replacement of what was there."""
+"""Makes the replacement of an attribute from its original."""
 _MISSING = object()
 _installed: set[Group] = set()
 _replaced: defaultdict[Group, list[tuple[Any, str, Any]]] = defaultdict(list)
@@ -159,16 +159,16 @@ _replaced: defaultdict[Group, list[tuple[Any, str, Any]]] = defaultdict(list)
 def install(
     group: Group, wraps: Mapping[str, Wrap], plan: Callable[[Callable[[], None]], object] = lambda undo: None
 ) -> None:
-    """Replace the attributes of a group, unless they are: `wraps` has the wrap of each by its `place`.
+    """Replace the attributes of a group, unless that was done: `wraps` has the wrap of each by its `place`.
 
-    `plan` gets what undoes it all, once all is done. Interrupted at any point, the next call starts afresh.
+    `plan` gets the function that undoes it, once all are replaced. After an interrupt the next call starts afresh.
     Raises AttributeError or ImportError where this torch has no such attribute; nothing is replaced then.
     """
     if group in _installed:
         return
     assert wraps.keys() == {patch.place for patch in group.patches}
     undo = partial(uninstall, group)
-    undo()  # what an interrupt left
+    undo()  # for what an interrupted call replaced
     places = [(patch.owner, patch.name, wraps[patch.place]) for patch in group.patches]
     originals = [getattr(owner, name) for owner, name, _ in places]
     for (owner, name, wrap), original in zip(places, originals, strict=True):
@@ -179,7 +179,7 @@ def install(
 
 
 def is_installed(group: Group) -> bool:
-    """Whether all of a group is in its place."""
+    """Return True if all patches of a group are installed."""
     return group in _installed
 
 
@@ -197,7 +197,7 @@ def uninstall(group: Group) -> None:
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:
-    if not isinstance(replacement, property):  # so that it pickles as what it stands for
+    if not isinstance(replacement, property):  # so that it pickles as the original
         kind = getattr(owner, "__qualname__", "")
         replacement.__qualname__ = f"{kind}.{name}".strip(".")
         replacement.__module__ = owner.__module__ if kind else owner.__name__
@@ -206,7 +206,7 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
 
 @contextlib.contextmanager
 def replaced(place: str, wrap: Wrap) -> Iterator[None]:
-    """Replace one attribute of the table for a while."""
+    """Temporarily replace one attribute of the table."""
     patch = next(patch for group in TABLE for patch in group.patches if patch.place == place)
     with _restored(patch.owner, patch.name) as original:
         _replace(patch.owner, patch.name, wrap(original))
@@ -228,12 +228,12 @@ def replace_on(instance: Any, name: str, replacement: Any) -> None:
 
 
 def add_tracing_kernel(op: Any, key: Any, kernel: Callable[..., Any]) -> None:
-    """Have the Python dispatcher, which only tracing switches on, call a kernel for an op at a dispatch key."""
+    """Make the Python dispatcher, which only tracing switches on, call a kernel for an op at a dispatch key."""
     op.py_impl(key)(kernel)
 
 
 def add_fake_kernel(op: Any, kernel: Callable[..., Any]) -> None:
-    """Have fake tensors run `kernel(mode, op, *args, **kwargs)` for an op without one; NotImplemented: as before."""
+    """Make fake tensors run `kernel(mode, op, *args, **kwargs)` for an op without one; NotImplemented: as before."""
     from torch._subclasses import fake_impls
 
     if op not in fake_impls.op_implementations_dict:
@@ -241,7 +241,7 @@ def add_fake_kernel(op: Any, kernel: Callable[..., Any]) -> None:
 
 
 def add_lowering(op: Any, lower: Callable[..., Any]) -> None:
-    """Have Inductor lower an op without a lowering by a function."""
+    """Add a function as Inductor's lowering of an op, unless it has one."""
     from torch._inductor.lowering import lowerings, register_lowering
 
     if op not in lowerings:
@@ -249,14 +249,14 @@ def add_lowering(op: Any, lower: Callable[..., Any]) -> None:
 
 
 def add_optimizer_hooks(before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Have functions called before and after the step of every optimizer."""
+    """Add functions to be called before and after the step of every optimizer."""
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
 
 
 @contextlib.contextmanager
 def watch_dynamo(hook: Any) -> Iterator[None]:
-    """Have `hook(original code, compiled code)` called for what Dynamo compiles; it forgets what sizes it learns."""
+    """Call `hook(original code, compiled code)` for all that Dynamo compiles; forget the sizes that it learns."""
     from torch._dynamo import convert_frame, pgo
 
     with _restored(pgo, "_CODE_STATE") as sizes:
@@ -267,7 +267,7 @@ def watch_dynamo(hook: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def trace_handler(handler: logging.Handler) -> Iterator[None]:
-    """Have a handler get what goes to torch's structured trace meanwhile."""
+    """Temporarily add a handler to torch's structured trace."""
     from torch._logging._internal import trace_log
 
     trace_log.addHandler(handler)
@@ -279,7 +279,7 @@ def trace_handler(handler: logging.Handler) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncompiled(f: Any) -> Iterator[None]:
-    """Without what `f.compile()` put in the way of a module's call; other callables stay as they are."""
+    """Temporarily undo `module.compile()`; callables that aren't modules stay as they are."""
     if not isinstance(f, torch.nn.Module) or f._compiled_call_impl is None:
         yield
         return
@@ -289,7 +289,7 @@ def uncompiled(f: Any) -> Iterator[None]:
 
 
 def missing() -> list[Patch]:
-    """The patches whose place the installed torch lacks. Loads Dynamo and Inductor to look."""
+    """Return the patches whose place the installed torch lacks. Imports Dynamo and Inductor to look."""
 
     def is_there(patch: Patch) -> bool:
         try:

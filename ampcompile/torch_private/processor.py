@@ -1,4 +1,4 @@
-"""Which 16-bit types this CPU multiplies in hardware, as torch and oneDNN tell, and what the user caps them to."""
+"""The 16-bit types that this CPU multiplies in hardware, according to torch, oneDNN and the user's caps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _NO_BFLOAT16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "A
 """The values of `ONEDNN_MAX_CPU_ISA` with which oneDNN leaves units for bfloat16 unused."""
 
 _NO_AVX512 = frozenset({"DEFAULT", "NO AVX", "AVX2"})
-"""What torch says where it may not use AVX-512, below which no x86-64 CPU has such units."""
+"""torch's CPU capabilities without AVX-512, below which no x86-64 CPU has such units."""
 
 
 @cache
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether the CPU has units for products of a 16-bit floating type and may use them; if not, it emulates them.
+    """Return True if the CPU has units for products of a 16-bit floating type and may use them; else it emulates them.
 
-    `ONEDNN_MAX_CPU_ISA` and `ATEN_CPU_CAPABILITY` make a CPU one that lacks them. On other processors than x86-64 only
-    what torch says of bfloat16 counts, and float16 is taken to be there. Asked once in a process.
+    `ONEDNN_MAX_CPU_ISA` and `ATEN_CPU_CAPABILITY` may forbid them. On processors other than x86-64 torch's own check
+    decides for bfloat16, and float16 units are assumed. Cached for the process.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return dtype == torch.float16 or _onednn_takes(dtype)
@@ -34,6 +34,6 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 
 def _onednn_takes(dtype: torch.dtype) -> bool:
-    """Whether oneDNN runs a type; of bfloat16 it also says so where it only emulates it."""
+    """Return True if oneDNN runs a type; for bfloat16 also where it only emulates it."""
     ops = torch.ops.mkldnn
     return bool(ops._is_mkldnn_fp16_supported() if dtype == torch.float16 else ops._is_mkldnn_bf16_supported())

@@ -1,4 +1,4 @@
-"""What the copies of weights rest on in torch's private parts: version counters, use counts, `.data`, storages."""
+"""Private parts of torch that copies of weights depend on: version counters, use counts, `.data`, storages."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ read_data = _DATA.__get__  # `tensor.data` as torch does it
 DATA_DOC: str | None = _DATA.__doc__
 
 version = attrgetter("_version")
-# Of a tensor: how many own it in C++, Python's object and whoever saved it.
+# The number of a tensor's owners in C++: its Python object and every backward that saved it.
 tensor_users: Callable[[Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
-# Of a tensor: its `storage_key`, but no Python object of the storage is made, which would hold it too.
+# A tensor's `storage_key`, without making a Python object of the storage, which would hold it too.
 storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
-storage_users = torch._C._storage_Use_Count  # of a `storage_key`: how many hold the storage
-# A weak reference to a tensor's C++ object, which `torch.utils.swap_tensors` doesn't mind as it would Python's:
-# `expired()` tells whether the tensor was freed.
+storage_users = torch._C._storage_Use_Count  # the number of holders of the storage with a `storage_key`
+# A weak reference to a tensor's C++ object; unlike Python's, only the last step of `torch.utils.swap_tensors` refuses
+# it, which `patches.COPIES` wraps. `expired()` tells whether the tensor was freed.
 TensorHandle: Any = torch._C._WeakTensorRef  # type: ignore[attr-defined]
 
 NoTorchFunction = torch._C.DisableTorchFunction  # modes of the user don't see what happens inside
@@ -45,7 +45,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def is_sole_holder(tensor: Tensor) -> bool:
-    """Whether no other tensor shows a tensor's memory, nor holds it for a backward; False if it has none of its own."""
+    """Return True if no other tensor shares a tensor's memory, in a pending backward either; False if it has none."""
     try:
         return storage_users(storage_address(tensor)) == 1
     except RuntimeError:
@@ -53,7 +53,7 @@ def is_sole_holder(tensor: Tensor) -> bool:
 
 
 def owns_memory(tensor: Tensor) -> bool:
-    """Whether a computed tensor shares memory with no tensor that somebody holds, as far as that is cheap to tell.
+    """Return True if a computed tensor shares memory with no other that is held, as far as that is cheap to tell.
 
     Autograd knows what a tensor with gradients is a view of; a pending backward may hold the memory.
     """
@@ -74,7 +74,7 @@ def _references_to_unheld_base() -> int:
 
 
 def place(tensor: Tensor) -> tuple[int, int] | None:
-    """Storage and address; None for a tensor without memory of its own: sparse, fake, wrapped by a transform."""
+    """Return storage and address; None for a tensor without memory of its own: sparse, fake, wrapped by a transform."""
     try:
         return storage_key(tensor), tensor.data_ptr()
     except RuntimeError:
@@ -87,18 +87,18 @@ def write_data(tensor: Tensor, value: Tensor) -> None:
 
 
 class Exported(Tensor):
-    """What a NumPy array or a DLPack capsule holds: while it lives, somebody can write its memory unseen."""
+    """A tensor that a NumPy array or a DLPack capsule holds: while it lives, its memory can be written unseen."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def may_be_in_arrays(tensor: Tensor) -> bool:
-    """Whether a NumPy array may hold a tensor: its storage can't grow then, and nothing in C++ holds it."""
+    """Return True if a NumPy array may hold a tensor: its storage can't grow then, and nothing in C++ holds it."""
     return type(tensor) is Tensor and not tensor.untyped_storage().resizable() and tensor_users(tensor) == 1
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """`tensor.detach()` below all modes and traces: the same memory and version counter, whatever becomes of it."""
+    """`tensor.detach()` below all modes and traces: the same memory and version counter, also if `tensor` moves."""
     return Tensor._make_subclass(Tensor, tensor)
 
 
@@ -111,7 +111,7 @@ def nothing_on(device: torch.device) -> Tensor:
 
 
 def counter_of(tensor: Tensor) -> Tensor | None:
-    """A tensor that shares the version counter of `tensor` but no memory; None where a tensor has none.
+    """Return a tensor that shares the version counter of `tensor` but no memory; None if it has no counter.
 
     An alias keeps the counter when it is given other data.
     """
@@ -123,7 +123,7 @@ def counter_of(tensor: Tensor) -> Tensor | None:
 
 
 def same_place(one: Tensor, other: Tensor) -> bool:
-    """Whether two plain tensors show the same elements of the same storage."""
+    """Return True if two plain tensors show the same elements of the same storage."""
     with NoTorchFunction():
         return (
             address(one) == address(other) and storage_key(one) == storage_key(other) and _layout(one) == _layout(other)
@@ -140,7 +140,7 @@ def current_stream(device: torch.device) -> int:
 
 
 def is_managed_by_fsdp(tensor: Tensor) -> bool:
-    """Whether FSDP gathers this parameter for a while: its memory and its values come and go unannounced.
+    """Return True if FSDP gathers this parameter temporarily: its memory and its values come and go unannounced.
 
     FSDP1 marks its parameters. FSDP2 doesn't; 2.11 has one group of parameters per module, later versions a list.
     """

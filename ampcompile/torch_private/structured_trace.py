@@ -12,7 +12,7 @@ from . import patches
 
 
 def traced() -> bool:
-    """Whether a structured trace is being written (`TORCH_TRACE`)."""
+    """Return True if a structured trace is being written (`TORCH_TRACE`)."""
     return bool(_internal.trace_log.handlers)
 
 
@@ -23,15 +23,15 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
 
 @contextlib.contextmanager
 def artifacts_of_this_compile() -> Iterator[list[tuple[str, str]]]:
-    """Collects (name, text) of every artifact that torch's compilers meanwhile offer to the structured trace."""
-    found: list[tuple[str, str]] = []
+    """Collect (name, text) of every artifact that torch's compilers offer to the structured trace meanwhile."""
+    artifacts: list[tuple[str, str]] = []
 
     class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             metadata, text = getattr(record, "metadata", {}), getattr(record, "payload", None)
             name = metadata.get("artifact", {}).get("name") or next(iter(metadata), "")
             if isinstance(text, str):
-                found.append((name, text))
+                artifacts.append((name, text))
 
     with patches.trace_handler(Collector()):
-        yield found
+        yield artifacts

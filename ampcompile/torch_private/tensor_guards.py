@@ -1,4 +1,4 @@
-"""Dynamo's check, in C++, that tensors are of the kinds that others were: 0.05 us a tensor."""
+"""Dynamo's check, in C++, that tensors have the properties of earlier ones: 0.05 us a tensor."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,15 +10,15 @@ _Guards: Any = guards.TensorGuards
 
 
 class TensorGuards:
-    """Knows the kinds of some tensors, at least one, without holding them."""
+    """Records the properties of some tensors, at least one, without holding them."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._count = len(tensors)
         self._guards = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
     def hold(self, tensors: Sequence[Any]) -> bool:
-        """Whether as many different tensors have the same classes, dtypes, devices, layouts, sizes and strides.
+        """Return True if as many different tensors have the same classes, dtypes, devices, layouts, sizes and strides.
 
-        Negated views and inference tensors are of other kinds than plain ones, tensors that require grad too.
+        Negated views, inference tensors and tensors that require grad differ from plain ones.
         """
         return len(tensors) == self._count and self._guards.check(*tensors)

@@ -45,9 +45,9 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[list[Any], FakeTensorMod
 
 @contextlib.contextmanager
 def computing_on(mode: FakeTensorMode) -> Iterator[None]:
-    """Compute with fake tensors of a mode. Unbacked sizes may be created anew, and a user's hooks see nothing saved.
+    """Compute with fake tensors of a mode. Unbacked sizes may be created anew; a user's saved-tensor hooks don't run.
 
-    Sizes that are symbols go by torch's Python decompositions: 2.11's matmul of an expanded tensor asks for numbers.
+    For symbolic sizes torch's Python decompositions are on: 2.11's own matmul of an expanded tensor needs numbers.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
@@ -60,7 +60,7 @@ def computing_on(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def let_grouped_products_be_float32() -> None:
-    """Have fake tensors accept the dtypes that `_grouped_mm` computes in besides bfloat16: float32 and float16.
+    """Make fake tensors accept the dtypes that `_grouped_mm` computes in besides bfloat16: float32 and float16.
 
     Eager mode runs them on all devices; the fake kernel of torch 2.11 to 2.15 raises.
     """
@@ -79,12 +79,12 @@ def let_grouped_products_be_float32() -> None:
 
 
 def is_of_fixed_layout(fake: torch.Tensor) -> bool:
-    """Whether a fake tensor's sizes and strides are numbers, none of them a symbol."""
+    """Return True if a fake tensor's sizes and strides are numbers, none of them a symbol."""
     return all(isinstance(number, int) for number in (*fake.shape, *fake.stride(), fake.storage_offset()))
 
 
 def fakes_only() -> bool:
-    """Whether everything computed now is fake. About 0.1 us."""
+    """Return True if all computation is on fake tensors now. About 0.1 us."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
@@ -102,7 +102,7 @@ def trace_pre_dispatch(run: Callable[..., Any], fakes: Sequence[Any], takes_apar
 
 def trace_body(run: Callable[..., Any], fakes: Sequence[Any], takes_apart: TakesApart) -> GraphModule:
     """Trace the body of a higher-order op from inside `trace_pre_dispatch`, as a graph of its own."""
-    # Outside of the trace around it: with symbolic sizes, what is computed once the body is traced would be recorded.
+    # Outside of the surrounding trace: with symbolic sizes, that would record what is computed after the body's trace.
     with proxy_tensor._temp_remove_pre_dispatch_torch_function_mode(), proxy_tensor.disable_proxy_modes_tracing():
         return reenter_make_fx(_recording(run, takes_apart))(*fakes)
 
@@ -163,7 +163,7 @@ def untraced() -> Iterator[None]:
 
 
 def keep_symbols(node: Node, result: Any) -> None:
-    """Have the symbols of sizes in the result of a node that runs once more, on fakes, be those that it had."""
+    """Give the result of a node that runs once more, on fakes, the symbols of sizes that the node had before."""
     mode = detect_fake_mode()
     if mode is not None and node.meta.get("unbacked_bindings"):
         rebind_unbacked(mode.shape_env, node, result)
@@ -179,10 +179,10 @@ def tracer() -> Any:
 def record_call(
     op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, recorder: Any = None
 ) -> Any:
-    """Add a call to the graph being traced, by hand, and have its result stand for the node from now on."""
+    """Add a call to the graph being traced, and make its result stand for the new node from now on."""
     recorder = recorder or tracer()
     arguments = pytree.tree_map(recorder.unwrap_proxy, (args, kwargs), is_leaf=lambda x: isinstance(x, GraphModule))
-    recorder.graph.owning_module = recorder.root  # which its dead-code elimination asks about modules
+    recorder.graph.owning_module = recorder.root  # dead-code elimination asks it about modules
     proxy = recorder.create_proxy(op, target, *arguments)
     return proxy_tensor.track_tensor_tree(result, proxy, constant=None, tracer=recorder)
 
@@ -213,7 +213,7 @@ def on_fakes_of(gm: GraphModule) -> Iterator[None]:
 
 @contextlib.contextmanager
 def computing_for_real() -> Iterator[None]:
-    """Compute with real tensors, also inside where fake ones are computed with."""
+    """Compute with real tensors, also inside a fake tensor mode."""
     with unset_fake_temporarily():
         yield
 
@@ -226,9 +226,9 @@ def on_real_tensors() -> Iterator[None]:
 
 
 def largest_magnitude(constant: torch.Tensor) -> float:
-    """The largest finite magnitude in a real tensor, 0 if there is none, also where fake tensors are computed with.
+    """Return the largest finite magnitude in a real tensor, 0 if there is none, also inside a fake tensor mode.
 
-    Also 0 for types that torch doesn't compute with: no guard acts on them.
+    Also 0 for dtypes that torch doesn't compute with: no guard acts on them.
     """
     with computing_for_real():
         try:
@@ -240,7 +240,7 @@ def largest_magnitude(constant: torch.Tensor) -> float:
 
 
 def indexing_by_tensors() -> contextlib.AbstractContextManager[Any]:
-    """`x[i]` with a tensor `i` stays an op, as in what flex_attention calls; else Python asks for its number."""
+    """Keep `x[i]` with a tensor `i` an op, as flex_attention's functions need; else Python asks for its number."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()

@@ -1,4 +1,4 @@
-"""Low-precision copies of weights: cast once per update, shared by all graphs, read while torch shows no write."""
+"""Low-precision copies of weights: cast once per update, shared by all graphs, reused until a write is detected."""
 
 from .binding import Binding, bind, free_copies, hoistable, invalidate, weight_stats
 from .lending import Loan, lend

@@ -1,4 +1,4 @@
-"""Low-precision copies of weights that compiled graphs read: cast once per update, shared, fresh as far as shown."""
+"""Bindings from compiled graphs to the low-precision copies they read, and the public functions on these copies."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NOTHING: Set[Copy] = frozenset()
 class WeightStats(NamedTuple):
     """`bytes` and number of the `copies` held now; `casts`: refresh passes so far.
 
-    `bytes` counts packed forms too, but not the zeros that oneDNN fills their blocks up with.
+    `bytes` counts packed forms too, but not the zeros that oneDNN pads their blocks with.
     """
 
     bytes: int
@@ -52,9 +52,9 @@ class WeightStats(NamedTuple):
 class Binding:
     """The copies that one compiled graph reads: slot i holds weight i of each call in `forms[i]`. Thread-safe.
 
-    One set of copies lives for each set of weights that the graph is called with, as blocks compiled one by one share
-    a graph, for as long as the weights do. A slot's weight keeps its shape and strides from call to call, as Dynamo's
-    guards see to. Which tensor it is, and where its memory lies, may change.
+    Each set of weights that the graph is called with has a set of copies, for as long as these weights live: blocks
+    that are compiled one by one share a graph. A slot's weight has the same shape and strides in each call, as Dynamo's
+    guards ensure; the tensor object and its address may change.
     """
 
     def __init__(
@@ -67,26 +67,26 @@ class Binding:
         self._sweep_at = 8
 
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """What the graph reads for this call's weights, up to date. Casts those that were not, all in one pass."""
+        """Return the copies that the graph reads in this call; stale ones are cast first, all in one pass."""
         ids = tuple(map(id, weights))
         while True:
             before = buffers()
-            known = self._sets.get(ids)
-            if known is None or not known.fresh(weights):
+            copy_set = self._sets.get(ids)
+            if copy_set is None or not copy_set.fresh(weights):
                 return self._refresh(ids, weights)
-            forms = self._look(known, weights, before) if known.rechecks else known.forms()
+            forms = self._look(copy_set, weights, before) if copy_set.rechecks else copy_set.forms()
             if buffers() is before:
                 return forms
-            del forms  # another thread frees or casts them; from here on they may lie idle
+            del forms  # another thread frees or casts them: our references must not make them look in use
 
-    def _look(self, known: CopySet, weights: Sequence[Tensor], before: object) -> list[Tensor]:
+    def _look(self, copy_set: CopySet, weights: Sequence[Tensor], before: object) -> list[Tensor]:
         with lock:
             if buffers() is before:
-                known.look(weights, _NOTHING)
-            return known.forms()
+                copy_set.look(weights, _NOTHING)
+            return copy_set.forms()
 
     def _refresh(self, ids: tuple[int, ...], weights: Sequence[Tensor]) -> list[Tensor]:
-        """What the graph reads, of a set as it is from now on. Nothing of it is freed or cast meanwhile."""
+        """Renew or replace the set, and return what the graph reads; no other thread frees or casts it meanwhile."""
         with lock:
             if interrupted():
                 memory.begin_epoch()
@@ -98,50 +98,50 @@ class Binding:
                         return former.forms()
             with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
                 if gpu.capturing(weights):
-                    return cast_for_capture(_held(ids, weights), self._forms)
+                    return cast_for_capture(_alias_weights(ids, weights), self._forms)
                 return self._look_at_all(ids, weights, former)
 
     def _look_at_all(self, ids: tuple[int, ...], weights: Sequence[Tensor], former: CopySet | None) -> list[Tensor]:
         now = write_epoch()
-        held = _held(ids, weights)
-        members = [copy_of(weight.tensor, form) for weight, form in zip(held, self._forms, strict=True)]
+        aliases = _alias_weights(ids, weights)
+        members = [copy_of(weight.tensor, form) for weight, form in zip(aliases, self._forms, strict=True)]
         for copy, weight, on_trial in zip(members, weights, self._on_trial, strict=True):
             copy.in_place |= self._in_place
             if on_trial and copy.tensor is None and not copy.packed:
                 copy.trial = TRIAL
             copy.memory.admit(weight)
-        set_ranges((each.begin, each.end) for each in memory.memories())
-        writers.watch()  # now that there is memory to watch: what dies meanwhile can't be the last
+        set_ranges((record.begin, record.end) for record in memory.memories())
+        writers.watch()  # after `copy_of`: another memory freed meanwhile isn't the last, so the patches stay
         before = former if former is not None and former.members == members else None
         tables = before.tables if before else {}
-        cast = refresh(zip(members, held, self._packed, strict=True), _doubtful(members, held), tables)
-        known = CopySet(held, members, self._packed, now, before, tables)
+        cast = refresh(zip(members, aliases, self._packed, strict=True), _doubtful(members, aliases), tables)
+        copy_set = CopySet(aliases, members, self._packed, now, before, tables)
         if former is None:
             self._make_room()
-        self._sets[ids] = known
-        known.look(weights, cast)
-        return known.forms()
+        self._sets[ids] = copy_set
+        copy_set.look(weights, cast)
+        return copy_set.forms()
 
     def _make_room(self) -> None:
-        """Let go of sets whose weights are no more, each time that the number of sets has doubled."""
+        """Drop the sets of freed weights, each time that the number of sets has doubled."""
         if len(self._sets) >= self._sweep_at:
-            for ids, known in list(self._sets.items()):
-                if known.gone():
+            for ids, copy_set in list(self._sets.items()):
+                if copy_set.gone():
                     del self._sets[ids]
             self._sweep_at = 2 * len(self._sets) + 8
 
 
-def _held(ids: Sequence[int], weights: Sequence[Tensor]) -> list[Weight]:
+def _alias_weights(ids: Sequence[int], weights: Sequence[Tensor]) -> list[Weight]:
     return [Weight(key, storages.alias(weight)) for key, weight in zip(ids, weights, strict=True)]
 
 
-def _doubtful(members: Sequence[Copy], held: Sequence[Weight]) -> set[Memory]:
-    """The memories of which nothing can be proven now: what is cast from them is cast again in the next call."""
+def _doubtful(members: Sequence[Copy], aliases: Sequence[Weight]) -> set[Memory]:
+    """Memories whose copies can't be proven fresh: what is cast from them is cast again in the next call."""
     memories = [copy.memory for copy in members]
-    found = unexplained(memories, [weight.tensor for weight in held])
+    shared = unexplained(memories, [weight.tensor for weight in aliases])
     if writers.step_is_running():
         return {*memories}
-    return {*found, *(each for each in memories if each.step_open)}
+    return {*shared, *(record for record in memories if record.step_open)}
 
 
 def bind(
@@ -151,23 +151,23 @@ def bind(
     on_trial: Sequence[bool] | None = None,
     wide: Sequence[bool] | None = None,
 ) -> Binding:
-    """A binding for one compiled graph. `dtypes`: of its copies, which are made at its first call.
+    """Return a binding for one compiled graph. `dtypes`: of its copies, which are made at its first call.
 
-    `in_place`: copies keep their addresses whatever happens, for replayed CUDA graphs; a backward that is still to
-    come and saved one then raises autograd's error. `packed`: what slots are packed for once that pays. `on_trial`:
-    slots whose weights aren't known to be weights, and are cast at each call until they stayed the same for some.
-    `wide`: slots whose copies hold their numbers, rounded, as float32.
+    `in_place`: copies keep their addresses, as replayed CUDA graphs need; a pending backward that saved a copy which
+    is then overwritten raises autograd's error. `packed`: the blocks that slots are packed into once that pays.
+    `on_trial`: slots of tensors that may not be weights, cast at each call until they stay unwritten for `TRIAL` calls.
+    `wide`: slots whose copies hold the rounded values as float32.
     """
-    nowhere = [False] * len(dtypes)
-    forms = map(Form, dtypes, wide or nowhere)
-    return Binding(list(forms), in_place, packed or [None] * len(dtypes), on_trial or nowhere)
+    no_slots = [False] * len(dtypes)
+    forms = map(Form, dtypes, wide or no_slots)
+    return Binding(list(forms), in_place, packed or [None] * len(dtypes), on_trial or no_slots)
 
 
 def hoistable(tensor: Any) -> bool:
-    """Whether copies of a weight can be kept across calls; if not, it is cast in the graph.
+    """Return True if copies of a weight can be kept across calls; if not, it is cast in the graph.
 
     It must be dense, on a CPU or CUDA device, of no subclass, have a version counter (inference tensors have none),
-    and not be one that FSDP gathers for a while.
+    and not be a parameter that FSDP gathers temporarily.
     """
     return (
         type(tensor) in _CLASSES
@@ -181,67 +181,67 @@ def hoistable(tensor: Any) -> bool:
 
 
 def invalidate(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
-    """Have the next call cast these weights again: for writes that PyTorch can't know of (see docs/weights.md).
+    """Make the next call cast these weights again: for writes that PyTorch can't detect (see docs/weights.md).
 
-    With a graph that reads one of them, all tensors that it keeps copies of are cast again: its buffers, and what it
-    reads from attributes, closures and globals. Raises `WeightsError` for what is neither a module nor tensors.
+    A graph that reads one of them casts all tensors that it keeps copies of again, also buffers and tensors from
+    attributes, closures and globals. Raises `WeightsError` if the argument is neither a module nor tensors.
 
     >>> import ctypes
     >>> written = ctypes.memset(model.weight.data_ptr(), 0, model.weight.nbytes)
     >>> ampcompile.invalidate(model)
     """
     with lock:
-        for copied in _copied_with(model_or_params)[0]:
-            copied.written()
+        for record in _copied_with(model_or_params)[0]:
+            record.written()
 
 
 def free_copies(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
     """Free the low-precision copies of these weights now, packed forms included; the next call casts them again.
 
-    For a model that is put aside for a while, or moved to another device. It means the same weights as `invalidate`.
-    A backward that is still to come keeps what it saved until it has run; what a CUDA graph writes that you captured,
-    with a step of `ampcompile.GradScaler` in it, stays. Raises `WeightsError` for what is neither a module nor tensors.
+    For a model that is put aside for a while, or moved to another device. It covers the same weights as `invalidate`.
+    A pending backward keeps the copies it saved until it has run. If you captured a step of `ampcompile.GradScaler` in
+    a CUDA graph, the copies that the graph writes stay. Raises `WeightsError` as `invalidate` does.
 
     >>> ampcompile.free_copies(model)
     """
     with lock:
         memories, sets = _copied_with(model_or_params)
-        for each in sets:
-            each.free()
-        for copied in memories:
-            copied.written()
-            for copy in list(copied.copies):
+        for copy_set in sets:
+            copy_set.free()
+        for record in memories:
+            record.written()
+            for copy in list(record.copies):
                 copy.free(gone=False)
 
 
 def weight_stats() -> WeightStats:
-    """What the copies of all models cost now: see `WeightStats`.
+    """Return the bytes, number and refresh passes of the copies of all models: see `WeightStats`.
 
     >>> y = compiled(x)
     >>> ampcompile.weight_stats()
     WeightStats(bytes=520, copies=2, casts=...)
     """
     with lock:
-        held = [size for copy in list(copies.values()) if (size := copy.nbytes())]
-        return WeightStats(sum(held), len(held), cast_passes())
+        sizes = [size for copy in list(copies.values()) if (size := copy.nbytes())]
+        return WeightStats(sum(sizes), len(sizes), cast_passes())
 
 
 def _copied_with(model_or_params: Any) -> tuple[set[Memory], list[CopySet]]:
-    """The copied memory of these tensors and of all that is read together with one of them, and the sets of both."""
-    copied = {found for tensor in _tensors(model_or_params) if (found := memory.copied_memory_at(tensor)) is not None}
-    sets = [each for each in list(memory.sets) if not copied.isdisjoint(each.memories)]
-    return copied.union(*(each.memories for each in sets)), sets
+    """Return the copied memory of these tensors and of all tensors that a set reads with them, and those sets."""
+    copied = {record for tensor in _tensors(model_or_params) if (record := memory.copied_memory_at(tensor)) is not None}
+    sets = [copy_set for copy_set in list(memory.sets) if not copied.isdisjoint(copy_set.memories)]
+    return copied.union(*(copy_set.memories for copy_set in sets)), sets
 
 
-def _tensors(found: Any) -> list[Tensor]:
-    if isinstance(found, torch.nn.Module):
-        attributes = [value for module in found.modules() for value in vars(module).values()]
-        return [*found.parameters(), *found.buffers(), *(value for value in attributes if isinstance(value, Tensor))]
-    tensors = [found] if isinstance(found, Tensor) else list(found) if isinstance(found, Iterable) else [found]
-    for each in tensors:
-        if not isinstance(each, Tensor):
+def _tensors(source: Any) -> list[Tensor]:
+    if isinstance(source, torch.nn.Module):
+        attributes = [value for module in source.modules() for value in vars(module).values()]
+        return [*source.parameters(), *source.buffers(), *(value for value in attributes if isinstance(value, Tensor))]
+    tensors = [source] if isinstance(source, Tensor) else list(source) if isinstance(source, Iterable) else [source]
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
             raise WeightsError(
-                f"found {type(each).__name__!r}, expected a torch.nn.Module, a tensor, or several tensors: pass the "
+                f"found {type(tensor).__name__!r}, expected a torch.nn.Module, a tensor, or several tensors: pass the "
                 "model, or model.parameters()"
             )
     return tensors

@@ -1,4 +1,4 @@
-"""Who else shares a weight's memory: a search through all tensors that Python knows, for sharers nobody named."""
+"""Find the untracked tensors that share a weight's memory, by walking Python's heap."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from ampcompile.torch_private import storages
 from .memory import Memory, copied_memory_at
 
 _SHARE = 0.05
-"""Of the process's time, for searches of the whole heap."""
+"""Share of the process's time that searches of the whole heap may take."""
 _MOST = 1.0
-"""Seconds of it that are saved up at most: else a day's share would go into slow calls one after the other."""
-_saved, _noted = _MOST, time.monotonic()
+"""Seconds of search time saved up at most: else a day's share would go into consecutive slow calls."""
+_budget, _budget_at = _MOST, time.monotonic()
 _LASTS = 8, 5.0
-"""Calls in a row and seconds from which on an unknown sharer is no passing one, as another thread's call makes them."""
+"""Calls in a row, and seconds, after which an unknown sharer is no passing one, such as another thread's call makes."""
 _log = logging.getLogger("ampcompile")
 
 
 def unexplained(memories: Sequence[Memory], aliases: Sequence[Tensor]) -> list[Memory]:
-    """Those of some memories, one for each of the caller's aliases, that are shared by more than can be found.
+    """Return those of `memories`, one for each of the caller's aliases, that have sharers which the search can't find.
 
-    Found are kept views, a state_dict, the flat buffer of an optimizer: what is a tensor in Python. Walking the whole
-    heap takes a tenth of a second where it holds a million objects. So there is a limit to the time for that, beyond
-    which no search goes past what was made lately, and weights are cast at each call. What NumPy or DLPack gave out
-    isn't searched for: it is no tensor that anybody could watch.
+    The search finds sharers that are tensors in Python: kept views, a state_dict, the flat buffer of an optimizer.
+    Walking a heap of a million objects takes a tenth of a second, so the time for it is limited: beyond the limit only
+    recently made objects are searched, and weights are cast at each call. Memory that NumPy or DLPack exported isn't
+    searched for: nobody has a tensor there whose version could be watched.
     """
-    global _saved, _noted
+    global _budget, _budget_at
     counts = {memory: 0 for memory in memories}
     for memory in memories:
         counts[memory] += 1
-    left = [memory for memory in counts if memory.examine(counts[memory])]
+    unresolved = [memory for memory in counts if memory.examine(counts[memory])]
     start = time.monotonic()
-    _saved = min(_MOST, _saved + _SHARE * (start - _noted))
-    for generation in range(3 if _saved > 0 else 2):
-        if not (wanted := [memory for memory in left if memory.examine(counts[memory]) != memory.exports()]):
+    _budget = min(_MOST, _budget + _SHARE * (start - _budget_at))
+    for generation in range(3 if _budget > 0 else 2):
+        if not (unsearched := [memory for memory in unresolved if memory.examine(counts[memory]) != memory.exports()]):
             break
-        _admit_tensors(gc.get_objects(generation), wanted, set(map(id, aliases)))
-    left = [memory for memory in left if memory.examine(counts[memory])]
-    _noted = time.monotonic()
-    _saved -= _noted - start
-    for memory in left:
+        _admit_tensors(gc.get_objects(generation), unsearched, set(map(id, aliases)))
+    unresolved = [memory for memory in unresolved if memory.examine(counts[memory])]
+    _budget_at = time.monotonic()
+    _budget -= _budget_at - start
+    for memory in unresolved:
         _warn_if_it_lasts(memory, start)
-    return left
+    return unresolved
 
 
 def _warn_if_it_lasts(memory: Memory, now: float) -> None:
@@ -66,21 +66,21 @@ def _warn_if_it_lasts(memory: Memory, now: float) -> None:
         )
 
 
-def _admit_tensors(objects: list[object], memories: Iterable[Memory], but: set[int]) -> None:
-    """Know the tensors among some objects that share one of some memories, but for those that arrays hold."""
-    known = {memory.key: but.union(memory.exported, (sharer.key for sharer in memory.sharers)) for memory in memories}
+def _admit_tensors(objects: list[object], memories: Iterable[Memory], own: set[int]) -> None:
+    """Track the tensors among `objects` that share one of `memories`, except those that arrays hold."""
+    ids = {memory.key: own.union(memory.exported, (sharer.key for sharer in memory.sharers)) for memory in memories}
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor) and kind is not storages.Exported}
-    tensors = [each for each in objects if type(each) in kinds and isinstance(each, Tensor)]
+    tensors = [value for value in objects if type(value) in kinds and isinstance(value, Tensor)]
     sharers = [
         (tensor, memory)
         for tensor in tensors
-        if (memory := copied_memory_at(tensor)) is not None and id(tensor) not in known.get(memory.key, (id(tensor),))
+        if (memory := copied_memory_at(tensor)) is not None and id(tensor) not in ids.get(memory.key, (id(tensor),))
     ]
     doubtful = {id(tensor): tensor for tensor, _ in sharers if storages.may_be_in_arrays(tensor)}
-    if _saved <= 0:  # no time to look who holds them: they stay unknown
+    if _budget <= 0:  # no time left to search for their holders: they stay untracked
         sharers = [(tensor, memory) for tensor, memory in sharers if id(tensor) not in doubtful]
         doubtful = {}
-    arrays = _held_out_of_sight(list(doubtful.values()))
+    arrays = _with_hidden_holders(list(doubtful.values()))
     for tensor, memory in sharers:
         if id(tensor) in arrays:
             memory.exported[id(tensor)] = storages.TensorHandle(tensor)
@@ -88,15 +88,15 @@ def _admit_tensors(objects: list[object], memories: Iterable[Memory], but: set[i
             memory.admit(tensor)
 
 
-def _held_out_of_sight(tensors: list[Tensor]) -> set[int]:
-    """The ids of those that somebody holds whom Python's collector doesn't show: an array, or a function's variable."""
+def _with_hidden_holders(tensors: list[Tensor]) -> set[int]:
+    """Return the ids of tensors with a holder that Python's collector doesn't show: an array, or a local variable."""
     if not tensors:
         return set()
-    tensors.append(torch.empty(0))  # which nobody else holds
-    objects, seen = gc.get_objects(), Counter[int]()
-    holders = list(map(sys.getrefcount, tensors))
+    tensors.append(torch.empty(0))  # for comparison: nothing else holds it
+    objects, visible = gc.get_objects(), Counter[int]()
+    references = list(map(sys.getrefcount, tensors))
     watched = set(map(id, tensors)).__contains__
     for start in range(0, len(objects), 10_000):
-        seen.update(filter(watched, map(id, gc.get_referents(*objects[start : start + 10_000]))))
-    unseen = [count - seen[id(tensor)] for tensor, count in zip(tensors, holders, strict=True)]
-    return {id(tensor) for tensor, count in zip(tensors, unseen, strict=True) if count > unseen[-1]}
+        visible.update(filter(watched, map(id, gc.get_referents(*objects[start : start + 10_000]))))
+    hidden = [count - visible[id(tensor)] for tensor, count in zip(tensors, references, strict=True)]
+    return {id(tensor) for tensor, count in zip(tensors, hidden, strict=True) if count > hidden[-1]}

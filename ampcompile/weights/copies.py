@@ -21,7 +21,7 @@ from .memory import Memory, memory_of
 from .sample import Sample, places
 
 TRIAL = 8
-"""How many calls must find a tensor unwritten that is neither parameter nor buffer before its copy lives on."""
+"""Calls in a row that must find a tensor, neither parameter nor buffer, unwritten before its copy is kept."""
 
 copies: weakref.WeakValueDictionary[tuple, Copy] = weakref.WeakValueDictionary()
 _captured: set[Copy] = set()
@@ -32,85 +32,85 @@ _buffers = object()
 
 
 class Weight(NamedTuple):
-    """A weight for the time of one refresh."""
+    """A weight during one refresh."""
 
     key: int
     """The id of the tensor."""
     tensor: Tensor
-    """An alias of it: it stays in its memory, and holds it, even if another thread gives the weight other data."""
+    """An alias of the weight, which keeps the memory even if another thread assigns the weight's `.data`."""
 
 
 class Form(NamedTuple):
-    """How copies hold their numbers: rounded to `dtype`, and in it; or `wide`, as float32."""
+    """The format of a copy: values rounded to `dtype`, held in it or, if `wide`, as float32."""
 
     dtype: torch.dtype
     wide: bool = False
 
     def empty(self, weight: Tensor) -> Tensor:
-        """A buffer for a copy of a weight."""
-        held = torch.float32 if self.wide else self.dtype
-        return torch.empty_strided(weight.shape, weight.stride(), dtype=held, device=weight.device)
+        """An uninitialized buffer for a copy of `weight`."""
+        dtype = torch.float32 if self.wide else self.dtype
+        return torch.empty_strided(weight.shape, weight.stride(), dtype=dtype, device=weight.device)
 
 
-_forms: list[Form] = []  # those that some copy has had, in a fixed order
+_forms: list[Form] = []  # every form that a copy has been made in, in a fixed order
 
 
 class Copy:
-    """A weight in low precision, shared by all graphs that read it; freed with the last of them, the weight, or alone.
+    """A weight in low precision, shared by all graphs that read it; freed with its last graph or weight, or by `free`.
 
-    `mark` and `doubt` are the memory's at the last cast, which may have been written since if one is another object.
+    `mark` and `doubt` are the memory's at the last cast: if it has another object now, it may have been written since.
     """
 
     def __init__(self, weight: Tensor, form: Form) -> None:
         self.memory: Memory = memory_of(weight)
         self.memory.copies.add(self)
         self.form = form
-        self.mark: object = None  # as long as the buffer holds nothing
+        self.mark: object = None  # None: the buffer's values are invalid
         self.doubt: object = None
         self.places = places(weight)
         self.sample, self.words = Sample([self.places]), b""
         self.in_place = False
-        self.launch: gpu.LastLaunch | None = None  # on a GPU
+        self.launch: gpu.LastLaunch | None = None  # the last one that wrote or compared the buffer, on a GPU
         self.trial = 0
-        self.readers: Counter[Blocks | None] = Counter()  # sets that read it in some blocks, or strided
+        self.readers: Counter[Blocks | None] = Counter()  # how many sets read it in which blocks, None: strided
         self.reads = 0
-        self.buffer: object = None  # another one for each buffer
-        self.tensor: Tensor | None = None  # of the weight's strides; its one reference in Python while it is idle
-        self.packed: dict[Blocks, Tensor] = {}  # the same numbers in oneDNN's blocks
+        self.buffer: object = None  # a token, replaced with each allocation
+        self.tensor: Tensor | None = None  # strided as the weight; the only reference in Python while it is idle
+        self.packed: dict[Blocks, Tensor] = {}  # the same values in oneDNN's blocks
 
     def _allocate(self, weight: Tensor) -> None:
-        """Take a fresh buffer; the old one stays with whoever saved it."""
+        """Allocate a new buffer; a backward that saved the old one keeps it."""
         self.tensor = self.form.empty(weight)
         self.buffer = object()
-        self.streams: set[int] = set()  # those that its memory waits for
+        self.streams: set[int] = set()  # which the allocator waits for before it reuses the memory
         self.storage = storages.storage_key(self.tensor)
         self._idle = self._owners()
 
     def _owners(self) -> tuple[int, int, int]:
-        """Owners of the buffer: of its tensor in C++, of its storage (views are), of its tensor in Python."""
+        """Count owners of the buffer: of its tensor in C++, of its storage (views too), of its tensor in Python."""
         tensor = self.tensor
         assert tensor is not None
         return storages.tensor_users(tensor), storages.storage_users(self.storage), sys.getrefcount(tensor)
 
     def waited_for(self) -> bool:
-        """Whether a backward that is still to come saved the buffer or a view of it."""
+        """Return True if a pending backward saved the buffer or a view of it."""
         return self._owners() != self._idle
 
     def writable(self) -> bool:
-        """Whether the buffer may be overwritten: no backward waits for it, or it has to stay whoever does."""
+        """Return True if the buffer may be overwritten: no backward waits for it, or its address must stay anyway."""
         return self.tensor is not None and (not self.waited_for() or self.in_place or self in _captured)
 
     def _unwritten(self) -> bool:
-        """Whether there is no sign of a write since the cast."""
+        """Return True if no write since the cast is detected."""
         return self.mark is self.memory.mark and self.sample.read() == self.words
 
     def fresh(self, blocks: Blocks | None) -> bool:
-        """Whether the copy is known to hold what the weight holds, in its strides or in these blocks."""
-        held = self.tensor is not None or blocks in self.packed
-        return held and self.doubt is self.memory.doubt and self._unwritten()
+        """Return True if the copy is known to hold the weight's values, strided or in these blocks."""
+        allocated = self.tensor is not None or blocks in self.packed
+        return allocated and self.doubt is self.memory.doubt and self._unwritten()
 
     def compare(self, weight: Weight, doubtful: bool) -> bool:
-        """Whether the copy holds what the weight holds, by all their bits, if there is no sign of a write.
+        """Compare all bits of copy and weight if no write is detected; return True if they are equal.
 
         It costs as much as a cast, but the buffer and its packed form stay. Not on GPUs: the host would have to wait.
         """
@@ -126,7 +126,7 @@ class Copy:
         return True
 
     def prepare(self, weight: Weight) -> tuple[object, object, bytes]:
-        """Have a buffer that may be overwritten, and hold nothing. Returns what the weight is now, for `note_cast`."""
+        """Make the buffer writable and mark it invalid. Returns the weight's state now, for `note_cast`."""
         if self.doubt is not self.memory.doubt or not self._unwritten():
             self.packed, self.reads = {}, 0
         self.mark = None
@@ -137,17 +137,17 @@ class Copy:
         return self.memory.mark, self.memory.doubt, self.sample.read()
 
     def note_cast(self, mark: object, doubt: object, sampled: bytes) -> None:
-        """The buffer holds what the weight held when it had this mark and these words; `doubt` None: for now."""
+        """Record that the buffer holds the weight's values at this mark and sample; `doubt` None: for this call."""
         self.doubt, self.words = doubt, sampled
         self.mark = mark
 
     def rewritten(self) -> None:
-        """The buffer holds what the weight holds now."""
+        """Record that the buffer holds the weight's present values."""
         self.packed, self.reads = {}, 0
         self.note_cast(self.memory.mark, self.memory.doubt, self.sample.read())
 
     def pack(self, blocks: Blocks) -> None:
-        """Take a packed form too, and instead of the strided one once nobody reads that."""
+        """Add a packed form; free the strided one once every set that reads the copy has its packed form."""
         if (strided := self.tensor) is None:  # another thread has freed it meanwhile
             return
         with torch.inference_mode(False), torch.no_grad():
@@ -156,11 +156,11 @@ class Copy:
             self.tensor = None
 
     def stay(self) -> None:
-        """Keep the buffer where it is for as long as there is the weight: a captured CUDA graph writes there."""
+        """Keep the buffer's address for as long as the weight lives: a captured CUDA graph writes there."""
         _captured.add(self)
 
     def free(self, gone: bool) -> None:
-        """Hold no memory, unless it has to stay; `gone`: the weight is, so nothing has to."""
+        """Free the buffers, but not those that a captured CUDA graph writes unless the weight was freed (`gone`)."""
         if gone:
             _captured.discard(self)
         elif self in _captured:
@@ -170,13 +170,13 @@ class Copy:
         self.packed = {}
 
     def nbytes(self) -> int:
-        """What the buffers weigh that are held now."""
+        """Bytes of the buffers that are held now."""
         strided = 0 if self.tensor is None else self.tensor.nbytes
         return strided + sum(packed.numel() * packed.itemsize for packed in self.packed.values())
 
 
 def copy_of(weight: Tensor, form: Form) -> Copy:
-    """The one copy of a weight in a form, made if there is none yet."""
+    """Return the one copy of a weight in a form; it is made if there is none yet."""
     global _made
     key = _place(weight), form
     if (copy := copies.get(key)) is None or copy.memory.storage() is None:
@@ -188,7 +188,7 @@ def copy_of(weight: Tensor, form: Form) -> Copy:
 
 
 def copies_made() -> int:
-    """How many copies have been made so far."""
+    """Number of copies made so far."""
     return _made
 
 
@@ -201,7 +201,7 @@ def copies_of(weight: Tensor) -> list[Copy]:
 
 
 def _place(weight: Tensor) -> tuple:
-    """Copies belong to memory as it is laid out, not to tensor objects: tied weights share one."""
+    """Key of a weight's copies: its memory and layout, not the tensor object, so that tied weights share one."""
     return storages.storage_key(weight), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
 
 
@@ -209,10 +209,10 @@ def _place(weight: Tensor) -> tuple:
 def refresh(
     reads: Iterable[tuple[Copy, Weight, Blocks | None]], doubtful: Container[Memory], tables: dict[Any, Any]
 ) -> set[Copy]:
-    """Cast the weights whose copies are out of date, all in one pass, and return these copies.
+    """Cast the weights whose copies are stale, all in one pass, and return these copies.
 
-    A read is a copy, its weight, and the blocks it is read in, None for the weight's strides. What lies in `doubtful`
-    memory is right for now only. `tables`: of `cast_many_`.
+    A read is a copy, its weight, and the blocks it is read in, None for the weight's strides. A copy of `doubtful`
+    memory is fresh for this call only. `tables`: of `cast_many_`.
     """
     read = {
         id(copy): (copy, weight) for copy, weight, blocks in reads if copy.memory in doubtful or not copy.fresh(blocks)
@@ -233,14 +233,14 @@ def refresh(
 
 
 def begin_pass() -> None:
-    """From here to `end_pass` no copy counts as fresh: buffers are about to be replaced or written."""
+    """Begin to replace and write buffers: until `end_pass` no copy counts as fresh."""
     global _casting
     _casting = True
     _change_buffers()
 
 
 def end_pass() -> None:
-    """All that was cast is noted."""
+    """End a pass: all its casts are recorded."""
     global _passes, _casting
     _passes += 1
     _casting = False
@@ -256,15 +256,15 @@ def cast(stale: Sequence[tuple[Copy, Tensor]], tables: dict[Any, Any] | None = N
     _cast([(copy.form, copy.tensor, weight) for copy, weight in stale if copy.tensor is not None], tables)
 
 
-def _cast(written: Sequence[tuple[Form, Tensor, Tensor]], tables: dict[Any, Any] | None = None) -> None:
-    wide = [each for each in written if each[0].wide]
+def _cast(jobs: Sequence[tuple[Form, Tensor, Tensor]], tables: dict[Any, Any] | None = None) -> None:
+    wide = [job for job in jobs if job[0].wide]
     round_many_([copy for _, copy, _ in wide], [weight for *_, weight in wide], [form.dtype for form, *_ in wide])
-    narrow = [each for each in written if not each[0].wide]
+    narrow = [job for job in jobs if not job[0].wide]
     cast_many_([copy for _, copy, _ in narrow], [weight for *_, weight in narrow], tables)
 
 
 def cast_for_capture(weights: Sequence[Weight], forms: Sequence[Form]) -> list[Tensor]:
-    """Copies for the CUDA graph that is captured now, in its own memory: each replay casts them, and nobody else."""
+    """Make copies for the CUDA graph being captured, in the graph's memory; only its replays cast them."""
     made: dict[tuple, tuple[Form, Tensor, Tensor]] = {}
     for (_, weight), form in zip(weights, forms, strict=True):
         if (key := (_place(weight), form)) not in made:
@@ -274,27 +274,27 @@ def cast_for_capture(weights: Sequence[Weight], forms: Sequence[Form]) -> list[T
 
 
 def buffers() -> object:
-    """The same object for as long as no buffer is freed, replaced or written: what was read meanwhile is whole."""
+    """A token, the same object until a buffer is freed, replaced or written: reads under one token are consistent."""
     return _buffers
 
 
 def _change_buffers() -> None:
-    """Ahead of the change: another thread that has found copies fresh, and reads them only now, has to look again."""
+    """Replace the token ahead of a change: a thread that found copies fresh and reads them only now checks again."""
     global _buffers
     _buffers = object()
 
 
 def interrupted() -> bool:
-    """Whether a pass has begun and not ended: what its copies hold is unknown."""
+    """Return True if a pass has begun and not ended: the values of its copies are unknown."""
     return _casting
 
 
 def recover() -> None:
-    """After a pass that was interrupted: its copies have no mark, and are cast when they are read again."""
+    """Recover from an interrupted pass: its copies have no mark, so the next read casts them."""
     global _casting
     _casting = False
 
 
 def cast_passes() -> int:
-    """How many refresh passes have cast something."""
+    """Number of refresh passes that have cast something."""
     return _passes

@@ -1,8 +1,8 @@
-"""Copies on a GPU, which works behind the host: unreported writes, several streams, captures of CUDA graphs.
+"""Copies on a GPU, which runs behind the host: unreported writes, several streams, captures of CUDA graphs.
 
-The host never waits. Each call launches a comparison of samples, and what differs is cast again right there, so the
-graph that runs next reads fresh copies. Only while a backward still waits for one of them must no buffer change:
-then the comparison reports, and the next call that learns of it raises.
+The host never waits. Each call launches a comparison of samples that casts weights which differ again on the device, so
+the graph that runs next reads fresh copies. While a pending backward saved one of the copies, no buffer may change:
+then the comparison only reports, and the next call that sees the report raises.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ _launch: Callable[[Copy], Any] = attrgetter("launch")
 
 
 class LastLaunch:
-    """The last launch that wrote some copies, or looked at them: those on other streams come after it."""
+    """The last launch that wrote or compared some copies: launches on other streams wait for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._event = device, torch.cuda.Event()
         self.record()
 
     def record(self) -> None:
-        """It is what was launched just now."""
+        """Record the current stream's latest launch."""
         self._event.record(torch.cuda.current_stream(self._device))
         self._stream = storages.current_stream(self._device)
 
     def wait(self) -> None:
-        """Have the current stream wait for it; the host doesn't."""
+        """Make the current stream wait for the launch; the host doesn't wait."""
         if self._stream != storages.current_stream(self._device):
             self._event.wait(torch.cuda.current_stream(self._device))
 
 
 class Report:
-    """A number that the device raises to that of the present generation, and the host's views of it, a call behind.
+    """A mark that the device raises to the number of the current generation, and the host's copies of it, a call late.
 
-    A report ends its generation: what was launched before tells of nothing new, however late it arrives.
+    A report ends its generation: results of launches from older generations are ignored, however late they arrive.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device_mark, self.repaired = torch.zeros(2, 1, dtype=torch.int32, device=device)
         self.generation = 1
         self.made = LastLaunch(device) if self.device_mark.is_cuda else None
-        self._views: dict[int, tuple[Tensor, Any]] = {}  # by stream: one's copies arrive in order
+        self._views: dict[int, tuple[Tensor, Any]] = {}  # by stream: copies on one stream arrive in order
 
     def fetch(self, stream: int) -> None:
-        """Have the host see what was found by now."""
+        """Copy the device's mark to the host, without waiting."""
         if stream not in self._views:
             with torch.inference_mode(False):
                 pinned = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
@@ -68,7 +68,7 @@ class Report:
         self._views[stream][0].copy_(self.device_mark, non_blocking=True)
 
     def check(self) -> None:
-        """Raise if an unreported write met a backward that was still to come; the next call casts what was written."""
+        """Raise if an unreported write met a pending backward; the next call casts the weights again."""
         if any(view[0] >= self.generation for _, view in self._views.values()):
             self.generation += 1
             everything_doubted()
@@ -81,7 +81,7 @@ class Report:
 
 
 class Recheck:
-    """Looks at the copies on one device that one set of weights has, for as long as none of them moves."""
+    """Compares the copies of one set on one device with their weights, for as long as no buffer is replaced."""
 
     def __init__(self, device: torch.device, members: Sequence[Copy], tables: dict[Any, Any]) -> None:
         self.device, self._tables = device, tables
@@ -93,12 +93,12 @@ class Recheck:
             _reports[device] = Report(device)
 
     def look(self, members: Sequence[Copy], weights: Sequence[Tensor], cast: Collection[Copy]) -> None:
-        """Before each call; `members` are the copies of `weights`, `cast` those that were written in this call."""
+        """Compare before a call; `members` are the copies of `weights`, `cast` those that were cast in this call."""
         report = _reports[self.device]
         report.check()
         if all(copy in cast for copy in members):
             return
-        free = self._nobody_waits(members)
+        free = self._idle(members)
         tensors = list(map(_tensor, members))
         stream = storages.current_stream(self.device) if weights[0].is_cuda else 0
         launches = follow(members)
@@ -116,12 +116,12 @@ class Recheck:
         for launch in launches:
             launch.record()
 
-    def _nobody_waits(self, members: Sequence[Copy]) -> bool:
-        """Whether all buffers may be written: at most a look at how many own each, while that stays the same."""
+    def _idle(self, members: Sequence[Copy]) -> bool:
+        """Return True if all buffers may be written. Only the owner counts are compared while they stay the same."""
         tensors = list(map(_tensor, members))
         users = list(map(storages.tensor_users, tensors)), list(map(storages.storage_users, self._storages))
         owners = *users, list(map(sys.getrefcount, tensors))
-        del tensors  # the copies' own count has no other
+        del tensors  # `waited_for` counts Python references: these must not be among them
         if owners != self._owners:
             if any(copy.waited_for() and not copy.in_place for copy in members):
                 return False
@@ -135,16 +135,16 @@ def _buffer(copy: Copy) -> Tensor:
 
 
 def keep_for_stream(copies: Iterable[Copy]) -> None:
-    """Have the copies' memory wait, once nobody holds it, for what the current streams do with it until then."""
+    """Make the allocator reuse the copies' memory only after the current streams' work on it."""
     for copy in copies:
         tensor = _buffer(copy)
-        if tensor.is_cuda and (here := storages.current_stream(tensor.device)) not in copy.streams:
-            copy.streams.add(here)
+        if tensor.is_cuda and (stream := storages.current_stream(tensor.device)) not in copy.streams:
+            copy.streams.add(stream)
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def follow(copies: Iterable[Copy]) -> set[LastLaunch]:
-    """Have the current streams wait for whoever wrote these copies last. Returns what they were written by."""
+    """Make the current streams wait for the last launches that used these copies, and return those launches."""
     launches = set(map(_launch, copies)) - {None}
     for launch in launches:
         launch.wait()
@@ -152,10 +152,10 @@ def follow(copies: Iterable[Copy]) -> set[LastLaunch]:
 
 
 def cast_done(copies: Sequence[Copy]) -> None:
-    """Copies have just been written, each on the current stream of its device."""
+    """Record that copies were just written, each on the current stream of its device."""
     on_gpus = [copy for copy in copies if _buffer(copy).is_cuda]
     if capturing(map(_buffer, on_gpus)):
-        return  # the order is part of the graph
+        return  # the captured graph keeps the order
     keep_for_stream(on_gpus)
     launches = {device: LastLaunch(device) for device in {_buffer(copy).device for copy in on_gpus}}
     for copy in on_gpus:
@@ -163,5 +163,5 @@ def cast_done(copies: Sequence[Copy]) -> None:
 
 
 def capturing(weights: Iterable[Tensor]) -> bool:
-    """Whether launches now go into a CUDA graph: it has to cast at each replay, where no host looks at weights."""
+    """Return True if launches go into a CUDA graph now: it must cast at each replay, as no host code checks weights."""
     return any(weight.is_cuda for weight in weights) and torch.cuda.is_current_stream_capturing()

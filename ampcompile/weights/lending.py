@@ -16,24 +16,24 @@ from . import gpu
 from .copies import Copy, cast, copies_made, copies_of
 from .memory import known_storages, lock, write_epoch
 
-Found = list[tuple[int, Copy]]
+IndexedCopies = list[tuple[int, Copy]]  # by the indices of their weights in a step's parameters
 
 
 class Loan:
-    """The copies that a step may write; `tensors` has those of each weight by its number among `params`.
+    """The copies that a step may write; `tensors` has those of each weight by its index in `params`.
 
-    From here to `wrote` nothing that shares the weights' memory counts as fresh. The step raises the versions of what
-    it writes, weights and copies, and then calls `wrote`. Where it goes into a CUDA graph, the copies stay where they
-    are for as long as the weights' memory does.
+    Until `wrote`, no copy of the weights' memory counts as fresh. The step raises the versions of the weights and
+    copies that it writes, and then calls `wrote`. If it is captured in a CUDA graph, the copies keep their addresses
+    for as long as the weights' memory lives.
     """
 
-    def __init__(self, params: Sequence[Tensor], found: Found) -> None:
-        self._memories = {copy.memory for _, copy in found}
+    def __init__(self, params: Sequence[Tensor], copies: IndexedCopies) -> None:
+        self._memories = {copy.memory for _, copy in copies}
         for memory in self._memories:
             memory.open_step()
-        captured = gpu.capturing(params[i] for i, _ in found)
-        # A step may turn out to be skipped on the device: what is lent to the step must be right without it.
-        lent = [(i, copy) for i, copy in found if copy.writable() and copy.fresh(None)]
+        captured = gpu.capturing(params[i] for i, _ in copies)
+        # The device may skip the step, so only copies that are right without it are lent.
+        lent = [(i, copy) for i, copy in copies if copy.writable() and copy.fresh(None)]
         self.tensors: defaultdict[int, list[Tensor]] = defaultdict(list)
         for i, copy in lent:
             copy.mark = None
@@ -43,13 +43,13 @@ class Loan:
                 self.tensors[i].append(copy.tensor)
         self._lent = [(copy, copy.buffer, params[i]) for i, copy in lent]
         if not captured:
-            gpu.follow(copy for _, copy in found)
+            gpu.follow(copy for _, copy in copies)
 
     def wrote(self) -> None:
-        """The step has rewritten all that was lent from the weights' new values.
+        """Mark the lent copies fresh: the step has written them from the weights' new values.
 
-        Copies held as float32 are rewritten here. What else shares the memory (a tied weight's copy that could not be
-        written, slices of a flat buffer) is out of date.
+        Copies held as float32 are written here. Other copies of the memory (a tied weight's copy that could not be
+        written, slices of a flat buffer) are stale now.
         """
         if not self._memories:
             return
@@ -61,37 +61,37 @@ class Loan:
                 # another thread may have cast it meanwhile, from weights of before the step
                 if copy.mark is None and copy.buffer is buffer
             ]
-            known = [(copy, weight) for copy, weight in written if copy.memory in proven]
-            cast([(copy, weight) for copy, weight in known if copy.form.wide])
-            for copy, _ in known:
+            fresh = [(copy, weight) for copy, weight in written if copy.memory in proven]
+            cast([(copy, weight) for copy, weight in fresh if copy.form.wide])
+            for copy, _ in fresh:
                 copy.rewritten()
             gpu.cast_done([copy for copy, _ in written if copy.tensor is not None])
 
 
-def lend(params: Sequence[Tensor], known: dict[str, Any] | None = None, same: object = None) -> Loan:
-    """The copies of these parameters that may be overwritten now: no backward that is still to come saved them.
+def lend(params: Sequence[Tensor], cache: dict[str, Any] | None = None, token: object = None) -> Loan:
+    """Lend the copies of these parameters that may be overwritten now: no pending backward saved them.
 
-    `known` is the caller's, kept between steps; `same`: the same object as in an earlier step, if these are the
+    `cache` is the caller's, kept between steps; `token`: the token object as in an earlier step if these are the
     parameters of that step, at their addresses and laid out as they were.
     """
     with lock:
         write_epoch()
-        return Loan(params, _look_up(params, {} if known is None else known, same))
+        return Loan(params, _look_up(params, {} if cache is None else cache, token))
 
 
-def _look_up(params: Sequence[Tensor], known: dict[str, Any], same: object) -> Found:
-    """All copies of all parameters, looked up anew where one was made or freed since."""
-    before, made, places, former, references = known.get("copies", (None, 0, [], [], []))
-    if same is not None and before is same and made == copies_made():
+def _look_up(params: Sequence[Tensor], cache: dict[str, Any], token: object) -> IndexedCopies:
+    """Return all copies of all parameters; look them up again if one was made or freed since."""
+    last_token, made, places, keys, references = cache.get("copies", (None, 0, [], [], []))
+    if token is not None and last_token is token and made == copies_made():
         copies = [reference() for reference in references]
-        if None not in copies and former == _storages(map(params.__getitem__, places)):
+        if None not in copies and keys == _storages(map(params.__getitem__, places)):
             return list(zip(places, copies, strict=True))
     copied = known_storages()
     keys = _storages(params) if copied else []
-    found = [(i, copy) for i, key in enumerate(keys) if key in copied for copy in copies_of(params[i])]
-    places, references = [i for i, _ in found], [weakref.ref(copy) for _, copy in found]
-    known["copies"] = same, copies_made(), places, [keys[i] for i in places], references
-    return found
+    indexed = [(i, copy) for i, key in enumerate(keys) if key in copied for copy in copies_of(params[i])]
+    places, references = [i for i, _ in indexed], [weakref.ref(copy) for _, copy in indexed]
+    cache["copies"] = token, copies_made(), places, [keys[i] for i in places], references
+    return indexed
 
 
 def _storages(params: Iterable[Tensor]) -> list[int]:

@@ -1,9 +1,9 @@
-"""Which memory weights live in, and the proof that nobody wrote there since a cast.
+"""The memory that weights live in, and the proof that nothing was written there since a cast.
 
 Every tensor on a weight's storage is a sharer, and every sharer may write. PyTorch counts those that hold the storage;
-we watch the version counters of the ones we know. A copy counts as fresh only while the two agree: all sharers are
-known, and no counter moved. One sharer too many, whoever it is, and the weight is compared or cast at every call
-until it is gone or found out. Who writes and holds nothing, as through a raw pointer, shows in a sample at best.
+we watch the version counters of those that we track. A copy counts as fresh only while all sharers are tracked and no
+counter moved. With one untracked sharer, the weight is compared or cast at every call until that sharer is freed or
+found. A writer that holds no reference, such as code with a raw pointer, is detected by a sample at best.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ampcompile.torch_private import storages
 from .ranges import covered, set_ranges
 
 lock = threading.RLock()
-"""Held by whoever changes what is known of weights and copies."""
+"""Held while the records of weights and copies change."""
 
 sets: weakref.WeakSet[Any] = weakref.WeakSet()
 """Every `CopySet`."""
@@ -31,15 +31,15 @@ _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionar
 on_last_freed: list[Callable[[], None]] = []
 """Called once, when no memory with copies is left."""
 handed_out: list[int] = []
-"""Addresses in copied memory for which somebody got an alias with a counter of its own, as `.data` has."""
+"""Addresses in copied memory of aliases with version counters of their own, as `.data` returns."""
 ticks = torch.zeros(1, dtype=torch.int64)
-"""Written where an optimizer's step was compiled, hooks and all: its version tells that it ran."""
+"""Written by optimizer steps that were compiled with their hooks: its version shows that one ran."""
 _ticks_seen = ticks._version
 _epoch = object()
 
 
 def write_epoch() -> object:
-    """The same object for as long as no write to a weight's memory was reported, and no alias was handed out."""
+    """A token, the same object until a write to a weight's memory is reported or an alias is handed out."""
     global _ticks_seen
     if ticks._version != _ticks_seen:
         for memory in memories():
@@ -52,13 +52,13 @@ def write_epoch() -> object:
 
 
 def begin_epoch() -> None:
-    """Have every call look closely."""
+    """Replace the epoch: every call has to examine its weights again."""
     global _epoch
     _epoch = object()
 
 
 def doubt_handed_out() -> None:
-    """What aliases were handed out for may have been written through them."""
+    """Doubt the memory that aliases were handed out for: it may have been written through them."""
     with lock:
         addresses = sorted(handed_out)
         for memory in memories():
@@ -69,7 +69,7 @@ def doubt_handed_out() -> None:
 
 
 class Sharer:
-    """A tensor on a weight's storage: whether it is alive, and its version counter, which its views share."""
+    """A tensor on a weight's storage: a handle that tells whether it lives, and its counter, shared by its views."""
 
     __slots__ = ("counter", "handle", "key", "seen")
 
@@ -81,7 +81,7 @@ class Sharer:
 class Memory:
     """One storage that copies were cast from.
 
-    `mark` is another object after each write, `doubt` whenever there may have been one.
+    `mark` is replaced by a new object after each write, `doubt` after each possible write.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -91,41 +91,41 @@ class Memory:
         self.storage = weakref.ref(storage, functools.partial(_storage_freed, weakref.ref(self)))
         self.begin, self.end = 0, 0  # its addresses
         self.mark, self.doubt = object(), object()
-        self.sharers: list[Sharer] = []  # another list whenever one comes or goes
+        self.sharers: list[Sharer] = []  # a new list whenever one is added or removed
         self.weights: dict[int, Sharer] = {}  # those that graphs read, by id of the tensor
-        self.exported: dict[int, Any] = {}  # handles, by id, of what arrays and capsules hold: sharers never known
+        self.exported: dict[int, Any] = {}  # handles, by id, of tensors that arrays and capsules hold: never tracked
         self.trainable = False
-        self.unexplained, self.since = 0, 0.0  # calls in a row that left unknown sharers, and when the first did
-        self.reported = False  # in the log, that they last
-        self.step_open = False  # a fused step of ours writes here, or began to and failed
+        self.unexplained, self.since = 0, 0.0  # calls in a row with untracked sharers, and the time of the first
+        self.reported = False  # the log says that they last
+        self.step_open = False  # a fused step of ours is writing here, or began to and failed
         weakref.finalize(self, _forget_ranges_with_the_last).atexit = False
         self.copies: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def written(self) -> None:
-        """Something has written this memory."""
+        """Record a write to this memory."""
         self.mark = object()
         begin_epoch()
 
     def doubted(self) -> None:
-        """Something may have written this memory."""
+        """Record a possible write to this memory."""
         self.doubt = object()
         begin_epoch()
 
     def admit(self, weight: Tensor) -> Sharer | None:
-        """Know a tensor that a graph reads; None for one without a counter. A new one may have written before."""
+        """Track a tensor that a graph reads; None if it has no version counter. A new one may have written before."""
         self._follow(weight)
         self.trainable |= weight.requires_grad
-        known = self.weights.get(id(weight))
-        if known is None or known.handle.expired():
+        sharer = self.weights.get(id(weight))
+        if sharer is None or sharer.handle.expired():
             self.doubt = object()
             if (counter := storages.counter_of(weight)) is None:
                 return None
-            known = self.weights[id(weight)] = Sharer(weight, counter)
-            self.sharers = [*self.sharers, known]
-        return known
+            sharer = self.weights[id(weight)] = Sharer(weight, counter)
+            self.sharers = [*self.sharers, sharer]
+        return sharer
 
     def _follow(self, weight: Tensor) -> None:
-        """The storage may have been resized, and lie elsewhere now."""
+        """Update the addresses: the storage may have been resized, which moves it."""
         storage = weight.untyped_storage()
         begin, size = storage.data_ptr(), storage.nbytes()
         if (begin, begin + size) != (self.begin, self.end):
@@ -133,42 +133,42 @@ class Memory:
             self.doubt = object()
 
     def examine(self, aliases: int = 0) -> int:
-        """Notice what was written through known sharers. Returns how many others there are: their writes go unnoticed.
+        """Detect writes through tracked sharers. Returns the number of others, whose writes aren't detected.
 
-        `aliases`: how many the caller has made.
+        `aliases`: how many of these others the caller has made; they aren't counted.
         """
-        gone = False
+        any_freed = False
         for sharer in self.sharers:
             if sharer.seen != (now := sharer.counter._version):
-                self.mark = object()  # first: who is interrupted here must not find it seen and unreported
+                self.mark = object()  # first: an interrupt here must not leave a write that was seen but not recorded
                 sharer.seen = now
-            gone |= sharer.handle.expired()
-        if gone:
+            any_freed |= sharer.handle.expired()
+        if any_freed:
             self.sharers = [sharer for sharer in self.sharers if not sharer.handle.expired()]
             self.weights = {key: sharer for key, sharer in self.weights.items() if not sharer.handle.expired()}
         unknown = storages.storage_users(self.key) - self.users() - aliases
-        if unknown:  # one may have the counter of a sharer that is no more
+        if unknown:  # one may have the counter of a sharer that was freed
             self.doubt = object()
         else:
             self.unexplained = 0
-        if unknown < 0:  # a sharer went elsewhere
+        if unknown < 0:  # a sharer moved to another storage
             self.forget_sharers()
         return unknown
 
     def export(self, holder: Tensor) -> None:
-        """Whoever holds what this tensor holds may write here, now and for as long as the tensor lives."""
+        """Record that an array or capsule holds this tensor: it may write here for as long as the tensor lives."""
         holder.__class__ = storages.Exported
         self.exported[id(holder)] = storages.TensorHandle(holder)
-        self.forget(holder)  # another thread's search may just have taken it for a tensor like others
+        self.forget(holder)  # another thread's search may just have tracked it as a sharer
 
     def exports(self) -> int:
-        """How many arrays and capsules there are."""
+        """Number of arrays and capsules."""
         if self.exported:
-            self.exported = {key: each for key, each in list(self.exported.items()) if not each.expired()}
+            self.exported = {key: handle for key, handle in list(self.exported.items()) if not handle.expired()}
         return len(self.exported)
 
     def open_step(self) -> None:
-        """From now to `close_step` nothing here counts as fresh. Tells what was written before, as `examine` does."""
+        """Begin a fused step: until `close_step` no copy counts as fresh. Detects earlier writes, as `examine` does."""
         if self.step_open:  # by a step that failed, and may have written before it raised a version
             self.mark = object()
         self.examine()
@@ -176,24 +176,24 @@ class Memory:
         begin_epoch()
 
     def close_step(self) -> bool:
-        """A step has written the memory. Returns whether it is known that nobody else did."""
+        """Record that a step has written the memory. Returns True if no untracked sharer may have written it too."""
         self.written()
         proven = not self.examine()
         self.step_open = False
         return proven
 
     def users(self) -> int:
-        """How many hold the storage if there are no others than the known sharers."""
+        """Number of users that the storage has if all its sharers are tracked."""
         return _held_by_python() + len(self.sharers)
 
     def forget(self, sharer: Tensor) -> None:
-        """A sharer is about to leave, or to lie otherwise."""
+        """Stop tracking a sharer that is about to move, or to change its layout."""
         self.doubted()
         self.weights.pop(id(sharer), None)
-        self.sharers = [known for known in self.sharers if known.key != id(sharer)]
+        self.sharers = [other for other in self.sharers if other.key != id(sharer)]
 
     def forget_sharers(self) -> None:
-        """Know nobody any more, so that nothing counts as fresh until graphs have read the weights again."""
+        """Forget all sharers, so that no copy counts as fresh until graphs have read the weights again."""
         self.doubted()
         self.weights = {}
         self.sharers = []
@@ -202,25 +202,25 @@ class Memory:
 
 @functools.cache
 def _held_by_python() -> int:
-    """How often a storage that has a Python object is held, its tensors aside."""
+    """Number of users of a storage that has a Python object, its tensors aside."""
     tensor = torch.empty(1)
     return storages.storage_users(storages.storage_key(tensor)) - 1
 
 
 def _storage_freed(memory: weakref.ref[Memory], _: object) -> None:
-    """The weights are gone: their copies go with them, at once."""
-    if (found := memory()) is not None:
-        for copy in list(found.copies):
+    """Free the copies of a storage's weights at once when the storage is freed."""
+    if (record := memory()) is not None:
+        for copy in list(record.copies):
             copy.free(gone=True)
-        if _memories.get(found.key) is found:
-            del _memories[found.key]
+        if _memories.get(record.key) is record:
+            del _memories[record.key]
         _forget_ranges_with_the_last()
 
 
 class _IfFree:
-    """Holds the lock if no other thread does. Both ways are C's: no signal comes between taking it and letting it go.
+    """Takes the lock if no other thread holds it. Both methods are C functions: no signal can leave the lock taken.
 
-    `as` gives whether it is held; if not, leaving raises RuntimeError.
+    `as` gives True if it is held; if not, leaving raises RuntimeError.
     """
 
     __enter__ = staticmethod(functools.partial(lock.acquire, blocking=False))
@@ -233,8 +233,8 @@ def _forget_ranges_with_the_last() -> None:
         with _IfFree() as taken:
             if taken and all(memory() is None for memory in _memories.valuerefs()):
                 set_ranges(())
-                for each in list(sets):  # weights that moved away are still known there, and nobody watches them now
-                    each.forget()
+                for copy_set in list(sets):  # they may track weights that moved to memory which nothing watches now
+                    copy_set.forget()
                 while on_last_freed:
                     on_last_freed.pop()()
     except RuntimeError:
@@ -243,36 +243,36 @@ def _forget_ranges_with_the_last() -> None:
 
 
 def memory_of(tensor: Tensor) -> Memory:
-    """The one record of the tensor's storage."""
-    if (found := known_memory(storages.storage_key(tensor))) is None or found.storage() is None:
-        found = Memory(tensor)
-        _memories[found.key] = found
-    return found
+    """Return the one record of the tensor's storage; it is made if there is none."""
+    if (record := known_memory(storages.storage_key(tensor))) is None or record.storage() is None:
+        record = Memory(tensor)
+        _memories[record.key] = record
+    return record
 
 
 def known_memory(storage: int) -> Memory | None:
-    """The record of a storage, if there is one."""
+    """Return the record of a storage, if there is one."""
     return _memories.get(storage)
 
 
 def known_storages() -> set[int]:
-    """The storages of which there may be copies."""
+    """Keys of the storages that may have copies."""
     return set(_memories)
 
 
 def memories() -> list[Memory]:
-    """All memory that copies are kept of."""
+    """Records of all storages that have copies."""
     return [memory for ref in _memories.valuerefs() if (memory := ref()) is not None]
 
 
 def everything_doubted() -> None:
-    """Any weight may have been written."""
+    """Record that any weight may have been written."""
     for memory in memories():
         memory.doubted()
 
 
 def copied_memory_at(tensor: Tensor) -> Memory | None:
-    """The record of a tensor's storage, for any tensor and cheap for those that lie elsewhere."""
+    """Return the record of a tensor's storage, if there is one; cheap for tensors outside copied memory."""
     try:
         return copied_memory_of(tensor) if covered(storages.address(tensor)) else None
     except RuntimeError:  # wrapped by a transform, or without memory: nothing there was copied
@@ -280,7 +280,7 @@ def copied_memory_at(tensor: Tensor) -> Memory | None:
 
 
 def copied_memory_of(tensor: Tensor) -> Memory | None:
-    """The same, also where a storage was resized and lies elsewhere now."""
+    """Return the same record, also if the storage was resized and has other addresses now."""
     try:
         with storages.NoTorchFunction():
             return _memories.get(storages.storage_key(tensor))

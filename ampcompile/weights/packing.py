@@ -1,4 +1,4 @@
-"""When a weight's copy is packed: once that pays. Whoever reads it packed then needs no other form."""
+"""Pack a weight's copy into oneDNN's blocks once that pays; a graph that reads it packed needs no other form."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from .copies import Copy
 
 PAYS = 3
-"""How often a copy is read before it is packed. Packing costs what it saves in as many calls: a weight that changes at
-every call is never packed, and nobody pays more than twice what would have been best."""
+"""Reads of a copy before it is packed. Packing costs what it saves in as many calls: a weight that changes at every
+call is never packed, and no program pays more than twice the least possible."""
 
 
 class Packed:
-    """Stands for a copy that a graph reads packed: `tensor` is the packed form once there is one."""
+    """A slot whose copy a graph reads packed: `tensor` is the packed form once there is one."""
 
     __slots__ = ("blocks", "copy")
 
@@ -27,15 +27,15 @@ class Packed:
     @property
     def tensor(self) -> Tensor | None:
         """The form to read now."""
-        strided = self.copy.tensor  # first: another thread may pack it meanwhile, and let go of it
+        strided = self.copy.tensor  # first: another thread may pack the copy meanwhile, and free this form
         return self.copy.packed.get(self.blocks, strided)
 
 
-def count_reads(read: list[Packed]) -> list[Packed]:
-    """One more read of each; packs those for which it pays now, and returns those that are still to be packed."""
-    for each in read:
-        copy = each.copy
+def count_reads(slots: list[Packed]) -> list[Packed]:
+    """Count a read of each slot, pack those for which it pays now, and return those that are still to be packed."""
+    for slot in slots:
+        copy = slot.copy
         copy.reads += 1
-        if copy.reads >= PAYS and each.blocks not in copy.packed:
-            copy.pack(each.blocks)
-    return [each for each in read if each.blocks not in each.copy.packed]
+        if copy.reads >= PAYS and slot.blocks not in copy.packed:
+            copy.pack(slot.blocks)
+    return [slot for slot in slots if slot.blocks not in slot.copy.packed]

@@ -1,4 +1,4 @@
-"""Where memory with copies lies: the question that every `.data` of the process asks."""
+"""Address ranges of memory with copies, checked by every `Tensor.data` of the process."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 ranges: list[int] = []
-"""Ends of ranges of addresses, in order. What was freed may be among it."""
+"""Begins and ends of address ranges, in order. Freed memory may be among them."""
 
 
 def set_ranges(extents: Iterable[tuple[int, int]]) -> None:
-    """Hold these extents, merged where they meet."""
+    """Replace the ranges by these extents, merged where they meet."""
     merged: list[int] = []
     for begin, end in sorted(extents):
         if merged and begin <= merged[-1]:
@@ -21,5 +21,5 @@ def set_ranges(extents: Iterable[tuple[int, int]]) -> None:
 
 
 def covered(address: int) -> int:
-    """Odd if an address lies in a range."""
+    """Return an odd number if an address lies in a range."""
     return bisect_right(ranges, address) & 1

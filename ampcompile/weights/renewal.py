@@ -1,8 +1,8 @@
-"""After an update of weights and nothing else: their copies are cast again in place, without a new look at the rest.
+"""Cast copies again in place after an update of their weights' values, without a whole refresh.
 
-A refresh looks at everything: which memory, which sharers, which copies. From one update to the next none of that
-changes as a rule. So where each of these facts is as it was when all was proven, the counters are read, what was
-written is cast, and the set goes on. Anything else is left to a whole refresh.
+A refresh examines everything: memory, sharers, copies. From one update to the next none of that changes as a rule. So
+if each of these facts is as it was when the copies were proven fresh, a renewal reads the version counters, casts the
+written weights, and keeps the set. Anything else is left to a whole refresh.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _tensor, _storage, _words, _trainable = map(attrgetter, ("tensor", "storage", "w
 
 
 class Renewal:
-    """Of one set, while its weights lie where they do and nobody else comes to share their memory.
+    """Casts the written weights of one set, while their addresses and the sharers of their memory stay the same.
 
-    Made when all is proven. `copies`: each once, in the order of `sample`; `members`: that of each slot.
+    Made when all copies are proven fresh. `copies`: each once, in the order of `sample`; `members`: that of each slot.
     """
 
     def __init__(self, copies: Sequence[Copy], members: Sequence[Copy], sample: Sample) -> None:
         self._copies, self._sample = copies, sample
         first = {copy: i for i, copy in reversed(list(enumerate(members)))}
-        self._sources = [first[copy] for copy in copies]  # of the weights, which each is cast from
-        trainable = all(copy.memory.trainable for copy in members)  # which stays so
+        self._sources = [first[copy] for copy in copies]  # index of the weight that each is cast from
+        trainable = all(copy.memory.trainable for copy in members)  # which stays true
         self._slots = [] if trainable else [copy.memory for copy in members]
         self._memory_of = [copy.memory for copy in copies]
         ends = accumulate((len(copy.words) for copy in copies), initial=0)
@@ -49,9 +49,9 @@ class Renewal:
         self._owners: Any = None
 
     def renew(self, weights: Sequence[Tensor], tables: dict[Any, Any]) -> bytes | None:
-        """Cast what was written. Returns the words that the sample had before; None where a whole refresh has to look.
+        """Cast the written weights. Returns the words that the sample had before; None if a whole refresh is needed.
 
-        The caller has seen that all weights and sharers are there, and holds the lock.
+        The caller has checked that all weights and sharers are alive, and holds the lock.
         """
         copies, memories = self._copies, self._memories
         if (
@@ -72,9 +72,9 @@ class Renewal:
         words = list(map(sampled.__getitem__, self._parts))
         stale = list(map(is_not, map(_mark, copies), marks))
         if not all(stale):
-            fresh = [not each for each in stale]
-            found = zip(map(_doubt, copies), map(_words, copies), strict=True)
-            if list(compress(found, fresh)) != list(compress(zip(doubts, words, strict=True), fresh)):
+            fresh = [not is_stale for is_stale in stale]
+            states = zip(map(_doubt, copies), map(_words, copies), strict=True)
+            if list(compress(states, fresh)) != list(compress(zip(doubts, words, strict=True), fresh)):
                 return None
             if not any(stale):
                 return sampled
@@ -102,14 +102,14 @@ class Renewal:
                 cast_narrow(list(map(_tensor, copies)), weights, tables)
 
     def _idle(self) -> bool:
-        """Whether all buffers may be overwritten: as a rule one look at how many own each."""
+        """Return True if all buffers may be written. Only the owner counts are compared while they stay the same."""
         tensors = list(map(_tensor, self._copies))
         users = (
             list(map(storages.tensor_users, tensors)),
             list(map(storages.storage_users, map(_storage, self._copies))),
         )
         owners = *users, list(map(getrefcount, tensors))
-        del tensors  # the copies' own count has no other
+        del tensors  # `waited_for` counts Python references: these must not be among them
         if owners != self._owners:
             if any(copy.waited_for() for copy in self._copies):
                 return False

@@ -1,6 +1,6 @@
-"""A few words of each weight in CPU memory, to notice writers that leave no trace at all.
+"""Sample a few words of each weight in CPU memory, to detect writes that nothing reports.
 
-What takes time is to reach a place, whose page and cache line are in no cache: 40 ns. So sixteen words are read there.
+Reaching a place whose page and cache line aren't cached takes most of the time, 40 ns. So sixteen words are read there.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 from torch import Tensor
 
 FEWEST = 4
-"""Places in each weight at least, its first and its last words among them."""
+"""Least number of places in each weight, its first and its last words among them."""
 MOST = 4096
-"""And at most."""
+"""Greatest number of places in each weight."""
 STRIDE = 131072
 """Elements for each place."""
 RUN = 16
-"""Words of four bytes that are looked at in each place."""
+"""Words of four bytes that are read at each place."""
 
 _WORD = 4
 
@@ -32,39 +32,39 @@ class SampledAddresses(NamedTuple):
 
 
 def places(weight: Tensor) -> SampledAddresses:
-    """Where to look at a dense weight; nowhere on other devices than the CPU.
+    """Return the addresses to sample in a dense weight; none on devices other than the CPU.
 
-    One place lies in each of as many parts of equal size, and varies from part to part, so that neither a column nor
-    a row of a matrix goes unseen. Weights of three or more dimensions, as stacks of experts have, get one in each slice
-    of the first at least.
+    The weight is divided into parts of equal size. Each has one place, at an offset that varies from part to part, so
+    that the places of a matrix don't share a column or a row. Weights of three or more dimensions, such as stacks of
+    experts, get at least one for each slice of the first, up to `MOST`.
     """
     begin = ceil(weight.data_ptr() / _WORD)
     size = (weight.data_ptr() + weight.nbytes) // _WORD - begin
-    nowhere = np.empty(0, np.int64)
+    empty = np.empty(0, np.int64)
     if weight.device.type != "cpu" or size <= 0:
-        return SampledAddresses(nowhere, nowhere)
+        return SampledAddresses(empty, empty)
     if size < RUN:
-        return SampledAddresses(nowhere, begin + np.arange(size))
+        return SampledAddresses(empty, begin + np.arange(size))
     slices = weight.shape[0] if weight.dim() > 2 else 1
     count = min(slices * ceil(max(FEWEST, prod(weight.shape) // STRIDE) / slices), MOST, ceil(size / RUN))
     within = np.random.default_rng(count).random(count)
-    found = np.minimum((np.arange(count) + within) * (size / count), size - RUN).astype(np.int64)
-    found[0], found[-1] = 0, size - RUN
-    return SampledAddresses(begin + np.unique(found), nowhere)
+    offsets = np.minimum((np.arange(count) + within) * (size / count), size - RUN).astype(np.int64)
+    offsets[0], offsets[-1] = 0, size - RUN
+    return SampledAddresses(begin + np.unique(offsets), empty)
 
 
 class Sample:
-    """The words at some places, read many times. The caller sees to it that the memory is held."""
+    """Reads the words at some places many times. The caller keeps the memory alive."""
 
     def __init__(self, weights: Iterable[SampledAddresses]) -> None:
         runs, words = zip(*weights, strict=True) if (weights := list(weights)) else ((), ())
         self._parts = [
-            _Windows(found, size) for parts, size in ((runs, RUN), (words, 1)) if (found := _join(parts)).size
+            _Windows(joined, size) for parts, size in ((runs, RUN), (words, 1)) if (joined := _join(parts)).size
         ]
         self.places = sum(len(part.offsets) for part in self._parts)
 
     def read(self) -> bytes:
-        """What lies there now: first all runs, then all single words."""
+        """Return the words there now: first all runs, then all single words."""
         if not self._parts:
             return b""
         return b"".join([part.memory[part.offsets].tobytes() for part in self._parts])
@@ -75,7 +75,7 @@ def _join(parts: Iterable[np.ndarray]) -> np.ndarray:
 
 
 class _Windows:
-    """Memory from the first to the last of some places as one array of overlapping items, few of which are touched."""
+    """Memory from the first to the last of some places as one array of overlapping items, few of which are read."""
 
     def __init__(self, places: np.ndarray, words: int) -> None:
         first = int(places.min())
@@ -84,7 +84,7 @@ class _Windows:
 
 
 class _Memory:
-    """What an array keeps alive, so it must not hold the array: Python's collector sees no cycle through one."""
+    """The base of an array. It must not refer to the array: Python's garbage collector sees no cycle through one."""
 
     def __init__(self, first: int, items: int, words: int) -> None:
         self.__array_interface__ = {

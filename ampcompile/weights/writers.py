@@ -1,9 +1,9 @@
-"""Writes that leave no trace on the weight they change, and what makes them known.
+"""Detect writes that don't raise the version counter of the weight they change.
 
-torch's own writers that raise no version counter report here: `.data` hands out aliases with counters of their own,
-`numpy()` and DLPack hand out memory without one, fused optimizers write below the counters, and a handful of methods
-never heard of them. While copies are alive, torch is patched at the places in `patches.COPIES`; with the last copy the
-patches go. The hooks on `optimizer.step()` are torch's own and stay.
+torch's own writers of this kind report here: `.data` returns aliases with counters of their own, `numpy()` and DLPack
+export memory without one, fused optimizers and a handful of methods write without raising it. While copies are alive,
+torch is patched at the places in `patches.COPIES`; the patches are removed with the last copied weight. The hooks on
+`optimizer.step()` are torch's own interface and stay.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _get_data = storages.read_data
 _scripts: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
-def _data(_: Any) -> property:
-    return property(_hand_out_data, _give_data, doc=storages.DATA_DOC)
+def _wrap_data(_: Any) -> property:
+    return property(_hand_out_data, _assign_data, doc=storages.DATA_DOC)
 
 
 def _hand_out_data(self: Tensor) -> Tensor:
@@ -62,17 +62,17 @@ def _hand_out(at: int) -> None:
         doubt_handed_out()
 
 
-def _give_data(self: Tensor, value: Tensor) -> None:
+def _assign_data(self: Tensor, value: Tensor) -> None:
     memory = copied_memory_of(self)
     if memory is None or not isinstance(value, Tensor) or storages.same_place(self, value):
         storages.write_data(self, value)
         return
-    with lock:  # while another thread casts from where the tensor lies, it stays
+    with lock:  # the tensor must not move while another thread casts from its memory
         memory.forget(self)
         storages.write_data(self, value)
 
 
-def _array(method: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_numpy(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def numpy(self: Tensor, *, force: bool = False) -> Any:
         array = method(self, force=force) if force else method(self)
@@ -86,11 +86,11 @@ def _array(method: Callable[..., Any]) -> Callable[..., Any]:
     return numpy
 
 
-def _capsule(export: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_dlpack(export: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(export)
     def exporting(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         holder = self
-        try:  # a tensor that requires a gradient is refused; what handles it by itself calls here again
+        try:  # torch refuses tensors that require grad; `__torch_function__` handlers call this again
             if covered(at := address(self)) and not self.requires_grad and not has_torch_function_unary(self):
                 holder = storages.alias(self)
                 _export(holder, at)
@@ -108,8 +108,8 @@ def _export(holder: Tensor, at: int) -> None:
         memory.export(holder)
 
 
-def _moves(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A method that gives a tensor other memory: its counter is not that of the tensors there."""
+def _wrap_mover(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap a method that gives a tensor other memory: its counter isn't that of the tensors there."""
 
     @functools.wraps(method)
     def moving(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -123,8 +123,8 @@ def _moves(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return moving
 
 
-def _writes(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A method that writes a tensor without raising its version."""
+def _wrap_writer(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap a method that writes a tensor without raising its version."""
 
     @functools.wraps(method)
     def writing(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -137,8 +137,8 @@ def _writes(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return writing
 
 
-def _writes_storage(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a storage, typed or not, that writes it."""
+def _wrap_storage_writer(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method of a typed or untyped storage that writes it."""
 
     @functools.wraps(method)
     def writing(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,14 +148,14 @@ def _writes_storage(method: Callable[..., Any]) -> Callable[..., Any]:
             storage = getattr(self, "_untyped_storage", self)
             if (memory := known_memory(storage._cdata)) is not None:
                 memory.doubted()
-            elif covered(at := storage.data_ptr()):  # a slice is a storage of its own
+            elif covered(at := storage.data_ptr()):  # a slice of it, which has a key of its own
                 handed_out.append(at)
 
     return writing
 
 
-def _scripted(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A call into TorchScript, whose `.data` is C++ and can't be seen."""
+def _wrap_script_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a call into TorchScript, whose uses of `.data` are in C++ and can't be patched."""
 
     def calling(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (takes_data := _scripts.get(self)) is None:
@@ -169,8 +169,8 @@ def _scripted(call: Callable[..., Any]) -> Callable[..., Any]:
     return calling
 
 
-def _ends(leave: Callable[..., Any]) -> Callable[..., Any]:
-    """The end of a region in which in-place operations raise no version."""
+def _wrap_region_exit(leave: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the exit of a region in which in-place operations raise no version."""
 
     def leaving(self: Any, *args: Any) -> Any:
         everything_doubted()
@@ -179,44 +179,44 @@ def _ends(leave: Callable[..., Any]) -> Callable[..., Any]:
     return leaving
 
 
-def _swaps(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
-    """The exchange of two tensors' insides, which has to find no weak reference of ours."""
+def _wrap_swap(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+    """Wrap the swap of two tensors' C++ objects, which fails while we hold weak references to them."""
 
     def swapping(first: Tensor, second: Tensor) -> None:
         for tensor in (first, second):
             if (memory := copied_memory_of(tensor)) is not None:
                 memory.forget_sharers()
-        for each in list(sets):  # also of memory that one of them has left
-            each.forget()
+        for copy_set in list(sets):  # also those of memory that one of the tensors has left
+            copy_set.forget()
         swap(first, second)
 
     return swapping
 
 
 _WRAPS: dict[str, patches.Wrap] = {
-    "Tensor.data": _data,
-    "Tensor.numpy": _array,
-    "Tensor.__dlpack__": _capsule,
-    "dlpack.to_dlpack": _capsule,
-    "torch.to_dlpack": _capsule,
-    "Tensor.set_": _moves,
-    "Tensor.apply_": _writes,
-    "Tensor.map_": _writes,
-    "Tensor.map2_": _writes,
-    "UntypedStorage.__setitem__": _writes_storage,
-    "UntypedStorage.byteswap": _writes_storage,
-    "UntypedStorage.copy_": _writes_storage,
-    "UntypedStorage.fill_": _writes_storage,
-    "TypedStorage._setitem": _writes_storage,
-    "ScriptFunction.__call__": _scripted,
-    "ScriptMethod.__call__": _scripted,
-    "_AutoDispatchBelowADInplaceOrView.__exit__": _ends,
-    "_C._swap_tensor_impl": _swaps,
+    "Tensor.data": _wrap_data,
+    "Tensor.numpy": _wrap_numpy,
+    "Tensor.__dlpack__": _wrap_dlpack,
+    "dlpack.to_dlpack": _wrap_dlpack,
+    "torch.to_dlpack": _wrap_dlpack,
+    "Tensor.set_": _wrap_mover,
+    "Tensor.apply_": _wrap_writer,
+    "Tensor.map_": _wrap_writer,
+    "Tensor.map2_": _wrap_writer,
+    "UntypedStorage.__setitem__": _wrap_storage_writer,
+    "UntypedStorage.byteswap": _wrap_storage_writer,
+    "UntypedStorage.copy_": _wrap_storage_writer,
+    "UntypedStorage.fill_": _wrap_storage_writer,
+    "TypedStorage._setitem": _wrap_storage_writer,
+    "ScriptFunction.__call__": _wrap_script_call,
+    "ScriptMethod.__call__": _wrap_script_call,
+    "_AutoDispatchBelowADInplaceOrView.__exit__": _wrap_region_exit,
+    "_C._swap_tensor_impl": _wrap_swap,
 }
 
 
 def watch() -> None:
-    """Install what isn't yet: hooks on optimizers for good, patches until the last copied weight is freed."""
+    """Install what isn't installed yet: optimizer hooks for good, patches until the last copied weight is freed."""
     _hook_optimizers()
     patches.install(patches.COPIES, _WRAPS, plan=on_last_freed.append)
 
@@ -227,7 +227,7 @@ def _hook_optimizers() -> None:
 
 
 def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Optimizers write their parameters; sharded ones, others as well: every trainable weight is suspect."""
+    """Mark every trainable weight written: sharded optimizers write other tensors than their parameters, too."""
     if torch.compiler.is_compiling():
         return _tick(optimizer)
     _running.add(optimizer)
@@ -255,7 +255,7 @@ def _written_by(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _tick(optimizer: torch.optim.Optimizer) -> None:
-    """In a compiled step, an operation that shows when it ran. Optimizers that aren't fused raise versions anyway."""
+    """Trace an operation into a compiled step that shows when it ran. Unfused optimizers raise versions anyway."""
     for group in optimizer.param_groups:
         if group.get("fused"):
             ticks.add_(1)
@@ -263,5 +263,5 @@ def _tick(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_is_running() -> bool:
-    """Whether an optimizer is in its step, or left it by an error: weights may have been written since."""
+    """Return True if an optimizer is in its step, or left it by an error: weights may have been written since."""
     return bool(_running)

@@ -8,8 +8,8 @@ import torch
 from ampcompile.auditing.numbers import (
     Numbers,
     combine,
+    error_or_zero,
     find_not_finite,
-    known,
     measure,
     ratio,
     relative_error,
@@ -121,4 +121,4 @@ def test_together_they_have_the_worst_errors_and_shares_of_all_elements() -> Non
 
 
 def test_errors_of_which_nothing_is_known_add_nothing() -> None:
-    assert list(map(known, (None, NAN, INF, 0.5))) == [0.0, 0.0, INF, 0.5]
+    assert list(map(error_or_zero, (None, NAN, INF, 0.5))) == [0.0, 0.0, INF, 0.5]

@@ -157,9 +157,9 @@ def test_what_is_as_it_was_is_not_looked_at_again(kind: str, looks: list[int]) -
         scaler.step(optimizer)
         scaler.update()
         assert bool(looks) == (step == 0)
-    known = scaler._records[optimizer].known[False]
+    validation = scaler._records[optimizer].validations[False]
     scaler.step(optimizer)
-    assert scaler._records[optimizer].known[False] is known, "at the same addresses too"
+    assert scaler._records[optimizer].validations[False] is validation, "at the same addresses too"
 
 
 def test_what_is_known_of_an_optimizer_keeps_no_tensor_alive() -> None:

@@ -186,5 +186,5 @@ def test_loops_that_are_computed_anew_keep_the_names_of_later_writes() -> None:
     def recompute(node: Any, of: MemoryDep) -> None:
         node.read_writes = ReadWrites(OrderedSet([of]), OrderedSet(), OrderedSet())
 
-    lowering._after_the_same_writes(recompute)(node, read)
+    lowering._rename_after_recompute(recompute)(node, read)
     assert [dep.name for dep in node.read_writes.reads] == ["later"]

@@ -45,11 +45,11 @@ def test_the_states_of_an_iteration_are_fresh_and_pickle() -> None:
 def test_tensors_are_recognized_until_they_are_written_or_replaced(change: Callable[[Tensor], Any]) -> None:
     x, y, sparse = torch.ones(3), torch.ones(2), torch.eye(2).to_sparse()
     noted = Marks([x, sparse, y])
-    assert noted.still([x, sparse, y]) and noted.still([y, x.detach()]) and noted.still([])
-    assert noted.still([y, x], [y.data_ptr(), x.data_ptr()]) and not noted.still([y, x], [0, x.data_ptr()])
-    assert not noted.still([x, torch.ones(2)])
+    assert noted.match([x, sparse, y]) and noted.match([y, x.detach()]) and noted.match([])
+    assert noted.match([y, x], [y.data_ptr(), x.data_ptr()]) and not noted.match([y, x], [0, x.data_ptr()])
+    assert not noted.match([x, torch.ones(2)])
     change(x)
-    assert not noted.still([x]) and noted.still([y, sparse])
+    assert not noted.match([x]) and noted.match([y, sparse])
 
 
 def test_noted_tensors_may_be_freed_and_no_other_is_taken_for_one() -> None:
@@ -61,7 +61,7 @@ def test_noted_tensors_may_be_freed_and_no_other_is_taken_for_one() -> None:
     assert users > torch._C._storage_Use_Count(storage) == 0
     others = [torch.ones(3) for _ in range(100)]
     assert storage not in [other.untyped_storage()._cdata for other in others]
-    assert not any(noted.still([other]) for other in others)
+    assert not any(noted.match([other]) for other in others)
 
 
 def test_marks_that_an_interrupt_left_unmade_are_freed_in_silence() -> None:
@@ -73,10 +73,10 @@ def test_versions_are_taken_once_more_by_a_function_of_c() -> None:
     flat = torch.ones(6)
     x, y, sparse = flat[:3], flat[3:], torch.eye(2).to_sparse()  # views that share a counter
     marks = Marks([x, sparse, y])
-    read = marks.reading_versions([x, sparse, y])
+    read = marks.version_reader([x, sparse, y])
     torch._foreach_mul_([x, y], 2.0)
-    assert not marks.still([x, y]) and not isinstance(read.func, FunctionType)  # type: ignore[attr-defined]
+    assert not marks.match([x, y]) and not isinstance(read.func, FunctionType)  # type: ignore[attr-defined]
     read()
-    assert marks.still([x, y]) and marks.still([y])
+    assert marks.match([x, y]) and marks.match([y])
     x.add_(1)
-    assert not marks.still([x, y])
+    assert not marks.match([x, y])

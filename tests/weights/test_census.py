@@ -18,8 +18,8 @@ from ampcompile.weights.ranges import set_ranges
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.collect()  # weights of other tests
-    monkeypatch.setattr(census, "_saved", census._MOST)
-    monkeypatch.setattr(census, "_noted", time.monotonic())
+    monkeypatch.setattr(census, "_budget", census._MOST)
+    monkeypatch.setattr(census, "_budget_at", time.monotonic())
     yield
     set_ranges(())
 
@@ -97,11 +97,11 @@ def test_objects_of_old_are_searched_while_there_is_time(monkeypatch: pytest.Mon
     found = known(weight)
     kept = [weight.view(4)]
     gc.collect()  # all that is left is of old
-    monkeypatch.setattr(census, "_saved", -1.0)
+    monkeypatch.setattr(census, "_budget", -1.0)
     assert unexplained([found], [weight.detach()]) == [found]
-    monkeypatch.setattr(census, "_saved", 0.5)
+    monkeypatch.setattr(census, "_budget", 0.5)
     assert unexplained([found], [weight.detach()]) == []
-    assert census._saved < 0.5, "the search is counted"
+    assert census._budget < 0.5, "the search is counted"
     assert memory.memory_of(kept[0]) is found and len(found.sharers) == 2
 
 
@@ -113,25 +113,25 @@ def test_searches_may_take_a_twentieth_of_the_process_s_time(
     found = known(weight)
     kept = [weight.view(4)]
     gc.collect()
-    monkeypatch.setattr(census, "_saved", -2.0)
-    monkeypatch.setattr(census, "_noted", time.monotonic() - seconds)
+    monkeypatch.setattr(census, "_budget", -2.0)
+    monkeypatch.setattr(census, "_budget_at", time.monotonic() - seconds)
     assert unexplained([found], [weight.detach()]) == ([] if searched else [found])
     del kept
 
 
 def test_no_more_than_a_second_of_searches_is_saved_up(monkeypatch: pytest.MonkeyPatch) -> None:
     found = known(weight := torch.randn(4))
-    monkeypatch.setattr(census, "_noted", time.monotonic() - 1e6)
+    monkeypatch.setattr(census, "_budget_at", time.monotonic() - 1e6)
     passing = torch.nn.functional.linear(torch.randn(2, 4, requires_grad=True), weight)
-    assert unexplained([found], [weight.detach()]) == [found] and census._saved < census._MOST
+    assert unexplained([found], [weight.detach()]) == [found] and census._budget < census._MOST
     del passing
 
 
 def test_without_time_for_a_search_what_arrays_may_hold_stays_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     value = torch.from_numpy(np.zeros(4, np.float32))
     found = known(weight := torch.nn.Parameter(value))
-    monkeypatch.setattr(census, "_saved", -1.0)
-    monkeypatch.setattr(census, "_held_out_of_sight", lambda tensors: pytest.fail("searched") if tensors else set())
+    monkeypatch.setattr(census, "_budget", -1.0)
+    monkeypatch.setattr(census, "_with_hidden_holders", lambda tensors: pytest.fail("searched") if tensors else set())
     assert unexplained([found], [weight.detach()]) == [found]
     assert len(found.sharers) == 1 and not found.exported
     del value
