@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models import GPT, GPT_1_3B, GPT_23M, GPT_124M, GPT_124M_ODD, GPTConfig
-from benchmarks.tiny_linears import TinyLinears
 from benchmarks.unet import UNet
 
 Built = tuple[nn.Module, tuple[Tensor, ...]]
@@ -38,6 +37,19 @@ SMALL: Mapping[str, dict[str, Any]] = {
     "T5": {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2},
     "Llama": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4},
 }
+
+
+class TinyLinears(nn.Module):
+    """Many weights and next to no arithmetic: linear layers of 16 features, one after the other; (batch, 16)."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
 
 
 def build(name: str, batch: int, length: int, training: bool) -> Built:

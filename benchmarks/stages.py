@@ -15,7 +15,6 @@ from ampcompile.kernels import native
 from benchmarks import (
     attention_cases,
     freshness,
-    import_time,
     kernel_cases,
     loss_cases,
     published_cases,
@@ -25,7 +24,7 @@ from benchmarks import (
 )
 from benchmarks.apart import apart
 from benchmarks.candidate import Candidate
-from benchmarks.compile_time import growth
+from benchmarks.compile_time import import_time, pass_growth
 from benchmarks.peers import AMP, BASELINE, PEERS
 from benchmarks.race import race
 from benchmarks.records import Row
@@ -114,7 +113,7 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         **(small if setup.plan == "cpu" else {}),
         "growth": passes | racing["growth"],
         "compile": {compiling.name: partial(cold_and_warm, compiling, setup)},
-        "import": {"import": import_time.measure},
+        "import": {"import": import_time},
         "freshness": {"freshness": partial(setup.call, freshness.measure, stepped if setup.tiny else "GPT 124M")},
     }
 
@@ -134,13 +133,6 @@ def cold_and_warm(work: Work, setup: Setup, repeats: int = 2) -> list[Row]:
     return [
         Row(f"{work.name}, {start} start", name, {"seconds": times, "our_passes_seconds": max(passes[name])})
         for (start, name), times in seconds.items()
-    ]
-
-
-def pass_growth(depths: tuple[int, ...]) -> list[Row]:
-    """Seconds that our passes take on the graphs of deeper and deeper models."""
-    return [
-        Row(f"{point.nodes} nodes", AMP, {"nodes": point.nodes, "seconds": [point.seconds]}) for point in growth(depths)
     ]
 
 
