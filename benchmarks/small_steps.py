@@ -13,7 +13,8 @@ from torch import Tensor
 
 from benchmarks import counting
 from benchmarks.apart import FailedError, apart, in_one_line
-from benchmarks.candidate import UnfairError, check_fairness, relative_error
+from benchmarks.candidate import UnfairError, check_fairness
+from benchmarks.numbers import relative_error
 from benchmarks.peers import AMP, BASELINE, PEERS
 from benchmarks.records import Row
 from benchmarks.small_models import MODELS, Small

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 import ampcompile
+from benchmarks.numbers import modes, same_bits
 from proof.faults.subject import Model, Subject, batch, nothing_left
-from tests.compiling import same_bits
-from tests.conftest import modes
 
 THREADS = 4
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tests.compiling import same_bits
+from benchmarks.numbers import same_bits
 
 WORSE = 1.1
 """How many times eager autocast's error ours may be, plus one ulp."""
