@@ -12,7 +12,7 @@ from proof import expected
 from proof.faults import interrupts, lives, raising
 from proof.models.sweep import MISSING
 from proof.part import part
-from proof.results import of_part
+from proof.results import of_part, verdicts
 
 pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore")]  # torch's deprecations, met on purpose
 SAMPLES = {"ops": 40, "mixed": 20, "in_place": 20, "inductor": 1, "models": 6, "convergence": 1, "fuzz": 1}
@@ -30,7 +30,7 @@ def known() -> list[tuple[str, str, expected.Expected]]:
     found = {
         entry: (name, group, entry)
         for name in SAMPLES
-        for group, failure, entry in expected.failures(name, of_part(name))
+        for group, failure, entry in expected.failures(name, verdicts(of_part(name)))
     }
     return list(found.values())
 
