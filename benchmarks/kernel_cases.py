@@ -79,7 +79,7 @@ def step_kernels(model: str, device: str) -> Iterator[Kernel]:
             "torch: foreach": lambda: torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, flip),
         },
     )
-    ours, theirs = _adam_state(params, grads), _adam_state(params, grads)
+    ours, theirs = adam_state(params, grads), adam_state(params, grads)
     yield Kernel(
         "AdamW",
         28 * count,
@@ -129,7 +129,8 @@ def gradient_kernels(device: str) -> Iterator[Kernel]:
         yield Kernel(f"gradient of a weight, {outputs}x{features}, {rows} rows", bytes_moved, flops, candidates)
 
 
-def _adam_state(params: list[Tensor], grads: list[Tensor]) -> AdamTensors:
+def adam_state(params: list[Tensor], grads: list[Tensor]) -> AdamTensors:
+    """Weights of their own with these values, and what AdamW keeps of them; no copies."""
     group = AdamGroup(3e-4, 0.9, 0.999, 1e-8, 0.01, decoupled_weight_decay=True, maximize=False)
     zeros = lambda: [torch.zeros_like(p) for p in params]  # noqa: E731
     return AdamTensors(

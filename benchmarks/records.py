@@ -11,6 +11,8 @@ from benchmarks.peers import AMP, BASELINE
 
 ALIKE = " | "
 """Between the names of jobs that share an entry of a file."""
+LINE = 120
+"""Characters of a file's lines, where more than plain values would stand in one."""
 RESULTS = Path(__file__).with_name("results")
 """Where the results that the repository keeps are."""
 
@@ -84,7 +86,7 @@ class Records:
         stages = {stage: _alike(jobs) for stage, jobs in self.stages.items()}
         written = self.path.with_suffix(".part")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        written.write_text(json.dumps({"about": self.about, "stages": stages}, indent=1, ensure_ascii=False))
+        written.write_text(_text({"about": self.about, "stages": stages}) + "\n")
         written.replace(self.path)
 
     def add(self, stage: str, job: str, rows: list[Row] | None = None, **more: Any) -> None:
@@ -113,6 +115,20 @@ def _alike(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     for job, noted in jobs.items():
         names.setdefault(json.dumps(noted), []).append(job)
     return {ALIKE.join(alike): jobs[alike[0]] for alike in names.values()}
+
+
+def _text(value: Any, indent: int = 0) -> str:
+    """JSON; a line holds as much as fits, and of plain values all."""
+    whole, items = json.dumps(value, ensure_ascii=False), value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list) or indent + len(whole) <= LINE:
+        return whole
+    if not any(isinstance(item, dict | list) for item in items):
+        return whole
+    names = [f"{json.dumps(name, ensure_ascii=False)}: " for name in value] if isinstance(value, dict) else []
+    lines = [f"{name}{_text(item, indent + 1)}" for name, item in zip(names or [""] * len(value), items, strict=True)]
+    start, end = "{}" if isinstance(value, dict) else "[]"
+    space = "\n" + " " * (indent + 1)
+    return f"{start}{space}{f',{space}'.join(lines)}{space[:-1]}{end}"
 
 
 def _rounded(value: Any) -> Any:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampcompile.kernels.adam import AdamGroup, AdamTensors, adam_reference_
+from ampcompile.kernels.adam import adam_reference_
 from ampcompile.kernels.check_grads import check_grads_reference
 from ampcompile.scaler.grad_scaler import GradScaler
 from ampcompile.weights import binding as weights
 from benchmarks.architectures import build
+from benchmarks.kernel_cases import adam_state
 from benchmarks.peers import AMP
 from benchmarks.records import Row
 
@@ -84,22 +85,8 @@ def ours(params: Params) -> Callable[[], object]:
 
 def inductor(params: Params) -> Callable[[], object]:
     """The plain references of our kernels, compiled together."""
-
-    def zeros() -> list[Tensor]:
-        return [torch.zeros_like(param) for param in params]
-
-    copies = [param.detach().bfloat16() if param.dim() > 1 else None for param in params]
-    group = AdamGroup(1e-4, 0.9, 0.999, 1e-8, 0.01, decoupled_weight_decay=True, maximize=False)
-    tensors = AdamTensors(
-        groups=[group],
-        params=[param.detach() for param in params],
-        exp_avgs=zeros(),
-        exp_avg_sqs=zeros(),
-        max_exp_avg_sqs=[None] * len(params),
-        steps=[torch.zeros((), device=param.device) for param in params],
-        copies=copies,
-        group_of=[0] * len(params),
-    )
+    tensors = adam_state([param.detach() for param in params], [])
+    tensors.copies = [param.detach().bfloat16() if param.dim() > 1 else None for param in params]
     scale = torch.full((), 2.0**16, device=params[0].device)
 
     @torch.compile
