@@ -14,7 +14,6 @@ import torch
 from ampcompile.kernels import native
 from benchmarks import (
     attention_cases,
-    freshness,
     kernel_cases,
     loss_cases,
     published_cases,
@@ -114,7 +113,6 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         "growth": passes | racing["growth"],
         "compile": {compiling.name: partial(cold_and_warm, compiling, setup)},
         "import": {"import": import_time},
-        "freshness": {"freshness": partial(setup.call, freshness.measure, stepped if setup.tiny else "GPT 124M")},
     }
 
 

@@ -45,7 +45,6 @@ TITLES = {
     "scaler": "The step of GradScaler and optimizer",
     "compile": "Compile time",
     "import": "Import time",
-    "freshness": "What freshness costs",
     "small": "Small models",
     "small-apart": "Small models, each peer in a process of its own",
     "growth": "Growth",

@@ -77,9 +77,6 @@ def _of_case(device: str, stage: str, case: str, rows: dict[str, Row]) -> Iterat
     if stage == "import":
         seconds = spread(rows[AMP].figures["seconds"]).middle
         yield Target("at most 0.05 s", case, seconds, seconds <= 0.05)
-    if stage == "freshness" and "most" in rows[AMP].figures:
-        seconds, most = spread(rows[AMP].figures["seconds"]).middle, rows[AMP].figures["most"]
-        yield Target(f"at most {1e6 * most:.2g} us", case, 1e6 * seconds, seconds <= most)
     if "host_syncs" in (figures := rows[AMP].figures):
         yield Target("no host sync", case, figures["host_syncs"], figures["host_syncs"] == 0)
 

@@ -5,7 +5,7 @@ import torch
 
 from proof import expected
 from proof.convergence.sweep import CONTROL, PART, Ending, endings
-from proof.convergence.training import RUNS, losses
+from proof.convergence.training import losses
 from proof.results import of_part, verdicts
 
 
@@ -53,7 +53,6 @@ def test_the_committed_runs_hold_and_would_have_found_weights_in_16_bits() -> No
 
 
 def test_no_copy_of_a_weight_means_that_nothing_ran_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proof.convergence.training._by_amp", lambda model, lower, low: model)
-    monkeypatch.setitem(RUNS, "amp", lambda model, *_: model)
+    monkeypatch.setattr("proof.convergence.training.amp", lambda **_: lambda model: model)
     with pytest.raises(AssertionError, match="no weight was used in 16 bits"):
         losses("ResNet", 0, "amp", torch.bfloat16)
