@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampcompile.kernels import attention_backward
 from ampcompile.kernels.adam import AdamGroup, AdamTensors, adam_, adam_reference_
 from ampcompile.kernels.check_grads import check_grads, check_grads_reference
 from ampcompile.kernels.linear_cast import linear_cast, linear_cast_reference
@@ -127,6 +128,30 @@ def gradient_kernels(device: str) -> Iterator[Kernel]:
         candidates = {AMP: compiled(wide, grad, x), COMPILED: compiled(rounded, grad, x)}
         bytes_moved, flops = 2 * (x.numel() + grad.numel()) + 4 * features * outputs, 2 * rows * features * outputs
         yield Kernel(f"gradient of a weight, {outputs}x{features}, {rows} rows", bytes_moved, flops, candidates)
+
+
+def attention_kernels() -> Iterator[Kernel]:
+    """The backward of GPTs' causal attention on the CPU, 64 features a head: as short as in the training step here, and
+    longer.
+    """
+    for batch, tokens in ((4, 128), (1, 1024)):
+        heads, features = 8, 64
+        q, k, v, grad = torch.randn(4, batch, tokens, heads, features, dtype=torch.bfloat16).transpose(2, 3)
+        out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        given = grad, q, k, v, out, logsumexp
+        reference = torch.compile(attention_backward.attention_backward_reference)
+        candidates: dict[str, Callable[[], object]] = {
+            AMP: partial(attention_backward.ATTENTION_BACKWARD, *given, None, True, 0.125),
+            "torch: flash": partial(attention_backward.FLASH_BACKWARD, *given, 0.0, True, scale=0.125),
+            COMPILED: partial(reference, *given, True, 0.125),
+        }
+        unable = {}
+        if not attention_backward.available():
+            del candidates[AMP]
+            unable[AMP] = "the kernel is one for AVX512-BF16 without AMX"
+        # Reads q, k, v, the result and its gradient, writes three gradients; five products, half of each masked.
+        moved, flops = 8 * q.numel() * q.itemsize, 5 * q.numel() * tokens
+        yield Kernel(f"backward of attention, {batch}x{tokens}, {heads} heads", moved, flops, candidates, unable)
 
 
 def adam_state(params: list[Tensor], grads: list[Tensor]) -> AdamTensors:

@@ -13,7 +13,6 @@ import torch
 
 from ampcompile.kernels import native
 from benchmarks import (
-    attention_cases,
     kernel_cases,
     loss_cases,
     published_cases,
@@ -82,7 +81,7 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         "step": partial(setup.call, kernel_cases.measure, kernel_cases.step_kernels, model, setup.device),
     }
     if setup.plan == "cpu":
-        kernels["attention"] = partial(setup.call, kernel_cases.measure, attention_cases.attention_kernels)
+        kernels["attention"] = partial(setup.call, kernel_cases.measure, kernel_cases.attention_kernels)
     for_gpus = {
         "norm": row_cases.norm_kernels,
         "linear": kernel_cases.linear_kernels,
