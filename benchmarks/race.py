@@ -28,13 +28,24 @@ FEW_ROUNDS = 3
 class Race:
     """The peers that still run, and why the others don't. A round has `least` calls, at least."""
 
-    def __init__(self, running: Mapping[str, Asked], out: Mapping[str, str], least: int = 1) -> None:
-        self.running, self.out, self.least = dict(running), dict(out), least
+    def __init__(self, out: Mapping[str, str], least: int = 1) -> None:
+        self.running: dict[str, Asked] = {}
+        self.figures: dict[str, dict[str, Any]] = {}
+        self.out, self.least = dict(out), least
+
+    def enter(self, name: str, peer: Asked) -> None:
+        """Let in a peer, which prepares itself before the next one comes."""
+        self.running[name] = peer
+        self.figures |= self._ask([name], "prepare")
 
     def ask_all(self, *question: Any, backwards: bool = False) -> dict[str, Any]:
-        """Every peer's answer, one peer after the other; one that fails is out, with all that it said."""
+        """Every peer's answer, one peer after the other."""
+        return self._ask(list(self.running)[:: -1 if backwards else 1], *question)
+
+    def _ask(self, names: Iterable[str], *question: Any) -> dict[str, Any]:
+        """The answers of those that have one; one that fails is out."""
         answers = {}
-        for name in list(self.running)[:: -1 if backwards else 1]:
+        for name in names:
             try:
                 answers[name] = self.running[name].ask(*question)
             except FailedError as error:
@@ -56,24 +67,23 @@ class Race:
 
     def rows(self, cases: Iterable[str], budget: float = 0.0) -> list[Row]:
         """A row for every case and every peer. `budget`: about how many seconds one case is timed."""
-        rows, figures = [], self.ask_all("prepare")
+        rows = []
         for case in cases:
             times, ends = self.time(case, budget), self.ask_all("end")
-            rows += [Row(case, name, {"seconds": times[name], **figures[name], **end}) for name, end in ends.items()]
+            rows += [
+                Row(case, name, {"seconds": times[name], **self.figures[name], **end}) for name, end in ends.items()
+            ]
             rows += [Row(case, name, why=why) for name, why in self.out.items()]
         return rows
 
 
 def race(work: Work, device: str, budget: float, caches: Caches) -> list[Row]:
     """A row for every case of the work and every peer; `caches` makes a folder for what one peer compiles."""
-    out = {name: why for name in work.peers if (why := PEERS[name].unable(device))}
+    contest = Race({name: why for name in work.peers if (why := PEERS[name].unable(device))})
     with ExitStack() as processes:
-        running = {}
-        for name in (name for name in work.peers if name not in out):
+        for name in (name for name in work.peers if name not in contest.out):
             folder, given = processes.enter_context(caches()), (work, PEERS[name], device)
-            running[name] = processes.enter_context(
-                apart(Candidate, *given, caches=folder, environment=work.environment)
-            )
-            if work.isa:
-                running[name].patience = EMULATED
-        return Race(running, out).rows([case for case, _ in work.cases()], budget)
+            peer = processes.enter_context(apart(Candidate, *given, caches=folder, environment=work.environment))
+            peer.patience = EMULATED if work.isa else peer.patience
+            contest.enter(name, peer)
+        return contest.rows([case for case, _ in work.cases()], budget)

@@ -113,16 +113,17 @@ class SmallCandidate:
 
 def measure(model: str, what: str) -> list[Row]:
     """Rows of all peers, in this one process."""
-    return Race({name: Here(SmallCandidate(model, what, name)) for name in NAMES}, {}, FEWEST).rows(
-        [f"{model}: {what}"]
-    )
+    contest = Race({}, FEWEST)
+    for name in NAMES:
+        contest.enter(name, Here(SmallCandidate(model, what, name)))
+    return contest.rows([f"{model}: {what}"])
 
 
 def measure_apart(model: str, what: str, caches: Caches) -> list[Row]:
     """Rows of all peers, each in a process of its own: what one hooks or patches costs no other anything."""
+    contest = Race({}, FEWEST)
     with ExitStack() as processes:
-        candidates = {}
         for name in NAMES:
             folder = processes.enter_context(caches())
-            candidates[name] = processes.enter_context(apart(SmallCandidate, model, what, name, caches=folder))
-        return Race(candidates, {}, FEWEST).rows([f"{model}: {what}"])
+            contest.enter(name, processes.enter_context(apart(SmallCandidate, model, what, name, caches=folder)))
+        return contest.rows([f"{model}: {what}"])

@@ -174,13 +174,16 @@ def checkpoint() -> int:
     return 2
 
 
-FAULTS = (
-    fork,
-    threads_compile,
-    threads_share,
-    deleted_before_backward,
-    deleted_in_turn,
-    deep_copied,
-    pickled,
-    checkpoint,
-)
+FAULTS = {
+    (fault.__doc__ or "").rstrip("."): fault
+    for fault in (
+        fork,
+        threads_compile,
+        threads_share,
+        deleted_before_backward,
+        deleted_in_turn,
+        deep_copied,
+        pickled,
+        checkpoint,
+    )
+}

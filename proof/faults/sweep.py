@@ -12,11 +12,7 @@ from proof.results import Failure, Verdict
 COUNTS = "survived", "fails"
 Fault = Callable[[], int]
 """Tries it, and returns how often; raises where something is wrong afterwards."""
-FAULTS: dict[str, Fault] = {
-    (function.__doc__ or "").rstrip("."): function
-    for module in (raising, interrupts, files, lives)
-    for function in module.FAULTS
-}
+FAULTS: dict[str, Fault] = {**raising.FAULTS, **interrupts.FAULTS, **files.FAULTS, **lives.FAULTS}
 
 
 def groups(everything: bool) -> list[str]:

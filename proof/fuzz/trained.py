@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 import ampcompile
 from benchmarks.numbers import relative_error, same_bits
-from proof.faults.raising import Bomb, Fuse, UserError
+from proof.faults.raising import Breaking, Fuse, UserError
 
 WIDTH = 16
 NEAR = 1.5
 """Times as far from float64: of the few numbers of one look either side may be nearer by chance."""
 
 
-class Model(nn.Module):
+class Model(Breaking, nn.Module):
     """A weight in two layers, one that lies in a buffer's memory, norms, a convolution; in two graphs if `broken`."""
 
     flat: Tensor
@@ -40,12 +40,6 @@ class Model(nn.Module):
         h = self.between(h) if self.broken else h
         h = F.linear(h, self.piece) + self.conv(h.unsqueeze(1)).sum(1)
         return self.head(self.batch(h))
-
-    @torch.compiler.disable
-    def between(self, h: Tensor) -> Tensor:
-        """Run as it is; may raise, in forward or in backward."""
-        self.fuses[0].check()
-        return Bomb.apply(h, self.fuses[1])
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

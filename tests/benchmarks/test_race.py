@@ -28,7 +28,9 @@ class Runner:
 
 
 def running(*runners: Runner) -> Race:
-    return Race({runner.name: runner for runner in runners}, {})
+    contest = Race({})
+    contest.running = {runner.name: runner for runner in runners}
+    return contest
 
 
 def test_turns_alternate() -> None:
@@ -64,8 +66,10 @@ def test_a_round_has_calls_enough_and_rows_say_who_is_out() -> None:
             seconds = super().ask(method, *args)
             return {"figure": method} if method in ("prepare", "end") else seconds
 
-    one, two = Here("a", [], 1.0), Here("b", [], 1.0, answers=1)
-    a, b = Race({"a": one, "b": two}, {}, least=50).rows(["case"])
+    contest = Race({}, least=50)
+    contest.enter("a", Here("a", [], 1.0))
+    contest.enter("b", Here("b", [], 1.0, answers=1))
+    a, b = contest.rows(["case"])
     assert asked.count(("round", 50)) == module.FEW_ROUNDS
     assert a.figures == {"seconds": [1.0] * module.FEW_ROUNDS, "figure": "end"}
     assert (b.case, b.why, b.figures) == ("case", "its process died", {})
