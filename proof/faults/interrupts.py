@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -81,7 +81,7 @@ def while_compiling(error: type[BaseException], trials: int = COMPILING) -> int:
 
 ERRORS: dict[str, type[BaseException]] = {"Ctrl-C": KeyboardInterrupt, "Out of memory": torch.OutOfMemoryError}
 ACTS: dict[str, Act] = {"a call that casts weights": refresh, "clipping, step and update": step}
-FAULTS: dict[str, Callable[[], int]] = {
+FAULTS: Mapping[str, Callable[[], int]] = {
     f"{name} anywhere in {where}": partial(broken_off, act, error)
     for where, act in ACTS.items()
     for name, error in ERRORS.items()
