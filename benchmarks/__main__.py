@@ -1,6 +1,4 @@
 """python -m benchmarks [STAGE ...] [--device cpu|cuda] [--out FILE]   measure, and write the results as JSON
-python -m benchmarks compare OLD.json NEW.json                         fail if something got slower
-python -m benchmarks plot RESULTS.json                                 draw the results beside them
 python -m benchmarks decide RESULTS.json                               what a GPU run decides, by docs/gpu_decisions.md
 python -m benchmarks docs                                              write docs/benchmarks.md from benchmarks/results/
 """
@@ -9,8 +7,6 @@ import importlib
 import sys
 
 COMMANDS = {
-    "compare": "benchmarks.report.compare",
-    "plot": "benchmarks.report.plot",
     "decide": "benchmarks.report.decisions",
     "docs": "benchmarks.report.page",
 }

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 PATIENCE = 300.0
@@ -20,6 +20,26 @@ LEAVE = 10.0
 
 class FailedError(Exception):
     """What went wrong in the other process, in one line."""
+
+
+class Asked(Protocol):
+    """What answers by the name of a method: `Apart`, in another process, or `Here`."""
+
+    def ask(self, method: str, *args: Any) -> Any: ...
+
+
+class Here:
+    """An object of this process that answers as one `apart` does."""
+
+    def __init__(self, served: object) -> None:
+        self.served = served
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call a method. Raises FailedError if that raises."""
+        try:
+            return getattr(self.served, method)(*args)
+        except Exception as error:
+            raise FailedError(in_one_line(error)) from error
 
 
 class Apart:

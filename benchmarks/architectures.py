@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models import GPT, GPT_1_3B, GPT_23M, GPT_124M, GPT_124M_ODD, GPTConfig
-from benchmarks.tiny_linears import TinyLinears
 from benchmarks.unet import UNet
 
 Built = tuple[nn.Module, tuple[Tensor, ...]]
@@ -38,6 +37,19 @@ SMALL: Mapping[str, dict[str, Any]] = {
     "T5": {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2},
     "Llama": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4},
 }
+
+
+class TinyLinears(nn.Module):
+    """Many weights and next to no arithmetic: linear layers of 16 features, one after the other; (batch, 16)."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
 
 
 def build(name: str, batch: int, length: int, training: bool) -> Built:
@@ -89,7 +101,7 @@ class _Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
-class _Transformers(nn.Module):
+class Transformers(nn.Module):
     """A model of `transformers`, called with inputs in order, that returns the loss if there is one, else logits."""
 
     def __init__(self, model: nn.Module, *names: str) -> None:
@@ -110,7 +122,7 @@ def _bert(small: bool, batch: int, length: int, training: bool) -> Built:
 
     config = BertConfig(**_settings("BERT", small))
     tokens, labels = torch.randint(config.vocab_size, (2, batch, length))
-    return _Transformers(BertForMaskedLM(config), "input_ids", "labels"), (tokens, labels) if training else (tokens,)
+    return Transformers(BertForMaskedLM(config), "input_ids", "labels"), (tokens, labels) if training else (tokens,)
 
 
 def _llama(small: bool, batch: int, length: int, training: bool) -> Built:
@@ -118,7 +130,7 @@ def _llama(small: bool, batch: int, length: int, training: bool) -> Built:
 
     config = LlamaConfig(**_settings("Llama", small), num_key_value_heads=4, use_cache=False)
     tokens, labels = torch.randint(config.vocab_size, (2, batch, length))
-    return _Transformers(LlamaForCausalLM(config), "input_ids", "labels"), (tokens, labels) if training else (tokens,)
+    return Transformers(LlamaForCausalLM(config), "input_ids", "labels"), (tokens, labels) if training else (tokens,)
 
 
 def _t5(small: bool, batch: int, length: int, training: bool) -> Built:
@@ -127,21 +139,21 @@ def _t5(small: bool, batch: int, length: int, training: bool) -> Built:
     config = T5Config(**_settings("T5", small), use_cache=False)
     tokens, targets = torch.randint(config.vocab_size, (2, batch, length))
     names = ("input_ids", "labels" if training else "decoder_input_ids")
-    return _Transformers(T5ForConditionalGeneration(config), *names), (tokens, targets)
+    return Transformers(T5ForConditionalGeneration(config), *names), (tokens, targets)
 
 
 def _vit(small: bool, batch: int, side: int, training: bool) -> Built:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(**_settings("ViT", small))
-    return _Transformers(ViTForImageClassification(config), "pixel_values", "labels"), _images(batch, side, training)
+    return Transformers(ViTForImageClassification(config), "pixel_values", "labels"), _images(batch, side, training)
 
 
 def _resnet(small: bool, batch: int, side: int, training: bool) -> Built:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(**_settings("ResNet-50", small))
-    return _Transformers(ResNetForImageClassification(config), "pixel_values", "labels"), _images(batch, side, training)
+    return Transformers(ResNetForImageClassification(config), "pixel_values", "labels"), _images(batch, side, training)
 
 
 def _unet(small: bool, batch: int, side: int, training: bool) -> Built:

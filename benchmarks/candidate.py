@@ -14,14 +14,13 @@ from benchmarks import counting
 from benchmarks.architectures import build, checkpointed
 from benchmarks.compile_time import our_seconds
 from benchmarks.memory import forget_peak, peak_bytes
+from benchmarks.numbers import chunks, relative_error
 from benchmarks.peers import Peer
 from benchmarks.steps import Around, TrainingStep, inference
 from benchmarks.works import Work
 
 FLOAT32_ERROR = 3e-5
 """A relative error below this means that nothing ran in a 16-bit type."""
-CHUNK = 2**24
-"""How many numbers are compared at once: logits of a batch are gigabytes in float64."""
 WRONG_ERROR = 0.5
 """A relative error above this means that the numbers are wrong."""
 
@@ -149,29 +148,14 @@ class Candidate:
             torch.cuda.synchronize()
 
 
-def relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Distance of all tensors together, over their norm; both in float64."""
-    apart = norm = 0.0
-    for pair in zip(found, expected, strict=True):
-        for f, e in zip(*map(_chunks, pair), strict=True):
-            exact = e.double()
-            apart += float((f.double() - exact).square().sum())
-            norm += float(exact.square().sum())
-    return (apart / norm) ** 0.5
-
-
-def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    return tensor.flatten().split(CHUNK)
-
-
 def check_fairness(low: bool, error: float, found: list[Tensor]) -> None:
     """Raises UnfairError unless `found` are right numbers, computed in low precision if they should be."""
     if not error < WRONG_ERROR:
         raise UnfairError(f"wrong numbers: relative error {error:.2g} against eager float32")
     if low and error < FLOAT32_ERROR:
         raise UnfairError(f"ran in float32: relative error {error:.2g} against eager float32")
-    chunks = [chunk for f in found for chunk in _chunks(f)]
-    nonzero = sum(int(chunk.count_nonzero()) for chunk in chunks)
-    denormal = sum(int(((c != 0) & (c.abs() < torch.finfo(torch.float32).tiny)).sum()) for c in chunks)
+    parts = [chunk for f in found for chunk in chunks(f)]
+    nonzero = sum(int(chunk.count_nonzero()) for chunk in parts)
+    denormal = sum(int(((c != 0) & (c.abs() < torch.finfo(torch.float32).tiny)).sum()) for c in parts)
     if denormal > nonzero / 100:
         raise UnfairError(f"{denormal} of {nonzero} numbers are denormal: arithmetic on them is many times slower")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampcompile.kernels import attention_backward
 from ampcompile.kernels.adam import AdamGroup, AdamTensors, adam_, adam_reference_
 from ampcompile.kernels.check_grads import check_grads, check_grads_reference
 from ampcompile.kernels.linear_cast import linear_cast, linear_cast_reference
@@ -79,7 +80,7 @@ def step_kernels(model: str, device: str) -> Iterator[Kernel]:
             "torch: foreach": lambda: torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, flip),
         },
     )
-    ours, theirs = _adam_state(params, grads), _adam_state(params, grads)
+    ours, theirs = adam_state(params, grads), adam_state(params, grads)
     yield Kernel(
         "AdamW",
         28 * count,
@@ -129,7 +130,32 @@ def gradient_kernels(device: str) -> Iterator[Kernel]:
         yield Kernel(f"gradient of a weight, {outputs}x{features}, {rows} rows", bytes_moved, flops, candidates)
 
 
-def _adam_state(params: list[Tensor], grads: list[Tensor]) -> AdamTensors:
+def attention_kernels() -> Iterator[Kernel]:
+    """The backward of GPTs' causal attention on the CPU, 64 features a head: as short as in the training step here, and
+    longer.
+    """
+    for batch, tokens in ((4, 128), (1, 1024)):
+        heads, features = 8, 64
+        q, k, v, grad = torch.randn(4, batch, tokens, heads, features, dtype=torch.bfloat16).transpose(2, 3)
+        out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        given = grad, q, k, v, out, logsumexp
+        reference = torch.compile(attention_backward.attention_backward_reference)
+        candidates: dict[str, Callable[[], object]] = {
+            AMP: partial(attention_backward.ATTENTION_BACKWARD, *given, None, True, 0.125),
+            "torch: flash": partial(attention_backward.FLASH_BACKWARD, *given, 0.0, True, scale=0.125),
+            COMPILED: partial(reference, *given, True, 0.125),
+        }
+        unable = {}
+        if not attention_backward.available():
+            del candidates[AMP]
+            unable[AMP] = "the kernel is one for AVX512-BF16 without AMX"
+        # Reads q, k, v, the result and its gradient, writes three gradients; five products, half of each masked.
+        moved, flops = 8 * q.numel() * q.itemsize, 5 * q.numel() * tokens
+        yield Kernel(f"backward of attention, {batch}x{tokens}, {heads} heads", moved, flops, candidates, unable)
+
+
+def adam_state(params: list[Tensor], grads: list[Tensor]) -> AdamTensors:
+    """Weights of their own with these values, and what AdamW keeps of them; no copies."""
     group = AdamGroup(3e-4, 0.9, 0.999, 1e-8, 0.01, decoupled_weight_decay=True, maximize=False)
     zeros = lambda: [torch.zeros_like(p) for p in params]  # noqa: E731
     return AdamTensors(

@@ -1,4 +1,4 @@
-"""What a run measured, as JSON: rows by stage, beside the machine, the versions and the settings."""
+"""What a run found, as JSON: by stage and job, beside the machine, the versions and the settings."""
 
 import json
 from collections.abc import Iterator
@@ -9,6 +9,10 @@ from typing import Any, NamedTuple, Self
 
 from benchmarks.peers import AMP, BASELINE
 
+ALIKE = " | "
+"""Between the names of jobs that share an entry of a file."""
+LINE = 120
+"""Characters of a file's lines, where more than plain values would stand in one."""
 RESULTS = Path(__file__).with_name("results")
 """Where the results that the repository keeps are."""
 
@@ -59,31 +63,36 @@ def rival(rows: dict[str, Row]) -> str | None:
 
 @dataclass
 class Records:
-    """Results of one machine, kept in a file from job to job."""
+    """What is found on one machine, kept in a file from job to job."""
 
     path: Path
     about: dict[str, Any]
     """The machine, versions and settings."""
     stages: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    """Stage → job → {"rows", "minutes", "commit"}."""
+    """Stage → job → what is noted of it: of measurements rows, minutes and commit."""
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a file that `save` wrote."""
         content = json.loads(path.read_text())
-        return cls(path, content["about"], content["stages"])
+        stages = {
+            stage: {job: noted for names, noted in jobs.items() for job in names.split(ALIKE)}
+            for stage, jobs in content["stages"].items()
+        }
+        return cls(path, content["about"], stages)
 
     def save(self) -> None:
-        """Write the file, in one piece."""
+        """Write the file, in one piece. Jobs of a stage of which the same is noted share an entry."""
+        stages = {stage: _alike(jobs) for stage, jobs in self.stages.items()}
         written = self.path.with_suffix(".part")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        written.write_text(json.dumps({"about": self.about, "stages": self.stages}, indent=1, ensure_ascii=False))
+        written.write_text(_text({"about": self.about, "stages": stages}) + "\n")
         written.replace(self.path)
 
-    def add(self, stage: str, job: str, rows: list[Row], **more: Any) -> None:
-        """Note what a job measured, and save."""
-        plain = [_rounded({k: v for k, v in asdict(row).items() if v}) for row in rows]
-        self.stages.setdefault(stage, {})[job] = {**more, "rows": plain}
+    def add(self, stage: str, job: str, rows: list[Row] | None = None, **more: Any) -> None:
+        """Note what a job found, measured rows or other things, and save."""
+        plain = [_rounded({k: v for k, v in asdict(row).items() if v}) for row in rows or ()]
+        self.stages.setdefault(stage, {})[job] = more if rows is None else {**more, "rows": plain}
         self.save()
 
     def rows(self, stage: str | None = None) -> Iterator[tuple[str, Row]]:
@@ -98,6 +107,28 @@ class Records:
         for _, row in self.rows(stage):
             found.setdefault(row.case, {})[row.peer] = row
         return found
+
+
+def _alike(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Jobs by what is noted of them, their names in one."""
+    names: dict[str, list[str]] = {}
+    for job, noted in jobs.items():
+        names.setdefault(json.dumps(noted), []).append(job)
+    return {ALIKE.join(alike): jobs[alike[0]] for alike in names.values()}
+
+
+def _text(value: Any, indent: int = 0) -> str:
+    """JSON; a line holds as much as fits, and of plain values all."""
+    whole, items = json.dumps(value, ensure_ascii=False), value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list) or indent + len(whole) <= LINE:
+        return whole
+    if not any(isinstance(item, dict | list) for item in items):
+        return whole
+    names = [f"{json.dumps(name, ensure_ascii=False)}: " for name in value] if isinstance(value, dict) else []
+    lines = [f"{name}{_text(item, indent + 1)}" for name, item in zip(names or [""] * len(value), items, strict=True)]
+    start, end = "{}" if isinstance(value, dict) else "[]"
+    space = "\n" + " " * (indent + 1)
+    return f"{start}{space}{f',{space}'.join(lines)}{space[:-1]}{end}"
 
 
 def _rounded(value: Any) -> Any:

@@ -2,12 +2,12 @@
 
 import argparse
 import os
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -15,6 +15,7 @@ from benchmarks import machine
 from benchmarks.apart import FailedError
 from benchmarks.peers import AMP, PEERS
 from benchmarks.records import RESULTS, Records, Row, spread
+from benchmarks.runner import Job, run
 from benchmarks.stages import Setup, sow, stages
 
 
@@ -57,43 +58,14 @@ def main(arguments: list[str]) -> int:
             parser().error(f"no stage is called {', '.join(sorted(unknown))}; there are {', '.join(known)}")
         chosen = [(stage, job) for stage in options.stages or known for job in known[stage]]
         records = opened(options, chosen)
-        left = [(stage, job) for stage, job in chosen if job not in records.stages.get(stage, {})]
-        try:
-            with time_limit(60 * options.minutes):
-                if left:
-                    sow(setup)
-                while left:
-                    stage, job = left[0]
-                    do(records, stage, job, known[stage][job])
-                    left.pop(0)
-        except OutOfTimeError:
-            print(f"out of time in {': '.join(left[0])}" if left else "")
-    print(records.path, f"lacks {len(left)} jobs: run again with --resume" if left else "is complete")
+        jobs = [
+            Job(records, stage, job, partial(measured, job, known[stage][job]))
+            for stage, job in chosen
+            if job not in records.stages.get(stage, {})
+        ]
+        left = run(jobs, options.minutes, partial(sow, setup))
+    print(records.path, f"lacks {left} jobs: run again with --resume" if left else "is complete")
     return int(bool(left))
-
-
-class OutOfTimeError(BaseException):
-    """The time for this run is over. No failure of a peer's: nothing but the run itself catches it."""
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raises OutOfTimeError meanwhile, after so many seconds (0: never), or where the process is asked to end."""
-
-    def stop(*_: object) -> None:
-        raise OutOfTimeError
-
-    numbers = [signal.SIGTERM, *([signal.SIGALRM] if seconds else [])]
-    before = [(number, signal.signal(number, stop)) for number in numbers]
-    if seconds:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        if seconds:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before:
-            signal.signal(number, handler)
 
 
 def opened(options: argparse.Namespace, chosen: list[tuple[str, str]]) -> Records:
@@ -113,18 +85,16 @@ def opened(options: argparse.Namespace, chosen: list[tuple[str, str]]) -> Record
     return records
 
 
-def do(records: Records, stage: str, job: str, work: Callable[[], list[Row]]) -> None:
-    """Run a job, note its rows, and say the gist."""
+def measured(job: str, work: Callable[[], list[Row]]) -> tuple[dict[str, Any], list[str]]:
+    """The rows of a job, how long it took, and the gist."""
     started, load = perf_counter(), os.getloadavg()[0]
     try:
         rows = work()
     except FailedError as error:
         rows = [Row(job, AMP, why=str(error))]
     minutes = (perf_counter() - started) / 60
-    records.add(stage, job, rows, minutes=minutes, commit=machine.commit(), load=load)
-    print(f"{stage}: {job} ({minutes:.1f} min)")
-    for row in rows:
-        print(f"  {row.case}, {row.peer}: {row.why or describe(row)}", flush=True)
+    told = [f"{minutes:.1f} minutes", *(f"{row.case}, {row.peer}: {row.why or describe(row)}" for row in rows)]
+    return {"rows": rows, "minutes": minutes, "commit": machine.commit(), "load": load}, told
 
 
 def describe(row: Row) -> str:

@@ -1,27 +1,23 @@
-"""One optimizer step under a GradScaler: python -m benchmarks.scaler_step [--device cuda] [--model NAME] [--out FILE]
+"""One optimizer step under a GradScaler; candidates in turn.
 
-Unscale, check, clip, AdamW, scale update, and the weights' 16-bit copies brought up to date; candidates in turn.
+Unscale, check, clip, AdamW, scale update, and the weights' 16-bit copies brought up to date.
 """
 
-import argparse
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ampcompile.kernels.adam import AdamGroup, AdamTensors, adam_reference_
+from ampcompile.kernels.adam import adam_reference_
 from ampcompile.kernels.check_grads import check_grads_reference
 from ampcompile.scaler.grad_scaler import GradScaler
 from ampcompile.weights import binding as weights
-from benchmarks import machine
 from benchmarks.architectures import build
+from benchmarks.kernel_cases import adam_state
 from benchmarks.peers import AMP
-from benchmarks.records import Row, spread, times_faster
+from benchmarks.records import Row
 
 ROUNDS = 25
 CASE = "clip and AdamW step under a GradScaler"
@@ -89,22 +85,8 @@ def ours(params: Params) -> Callable[[], object]:
 
 def inductor(params: Params) -> Callable[[], object]:
     """The plain references of our kernels, compiled together."""
-
-    def zeros() -> list[Tensor]:
-        return [torch.zeros_like(param) for param in params]
-
-    copies = [param.detach().bfloat16() if param.dim() > 1 else None for param in params]
-    group = AdamGroup(1e-4, 0.9, 0.999, 1e-8, 0.01, decoupled_weight_decay=True, maximize=False)
-    tensors = AdamTensors(
-        groups=[group],
-        params=[param.detach() for param in params],
-        exp_avgs=zeros(),
-        exp_avg_sqs=zeros(),
-        max_exp_avg_sqs=[None] * len(params),
-        steps=[torch.zeros((), device=param.device) for param in params],
-        copies=copies,
-        group_of=[0] * len(params),
-    )
+    tensors = adam_state([param.detach() for param in params], [])
+    tensors.copies = [param.detach().bfloat16() if param.dim() > 1 else None for param in params]
     scale = torch.full((), 2.0**16, device=params[0].device)
 
     @torch.compile
@@ -126,7 +108,7 @@ CANDIDATES: dict[str, Callable[[Params], Callable[[], object]]] = {
 }
 
 
-def measure(model: str, device: str, names: Sequence[str] = tuple(CANDIDATES), rounds: int = ROUNDS) -> list[Row]:
+def measure(model: str, device: str) -> list[Row]:
     """Seconds of a step in each round. Gradients are filled anew before each, untimed: unscaled again and again they
     would end in denormals, and every figure would triple.
     """
@@ -134,21 +116,21 @@ def measure(model: str, device: str, names: Sequence[str] = tuple(CANDIDATES), r
     source = [torch.randn_like(param) * 2.0**16 for param in start]
     grads = [torch.empty_like(grad) for grad in source]
     steps = {}
-    for name in names:
+    for name in CANDIDATES:
         params = [nn.Parameter(param.clone()) for param in start]
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
         steps[name] = CANDIDATES[name](params)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(-2, rounds):
-        for name in names if turn % 2 else reversed(names):
+    times: dict[str, list[float]] = {name: [] for name in CANDIDATES}
+    for turn in range(-2, ROUNDS):
+        for name in CANDIDATES if turn % 2 else reversed(CANDIDATES):
             torch._foreach_copy_(grads, source)
             seconds = timed(steps[name], device)
             if turn >= 0:
                 times[name].append(seconds)
     count = sum(param.numel() for param in start)
     figures = {"parameters": count, "bytes": BYTES * count}
-    return [Row(f"{CASE}, {model}", name, {"seconds": times[name], **figures}) for name in names]
+    return [Row(f"{CASE}, {model}", name, {"seconds": times[name], **figures}) for name in CANDIDATES]
 
 
 def timed(step: Callable[[], object], device: str) -> float:
@@ -160,28 +142,3 @@ def timed(step: Callable[[], object], device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return perf_counter() - begin
-
-
-def main() -> None:
-    """Measure, print medians and ratios, and write JSON if asked to."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaler_step", description=__doc__)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--model", default="GPT 23M", help="a name that benchmarks.architectures knows")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--without", nargs="*", default=[], choices=CANDIDATES, metavar="CANDIDATE")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    names = [name for name in CANDIDATES if name not in options.without]
-    rows = measure(options.model, options.device, names, options.rounds)
-    amp = next(row for row in rows if row.peer == AMP)
-    for row in rows:
-        low, middle, high = (1e3 * value for value in spread(row.figures["seconds"]))
-        rate, faster = row.figures["bytes"] / middle / 1e6, times_faster(amp, row).middle
-        print(f"{middle:7.2f} ms ({low:.2f} to {high:.2f}), {rate:6.1f} GB/s, {faster:5.2f} times amp's: {row.peer}")
-    if options.out:
-        content = {"about": machine.about(options.device), "commit": machine.commit(), "rows": [*map(asdict, rows)]}
-        options.out.write_text(json.dumps(content, indent=1))
-
-
-if __name__ == "__main__":
-    main()

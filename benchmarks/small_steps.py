@@ -1,30 +1,27 @@
 """Training steps and calls of small models, with the optimizers that users write: peers in turn, step by step."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import counting
-from benchmarks.apart import FailedError, apart, in_one_line
-from benchmarks.candidate import UnfairError, check_fairness, relative_error
+from benchmarks.apart import Here, apart
+from benchmarks.candidate import UnfairError, check_fairness
+from benchmarks.numbers import relative_error
 from benchmarks.peers import AMP, BASELINE, PEERS
+from benchmarks.race import Caches, Race
 from benchmarks.records import Row
 from benchmarks.small_models import MODELS, Small
 
 NAMES = ("eager fp32", "eager autocast", "Inductor fp32", BASELINE, AMP)
 STEP, CALL = "step", "call without gradients"
-ROUNDS = 7
 FEWEST = 50
 """Steps of a round, at least."""
-ROUND = 0.1
-"""Seconds that a round of the fastest peer lasts, at least."""
 
 
 class SmallCandidate:
@@ -58,7 +55,7 @@ class SmallCandidate:
             raise UnfairError(f"found {casts.products} products in 16 bits among those compiled")
         return figures | {"graphs": counting.graphs_compiled() - before, "low_products": casts.products}
 
-    def begin(self) -> float:
+    def begin(self, case: str) -> float:
         """Warm up; returns the seconds of one step or call."""
         self.round(5)
         self.graphs = counting.graphs_compiled()
@@ -73,9 +70,9 @@ class SmallCandidate:
             seconds.append(perf_counter() - start)
         return median(seconds)
 
-    def recompiled(self) -> int:
+    def end(self) -> dict[str, Any]:
         """Graphs compiled in this process since `begin`."""
-        return counting.graphs_compiled() - self.graphs
+        return {"recompiled": counting.graphs_compiled() - self.graphs}
 
     def parameters(self) -> list[Tensor]:
         """All that its optimizers update."""
@@ -114,60 +111,19 @@ class SmallCandidate:
         return grads
 
 
-class Asked(Protocol):
-    """What answers by the name of a method: `Apart`, in another process, or `Here`."""
-
-    def ask(self, method: str, *args: Any) -> Any: ...
-
-
-class Here:
-    """An object of this process that answers as one `apart` does."""
-
-    def __init__(self, served: object) -> None:
-        self.served = served
-
-    def ask(self, method: str, *args: Any) -> Any:
-        """Call a method. Raises FailedError if that raises."""
-        try:
-            return getattr(self.served, method)(*args)
-        except Exception as error:
-            raise FailedError(in_one_line(error)) from error
-
-
 def measure(model: str, what: str) -> list[Row]:
     """Rows of all peers, in this one process."""
-    return take_turns(f"{model}: {what}", {name: Here(SmallCandidate(model, what, name)) for name in NAMES})
+    contest = Race({}, FEWEST)
+    for name in NAMES:
+        contest.enter(name, Here(SmallCandidate(model, what, name)))
+    return contest.rows([f"{model}: {what}"])
 
 
-def measure_apart(model: str, what: str, caches: Callable[[], AbstractContextManager[Path]]) -> list[Row]:
+def measure_apart(model: str, what: str, caches: Caches) -> list[Row]:
     """Rows of all peers, each in a process of its own: what one hooks or patches costs no other anything."""
+    contest = Race({}, FEWEST)
     with ExitStack() as processes:
-        candidates = {}
         for name in NAMES:
             folder = processes.enter_context(caches())
-            candidates[name] = processes.enter_context(apart(SmallCandidate, model, what, name, caches=folder))
-        return take_turns(f"{model}: {what}", candidates)
-
-
-def take_turns(case: str, candidates: Mapping[str, Asked]) -> list[Row]:
-    """A row for each: median seconds of each round, and what it says of itself, or why it failed."""
-    running, out, figures = dict(candidates), {}, {}
-
-    def ask_all(*question: Any, backwards: bool = False) -> Iterator[tuple[str, Any]]:
-        for name in list(running)[:: -1 if backwards else 1]:
-            try:
-                yield name, running[name].ask(*question)
-            except FailedError as error:
-                out[name] = str(error)
-                del running[name]
-
-    figures = dict(ask_all("prepare"))
-    one = dict(ask_all("begin"))
-    steps = max(FEWEST, math.ceil(ROUND / min(one.values(), default=1.0)))
-    times = [dict(ask_all("round", steps, backwards=turn % 2 == 1)) for turn in range(ROUNDS)]
-    for name, count in ask_all("recompiled"):
-        figures[name] |= {"seconds": [seconds[name] for seconds in times], "steps": steps, "recompiled": count}
-    return [
-        *(Row(case, name, figures[name]) for name in running),
-        *(Row(case, name, why=why) for name, why in out.items()),
-    ]
+            contest.enter(name, processes.enter_context(apart(SmallCandidate, model, what, name, caches=folder)))
+        return contest.rows([f"{model}: {what}"])

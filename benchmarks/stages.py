@@ -13,9 +13,6 @@ import torch
 
 from ampcompile.kernels import native
 from benchmarks import (
-    attention_cases,
-    freshness,
-    import_time,
     kernel_cases,
     loss_cases,
     published_cases,
@@ -24,7 +21,7 @@ from benchmarks import (
 )
 from benchmarks.apart import apart
 from benchmarks.candidate import Candidate
-from benchmarks.compile_time import growth
+from benchmarks.compile_time import import_time, pass_growth
 from benchmarks.peers import AMP, BASELINE, PEERS
 from benchmarks.race import race
 from benchmarks.records import Row
@@ -83,7 +80,7 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         "step": partial(setup.call, kernel_cases.measure, kernel_cases.step_kernels, model, setup.device),
     }
     if setup.plan == "cpu":
-        kernels["attention"] = partial(setup.call, kernel_cases.measure, attention_cases.attention_kernels)
+        kernels["attention"] = partial(setup.call, kernel_cases.measure, kernel_cases.attention_kernels)
     for_gpus = {
         "linear": kernel_cases.linear_kernels,
         "gradient": kernel_cases.gradient_kernels,
@@ -112,8 +109,7 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         **(small if setup.plan == "cpu" else {}),
         "growth": passes | racing["growth"],
         "compile": {compiling.name: partial(cold_and_warm, compiling, setup)},
-        "import": {"import": import_time.measure},
-        "freshness": {"freshness": partial(setup.call, freshness.measure, stepped if setup.tiny else "GPT 124M")},
+        "import": {"import": import_time},
     }
 
 
@@ -132,13 +128,6 @@ def cold_and_warm(work: Work, setup: Setup, repeats: int = 2) -> list[Row]:
     return [
         Row(f"{work.name}, {start} start", name, {"seconds": times, "our_passes_seconds": max(passes[name])})
         for (start, name), times in seconds.items()
-    ]
-
-
-def pass_growth(depths: tuple[int, ...]) -> list[Row]:
-    """Seconds that our passes take on the graphs of deeper and deeper models."""
-    return [
-        Row(f"{point.nodes} nodes", AMP, {"nodes": point.nodes, "seconds": [point.seconds]}) for point in growth(depths)
     ]
 
 

@@ -1,23 +1,16 @@
 """python -m proof [PART ...] [--all] [--shard I/N] [--minutes M]   run what has no verdict yet, and write docs/proof.md
-python -m proof dashboard [--checkout PATH]                       run PyTorch's own benchmark scripts, and write it too
+python -m proof dashboard                                         run PyTorch's own benchmark scripts, and write it too
 python -m proof docs                                              write docs/proof.md from proof/results/
 """
 
 import sys
 
 from proof import page, run
-from proof.dashboard import run as dashboard
 
 
 def main(arguments: list[str]) -> int:
     """Run the command that the arguments name; returns the exit status."""
-    match arguments:
-        case ["docs"]:
-            status = 0
-        case ["dashboard", *others]:
-            status = dashboard.main(others)
-        case _:
-            status = run.main(arguments)
+    status = 0 if arguments == ["docs"] else run.main(arguments)
     page.main()
     return status
 

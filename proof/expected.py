@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from proof.results import Failure, Results
+from proof.results import Failure, Verdict
 
 
 class Expected(NamedTuple):
@@ -60,10 +60,9 @@ EXPECTED: tuple[Expected, ...] = (
 )
 
 
-def failures(part: str, found: Iterable[Results]) -> Iterable[tuple[str, Failure, Expected | None]]:
+def failures(part: str, found: Iterable[Verdict]) -> Iterable[tuple[str, Failure, Expected | None]]:
     """Every failure of a part: its group, and the entry that it is expected by."""
-    for results in found:
-        for group, verdict in results.verdicts.items():
-            for failure in verdict.failures:
-                fitting = (entry for entry in EXPECTED if entry.covers(part, group, failure))
-                yield group, failure, next(fitting, None)
+    for verdict in found:
+        for failure in verdict.failures:
+            fitting = (entry for entry in EXPECTED if entry.covers(part, verdict.group, failure))
+            yield verdict.group, failure, next(fitting, None)

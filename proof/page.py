@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records import Records
 from benchmarks.report.tables import table
 from proof import expected, results, versions
-from proof.dashboard.chapter import chapter as dashboard
 from proof.part import HOMES, part
-from proof.results import Failure, Results, Verdict
+from proof.results import Failure
 
 PAGE = Path(__file__).parents[1] / "docs" / "proof.md"
 HEAD = """# Proof: what holds, case by case
@@ -24,40 +24,43 @@ always the same. Each group runs in a process that is replaced when it dies, so 
 
 def page(folder: Path = results.RESULTS) -> str:
     """The whole document."""
-    found = {name: [each for each in results.of_part(name, folder) if each.verdicts] for name in HOMES}
-    chapters = (chapter(name, files) for name, files in found.items() if files)
-    return HEAD + "".join(f"\n{text}" for lines in (*chapters, versions.chapter(folder), dashboard()) for text in lines)
+    found = {name: list(results.of_part(name, folder)) for name in HOMES}
+    chapters = [chapter(name, files) for name, files in found.items() if files]
+    chapters.insert(-1 if found["dashboard"] else len(chapters), versions.chapter(folder))
+    return HEAD + "".join(f"\n{text}" for lines in chapters for text in lines)
 
 
-def chapter(name: str, found: Sequence[Results]) -> Iterator[str]:
+def chapter(name: str, files: Sequence[Records]) -> Iterator[str]:
     """What one part's results say."""
+    found = results.verdicts(files)
     yield f"## {part(name).title}\n"
     yield part(name).says
-    yield machines(found)
+    yield machines(files)
     asked = set(part(name).groups(False))
-    known = asked & {verdict.group for verdict in verdicts(found)}
+    known = asked & {verdict.group for verdict in found}
     if known < asked:
         yield f"So far {len(known)} of the sample's {len(asked)} groups of cases.\n"
-    yield part(name).tabulate(verdicts(found))
+    yield part(name).tabulate(found)
     if rows := sorted(_not_so(expected.failures(name, found))):
         yield "Not so:\n"
         yield table(["", "what", "cases", "stock too", "why"], rows)
 
 
-def verdicts(found: Iterable[Results]) -> list[Verdict]:
-    """Of all files of a part."""
-    return [verdict for each in found for verdict in each.verdicts.values()]
-
-
-def machines(found: Iterable[Results]) -> str:
+def machines(files: Iterable[Records]) -> str:
     """What they were found on and with."""
     lines = {
         f"{a['processor']}, {', '.join(a['low-precision instructions']) or 'no 16-bit units'}; {a['system']}, "
-        f"Python {a['python']}, torch {a['torch']}; commit {a['commit']}."
-        for each in found
-        for a in each.about
+        f"Python {a['python']}, torch {a['torch']}{a.get('with', '')}; commit {a['commit']}."
+        for records in files
+        for a in records.about["runs"]
     }
     return "\n".join(sorted(lines)) + "\n"
+
+
+def share_held(held: int, failed: int) -> str:
+    """How many cases hold, in a sentence."""
+    share = f"{held / (held + failed):.2%}" if held else "none"
+    return f"{share} hold: {held} of {held + failed} that eager autocast runs and stock AOTAutograd gets right."
 
 
 def outcomes(rows: dict[str, Counter[str]], columns: Sequence[str]) -> str:

@@ -3,43 +3,50 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from proof.results import Verdict
+from proof.results import Verdict, about
 
 HOMES = {
-    "ops": "proof.ops.sweep",
-    "mixed": "proof.ops.mixed",
-    "in_place": "proof.ops.in_place",
-    "inductor": "proof.ops.inductor",
-    "models": "proof.models.sweep",
-    "convergence": "proof.convergence.sweep",
-    "fuzz": "proof.fuzz.sweep",
-    "faults": "proof.faults.sweep",
+    "ops": "proof.ops.parts.OPERATORS",
+    "mixed": "proof.ops.parts.MIXED",
+    "in_place": "proof.ops.parts.IN_PLACE",
+    "inductor": "proof.ops.parts.INDUCTOR",
+    "models": "proof.models.sweep.PART",
+    "convergence": "proof.convergence.sweep.PART",
+    "fuzz": "proof.fuzz.sweep.PART",
+    "faults": "proof.faults.sweep.PART",
+    "dashboard": "proof.dashboard.sweep.PART",
 }
-"""Part → module whose `PART` it is, in the order in which they run and stand on the page."""
+"""Part → where it is, in the order in which they run and stand on the page."""
+BY_NAME_ALONE = {"dashboard"}
+"""Parts that run only if they are named."""
 
 
-class Part(Protocol):
+@dataclass(frozen=True)
+class Part:
     """A part of the proof."""
 
     title: str
     says: str
     """What the page says of the rules."""
-    seconds: float
+    groups: Callable[[bool], list[str]]
+    """Names of groups of cases, always the same: all of them, or those of the default sample."""
+    run: Callable[[str], Verdict]
+    """Tries all cases of a group. Called in a process of its own, which serves many groups."""
+    tabulate: Callable[[Sequence[Verdict]], str]
+    """What came of all groups together, for the page."""
+    seconds: float = 600.0
     """How long one group may take."""
-
-    def groups(self, everything: bool) -> list[str]:
-        """Names of groups of cases, always the same; without `everything`, those of the default sample."""
-
-    def run(self, group: str) -> Verdict:
-        """Try all cases of a group. Called in a process of its own, which serves many groups."""
-
-    def tabulate(self, verdicts: Sequence[Verdict]) -> str:
-        """What came of all groups together, for the page."""
+    about: Callable[[], dict[str, Any]] = about
+    """The machine and the versions that the page names."""
+    missing: Callable[[], str] = str
+    """What keeps it from running here, and how to get it; empty if nothing does."""
 
 
 def part(name: str) -> Part:
     """The part of that name."""
-    return importlib.import_module(HOMES[name]).PART
+    module, _, attribute = HOMES[name].rpartition(".")
+    return getattr(importlib.import_module(module), attribute)

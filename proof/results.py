@@ -1,15 +1,15 @@
-"""What was found, case by case, as JSON lines in proof/results/: one file for each part, or for each shard of one."""
+"""What was found, group by group, in proof/results/: one file of records for each part, or for each shard of one."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import machine
+from benchmarks.records import Records
 
 RESULTS = Path(__file__).with_name("results")
 """Where the results that the repository keeps are."""
@@ -34,61 +34,46 @@ class Verdict:
     figures: dict[str, list[float]] = field(default_factory=dict)
     """What was measured, where only many groups together show what holds."""
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """Stage and job in a file of records: the group's setting, and what stands before the first comma."""
+        name, _, setting = self.group.partition(", ")
+        return setting, name
 
-@dataclass
-class Results:
-    """Verdicts of one part in one file, each written when it is there."""
+    def noted(self) -> dict[str, Any]:
+        """What a record says of it."""
+        return {name: value for name, value in vars(self).items() if value and name != "group"}
 
-    path: Path
-    about: list[dict[str, Any]] = field(default_factory=list)
-    """Versions and machine of each run that wrote here."""
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
 
-    @classmethod
-    def load(cls, path: Path) -> Results:
-        """Read a file; one that isn't there is empty, and of a line that was cut off nothing is kept."""
-        found = cls(path)
-        for line in path.read_text().splitlines() if path.exists() else ():
-            try:
-                content = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if "about" in content:
-                found.about.append(content["about"])
-            else:
-                failures = [Failure(**failure) for failure in content.pop("failures", ())]
-                found.verdicts[content["group"]] = Verdict(**content, failures=failures)
-        return found
+def verdicts(files: Iterable[Records]) -> list[Verdict]:
+    """Of all files, by group."""
+    found = []
+    for records in files:
+        for setting, jobs in records.stages.items():
+            for name, noted in jobs.items():
+                failures = [Failure(*failure) for failure in noted.get("failures", ())]
+                group = f"{name}, {setting}" if setting else name
+                found.append(Verdict(group, noted.get("counts", {}), failures, noted.get("figures", {})))
+    return sorted(found, key=lambda verdict: verdict.group)
 
-    def begin(self, about: dict[str, Any]) -> None:
-        """Note who writes from here on."""
-        if about not in self.about:
-            self.about.append(about)
-            self._write({"about": about})
 
-    def add(self, verdict: Verdict) -> None:
-        """Keep a verdict, on disk too."""
-        self.verdicts[verdict.group] = verdict
-        failures = [failure._asdict() for failure in verdict.failures]
-        self._write({name: value for name, value in (*vars(verdict).items(), ("failures", failures)) if value})
-
-    def _write(self, content: dict[str, Any]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        whole = not self.path.exists() or self.path.read_bytes()[-1:] in (b"", b"\n")
-        with self.path.open("a") as file:
-            file.write("" if whole else "\n")
-            file.write(json.dumps(content, ensure_ascii=False) + "\n")
+def opened(path: Path, about: dict[str, Any] | None = None) -> Records:
+    """The file of records at `path`, or an empty one; `about` joins those who found what is there."""
+    records = Records.load(path) if path.exists() else Records(path, {"runs": []})
+    if about and about not in records.about["runs"]:
+        records.about["runs"].append(about)
+    return records
 
 
 def name_of(part: str, shard: tuple[int, int]) -> str:
     """The file of a part's shard."""
-    return f"{part}.jsonl" if shard[1] == 1 else f"{part}.{shard[0]}of{shard[1]}.jsonl"
+    return f"{part}.json" if shard[1] == 1 else f"{part}.{shard[0]}of{shard[1]}.json"
 
 
-def of_part(part: str, folder: Path = RESULTS) -> Iterator[Results]:
+def of_part(part: str, folder: Path = RESULTS) -> Iterator[Records]:
     """Everything that is known of a part."""
-    for path in sorted(folder.glob(f"{part}.*jsonl")):
-        yield Results.load(path)
+    for path in sorted(folder.glob(f"{part}.*json")):
+        yield Records.load(path)
 
 
 def shard(text: str) -> tuple[int, int]:

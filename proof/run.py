@@ -6,17 +6,18 @@ import argparse
 import contextlib
 import hashlib
 import logging
+import sys
 import warnings
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import monotonic
+from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+from benchmarks import runner
 from benchmarks.apart import Apart, FailedError, apart
 from proof import part as parts
-from proof.results import RESULTS, Failure, Results, Verdict, about, name_of, of_part, shard
+from proof.results import RESULTS, Failure, Verdict, name_of, of_part, opened, shard, verdicts
 
 GROUPS_PER_PROCESS = 200
 """Dynamo keeps some of each graph; so many later a new process begins."""
@@ -64,7 +65,7 @@ class Workers:
 def parser() -> argparse.ArgumentParser:
     """The options of a run."""
     found = argparse.ArgumentParser(prog="python -m proof", description=__doc__)
-    found.add_argument("parts", nargs="*", metavar="PART", help=f"which of {', '.join(parts.HOMES)}; all by default")
+    found.add_argument("parts", nargs="*", metavar="PART", help=f"which of {', '.join(parts.HOMES)}")
     found.add_argument("--all", action="store_true", help="every case, not the default sample")
     found.add_argument("--shard", type=shard, default=(1, 1), metavar="I/N", help="every N-th group, from the I-th on")
     found.add_argument("--minutes", type=float, default=60.0, help="stop after so many (default %(default)g)")
@@ -75,61 +76,33 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """Run what is asked for; 1 if something is left for another run."""
+    """Run what is asked for; 1 if something is left for another run, 2 if something is missing."""
     options = parser().parse_args(arguments)
     if unknown := set(options.parts) - set(parts.HOMES):
         parser().error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(parts.HOMES)}")
-    console, end = Console(stderr=True), monotonic() + 60 * options.minutes
-    left = 0
+    names = options.parts or [name for name in parts.HOMES if name not in parts.BY_NAME_ALONE]
+    if missing := [why for name in names if (why := parts.part(name).missing())]:
+        print(*missing, sep="\n", file=sys.stderr)
+        return 2
     with TemporaryDirectory() as caches, contextlib.closing(Workers(Path(caches))) as workers:
-        for name in options.parts or parts.HOMES:
-            results = Results.load(options.results / name_of(name, options.shard))
-            if options.again:
-                results.path.unlink(missing_ok=True)
-                results = Results(results.path)
-            groups = _left(name, options)
-            if groups:
-                results.begin(about())
-            left += _run(name, groups, results, workers, end, console)
-    console.print(
-        f"{left} groups left: the same command goes on with them" if left else "nothing is left", markup=False
-    )
+        left = runner.run([job for name in names for job in _jobs(name, options, workers)], options.minutes)
+    print(f"{left} groups left: the same command goes on with them" if left else "nothing is left")
     return 1 if left else 0
 
 
-def _left(name: str, options: argparse.Namespace) -> list[str]:
+def _jobs(name: str, options: argparse.Namespace, workers: Workers) -> Iterator[runner.Job]:
     """In an order in which whatever is done when time is up is a fair sample."""
-    index, count = options.shard
-    groups = sorted(parts.part(name).groups(options.all), key=lambda group: hashlib.sha256(group.encode()).digest())
-    groups = groups[index - 1 :: count]
-    if options.only:
-        return [group for group in groups if options.only in group]
-    done = {group for each in of_part(name, options.results) for group in each.verdicts}
-    return [group for group in groups if group not in done]
+    path, part, (index, count) = options.results / name_of(name, options.shard), parts.part(name), options.shard
+    if options.again:
+        path.unlink(missing_ok=True)
+    groups = sorted(part.groups(options.all), key=lambda group: hashlib.sha256(group.encode()).digest())
+    done = {verdict.group for verdict in verdicts(of_part(name, options.results))} if not options.only else set()
+    left = [group for group in groups[index - 1 :: count] if options.only in group and group not in done]
+    records = opened(path, part.about() if left else None)
+    for group in left:
+        yield runner.Job(records, *Verdict(group).place, partial(_tried, workers, name, group, part.seconds))
 
 
-def _run(name: str, groups: list[str], results: Results, workers: Workers, end: float, console: Console) -> int:
-    """How many groups the time left wasn't enough for."""
-    seconds = parts.part(name).seconds
-    with _progress(console) as progress:
-        task = progress.add_task(name, total=len(groups))
-        for done, group in enumerate(groups):
-            if monotonic() > end:
-                return len(groups) - done
-            progress.update(task, description=f"{name}: {group}")
-            verdict = workers.verdict(name, group, seconds)
-            results.add(verdict)
-            for failure in verdict.failures:
-                progress.console.print(f"{group}: {failure.kind}: {failure.text[:200]}", markup=False, highlight=False)
-            progress.advance(task)
-    return 0
-
-
-def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description:50.50}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, disable=not console.is_terminal)
+def _tried(workers: Workers, name: str, group: str, seconds: float) -> tuple[dict[str, Any], list[str]]:
+    verdict = workers.verdict(name, group, seconds)
+    return verdict.noted(), [f"{failure.kind}: {failure.text[:200]}" for failure in verdict.failures]

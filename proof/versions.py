@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from benchmarks.records import Records
 from benchmarks.report.tables import table
 from proof.results import RESULTS, about
 
@@ -27,13 +27,14 @@ def note(folder: Path, outcomes: Iterable[Outcome]) -> None:
     """Keep what came of a run of some files, instead of what was known of them for this torch and this Python."""
     facts = about()
     path, version = folder / NAME, f"torch {facts['torch']}, Python {facts['python']}"
-    known = json.loads(path.read_text()) if path.exists() else {}
+    known = Records.load(path) if path.exists() else Records(path, {})
     found: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for test, outcome in outcomes:
         found[test.partition("::")[0]][outcome] += 1
-    files = known.get(version, {}).get("files", {}) | found
-    known[version] = {"about": facts, "files": dict(sorted(files.items()))}
-    path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+    files = known.stages.get(version, {}) | found
+    known.about = dict(sorted({**known.about, version: facts}.items()))
+    known.stages = dict(sorted({**known.stages, version: dict(sorted(files.items()))}.items()))
+    known.save()
 
 
 def chapter(folder: Path = RESULTS) -> Iterator[str]:
@@ -43,14 +44,14 @@ def chapter(folder: Path = RESULTS) -> Iterator[str]:
         return
     yield "## Versions\n"
     yield SAYS
-    known = json.loads(path.read_text())
+    known = Records.load(path)
     rows = []
-    for version, found in known.items():
-        counts: Counter[str] = sum(map(Counter, found["files"].values()), Counter())
-        facts = found["about"]
+    for version, files in known.stages.items():
+        counts: Counter[str] = sum(map(Counter, files.values()), Counter())
+        facts = known.about[version]
         units = ", ".join(facts["low-precision instructions"]) or "no 16-bit units"
-        figures = (len(found["files"]), *(counts[name] for name in COUNTS))
+        figures = (len(files), *(counts[name] for name in COUNTS))
         rows.append((version, f"{facts['processor']}, {units}", *map(str, figures), facts["commit"]))
     yield table(["", "on", "files", *COUNTS, "commit"], rows)
-    if never := [python for python in PYTHONS if not any(f"Python {python}." in version for version in known)]:
+    if never := [python for python in PYTHONS if not any(f"Python {python}." in version for version in known.stages)]:
         yield f"Allowed, but not run so far: Python {' and '.join(never)}.\n"

@@ -16,6 +16,8 @@ from ampcompile.config import Options
 from ampcompile.passes.base import Pass
 from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.graph import graphs
+from benchmarks.numbers import bits as bits
+from benchmarks.numbers import same_bits as same_bits
 
 LOW, HALF, HIGH = torch.bfloat16, torch.float16, torch.float32
 
@@ -80,37 +82,6 @@ def eager(f: Callable[..., Any], *args: Any, dtype: torch.dtype = LOW, **kwargs:
 def dtypes(values: Any) -> list[Any]:
     """The dtypes of all tensors in a structure, in order."""
     return [value.dtype for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    """Whether two structures hold the same leaves in the same order: tensors of one dtype, one shape, and equal bits.
-
-    0 is not -0, and infinity is no finite number. Every NaN counts as the same one, whatever its sign and payload:
-    which of two operands' payloads survives an addition depends on the order in which a compiler puts them, and
-    torch's own vectorized and scalar conversions to 16 bits write different ones.
-    """
-    left, right = pytree.tree_leaves(a), pytree.tree_leaves(b)
-    return len(left) == len(right) and all(map(_same_leaf, left, right))
-
-
-def _same_leaf(a: Any, b: Any) -> bool:
-    if type(a) is not type(b) and not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        return False
-    if isinstance(a, float):
-        return same_bits(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))
-    if not isinstance(a, torch.Tensor):
-        return a == b
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
-
-
-def bits(value: torch.Tensor) -> torch.Tensor:
-    """The bits of numbers as integers, all NaN alike."""
-    value = value.detach().resolve_conj().resolve_neg()
-    value = torch.view_as_real(value) if value.is_complex() else value
-    if not value.is_floating_point():
-        return value
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.itemsize]
-    return value.masked_fill(value.isnan(), torch.nan).view(integers)
 
 
 def gradients(module: torch.nn.Module, run: Callable[[torch.nn.Module], torch.Tensor]) -> list[torch.Tensor | None]:

@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from ampcompile.torch_private import processor
+from benchmarks.numbers import modes
 from proof.results import shard
 
 SEED = "AMPCOMPILE_TEST_SEED"
@@ -176,25 +177,6 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
         report.outcome = "failed"
         report.longrepr = f"{collector.nodeid} draws random numbers when it is imported: draw them in a fixture"
     return report
-
-
-def modes() -> dict[str, object]:
-    """State of this thread that a compiled call must leave as it found it."""
-    devices = ("cpu", "cuda", "xpu", "mps")
-    memory = sys.modules.get("ampcompile.weights.memory")
-    nesting = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return {
-        "autocast nesting": nesting,
-        "autocast cache": torch.is_autocast_cache_enabled(),
-        "grad": torch.is_grad_enabled(),
-        "inference": torch.is_inference_mode_enabled(),
-        "default dtype": torch.get_default_dtype(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "the lock of copies is held": memory is not None and memory.lock._is_owned(),
-        **{f"autocast on {device}": torch.is_autocast_enabled(device) for device in devices},
-        **{f"autocast dtype on {device}": torch.get_autocast_dtype(device) for device in devices},
-    }
 
 
 @pytest.fixture(scope="module", autouse=True)

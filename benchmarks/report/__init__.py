@@ -1,1 +1,1 @@
-"""What is made of results: comparisons, pictures, a page."""
+"""What is made of results: decisions, pictures, a page."""

@@ -1,12 +1,17 @@
-"""How times grow with the size of things, from the rows of the growth stage."""
+"""How times grow with the size of things, from the rows of the growth stage: in words and in pictures."""
 
 import re
 from collections.abc import Callable
 from math import log
+from pathlib import Path
 from statistics import linear_regression
 
+from matplotlib.axes import Axes
+from matplotlib.ticker import NullFormatter
+
 from benchmarks.peers import AMP, LIMIT
-from benchmarks.records import Row, spread
+from benchmarks.records import Records, Row, spread
+from benchmarks.report.ink import looks, picture
 
 Cases = dict[str, dict[str, Row]]
 Points = dict[str, list[tuple[float, float]]]
@@ -56,3 +61,26 @@ def facts(cases: Cases) -> str:
             f"- Our passes take {seconds:.2f} s on {size:.0f} nodes, and grow as nodes to the power of {power:.2f}."
         )
     return "\n".join(lines) + "\n"
+
+
+def draw_growth(records: Records, stage: str, path: Path) -> bool:
+    """Time against parameters, overhead of a call against weights, time of the passes against nodes."""
+    cases = records.cases(stage)
+    with picture(path, 3, 13, 4) as (_, (parameters, weights, nodes)):
+        _lines(parameters, by_parameters(cases), 1e3)
+        parameters.set(title="a call on 16 tokens", xlabel="parameters", ylabel="ms", yscale="log")
+        _lines(weights, by_weights(cases), 1e6)
+        weights.set(title=f"a call, less one of {LIMIT}", xlabel="weights of 16 x 16", ylabel="µs")
+        _lines(nodes, by_nodes(cases), 1)
+        nodes.set(title="our passes", xlabel="nodes in the graph", ylabel="s", yscale="log")
+    return True
+
+
+def _lines(axes: Axes, points: Points, unit: float) -> None:
+    for peer, line in points.items():
+        sizes, seconds = zip(*line, strict=True)
+        axes.plot(sizes, [unit * value for value in seconds], label=peer, **looks(peer))
+    axes.set_xscale("log")
+    axes.xaxis.set_minor_formatter(NullFormatter())  # they would overlap
+    if set(points) - {AMP}:
+        axes.legend()

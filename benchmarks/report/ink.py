@@ -42,6 +42,7 @@ STYLE: Any = {
     "legend.frameon": False,
     "savefig.transparent": True,
     "svg.hashsalt": "ampcompile",  # the same data gives the same file
+    "svg.fonttype": "none",  # letters drawn as curves are most of a file
 }
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from benchmarks.records import RESULTS, Records
 from benchmarks.report.growth import facts
-from benchmarks.report.limits import measured_limits
-from benchmarks.report.plot import draw
+from benchmarks.report.plot import draw, draw_summary
+from benchmarks.report.roofline import measured_limits
 from benchmarks.report.small import fill, small_table
-from benchmarks.report.summary import draw_summary
 from benchmarks.report.tables import case_table, table, unable
 from benchmarks.report.targets import losses, targets
 
@@ -46,7 +45,6 @@ TITLES = {
     "scaler": "The step of GradScaler and optimizer",
     "compile": "Compile time",
     "import": "Import time",
-    "freshness": "What freshness costs",
     "small": "Small models",
     "small-apart": "Small models, each peer in a process of its own",
     "growth": "Growth",

@@ -1,18 +1,22 @@
-"""Pictures of a result file: speed by stage, growth, roofline; written beside it."""
+"""Pictures of result files: speed by stage, growth, roofline, beside the file; and one of all for the README."""
 
-import argparse
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import BASELINE, PEERS
+from benchmarks.peers import AMP, BASELINE, PEERS
 from benchmarks.records import Records, Spread, times_faster
+from benchmarks.report.growth import draw_growth
 from benchmarks.report.ink import TEXT, looks, picture
-from benchmarks.report.plot_growth import draw_growth
-from benchmarks.report.plot_roofline import draw_roofline
+from benchmarks.report.roofline import draw_roofline
 from benchmarks.report.targets import UNTIMED
 
-UNRACED = (UNTIMED, "kernels", "scaler", "growth", "small", "small-apart", "compile", "import", "freshness")
+UNRACED = (UNTIMED, "kernels", "scaler", "growth", "small", "small-apart", "compile", "import")
 """Stages with pictures of their own, or with a table only."""
+PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "speed.svg"
+SHOWN = ("eager autocast", BASELINE, AMP)
+STAGES = ("inference", "architectures", "training")
+TITLE = """Speed in bfloat16 on {processor}, {cores} cores: the further right, the faster
+1x16: one sequence of 16 tokens; 1x224: one image of 224 x 224; step: a training step"""
 
 
 def draw(records: Records) -> dict[str, Path]:
@@ -70,9 +74,16 @@ def draw_ratios(cases: dict[str, dict[str, Spread]], path: Path, inches: float =
     return True
 
 
-def main(arguments: list[str]) -> int:
-    """Draw one file of results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks plot", description=__doc__)
-    parser.add_argument("results", type=Path)
-    print(*draw(Records.load(parser.parse_args(arguments).results)).values(), sep="\n")
-    return 0
+def summary(files: list[Records]) -> dict[str, dict[str, Spread]]:
+    """Case → peer → times as fast as Inductor under autocast: every model of the first CPU on which all `SHOWN` ran."""
+    cpus = [records for records in files if records.about["device"] == "cpu"]
+    same = [records for records in cpus if records.about["processor"] == cpus[0].about["processor"]]
+    found = {case: peers for stage in STAGES for r in same for case, peers in ratios(r, stage).items()}
+    return {case: {peer: peers[peer] for peer in SHOWN} for case, peers in found.items() if {*SHOWN} <= peers.keys()}
+
+
+def draw_summary(files: list[Records]) -> None:
+    """Write the picture, unless no CPU was measured."""
+    PICTURE.parent.mkdir(exist_ok=True)
+    titles = [TITLE.format_map(records.about) for records in files if records.about["device"] == "cpu"]
+    draw_ratios(summary(files), PICTURE, inches=0, title="".join(titles[:1]))

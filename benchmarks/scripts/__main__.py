@@ -12,11 +12,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
+from benchmarks import machine, runner
+from benchmarks.records import Records
+from benchmarks.report.tables import table
+from benchmarks.runner import Job
 
 from .cases import CASES, WAYS, Case
 
@@ -75,38 +79,39 @@ def summary(found: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
-def table(figures: dict[str, Any]) -> str:
+def page_table(stages: dict[str, Any]) -> str:
     """Markdown: one row for each way, of the scripts that ran all of them on one machine."""
-    rows = ["| script | steps | way | ms a step | loss, first 5 steps | last 5 |", "|---|--:|---|--:|--:|--:|"]
+    rows: list[tuple[str, ...]] = []
     for case in CASES:
-        ran = figures["cases"].get(case.name, {})
+        ran = stages.get(case.name, {})
         for way in WAYS if set(WAYS) <= set(ran) else ():
             found = ran[way]
             low, middle, high = found["ms"]
-            name, steps = (f"{case.repository} `{case.script}`", found["steps"]) if way == WAYS[0] else ("", "")
-            time, losses = f"{middle:g} ({low:g} to {high:g})", f"{found['first']:.4f} | {found['last']:.4f}"
-            rows.append(f"| {name} | {steps} | {way} | {time} | {losses} |")
-    return "\n".join(rows) + "\n" if rows[2:] else "No figures are committed yet.\n"
+            name, steps = (f"{case.repository} `{case.script}`", str(found["steps"])) if way == WAYS[0] else ("", "")
+            time, losses = f"{middle:g} ({low:g} to {high:g})", (f"{found[end]:.4f}" for end in ("first", "last"))
+            rows.append((name, steps, way, time, *losses))
+    head = ["script", "steps", "way", "ms a step", "loss, first 5 steps", "last 5"]
+    return table(head, rows) if rows else "No figures are committed yet.\n"
 
 
-def read() -> dict[str, Any]:
-    """What was measured so far."""
-    return json.loads(FIGURES.read_text()) if FIGURES.exists() else {"about": {}, "cases": {}}
+def measured(case: Case, way: str, checkouts: Path) -> tuple[dict[str, Any], list[str]]:
+    """What is noted of a script that ran one way, and said."""
+    found = summary(run(case, way, checkouts))
+    return found, [str(found)]
 
 
 def main() -> None:
     """See above."""
     folder, *names = sys.argv[1:] or [""]
-    figures, about = read(), machine.about("cpu")
-    if folder and figures["about"] != about:
-        figures = {"about": about, "cases": {}}
-    for case in CASES if folder else ():
-        for way in WAYS if case.name in (names or [case.name]) else ():
-            found = summary(run(case, way, Path(folder)))
-            figures["cases"].setdefault(case.name, {})[way] = found
-            print(case.name, way, found, flush=True)
-            FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
-    PAGE.write_text(TABLE.sub(lambda _: table(figures), PAGE.read_text()))
+    about = machine.about("cpu")
+    records = Records.load(FIGURES)
+    if folder and records.about != about:
+        records = Records(FIGURES, about)
+    chosen = [case for case in CASES if folder and case.name in (names or [case.name])]
+    runner.run(
+        [Job(records, case.name, way, partial(measured, case, way, Path(folder))) for case in chosen for way in WAYS]
+    )
+    PAGE.write_text(TABLE.sub(lambda _: page_table(records.stages), PAGE.read_text()))
 
 
 if __name__ == "__main__":

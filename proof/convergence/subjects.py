@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.architectures import Transformers
 from benchmarks.models import GPT, GPTConfig
 from benchmarks.unet import UNet
 
@@ -49,27 +50,14 @@ def mixture() -> nn.Module:
     return found
 
 
-class Classifier(nn.Module):
-    """A model of transformers' that is called with images and labels."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model.train()
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The mean cross-entropy."""
-        return F.cross_entropy(self.model(pixel_values=images).logits, labels)
-
-
 def vit() -> nn.Module:
     """Two layers over patches of 4 by 4."""
     from transformers import ViTConfig, ViTForImageClassification
 
     small = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
     dry = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return Classifier(
-        ViTForImageClassification(ViTConfig(**small, **dry, image_size=SIDE, patch_size=4, num_labels=KINDS))
-    )
+    config = ViTConfig(**small, **dry, image_size=SIDE, patch_size=4, num_labels=KINDS)
+    return Transformers(ViTForImageClassification(config), "pixel_values", "labels").train()
 
 
 def resnet() -> nn.Module:
@@ -77,7 +65,7 @@ def resnet() -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic", num_labels=KINDS)
-    return Classifier(ResNetForImageClassification(config))
+    return Transformers(ResNetForImageClassification(config), "pixel_values", "labels").train()
 
 
 def texts(draw: torch.Generator) -> list[tuple[Tensor, Tensor]]:

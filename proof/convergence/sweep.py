@@ -1,4 +1,4 @@
-"""Runs by model, type and seed, and what they show together."""
+"""Runs by model, type and seed, which name the groups, and what they show together."""
 
 from collections.abc import Sequence
 from math import sqrt
@@ -10,6 +10,7 @@ import torch
 from benchmarks.report.tables import table
 from proof.convergence.subjects import SUBJECTS
 from proof.convergence.training import losses
+from proof.part import Part
 from proof.results import Failure, Verdict
 
 LAST = 20
@@ -43,60 +44,40 @@ class Ending(NamedTuple):
         return abs(mean(self.differences[how])) <= min(bounds)
 
 
-class Convergence:
-    """Groups are `model, type, seed`."""
+def groups(everything: bool) -> list[str]:
+    """Three seeds, or five."""
+    seeds = range(5 if everything else 3)
+    return [f"{name}, {kind}, seed {seed}" for name in SUBJECTS for kind in ("float32", *TYPES) for seed in seeds]
 
-    title = "Convergence"
-    says = """Small models train by AdamW for 150 steps on made-up data: text of a second-order Markov chain, noisy
-images of ten kinds to tell or to clean. In each row runs with the same initial weights and the same batches are paired,
-and the mean of their last 20 losses is compared with float32's: eager autocast, with torch's scaler in float16; amp,
-with `ampcompile.GradScaler`; and, to see what the test finds, a model whose weights are themselves in bfloat16.
 
-Two scatters of float32 say how large a difference may be by chance. Over seeds, other initial weights and batches:
-amp's mean difference must be within two standard errors of that. Within a seed, initial weights moved by up to 2⁻⁹ of
-themselves, as rounding to bfloat16 moves them: a far smaller scatter, of which four standard errors are allowed. Losses
-must also fall below 80 % of the first, and a run of amp that ends more than 5 % away from eager autocast's is tried
-with stock `torch.compile` under autocast.
+def run(group: str) -> Verdict:
+    """The runs of one model and seed in one type; where each begins and ends."""
+    name, kind, text = group.rsplit(", ", 2)
+    seed = int(text.removeprefix("seed "))
+    runs = _in_float32(name, seed) if kind == "float32" else _in_16_bits(name, seed, TYPES[kind])
+    figures = {how: [found[0], mean(found[-LAST:])] for how, found in runs.items()}
+    failures = [
+        Failure("learning", f"{how}: from {first:.4g} to {last:.4g}")
+        for how, (first, last) in figures.items()
+        if how not in ("stock", CONTROL) and not last < LEARNS * first
+    ]
+    if "stock" in figures:
+        ours, theirs, stock = (figures[how][1] for how in ("amp", "eager autocast", "stock"))
+        text = f"amp ends at {ours:.4g}, eager autocast at {theirs:.4g}, stock at {stock:.4g}"
+        failures.append(Failure("training", text, stock=_apart(stock, theirs)))
+    counts = {"runs": len(figures)} | ({"fails": len(failures)} if failures else {})
+    return Verdict(group, counts, failures, figures)
 
-For comparison, Liger Kernel lets each loss of a bfloat16 run of 32 steps differ by 1 % plus 0.001 from the one without
-its kernels, by 5 % in two models (linkedin/Liger-Kernel, test/convergence/bf16/test_mini_models.py at 009798e).
-Transformer Engine's tests, of single results and not of training, let bfloat16 differ by 1.6 % plus 10⁻⁵ and float16 by
-0.1 % plus 10⁻⁵ (NVIDIA/TransformerEngine, tests/pytorch/utils.py at 009e651).
-"""
-    seconds = 900.0
 
-    def groups(self, everything: bool) -> list[str]:
-        """Three seeds, or five."""
-        seeds = range(5 if everything else 3)
-        return [f"{name}, {kind}, seed {seed}" for name in SUBJECTS for kind in ("float32", *TYPES) for seed in seeds]
-
-    def run(self, group: str) -> Verdict:
-        """The runs of one model and seed in one type; where each begins and ends."""
-        name, kind, text = group.rsplit(", ", 2)
-        seed = int(text.removeprefix("seed "))
-        runs = _in_float32(name, seed) if kind == "float32" else _in_16_bits(name, seed, TYPES[kind])
-        figures = {how: [found[0], mean(found[-LAST:])] for how, found in runs.items()}
-        failures = [
-            Failure("learning", f"{how}: from {first:.4g} to {last:.4g}")
-            for how, (first, last) in figures.items()
-            if how not in ("stock", CONTROL) and not last < LEARNS * first
-        ]
-        if "stock" in figures:
-            ours, theirs, stock = (figures[how][1] for how in ("amp", "eager autocast", "stock"))
-            text = f"amp ends at {ours:.4g}, eager autocast at {theirs:.4g}, stock at {stock:.4g}"
-            failures.append(Failure("training", text, stock=_apart(stock, theirs)))
-        counts = {"runs": len(figures)} | ({"fails": len(failures)} if failures else {})
-        return Verdict(group, counts, failures, figures)
-
-    def tabulate(self, verdicts: Sequence[Verdict]) -> str:
-        """A row for each model and type, differences in thousandths of a nat or of a squared unit."""
-        head = ["", "by", "float32's loss", *(f"float32 {of}" for of in ("over seeds", "shaken")), "eager autocast"]
-        rows = [
-            (f"{name}, {kind}", SUBJECTS[name].lower, *_cells(verdicts, name, kind, ending))
-            for (name, kind), ending in endings(verdicts).items()
-        ]
-        note = "\nBoth scatters are standard errors of the mean, differences the mean's; all four in thousandths.\n"
-        return table([*head, "amp", "holds", CONTROL], rows) + note
+def tabulate(verdicts: Sequence[Verdict]) -> str:
+    """A row for each model and type, differences in thousandths of a nat or of a squared unit."""
+    head = ["", "by", "float32's loss", *(f"float32 {of}" for of in ("over seeds", "shaken")), "eager autocast"]
+    rows = [
+        (f"{name}, {kind}", SUBJECTS[name].lower, *_cells(verdicts, name, kind, ending))
+        for (name, kind), ending in endings(verdicts).items()
+    ]
+    note = "\nBoth scatters are standard errors of the mean, differences the mean's; all four in thousandths.\n"
+    return table([*head, "amp", "holds", CONTROL], rows) + note
 
 
 def endings(verdicts: Sequence[Verdict]) -> dict[tuple[str, str], Ending]:
@@ -156,4 +137,26 @@ def _apart(a: float, b: float) -> bool:
     return not abs(a - b) <= APART * b
 
 
-PART = Convergence()
+PART = Part(
+    "Convergence",
+    """Small models train by AdamW for 150 steps on made-up data: text of a second-order Markov chain, noisy
+images of ten kinds to tell or to clean. In each row runs with the same initial weights and the same batches are paired,
+and the mean of their last 20 losses is compared with float32's: eager autocast, with torch's scaler in float16; amp,
+with `ampcompile.GradScaler`; and, to see what the test finds, a model whose weights are themselves in bfloat16.
+
+Two scatters of float32 say how large a difference may be by chance. Over seeds, other initial weights and batches:
+amp's mean difference must be within two standard errors of that. Within a seed, initial weights moved by up to 2⁻⁹ of
+themselves, as rounding to bfloat16 moves them: a far smaller scatter, of which four standard errors are allowed. Losses
+must also fall below 80 % of the first, and a run of amp that ends more than 5 % away from eager autocast's is tried
+with stock `torch.compile` under autocast.
+
+For comparison, Liger Kernel lets each loss of a bfloat16 run of 32 steps differ by 1 % plus 0.001 from the one without
+its kernels, by 5 % in two models (linkedin/Liger-Kernel, test/convergence/bf16/test_mini_models.py at 009798e).
+Transformer Engine's tests, of single results and not of training, let bfloat16 differ by 1.6 % plus 10⁻⁵ and float16 by
+0.1 % plus 10⁻⁵ (NVIDIA/TransformerEngine, tests/pytorch/utils.py at 009e651).
+""",
+    groups,
+    run,
+    tabulate,
+    seconds=900.0,
+)

@@ -9,8 +9,7 @@ from torch import nn
 
 import ampcompile
 from proof.convergence.subjects import SUBJECTS
-
-Ran = tuple[list[float], nn.Module]
+from proof.ops.calls import amp, eager, stock
 
 
 def losses(name: str, seed: int, how: str, low: torch.dtype = torch.bfloat16, shake: int | None = None) -> list[float]:
@@ -29,7 +28,7 @@ def losses(name: str, seed: int, how: str, low: torch.dtype = torch.bfloat16, sh
         model.to(low)
         batches = [tuple(_in(low, part) for part in batch) for batch in batches]  # type: ignore[misc]
     torch._dynamo.reset()
-    run = RUNS[how](model, subject.lower, low)
+    run = compiled(how, subject.lower, low)(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=subject.rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, len(batches))
     scaled = low is torch.float16 and how in ("eager autocast", "amp", "stock")
@@ -62,23 +61,6 @@ def _in(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
     return value.to(dtype) if value.is_floating_point() else value
 
 
-def _as_it_is(model: nn.Module, lower: str, low: torch.dtype) -> Any:
-    return model
-
-
-def _by_amp(model: nn.Module, lower: str, low: torch.dtype) -> Any:
-    options: dict[str, Any] = {"dtype": low, "lower": lower}
-    return torch.compile(model, backend="amp", options=options)
-
-
-def _by_torch(model: nn.Module, lower: str, low: torch.dtype) -> Any:
-    return torch.compile(model, backend=lower)
-
-
-RUNS: dict[str, Callable[[nn.Module, str, torch.dtype], Any]] = {
-    "float32": _as_it_is,
-    "eager autocast": _as_it_is,
-    "16-bit weights": _as_it_is,
-    "amp": _by_amp,
-    "stock": _by_torch,
-}
+def compiled(how: str, lower: str, low: torch.dtype) -> Callable[[nn.Module], Any]:
+    """How a model is run: by amp, by torch's compilers, or as it is."""
+    return {"amp": amp(dtype=low, lower=lower), "stock": stock(lower)}.get(how, eager)

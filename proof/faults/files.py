@@ -112,4 +112,7 @@ assert torch.allclose(run(x), expected, atol=0.02), "numbers"
     return 1
 
 
-FAULTS = (kernels_dont_compile, no_cache_folder, corrupt_cache, inductor_cant_compile)
+FAULTS = {
+    (fault.__doc__ or "").rstrip("."): fault
+    for fault in (kernels_dont_compile, no_cache_folder, corrupt_cache, inductor_cant_compile)
+}

@@ -2,7 +2,8 @@
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -78,41 +79,10 @@ def while_compiling(error: type[BaseException], trials: int = COMPILING) -> int:
     return trials
 
 
-def refresh_interrupted() -> int:
-    """Ctrl-C anywhere in a call that casts weights."""
-    return broken_off(refresh, KeyboardInterrupt)
-
-
-def refresh_without_memory() -> int:
-    """Out of memory anywhere in a call that casts weights."""
-    return broken_off(refresh, torch.OutOfMemoryError)
-
-
-def step_interrupted() -> int:
-    """Ctrl-C anywhere in clipping, step and update."""
-    return broken_off(step, KeyboardInterrupt)
-
-
-def step_without_memory() -> int:
-    """Out of memory anywhere in clipping, step and update."""
-    return broken_off(step, torch.OutOfMemoryError)
-
-
-def compiling_interrupted() -> int:
-    """Ctrl-C at 50 places in compiling."""
-    return while_compiling(KeyboardInterrupt)
-
-
-def compiling_without_memory() -> int:
-    """Out of memory at 50 places in compiling."""
-    return while_compiling(torch.OutOfMemoryError)
-
-
-FAULTS = (
-    refresh_interrupted,
-    refresh_without_memory,
-    step_interrupted,
-    step_without_memory,
-    compiling_interrupted,
-    compiling_without_memory,
-)
+ERRORS: dict[str, type[BaseException]] = {"Ctrl-C": KeyboardInterrupt, "Out of memory": torch.OutOfMemoryError}
+ACTS: dict[str, Act] = {"a call that casts weights": refresh, "clipping, step and update": step}
+FAULTS: Mapping[str, Callable[[], int]] = {
+    f"{name} anywhere in {where}": partial(broken_off, act, error)
+    for where, act in ACTS.items()
+    for name, error in ERRORS.items()
+} | {f"{name} at {COMPILING} places in compiling": partial(while_compiling, error) for name, error in ERRORS.items()}

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 import ampcompile
+from benchmarks.numbers import modes, same_bits
 from proof.faults.subject import Model, Subject, batch, nothing_left
-from tests.compiling import same_bits
-from tests.conftest import modes
 
 THREADS = 4
 
@@ -175,13 +174,16 @@ def checkpoint() -> int:
     return 2
 
 
-FAULTS = (
-    fork,
-    threads_compile,
-    threads_share,
-    deleted_before_backward,
-    deleted_in_turn,
-    deep_copied,
-    pickled,
-    checkpoint,
-)
+FAULTS = {
+    (fault.__doc__ or "").rstrip("."): fault
+    for fault in (
+        fork,
+        threads_compile,
+        threads_share,
+        deleted_before_backward,
+        deleted_in_turn,
+        deep_copied,
+        pickled,
+        checkpoint,
+    )
+}

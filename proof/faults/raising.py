@@ -1,10 +1,11 @@
 """Errors of the user's own code: in a forward, between its pieces, in a backward, in an optimizer's hook."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from proof.faults.subject import Model, Subject, batch, nothing_left
 
@@ -41,16 +42,10 @@ class Bomb(torch.autograd.Function):
         return grad, None
 
 
-class Fragile(Model):
-    """A model in two graphs, with code that may raise between them, in forward or in backward."""
+class Breaking:
+    """What a model calls between two graphs, and what may raise there, in forward or in backward."""
 
-    def __init__(self, forward: Fuse, backward: Fuse) -> None:
-        super().__init__()
-        self.fuses = forward, backward
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, SIZE] to [N, 4]."""
-        return super().forward(self.between(self.first(x)))
+    fuses: tuple[Fuse, Fuse]
 
     @torch.compiler.disable
     def between(self, x: Tensor) -> Tensor:
@@ -58,13 +53,20 @@ class Fragile(Model):
         self.fuses[0].check()
         return Bomb.apply(x, self.fuses[1])
 
-    def __deepcopy__(self, memo: Any) -> nn.Module:
-        found = Fragile(Fuse(), Fuse())
-        found.load_state_dict(self.state_dict())
-        return found
+
+class Fragile(Breaking, Model):
+    """A model in two graphs."""
+
+    def __init__(self, *fuses: Fuse) -> None:
+        super().__init__()
+        self.fuses = fuses[0], fuses[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, SIZE] to [N, 4]."""
+        return super().forward(self.between(self.first(x)))
 
 
-def _survives(act: Callable[[Subject, Fuse, Fuse], object]) -> int:
+def survived(act: Callable[[Subject, Fuse, Fuse], object]) -> int:
     """Three times: train, have `act` raise, go on."""
     forward, backward = Fuse(), Fuse()
     subject = Subject(Fragile(forward, backward))
@@ -83,55 +85,42 @@ def _survives(act: Callable[[Subject, Fuse, Fuse], object]) -> int:
     return 3
 
 
-def in_forward() -> int:
+def in_forward(subject: Subject, forward: Fuse, _: Fuse) -> None:
     """The model raises between two graphs of its forward."""
-
-    def act(subject: Subject, forward: Fuse, _: Fuse) -> None:
-        forward.armed = True
-        subject.backward(batch())
-
-    return _survives(act)
+    forward.armed = True
+    subject.backward(batch())
 
 
-def in_backward() -> int:
+def in_backward(subject: Subject, _: Fuse, backward: Fuse) -> None:
     """A custom function raises in the middle of backward."""
-
-    def act(subject: Subject, _: Fuse, backward: Fuse) -> None:
-        backward.armed = True
-        subject.backward(batch())
-
-    return _survives(act)
+    backward.armed = True
+    subject.backward(batch())
 
 
-def in_a_gradient_hook() -> int:
+def in_a_gradient_hook(subject: Subject, forward: Fuse, _: Fuse) -> None:
     """A hook on a weight's gradient raises, when some gradients are there."""
-
-    def act(subject: Subject, forward: Fuse, _: Fuse) -> None:
-        handle = subject.model.second.weight.register_hook(lambda _: forward.check())
-        try:
-            loss = subject.loss(subject.run, batch())
-            forward.armed = True
-            subject.scaler.scale(loss).backward()
-        finally:
-            handle.remove()
-
-    return _survives(act)
+    handle = subject.model.second.weight.register_hook(lambda _: forward.check())
+    try:
+        loss = subject.loss(subject.run, batch())
+        forward.armed = True
+        subject.scaler.scale(loss).backward()
+    finally:
+        handle.remove()
 
 
-def after_a_write() -> int:
+def after_a_write(subject: Subject, forward: Fuse, _: Fuse) -> None:
     """The optimizer's own hook raises after it wrote the weights."""
-
-    def act(subject: Subject, forward: Fuse, _: Fuse) -> None:
-        handle = subject.optimizer.register_step_post_hook(lambda *_: forward.check())
-        try:
-            subject.backward(batch())
-            forward.armed = True
-            subject.update()
-        finally:
-            handle.remove()
-            subject.scaler.update()
-
-    return _survives(act)
+    handle = subject.optimizer.register_step_post_hook(lambda *_: forward.check())
+    try:
+        subject.backward(batch())
+        forward.armed = True
+        subject.update()
+    finally:
+        handle.remove()
+        subject.scaler.update()
 
 
-FAULTS = (in_forward, in_backward, in_a_gradient_hook, after_a_write)
+FAULTS = {
+    (act.__doc__ or "").rstrip("."): partial(survived, act)
+    for act in (in_forward, in_backward, in_a_gradient_hook, after_a_write)
+}

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
-from tests.compiling import same_bits
-from tests.conftest import modes
+from benchmarks.numbers import modes, same_bits
 
 SIZE = 24
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.numbers import same_bits
 from proof.fuzz.modules import COLUMNS, Program
-from tests.compiling import same_bits
 
 ROWS = 4, 4
 """Of the inputs of each call."""

@@ -1,4 +1,4 @@
-"""Random programs in blocks, each a group of its own."""
+"""Random programs in blocks, each a group of its own, named by kind and first seed."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import torch
 from proof.fuzz.beside_stock import REFUSED, Setting
 from proof.fuzz.training import Beside
 from proof.page import outcomes
+from proof.part import Part
 from proof.results import Failure, Verdict
 
 HALF = torch.float16
@@ -30,11 +31,50 @@ GROUPS = {"modules, Inductor": (0, 4), "training": (4, 40), "training, float16":
 FEW_OR_ALL = 2, 20
 
 
-class Fuzz:
-    """Groups are `kind, first seed`."""
+def groups(everything: bool) -> list[str]:
+    """Blocks of seeds of each kind."""
+    return [
+        f"{kind}, {PROGRAMS * block} on" for kind in KINDS for block in range(GROUPS.get(kind, FEW_OR_ALL)[everything])
+    ]
 
-    title = "Random programs"
-    says = """Drawn by seeds, so that `python -m proof.fuzz KIND SEED` repeats one, and makes it shorter if it fails.
+
+def run(group: str) -> Verdict:
+    """A block of programs. Training shares compiled code from program to program, as models of one class do."""
+    kind, _, text = group.rpartition(", ")
+    first = int(text.removesuffix(" on"))
+    counts: Counter[str] = Counter()
+    failures = []
+    torch._dynamo.reset()
+    with shared_code():
+        for seed in range(first, first + PROGRAMS):
+            outcome, found = judged(kind, seed)
+            counts[outcome] += 1
+            failures += [Failure(word, f"`python -m proof.fuzz '{kind}' {seed}`: {text}") for word, text in found]
+    return Verdict(group, dict(counts), failures)
+
+
+def tabulate(verdicts: Sequence[Verdict]) -> str:
+    """Outcomes by kind."""
+    rows: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+    for verdict in verdicts:
+        rows[verdict.group.rpartition(", ")[0]].update(verdict.counts)
+    return outcomes({kind: row for kind, row in rows.items() if row}, ["same bits", "as near", "fails", REFUSED])
+
+
+def judged(kind: str, seed: int) -> tuple[str, list[tuple[str, str]]]:
+    """What became of the program of a seed."""
+    how = KINDS[kind]
+    return how.judge(how.program(seed))  # type: ignore[arg-type]
+
+
+def shared_code() -> AbstractContextManager:
+    """While it is open, without a limit to how many models one compiled function serves."""
+    return patch.multiple("torch._dynamo.config", recompile_limit=10_000, accumulated_recompile_limit=10_000)
+
+
+PART = Part(
+    "Random programs",
+    """Drawn by seeds, so that `python -m proof.fuzz KIND SEED` repeats one, and makes it shorter if it fails.
 
 Modules compute with shared weights, one of them in a buffer's memory; with views and writes through them, slices
 assigned, casts there and back, autocast regions, `no_grad`, checkpoints and graph breaks; and return results that
@@ -49,48 +89,9 @@ have the bits of a twin that casts its weights at every call; and three times in
 as near to float64 as eager autocast's of the same weights: at most 1.5 times as far.
 In float16 no loss waits while a weight is written: on a CPU
 without units for it, the twin's backward casts some weights again, which are other ones by then.
-"""
-    seconds = 1200.0
-
-    def groups(self, everything: bool) -> list[str]:
-        """Blocks of seeds of each kind."""
-        return [
-            f"{kind}, {PROGRAMS * block} on"
-            for kind in KINDS
-            for block in range(GROUPS.get(kind, FEW_OR_ALL)[everything])
-        ]
-
-    def run(self, group: str) -> Verdict:
-        """A block of programs. Training shares compiled code from program to program, as models of one class do."""
-        kind, _, text = group.rpartition(", ")
-        first = int(text.removesuffix(" on"))
-        counts: Counter[str] = Counter()
-        failures = []
-        torch._dynamo.reset()
-        with shared_code():
-            for seed in range(first, first + PROGRAMS):
-                outcome, found = judged(kind, seed)
-                counts[outcome] += 1
-                failures += [Failure(word, f"`python -m proof.fuzz '{kind}' {seed}`: {text}") for word, text in found]
-        return Verdict(group, dict(counts), failures)
-
-    def tabulate(self, verdicts: Sequence[Verdict]) -> str:
-        """Outcomes by kind."""
-        rows: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
-        for verdict in verdicts:
-            rows[verdict.group.rpartition(", ")[0]].update(verdict.counts)
-        return outcomes({kind: row for kind, row in rows.items() if row}, ["same bits", "as near", "fails", REFUSED])
-
-
-def judged(kind: str, seed: int) -> tuple[str, list[tuple[str, str]]]:
-    """What became of the program of a seed."""
-    how = KINDS[kind]
-    return how.judge(how.program(seed))  # type: ignore[arg-type]
-
-
-def shared_code() -> AbstractContextManager:
-    """While it is open, without a limit to how many models one compiled function serves."""
-    return patch.multiple("torch._dynamo.config", recompile_limit=10_000, accumulated_recompile_limit=10_000)
-
-
-PART = Fuzz()
+""",
+    groups,
+    run,
+    tabulate,
+    seconds=1200.0,
+)

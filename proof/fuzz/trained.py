@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ampcompile
-from proof.faults.raising import Bomb, Fuse, UserError
-from tests.compiling import error, same_bits
+from benchmarks.numbers import relative_error, same_bits
+from proof.faults.raising import Breaking, Fuse, UserError
 
 WIDTH = 16
 NEAR = 1.5
 """Times as far from float64: of the few numbers of one look either side may be nearer by chance."""
 
 
-class Model(nn.Module):
+class Model(Breaking, nn.Module):
     """A weight in two layers, one that lies in a buffer's memory, norms, a convolution; in two graphs if `broken`."""
 
     flat: Tensor
@@ -40,12 +40,6 @@ class Model(nn.Module):
         h = self.between(h) if self.broken else h
         h = F.linear(h, self.piece) + self.conv(h.unsqueeze(1)).sum(1)
         return self.head(self.batch(h))
-
-    @torch.compiler.disable
-    def between(self, h: Tensor) -> Tensor:
-        """Run as it is; may raise, in forward or in backward."""
-        self.fuses[0].check()
-        return Bomb.apply(h, self.fuses[1])
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -165,8 +159,9 @@ class Side:
         finally:
             self.model.train()
         for kind, (a, b, e) in zip(("output", "gradients"), zip(ours, theirs, exactly, strict=True), strict=True):
-            if not same_bits(a, b) and not error(a, e) <= NEAR * error(b, e) + 1e-6:
-                found.append(f"{kind}: {error(a, e):.3g} from float64, eager autocast {error(b, e):.3g}")
+            mine, eagers = relative_error(a, e), relative_error(b, e)
+            if not same_bits(a, b) and not mine <= NEAR * eagers + 1e-6:
+                found.append(f"{kind}: {mine:.3g} from float64, eager autocast {eagers:.3g}")
         return "; ".join(found)
 
 

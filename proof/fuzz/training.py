@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.numbers import same_bits
 from proof.fuzz.modules import choices
 from proof.fuzz.trained import OPTIMIZERS, Side
-from tests.compiling import same_bits
 
 # Statements by how often they come; `s` is a `Side`, `m` its model.
 CALLS = """

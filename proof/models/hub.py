@@ -1,4 +1,4 @@
-"""The cases of transformers: a class, a shrunk configuration, inputs."""
+"""The cases of transformers: a class, a configuration shrunk to two layers of width 32, inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,49 @@ from torch import nn
 
 from proof.models import senses, text
 from proof.models.case import Case, Inputs
-from proof.models.shrinking import shrunk
+
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(["hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embed_dim", "emb_dim"], 32),
+    **dict.fromkeys(["intermediate_size", "d_ff", "ffn_dim", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim"], 48),
+    **dict.fromkeys(["num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_decoder_layers"], 2),
+    **dict.fromkeys(["encoder_layers", "decoder_layers"], 2),
+    **dict.fromkeys(["num_attention_heads", "num_heads", "n_heads", "n_head"], 4),
+    **dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 4),
+    **dict.fromkeys(["head_dim", "d_kv", "projection_dim", "state_size"], 8),
+    **dict.fromkeys(["max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"], 40),
+    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 4),
+    **dict.fromkeys(["num_experts_per_tok", "num_key_value_heads", "moe_top_k", "type_vocab_size"], 2),
+    **dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size", "embedding_size"], 16),
+    "vocab_size": 64,
+    "image_size": 16,
+    "patch_size": 4,
+    "num_channels": 3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "initializer_range": 0.1,
+    "init_std": 0.1,
+}
+
+
+def shrunk(kind: Any, **own: Any) -> dict[str, Any]:
+    """The arguments of a small configuration of that class; `own` ones win, those of its parts stand in dicts."""
+    default: Any = kind()
+    found = {name: value for name, value in SMALL.items() if _is_number(default, name)}
+    found |= {name: 0.0 for name, value in vars(default).items() if "drop" in name and isinstance(value, float)}
+    for name in kind.sub_configs:
+        if (part := getattr(default, name, None)) is not None:
+            found[name] = shrunk(type(part), **own.get(name, {}))
+    return {
+        **found,
+        **{name: value for name, value in own.items() if name not in found or name not in kind.sub_configs},
+    }
+
+
+def _is_number(config: Any, name: str) -> bool:
+    fixed = isinstance(getattr(type(config), name, None), property)
+    return not fixed and isinstance(getattr(config, name, None), int | float)
 
 
 def built(name: str, **own: Any) -> nn.Module:

@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 
 from proof.models.case import Case, Inputs
 from proof.ops.calls import grads_of
-from proof.ops.compare import leaves
 
 MODES = ("train", "eval", "no_grad")
 
@@ -54,7 +53,7 @@ class Subject:
         torch.manual_seed(0)
         with torch.set_grad_enabled(self.mode != "no_grad"), around:
             results = self.case.call(how, fresh)
-        found = [y for y in leaves(results) if isinstance(y, Tensor)]
+        found = [y for y in pytree.tree_leaves(results) if isinstance(y, Tensor)]
         gradients = grads_of(found, asked) if self.mode != "no_grad" else []
         return Run([y.detach() for y in found], gradients, [b.clone() for b in model.buffers()])
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.numbers import same_bits
 from proof.models.subject import Run
 from proof.ops.compare import WORSE
-from tests.compiling import same_bits
 
 FLOOR = 0.01
 """A tensor whose numbers are that much smaller than the others' counts as if it were as large: a gradient that is zero

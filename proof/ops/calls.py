@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ampcompile.dtypes import FLOATS
-from proof.ops.compare import Run, leaves
+from proof.ops.compare import Run
 
 SEED = 1234
 DOUBLE = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
@@ -48,14 +48,14 @@ class Call:
     def run(self, how: Callable[[Any], Any], around: AbstractContextManager, gradients: bool, seed: int = SEED) -> Run:
         """Call `how(function)` inside `around`, forward alone or with gradients, and keep what comes of it."""
         fresh = self._map(lambda x: _fresh(x, gradients) if isinstance(x, Tensor) else x)
-        inputs = [x for x in leaves((fresh.args, fresh.kwargs)) if isinstance(x, Tensor)]
+        inputs = [x for x in pytree.tree_leaves((fresh.args, fresh.kwargs)) if isinstance(x, Tensor)]
         op = self.op
         function = how(lambda args, kwargs: op(*args, **kwargs))
         torch.manual_seed(seed)
         with torch.set_grad_enabled(gradients), around:
             results = function(fresh.args, fresh.kwargs)
         found = grads_of(self.restrict(results), inputs) if gradients else []
-        return Run(inputs, leaves(results), found)
+        return Run(inputs, pytree.tree_leaves(results), found)
 
     def _map(self, function: Callable[[Any], Any]) -> "Call":
         args, kwargs = pytree.tree_map(function, (self.args, self.kwargs))
@@ -78,7 +78,7 @@ def _fresh(x: Tensor, gradients: bool) -> Tensor:
 def grads_of(results: Any, inputs: list[Tensor]) -> list[Tensor | None]:
     """Of all inputs that ask for one, from the same incoming gradients for all runs but for their rounding."""
     asked = [x for x in inputs if x.requires_grad]
-    outputs = [y for y in leaves(results) if isinstance(y, Tensor) and y.requires_grad]
+    outputs = [y for y in pytree.tree_leaves(results) if isinstance(y, Tensor) and y.requires_grad]
     if not asked or not outputs:
         return []
     draw = torch.Generator().manual_seed(SEED)

@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from tests.compiling import same_bits
+from benchmarks.numbers import same_bits
 
 WORSE = 1.1
 """How many times eager autocast's error ours may be, plus one ulp."""
@@ -135,8 +134,3 @@ def _layout(value: object) -> object:
     if not isinstance(value, Tensor) or value.layout is not torch.strided or not value.numel():
         return str(getattr(value, "layout", ""))
     return [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1]
-
-
-def leaves(value: object) -> list[object]:
-    """What a structure holds; torch's named tuples are structures too."""
-    return pytree.tree_leaves(value)

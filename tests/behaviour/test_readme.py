@@ -49,7 +49,7 @@ def test_the_loop_gives_the_losses_of_the_loop_it_replaces() -> None:
 
 def test_its_figures_are_those_of_the_committed_results() -> None:
     pytest.importorskip("matplotlib")
-    from benchmarks.report.summary import summary
+    from benchmarks.report.plot import summary
 
     def between(speeds: list[float]) -> str:
         return f"{min(speeds):.2g} to {max(speeds):.2g} times as fast as Inductor"

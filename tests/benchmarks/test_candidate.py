@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import candidate as module
 from benchmarks import counting
-from benchmarks.candidate import Candidate, UnfairError, check_fairness, relative_error
+from benchmarks import numbers as module
+from benchmarks.candidate import Candidate, UnfairError, check_fairness
+from benchmarks.numbers import relative_error
 from benchmarks.peers import PEERS
 from benchmarks.works import CLIPPED, Work
 

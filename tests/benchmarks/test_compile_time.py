@@ -1,16 +1,16 @@
-"""The growth measurement sees growth for what it is."""
+"""Our passes are timed on the graphs that are said, the import in processes of its own."""
 
-import pytest
-
-from benchmarks.compile_time import Growth, exponent, growth
-
-
-@pytest.mark.parametrize("power", [1.0, 1.5, 2.0])
-def test_exponent(power: float) -> None:
-    assert exponent([Growth(n, 3e-6 * n**power) for n in (500, 1000, 4000)]) == pytest.approx(power)
+from benchmarks.compile_time import import_time, pass_growth
+from benchmarks.peers import AMP
 
 
 def test_growth_measures_the_graphs_it_says() -> None:
-    one, three = growth(depths=(1, 3), repeats=1)
-    assert 0 < one.nodes < three.nodes < 3 * one.nodes
-    assert one.seconds > 0 and three.seconds > 0
+    one, three = (row.figures for row in pass_growth((1, 3), repeats=1))
+    assert 0 < one["nodes"] < three["nodes"] < 3 * one["nodes"]
+    assert min(one["seconds"] + three["seconds"]) > 0
+
+
+def test_import_time() -> None:
+    (row,) = import_time(2)
+    assert row.peer == AMP and len(row.figures["seconds"]) == 2
+    assert all(0 < seconds < 60 for seconds in row.figures["seconds"])

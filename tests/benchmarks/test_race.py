@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ class Runner:
 
 
 def running(*runners: Runner) -> Race:
-    contest = Race(Work("", 1, 1, ()), "cpu", lambda: None)
+    contest = Race({})
     contest.running = {runner.name: runner for runner in runners}
     return contest
 
@@ -54,6 +55,24 @@ def test_who_fails_on_the_way_is_out_and_the_others_go_on() -> None:
     times = contest.time("case", 1e9)
     assert list(times) == ["b"] and len(times["b"]) == module.ROUNDS[1]
     assert contest.out == {"a": "its process died"}
+
+
+def test_a_round_has_calls_enough_and_rows_say_who_is_out() -> None:
+    asked: list[tuple] = []
+
+    class Here(Runner):
+        def ask(self, method: str, *args: object) -> Any:
+            asked.append((method, *args))
+            seconds = super().ask(method, *args)
+            return {"figure": method} if method in ("prepare", "end") else seconds
+
+    contest = Race({}, least=50)
+    contest.enter("a", Here("a", [], 1.0))
+    contest.enter("b", Here("b", [], 1.0, answers=1))
+    a, b = contest.rows(["case"])
+    assert asked.count(("round", 50)) == module.FEW_ROUNDS
+    assert a.figures == {"seconds": [1.0] * module.FEW_ROUNDS, "figure": "end"}
+    assert (b.case, b.why, b.figures) == ("case", "its process died", {})
 
 
 @pytest.mark.ci

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.records import Records
 from benchmarks.scripts import __main__ as scripts
 from benchmarks.scripts.cases import CASES, WAYS, Case
 from tests.test_layout import ROOT
@@ -73,7 +74,7 @@ def test_two_lines_are_ours(case: Case) -> None:
 
 def test_the_page_shows_what_was_measured() -> None:
     page = (ROOT / "docs" / "integrations.md").read_text()
-    assert scripts.TABLE.findall(page) == [scripts.table(scripts.read())]
+    assert scripts.TABLE.findall(page) == [scripts.page_table(Records.load(scripts.FIGURES).stages)]
     assert all(case.commit in page and case.script in page for case in CASES)
 
 
@@ -82,5 +83,5 @@ def test_a_table_shows_scripts_that_ran_every_way() -> None:
     assert found == {"steps": 5, "ms": [1000.0, 1000.0, 1000.0], "first": 2.0, "last": 2.0}
     whole, part = CASES[0], CASES[1]
     cases = {whole.name: dict.fromkeys(WAYS, found), part.name: {"amp": found}}
-    text = scripts.table({"cases": cases})
+    text = scripts.page_table(cases)
     assert text.count("1000 (1000 to 1000)") == len(WAYS) and whole.script in text and part.script not in text

@@ -9,50 +9,7 @@ import torch
 
 from benchmarks import small_steps as module
 from benchmarks.candidate import UnfairError
-from benchmarks.small_steps import CALL, STEP, Here, SmallCandidate, measure_apart, take_turns
-
-
-class Runner:
-    """A candidate whose every step takes as long as said, until it breaks."""
-
-    def __init__(self, name: str, log: list[str], seconds: float, answers: int = 99) -> None:
-        self.name, self.log, self.seconds, self.answers = name, log, seconds, answers
-
-    def _say(self, what: str) -> float:
-        self.answers -= 1
-        if self.answers < 0:
-            raise RuntimeError("broken")
-        self.log.append(f"{self.name} {what}")
-        return self.seconds
-
-    def prepare(self) -> dict[str, float]:
-        self._say("prepare")
-        return {"error": 0.0}
-
-    def begin(self) -> float:
-        return self._say("begin")
-
-    def round(self, times: int) -> float:
-        return self._say(f"{times} times")
-
-    def recompiled(self) -> int:
-        return 0
-
-
-def test_turns_alternate_in_seven_rounds_and_who_fails_is_out() -> None:
-    log: list[str] = []
-    runners = Runner("a", log, 1e-3), Runner("b", log, 1.0), Runner("c", log, 1.0, answers=4)
-    a, b, c = take_turns("case", {runner.name: Here(runner) for runner in runners})
-    assert log[:6] == ["a prepare", "b prepare", "c prepare", "a begin", "b begin", "c begin"]
-    assert log[6:12] == ["a 100 times", "b 100 times", "c 100 times", "c 100 times", "b 100 times", "a 100 times"]
-    assert a.figures["seconds"] == [1e-3] * 7 and b.figures["seconds"] == [1.0] * 7 and b.figures["recompiled"] == 0
-    assert c.why == "RuntimeError: broken" and not c.figures
-
-
-def test_a_round_has_fifty_steps_at_least() -> None:
-    log: list[str] = []
-    take_turns("case", {"a": Here(Runner("a", log, 1.0))})
-    assert log[2] == "a 50 times"
+from benchmarks.small_steps import CALL, STEP, SmallCandidate, measure_apart
 
 
 @pytest.mark.parametrize("what", [STEP, CALL])
@@ -61,7 +18,7 @@ def test_eager_peers_compute_in_the_type_they_claim(what: str) -> None:
         candidate = SmallCandidate("MLP 3x64", what, peer)
         figures = candidate.prepare()
         assert bool(figures["casts"]) == low == (figures["error"] > 1e-4)
-        assert candidate.begin() > 0 and candidate.round(3) > 0 and candidate.recompiled() == 0
+        assert candidate.begin("case") > 0 and candidate.round(3) > 0 and candidate.end() == {"recompiled": 0}
 
 
 def test_a_step_trains() -> None:

@@ -5,8 +5,8 @@ import torch
 
 from proof import expected
 from proof.convergence.sweep import CONTROL, PART, Ending, endings
-from proof.convergence.training import RUNS, losses
-from proof.results import of_part
+from proof.convergence.training import losses
+from proof.results import of_part, verdicts
 
 
 def ending(difference: float) -> Ending:
@@ -46,14 +46,13 @@ def test_a_run_that_goes_another_way_is_told_with_what_stock_does(monkeypatch: p
 
 
 def test_the_committed_runs_hold_and_would_have_found_weights_in_16_bits() -> None:
-    found = endings([verdict for each in of_part("convergence") for verdict in each.verdicts.values()])
+    found = endings(verdicts(of_part("convergence")))
     known = {entry.name for entry in expected.EXPECTED if entry.part == "convergence"}
     assert {name for (name, _), end in found.items() if not end.holds()} <= known
     assert not any(end.holds(CONTROL) for end in found.values() if CONTROL in end.differences)
 
 
 def test_no_copy_of_a_weight_means_that_nothing_ran_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proof.convergence.training._by_amp", lambda model, lower, low: model)
-    monkeypatch.setitem(RUNS, "amp", lambda model, *_: model)
+    monkeypatch.setattr("proof.convergence.training.amp", lambda **_: lambda model: model)
     with pytest.raises(AssertionError, match="no weight was used in 16 bits"):
         losses("ResNet", 0, "amp", torch.bfloat16)

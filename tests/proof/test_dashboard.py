@@ -1,13 +1,13 @@
 """PyTorch's benchmark scripts, in their place scripts of a few lines: what is asked of them, and what becomes of it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from proof.dashboard import chapter, launch, run
+from proof.dashboard import launch, sweep
+from proof.results import Verdict
 
 SCRIPT = """
 import argparse, sys
@@ -21,13 +21,8 @@ assert found.amp and found.device == "cpu"
 if found.backend == "amp" and found.training:
     sys.exit("no memory")
 with open(f"{found.output_directory}/{found.output}", "w") as file:
-    file.write("dev,name,batch_size,speedup\\n" f"cpu,{found.only},{found.batch_size},{1.5 + found.freezing}\\n")
+    file.write("name,speedup,abs_latency,accuracy\\n" f"{found.only},{1.5 + found.freezing},2,pass\\n")
 """
-FACTS = {
-    "processor": "a processor", "low-precision instructions": [], "system": "a system", "python": "3", "torch": "2",
-    "packages": {"timm": "", "transformers": "5"}, "scripts": "2.4.0", "batch size": 1, "iterations": 5,
-    "commit": "abc",
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -40,55 +35,54 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def test_backends_are_run_in_turn_and_compared_ones_again_and_what_dies_is_a_line_too(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_backends_are_run_in_turn_and_what_dies_has_no_speed(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    pytest.importorskip("transformers")
-    asked: list[str] = []
-    line_of = run.line_of
-    monkeypatch.setattr(run, "missing", lambda *_: "")
-    monkeypatch.setattr(run, "LAUNCHER", run.LAUNCHER[:1])
-    monkeypatch.setattr(run, "line_of", lambda each, *rest: asked.append(each.way) or line_of(each, *rest))
-    arguments = ["--checkout", str(checkout), "--results", str(tmp_path), "--only", "T5Small", "--kinds", "performance"]
-    for _ in range(2):
-        assert run.main([*arguments, "--repeats", "2"]) == 0
-    assert asked == [*(way for ways in run.WAYS.values() for way in ways), *run.COMPARED, *run.COMPARED]
-    speedups = {path.stem: [line["speedup"] for line in run.read(path)] for path in tmp_path.glob("*.csv")}
-    assert speedups == {
-        "huggingface_performance_inference_inductor": ["1.5", "1.5"],
-        "huggingface_performance_inference_inductor_freezing": ["2.5"],
-        "huggingface_performance_inference_amp": ["1.5", "1.5"],
-        "huggingface_performance_training_inductor": ["1.5", "1.5"],
-        "huggingface_performance_training_amp": ["0.000000", "0.000000"],
-        "huggingface_performance_training_amp_every_call": ["1.5"],
-    }
-    assert json.loads((tmp_path / "about.json").read_text())["scripts"] == "2.4.0"
+    monkeypatch.setattr(sweep, "LAUNCHER", sweep.LAUNCHER[:1])
+    monkeypatch.setenv("DYNAMO_BENCHMARKS", str(checkout))
+    found = {mode: sweep.run(f"T5Small, {mode}, run 1").figures for mode in sweep.WAYS}
+    assert list(found["inference"].items()) == [
+        ("inductor", [1.5, 2]),
+        ("inductor_freezing", [2.5, 2]),
+        ("amp", [1.5, 2]),
+    ]
+    assert found["training"] == {"inductor": [1.5, 2], "amp": [0, 0], "amp_every_call": [1.5, 2]}
+    assert "no memory" in capsys.readouterr().err
+    assert sweep.run("T5Small, training, run 2").figures.keys() == {*sweep.COMPARED}
+    assert sweep.run("T5Small, training, accuracy").counts == {"inductor: pass": 1, "amp: fail_to_run": 1}
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "9")
+    assert "timm 9, 1 thread; scripts of PyTorch 2.4.0" in sweep.facts()["with"]
+
+
+def test_groups_are_runs_and_accuracies_and_all_are_more() -> None:
+    few, everything = sweep.groups(False), sweep.groups(True)
+    assert set(few) < set(everything) and len(set(everything)) == 3 * len(few)
 
 
 def test_what_is_missing_is_told(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "sparse-checkout" in run.missing(None, "")
-    monkeypatch.setattr(run, "NEEDED", {"huggingface": ("numpy", "no_such_package")})
-    assert run.missing(checkout, "T5Small").endswith("python -m pip install no_such_package")
-    assert run.main(["--checkout", str(checkout), "--only", "T5Small"]) == 2
+    assert "sparse-checkout" in sweep.missing()
+    monkeypatch.setenv("DYNAMO_BENCHMARKS", str(checkout))
+    monkeypatch.setattr(sweep, "NEEDED", ("numpy", "no_such_package"))
+    assert sweep.missing().endswith("python -m pip install no_such_package")
 
 
-def test_the_page_has_ratios_of_neighbours_and_their_mean(tmp_path: Path) -> None:
-    (tmp_path / "about.json").write_text(json.dumps(FACTS))
-    assert "Inference" not in "".join(chapter.chapter(tmp_path))
-    found = {
-        "T5Small": {"inductor": (1, 2, 1), "inductor_freezing": (5, 5, 8), "amp": (2, 6, 4)},
+def test_the_page_has_ratios_of_neighbours_and_their_mean() -> None:
+    timed: dict[str, dict[str, tuple[int, ...]]] = {
+        "T5Small": {"inductor": (1, 2, 1), "inductor_freezing": (5,), "amp": (2, 6, 4)},
         "DistillGPT2": {"inductor": (1,), "amp": (0,)},
         "ElectraForCausalLM": {"inductor": (1,)},
         "MT5ForConditionalGeneration": {"inductor": (2,), "amp": (1,)},
     }
-    for model, ways in found.items():
-        for way, speedups in ways.items():
-            path = run.Run("performance", "inference", way, "huggingface", model).path(tmp_path)
-            for speedup in speedups:
-                run.add(path, {"name": model, "speedup": str(speedup), "abs_latency": str(12 / (speedup or 1))})
-    path = run.Run("accuracy", "inference", "amp", "huggingface", "T5Small").path(tmp_path)
-    run.add(path, {"name": "T5Small", "accuracy": "pass"})
-    page = "".join(chapter.chapter(tmp_path))
+    found = [
+        Verdict(
+            f"{model}, inference, run {n}",
+            figures={way: [times[n - 1], 12 / (times[n - 1] or 1)] for way, times in ways.items() if len(times) >= n},
+        )
+        for model, ways in timed.items()
+        for n in (1, 2, 3)
+    ]
+    page = sweep.tabulate([*found, Verdict("T5Small, inference, accuracy", {"amp: pass": 1})])
+    assert "Inference" not in sweep.tabulate([])
     assert "| T5Small | 3.00 | 3.00 | 1.00 | 5.00 | 4.00 | 3 | not run | pass |" in page
     assert "| DistillGPT2 | none | none | 1.00 | none | none | 1 | not run | not run |" in page
     assert "| geometric mean (of) | 1.22 (2) | 1.22 (2) | 1.26 (3) | 5.00 (1) | 2.00 (2) |  |  |  |" in page

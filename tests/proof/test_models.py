@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from proof.models import generating, judge, sweep
+from proof.models.hub import shrunk
 from proof.models.judge import DRAWS, Way
 from proof.models.missing_ops import nms
-from proof.models.shrinking import shrunk
 from proof.models.subject import MODES, Run, Subject
 from proof.models.sweep import CASES, MISSING, PART
 from proof.models.tally import Errors, Tally

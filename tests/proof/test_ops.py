@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from proof.ops import database, mixed
+from proof.ops import database, parts
 from proof.ops.calls import Call
 from proof.ops.judge import RAISES, STOCK_FAILS, Setting, judge
-from proof.ops.sweep import DEFAULT, PART, SETTINGS
+from proof.ops.parts import DEFAULT, MIXED, OPERATORS, SETTINGS
 from proof.results import Failure
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's deprecations, met on purpose
@@ -19,7 +19,7 @@ MATMUL = Call(torch.matmul, (torch.ones(2, 3, requires_grad=True), torch.ones(3,
 
 
 def test_groups_are_names_and_all_are_more() -> None:
-    few, everything = PART.groups(False), PART.groups(True)
+    few, everything = OPERATORS.groups(False), OPERATORS.groups(True)
     assert len(few) == 4 * len(database.operators()) and set(few) < set(everything)
     assert len(DEFAULT) == 4 and len(SETTINGS) == 8
     assert {(s.ambient, s.gradients) for name, s in SETTINGS.items() if name in DEFAULT} == {
@@ -38,13 +38,13 @@ def test_the_sample_and_the_rest_are_all_calls_always_the_same() -> None:
 
 @pytest.mark.parametrize("name", DEFAULT)
 def test_a_group_holds(name: str) -> None:
-    verdict = PART.run(f"addmm, {name}")
+    verdict = OPERATORS.run(f"addmm, {name}")
     assert verdict.counts.keys() <= {"same bits", "as near"} and sum(verdict.counts.values()) == database.DRAWN
     assert not verdict.failures
 
 
 def test_what_is_random_or_raises_is_counted_apart() -> None:
-    assert PART.run('empty_like, bfloat16, outputs="autocast", forward').counts == {"random": database.DRAWN}
+    assert OPERATORS.run('empty_like, bfloat16, outputs="autocast", forward').counts == {"random": database.DRAWN}
     assert judge(Call(torch.matmul, (torch.ones(2), torch.ones(3)), {}), SETTING, False) == (RAISES, [])
 
 
@@ -75,13 +75,13 @@ def test_a_graph_that_the_backend_refuses_is_told(monkeypatch: pytest.MonkeyPatc
     assert "refused" in {failure.kind for failure in judge(MATMUL, SETTING, False)[1]}
 
 
-@pytest.mark.parametrize("pair", mixed.PAIRS)
+@pytest.mark.parametrize("pair", parts.MIXED_PAIRS)
 def test_mixed_operands_hold_or_are_refused_by_eager_autocast(pair: str) -> None:
-    assert mixed.PART.run(f"add, {pair}").failures == []
-    assert mixed.PART.run(f"scatter, {pair}").counts.keys() <= {"same bits", "ours runs", RAISES}
+    assert MIXED.run(f"add, {pair}").failures == []
+    assert MIXED.run(f"scatter, {pair}").counts.keys() <= {"same bits", "ours runs", RAISES}
 
 
 def test_what_ours_alone_runs_is_held_against_a_call_without_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Setting, "amp", lambda _: lambda f: lambda *args: torch.zeros(10, 5) + 100)
-    verdict = mixed.PART.run("scatter, bf16 x f32")
+    verdict = MIXED.run("scatter, bf16 x f32")
     assert verdict.counts == {"fails": 1} and isinstance(verdict.failures[0], Failure)

@@ -6,20 +6,16 @@ from typing import Any
 
 import pytest
 
+from benchmarks.records import Records
 from proof import part, run
-from proof.results import Failure, Results, Verdict
+from proof.part import Part
+from proof.results import Failure, Verdict, verdicts
 
 GROUPS = [f"group {n}" for n in range(20)]
 
 
-class Made:
-    """A part whose groups take no time."""
-
-    title = says = "made up"
-    seconds = 1.0
-
-    def groups(self, everything: bool) -> list[str]:
-        return GROUPS if everything else GROUPS[:10]
+def groups(everything: bool) -> list[str]:
+    return GROUPS if everything else GROUPS[:10]
 
 
 class Here:
@@ -38,13 +34,14 @@ class Here:
 
 
 made: list[Here] = []
+lacks = [""]
 
 
 @pytest.fixture
 def proof(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     made.clear()
     monkeypatch.setattr(part, "HOMES", {"made": ""})
-    monkeypatch.setattr(part, "part", lambda name: Made())
+    monkeypatch.setattr(part, "part", lambda name: Part("made up", "", groups, Verdict, str, missing=lambda: lacks[-1]))
     monkeypatch.setattr(run, "Workers", Here)
     return lambda *arguments: (run.main([*arguments, "--results", str(tmp_path)]), made[-1].ran)
 
@@ -56,7 +53,7 @@ def test_what_is_done_is_not_done_again(proof: Any, tmp_path: Path) -> None:
     assert sorted(proof("--all")[1]) == sorted(GROUPS[10:])
     assert sorted(proof("--only", "group 1")[1]) == ["group 1"]
     assert sorted(proof("--again")[1]) == sorted(GROUPS[:10])
-    assert set(Results.load(tmp_path / "made.jsonl").verdicts) == set(GROUPS[:10])
+    assert {verdict.group for verdict in verdicts([Records.load(tmp_path / "made.json")])} == set(GROUPS[:10])
 
 
 def test_shards_share_the_work(proof: Any) -> None:
@@ -73,7 +70,13 @@ def test_shards_that_are_none(proof: Any, shard: str, capsys: pytest.CaptureFixt
 
 
 def test_when_time_is_up_the_rest_is_left(proof: Any) -> None:
-    assert proof("--minutes", "-1") == (1, [])
+    assert proof("--minutes", "1e-9") == (1, [])
+
+
+def test_what_a_part_lacks_is_told(proof: Any, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.proof.test_run.lacks", ["a checkout"])
+    made.append(Here(Path()))
+    assert proof() == (2, []) and capsys.readouterr().err == "a checkout\n"
 
 
 def test_unknown_parts_are_named(proof: Any, capsys: pytest.CaptureFixture) -> None:

@@ -1,6 +1,5 @@
 """What came of the suite's files, as pytest notes it and the page tells it."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.records import Records
 from proof import versions
 from proof.results import about
 
@@ -42,5 +42,5 @@ def test_pytest_notes_what_came_of_a_shard(tmp_path: Path) -> None:
         [sys.executable, "-m", "pytest", *options, f"--note={tmp_path}", tmp_path],
         env=os.environ | {"PYTHONPATH": str(root)}, cwd=tmp_path, check=False,
     )  # fmt: skip
-    (found,) = json.loads((tmp_path / versions.NAME).read_text()).values()
-    assert found["files"] == {"test_it.py": {"passed": 1, "failed": 2, "skipped": 1}}
+    (found,) = Records.load(tmp_path / versions.NAME).stages.values()
+    assert found == {"test_it.py": {"passed": 1, "failed": 2, "skipped": 1}}

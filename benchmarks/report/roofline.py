@@ -1,7 +1,8 @@
-"""Roofline: what kernels and whole calls reach of the bandwidth and the arithmetic measured in the same run."""
+"""What kernels and calls reach of the bandwidth and the arithmetic measured in the same run: shares, a roofline."""
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
@@ -9,9 +10,43 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.peers import AMP, BASELINE, LIMIT
-from benchmarks.records import Records, spread
+from benchmarks.records import Records, Row, spread
 from benchmarks.report.ink import COLOURS, TEXT, family, picture
-from benchmarks.report.limits import measured_limits, rate
+
+
+def rate(row: Row, figure: str) -> float:
+    """Bytes or flops a second."""
+    return row.figures[figure] / spread(row.figures["seconds"]).middle
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a copy and a matrix product reached."""
+
+    bandwidth: float
+    """Bytes a second, read and written."""
+    products: dict[str, float]
+    """Flops a second, by dtype."""
+
+    def share(self, row: Row) -> str:
+        """The bandwidth that a row reached of a copy's, counting the bytes that it must move; else nothing."""
+        return f"{100 * rate(row, 'bytes') / self.bandwidth:.0f} %" if "bytes" in row.figures else ""
+
+    def __str__(self) -> str:
+        products = (f"{most / 1e9:.0f} Gflop/s in {dtype}" for dtype, most in self.products.items())
+        return (
+            f"A copy moves {self.bandwidth / 1e9:.1f} GB/s; matrix products reach {' and '.join(products)}. "
+            "What is written over its own input can go beyond the copy, which on a CPU also fetches what it overwrites."
+        )
+
+
+def measured_limits(records: Records) -> Limits | None:
+    """The limits that a run measured, if it did."""
+    alone = {case: rows["torch"] for case, rows in records.cases("kernels").items() if "torch" in rows}
+    if "copy" not in alone:
+        return None
+    products = {case.split(", ")[1]: row for case, row in alone.items() if case.startswith("matrix product")}
+    return Limits(rate(alone["copy"], "bytes"), {dtype: rate(row, "flops") for dtype, row in products.items()})
 
 
 class Point(NamedTuple):
@@ -30,8 +65,8 @@ def points(records: Records) -> Iterator[Point]:
             if not row.why and peer != "torch":
                 yield Point(case, peer, row.figures["flops"] / row.figures["bytes"], rate(row, "flops"))
     for case, rows in records.cases("inference").items():
-        for peer in {AMP, BASELINE, LIMIT} & rows.keys():
-            if (shape := re.search(r"(\d+)x(\d+)", case)) and not rows[peer].why:
+        for peer in (AMP, BASELINE, LIMIT):
+            if (shape := re.search(r"(\d+)x(\d+)", case)) and peer in rows and not rows[peer].why:
                 tokens = int(shape[1]) * int(shape[2])
                 seconds = spread(rows[peer].figures["seconds"]).middle
                 yield Point(case, peer, tokens, 2 * tokens * rows[peer].figures["parameters"] / seconds)
