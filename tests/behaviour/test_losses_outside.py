@@ -75,8 +75,7 @@ def trained(model, dtype, compiled, loss):
     return losses, list(model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [LOW, HALF])
-@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
+@pytest.mark.parametrize(("lower", "dtype"), [("aot_eager", LOW), ("eager", HALF)])
 def test_twenty_steps_are_eager_autocasts_without_its_block(lower, dtype):
     for name, loss in LOSSES.items():
         last = nn.LogSoftmax(-1) if name in OF_LOGARITHMS else nn.Tanh()
