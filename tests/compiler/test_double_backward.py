@@ -13,6 +13,7 @@ from ampcompile.errors import DoubleBackwardError
 from ampcompile.scaler.grad_scaler import GradScaler
 from ampcompile.weights.copies import copies_of
 from tests.compiling import HALF, LOW, amp, compiled, draws, eager, error, same_bits
+from tests.pairs import pairs
 
 
 class Smooth(nn.Module):
@@ -130,8 +131,9 @@ def test_half_precision_under_an_autocast_region_that_is_not_the_graphs():
     assert all(g is None or g.dtype == torch.float32 for g in second)
 
 
-def test_third_derivatives():
-    run, _ = amp(lambda x: torch.tanh(x) * x.exp())
+@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
+def test_third_derivatives(lower):
+    run, _ = amp(lambda x: torch.tanh(x) * x.exp(), lower=lower)
     x = torch.randn(5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(run, x)
     y = run(x).sum()
@@ -369,9 +371,13 @@ def through_data(model):
         param.data.mul_(3)
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci), "eager"])
-@pytest.mark.parametrize("write", [fused_step, scaler_step, in_place, through_data])
-@pytest.mark.parametrize("called_between", [False, True])
+@pytest.mark.parametrize(
+    ("write", "called_between", "lower"),
+    [
+        *pairs([fused_step, scaler_step, in_place, through_data], [False, True], ["aot_eager", "eager"]),
+        *(pytest.param(write, True, "inductor", marks=pytest.mark.ci) for write in (fused_step, through_data)),
+    ],
+)
 def test_both_passes_see_the_weights_of_the_call_whatever_is_written_then(write, called_between, lower):
     """As eager autocast, whose own low-precision weights stay as they were."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
