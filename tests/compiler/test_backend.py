@@ -40,8 +40,7 @@ FIRST = {
 }
 
 
-@pytest.mark.parametrize("first", FIRST)
-@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
+@pytest.mark.parametrize(("first", "lower"), [*((first, "aot_eager") for first in FIRST), ("no_grad", "eager")])
 def test_every_gradient_is_there_whatever_ran_before(first, lower):
     model, x = Model(), images()
     expected_model = copy.deepcopy(model)

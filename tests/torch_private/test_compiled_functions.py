@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.testing._internal.two_tensor import TwoTensor
 
 from ampcompile.torch_private import compiled_functions
-from ampcompile.torch_private.compiled_functions import ResultSlot, functions_made, intercept
+from ampcompile.torch_private.compiled_functions import functions_made, intercept
 
 
 def compile_and_call(f: Callable[..., Any], *inputs: Tensor) -> tuple[list[Any], Any, Callable[..., Any]]:
@@ -31,29 +30,6 @@ def test_a_graph_with_gradients_is_one_function_and_one_without_none() -> None:
     assert not compile_and_call(torch.cos, torch.randn(4))[0]
 
 
-def test_every_result_has_a_slot_and_every_slot_a_gradient() -> None:
-    """Views of what the graph computes leave it as views of their base, which is returned besides."""
-
-    def f(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        base = x.sin()
-        return x.cos(), base[1:], base[:2]
-
-    (function,), _, compiled = compile_and_call(f, leaf())
-    slots = compiled_functions.result_slots(function)
-    assert slots[0] == ResultSlot(0, "output") and slots[1:3] == [None, None]
-    assert [slot.kind for slot in slots[3:] if slot is not None] == ["base"] and len(slots) == 4
-
-    received: list[int] = []
-
-    def backward(original: Any, ctx: Any, gradients: Any) -> Any:
-        received.append(len(gradients))
-        return original(ctx, gradients)
-
-    intercept(function, lambda ctx, arguments: None, backward)
-    sum(result.sum() for result in compiled(leaf())).backward()
-    assert received == [len(slots)]
-
-
 def test_forward_is_preceded_and_backward_replaced() -> None:
     (function,), _, compiled = compile_and_call(torch.sin, leaf())
     seen: list[Any] = []
@@ -71,37 +47,6 @@ def test_forward_is_preceded_and_backward_replaced() -> None:
     compiled(x).sum().backward()
     assert any(argument is x for argument in seen)
     assert torch.equal(x.grad, 2 * x.detach().cos())
-
-
-def test_arguments_that_are_written_are_told() -> None:
-    def f(x: Tensor, count: Tensor) -> Tensor:
-        result = x.sin()
-        count.add_(1)
-        return result
-
-    (function,), _, _ = compile_and_call(f, leaf(), torch.zeros(()))
-    assert compiled_functions.written_arguments(function) == [1]
-    assert not compiled_functions.writes_to_differentiated_inputs(function)
-
-
-def test_inputs_with_a_history_that_are_written_come_back_as_results() -> None:
-    def f(x: Tensor) -> Tensor:
-        x.mul_(2)
-        return x.sin()
-
-    (function,), _, _ = compile_and_call(f, leaf() * 1)
-    assert compiled_functions.writes_to_differentiated_inputs(function)
-    assert compiled_functions.result_slots(function)[0] is None
-
-
-def test_subclasses_are_taken_apart() -> None:
-    two = TwoTensor(torch.randn(4), torch.randn(4)).requires_grad_()
-    for x, expected in ((two, True), (leaf(), False)):
-        (function,), _, _ = compile_and_call(lambda x: x.sin(), x)
-        assert compiled_functions.takes_apart_subclasses(function) == expected
-    a, b = torch.randn(4), torch.randn(4)
-    assert [id(part) for part in compiled_functions.parts_of(TwoTensor(a, TwoTensor(b, a)))] == [*map(id, (a, b, a))]
-    assert compiled_functions.parts_of(a)[0] is a and compiled_functions.parts_of(3) == [3]
 
 
 @pytest.mark.parametrize("survives", [True, False])
@@ -126,16 +71,6 @@ def test_a_later_backward_may_keep_its_graph(survives: bool) -> None:
     assert torch.equal(once, twice)
     (expected,) = torch.autograd.grad(f(x).sum(), x)
     assert torch.allclose(once, expected)
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_backward_knows_whether_its_graph_is_kept(keep: bool) -> None:
-    told: list[bool] = []
-    x = leaf()
-    y = x.sin()
-    y.register_hook(lambda gradient: told.append(compiled_functions.graph_is_kept()))
-    y.sum().backward(retain_graph=keep)
-    assert told == [keep]
 
 
 def test_compiled_autograd_hands_all_inputs_in_one_list() -> None:

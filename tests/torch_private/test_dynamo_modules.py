@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ampcompile.torch_private import dynamo_modules, patches
+from ampcompile.torch_private import dynamo_modules
 
 
 class Breaks(nn.Module):
@@ -55,42 +54,6 @@ def test_modules_with_names_get_graphs_of_their_own_after_a_graph_break(guarded:
         for _ in range(2):
             assert torch.equal(compiled(x), model(x))
     assert count == graphs
-
-
-@pytest.mark.parametrize("ours", [True, False])
-def test_a_compiled_module_inside_of_another_is_told(ours: bool) -> None:
-    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return gm.forward
-
-    told: list[str] = []
-    inner = torch.compile(nn.Linear(3, 3), backend=backend)
-    watch = dynamo_modules.watch_inlined_modules(lambda found: (found.compiler_fn is backend) == ours, told.append)
-    with patches.replaced("VariableBuilder.wrap_module", watch):
-        torch.compile(nn.Sequential(inner, nn.ReLU()), backend="eager")(torch.randn(2, 3))
-    assert bool(told) == ours and set(told) <= {"Linear"}
-
-
-@pytest.mark.parametrize("ours", [True, False])
-def test_methods_of_a_compiled_module_are_watched(ours: bool) -> None:
-    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return gm.forward
-
-    asked: list[str] = []
-
-    def watched(name: str, method: MethodType) -> MethodType:
-        asked.append(name)
-        return method
-
-    model = Breaks()
-    compiled = torch.compile(model, backend=backend)
-    watch = dynamo_modules.watch_methods(lambda found: (found.compiler_fn is backend) == ours, watched)
-    with patches.replaced("OptimizedModule.__getattr__", watch):
-        compiled(torch.randn(3)), compiled.weight, compiled.train(), compiled.state_dict()
-        assert not asked, "a call passes by no attribute that is looked at"
-        assert compiled.act() is compiled.weight is model.weight
-        model.compile(backend=backend)
-        compiled.act()
-    assert asked == ["act"] * ours
 
 
 def test_parameters_and_buffers_are_told_from_other_inputs() -> None:

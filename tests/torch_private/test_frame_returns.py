@@ -14,7 +14,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ampcompile.torch_private import frame_returns, patches
 
 PLACE = "OutputGraph.compile_subgraph"
-FACTOR = 1.0
 
 
 def double(x: Tensor) -> Tensor:
@@ -123,21 +122,6 @@ def test_results_are_replaced_each_once_with_a_note() -> None:
     assert torch.equal(first, 2 * x.sin()) and others["again"] is first
     assert torch.equal(others["other"], 2 * x.cos())
     assert notes == ["a note"] * 2
-
-
-def test_a_guard_on_a_constant_compiles_anew_where_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends: list[float] = []
-
-    def act(frame: Any) -> None:
-        ends.append(FACTOR)
-        frame_returns.guard_on(frame, __name__, "FACTOR")
-
-    with patches.replaced(PLACE, frame_returns.watch_returns(act)):
-        compiled, x = torch.compile(lambda x: x.sin(), backend="eager"), torch.randn(3)
-        for factor in (1.0, 1.0, 2.0, 1.0):
-            monkeypatch.setitem(globals(), "FACTOR", factor)
-            compiled(x)
-    assert ends == [1.0, 2.0]
 
 
 def test_between_the_call_of_a_module_and_its_forward_stand_the_calls_that_are_listed() -> None:

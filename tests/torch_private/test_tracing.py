@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 
-from ampcompile.torch_private import regions, tracing
+from ampcompile.torch_private import tracing
 
 aten = torch.ops.aten
 
@@ -109,31 +109,6 @@ def test_what_is_computed_untraced_or_for_real_is_in_no_graph() -> None:
         assert isinstance(torch.ones(2), FakeTensor)
 
 
-def test_calls_can_be_recorded_by_hand() -> None:
-    def f(x: Tensor) -> Tensor:
-        with tracing.untraced():
-            value = x.clone()
-        begun = tracing.record_state_change(regions.ENTER_AUTOCAST, ("cpu", None, False, None), {})
-        tracing.record_state_change(regions.EXIT_AUTOCAST, (begun,), {})
-        return tracing.record_call("call_function", aten.neg.default, (x,), {}, value).exp()
-
-    gm = trace(f, FakeTensorMode().from_tensor(torch.randn(3)))
-    first, second, negative, exponential = (node for node in gm.graph.nodes if node.op == "call_function")
-    assert second.args == (first,) and first.meta["val"] is second.meta["val"] is None
-    assert negative.target is aten.neg.default and exponential.args == (negative,)
-
-
-def test_bodies_are_traced_as_graphs_of_their_own() -> None:
-    bodies: list[GraphModule] = []
-
-    def f(x: Tensor) -> Tensor:
-        bodies.append(tracing.trace_body(lambda y: y.sin().exp(), [x], lambda *_: False))
-        return x.cos()
-
-    assert targets(trace(f, torch.randn(3))) == [aten.cos.default]
-    assert targets(bodies[0]) == [aten.sin.default, aten.exp.default]
-
-
 @pytest.mark.parametrize("fake", [True, False])
 def test_a_graph_s_fakes_are_computed_with_and_autocast_excluded(fake: bool) -> None:
     graph = torch.fx.Graph()
@@ -160,19 +135,6 @@ def test_the_largest_finite_magnitude_is_found_among_fakes_too(constant: Tensor,
     assert tracing.largest_magnitude(constant) == largest
     with FakeTensorMode():
         assert tracing.largest_magnitude(constant) == largest
-
-
-def test_indexing_by_a_tensor_stays_an_op() -> None:
-    """Else a traced index is asked for its number."""
-
-    def f(x: Tensor, i: Tensor) -> Tensor:
-        with tracing.indexing_by_tensors():
-            return x[i]
-
-    mode = FakeTensorMode()
-    fakes = [mode.from_tensor(value) for value in (torch.arange(5.0), torch.tensor(2))]
-    gm = trace(f, *fakes)
-    assert gm(torch.arange(5.0), torch.tensor(3)).item() == 3
 
 
 def test_transforms_of_functions_are_noticed() -> None:
