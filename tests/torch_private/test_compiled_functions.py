@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ampcompile.torch_private import compiled_functions
-from ampcompile.torch_private.compiled_functions import functions_made, intercept
+from ampcompile.torch_private.compiled_functions import ResultSlot, functions_made, intercept
+from tests.compiling import Looking
 
 
 def compile_and_call(f: Callable[..., Any], *inputs: Tensor) -> tuple[list[Any], Any, Callable[..., Any]]:
@@ -28,6 +29,22 @@ def leaf() -> Tensor:
 def test_a_graph_with_gradients_is_one_function_and_one_without_none() -> None:
     assert len(compile_and_call(torch.sin, leaf())[0]) == 1
     assert not compile_and_call(torch.cos, torch.randn(4))[0]
+
+
+def test_whose_each_result_is_and_what_is_written() -> None:
+    """An input with a history comes back first; views leave as views of their base, which is returned besides."""
+
+    def f(x: Tensor, y: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x.mul_(2)
+        count.add_(1)
+        base = y.sin()
+        return y.cos(), base[1:], base[:2]
+
+    (function,), _, _ = compile_and_call(f, leaf() * 1, leaf(), torch.zeros(()))
+    *first, base = compiled_functions.result_slots(function)
+    assert first == [None, ResultSlot(0, "output"), None, None] and base is not None and base.kind == "base"
+    assert compiled_functions.written_arguments(function) == [0, 1]  # in the order of their use
+    assert compiled_functions.writes_to_differentiated_inputs(function)
 
 
 def test_forward_is_preceded_and_backward_replaced() -> None:
@@ -74,15 +91,9 @@ def test_a_later_backward_may_keep_its_graph(survives: bool) -> None:
 
 
 def test_compiled_autograd_hands_all_inputs_in_one_list() -> None:
-    told: list[bool] = []
-
-    def backend(gm: Any, inputs: Any) -> Any:
-        told.append(compiled_functions.is_backward(inputs))
-        return gm.forward
-
-    x = leaf()
+    x, backend = leaf(), Looking(lambda gm, inputs: compiled_functions.is_backward(inputs))
     loss = torch.compile(torch.sin, backend="aot_eager")(x).sum()
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
         loss.backward()
     torch.compile(torch.cos, backend=backend)(torch.randn(4))
-    assert told == [True, False]
+    assert backend.found == [True, False]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ampcompile.torch_private import dynamo_modules
+from tests.compiling import Looking
 
 
 class Breaks(nn.Module):
@@ -40,32 +40,30 @@ def test_modules_with_names_get_graphs_of_their_own_after_a_graph_break(guarded:
     """The first case says that Dynamo still shares one graph."""
     model = Two()
     names = {str(id(module)): name for name, module in model.named_modules() if name}
-    count = 0
 
-    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        nonlocal count
-        count += any(node.op == "call_function" for node in gm.graph.nodes)
+    def look(gm: torch.fx.GraphModule, inputs: Any) -> bool:
         if guarded:
             dynamo_modules.guard_modules_of_frame(gm, names)
-        return gm.forward
+        return any(node.op == "call_function" for node in gm.graph.nodes)
 
+    backend = Looking(look)
     compiled, x = torch.compile(model, backend=backend), torch.randn(3)
     with torch.no_grad():
         for _ in range(2):
             assert torch.equal(compiled(x), model(x))
-    assert count == graphs
+    assert sum(backend.found) == graphs
 
 
 def test_parameters_and_buffers_are_told_from_other_inputs() -> None:
-    model, loose, found = Breaks(), torch.randn(3), {}
+    model, loose, x = Breaks(), torch.randn(3), torch.randn(3)
 
-    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
-            found[value.data_ptr()] = dynamo_modules.is_registered(node)
-        return gm.forward
+    def look(gm: torch.fx.GraphModule, inputs: Any) -> dict[int, bool]:
+        nodes = gm.graph.find_nodes(op="placeholder")
+        return {x.data_ptr(): dynamo_modules.is_registered(node) for node, x in zip(nodes, inputs, strict=True)}
 
-    x = torch.randn(3)
+    backend = Looking(look)
     torch.compile(lambda x: (x * model.weight + model.shift) * loose, backend=backend)(x)
+    (found,) = backend.found
     assert found == {
         model.weight.data_ptr(): True, model.shift.data_ptr(): True, x.data_ptr(): False, loose.data_ptr(): False
     }  # fmt: skip

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from torch.utils._ordered_set import OrderedSet
 
 from ampcompile.torch_private import lowering
+from tests.compiling import Looking
 
 Backend = Callable[[GraphModule, Any], Any]
 
@@ -101,11 +102,7 @@ def test_an_op_whose_decomposition_refuses_is_called_if_it_is_kept() -> None:
 
 
 def test_graphs_with_loops_and_nested_regions_write_each_buffer_once() -> None:
-    graphs: list[GraphModule] = []
-
-    def backend(gm: GraphModule, inputs: Any) -> Any:
-        graphs.append(gm)
-        return gm.forward
+    backend = Looking(lambda gm, inputs: lowering.config_for_bodies(gm))
 
     def branch(x: Tensor) -> Tensor:
         return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
@@ -113,7 +110,7 @@ def test_graphs_with_loops_and_nested_regions_write_each_buffer_once() -> None:
     for f in (branch, lambda x: x.sin()):
         torch.compile(f, backend=backend)(torch.randn(3))
     careful = {"inplace_buffers": False, "allow_buffer_reuse": False}
-    assert [lowering.config_for_bodies(gm) for gm in graphs] == [careful, {}]
+    assert backend.found == [careful, {}]
     assert careful.keys() <= torch._inductor.config.get_config_copy().keys()
 
 
