@@ -192,7 +192,6 @@ def test_torchs_other_ways_to_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("how", ["not reentrant", "reentrant"])
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_autograd(how: str) -> None:
     x, plain, again = torch.randn(4, 8), layers(None), layers(how)
     traced = functools.partial(compiled_autograd._enable, torch.compile(backend="eager"))

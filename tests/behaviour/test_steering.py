@@ -13,8 +13,6 @@ from ampcompile.explaining.report import Report
 from tests.pairs import pairs
 
 LOW, HIGH, HALF = torch.bfloat16, torch.float32, torch.float16
-# Dynamo asks every tensor that crosses a graph break for its gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 class Block(nn.Module):

@@ -18,8 +18,6 @@ from tests.compiling import HALF, HIGH, LOW, amp, compiled, dtypes, eager, regio
 from tests.conftest import modes
 from tests.threads import running
 
-# Dynamo looks at `.grad` of whatever is alive at a graph break.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 LINEAR = nn.utils.skip_init(nn.Linear, 8, 8)
 
 

@@ -103,15 +103,6 @@ def test_a_script_that_never_imports_us_finds_the_backend():
     assert done.stdout == "tensor([[2., 2.],\n        [2., 2.]])\n", done.stderr
 
 
-@pytest.mark.parametrize("lower", ["inductor", "aot_eager", "eager"])
-def test_each_lowering_gives_eager_autocasts_dtypes_and_values(lower):
-    model, x = Model().eval(), images()
-    run, _ = compiled(model, lower=lower)
-    result, expected = run(x), eager(model, x)
-    assert dtypes(result) == dtypes(expected)
-    assert torch.allclose(result.float(), expected.float(), atol=0.02)
-
-
 def test_modes_and_inductors_own_options_go_on_to_inductor(monkeypatch):
     import torch._inductor.compile_fx as inductor
 

@@ -285,7 +285,7 @@ def test_inputs_written_since_are_refused():
         slope.sum().backward()
 
 
-@pytest.mark.parametrize("lower", [pytest.param("aot_eager", marks=pytest.mark.ci), "inductor"])
+@pytest.mark.parametrize("lower", [pytest.param("aot_eager", marks=pytest.mark.ci), "inductor", "eager"])
 def test_a_graph_can_be_kept_whatever_came_before(lower):
     """Inductor computes in what forward saved; stock torch.compile raises where a later backward keeps its graph."""
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4))
@@ -296,6 +296,8 @@ def test_a_graph_can_be_kept_whatever_came_before(lower):
     kept = [torch.autograd.grad(loss, [*model.parameters()], retain_graph=True) for _ in range(2)]
     last = torch.autograd.grad(loss, [*model.parameters()])
     assert same_bits(kept[0], kept[1]) and same_bits(kept[0], last)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
 
 
 def test_a_backward_frees_the_inputs_and_a_cycle_keeps_none():

@@ -12,9 +12,6 @@ import ampcompile
 from ampcompile import Policy
 from ampcompile.errors import AmpWarning
 
-# Dynamo asks every tensor that crosses a graph break for its gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
 
 class Model(nn.Module):
     def __init__(self) -> None:

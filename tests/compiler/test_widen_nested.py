@@ -14,8 +14,6 @@ from tests.compiler.widened import Made, leaves, run, x
 from tests.compiling import HIGH, LOW, dtypes, eager, error, same_bits
 from tests.pairs import pairs
 
-# Dynamo looks at `.grad` of whatever is alive at a graph break.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 LINEAR = nn.utils.skip_init(nn.Linear, 8, 8)
 MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
 

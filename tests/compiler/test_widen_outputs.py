@@ -17,8 +17,6 @@ from tests.compiler.widened import Made, leaves, run, x
 from tests.compiling import HALF, HIGH, LOW, compiled, dtypes, eager, gradients, regions, same_bits
 from tests.devices import require_lstm
 
-# Dynamo looks at `.grad` of whatever is alive at a graph break.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 LINEAR = nn.utils.skip_init(nn.Linear, 8, 8)
 STORED = nn.Parameter(torch.empty(8, 8, dtype=LOW))
 Pair = namedtuple("Pair", "first second")

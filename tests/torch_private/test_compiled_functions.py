@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ampcompile.torch_private import compiled_functions
 from ampcompile.torch_private.compiled_functions import ResultSlot, functions_made, intercept
@@ -64,6 +65,16 @@ def test_forward_is_preceded_and_backward_replaced() -> None:
     compiled(x).sum().backward()
     assert any(argument is x for argument in seen)
     assert torch.equal(x.grad, 2 * x.detach().cos())
+
+
+def test_subclasses_are_taken_apart() -> None:
+    two = TwoTensor(torch.randn(4), torch.randn(4)).requires_grad_()
+    for x, expected in ((two, True), (leaf(), False)):
+        (function,), _, _ = compile_and_call(lambda x: x.sin(), x)
+        assert compiled_functions.takes_apart_subclasses(function) == expected
+    a, b = torch.randn(4), torch.randn(4)
+    assert [id(part) for part in compiled_functions.parts_of(TwoTensor(a, TwoTensor(b, a)))] == [*map(id, (a, b, a))]
+    assert compiled_functions.parts_of(a)[0] is a and compiled_functions.parts_of(3) == [3]
 
 
 @pytest.mark.parametrize("survives", [True, False])
