@@ -162,15 +162,6 @@ def test_several_outputs_views_inputs_given_twice_and_values_that_are_no_tensors
         torch.testing.assert_close(ours, expected)
 
 
-def test_gradients_that_are_functions_of_the_gradient_that_came_in():
-    run, _ = amp(lambda x: x.square() * x)
-    x, v = (torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    (first,) = torch.autograd.grad(run(x), x, v, create_graph=True)
-    by_v, by_x = torch.autograd.grad(first.sum(), (v, x))
-    torch.testing.assert_close(by_v, 3 * x**2)
-    torch.testing.assert_close(by_x, 6 * x * v)
-
-
 def test_graphs_after_one_another_and_a_shape_that_changes():
     class Broken(nn.Module):
         def __init__(self):

@@ -1,6 +1,7 @@
 """What no graph widens, the wrapper around the call does: results share memory as before, the user's stay."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -79,14 +80,23 @@ def across_a_break(x):
 SHARING = [base_and_view, views_alone, chunks, with_detached, with_gaps, nested, across_a_break]
 
 
+def gradients_after_a_write(results, f):
+    LINEAR.zero_grad()
+    results = [result for result in results if result.requires_grad]
+    if f is not chunks:  # of which none may be written to, as eager mode has it
+        results[0].mul_(2)
+    sum((i + 1) * result.float().sum() for i, result in enumerate(results)).backward()
+    return [LINEAR.weight.grad, LINEAR.bias.grad]
+
+
 @pytest.mark.parametrize(
     ("f", "lower", "mode"),
     [
         *pairs(SHARING, ["aot_eager", "eager"], MODES),
-        *((f, "inductor", torch.no_grad) for f in (nested, across_a_break)),
+        *((f, "inductor", torch.enable_grad) for f in (nested, across_a_break)),
     ],
 )
-def test_a_write_to_one_result_is_seen_in_those_that_share_its_memory(f, lower, mode):
+def test_a_write_to_one_result_is_seen_in_those_that_share_its_memory_and_in_gradients(f, lower, mode):
     with torch.no_grad():
         for parameter in LINEAR.parameters():
             parameter.random_(-3, 4)  # no order of sums rounds them otherwise
@@ -99,25 +109,9 @@ def test_a_write_to_one_result_is_seen_in_those_that_share_its_memory(f, lower, 
             for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
                 ours.fill_(i), theirs.fill_(i)
                 assert all(torch.equal(a, b.float()) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("f", "lower"), [*((f, lower) for f in SHARING for lower in ("aot_eager", "eager")), (nested, "inductor")]
-)
-def test_gradients_go_through_results_that_share_memory_and_were_written_to(f, lower):
-    data = torch.randint(-3, 4, (2, 8)).float()
-    nn.init.constant_(LINEAR.bias, 1)
-
-    def found(outputs):
-        LINEAR.zero_grad()
-        outputs = [output for output in outputs if output.requires_grad]
-        if f is not chunks:  # of which none may be written to, as eager mode has it
-            outputs[0].mul_(2)
-        sum((i + 1) * output.float().sum() for i, output in enumerate(outputs)).backward()
-        return [LINEAR.weight.grad, LINEAR.bias.grad]
-
-    expected = found(leaves(eager(f, data)))
-    assert same_bits(found(leaves(run(f, lower=lower)(data))), expected), "of numbers that no sum rounds"
+    if mode is torch.enable_grad:
+        ours, theirs = (gradients_after_a_write(leaves(g(data)), f) for g in (call, functools.partial(eager, f)))
+        assert same_bits(ours, theirs), "of numbers that no sum rounds"
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch 2.11's Dynamo

@@ -375,16 +375,6 @@ def test_a_region_that_disables_autocast_around_the_call_leaves_all_as_it_is():
     assert dtypes(call(x())) == [HIGH, HIGH]
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode):
-    data, decorated = x(), mode()(lambda x: LINEAR(x))
-    for f, around in ((LINEAR, mode()), (decorated, regions("absent"))):
-        torch._dynamo.reset()
-        with around:
-            found = run(f)(data)
-        assert same_bits(found, eager(LINEAR, data).float()) and not found.requires_grad
-
-
 def test_a_policy_that_makes_something_low_does_not_hide_it():
     policy = ampcompile.Policy(ops=(("softmax*", "low"),))
     call = run(lambda x: (LINEAR(x), torch.softmax(LINEAR(x), -1)), policy=policy)

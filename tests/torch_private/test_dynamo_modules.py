@@ -18,9 +18,6 @@ class Breaks(nn.Module):
         self.weight = nn.Parameter(torch.randn(3))
         self.register_buffer("shift", torch.randn(3))
 
-    def act(self) -> Tensor:
-        return self.weight
-
     def forward(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
         return x * self.weight + self.shift

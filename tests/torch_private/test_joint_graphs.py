@@ -62,3 +62,10 @@ def test_a_dictionary_of_tensors_goes_by_identity_and_keeps_none() -> None:
     del x
     gc.collect()
     assert len(names) == 0
+
+
+def test_the_same_numbers_are_drawn_again() -> None:
+    state = joint_graphs.random_state()
+    drawn = torch.randn(4)
+    joint_graphs.start_from(state)
+    assert torch.equal(torch.randn(4), drawn)

@@ -61,16 +61,6 @@ def test_forward_and_backward_are_seen_together_and_changed(lower: Callable[...,
         torch.testing.assert_close(result, x.sin() + x.cos() / 2)
 
 
-def test_another_key_is_compiled_anew() -> None:
-    """Else Inductor's cache would serve what another pass made."""
-    x = torch.randn(7)
-    results = []
-    for act, key in ((lambda gm: None, "as it is"), (halve_cosines, "halved")):
-        torch._dynamo.reset()
-        results.append(torch.compile(lambda x: x.cos().exp(), backend=with_inductor(act, key))(x))
-    torch.testing.assert_close(results, [x.cos().exp(), (x.cos() / 2).exp()])
-
-
 def test_the_table_of_decompositions_pickles_by_what_is_ours() -> None:
     before = pickle.dumps(lowering.inductors_decompositions(kept=[]))
 

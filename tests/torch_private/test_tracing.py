@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 
-from ampcompile.torch_private import tracing
+from ampcompile.torch_private import regions, tracing
 
 aten = torch.ops.aten
 
@@ -107,6 +107,31 @@ def test_what_is_computed_untraced_or_for_real_is_in_no_graph() -> None:
         with tracing.computing_for_real():
             assert type(torch.ones(2)) is Tensor
         assert isinstance(torch.ones(2), FakeTensor)
+
+
+def test_calls_can_be_recorded_by_hand() -> None:
+    def f(x: Tensor) -> Tensor:
+        with tracing.untraced():
+            value = x.clone()
+        begun = tracing.record_state_change(regions.ENTER_AUTOCAST, ("cpu", None, False, None), {})
+        tracing.record_state_change(regions.EXIT_AUTOCAST, (begun,), {})
+        return tracing.record_call("call_function", aten.neg.default, (x,), {}, value).exp()
+
+    gm = trace(f, FakeTensorMode().from_tensor(torch.randn(3)))
+    first, second, negative, exponential = (node for node in gm.graph.nodes if node.op == "call_function")
+    assert second.args == (first,) and first.meta["val"] is second.meta["val"] is None
+    assert negative.target is aten.neg.default and exponential.args == (negative,)
+
+
+def test_bodies_are_traced_as_graphs_of_their_own() -> None:
+    bodies: list[GraphModule] = []
+
+    def f(x: Tensor) -> Tensor:
+        bodies.append(tracing.trace_body(lambda y: y.sin().exp(), [x], lambda *_: False))
+        return x.cos()
+
+    assert targets(trace(f, torch.randn(3))) == [aten.cos.default]
+    assert targets(bodies[0]) == [aten.sin.default, aten.exp.default]
 
 
 @pytest.mark.parametrize("fake", [True, False])
