@@ -123,17 +123,6 @@ def test_calls_can_be_recorded_by_hand() -> None:
     assert negative.target is aten.neg.default and exponential.args == (negative,)
 
 
-def test_bodies_are_traced_as_graphs_of_their_own() -> None:
-    bodies: list[GraphModule] = []
-
-    def f(x: Tensor) -> Tensor:
-        bodies.append(tracing.trace_body(lambda y: y.sin().exp(), [x], lambda *_: False))
-        return x.cos()
-
-    assert targets(trace(f, torch.randn(3))) == [aten.cos.default]
-    assert targets(bodies[0]) == [aten.sin.default, aten.exp.default]
-
-
 @pytest.mark.parametrize("fake", [True, False])
 def test_a_graph_s_fakes_are_computed_with_and_autocast_excluded(fake: bool) -> None:
     graph = torch.fx.Graph()
