@@ -85,8 +85,15 @@ def outcome(program, training, seeds=(0, 1, 2), **compiled):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("lower", ["aot_eager", "eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("training", "lower"),
+    [
+        (True, "aot_eager"),
+        (True, "eager"),
+        (False, "aot_eager"),
+        *(pytest.param(training, "inductor", marks=pytest.mark.slow) for training in (True, False)),
+    ],
+)
 def test_numbers_and_side_effects_are_stock_aot_autograds(program, training, lower):
     with torch.autocast("cpu", LOW, cache_enabled=False):
         expected = outcome(program, training, backend="aot_eager")
@@ -97,8 +104,9 @@ def test_numbers_and_side_effects_are_stock_aot_autograds(program, training, low
         assert ours.dtype == theirs.dtype and torch.allclose(ours.float(), theirs.float(), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
-@pytest.mark.parametrize("write", [lambda w: w.data.mul_(-1), lambda w: w.data[0].add_(3.0)])
+@pytest.mark.parametrize(
+    ("lower", "write"), [("aot_eager", lambda w: w.data.mul_(-1)), ("eager", lambda w: w.data[0].add_(3.0))]
+)
 def test_what_compiled_code_writes_through_data_is_seen_by_other_graphs(lower, write):
     """The write raises no version: here as in stock AOTAutograd."""
     layer, x = nn.Linear(8, 8), torch.randn(3, 8)

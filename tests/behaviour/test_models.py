@@ -16,7 +16,6 @@ SEEDS = 3
 
 pytestmark = [
     pytest.mark.units,
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]

@@ -20,18 +20,17 @@ def check_all(seeds, setting=AUTOCAST):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("start", [0, 8, 16])
-def test_a_few(start):
-    check_all(range(start, start + 8))
+def test_a_few():
+    check_all(range(20))
 
 
 def test_a_few_whose_results_leave_in_float32():
-    check_all(range(24, 32), Setting(outputs="float32"))
+    check_all(range(20, 28), Setting(outputs="float32"))
 
 
 def test_a_few_with_the_graph_as_it_is():
     """Nothing is functionalized there: autograd itself sees what is written."""
-    check_all(range(8), Setting(lower="eager"))
+    check_all(range(6), Setting(lower="eager"))
 
 
 def test_a_few_for_any_number_of_rows():

@@ -1,6 +1,5 @@
 """The README: its Python runs, its loop gives the losses of the one it replaces, its figures are those measured."""
 
-import re
 import textwrap
 from typing import Any
 
@@ -73,9 +72,3 @@ def test_its_figures_are_those_of_the_committed_results() -> None:
     frozen = [rows for records in files for rows in records.cases("inference").values() if FREEZING in rows]
     (faster,) = (1 / times_faster(rows["amp"], rows[FREEZING]).middle for rows in frozen if not rows[FREEZING].why)
     assert f"is {faster:.2f} times as fast on a GPT of 23 M parameters" in TEXT
-
-
-def test_it_is_short_and_its_pictures_are_small() -> None:
-    assert TEXT.count("\n") <= 150
-    pictures = [ROOT / path for path in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", TEXT)]
-    assert len(pictures) == 2 and all(picture.stat().st_size < 100_000 for picture in pictures)

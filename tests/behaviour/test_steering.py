@@ -13,8 +13,6 @@ from ampcompile.explaining.report import Report
 from tests.pairs import pairs
 
 LOW, HIGH, HALF = torch.bfloat16, torch.float32, torch.float16
-# Dynamo asks every tensor that crosses a graph break for its gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 class Block(nn.Module):
@@ -116,24 +114,101 @@ def test_policies(form: str, breaks: bool, call: dict[str, Any]) -> None:
 
 
 def test_float32_inside_and_low_precision_out() -> None:
-    report = explained(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), policy="op layer_norm=fp32_inside")
-    assert [op.dtype for op in report.ops] == [LOW, HIGH]
-    after = [c for c in report.casts if c.op == "aten.layer_norm"]
-    assert [(c.dtype_from, c.dtype_to, c.shape) for c in after] == [(LOW, HIGH, (3, 4)), (HIGH, LOW, (3, 4))]
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+    def f(x: Tensor) -> Tensor:
+        x = model[1](model[0](x))
+        torch._dynamo.graph_break()
+        return torch.relu(x)
+
+    report = explained(f, policy="op layer_norm=fp32_inside")
+    assert [op.dtype for op in report.ops] == [LOW, HIGH, LOW]
+    norm = [c for c in report.casts if c.op == "aten.layer_norm"]
+    assert [(c.dtype_from, c.dtype_to, c.shape) for c in norm] == [(LOW, HIGH, (3, 4)), (HIGH, LOW, (3, 4))]
 
 
-@pytest.mark.parametrize("breaks", [False, True])
-def test_decorated_parts(breaks: bool) -> None:
-    model = Model(breaks)
-    plain = dtypes(explained(model))
-    model.second.linear = keep_fp32(model.second.linear)
-    model.first.norm = precision(LOW)(model.first.norm)
-    steered = {key: value for key, value in dtypes(explained(model)).items() if key[1] != "aten.to"}
-    assert {key[:2]: steered[key] for key in plain if plain[key] != steered[key]} == {
-        ("first.norm", "aten.layer_norm"): LOW,
-        ("second.linear", "aten.linear"): HIGH,
-        ("second", "aten.softmax"): HIGH,
-    }
+# Decorated parts, with dynamic sizes, across a graph break; tests/test_precision.py has them in one graph.
+
+
+class Inner(nn.Module):
+    """Products, between which the graph breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return x @ x.mT @ x
+
+
+class Subclassed(Inner):
+    forward = keep_fp32(Inner.forward)
+
+
+@keep_fp32
+class Decorated(Inner):
+    pass
+
+
+class Calling(nn.Module):
+    """A module whose inside is reached through a function or a block."""
+
+    def __init__(self, inner: nn.Module, how: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.how = inner, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self.inner, x)
+
+
+@keep_fp32
+def by_function(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x)
+
+
+def by_block(module: nn.Module, x: Tensor) -> Tensor:
+    with precision(torch.float32):
+        return module(x)
+
+
+class Around(nn.Module):
+    def __init__(self, target: nn.Module) -> None:
+        super().__init__()
+        self.before, self.target, self.after = nn.Linear(4, 4), target, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.target(self.before(x)))
+
+
+FORMS: dict[str, Callable[[], nn.Module]] = {
+    "a class": Decorated,
+    "an imported class, wrapped": keep_fp32(Inner),
+    "an imported class, subclassed": Subclassed,
+    "an object": lambda: keep_fp32(Inner()),
+    "a function": lambda: Calling(Inner(), by_function),
+    "a block": lambda: Calling(Inner(), by_block),
+}
+
+
+def products(report: Report) -> list[torch.dtype | None]:
+    return [op.dtype for op in report.ops if op.op in ("aten.linear", "aten.matmul")]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_float32_inside_and_nowhere_else(form: str) -> None:
+    report = explained(Around(FORMS[form]()), dynamic=True)
+    assert products(report) == [LOW, HIGH, HIGH, HIGH, LOW]
+    assert len(report.graphs) > 1
+    assert all(isinstance(cast.shape[0], str) for cast in report.casts if cast.of != "weight")
+
+
+@pytest.mark.parametrize("dtype", [LOW, HALF])
+def test_low_precision_inside_and_nowhere_else(dtype: torch.dtype) -> None:
+    model = Around(precision(dtype)(Inner()))
+    report = explained(model, dynamic=True, policy="module before=fp32, module after=fp32")
+    assert products(report) == [HIGH, dtype, dtype, dtype, HIGH]
 
 
 def test_registered_rules() -> None:
@@ -153,6 +228,8 @@ def test_registered_rules() -> None:
         assert report.unknown_ops == []
         (op,) = [op for op in report.ops if op.op == "steered.mine"]
         assert (op.dtype, op.because) == (dtype, f"registered as {rule} with ampcompile.register_op")
+    (op,) = [op for op in explained(f, policy="op steered::*=fp32").ops if op.op == "steered.mine"]
+    assert op.dtype == HIGH, "a policy beats it"
 
 
 def test_rules_given_to_torch_itself() -> None:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.compiling import compiled, eager
+from tests.pairs import pairs
 
 
 class Rows(nn.Module):
@@ -29,9 +30,10 @@ class Rows(nn.Module):
         return F.linear(self.other(x), self.rows)
 
 
-@pytest.mark.parametrize("kind", ["attribute", "buffer", "parameter"])
-@pytest.mark.parametrize("given", ["data", "another tensor"])
-@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
+@pytest.mark.parametrize(
+    ("kind", "given", "lower"),
+    pairs(["attribute", "buffer", "parameter"], ["data", "another tensor"], ["aot_eager", "eager"]),
+)
 def test_results_have_the_rows_of_their_call(kind, given, lower):
     model, all_rows = Rows(kind), torch.randn(16, 8)
     run = torch.compile(model, backend="amp", dynamic=True, options={"lower": lower})

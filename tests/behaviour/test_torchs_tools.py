@@ -15,16 +15,27 @@ from torch import nn
 from tests.compiling import eager, same_bits
 
 COMPILE = """
-import sys, torch
-model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))
-if sys.argv[2:] and sys.argv[3] == "load":
-    torch.compiler.load_cache_artifacts(open(sys.argv[2], "rb").read())
-with torch.no_grad():
-    torch.compile(model, backend="amp", options={"lower": sys.argv[1]})(torch.ones(2, 4))
-if sys.argv[2:] and sys.argv[3] == "save":
-    open(sys.argv[2], "wb").write(torch.compiler.save_cache_artifacts()[0])
+import json, sys, torch
+from torch import nn
 from torch._dynamo.utils import counters
-print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+lower, file, what = *sys.argv[1:], *(3 - len(sys.argv[1:])) * [""]
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 4))
+compiled, x = torch.compile(model, backend="amp", options={"lower": lower}), torch.randn(3, 4)
+if what == "load":
+    torch.compiler.load_cache_artifacts(open(file, "rb").read())
+out = compiled(x)
+out.square().sum().backward()
+with torch.no_grad():
+    assert torch.equal(out, compiled(x))
+if what == "save":
+    open(file, "wb").write(torch.compiler.save_cache_artifacts()[0])
+inductor, aot = counters["inductor"], counters["aot_autograd"]
+print(json.dumps({
+    "fxgraph": [inductor[f"fxgraph_cache_{of}"] for of in ("hit", "miss", "bypass")],
+    "autograd": [aot[f"autograd_cache_{of}"] for of in ("hit", "miss", "bypass")],
+    "numbers": [out.tolist(), *(p.grad.tolist() for p in model.parameters())],
+}))
 """
 
 
@@ -86,8 +97,16 @@ def test_stances(model: nn.Module) -> None:
 
 
 @pytest.mark.ci
-def test_artifacts_of_the_caches_can_be_taken_to_another_machine(tmp_path: Path) -> None:
-    artifacts = tmp_path / "artifacts"
-    for what, expected in (("save", "0 1"), ("load", "1 0")):
-        done = run("inductor", artifacts, what, TORCHINDUCTOR_CACHE_DIR=tmp_path / what)
-        assert done.stdout.splitlines()[-1] == expected
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_second_process_finds_what_the_first_compiled_on_another_machine_too(moved: bool, tmp_path: Path) -> None:
+    """There, as artifacts of the caches."""
+    file, other = tmp_path / "file", (tmp_path / "second", "load") if moved else (tmp_path / "first", "")
+    first, second = (
+        json.loads(run("inductor", file, what, TORCHINDUCTOR_CACHE_DIR=folder).stdout.splitlines()[-1])
+        for folder, what in ((tmp_path / "first", "save"), other)
+    )
+    for kind in ("fxgraph", "autograd"):
+        hits, misses, bypassed = zip(first[kind], second[kind], strict=True)
+        assert bypassed == (0, 0), "no graph is too odd to be cached"
+        assert misses[0] > 0 and misses[1] == 0 and hits[1] > 0, kind
+    assert first["numbers"] == second["numbers"]

@@ -64,7 +64,7 @@ def trained(step, make, **compiled):
     return nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
-def equal_to_stock(make_step, make, lower="aot_eager"):
+def equal_to_stock(make_step, make, lower):
     with torch.autocast("cpu", LOW, cache_enabled=False):
         expected = trained(make_step(), make, backend="aot_eager")
     found = trained(make_step(), make, backend="amp", options={"lower": lower})
@@ -74,23 +74,20 @@ def equal_to_stock(make_step, make, lower="aot_eager"):
     assert (found - expected).norm() < 0.05 * (expected - untrained).norm()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_with_backward_and_optimizer(name):
-    equal_to_stock(lambda: with_backward, OPTIMIZERS[name])
-
-
-@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_step_as_it_is_lowered_otherwise(lower):
-    equal_to_stock(lambda: with_backward, OPTIMIZERS["adamw"], lower)
-
-
-def test_a_step_that_asks_for_gradients():
-    equal_to_stock(lambda: with_gradients, OPTIMIZERS["adamw"])
-
-
-@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, ampcompile.GradScaler])
-def test_a_step_with_a_scaler(scaler):
-    equal_to_stock(lambda: scaled_by(scaler("cpu", init_scale=8.0)), OPTIMIZERS["adamw"])
+@pytest.mark.parametrize(
+    ("step", "optimizer", "lower"),
+    [
+        (lambda: with_backward, "sgd", "aot_eager"),
+        (lambda: with_backward, "adamw, fused", "aot_eager"),
+        (lambda: with_backward, "adamw", "eager"),
+        pytest.param(lambda: with_backward, "adamw", "inductor", marks=pytest.mark.slow),
+        (lambda: with_gradients, "adamw", "aot_eager"),
+        (lambda: scaled_by(torch.amp.GradScaler("cpu", init_scale=8.0)), "adamw", "aot_eager"),
+        (lambda: scaled_by(ampcompile.GradScaler("cpu", init_scale=8.0)), "adamw", "aot_eager"),
+    ],
+)
+def test_a_step_with_backward_and_optimizer(step, optimizer, lower):
+    equal_to_stock(step, OPTIMIZERS[optimizer], lower)
 
 
 @pytest.mark.parametrize("lower", ["aot_eager", "eager"])

@@ -50,8 +50,7 @@ def step(model, run, x):
     return found
 
 
-@pytest.mark.parametrize("dtype", [LOW, HALF])
-@pytest.mark.parametrize("lower", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("lower", "dtype"), [("eager", HALF), ("aot_eager", LOW)])
 def test_results_and_gradients_have_the_bits_of_eager_autocast(lower, dtype):
     theirs, ours, widened = twins(3)
     x = torch.randn(4, 8)

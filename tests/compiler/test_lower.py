@@ -1,5 +1,6 @@
 """What runs on the graph after differentiation runs under the same contract as what runs before it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -16,78 +17,57 @@ from ampcompile.passes.weight_copy import Slot
 from tests.compiling import LOW, amp, eager, gradients
 
 
-@dataclass(frozen=True)
-class Fails:
-    name: str = "fails"
-    exact: bool = True
-    fate: str = ""
-
-    def apply(self, gm):
-        raise KeyError("x")
+def fails(gm):
+    raise KeyError("x")
 
 
-@dataclass(frozen=True)
-class Breaks:
+def breaks(gm):
     """Leaves a graph whose output comes before what it returns."""
+    next(iter(gm.graph.nodes)).append(gm.graph.output_node())
 
-    name: str = "breaks"
-    exact: bool = True
-    fate: str = ""
 
-    def apply(self, gm):
-        first = next(iter(gm.graph.nodes))
-        first.append(gm.graph.output_node())
-        return 1
+def lies(gm):
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
+        node.meta["val"] = node.meta["val"].double()
 
 
 @dataclass(frozen=True)
-class Lies:
-    name: str = "lies"
+class Wrong:
+    act: Callable[[GraphModule], None]
+    name: str = "wrong"
     exact: bool = True
     fate: str = ""
 
     def apply(self, gm):
-        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
-            node.meta["val"] = node.meta["val"].double()
+        self.act(gm)
         return 1
 
 
-LOWERS = pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
-GRADIENTS = pytest.mark.parametrize("gradients", [True, False], ids=["joint", "inference"])
-
-
-def call(lower, gradients, monkeypatch, *last):
-    """Compile and run a function whose graph after differentiation meets `last` behind our own passes."""
+@pytest.mark.parametrize(
+    ("act", "lower", "gradients", "said"),
+    [
+        *(
+            (fails, lower, gradients, "KeyError: 'x'. Passes before it: bind_weights .*save_old")
+            for lower in ("aot_eager", "inductor")
+            for gradients in (True, False)
+        ),
+        (breaks, "aot_eager", True, "RuntimeError"),
+        (breaks, "inductor", False, "RuntimeError"),
+        (lies, "aot_eager", True, "AssertionError: .*claims torch.float64, gives torch"),
+        (lies, "inductor", False, "AssertionError: .*claims torch.float64, gives torch"),
+    ],
+)
+def test_a_pass_that_fails_or_breaks_its_graph_or_lies_is_named(monkeypatch, act, lower, gradients, said):
+    """A function is compiled and run whose graph after differentiation meets the pass behind our own."""
     after = pipeline.after
-    monkeypatch.setattr(pipeline, "after", lambda *products: (*after(*products), *last))
-    x = torch.randn(4, 4, requires_grad=gradients)
-    with torch.set_grad_enabled(gradients):
-        return amp(lambda x: (x @ x).sin(), lower=lower)[0](x)
-
-
-@LOWERS
-@GRADIENTS
-def test_an_error_names_the_pass_and_those_before_it(monkeypatch, lower, gradients):
-    with pytest.raises(Exception, match=r"pass fails failed: KeyError: 'x'. Passes before it: bind_weights .*save_old"):
-        call(lower, gradients, monkeypatch, Fails())
-
-
-@LOWERS
-@GRADIENTS
-def test_a_broken_graph_is_found_after_the_pass_that_broke_it(monkeypatch, lower, gradients):
-    with pytest.raises(Exception, match=r"pass breaks failed: RuntimeError"):
-        call(lower, gradients, monkeypatch, Breaks())
-
-
-@LOWERS
-@GRADIENTS
-def test_a_wrong_dtype_is_found_where_verifying_is_switched_on(monkeypatch, lower, gradients):
+    monkeypatch.setattr(pipeline, "after", lambda *products: (*after(*products), Wrong(act)))
     monkeypatch.setattr(base, "VERIFY", True)
-    with pytest.raises(Exception, match=r"pass lies failed: AssertionError: .*claims torch.float64, gives torch"):
-        call(lower, gradients, monkeypatch, Lies())
+    x = torch.randn(4, 4, requires_grad=gradients)
+    with pytest.raises(Exception, match=f"pass wrong failed: {said}"), torch.set_grad_enabled(gradients):
+        amp(lambda x: (x @ x).sin(), lower=lower)[0](x)
 
 
-@GRADIENTS
+@pytest.mark.parametrize("gradients", [True, False], ids=["joint", "inference"])
 def test_a_watch_sees_the_graph_as_it_comes_and_after_each_pass(gradients):
     seen = []
 

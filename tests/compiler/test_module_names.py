@@ -10,9 +10,6 @@ from torch import Tensor, nn
 import ampcompile
 from ampcompile.compiler.module_names import module_names
 
-# Dynamo asks every tensor that crosses a graph break for its gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
 
 class Inner(nn.Module):
     def __init__(self) -> None:

@@ -111,32 +111,6 @@ def test_double_backward_is_as_exact_as_eager_autocasts_and_ignores_autocast_aro
     assert same_bits(found[1], found[0]) and same_bits(found[2], found[0])
 
 
-def test_a_third_derivative():
-    run, _ = amp(lambda x: torch.tanh(x) * x.exp(), lower="eager")
-    x = torch.randn(5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(run, x)
-    y = run(x).sum()
-    for _ in range(3):
-        (y,) = torch.autograd.grad(y, x, create_graph=True)
-        y = y.sum()
-    t, e = torch.tanh(x), x.exp()
-    exact = e * (t + 3 * (1 - t**2) - 6 * t * (1 - t**2) + (6 * t**2 - 2) * (1 - t**2))
-    torch.testing.assert_close(y, exact.sum())
-
-
-def test_a_kept_graph_can_be_run_again_and_another_one_is_freed():
-    model, x = Model(), torch.randn(2, 8)
-    run, _ = amp(model, lower="eager")
-    loss = run(x).sum()
-    loss.backward(retain_graph=True)
-    first = [p.grad.clone() for p in model.parameters()]
-    loss.backward()
-    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), first, strict=True))
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_outputs_that_are_inputs_or_views_or_written_in_place_keep_their_history():
     def f(x, y):
         x.mul_(2)

@@ -1,56 +1,28 @@
 """What no graph widens, the wrapper around the call does: results share memory as before, the user's stay."""
 
 import copy
-from dataclasses import dataclass, field
-from typing import Any
+import functools
 
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import CausalLMOutput
 
 import ampcompile
 from ampcompile.compiler import widen_outputs
 from ampcompile.compiler.widen_nested import Widening
-from tests.compiling import HIGH, LOW, compiled, dtypes, eager, error, same_bits
+from tests.compiler.widened import Made, leaves, run, x
+from tests.compiling import HIGH, LOW, dtypes, eager, error, same_bits
+from tests.pairs import pairs
 
-# Dynamo looks at `.grad` of whatever is alive at a graph break.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 LINEAR = nn.utils.skip_init(nn.Linear, 8, 8)
-LOWERS = ["aot_eager", "eager", "inductor"]
+MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
 
 
 @pytest.fixture(autouse=True)
 def drawn() -> None:
     """Numbers of the test's own seed."""
     LINEAR.reset_parameters()
-
-
-@dataclass
-class Made:
-    value: Any
-    values: list = field(default_factory=list)
-
-
-def x():
-    return torch.randn(2, 8)
-
-
-def run(f, **options):
-    return compiled(f, **{"outputs": "float32", **options})[0]
-
-
-def leaves(values):
-    return [v for v in pytree.tree_leaves(_opened(values)) if isinstance(v, torch.Tensor)]
-
-
-def _opened(value):
-    if isinstance(value, Made):
-        return [_opened(v) for v in vars(value).values()]
-    if isinstance(value, dict):
-        return {k: _opened(v) for k, v in value.items()}
-    return [_opened(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def widened(value):
@@ -108,10 +80,23 @@ def across_a_break(x):
 SHARING = [base_and_view, views_alone, chunks, with_detached, with_gaps, nested, across_a_break]
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("lower", LOWERS)
-@pytest.mark.parametrize("f", SHARING)
-def test_a_write_to_one_result_is_seen_in_those_that_share_its_memory(f, lower, mode):
+def gradients_after_a_write(results, f):
+    LINEAR.zero_grad()
+    results = [result for result in results if result.requires_grad]
+    if f is not chunks:  # of which none may be written to, as eager mode has it
+        results[0].mul_(2)
+    sum((i + 1) * result.float().sum() for i, result in enumerate(results)).backward()
+    return [LINEAR.weight.grad, LINEAR.bias.grad]
+
+
+@pytest.mark.parametrize(
+    ("f", "lower", "mode"),
+    [
+        *pairs(SHARING, ["aot_eager", "eager"], MODES),
+        *((f, "inductor", torch.enable_grad) for f in (nested, across_a_break)),
+    ],
+)
+def test_a_write_to_one_result_is_seen_in_those_that_share_its_memory_and_in_gradients(f, lower, mode):
     with torch.no_grad():
         for parameter in LINEAR.parameters():
             parameter.random_(-3, 4)  # no order of sums rounds them otherwise
@@ -124,24 +109,9 @@ def test_a_write_to_one_result_is_seen_in_those_that_share_its_memory(f, lower, 
             for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
                 ours.fill_(i), theirs.fill_(i)
                 assert all(torch.equal(a, b.float()) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("lower", LOWERS)
-@pytest.mark.parametrize("f", SHARING)
-def test_gradients_go_through_results_that_share_memory_and_were_written_to(f, lower):
-    data = torch.randint(-3, 4, (2, 8)).float()
-    nn.init.constant_(LINEAR.bias, 1)
-
-    def found(outputs):
-        LINEAR.zero_grad()
-        outputs = [output for output in outputs if output.requires_grad]
-        if f is not chunks:  # of which none may be written to, as eager mode has it
-            outputs[0].mul_(2)
-        sum((i + 1) * output.float().sum() for i, output in enumerate(outputs)).backward()
-        return [LINEAR.weight.grad, LINEAR.bias.grad]
-
-    expected = found(leaves(eager(f, data)))
-    assert same_bits(found(leaves(run(f, lower=lower)(data))), expected), "of numbers that no sum rounds"
+    if mode is torch.enable_grad:
+        ours, theirs = (gradients_after_a_write(leaves(g(data)), f) for g in (call, functools.partial(eager, f)))
+        assert same_bits(ours, theirs), "of numbers that no sum rounds"
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch 2.11's Dynamo
@@ -173,7 +143,7 @@ def test_gradients_of_a_region_inside_a_call_without_are_kept():
     assert LINEAR.bias.grad.dtype == HIGH
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", MODES)
 def test_what_was_given_is_returned_as_it_is_though_nobody_else_holds_it(mode):
     class Keeps(nn.Module):
         def __init__(self):
@@ -199,7 +169,7 @@ def unshared(x):
     return {"a": CausalLMOutput(logits=y, hidden_states=(LINEAR(x).relu(), x)), "b": [Made(LINEAR(x))]}
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("f", [unshared, lambda x: torch.cond(x.sum() > 9, LINEAR, lambda x: LINEAR(x) * 2, (x,))])
 def test_the_users_tensors_are_not_even_listed_for_what_nobody_else_holds(f, mode, monkeypatch):
     call, data = run(f), x()

@@ -1,27 +1,24 @@
 """What leaves the outermost compiled callable: float32 where no autocast is open around it."""
 
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import CausalLMOutput
 
 import ampcompile
 from ampcompile.compiler import widen_outputs
 from ampcompile.compiler.widen_nested import Widening
 from ampcompile.torch_private import dispatcher
+from tests.compiler.widened import Made, leaves, run, x
 from tests.compiling import HALF, HIGH, LOW, compiled, dtypes, eager, gradients, regions, same_bits
 from tests.devices import require_lstm
 
-# Dynamo looks at `.grad` of whatever is alive at a graph break.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 LINEAR = nn.utils.skip_init(nn.Linear, 8, 8)
 STORED = nn.Parameter(torch.empty(8, 8, dtype=LOW))
-LOWERS = ["aot_eager", "eager"]
 Pair = namedtuple("Pair", "first second")
 
 
@@ -32,23 +29,9 @@ def drawn() -> None:
     nn.init.normal_(STORED)
 
 
-@dataclass
-class Made:
-    value: Any
-    values: list = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Frozen:
     value: Any
-
-
-def x():
-    return torch.randn(2, 8)
-
-
-def run(f, **options):
-    return compiled(f, **{"outputs": "float32", **options})[0]
 
 
 @pytest.fixture
@@ -65,22 +48,14 @@ def in_one_graph(x):
     return h, torch.softmax(h, -1), h.exp().sum()
 
 
-def in_structures(x):
+def in_containers(x, of=lambda g: g.t() + 1):
     h = LINEAR(x)
     g = h * 2
-    return {"a": [h, (g, None)], "b": Pair(h[0], 3)}, Made(h, [g]), Frozen(h), OrderedDict(c=g), (h.max(-1), "text")
+    return {"a": [h, (g, None)], "b": Pair(of(g), 3)}, Made(h, [g]), Frozen(h), OrderedDict(c=g), (h.max(-1), "text")
 
 
-def in_containers(x):
-    h = LINEAR(x)
-    g = h * 2
-    return (
-        {"a": [h, (g, None)], "b": Pair(g.t() + 1, 3)},
-        Made(h, [g]),
-        Frozen(h),
-        OrderedDict(c=g),
-        (h.max(-1), "text"),
-    )
+def in_containers_with_a_view(x):
+    return in_containers(x, lambda g: g[0])
 
 
 def as_model_output(x):
@@ -97,13 +72,14 @@ def through_conditions(x):
     return torch.cond(x.sum() > 0, LINEAR, lambda x: LINEAR(x) * 2, (x,))
 
 
-ONE_GRAPH = [in_one_graph, in_containers, as_model_output]
-
-
 def after_a_break(x):
     h = LINEAR(x)
     torch._dynamo.graph_break()
     return LINEAR(h)
+
+
+ONE_GRAPH = [in_one_graph, in_containers, as_model_output, after_a_break]
+"""What the last graph widens itself."""
 
 
 def across_breaks(x):
@@ -144,27 +120,14 @@ def in_a_region(x):
 
 
 BY_THE_WRAPPER = [
-    in_structures,
+    in_containers_with_a_view,
     as_aliases,
     through_conditions,
-    after_a_break,
     across_breaks,
     in_inner_frames,
     of_itself,
     in_a_region,
 ]
-
-
-def leaves(values):
-    return [v for v in pytree.tree_leaves(_opened(values)) if isinstance(v, torch.Tensor)]
-
-
-def _opened(value):
-    if isinstance(value, Made | Frozen):
-        return [_opened(v) for v in vars(value).values()]
-    if isinstance(value, dict):
-        return {k: _opened(v) for k, v in value.items()}
-    return [_opened(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 @pytest.mark.parametrize("f", ONE_GRAPH + BY_THE_WRAPPER)
@@ -186,11 +149,6 @@ def test_what_leaves_is_eager_autocasts_as_float32_and_as_it_is_under_an_ambient
     assert same_bits(leaves(compiled(f, lower=lower)[0](data)), expected)  # outputs="autocast"
 
 
-def test_the_last_graph_widens_what_it_computes_itself(outside):
-    assert run(after_a_break)(x()).dtype == HIGH
-    assert not outside
-
-
 def test_one_graph_for_calls_that_widen_and_one_for_those_that_do_not():
     call, recorder = compiled(in_one_graph, outputs="float32")
     for _ in range(3):
@@ -205,7 +163,7 @@ def test_one_graph_for_calls_that_widen_and_one_for_those_that_do_not():
     assert len(recorder.graphs) == 1
 
 
-@pytest.mark.parametrize("lower", [*LOWERS, "inductor"])
+@pytest.mark.parametrize("lower", ["aot_eager", "eager", "inductor"])
 def test_gradients_are_those_of_a_float_after_eager_autocast(lower):
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
     data, target = x(), torch.randn(2, 4)
@@ -232,8 +190,7 @@ class OwnTensors(nn.Module):
         return [low, low.t(), self.weight, self.weight[1], self.kept, STORED, STORED.t(), written, written[0], low + 1]
 
 
-@pytest.mark.parametrize("breaks", [False, True])
-@pytest.mark.parametrize("lower", LOWERS)
+@pytest.mark.parametrize(("breaks", "lower"), [(False, "aot_eager"), (True, "aot_eager"), (False, "eager")])
 def test_the_users_own_tensors_and_views_of_them_stay(breaks, lower):
     model, low, written = OwnTensors(breaks), x().to(LOW), torch.zeros(2, 8, dtype=LOW)
     own = [low, low, model.weight, model.weight, model.kept, STORED, STORED, written, written]
@@ -262,10 +219,9 @@ class Remembers(nn.Module):
         return h, self.seen, given
 
 
-@pytest.mark.parametrize("lower", LOWERS)
-def test_what_stays_inside_keeps_low_precision(lower):
+def test_what_stays_inside_keeps_low_precision():
     model, given = Remembers(), []
-    h, seen, returned = run(model, lower=lower)(x(), given)
+    h, seen, returned = run(model)(x(), given)
     assert dtypes([h, seen, returned]) == [HIGH] * 3
     assert dtypes([model.last.value, model.seen, given]) == [LOW] * 3
     assert seen is not model.seen and returned is not given
@@ -417,16 +373,6 @@ def test_a_region_that_disables_autocast_around_the_call_leaves_all_as_it_is():
     with regions("disabled"):
         assert dtypes(call(x())) == [HIGH, LOW]
     assert dtypes(call(x())) == [HIGH, HIGH]
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode):
-    data, decorated = x(), mode()(lambda x: LINEAR(x))
-    for f, around in ((LINEAR, mode()), (decorated, regions("absent"))):
-        torch._dynamo.reset()
-        with around:
-            found = run(f)(data)
-        assert same_bits(found, eager(LINEAR, data).float()) and not found.requires_grad
 
 
 def test_a_policy_that_makes_something_low_does_not_hide_it():

@@ -12,6 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ampcompile.torch_private import compiled_functions
 from ampcompile.torch_private.compiled_functions import ResultSlot, functions_made, intercept
+from tests.compiling import Looking
 
 
 def compile_and_call(f: Callable[..., Any], *inputs: Tensor) -> tuple[list[Any], Any, Callable[..., Any]]:
@@ -31,27 +32,20 @@ def test_a_graph_with_gradients_is_one_function_and_one_without_none() -> None:
     assert not compile_and_call(torch.cos, torch.randn(4))[0]
 
 
-def test_every_result_has_a_slot_and_every_slot_a_gradient() -> None:
-    """Views of what the graph computes leave it as views of their base, which is returned besides."""
+def test_whose_each_result_is_and_what_is_written() -> None:
+    """An input with a history comes back first; views leave as views of their base, which is returned besides."""
 
-    def f(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        base = x.sin()
-        return x.cos(), base[1:], base[:2]
+    def f(x: Tensor, y: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x.mul_(2)
+        count.add_(1)
+        base = y.sin()
+        return y.cos(), base[1:], base[:2]
 
-    (function,), _, compiled = compile_and_call(f, leaf())
-    slots = compiled_functions.result_slots(function)
-    assert slots[0] == ResultSlot(0, "output") and slots[1:3] == [None, None]
-    assert [slot.kind for slot in slots[3:] if slot is not None] == ["base"] and len(slots) == 4
-
-    received: list[int] = []
-
-    def backward(original: Any, ctx: Any, gradients: Any) -> Any:
-        received.append(len(gradients))
-        return original(ctx, gradients)
-
-    intercept(function, lambda ctx, arguments: None, backward)
-    sum(result.sum() for result in compiled(leaf())).backward()
-    assert received == [len(slots)]
+    (function,), _, _ = compile_and_call(f, leaf() * 1, leaf(), torch.zeros(()))
+    *first, base = compiled_functions.result_slots(function)
+    assert first == [None, ResultSlot(0, "output"), None, None] and base is not None and base.kind == "base"
+    assert compiled_functions.written_arguments(function) == [0, 1]  # in the order of their use
+    assert compiled_functions.writes_to_differentiated_inputs(function)
 
 
 def test_forward_is_preceded_and_backward_replaced() -> None:
@@ -71,27 +65,6 @@ def test_forward_is_preceded_and_backward_replaced() -> None:
     compiled(x).sum().backward()
     assert any(argument is x for argument in seen)
     assert torch.equal(x.grad, 2 * x.detach().cos())
-
-
-def test_arguments_that_are_written_are_told() -> None:
-    def f(x: Tensor, count: Tensor) -> Tensor:
-        result = x.sin()
-        count.add_(1)
-        return result
-
-    (function,), _, _ = compile_and_call(f, leaf(), torch.zeros(()))
-    assert compiled_functions.written_arguments(function) == [1]
-    assert not compiled_functions.writes_to_differentiated_inputs(function)
-
-
-def test_inputs_with_a_history_that_are_written_come_back_as_results() -> None:
-    def f(x: Tensor) -> Tensor:
-        x.mul_(2)
-        return x.sin()
-
-    (function,), _, _ = compile_and_call(f, leaf() * 1)
-    assert compiled_functions.writes_to_differentiated_inputs(function)
-    assert compiled_functions.result_slots(function)[0] is None
 
 
 def test_subclasses_are_taken_apart() -> None:
@@ -128,26 +101,10 @@ def test_a_later_backward_may_keep_its_graph(survives: bool) -> None:
     assert torch.allclose(once, expected)
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_backward_knows_whether_its_graph_is_kept(keep: bool) -> None:
-    told: list[bool] = []
-    x = leaf()
-    y = x.sin()
-    y.register_hook(lambda gradient: told.append(compiled_functions.graph_is_kept()))
-    y.sum().backward(retain_graph=keep)
-    assert told == [keep]
-
-
 def test_compiled_autograd_hands_all_inputs_in_one_list() -> None:
-    told: list[bool] = []
-
-    def backend(gm: Any, inputs: Any) -> Any:
-        told.append(compiled_functions.is_backward(inputs))
-        return gm.forward
-
-    x = leaf()
+    x, backend = leaf(), Looking(lambda gm, inputs: compiled_functions.is_backward(inputs))
     loss = torch.compile(torch.sin, backend="aot_eager")(x).sum()
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
         loss.backward()
     torch.compile(torch.cos, backend=backend)(torch.randn(4))
-    assert told == [True, False]
+    assert backend.found == [True, False]

@@ -10,17 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ampcompile.torch_private import dynamo_caches, joint_graphs
-
-
-class Counting:
-    """A backend that counts the graphs it is given."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        self.graphs += 1
-        return gm.forward
+from tests.compiling import Looking
 
 
 def sin(x: Tensor) -> Tensor:
@@ -43,16 +33,12 @@ class Compiled(nn.Linear):
     ids=["function", "module", "module.compile"],
 )
 def test_what_torch_compile_was_given_is_told(make: Callable[[Any], tuple[Any, Any]]) -> None:
-    backend = Counting()
+    backend = Looking()
     original, compiled = make(backend)
     told = dynamo_caches.how_compiled(compiled)
     assert told is not None and told.original is original and told.dynamic is False
     assert dynamo_caches._innermost(told.backend) is backend
-
-
-@pytest.mark.parametrize("f", [sin, nn.ReLU(), 3])
-def test_what_was_not_compiled_says_so(f: Any) -> None:
-    assert dynamo_caches.how_compiled(f) is None
+    assert [dynamo_caches.how_compiled(f) for f in (sin, nn.ReLU(), 3)] == [None] * 3
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -60,7 +46,7 @@ def test_dynamo_forgets_one_backend_and_keeps_the_others(fails: bool) -> None:
     def f(x: Tensor) -> Tensor:
         return x.sin()
 
-    kept, dropped = Counting(), Counting()
+    kept, dropped = Looking(), Looking()
     others, looked_at = (torch.compile(f, backend=backend) for backend in (kept, dropped))
     others(torch.ones(2))
     for _ in range(2):
@@ -72,9 +58,9 @@ def test_dynamo_forgets_one_backend_and_keeps_the_others(fails: bool) -> None:
                     raise KeyError
         except KeyError:
             assert fails
-    assert dropped.graphs == 2, "compiled anew, once each time"
+    assert len(dropped.found) == 2, "compiled anew, once each time"
     others(torch.ones(2))
-    assert kept.graphs == 1
+    assert len(kept.found) == 1
 
 
 def test_sizes_that_were_seen_meanwhile_are_not_learnt() -> None:
@@ -83,18 +69,14 @@ def test_sizes_that_were_seen_meanwhile_are_not_learnt() -> None:
     def f(x: Tensor) -> Tensor:
         return x.sin()
 
-    sizes: list[Any] = []
-
-    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        sizes.extend(value.shape[0] for value in inputs if isinstance(value, Tensor))
-        return gm.forward
-
-    looked_at = Counting()
+    looked_at = Looking()
+    backend = Looking(lambda gm, inputs: [value.shape[0] for value in inputs if isinstance(value, Tensor)])
     with dynamo_caches.dynamo_as_it_was(looked_at):
         for size in (2, 3):
             torch.compile(f, backend=looked_at)(torch.ones(size))
     torch.compile(f, backend=backend)(torch.ones(4))
-    assert sizes == [4] and type(sizes[0]) is int
+    ((size,),) = backend.found
+    assert size == 4 and type(size) is int
 
 
 def test_backward_is_lowered_with_forward() -> None:

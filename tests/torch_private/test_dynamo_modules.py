@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ampcompile.torch_private import dynamo_modules, patches
+from ampcompile.torch_private import dynamo_modules
+from tests.compiling import Looking
 
 
 class Breaks(nn.Module):
@@ -18,9 +17,6 @@ class Breaks(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3))
         self.register_buffer("shift", torch.randn(3))
-
-    def act(self) -> Tensor:
-        return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
@@ -41,68 +37,30 @@ def test_modules_with_names_get_graphs_of_their_own_after_a_graph_break(guarded:
     """The first case says that Dynamo still shares one graph."""
     model = Two()
     names = {str(id(module)): name for name, module in model.named_modules() if name}
-    count = 0
 
-    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        nonlocal count
-        count += any(node.op == "call_function" for node in gm.graph.nodes)
+    def look(gm: torch.fx.GraphModule, inputs: Any) -> bool:
         if guarded:
             dynamo_modules.guard_modules_of_frame(gm, names)
-        return gm.forward
+        return any(node.op == "call_function" for node in gm.graph.nodes)
 
+    backend = Looking(look)
     compiled, x = torch.compile(model, backend=backend), torch.randn(3)
     with torch.no_grad():
         for _ in range(2):
             assert torch.equal(compiled(x), model(x))
-    assert count == graphs
-
-
-@pytest.mark.parametrize("ours", [True, False])
-def test_a_compiled_module_inside_of_another_is_told(ours: bool) -> None:
-    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return gm.forward
-
-    told: list[str] = []
-    inner = torch.compile(nn.Linear(3, 3), backend=backend)
-    watch = dynamo_modules.watch_inlined_modules(lambda found: (found.compiler_fn is backend) == ours, told.append)
-    with patches.replaced("VariableBuilder.wrap_module", watch):
-        torch.compile(nn.Sequential(inner, nn.ReLU()), backend="eager")(torch.randn(2, 3))
-    assert bool(told) == ours and set(told) <= {"Linear"}
-
-
-@pytest.mark.parametrize("ours", [True, False])
-def test_methods_of_a_compiled_module_are_watched(ours: bool) -> None:
-    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return gm.forward
-
-    asked: list[str] = []
-
-    def watched(name: str, method: MethodType) -> MethodType:
-        asked.append(name)
-        return method
-
-    model = Breaks()
-    compiled = torch.compile(model, backend=backend)
-    watch = dynamo_modules.watch_methods(lambda found: (found.compiler_fn is backend) == ours, watched)
-    with patches.replaced("OptimizedModule.__getattr__", watch):
-        compiled(torch.randn(3)), compiled.weight, compiled.train(), compiled.state_dict()
-        assert not asked, "a call passes by no attribute that is looked at"
-        assert compiled.act() is compiled.weight is model.weight
-        model.compile(backend=backend)
-        compiled.act()
-    assert asked == ["act"] * ours
+    assert sum(backend.found) == graphs
 
 
 def test_parameters_and_buffers_are_told_from_other_inputs() -> None:
-    model, loose, found = Breaks(), torch.randn(3), {}
+    model, loose, x = Breaks(), torch.randn(3), torch.randn(3)
 
-    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
-            found[value.data_ptr()] = dynamo_modules.is_registered(node)
-        return gm.forward
+    def look(gm: torch.fx.GraphModule, inputs: Any) -> dict[int, bool]:
+        nodes = gm.graph.find_nodes(op="placeholder")
+        return {x.data_ptr(): dynamo_modules.is_registered(node) for node, x in zip(nodes, inputs, strict=True)}
 
-    x = torch.randn(3)
+    backend = Looking(look)
     torch.compile(lambda x: (x * model.weight + model.shift) * loose, backend=backend)(x)
+    (found,) = backend.found
     assert found == {
         model.weight.data_ptr(): True, model.shift.data_ptr(): True, x.data_ptr(): False, loose.data_ptr(): False
     }  # fmt: skip

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ampcompile.torch_private import frame_returns, patches
+from tests.compiling import Looking
 
 PLACE = "OutputGraph.compile_subgraph"
-FACTOR = 1.0
 
 
 def double(x: Tensor) -> Tensor:
@@ -104,11 +104,7 @@ def test_after_a_graph_break_what_was_there_may_be_of_the_frame_before() -> None
 
 
 def test_results_are_replaced_each_once_with_a_note() -> None:
-    notes: list[Any] = []
-
-    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        notes.extend(node.meta["amp_note"] for node in gm.graph.nodes if node.target is double)
-        return gm.forward
+    backend = Looking(lambda gm, _: [node.meta["amp_note"] for node in gm.graph.nodes if node.target is double])
 
     def act(frame: Any) -> None:
         tensors, _ = frame_returns.computed_and_returned(frame, torch.float32)
@@ -122,22 +118,7 @@ def test_results_are_replaced_each_once_with_a_note() -> None:
     first, others = run(f, x, act=act, backend=backend)
     assert torch.equal(first, 2 * x.sin()) and others["again"] is first
     assert torch.equal(others["other"], 2 * x.cos())
-    assert notes == ["a note"] * 2
-
-
-def test_a_guard_on_a_constant_compiles_anew_where_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends: list[float] = []
-
-    def act(frame: Any) -> None:
-        ends.append(FACTOR)
-        frame_returns.guard_on(frame, __name__, "FACTOR")
-
-    with patches.replaced(PLACE, frame_returns.watch_returns(act)):
-        compiled, x = torch.compile(lambda x: x.sin(), backend="eager"), torch.randn(3)
-        for factor in (1.0, 1.0, 2.0, 1.0):
-            monkeypatch.setitem(globals(), "FACTOR", factor)
-            compiled(x)
-    assert ends == [1.0, 2.0]
+    assert backend.found == [["a note"] * 2]
 
 
 def test_between_the_call_of_a_module_and_its_forward_stand_the_calls_that_are_listed() -> None:

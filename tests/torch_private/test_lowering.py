@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from torch.utils._ordered_set import OrderedSet
 
 from ampcompile.torch_private import lowering
+from tests.compiling import Looking
 
 Backend = Callable[[GraphModule, Any], Any]
 
@@ -60,16 +61,6 @@ def test_forward_and_backward_are_seen_together_and_changed(lower: Callable[...,
         torch.testing.assert_close(result, x.sin() + x.cos() / 2)
 
 
-def test_another_key_is_compiled_anew() -> None:
-    """Else Inductor's cache would serve what another pass made."""
-    x = torch.randn(7)
-    results = []
-    for act, key in ((lambda gm: None, "as it is"), (halve_cosines, "halved")):
-        torch._dynamo.reset()
-        results.append(torch.compile(lambda x: x.cos().exp(), backend=with_inductor(act, key))(x))
-    torch.testing.assert_close(results, [x.cos().exp(), (x.cos() / 2).exp()])
-
-
 def test_the_table_of_decompositions_pickles_by_what_is_ours() -> None:
     before = pickle.dumps(lowering.inductors_decompositions(kept=[]))
 
@@ -101,11 +92,7 @@ def test_an_op_whose_decomposition_refuses_is_called_if_it_is_kept() -> None:
 
 
 def test_graphs_with_loops_and_nested_regions_write_each_buffer_once() -> None:
-    graphs: list[GraphModule] = []
-
-    def backend(gm: GraphModule, inputs: Any) -> Any:
-        graphs.append(gm)
-        return gm.forward
+    backend = Looking(lambda gm, inputs: lowering.config_for_bodies(gm))
 
     def branch(x: Tensor) -> Tensor:
         return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
@@ -113,7 +100,7 @@ def test_graphs_with_loops_and_nested_regions_write_each_buffer_once() -> None:
     for f in (branch, lambda x: x.sin()):
         torch.compile(f, backend=backend)(torch.randn(3))
     careful = {"inplace_buffers": False, "allow_buffer_reuse": False}
-    assert [lowering.config_for_bodies(gm) for gm in graphs] == [careful, {}]
+    assert backend.found == [careful, {}]
     assert careful.keys() <= torch._inductor.config.get_config_copy().keys()
 
 

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
-from torch.utils import checkpoint
 
 import ampcompile.backend  # noqa: F401  patches torch
 from ampcompile.torch_private import open_regions, patches
@@ -161,28 +160,6 @@ def test_where_torch_can_t_be_patched_each_region_counts(monkeypatch: pytest.Mon
         return found
 
     assert all(in_a_thread(act))
-
-
-def test_what_a_checkpoint_saves_where_no_region_is_open_asks_for_nothing() -> None:
-    saved = checkpoint._get_autocast_kwargs("cuda")
-    assert all(not kwargs["enabled"] for kwargs in saved)
-    with DISABLED(), OF_ANOTHER():
-        with torch.autocast("cuda", **saved[0]), torch.autocast("cpu", **saved[1]):
-            assert not disabled_by_user("cpu") and not disabled_by_user("cuda")
-            assert not any(kwargs["enabled"] for kwargs in checkpoint._get_autocast_kwargs("cuda"))
-            with DISABLED():
-                assert disabled_by_user("cpu") and not disabled_by_user("cuda")
-        assert disabled_by_user("cpu")
-
-
-@pytest.mark.parametrize("region", [DISABLED, ENABLED])
-def test_what_a_checkpoint_saves_in_a_region_is_what_torch_saves(region: Region) -> None:
-    with region():
-        for saved in checkpoint._get_autocast_kwargs("cpu"):
-            assert saved["enabled"] is (region is ENABLED)
-        _, saved = checkpoint._get_autocast_kwargs("cuda")
-    with torch.autocast("cpu", **saved):
-        assert disabled_by_user("cpu") is (region is DISABLED)
 
 
 class OnTheWayBack(torch.autograd.Function):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ampcompile.torch_private import dynamo_caches, optimize_contexts, patches
+from tests.compiling import Looking
 
 PLACE = "OptimizeContext.__call__"
 
@@ -55,11 +56,7 @@ def test_a_module_s_call_is_wrapped_and_it_is_not(wrapped: list[tuple[Any, Any]]
 
 @pytest.mark.parametrize(("dynamic", "symbols"), [(True, 1), (False, 0)])
 def test_dynamic_and_fullgraph_can_be_asked_for_instead(dynamic: bool, symbols: int) -> None:
-    found: list[Any] = []
-
-    def seeing(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        found.append(sum(isinstance(value, torch.SymInt) for value in inputs))
-        return gm.forward
+    seeing = Looking(lambda gm, inputs: sum(isinstance(value, torch.SymInt) for value in inputs))
 
     def breaks(x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
@@ -69,7 +66,7 @@ def test_dynamic_and_fullgraph_can_be_asked_for_instead(dynamic: bool, symbols: 
     with patches.replaced(PLACE, asked):
         smooth, broken = (torch.compile(f, backend=seeing) for f in (lambda x: x.sin(), breaks))
     smooth(torch.ones(5))
-    assert found == [symbols]
+    assert seeing.found == [symbols]
     with pytest.raises(torch._dynamo.exc.Unsupported):
         broken(torch.ones(5))
 
@@ -101,11 +98,7 @@ def test_a_function_that_is_passed_over_runs_as_it_is() -> None:
 
 
 def test_dynamo_looks_at_no_frame_while_its_callback_is_unset() -> None:
-    graphs: list[Any] = []
-
-    def counting(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        graphs.append(gm)
-        return gm.forward
+    counting = Looking()
 
     def inner(x: Tensor) -> Tensor:
         return x.sin()
@@ -119,7 +112,7 @@ def test_dynamo_looks_at_no_frame_while_its_callback_is_unset() -> None:
 
     optimize_contexts.pass_over(outer)
     torch.compile(outer, backend=counting)(torch.ones(2))
-    assert not graphs
+    assert not counting.found
 
 
 class Own(nn.Module):
@@ -134,9 +127,9 @@ class Own(nn.Module):
 @pytest.mark.parametrize("make", [Own, lambda: nn.Linear(2, 2), lambda: nn.Sequential(nn.Linear(2, 2))])
 def test_what_torch_steps_over_when_it_is_compiled_in_place(make: Callable[[], nn.Module]) -> None:
     """A module that isn't compiled, although the user asked for it, is known."""
-    graphs, module = [], make()
-    module.compile(backend=lambda gm, inputs: graphs.append(gm) or gm.forward)
+    found, module = Looking(), make()
+    module.compile(backend=found)
     module(torch.ones(1, 2))
-    assert optimize_contexts.compiles_nothing(module._call_impl) == (not graphs)
+    assert optimize_contexts.compiles_nothing(module._call_impl) == (not found.found)
     assert not optimize_contexts.compiles_nothing(module.forward)
     assert not optimize_contexts.compiles_nothing(torch.compile(module, backend=backend).forward)

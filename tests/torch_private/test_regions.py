@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import regions, tracing
+from ampcompile.torch_private import regions
+from tests.compiling import Looking
 
 
 @pytest.mark.parametrize(
@@ -23,11 +24,7 @@ from ampcompile.torch_private import regions, tracing
 def test_dynamo_records_where_a_region_begins_and_ends(
     region: Callable[[], AbstractContextManager[object]], begins: object, ends: object
 ) -> None:
-    graphs = []
-
-    def backend(gm: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
-        graphs.append(gm.graph)
-        return gm.forward
+    backend = Looking(lambda gm, _: [node.target for node in gm.graph.nodes if node.op == "call_function"])
 
     def f(x: Tensor) -> Tensor:
         with region():
@@ -35,16 +32,4 @@ def test_dynamo_records_where_a_region_begins_and_ends(
         return y.cos()
 
     torch.compile(f, backend=backend, fullgraph=True)(torch.randn(3))
-    targets = [node.target for node in graphs[0].nodes if node.op == "call_function"]
-    assert targets == [begins, ends]
-
-
-def test_gradients_switched_off_stay_calls_in_a_trace() -> None:
-    def f(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            y = x.sin()
-        return x * y
-
-    graph = tracing.trace_pre_dispatch(f, [torch.randn(3, requires_grad=True)], lambda *_: False).graph
-    switches = [node.args for node in graph.nodes if node.target is regions.SET_GRAD_ENABLED]
-    assert switches == [(False,), (True,)]
+    assert backend.found == [[begins, ends]]

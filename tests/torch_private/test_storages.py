@@ -7,16 +7,6 @@ from torch import nn
 from ampcompile.torch_private import storages
 
 
-def test_views_share_a_key_and_count_as_users() -> None:
-    x = torch.randn(4)
-    key, users = storages.storage_key(x), storages.storage_users(storages.storage_key(x))
-    view = x[1:]
-    assert storages.storage_key(view) == key != storages.storage_key(x.clone())
-    assert storages.storage_users(key) == users + 1
-    del view
-    assert storages.storage_users(key) == users
-
-
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_a_tensor_owns_its_memory_alone_or_with_a_base_that_nobody_holds(mode: type) -> None:
     weight = nn.Parameter(torch.randn(3, 2))
@@ -61,16 +51,18 @@ def test_an_alias_stays_where_it_is_when_the_tensor_gets_other_data() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [lambda x: x[1:], lambda x: x.t(), lambda x: x.view(torch.int32), lambda x: x.clone(), lambda x: x.view(-1)],
+    [
+        lambda x: x[1:],
+        lambda x: x[1:][:2],
+        lambda x: x.t(),
+        lambda x: x.view(torch.int32),
+        lambda x: x.clone(),
+        lambda x: x.view(-1),
+    ],
 )
 def test_another_view_is_not_the_same_place(other) -> None:
     x = torch.randn(3, 3)
     assert storages.same_place(x, x.detach()) and not storages.same_place(x, other(x))
-
-
-def test_another_part_of_the_memory_is_not_the_same_place() -> None:
-    x = torch.randn(3, 3)
-    assert storages.same_place(x[1:], x.detach()[1:]) and not storages.same_place(x[1:], x[:2])
 
 
 def test_place_is_none_without_memory() -> None:

@@ -123,17 +123,6 @@ def test_calls_can_be_recorded_by_hand() -> None:
     assert negative.target is aten.neg.default and exponential.args == (negative,)
 
 
-def test_bodies_are_traced_as_graphs_of_their_own() -> None:
-    bodies: list[GraphModule] = []
-
-    def f(x: Tensor) -> Tensor:
-        bodies.append(tracing.trace_body(lambda y: y.sin().exp(), [x], lambda *_: False))
-        return x.cos()
-
-    assert targets(trace(f, torch.randn(3))) == [aten.cos.default]
-    assert targets(bodies[0]) == [aten.sin.default, aten.exp.default]
-
-
 @pytest.mark.parametrize("fake", [True, False])
 def test_a_graph_s_fakes_are_computed_with_and_autocast_excluded(fake: bool) -> None:
     graph = torch.fx.Graph()
@@ -160,19 +149,6 @@ def test_the_largest_finite_magnitude_is_found_among_fakes_too(constant: Tensor,
     assert tracing.largest_magnitude(constant) == largest
     with FakeTensorMode():
         assert tracing.largest_magnitude(constant) == largest
-
-
-def test_indexing_by_a_tensor_stays_an_op() -> None:
-    """Else a traced index is asked for its number."""
-
-    def f(x: Tensor, i: Tensor) -> Tensor:
-        with tracing.indexing_by_tensors():
-            return x[i]
-
-    mode = FakeTensorMode()
-    fakes = [mode.from_tensor(value) for value in (torch.arange(5.0), torch.tensor(2))]
-    gm = trace(f, *fakes)
-    assert gm(torch.arange(5.0), torch.tensor(3)).item() == 3
 
 
 def test_transforms_of_functions_are_noticed() -> None:
