@@ -75,7 +75,7 @@ class Policy:
         >>> ampcompile.Policy.parse("module head=fp32").modules
         (('head', 'fp32'),)
         """
-        found: dict[str, list[tuple[str, str]]] = {"op": [], "module": []}
+        overrides: dict[str, list[tuple[str, str]]] = {"op": [], "module": []}
         entries = [entry.strip() for entry in text.split(",")] if text.strip() not in ("", "default") else []
         for entry in entries:
             if entry == "where it pays":
@@ -83,13 +83,13 @@ class Policy:
                 continue
             kind, _, override = entry.partition(" ")
             glob, equals, value = override.partition("=")
-            if kind not in found or not equals:
+            if kind not in overrides or not equals:
                 raise PolicyError(
                     f"policy entry {entry!r} is neither 'op <glob>=<rule>' nor 'module <glob>=<dtype>'. "
                     "Write entries with commas between them, as 'op softmax*=low, module encoder.*.norm=fp32'."
                 )
-            found[kind].append((glob.strip(), value.strip()))
-        return cls(tuple(found["op"]), tuple(found["module"]))
+            overrides[kind].append((glob.strip(), value.strip()))
+        return cls(tuple(overrides["op"]), tuple(overrides["module"]))
 
     def rule_for(self, op: OpOverload, device_type: str, module_path: str = "") -> Rule | None:
         """Return the rule of an op called in the module at `module_path`; None: it runs in whatever dtype arrives."""
@@ -102,7 +102,7 @@ class Policy:
         return rules.composite_needs_decomposition(op, device_type)
 
     def unmatched(self, op_names: Iterable[str], module_paths: Iterable[str]) -> dict[str, list[str]]:
-        """Return globs that match no op name (`aten::softmax.int`) and no module path, with the nearest of these."""
+        """Globs that match none of these op names (`aten::softmax.int`) or module paths, with the nearest ones."""
         ops = {name for op in op_names for name in _spellings(op)}
         modules = {path for module in module_paths for path in _and_ancestors(module)}
         return {
