@@ -23,6 +23,7 @@ from tests.compiling import HALF, LOW, compiled, dtypes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's deprecations, met on purpose
 
+CASES = [(LOW, True), (HALF, True), (HALF, False)]
 Row = tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
@@ -66,8 +67,7 @@ def all_of(table: list[Row]) -> Callable[[Any], list[Any]]:
     return model
 
 
-@pytest.mark.parametrize("range_guards", [True, False])
-@pytest.mark.parametrize("dtype", [LOW, HALF])
+@pytest.mark.parametrize("dtype,range_guards", CASES)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_compiled_list_equals_eager_autocast(device, dtype, range_guards):
     table = [row for row in rows(device) if runs(row, device, dtype)]
@@ -96,8 +96,7 @@ OTHER_16_BITS |= {"addcdiv", "addcmul", "atan2", "tensordot"}
 BANNED = {"binary_cross_entropy"}
 
 
-@pytest.mark.parametrize("range_guards", [True, False])
-@pytest.mark.parametrize("dtype", [LOW, HALF])
+@pytest.mark.parametrize("dtype,range_guards", CASES)
 def test_the_cuda_list_on_fake_cuda_tensors_has_eager_autocasts_dtypes(dtype, range_guards):
     mode = FakeTensorMode()
     with mode, cuda_said_to_be_there():
