@@ -81,13 +81,3 @@ def test_inputs_that_dynamo_knows_as_parameters_or_buffers_are_weights() -> None
         "weight",
         "weight",
     ]
-
-
-def test_why_a_graph_ends_is_told_where_it_breaks() -> None:
-    def broken(x: Tensor) -> Tensor:
-        y = x @ x
-        torch._dynamo.graph_break()
-        return y @ y
-
-    first, second = ampcompile.explain(broken)(torch.randn(2, 2)).graphs
-    assert "graph_break" in first.reason and second.reason == ""

@@ -109,6 +109,11 @@ def params_with(*grads: float | None) -> list[nn.Parameter]:
     return params
 
 
+def params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Those of its first group."""
+    return optimizer.param_groups[0]["params"]
+
+
 def iterate(scaler: GradScaler, optimizer: torch.optim.Optimizer, grad: float) -> None:
     """Step and update with gradients of that value."""
     for group in optimizer.param_groups:

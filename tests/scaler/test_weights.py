@@ -1,6 +1,7 @@
 """The step and the copies of weights: what a fused step writes needs no cast, and no stale copy passes for fresh."""
 
 import math
+import operator
 
 import pytest
 import torch
@@ -59,27 +60,23 @@ def test_after_a_fused_step_nothing_is_cast(kind, enabled):
         assert_fresh(slots, binding.copies(slots))
 
 
-def test_copies_in_both_types_are_right():
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_in_both_types_are_right_after_a_write_without_a_trace_and_a_skipped_step(kind):
     params, slots, binding = made()
-    binding.copies(slots)
-    optimizer, scaler = torch.optim.AdamW(params, lr=0.1), scaled()
-    for _ in range(3):
-        fill(params)
+    slots, binding = slots[:3], weights.bind([torch.bfloat16, torch.float16, torch.float16])  # none of the last weight
+    versions = [copy._version for copy in binding.copies(slots)]
+    optimizer, scaler = KINDS[kind](params), scaled()
+    casts = weights.weight_stats().casts
+    for step, bad in enumerate((None, None, math.inf, None)):
+        fill(params, bad)
+        if step:
+            unseen(params[0])[3, 3] = 0.3 + step
         scaler.step(optimizer)
         scaler.update()
+        assert scaler.last_step_skipped.item() == (bad is not None)
+        before, versions = versions, [copy._version for copy in binding.copies(slots)]
+        assert all(map(operator.gt, versions, before)) and (step or weights.weight_stats().casts == casts)
         assert_fresh(slots, binding.copies(slots))
-
-
-@pytest.mark.parametrize("bad", [None, math.inf])
-def test_a_write_without_a_trace_before_the_step_is_not_lost(bad):
-    params, slots, binding = made((torch.bfloat16,))
-    binding.copies(slots)
-    optimizer, scaler = torch.optim.SGD(params, lr=0.1), scaled()
-    fill(params, bad)
-    unseen(params[0])[3, 3] = 7.0
-    scaler.step(optimizer)
-    assert scaler.last_step_skipped.item() == (bad is not None)
-    assert_fresh(slots, binding.copies(slots))
 
 
 def test_a_copy_that_a_backward_waits_for_is_left_alone():
