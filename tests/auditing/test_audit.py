@@ -30,7 +30,7 @@ def exact_errors(model: nn.Module, x: Tensor) -> tuple[float, float]:
     return error([found], [exact]), error(ours, gradients(twin, lambda _: mean_square(exact)))
 
 
-def test_a_planted_overflow_is_found_where_it_is() -> None:
+def test_a_planted_overflow_is_found_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     audit = ampcompile.audit(planted(6e4), dtype=HALF)(torch.randn(4, 8))
     first = audit.first_overflow
     assert first is not None and (first.op, first.module, first.backward) == ("aten.mul", "1.1", False)
@@ -38,6 +38,10 @@ def test_a_planted_overflow_is_found_where_it_is() -> None:
     overflowed = [m.module for m in audit.modules if m.numbers.overflowed]
     assert overflowed[0] == "1.1" and "0" not in overflowed
     assert audit.error == float("inf")
+    monkeypatch.setenv("COLUMNS", "100")
+    table = str(audit)
+    assert max(map(len, table.splitlines())) <= 100
+    assert "first overflow: aten.mul in 1.1, models.py:" in table and "infinite" in table
 
 
 def test_float32_would_overflow_too_where_nothing_is_reported() -> None:

@@ -18,6 +18,7 @@ from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.capture.capture import capture
 from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.graph import Regions
+from ampcompile.rules import table as tables
 from ampcompile.torch_private import autocast, dispatcher
 from tests.compiling import HALF, LOW, compiled, dtypes
 
@@ -104,6 +105,7 @@ def test_the_cuda_list_on_fake_cuda_tensors_has_eager_autocasts_dtypes(dtype, ra
         table = [row for row in everything if runs(row, "cuda", dtype)]
         skipped = {row[0] for row in everything} - {row[0] for row in table}
         assert skipped <= NO_FAKE_KERNEL | BANNED | (OTHER_16_BITS if dtype == LOW else set())
+        assert skipped >= BANNED and {tables.table("cuda")[f"aten::{op}"].category for op in BANNED} == {"banned"}
         with torch.autocast("cuda", dtype, cache_enabled=False):
             expected = [dtypes(f(*args, **kwargs)) for _, f, args, kwargs in table]
         gm, inputs = as_graph(table)
