@@ -40,9 +40,7 @@ def twins(kind, sizes=(5, 7)):
 def test_it_equals_torchs_two_calls(kind, max_norms, how, norm_type, foreach):
     """Also twice in a row, the second time with the usual norm, and after an unscale_ of its own."""
     ours, torchs = twins(kind)
-    scaler, reference = (make("cpu", enabled=how != "disabled") for make in (GradScaler, torch.amp.GradScaler))
-    for each in (scaler, reference):
-        each.scale(torch.ones(()))
+    scaler, reference = (scaled(make, enabled=how != "disabled") for make in (GradScaler, torch.amp.GradScaler))
     reference.unscale_(torchs)
     if how == "unscaled before":
         scaler.unscale_(ours)
@@ -97,8 +95,7 @@ def test_gradients_stay_as_they_are_on_the_fused_path():
 def test_a_step_that_turns_out_not_to_be_fused_still_clips(enabled):
     ours, plain = twins(KINDS[1])
     scale = 2.0**16 if enabled else 1.0
-    scaler = GradScaler("cpu", enabled=enabled)
-    scaler.scale(torch.ones(()))
+    scaler = scaled(enabled=enabled)
     scaler.clip_grad_norm_(ours, 0.5)
     ours.register_step_pre_hook(lambda *_: None)
     scaler.step(ours)
@@ -126,9 +123,7 @@ def test_a_clip_without_a_step_ends_with_the_iteration():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("enabled", [False, True])
 def test_without_gradients_the_norm_is_zero(kind, enabled):
-    scaler = GradScaler("cpu", enabled=enabled)
-    scaler.scale(torch.ones(()))
-    optimizer = kind(params_with(None))
+    scaler, optimizer = scaled(enabled=enabled), kind(params_with(None))
     assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0
     scaler.step(optimizer)
     scaler.update()
@@ -175,8 +170,7 @@ def stepped(before, max_norm):
     optimizer = deepcopy(before)  # without gradients
     for param, other in zip(params(optimizer), params(before), strict=True):
         param.grad = other.grad.clone()
-    reference = torch.amp.GradScaler("cpu")
-    reference.scale(torch.ones(()))
+    reference = scaled(torch.amp.GradScaler)
     reference.unscale_(optimizer)
     nn.utils.clip_grad_norm_(params(optimizer), max_norm)
     reference.step(optimizer)

@@ -1,7 +1,6 @@
 """The fused step inside a training run: checkpoints, versions, copies of weights, hooks of torch, compilation."""
 
 import math
-from copy import deepcopy
 
 import pytest
 import torch
@@ -10,14 +9,7 @@ from torch import nn
 from ampcompile.kernels.sgd import SgdTensors
 from ampcompile.scaler.fused import FusedStep, any_set, clip_over_devices
 from ampcompile.scaler.pending import Gradients
-from tests.scaler.cases import assert_close, scaled
-
-KINDS = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "Adam": lambda params: torch.optim.Adam(params, lr=0.1, amsgrad=True),
-    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
-    "AdamW capturable off": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
-}
+from tests.scaler.cases import assert_close, fill, scaled
 
 
 def weights(seed: int = 0) -> list[nn.Parameter]:
@@ -26,43 +18,6 @@ def weights(seed: int = 0) -> list[nn.Parameter]:
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     params[2].data = params[2].data.contiguous(memory_format=torch.channels_last)
     return params
-
-
-def fill(params, seed: int, scale: float = 1.0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for param in params:
-        grad = torch.empty_like(param).copy_(torch.randn(param.shape, generator=generator))
-        param.grad = grad * scale
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_checkpoints_move_both_ways(kind):
-    """Steps 1 and 2 with one, 3 and 4 with the other, by a state dict."""
-    results = []
-    for first, second in (("ours", "torch"), ("torch", "ours"), ("torch", "torch")):
-        params = weights()
-        optimizer = KINDS[kind](params)
-        for step, who in enumerate((first, first, second, second)):
-            if step == 2:
-                saved, params = deepcopy(optimizer.state_dict()), [nn.Parameter(p.detach().clone()) for p in params]
-                optimizer = KINDS[kind](params)
-                optimizer.load_state_dict(saved)
-            if who == "ours":
-                scaler = scaled()
-                fill(params, step, 2.0**16)
-                scaler.step(optimizer)
-            else:
-                fill(params, step)
-                optimizer.step()
-        results.append((params, optimizer.state_dict()))
-    for params, state in results:
-        assert_close(params, results[2][0])
-        assert state["param_groups"] == results[2][1]["param_groups"]
-        for index, expected in results[2][1]["state"].items():
-            assert list(state["state"][index]) == list(expected)
-            for key, value in expected.items():
-                assert_close([state["state"][index][key]], [value])
-                assert state["state"][index][key].stride() == value.stride()
 
 
 def test_versions_tell_that_weights_were_written_and_gradients_were_not():

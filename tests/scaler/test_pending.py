@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from ampcompile.errors import ClipError
-from ampcompile.scaler.grad_scaler import GradScaler
 from ampcompile.scaler.pending import pending
 from tests.pairs import pairs
-from tests.scaler.cases import KINDS, assert_close, params, params_with
+from tests.scaler.cases import KINDS, assert_close, params, params_with, scaled
 
 FUSED = KINDS[:3]
 
@@ -23,9 +22,7 @@ def backward(optimizer, *values, scale=1.0):
 
 
 def scaler_of(enabled):
-    scaler = GradScaler("cpu", enabled=enabled, init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    return scaler
+    return scaled(enabled=enabled, init_scale=4.0)
 
 
 # A step that was left out
@@ -192,8 +189,7 @@ def test_a_pending_clipping_is_no_part_of_an_optimizers_pickle_and_keeps_no_grad
 def test_a_norm_that_is_not_finite_is_torchs_error_if_that_is_asked_for(kind, enabled, norm_type, bad):
     """Gradients are unscaled but not clipped then, by either."""
     ours, plain = kind(params_with(8.0, bad)), kind(params_with(8.0, bad))
-    scaler, reference = scaler_of(enabled), torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
-    reference.scale(torch.ones(()))
+    scaler, reference = scaler_of(enabled), scaled(torch.amp.GradScaler, init_scale=4.0, enabled=enabled)
     reference.unscale_(plain)
     messages = []
     for clip in (

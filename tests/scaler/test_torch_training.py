@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ampcompile.scaler.grad_scaler import GradScaler
-from tests.scaler.cases import DEVICES
+from tests.scaler.cases import DEVICES, scaled
 
 Optimizers = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 OPTIMIZERS: list[Optimizers] = [
@@ -164,8 +164,7 @@ def test_fused_does_not_step_if_foundinf(device: str, kind, grad_scale: float | 
             param.grad = torch.full((1,), math.inf if bad else 8.0)
         if grad_scale is not None:
             optimizer.grad_scale = torch.tensor(grad_scale)
-        scaler = GradScaler(device, init_scale=2.0)
-        scaler.scale(torch.ones(()))
+        scaler = scaled(device=device, init_scale=2.0)
         scaler.step(optimizer)
         assert scaler.last_step_skipped.item() == bad
         assert all(torch.equal(p, b) == bad for p, b in zip(params, before, strict=True))

@@ -5,26 +5,19 @@ The name of each test is that of PyTorch's.
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from ampcompile.scaler.grad_scaler import GradScaler
-from tests.scaler.cases import DEVICES
+from tests.scaler.cases import DEVICES, scaled
 
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     with torch.device(request.param):
         yield request.param
-
-
-def scaled(device: str, **options: Any) -> GradScaler:
-    scaler = GradScaler(device, **options)
-    scaler.scale(torch.ones((), device=device))
-    return scaler
 
 
 def test_grad_scaling_scale(device: str) -> None:
@@ -97,13 +90,13 @@ def test_grad_scaling_unscale_sparse(device: str) -> None:
 
 def test_grad_scaling_state_dict(device: str) -> None:
     with pytest.raises(RuntimeError, match="The source state dict is empty"):
-        scaled(device).load_state_dict({})
+        scaled(device=device).load_state_dict({})
 
 
 def test_grad_scale_will_not_overflow(device: str) -> None:
     """Neither within bounds nor, as torch does it, by refusing to grow."""
     for options, expected in (({}, 2.0**64), ({"max_scale": math.inf}, torch.tensor(1e38).item())):
-        scaler = scaled(device, growth_interval=1, growth_factor=2.0**4, init_scale=1e38, **options)
+        scaler = scaled(device=device, growth_interval=1, growth_factor=2.0**4, init_scale=1e38, **options)
         model = nn.Linear(5, 1)
         optimizer = torch.optim.Adam(model.parameters())
         scaler.scale((model(torch.randn(1, 5)) * 1e-30).square().mean()).backward()

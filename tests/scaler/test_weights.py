@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from ampcompile.scaler.grad_scaler import GradScaler
 from ampcompile.weights import binding as weights
-from tests.scaler.cases import assert_equal, scaled
+from tests.scaler.cases import assert_equal, fill, scaled
 from tests.weights.writers import unseen
 
 KINDS = {
@@ -26,13 +25,6 @@ def made(dtypes=(torch.bfloat16, torch.float16)):
     return params, slots, weights.bind(list(dtypes) * len(params))
 
 
-def fill(params, bad: float | None = None) -> None:
-    for param in params:
-        param.grad = torch.empty_like(param).normal_()
-    if bad is not None:
-        params[0].grad[0, 0] = bad
-
-
 def addresses(copies) -> list[int]:
     """Where the copies are; a test that kept the list itself would pass for a backward that waits for them."""
     return [copy.data_ptr() for copy in copies]
@@ -47,11 +39,10 @@ def assert_fresh(slots, copies) -> None:
 def test_after_a_fused_step_nothing_is_cast(kind, enabled):
     params, slots, binding = made((torch.bfloat16,))
     before = addresses(binding.copies(slots))
-    optimizer, scaler = KINDS[kind](params), GradScaler("cpu", enabled=enabled)
-    scaler.scale(torch.ones(()))
+    optimizer, scaler = KINDS[kind](params), scaled(enabled=enabled)
     casts = weights.weight_stats().casts
-    for bad in (None, math.inf if enabled else None, None):
-        fill(params, bad)
+    for step, bad in enumerate((None, math.inf if enabled else None, None)):
+        fill(params, step, bad=bad)
         scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer)
         scaler.update()
@@ -68,7 +59,7 @@ def test_copies_in_both_types_are_right_after_a_write_without_a_trace_and_a_skip
     optimizer, scaler = KINDS[kind](params), scaled()
     casts = weights.weight_stats().casts
     for step, bad in enumerate((None, None, math.inf, None)):
-        fill(params, bad)
+        fill(params, step, bad=bad)
         if step:
             unseen(params[0])[3, 3] = 0.3 + step
         scaler.step(optimizer)
@@ -87,7 +78,7 @@ def test_a_copy_that_a_backward_waits_for_is_left_alone():
     out = x @ copy
     old = copy.clone()
     del copy
-    fill(params)
+    fill(params, 0)
     scaler.step(optimizer)
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert_equal([grad], [old.sum(1).expand_as(x)])
@@ -101,7 +92,7 @@ def test_weights_outside_of_the_optimizer_stay_as_they_were():
     other_binding.copies(other_slots)
     optimizers = [torch.optim.AdamW(params), torch.optim.SGD(others, lr=0.1)]
     scaler, casts = scaled(), weights.weight_stats().casts
-    fill([*params, *others])
+    fill([*params, *others], 0)
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
@@ -114,6 +105,6 @@ def test_the_generic_path_leaves_casting_to_the_next_call():
     params, slots, binding = made((torch.bfloat16,))
     binding.copies(slots)
     optimizer, scaler = torch.optim.RMSprop(params, lr=0.1), scaled()
-    fill(params)
+    fill(params, 0)
     scaler.step(optimizer)
     assert_fresh(slots, binding.copies(slots))

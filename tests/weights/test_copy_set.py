@@ -70,7 +70,7 @@ def test_a_weight_that_moved_or_is_another_is_not_fresh() -> None:
 @pytest.mark.parametrize("act", [lambda sharer: sharer[0].add_(1), list.clear], ids=["written", "freed"])
 def test_a_known_sharer_that_no_graph_of_ours_reads(act: Callable[[list[Tensor]], object]) -> None:
     found = weights()
-    sharer = [found[0].view(-1)]
+    sharer = [found[0].data]  # which has a version of its own
     shared = memory.memory_of(found[0])  # lives as long as somebody knows it
     shared.admit(sharer[0])
     known = made(found)
