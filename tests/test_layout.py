@@ -137,9 +137,9 @@ ACROSS_FILES = {
     "kernels/triton": "families",
     "passes": "bit_views exact_passes graph_cases graph_cases_together",
     "rules": "autocast_lists parity",
-    "scaler": "deviations differential distributed gpu no_sync state torch_fused torch_training torch_units weights",
+    "scaler": "deviations differential distributed gpu no_sync state torch_training torch_units weights",
     "torch_private": "layout",
-    "weights": "compiled interleaved interrupts patches programs random streams threads writers_compiled",
+    "weights": "compiled interrupts patches programs random streams threads writers_compiled",
 }
 ROOMLESS = {"behaviour", "benchmarks", "examples", "proof"}
 

@@ -120,8 +120,8 @@ def test_a_parent_stands_for_all_its_modules() -> None:
     assert _with_parents(["a", "b.x"], {"a", "a.c", "b.x", "b.z"}) == ["a", "b.x"]
 
 
-@pytest.mark.parametrize("arguments", [(0,), (-1e-3,), (math.nan,), (math.inf,), ("1e-3",), (1e-3, 0)])
-def test_nonsense_is_refused(arguments: tuple[Any, ...]) -> None:
+def test_nonsense_is_refused() -> None:
     audit = ampcompile.audit(nn.Linear(2, 2), backward=False)(torch.ones(1, 2))
-    with pytest.raises(AuditError, match="expected a relative error above 0"):
-        audit.suggest(*arguments)
+    for arguments in ((0,), (-1e-3,), (math.nan,), (math.inf,), ("1e-3",), (1e-3, 0)):
+        with pytest.raises(AuditError, match="expected a relative error above 0"):
+            audit.suggest(*arguments)

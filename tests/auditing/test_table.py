@@ -3,15 +3,12 @@
 import math
 from dataclasses import replace
 
-import pytest
 import torch
 
-import ampcompile
 from ampcompile.auditing.numbers import Numbers
 from ampcompile.auditing.records import OpNumbers, Place
 from ampcompile.auditing.result import Audit
 from ampcompile.auditing.table import MODULES, OPS, render
-from tests.auditing.models import planted
 
 
 def op(name: str, module: str, local: float | None = 0.001, overflowed: float = 0.0, flushed: float = 0.0) -> OpNumbers:
@@ -82,11 +79,3 @@ def test_only_the_worst_are_shown_modules_in_the_order_in_which_they_ran() -> No
     assert len(names) == MODULES and names == sorted(names, key=lambda name: int(name[1:]))
     assert {f"m{i}" for i in range(MODULES + 5) if i % 7} <= set(names)
     assert len(rows(text, "op, the worst first")) == OPS
-
-
-def test_the_table_fits_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    table = str(ampcompile.audit(planted(6e4), dtype=torch.float16)(torch.randn(4, 8)))
-    assert max(map(len, table.splitlines())) <= 100
-    assert "first overflow: aten.mul in 1.1, models.py:" in table
-    assert "infinite" in table

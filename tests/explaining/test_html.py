@@ -29,7 +29,7 @@ def gpt() -> Report:
     """Twelve layers."""
     model = GPT(GPTConfig(layers=12, width=16, heads=2, vocab=32, context=8))
     tokens = torch.randint(32, (2, 8))
-    return ampcompile.explain(model)(tokens, tokens)
+    return ampcompile.explain(model, lower="eager")(tokens, tokens)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_it_opens_as_few_rows_and_everything_is_in_it(page: "Page", gpt: Report)
 
 
 @in_a_browser
-def test_a_click_tells_the_reason_and_the_line(page: "Page", gpt: Report) -> None:
+def test_a_click_tells_the_reason_and_the_line_or_the_casts_of_an_edge(page: "Page", gpt: Report) -> None:
     op = next(op for op in gpt.ops if op.module == "blocks.0.qkv")
     page.click("[data-op=linear]")
     details = page.inner_text("#details")
@@ -77,11 +77,8 @@ def test_a_click_tells_the_reason_and_the_line(page: "Page", gpt: Report) -> Non
     assert "cast of weight" in details and "inserted, hoisted" in details and "6.0 KiB" in details
     assert cast.because in details and cast.source in details
     page.keyboard.press("Escape")
-    assert "insert_casts" in page.inner_text("#details"), "the totals"
-
-
-@in_a_browser
-def test_a_click_on_the_mark_of_an_edge_tells_of_its_casts(page: "Page", gpt: Report) -> None:
+    stages = page.locator("#details td:first-child").all_inner_texts()
+    assert "hoist_weights" in stages and "move_casts" not in stages, "the totals, but of passes that changed nothing"
     page.click("#close")
     page.click(".mark:not(.idle)")
     details = page.inner_text("#details")
@@ -136,36 +133,6 @@ def test_in_a_narrow_window_names_and_what_was_clicked_stay_in_sight(saved: Path
         page.set_viewport_size({"width": 1400, "height": 900})
         assert page.locator(".row").first.bounding_box()["x"] == 132
         page.wait_for_function("document.querySelector('.edge').getBBox().x > 64")  # curves move with the rows
-
-
-@in_a_browser
-def test_passes_that_change_nothing_have_no_row(page: "Page") -> None:
-    stages = page.locator("#details td:first-child").all_inner_texts()
-    assert "hoist_weights" in stages and "move_casts" not in stages
-
-
-@in_a_browser
-@pytest.mark.parametrize("dark", [False, True])
-def test_text_stands_out(saved: Path, dark: bool) -> None:
-    with opened(saved, dark=dark) as page:
-        for selector in ("body", ".dim", ".chip", ".tag:not(.idle)", "aside th"):
-            assert page.evaluate(CONTRAST.replace("SELECTOR", selector)) >= 4.5, selector
-
-
-# By the definition of WCAG 2: of an element's colour on the page's; chips lie on a light wash of their own colour.
-CONTRAST = """(() => {
-  const light = (colour) => {
-    const canvas = document.createElement("canvas").getContext("2d");
-    canvas.fillStyle = colour;
-    canvas.fillRect(0, 0, 1, 1);
-    const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map((v) => v / 255)
-      .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const ink = light(getComputedStyle(document.querySelector("SELECTOR")).color);
-  const page = light(getComputedStyle(document.body).backgroundColor);
-  return (Math.max(ink, page) + 0.05) / (Math.min(ink, page) + 0.05);
-})()"""
 
 
 def test_it_holds_no_address_and_forbids_loading(saved: Path) -> None:

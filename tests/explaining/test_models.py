@@ -17,13 +17,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-MODELS = ["llama", "t5", "resnet", pytest.param("whisper", marks=pytest.mark.slow)]
+MODELS = ["llama", "t5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet", "whisper"))]
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def explained(request: pytest.FixtureRequest) -> tuple[nn.Module, Report]:
     model, inputs = build(request.param)
-    return model, ampcompile.explain(lambda: loss(model, inputs))()
+    return model, ampcompile.explain(lambda: loss(model, inputs), lower="eager")()
 
 
 def is_filled(cast: CastRecord) -> bool:

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-import ampcompile
 from ampcompile.compiler.ambient import options_of
 from ampcompile.config import Options
-from ampcompile.errors import OptionError
 from ampcompile.explaining.recorder import override, uncompiled
 from ampcompile.torch_private import dynamo_caches
 
@@ -54,15 +52,3 @@ def test_a_module_is_uncompiled_for_a_while_errors_or_not() -> None:
         assert model._compiled_call_impl is None
         raise KeyError
     assert model._compiled_call_impl is compiled is not None
-
-
-def test_wrong_options_are_refused_before_the_call() -> None:
-    with pytest.raises(OptionError):
-        ampcompile.explain(abs, weights="sometimes")
-
-
-@pytest.mark.parametrize(("lower", "joint"), [("eager", False), ("aot_eager", True), ("inductor", True)])
-def test_what_is_lowered_through_eager_has_no_graph_after_differentiation(lower: str, joint: bool) -> None:
-    compiled = torch.compile(nn.Linear(2, 2), backend="amp", options={"lower": lower})
-    report = ampcompile.explain(compiled)(torch.randn(1, 2))
-    assert bool(report.joint_code) == joint and report.final_code

@@ -40,20 +40,6 @@ def test_meta_tensors_are_without_autocast() -> None:
     assert record(double, torch.empty(2, 2, device="meta")).precision == "meta without autocast"
 
 
-def test_the_casts_are_followed_to_their_end() -> None:
-    layer = nn.Linear(4, 4, bias=False)
-    with torch.no_grad():
-        found = record(lambda x: layer(x) + layer(x), torch.randn(2, 4), outputs="autocast")
-    assert [(cast.of, cast.fate) for cast in found.casts] == [
-        ("input", ("inserted",)),
-        ("weight", ("inserted", "hoisted")),
-        ("input", ("inserted", "shared")),
-        ("weight", ("inserted", "hoisted")),
-    ]
-    assert list(found.numbered_casts) == sorted(found.numbered_casts)
-    assert found.estimate is not None and found.estimate.products
-
-
 def test_every_pass_since_the_casts_is_in_the_totals() -> None:
     found = record(double, torch.randn(2, 2, requires_grad=True))
     stages = [total.stage for total in found.totals]
@@ -81,13 +67,3 @@ def test_inputs_that_dynamo_knows_as_parameters_or_buffers_are_weights() -> None
         "weight",
         "weight",
     ]
-
-
-def test_why_a_graph_ends_is_told_where_it_breaks() -> None:
-    def broken(x: Tensor) -> Tensor:
-        y = x @ x
-        torch._dynamo.graph_break()
-        return y @ y
-
-    first, second = ampcompile.explain(broken)(torch.randn(2, 2)).graphs
-    assert "graph_break" in first.reason and second.reason == ""

@@ -2,11 +2,9 @@
 
 import copy
 import itertools
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -28,7 +26,6 @@ from tests.op_calls import (
     calls_in,
     is_float,
     is_real,
-    moved,
     sampled_calls,
     tensors_on,
     trace,
@@ -48,7 +45,7 @@ LAX_FAKES = aten_ops(
     "_unsafe_masked_index_put_accumulate embedding_bag embedding_bag.padding_idx heaviside index_add index_copy "
     "index_reduce linalg_cross put"
 )
-# On autocast's lists, and run by test_torch_lists, or only where their libraries are.
+# On autocast's lists, and run by test_autocast_lists.py, or only where their libraries are.
 NOT_SAMPLED = aten_ops(
     "_convolution _convolution.deprecated _cudnn_rnn _grid_sampler_2d_cpu_fallback _mps_convolution "
     "_native_multi_head_attention _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell "
@@ -59,12 +56,6 @@ NOT_SAMPLED = aten_ops(
 )
 # Its kernel calls bmm, on which eager autocast acts once more; here it computes in float32, as under Inductor.
 LOWERED_INSIDE = {"aten::bilinear"}
-NOT_ON_FAKES = (
-    "Found no NVIDIA driver",
-    "not linked with support for cuda",
-    "not compiled with CUDA",
-    "aten.equal.default",
-)
 
 
 def outcome(function: Any) -> Any:
@@ -114,31 +105,7 @@ def compare(call: Call, device: str) -> str:
     return "same"
 
 
-# torch's own lists ----------------------------------------------------------------------------------------------
-
-
-def torch_list(device: str) -> list[Any]:
-    """Every row of torch's autocast test lists for a device: (name, function, args, kwargs)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.testing._internal import autocast_test_lists as lists
-    with torch.random.fork_rng(devices=[]):  # the list names the tests, so it is drawn before a test's seed is set
-        torch.manual_seed(0)
-        rows = vars(lists.AutocastCPUTestLists("cpu") if device == "cpu" else lists.AutocastTestLists("cpu"))
-    found = []
-    for group, (name, *rest) in ((group, row) for group, entries in rows.items() for row in entries):
-        if name == "einsum":  # torch's row has no arguments that fit
-            rest = [("ij,jk->ik", list(rest[1]))]
-        homes = [torch.Tensor] if group.startswith("methods") else [torch, torch._C._nn, torch._C._linalg]
-        function = next((getattr(home, name) for home in homes if hasattr(home, name)), None)
-        kwargs = next((part for part in rest if isinstance(part, dict)), {})
-        variants = [part for part in rest if isinstance(part, tuple)]
-        found += [
-            pytest.param(function, args, kwargs, id=f"{device}-{name}-{group}-{n}")
-            for n, args in enumerate(variants)
-            if function is not None
-        ]
-    return found
+# Ops that run whole without gradients -------------------------------------------------------------------------------
 
 
 class ByRule(Interpreter):
@@ -153,37 +120,14 @@ class ByRule(Interpreter):
         return under_rule(Call(target, args, kwargs), rule) if rule else super().call_function(target, args, kwargs)
 
 
-@cache
 def taken_apart(device: str) -> list[OpOverload]:
     ops = (op_named(name) for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
     return [op for op in ops if composite_needs_decomposition(op, device)]
 
 
-@pytest.mark.parametrize("function,args,kwargs", [row for device in ("cpu", "cuda") for row in torch_list(device)])
-def test_torch_lists(request, function, args, kwargs):
-    device = request.node.callspec.id.partition("-")[0]
-    with tensors_on(device), torch.no_grad():
-        args, kwargs = pytree.tree_map(lambda x: moved(x, device), (args, kwargs))
-        low = torch.float16 if any(x.dtype == torch.float16 for x in pytree.tree_leaves(args) if is_float(x)) else LOW
-        with autocast(device, True, low):
-            eager = outcome(lambda: function(*args, **kwargs))
-            traced = trace(function, args, kwargs, taken_apart(device)) if not isinstance(eager, Exception) else None
-        if traced is None and any(sign in str(eager) for sign in NOT_ON_FAKES):
-            pytest.skip(f"needs a CUDA device: on fake tensors torch says: {eager}")
-        if traced is None:
-            assert "unsafe to autocast" in str(eager)
-            assert table(device)["aten::binary_cross_entropy"].category == "banned"
-            return
-        with autocast(device, False):
-            ours = outcome(lambda: ByRule(traced, device).run(*pytree.tree_leaves((args, kwargs))))
-    assert dtypes(ours) == dtypes(eager)
-    assert not is_real(device) or same_values(ours, eager)
-
-
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_lstm_for_inference(bidirectional):
+def test_lstm_for_inference():
     require_lstm()
-    lstm, x = torch.nn.LSTM(4, 5, bidirectional=bidirectional), torch.randn(3, 2, 4)
+    lstm, x = torch.nn.LSTM(4, 5, bidirectional=True), torch.randn(3, 2, 4)
     function = lambda *args: lstm(*args)[0]  # noqa: E731
     with torch.no_grad(), autocast("cpu", True):
         eager = function(x)

@@ -94,11 +94,23 @@ KINDS: list[Callable[[Any], torch.optim.Optimizer]] = [
 """Optimizers for the fused path, for the generic one, and for the generic one of optimizers that skip by themselves."""
 
 
-def scaled(**options: Any) -> GradScaler:
-    """A scaler that has scaled a loss."""
-    scaler = GradScaler("cpu", **options)
-    scaler.scale(torch.ones(()))
+def scaled(kind: Any = GradScaler, device: str = "cpu", **options: Any) -> Any:
+    """A scaler, of ours or torch's, that has scaled a loss."""
+    scaler = kind(device, **options)
+    scaler.scale(torch.ones((), device=device))
     return scaler
+
+
+def fill(params: Sequence[Tensor], seed: int, scale: float = 1.0, bad: float | None = None) -> None:
+    """Gradients laid out as the weights, in place where there are some; `bad`: the last number of the first."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.empty_like(param).detach() if param.grad is None else param.grad
+        param.grad.copy_(torch.randn(param.shape, generator=generator) * scale)
+    if bad is not None:
+        first = params[0].grad
+        assert first is not None
+        first[-1, -1] = bad
 
 
 def params_with(*grads: float | None) -> list[nn.Parameter]:
@@ -107,6 +119,11 @@ def params_with(*grads: float | None) -> list[nn.Parameter]:
     for param, grad in zip(params, grads, strict=True):
         param.grad = None if grad is None else torch.full((3,), grad)
     return params
+
+
+def params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Those of its first group."""
+    return optimizer.param_groups[0]["params"]
 
 
 def iterate(scaler: GradScaler, optimizer: torch.optim.Optimizer, grad: float) -> None:

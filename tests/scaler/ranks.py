@@ -1,7 +1,6 @@
 """Run by test_distributed.py: what each rank does."""
 
 import math
-from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -79,7 +78,8 @@ def check(wrapper: str, kind: str, how: str) -> None:
 
 if __name__ == "__main__":
     join()
-    for case in product(("fsdp", "ddp"), (("AdamW", "clip_grad_norm_"), ("SGD", "step"), ("RMSprop", "unscale_"))):
-        print(case)
-        check(case[0], *case[1])
+    for kind, how in (("AdamW", "clip_grad_norm_"), ("SGD", "step"), ("RMSprop", "unscale_")):
+        print(kind, how)
+        check("fsdp", kind, how)
+    check("ddp", "AdamW", "clip_grad_norm_")  # whose gradients are plain tensors
     leave()

@@ -12,7 +12,8 @@ from torch.amp.grad_scaler import OptState
 from ampcompile.errors import ClipError, ScalerError
 from ampcompile.scaler.grad_scaler import GradScaler
 from proof.faults.injecting import raised_at
-from tests.scaler.cases import KINDS, assert_close, params_with, scaled
+from tests.pairs import pairs
+from tests.scaler.cases import KINDS, assert_close, params, params_with, scaled
 
 
 def twins(kind, sizes=(5, 7)):
@@ -26,34 +27,37 @@ def twins(kind, sizes=(5, 7)):
     return pair
 
 
-def params(optimizer):
-    return optimizer.param_groups[0]["params"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("max_norms", [(0.5,), (1e6,), (2.0, 0.5), (0.5, 2.0)])
-@pytest.mark.parametrize("separate", [False, True])
-def test_it_equals_torchs_two_calls(kind, max_norms, separate):
-    """Also twice in a row, and after an unscale_ of its own."""
+@pytest.mark.parametrize(
+    ("kind", "max_norms", "how", "norm_type", "foreach"),
+    pairs(
+        KINDS,
+        [(0.5,), (1e6,), (2.0, 0.5), (0.5, 2.0)],
+        ["in one call", "unscaled before", "disabled"],
+        [1, 2, 2.0, 3.0, math.inf, "inf", 0, -1.0],
+        [None, False, True],
+    ),
+)
+def test_it_equals_torchs_two_calls(kind, max_norms, how, norm_type, foreach):
+    """Also twice in a row, the second time with the usual norm, and after an unscale_ of its own."""
     ours, torchs = twins(kind)
-    scaler, reference = scaled(), torch.amp.GradScaler("cpu")
-    reference.scale(torch.ones(()))
+    scaler, reference = (scaled(make, enabled=how != "disabled") for make in (GradScaler, torch.amp.GradScaler))
     reference.unscale_(torchs)
-    if separate:
+    if how == "unscaled before":
         scaler.unscale_(ours)
+    norms = {"norm_type": norm_type, "foreach": foreach}
     for max_norm in max_norms:
-        expected = torch.nn.utils.clip_grad_norm_(params(torchs), max_norm)
-        norm = scaler.clip_grad_norm_(ours, max_norm)
+        expected = torch.nn.utils.clip_grad_norm_(params(torchs), max_norm, **norms)
+        norm = scaler.clip_grad_norm_(ours, max_norm, **norms)
         assert norm.shape == () and norm.dtype == torch.float32
         torch.testing.assert_close(norm, expected)
+        norms = {}
     for each, optimizer in ((scaler, ours), (reference, torchs)):
         each.step(optimizer)
         each.update()
     assert_close(params(ours), params(torchs))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize(("kind", "bad"), list(zip(KINDS, [math.inf, math.nan] * 2 + [math.inf], strict=True)))
 def test_an_overflow_is_found_when_clipping_and_not_looked_for_again(kind, bad):
     scaler, optimizer = scaled(), kind(params_with(1.0, bad))
     norm = scaler.clip_grad_norm_(optimizer, 1.0)
@@ -66,18 +70,16 @@ def test_an_overflow_is_found_when_clipping_and_not_looked_for_again(kind, bad):
 
 
 def test_it_counts_as_unscale():
-    scaler, optimizer = scaled(), torch.optim.AdamW(params_with(1.0))
+    optimizer = torch.optim.AdamW(params_with(1.0))
+    with pytest.raises(AssertionError, match="Attempted clip_grad_norm_ but _scale is None"):
+        GradScaler("cpu").clip_grad_norm_(optimizer, 1.0)
+    scaler = scaled()
     scaler.clip_grad_norm_(optimizer, 1.0)
     with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) is being called after step\(\)"):
         scaler.clip_grad_norm_(optimizer, 1.0)
-
-
-def test_before_the_first_scale_it_fails_as_unscale_does():
-    with pytest.raises(AssertionError, match="Attempted clip_grad_norm_ but _scale is None"):
-        GradScaler("cpu").clip_grad_norm_(torch.optim.AdamW(params_with(1.0)), 1.0)
 
 
 def test_gradients_stay_as_they_are_on_the_fused_path():
@@ -93,8 +95,7 @@ def test_gradients_stay_as_they_are_on_the_fused_path():
 def test_a_step_that_turns_out_not_to_be_fused_still_clips(enabled):
     ours, plain = twins(KINDS[1])
     scale = 2.0**16 if enabled else 1.0
-    scaler = GradScaler("cpu", enabled=enabled)
-    scaler.scale(torch.ones(()))
+    scaler = scaled(enabled=enabled)
     scaler.clip_grad_norm_(ours, 0.5)
     ours.register_step_pre_hook(lambda *_: None)
     scaler.step(ours)
@@ -120,31 +121,9 @@ def test_a_clip_without_a_step_ends_with_the_iteration():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_disabled_scaler_clips_too(kind):
-    ours, plain = twins(kind)
-    scaler = GradScaler("cpu", enabled=False)
-    for _ in range(2):
-        expected = torch.nn.utils.clip_grad_norm_(params(plain), 0.5)
-        plain.step()
-        torch.testing.assert_close(scaler.clip_grad_norm_(ours, 0.5), expected)
-        scaler.step(ours)
-        scaler.update()
-        assert_close(params(ours), params(plain))
-        for optimizer in (ours, plain):
-            for param in params(optimizer):
-                param.grad = torch.full_like(param, 3.0)
-        # The next step is not clipped by the last one's factor.
-        scaler.step(ours)
-        plain.step()
-        assert_close(params(ours), params(plain))
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("enabled", [False, True])
 def test_without_gradients_the_norm_is_zero(kind, enabled):
-    scaler = GradScaler("cpu", enabled=enabled)
-    scaler.scale(torch.ones(()))
-    optimizer = kind(params_with(None))
+    scaler, optimizer = scaled(enabled=enabled), kind(params_with(None))
     assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0
     scaler.step(optimizer)
     scaler.update()
@@ -191,8 +170,7 @@ def stepped(before, max_norm):
     optimizer = deepcopy(before)  # without gradients
     for param, other in zip(params(optimizer), params(before), strict=True):
         param.grad = other.grad.clone()
-    reference = torch.amp.GradScaler("cpu")
-    reference.scale(torch.ones(()))
+    reference = scaled(torch.amp.GradScaler)
     reference.unscale_(optimizer)
     nn.utils.clip_grad_norm_(params(optimizer), max_norm)
     reference.step(optimizer)

@@ -112,8 +112,7 @@ def test_after_a_change_between_two_steps_training_is_torchs(kind: str, change: 
         torch.manual_seed(0)
         params = [nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(5))]
         optimizer = OPTIMIZERS[kind]([{"params": params[:2]}, {"params": params[2:], "lr": 0.2}])
-        scaler = make("cpu", init_scale=2.0**10)
-        scaler.scale(torch.ones(()))
+        scaler = scaled(make, init_scale=2.0**10)
         for step in range(7):
             if step == 4:
                 CHANGES[change](optimizer, params)

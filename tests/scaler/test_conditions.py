@@ -9,7 +9,7 @@ from torch import nn
 from ampcompile.kernels import native
 from ampcompile.scaler.conditions import dense, same_layout
 from ampcompile.scaler.grad_scaler import GradScaler
-from tests.scaler.cases import assert_equal
+from tests.scaler.cases import assert_equal, scaled
 
 
 class Subclass(torch.optim.AdamW):
@@ -96,8 +96,7 @@ def test_the_generic_path_equals_torch_bit_for_bit_and_the_log_says_why(reason, 
         torch.manual_seed(0)
         optimizer = CASES[reason]()
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        scaler = kind("cpu", init_scale=4.0)
-        scaler.scale(torch.ones(()))
+        scaler = scaled(kind, init_scale=4.0)
         for _ in range(2):
             for param in params:
                 if param.grad is None or not (param.grad.is_sparse or not param.grad.is_contiguous()):
@@ -118,8 +117,7 @@ def test_complex_gradients_are_refused_as_torch_refuses_them():
     for kind in (GradScaler, torch.amp.GradScaler):
         param = nn.Parameter(torch.randn(3, dtype=torch.complex64))
         param.grad = torch.randn_like(param).detach()
-        scaler = kind("cpu")
-        scaler.scale(torch.ones(()))
+        scaler = scaled(kind)
         with pytest.raises(NotImplementedError) as error:
             scaler.step(torch.optim.SGD([param], lr=0.1))
         messages.append(str(error.value))
@@ -127,8 +125,7 @@ def test_complex_gradients_are_refused_as_torch_refuses_them():
 
 
 def test_float16_gradients_are_refused_as_torch_refuses_them():
-    scaler = GradScaler("cpu")
-    scaler.scale(torch.ones(()))
+    scaler = scaled()
     for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop):
         param = nn.Parameter(torch.ones(3, dtype=torch.float16))
         other = nn.Parameter(torch.ones(3))
@@ -148,8 +145,7 @@ def test_an_lr_scheduler_and_our_own_hooks_are_no_reason(monkeypatch, caplog):
     optimizer = adamw(weight(3))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=5)
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    scaler = GradScaler("cpu")
-    scaler.scale(torch.ones(()))
+    scaler = scaled()
     (param,) = optimizer.param_groups[0]["params"]
     with caplog.at_level(logging.INFO, "ampcompile"):
         for _ in range(3):
@@ -164,8 +160,7 @@ def test_without_a_compiler_torchs_kernels_do_the_work(monkeypatch, caplog):
     monkeypatch.setattr(native, "library", lambda: None)
     params = [weight(3)]
     params[0].grad = torch.full((3,), 2.0**16)
-    scaler, optimizer = GradScaler("cpu"), torch.optim.AdamW(params, fused=True)
-    scaler.scale(torch.ones(()))
+    scaler, optimizer = scaled(), torch.optim.AdamW(params, fused=True)
     before = params[0].detach().clone()
     with caplog.at_level(logging.INFO, "ampcompile"):
         assert scaler.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(3**0.5)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.scaler.cases import KINDS, iterate, params_with, scaled
+from tests.pairs import pairs
+from tests.scaler.cases import KINDS, iterate, params, params_with, scaled
 
 CPU, ALSO_CPU = torch.device("cpu"), torch.device("cpu", 0)  # two keys, one device
 
@@ -25,12 +26,10 @@ def test_gradients_that_overflow_when_unscaled_are_found(kind, how):
         getattr(scaler, how)(optimizer, *([1.0] if how == "clip_grad_norm_" else []))
     scaler.step(optimizer)
     assert scaler.last_step_skipped.item()
-    assert all((param == 1).all() for param in optimizer.param_groups[0]["params"])
+    assert all((param == 1).all() for param in params(optimizer))
 
 
-@pytest.mark.parametrize("kind", KINDS[:4])
-@pytest.mark.parametrize("scale", [0.0, math.inf, 1e-45])
-@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize(("kind", "scale", "separate"), pairs(KINDS[:4], [0.0, math.inf, 1e-45], [False, True]))
 def test_a_scale_that_cannot_be_undone_is_an_overflow_and_recovers(kind, scale, separate):
     scaler, optimizer = scaled(), kind(params_with(1.0))
     scaler._scale.fill_(scale)  # which the constructor refuses
@@ -59,7 +58,7 @@ def test_overflows_on_two_devices_are_one_overflow(kind):
     scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
     scaler.step(optimizer)
     assert scaler.last_step_skipped.item()
-    assert (optimizer.param_groups[0]["params"][0] == 1).all()
+    assert (params(optimizer)[0] == 1).all()
     assert all(state["step"].item() == 0 for state in optimizer.state.values() if "step" in state)
     scaler.update()
     assert [flag.item() for flag in flags.values()] == [1, 1]  # torch adds into the first
@@ -73,7 +72,7 @@ def test_overflows_on_two_devices_are_one_overflow(kind):
 def test_gradients_stay_scaled_after_a_fused_step(kind):
     scaler, optimizer = scaled(init_scale=4.0), kind(params_with(8.0))
     scaler.step(optimizer)
-    (param,) = optimizer.param_groups[0]["params"]
+    (param,) = params(optimizer)
     assert (param.grad == 8).all() and not (param == 1).any()
     scaler.update()
     scaler.unscale_(optimizer)
@@ -88,15 +87,14 @@ def test_without_zero_grad_old_and_new_gradients_count_alike(kind):
     scaler = scaled(init_scale=2.0**16)
     for value in (1.0, 3.0, -2.0):
         for optimizer, scale in ((ours, scaler.get_scale()), (plain, 1.0)):
-            (optimizer.param_groups[0]["params"][0].sum() * value * scale).backward()
+            (params(optimizer)[0].sum() * value * scale).backward()
         scaler.step(ours)
         scaler.update()
         plain.step()
     torch.testing.assert_close(ours.param_groups[0]["params"], plain.param_groups[0]["params"])
 
 
-@pytest.mark.parametrize("first", KINDS[:3])
-@pytest.mark.parametrize("second", KINDS[:3])
+@pytest.mark.parametrize(("first", "second"), list(zip(KINDS[:3], [*KINDS[1:3], KINDS[0]], strict=True)))
 def test_a_parameter_of_two_optimizers_is_unscaled_once_for_each(first, second):
     """torch's second step divides by the scale twice."""
     ours, plain = params_with(4.0), params_with(1.0)
@@ -139,9 +137,9 @@ def test_a_fused_sgd_whose_first_step_is_skipped_starts_over():
         scaler = scaled(init_scale=1.0)
         for grad in (math.inf, 1.0, 2.0):
             iterate(scaler, optimizer, grad)
-    params = [optimizer.param_groups[0]["params"][0] for optimizer in optimizers]
-    torch.testing.assert_close(*params)
-    assert params[0][0].item() == pytest.approx(1 - 0.1 * 2 - 0.1 * (0.9 * 2 + 4))  # at half the scale
+    weights = [params(optimizer)[0] for optimizer in optimizers]
+    torch.testing.assert_close(*weights)
+    assert weights[0][0].item() == pytest.approx(1 - 0.1 * 2 - 0.1 * (0.9 * 2 + 4))  # at half the scale
 
 
 # Optimizers without gradients

@@ -9,7 +9,7 @@ from torch import nn
 from ampcompile.scaler.grad_scaler import GradScaler
 from ampcompile.weights import binding as weights
 from tests.devices import waiting_for_nothing
-from tests.scaler.cases import assert_close
+from tests.scaler.cases import assert_close, fill, scaled
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(513, 1027), (7,), (64, 64, 3, 3), (), (100_003,)]
@@ -24,18 +24,6 @@ KINDS = {
 def weights_on(device: str = "cuda") -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in SHAPES]
-
-
-def fill(params, seed: int, bad: float | None = None) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for param in params:
-        grad = torch.randn(param.shape, generator=generator).to(param.device) * 2.0**16
-        if param.grad is None:
-            param.grad = grad
-        else:
-            param.grad.copy_(grad)
-    if bad is not None:
-        params[0].grad[-1, -1] = bad
 
 
 def iteration(scaler, optimizer, how: str = "clip_grad_norm_") -> None:
@@ -53,10 +41,9 @@ def test_training_equals_torchs_without_a_sync(kind, how):
     results = []
     for make in (GradScaler, torch.amp.GradScaler):
         params = weights_on()
-        optimizer, scaler = KINDS[kind](params), make("cuda", growth_interval=3)
-        scaler.scale(torch.ones((), device="cuda"))
+        optimizer, scaler = KINDS[kind](params), scaled(make, "cuda", growth_interval=3)
         for seed in range(8):
-            fill(params, seed, math.nan if seed in (2, 5) else None)
+            fill(params, seed, 2.0**16, math.nan if seed in (2, 5) else None)
             if make is GradScaler:
                 with waiting_for_nothing("cuda"):
                     iteration(scaler, optimizer, how)
@@ -76,11 +63,10 @@ def test_training_equals_torchs_without_a_sync(kind, how):
 
 def test_an_iteration_is_four_launches_and_allocates_nothing():
     params = weights_on()
-    optimizer, scaler = torch.optim.AdamW(params), GradScaler("cuda")
-    scaler.scale(torch.ones((), device="cuda"))
+    optimizer, scaler = torch.optim.AdamW(params), scaled(device="cuda")
     binding = weights.bind([torch.bfloat16] * len(params))
     copies = binding.copies(params)
-    fill(params, 0)
+    fill(params, 0, 2.0**16)
     for _ in range(3):
         iteration(scaler, optimizer)
     before = torch.cuda.memory_allocated()
@@ -102,9 +88,8 @@ def test_the_whole_step_in_a_cuda_graph(kind):
     results = []
     for captured in (True, False):
         params = weights_on()
-        optimizer, scaler = KINDS[kind](params), GradScaler("cuda", growth_interval=2)
-        scaler.scale(torch.ones((), device="cuda"))
-        fill(params, 0)
+        optimizer, scaler = KINDS[kind](params), scaled(device="cuda", growth_interval=2)
+        fill(params, 0, 2.0**16)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -116,13 +101,13 @@ def test_the_whole_step_in_a_cuda_graph(kind):
             with torch.cuda.graph(graph):
                 iteration(scaler, optimizer)
         for seed in range(6):
-            fill(params, seed, math.inf if seed == 3 else None)
+            fill(params, seed, 2.0**16, math.inf if seed == 3 else None)
             if isinstance(optimizer.param_groups[0]["lr"], torch.Tensor):
                 optimizer.param_groups[0]["lr"].mul_(0.9)
             graph.replay() if captured else iteration(scaler, optimizer)
             if seed == 2:  # eager steps in between leave the graph's addresses alone
                 other = weights_on()
-                fill(other, 1)
+                fill(other, 1, 2.0**16)
                 scaler.step(torch.optim.AdamW(other))
                 scaler.update()
         results.append((params, scaler.get_scale(), scaler._get_growth_tracker()))
@@ -135,9 +120,8 @@ def test_two_steps_in_one_graph_whose_buffers_are_its_own():
     results = []
     for captured in (True, False):
         params = weights_on()
-        optimizer, scaler = KINDS["AdamW fused"](params), GradScaler("cuda", growth_interval=2)
-        scaler.scale(torch.ones((), device="cuda"))
-        fill(params, 0)
+        optimizer, scaler = KINDS["AdamW fused"](params), scaled(device="cuda", growth_interval=2)
+        fill(params, 0, 2.0**16)
         iteration(scaler, optimizer)
         graph = torch.cuda.CUDAGraph()
         if captured:
@@ -149,7 +133,7 @@ def test_two_steps_in_one_graph_whose_buffers_are_its_own():
             others = [torch.full((1 << size,), math.nan, device="cuda") for size in range(22) for _ in range(4)]
             assert others[0].isnan()
         for seed in range(3):
-            fill(params, seed, math.inf if seed == 1 else None)
+            fill(params, seed, 2.0**16, math.inf if seed == 1 else None)
             if captured:
                 graph.replay()
             else:
@@ -165,9 +149,8 @@ def test_a_capture_without_a_step_before_it_says_what_to_do():
     from ampcompile.errors import ScalerError
 
     params = weights_on()
-    optimizer, scaler = torch.optim.SGD(params, lr=0.1), GradScaler("cuda")
-    scaler.scale(torch.ones((), device="cuda"))
-    fill(params, 0)
+    optimizer, scaler = torch.optim.SGD(params, lr=0.1), scaled(device="cuda")
+    fill(params, 0, 2.0**16)
     with pytest.raises(ScalerError, match=r"run scaler\.step"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         scaler.step(optimizer)
 
@@ -175,9 +158,7 @@ def test_a_capture_without_a_step_before_it_says_what_to_do():
 def test_bfloat16_gradients_are_unscaled():
     param = nn.Parameter(torch.ones(1000, device="cuda", dtype=torch.bfloat16))
     param.grad = torch.full_like(param, 2.0**17)
-    scaler = GradScaler("cuda")
-    scaler.scale(torch.ones((), device="cuda"))
-    scaler.unscale_(torch.optim.SGD([param], lr=0.1))
+    scaled(device="cuda").unscale_(torch.optim.SGD([param], lr=0.1))
     assert (param.grad == 2).all()
 
 
@@ -202,10 +183,9 @@ def test_two_devices_decide_together():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     params = [*weights_on("cuda:0"), *weights_on("cuda:1")]
-    optimizer, scaler = torch.optim.AdamW(params), GradScaler("cuda")
-    scaler.scale(torch.ones((), device="cuda:0"))
+    optimizer, scaler = torch.optim.AdamW(params), scaled(device="cuda")
     for bad in (math.inf, None):
-        fill(params, 0, bad)
+        fill(params, 0, 2.0**16, bad)
         before = [param.detach().clone() for param in params]
         total = torch.stack([p.grad.double().norm().cpu() for p in params]).norm() / scaler.get_scale()
         norm = scaler.clip_grad_norm_(optimizer, 1.0)
@@ -225,8 +205,7 @@ def test_a_tensor_of_more_than_two_to_the_32_elements():
     param = nn.Parameter(torch.ones(size, device="cuda"))
     param.grad = torch.zeros(size, device="cuda")
     param.grad[-1] = 2.0**16
-    scaler, optimizer = GradScaler("cuda"), torch.optim.SGD([param], lr=0.5)
-    scaler.scale(torch.ones((), device="cuda"))
+    scaler, optimizer = scaled(device="cuda"), torch.optim.SGD([param], lr=0.5)
     assert scaler.clip_grad_norm_(optimizer, 1e9).item() == 1
     scaler.step(optimizer)
     assert param[-1].item() == 0.5 and param[0].item() == param[2**31].item() == 1

@@ -11,7 +11,7 @@ import torch
 
 from ampcompile.errors import AmpWarning, ScalerError
 from ampcompile.scaler.grad_scaler import GradScaler
-from tests.scaler.cases import KINDS, iterate, params_with, scaled
+from tests.scaler.cases import KINDS, iterate, params, params_with, scaled
 
 # Bounds of the scale
 
@@ -87,9 +87,9 @@ def test_two_hundred_overflows_then_a_good_step(kind):
             iterate(scaler, optimizer, math.inf)
     assert len(caught) == 1 and caught[0].filename == iterate.__code__.co_filename
     assert scaler.get_scale() > 0
-    before = [param.clone() for param in optimizer.param_groups[0]["params"]]
+    before = [param.clone() for param in params(optimizer)]
     iterate(scaler, optimizer, scaler.get_scale())
-    for param, old in zip(optimizer.param_groups[0]["params"], before, strict=True):
+    for param, old in zip(params(optimizer), before, strict=True):
         assert param.isfinite().all() and (param < old).all()
 
 
@@ -139,13 +139,13 @@ def test_a_disabled_scaler_steps_as_the_optimizer_and_never_skips(kind):
     ours, plain = (kind(params_with(2.0, 3.0)) for _ in range(2))
     for grads in ((2.0, 3.0), (1.0, math.inf)):
         for optimizer in (ours, plain):
-            for param, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
+            for param, grad in zip(params(optimizer), grads, strict=True):
                 param.grad = torch.full((3,), grad)
         scaler.step(ours)
         plain.step()
         scaler.update()
         assert not scaler.last_step_skipped.item()
-        for a, b in zip(*(o.param_groups[0]["params"] for o in (ours, plain)), strict=True):
+        for a, b in zip(*map(params, (ours, plain)), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=0, equal_nan=True)
     assert scaler.state_dict() == {} and scaler.get_scale() == 1.0
     assert pickle.loads(pickle.dumps(scaler)).is_enabled() is False
@@ -157,7 +157,7 @@ def test_a_disabled_scaler_steps_as_the_optimizer_and_never_skips(kind):
 def test_a_disabled_scaler_hands_a_closure_to_the_optimizer(as_keyword):
     scaler, optimizer = GradScaler("cpu", enabled=False), torch.optim.SGD(params_with(1.0), lr=0.1)
     result = scaler.step(optimizer, closure=lambda: 5.0) if as_keyword else scaler.step(optimizer, lambda: 5.0)
-    assert result == 5.0 and (optimizer.param_groups[0]["params"][0] < 1).all()
+    assert result == 5.0 and (params(optimizer)[0] < 1).all()
 
 
 def test_without_cuda_it_is_disabled_as_torchs_is():

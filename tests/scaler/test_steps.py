@@ -9,9 +9,9 @@ from torch._subclasses import FakeTensorMode
 
 from ampcompile.errors import ScalerError
 from ampcompile.kernels.triton import tables
-from ampcompile.scaler.grad_scaler import GradScaler
 from ampcompile.scaler.steps import lend_steps, new_step, require_counts, return_steps
 from ampcompile.torch_private import optimizers
+from tests.scaler.cases import scaled
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
@@ -23,8 +23,7 @@ def test_step_counts_have_torchs_type_whatever_the_default_type(kind, options, d
         found = []
         for ours in (True, False):
             param = nn.Parameter(torch.ones(3, dtype=torch.float32))
-            optimizer, scaler = kind([param], **options), GradScaler("cpu", init_scale=1.0)
-            scaler.scale(torch.ones(()))
+            optimizer, scaler = kind([param], **options), scaled(init_scale=1.0)
             param.grad = torch.ones(3, dtype=torch.float32)
             (scaler.step(optimizer) if ours else optimizer.step())
             (step,) = (state["step"] for state in optimizer.state.values())
@@ -67,8 +66,7 @@ def test_counts_are_torchs_after_fused_steps_on_a_gpu():
     found = []
     for ours in (True, False):
         param = nn.Parameter(torch.ones(3, device="cuda"))
-        optimizer, scaler = torch.optim.AdamW([param]), GradScaler("cuda", init_scale=1.0)
-        scaler.scale(torch.ones((), device="cuda"))
+        optimizer, scaler = torch.optim.AdamW([param]), scaled(device="cuda", init_scale=1.0)
         for grad in (1.0, math.inf, 2.0, 3.0):
             param.grad = torch.full_like(param, grad)
             if ours and grad != 3.0:

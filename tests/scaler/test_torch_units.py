@@ -5,26 +5,19 @@ The name of each test is that of PyTorch's.
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from ampcompile.scaler.grad_scaler import GradScaler
-from tests.scaler.cases import DEVICES
+from tests.scaler.cases import DEVICES, scaled
 
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     with torch.device(request.param):
         yield request.param
-
-
-def scaled(device: str, **options: Any) -> GradScaler:
-    scaler = GradScaler(device, **options)
-    scaler.scale(torch.ones((), device=device))
-    return scaler
 
 
 def test_grad_scaling_scale(device: str) -> None:
@@ -35,16 +28,6 @@ def test_grad_scaling_scale(device: str) -> None:
     assert type(outputs[2]) is list and scaler._scale.device == four.device
     with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors"):
         scaler.scale(3.0)
-
-
-def test_grad_scaling_device_as_key(device: str) -> None:
-    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    optimizer = torch.optim.RMSprop(params)
-    for param in params:
-        param.grad = torch.ones(3)
-    scaler = scaled(device)
-    scaler.unscale_(optimizer)
-    assert list(scaler._found_inf_per_device(optimizer)) == [params[0].device]
 
 
 def test_grad_scaling_unscale(device: str) -> None:
@@ -105,37 +88,15 @@ def test_grad_scaling_unscale_sparse(device: str) -> None:
     assert found(param, True) == 1
 
 
-def test_grad_scaling_update_scale(device: str) -> None:
-    scaler = scaled(device, init_scale=4.0, backoff_factor=0.25, growth_interval=2)
-    param = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([param], lr=0.0)
-    seen = []
-    for grad in (1.0, 1.0, math.inf):
-        param.grad = torch.full((3,), grad)
-        scaler.step(optimizer)
-        scaler.update()
-        seen.append((scaler.get_scale(), scaler._get_growth_tracker()))
-    assert seen == [(4.0, 1), (8.0, 0), (2.0, 0)]
-
-
-@pytest.mark.parametrize("lazy", [True, False])
-def test_grad_scaling_state_dict(device: str, lazy: bool) -> None:
-    source = GradScaler(device, init_scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2)
-    target = GradScaler(device, init_scale=6.0, growth_factor=7.0, backoff_factor=0.8, growth_interval=1)
-    target._init_growth_tracker = 7
-    if lazy:
-        target.scale(torch.full((1,), 4.0))
-    target.load_state_dict(source.state_dict())
-    assert (target.get_scale(), target.get_growth_factor(), target.get_backoff_factor()) == (3.0, 4.0, 0.5)
-    assert (target.get_growth_interval(), target._get_growth_tracker(), target._init_growth_tracker) == (2, 0, 0)
+def test_grad_scaling_state_dict(device: str) -> None:
     with pytest.raises(RuntimeError, match="The source state dict is empty"):
-        target.load_state_dict({})
+        scaled(device=device).load_state_dict({})
 
 
 def test_grad_scale_will_not_overflow(device: str) -> None:
     """Neither within bounds nor, as torch does it, by refusing to grow."""
     for options, expected in (({}, 2.0**64), ({"max_scale": math.inf}, torch.tensor(1e38).item())):
-        scaler = scaled(device, growth_interval=1, growth_factor=2.0**4, init_scale=1e38, **options)
+        scaler = scaled(device=device, growth_interval=1, growth_factor=2.0**4, init_scale=1e38, **options)
         model = nn.Linear(5, 1)
         optimizer = torch.optim.Adam(model.parameters())
         scaler.scale((model(torch.randn(1, 5)) * 1e-30).square().mean()).backward()

@@ -1,14 +1,14 @@
 """The step and the copies of weights: what a fused step writes needs no cast, and no stale copy passes for fresh."""
 
 import math
+import operator
 
 import pytest
 import torch
 from torch import nn
 
-from ampcompile.scaler.grad_scaler import GradScaler
 from ampcompile.weights import binding as weights
-from tests.scaler.cases import assert_equal, scaled
+from tests.scaler.cases import assert_equal, fill, scaled
 from tests.weights.writers import unseen
 
 KINDS = {
@@ -25,13 +25,6 @@ def made(dtypes=(torch.bfloat16, torch.float16)):
     return params, slots, weights.bind(list(dtypes) * len(params))
 
 
-def fill(params, bad: float | None = None) -> None:
-    for param in params:
-        param.grad = torch.empty_like(param).normal_()
-    if bad is not None:
-        params[0].grad[0, 0] = bad
-
-
 def addresses(copies) -> list[int]:
     """Where the copies are; a test that kept the list itself would pass for a backward that waits for them."""
     return [copy.data_ptr() for copy in copies]
@@ -46,11 +39,10 @@ def assert_fresh(slots, copies) -> None:
 def test_after_a_fused_step_nothing_is_cast(kind, enabled):
     params, slots, binding = made((torch.bfloat16,))
     before = addresses(binding.copies(slots))
-    optimizer, scaler = KINDS[kind](params), GradScaler("cpu", enabled=enabled)
-    scaler.scale(torch.ones(()))
+    optimizer, scaler = KINDS[kind](params), scaled(enabled=enabled)
     casts = weights.weight_stats().casts
-    for bad in (None, math.inf if enabled else None, None):
-        fill(params, bad)
+    for step, bad in enumerate((None, math.inf if enabled else None, None)):
+        fill(params, step, bad=bad)
         scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer)
         scaler.update()
@@ -59,27 +51,23 @@ def test_after_a_fused_step_nothing_is_cast(kind, enabled):
         assert_fresh(slots, binding.copies(slots))
 
 
-def test_copies_in_both_types_are_right():
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_in_both_types_are_right_after_a_write_without_a_trace_and_a_skipped_step(kind):
     params, slots, binding = made()
-    binding.copies(slots)
-    optimizer, scaler = torch.optim.AdamW(params, lr=0.1), scaled()
-    for _ in range(3):
-        fill(params)
+    slots, binding = slots[:3], weights.bind([torch.bfloat16, torch.float16, torch.float16])  # none of the last weight
+    versions = [copy._version for copy in binding.copies(slots)]
+    optimizer, scaler = KINDS[kind](params), scaled()
+    casts = weights.weight_stats().casts
+    for step, bad in enumerate((None, None, math.inf, None)):
+        fill(params, step, bad=bad)
+        if step:
+            unseen(params[0])[3, 3] = 0.3 + step
         scaler.step(optimizer)
         scaler.update()
+        assert scaler.last_step_skipped.item() == (bad is not None)
+        before, versions = versions, [copy._version for copy in binding.copies(slots)]
+        assert all(map(operator.gt, versions, before)) and (step or weights.weight_stats().casts == casts)
         assert_fresh(slots, binding.copies(slots))
-
-
-@pytest.mark.parametrize("bad", [None, math.inf])
-def test_a_write_without_a_trace_before_the_step_is_not_lost(bad):
-    params, slots, binding = made((torch.bfloat16,))
-    binding.copies(slots)
-    optimizer, scaler = torch.optim.SGD(params, lr=0.1), scaled()
-    fill(params, bad)
-    unseen(params[0])[3, 3] = 7.0
-    scaler.step(optimizer)
-    assert scaler.last_step_skipped.item() == (bad is not None)
-    assert_fresh(slots, binding.copies(slots))
 
 
 def test_a_copy_that_a_backward_waits_for_is_left_alone():
@@ -90,7 +78,7 @@ def test_a_copy_that_a_backward_waits_for_is_left_alone():
     out = x @ copy
     old = copy.clone()
     del copy
-    fill(params)
+    fill(params, 0)
     scaler.step(optimizer)
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert_equal([grad], [old.sum(1).expand_as(x)])
@@ -104,7 +92,7 @@ def test_weights_outside_of_the_optimizer_stay_as_they_were():
     other_binding.copies(other_slots)
     optimizers = [torch.optim.AdamW(params), torch.optim.SGD(others, lr=0.1)]
     scaler, casts = scaled(), weights.weight_stats().casts
-    fill([*params, *others])
+    fill([*params, *others], 0)
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
@@ -117,6 +105,6 @@ def test_the_generic_path_leaves_casting_to_the_next_call():
     params, slots, binding = made((torch.bfloat16,))
     binding.copies(slots)
     optimizer, scaler = torch.optim.RMSprop(params, lr=0.1), scaled()
-    fill(params)
+    fill(params, 0)
     scaler.step(optimizer)
     assert_fresh(slots, binding.copies(slots))
