@@ -58,6 +58,13 @@ def test_each_by_itself_where_gradients_part() -> None:
     assert casts == 2 and first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
 
 
+def test_one_without_gradient_shares_with_one_that_has() -> None:
+    y = torch.randn(4, 6).to(LOW).requires_grad_() * 1
+    (detached, wide), casts = cast([y.detach(), y])
+    assert casts == 1 and wide.requires_grad and not detached.requires_grad
+    assert detached.data_ptr() == wide.data_ptr()
+
+
 def test_subclasses_of_tensors_are_cast_by_themselves() -> None:
     class Named(torch.Tensor):
         """What may not know strides."""
