@@ -84,7 +84,7 @@ class Options:
         return frozenset(each for each in LOW if self.products == "float32" or not processor.multiplies(each))
 
     def widens_small(self) -> bool:
-        """Whether small products run in float32 on every CPU: where Inductor fuses the widening."""
+        """True if small products run in float32 on every CPU: where Inductor fuses the widening."""
         return self.products == "auto" and self.lower == "inductor"
 
 

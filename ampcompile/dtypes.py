@@ -43,7 +43,7 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 def is_lossless(src: torch.dtype, dst: torch.dtype) -> bool:
-    """Whether every value of `src` survives a cast to `dst`: numbers unchanged, NaN still some NaN."""
+    """True if every value of `src` survives a cast to `dst`: numbers unchanged, NaN still some NaN."""
     return src == dst or dst in _HELD_BY.get(src, ())
 
 
@@ -57,7 +57,7 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
 
 
 def representable(value: float, dtype: torch.dtype) -> bool:
-    """Whether a Python number survives `dtype` (an IEEE type of 16 bits or more): finite stays finite, nonzero nonzero.
+    """True if a Python number survives `dtype` (an IEEE type of 16 bits or more): finite stays finite, nonzero nonzero.
 
     Rounding to the nearest even number is no loss here. Infinities and NaN survive.
     """

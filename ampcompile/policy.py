@@ -96,7 +96,7 @@ class Policy:
         return self._override(op, module_path) or rules.rule_for(op, device_type)
 
     def needs_decomposition(self, op: OpOverload, device_type: str, module_path: str = "") -> bool:
-        """Whether an op is to be taken apart, because this policy decides about ops inside it, not about it."""
+        """True if an op is to be taken apart, because this policy decides about ops inside it, not about it."""
         if self._override(op, module_path) is not None:
             return False
         return rules.composite_needs_decomposition(op, device_type)

@@ -150,7 +150,7 @@ def _computing() -> frozenset[str]:
 
 
 def _computes(name: str) -> bool:
-    """Whether a function of this `__name__` computes from its operands: `exp`, `linear`, `__matmul__`, `__radd__`."""
+    """True if a function of this `__name__` computes from its operands: `exp`, `linear`, `__matmul__`, `__radd__`."""
     if name.startswith("__") and name.endswith("__"):
         plain = name.strip("_")
         spellings = {plain, plain.removeprefix("r")}

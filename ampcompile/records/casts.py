@@ -64,7 +64,7 @@ class CastRecord:
 
     @property
     def runs(self) -> bool:
-        """Whether it still is a cast of its own in every call."""
+        """True if it still is a cast of its own in every call."""
         return not {"hoisted", "shared", "folded", "fused"} & set(self.fate)
 
 
@@ -113,11 +113,11 @@ class GraphRecord:
     """Conversions in eager autocast, then in the graph after each pass, then after differentiation."""
     fusions: tuple[FusionRecord, ...] = ()
     estimate: Estimate | None = None
-    """Whether low precision is worth its casts here; None where nothing is low."""
+    """True if low precision is worth its casts here; None where nothing is low."""
     joint_code: str = ""
     """Forward and backward as one graph, after the passes on it; without gradients, forward alone."""
     left: bool = False
-    """Whether it is left to autocast: it then has no records of ops and casts."""
+    """True if it is left to autocast: it then has no records of ops and casts."""
     final_code: str = ""
     """What is run: the graphs that AOTAutograd makes of it, or Inductor where explaining lowers through it."""
 
@@ -196,7 +196,7 @@ def fusions_of(gm: GraphModule) -> Iterator[FusionRecord]:
 
 
 def is_cast(node: Node) -> bool:
-    """Whether a node is a cast that ampcompile inserted, hoisted or not."""
+    """True if a node is a cast that ampcompile inserted, hoisted or not."""
     return "amp_cast" in node.meta and node.target in (CAST, WEIGHT_COPY)
 
 

@@ -71,7 +71,7 @@ _emulation_told = False
 
 
 def may_warn_of_emulation() -> bool:
-    """Whether `warn_of_emulation` hasn't been called yet in this process."""
+    """True if `warn_of_emulation` hasn't been called yet in this process."""
     return not _emulation_told
 
 

@@ -70,7 +70,7 @@ class Rule:
                 return None
 
     def asks_float32(self, arriving: Sequence[torch.dtype]) -> bool:
-        """Whether the op is called with `dtype=float32`: its kernel casts, and only what may be cast at all."""
+        """True if the op is called with `dtype=float32`: its kernel casts, and only what may be cast at all."""
         return self.category in ("fp32_set_opt_dtype", "fp32_append_dtype") and arriving[0] in FLOATS
 
 
@@ -158,7 +158,7 @@ def _unreadable(op: OpOverload, device_type: str) -> Rule | None:
 
 
 def composite_needs_decomposition(op: OpOverload, device_type: str) -> bool:
-    """Whether an op is to be taken apart, because eager autocast decides about the ops inside it, not about it.
+    """True if an op is to be taken apart, because eager autocast decides about the ops inside it, not about it.
 
     That is so for a composite op (one with a CompositeImplicitAutograd kernel) without a rule of its own, if an op
     inside has one (`CONTENTS`), and for every such composite of somebody else's library, whose inside is unknown.
