@@ -1,4 +1,4 @@
-"""Facts about floating dtypes that every precision decision rests on: names, widening, what survives a cast."""
+"""Facts about floating dtypes on which precision decisions rest: names, widening, values that survive a cast."""
 
 import math
 from collections.abc import Iterable
@@ -6,10 +6,10 @@ from collections.abc import Iterable
 import torch
 
 FLOATS: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch.float16})
-"""The dtypes autocast casts from and to. float64 is missing on purpose: eager autocast never casts it."""
+"""The dtypes autocast casts from and to. float64 is not among them, because eager autocast never casts it."""
 
 LOW = (torch.bfloat16, torch.float16)
-"""The types of low precision."""
+"""The low-precision types."""
 LOW_NAMES = {
     **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
     **dict.fromkeys(("fp16", "f16", "float16", "half"), torch.float16),
@@ -18,7 +18,7 @@ LOW_NAMES = {
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
-# Narrow type to the wider ones that hold each of its values, infinities and NaN included.
+# For each narrow type the wider types that hold all of its values, infinities and NaN included.
 _HELD_BY: dict[torch.dtype, frozenset[torch.dtype]] = {
     torch.float32: frozenset({torch.float64}),
     torch.float16: frozenset({torch.float32, torch.float64}),
@@ -43,23 +43,23 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 def is_lossless(src: torch.dtype, dst: torch.dtype) -> bool:
-    """True if every value of `src` survives a cast to `dst`: numbers unchanged, NaN still some NaN."""
+    """True if every value of `src` survives a cast to `dst`: numbers stay equal, a NaN stays a NaN."""
     return src == dst or dst in _HELD_BY.get(src, ())
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
     """The dtype in which autocast's `promote` category runs an op, or None if no dtype is one of `FLOATS`.
 
-    float64 is passed over, as eager autocast does; bfloat16 with float16 gives float32, where eager raises.
+    float64 is ignored, as in eager autocast; bfloat16 with float16 gives float32, where eager raises.
     """
-    found = FLOATS.intersection(dtypes)
-    return torch.float32 if len(found) > 1 else next(iter(found), None)
+    floats = FLOATS.intersection(dtypes)
+    return torch.float32 if len(floats) > 1 else next(iter(floats), None)
 
 
 def representable(value: float, dtype: torch.dtype) -> bool:
     """True if a Python number survives `dtype` (an IEEE type of 16 bits or more): finite stays finite, nonzero nonzero.
 
-    Rounding to the nearest even number is no loss here. Infinities and NaN survive.
+    Rounding doesn't count as a loss. Infinities and NaN survive.
     """
     if value == 0 or not math.isfinite(value):
         return True

@@ -1,4 +1,4 @@
-"""The user's steering of precision: overrides per op and per module path, on top of the device's table."""
+"""The user's overrides of precision, per op and per module path, on top of the device's table."""
 
 import difflib
 import warnings
@@ -45,10 +45,10 @@ class Policy:
     or `"default"`.
     `modules`: (glob on module paths as `named_modules` gives them, dtype), as `("encoder.*.norm", "fp32")`. The dtype
     is `"low"`, `"bf16"`, `"fp16"`, `"fp32"` or `"default"`. A path stands for all inside it; `*` matches dots too.
-    There, every op that computes runs in that dtype, whatever its own rule.
+    Inside, every op that computes runs in that dtype, whatever its own rule.
 
-    Of several matches the last wins, a module beats an op, and `"default"` goes back to the table. Raises PolicyError
-    for values that aren't listed, and for globs with blanks, commas or equals signs.
+    Of several matches the last wins, a module beats an op, and `"default"` restores the table's rule. Raises
+    PolicyError for values that aren't listed, and for globs with blanks, commas or equals signs.
 
     >>> policy = ampcompile.Policy(ops=(("softmax", "low"),), modules=(("head", "fp32"),))
     >>> print(policy)
@@ -75,7 +75,7 @@ class Policy:
         >>> ampcompile.Policy.parse("module head=fp32").modules
         (('head', 'fp32'),)
         """
-        found: dict[str, list[tuple[str, str]]] = {"op": [], "module": []}
+        overrides: dict[str, list[tuple[str, str]]] = {"op": [], "module": []}
         entries = [entry.strip() for entry in text.split(",")] if text.strip() not in ("", "default") else []
         for entry in entries:
             if entry == "where it pays":
@@ -83,26 +83,26 @@ class Policy:
                 continue
             kind, _, override = entry.partition(" ")
             glob, equals, value = override.partition("=")
-            if kind not in found or not equals:
+            if kind not in overrides or not equals:
                 raise PolicyError(
                     f"policy entry {entry!r} is neither 'op <glob>=<rule>' nor 'module <glob>=<dtype>'. "
                     "Write entries with commas between them, as 'op softmax*=low, module encoder.*.norm=fp32'."
                 )
-            found[kind].append((glob.strip(), value.strip()))
-        return cls(tuple(found["op"]), tuple(found["module"]))
+            overrides[kind].append((glob.strip(), value.strip()))
+        return cls(tuple(overrides["op"]), tuple(overrides["module"]))
 
     def rule_for(self, op: OpOverload, device_type: str, module_path: str = "") -> Rule | None:
         """The rule of an op called in the module at `module_path`; None: it runs in whatever dtype arrives."""
         return self._override(op, module_path) or rules.rule_for(op, device_type)
 
     def needs_decomposition(self, op: OpOverload, device_type: str, module_path: str = "") -> bool:
-        """True if an op is to be taken apart, because this policy decides about ops inside it, not about it."""
+        """True if an op must be decomposed, because this policy has rules for ops inside it, not for itself."""
         if self._override(op, module_path) is not None:
             return False
         return rules.composite_needs_decomposition(op, device_type)
 
     def unmatched(self, op_names: Iterable[str], module_paths: Iterable[str]) -> dict[str, list[str]]:
-        """Globs that match none of these op names (`aten::softmax.int`) or module paths, with the nearest ones."""
+        """Globs that match none of these op names (`aten::softmax.int`) or module paths, with the closest names."""
         ops = {name for op in op_names for name in _spellings(op)}
         modules = {path for module in module_paths for path in _and_ancestors(module)}
         return {
@@ -125,7 +125,7 @@ class Policy:
 
 @cache
 def _warn_of_where_it_pays() -> None:
-    """Once a process: each graph's compilation reads the options."""
+    """Warn once per process: each graph's compilation reads the options."""
     warnings.warn(
         "a policy has the entry 'where it pays', which ampcompile no longer knows; expected 'op <glob>=<rule>' or "
         "'module <glob>=<dtype>'. It is ignored: where explain's estimate says that a model won't gain, call it inside "
@@ -151,13 +151,13 @@ def _rule(op: OpOverload, value: str, because: str) -> Rule:
 
 
 def _spellings(name: str) -> list[str]:
-    """`aten::softmax.int` may also be written `aten::softmax`, `softmax.int` or `softmax`."""
+    """All names that a glob may match: of `aten::softmax.int` also `aten::softmax`, `softmax.int` and `softmax`."""
     names = [name, name.partition(".")[0]]
     return names + [short.removeprefix("aten::") for short in names if short.startswith("aten::")]
 
 
 def _and_ancestors(path: str) -> list[str]:
-    """`a.b` lies in `a.b` and in `a`; what lies in no module has the empty path."""
+    """A module path and those of its ancestors: `a.b` and `a`; the empty path for ops outside of modules."""
     parts = path.split(".")
     return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
 

@@ -20,14 +20,14 @@ from .torch_private.types import OpOverload
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ARRIVING = frozenset(_FLOATS)
-# What Dynamo of torch 2.15 calls torch.Tensor's reflected operators, as `2 - x`: the name inside their decorator.
+# The name of torch.Tensor's reflected operators, as `2 - x`, in Dynamo of torch 2.15: that inside their decorator.
 _REFLECTED = "wrapped"
-_OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}  # what Python calls otherwise
+_OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}  # operators whose Python name differs
 _CONVERSIONS = frozenset({"to", "type", "type_as", "clone", "contiguous", "detach", "float", "double", "half"})
 
 
 class precision(TorchFunctionMode):
-    """What is inside runs in `dtype`: float32, bfloat16 or float16; in eager mode and under `torch.compile` alike.
+    """Run a part of a program in `dtype`: float32, bfloat16 or float16; in eager mode and under `torch.compile` alike.
 
     As a decorator of a function, a module class or a module object: inputs that arrive in another floating dtype are
     converted, nested in tuples, lists and dicts too; integer, bool, complex and 8-bit tensors are untouched. float32
@@ -35,11 +35,11 @@ class precision(TorchFunctionMode):
     there. A class is subclassed, so an imported one is not changed: `RoIPool32 = keep_fp32(RoIPool)`. An object is
     changed in place and returned; its parameters and buffers keep their dtype.
 
-    As a context manager, `with precision(torch.float32):`, each op inside is treated so, its operands converted for
-    float32. Decorators are lighter. Where two such blocks are nested, or a decorated function is called in one, the
-    outer block has the last word.
+    As a context manager, `with precision(torch.float32):`, it applies to each op inside; for float32 the op's operands
+    are converted. Decorators cost less. If two such blocks are nested, or a decorated function is called in one, the
+    outer block decides.
 
-    Raises PrecisionError for other dtypes and for what can't be decorated.
+    Raises PrecisionError for other dtypes and for objects that can't be decorated.
 
     >>> @ampcompile.keep_fp32  # or @ampcompile.precision(torch.float32)
     ... def energy(x):
@@ -121,8 +121,8 @@ def _converted(arguments: Any, dtype: torch.dtype) -> Any:
 def _device_type(arguments: Any) -> str:
     for value in pytree.tree_leaves(arguments):
         if isinstance(value, torch.Tensor):
-            return "cpu" if value.is_meta else value.device.type  # no autocast acts on meta tensors
-        if isinstance(value, torch.nn.Module):  # `self` of a method that gets no tensor
+            return "cpu" if value.is_meta else value.device.type  # autocast has no rules for meta tensors
+        if isinstance(value, torch.nn.Module):  # `self` of a method without tensor arguments
             for parameter in value.parameters():
                 return "cpu" if parameter.is_meta else parameter.device.type
     return "cpu"
@@ -137,16 +137,16 @@ def _runs_later(function: Any) -> bool:
 
 @functools.cache
 def _computing() -> frozenset[str]:
-    """Names of the torch functions that compute something: no conversions, and none that end in an underscore."""
-    found = {name for name in torch.nn.functional.__dict__ if name.islower() and not name.startswith("_")}
-    found |= {name for name in torch.functional.__all__ if not name.startswith("_")}
+    """Names of the torch functions that compute, without conversions and names that end in an underscore."""
+    names = {name for name in torch.nn.functional.__dict__ if name.islower() and not name.startswith("_")}
+    names |= {name for name in torch.functional.__all__ if not name.startswith("_")}
     for name in dispatcher.all_op_names():
         if name.startswith("aten::"):
             packet, _, overload = name.removeprefix("aten::").partition(".")
             op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
             if isinstance(op, OpOverload) and schema.computes(op):
-                found.add(packet)
-    return frozenset(name for name in found - _CONVERSIONS if not name.endswith("_")) | {_REFLECTED}
+                names.add(packet)
+    return frozenset(name for name in names - _CONVERSIONS if not name.endswith("_")) | {_REFLECTED}
 
 
 def _computes(name: str) -> bool:
@@ -162,17 +162,17 @@ dynamo_marks.mark_constant(_computes)
 
 
 def _subclass_with(cls: type, decorator: Callable[[Any], Any], forward: Callable[..., Any]) -> type:
-    """A subclass of `cls` under the same name. `decorator(cls)` makes it again, where it is unpickled.
+    """Make a subclass of `cls` with the same name. Unpickling makes it again by `decorator(cls)`.
 
-    A class whose methods call `super(Name, self)` and whose name is about to be bound to the result, as by `@`, is
-    changed in place: it would find itself as its own parent.
+    A class whose methods call `super(Name, self)`, and whose name will be bound to the subclass, as by `@`, is changed
+    in place instead: its `super` would find the class itself as the parent.
     """
     if _would_find_itself(cls):
         cls.forward = forward  # type: ignore[attr-defined]
         return cls
 
     def reduce(self: Any, protocol: Any) -> Any:
-        if type(self) is made and _named_by(made) is not made:  # the name still means the class that was wrapped
+        if type(self) is made and _named_by(made) is not made:  # the name still refers to the wrapped class
             return _remake, (decorator, cls), self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
         return super(made, self).__reduce_ex__(protocol)
 
@@ -193,10 +193,10 @@ def _remake(decorator: Callable[[Any], Any], cls: type) -> torch.nn.Module:
 
 
 def _named_by(cls: type) -> Any:
-    found: Any = sys.modules.get(cls.__module__)
+    value: Any = sys.modules.get(cls.__module__)
     for part in cls.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def _would_find_itself(cls: type) -> bool:

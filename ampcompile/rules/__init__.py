@@ -1,4 +1,4 @@
-"""Which dtype each op runs in: autocast's own lists, by device, with our additions, and rules for custom ops."""
+"""Dtype rules of ops: autocast's own lists by device, our additions, and rules for custom ops."""
 
 from .table import register_op
 

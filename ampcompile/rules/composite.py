@@ -1,7 +1,7 @@
-"""What composite ops are made of: the ops on some autocast list that eager autocast meets inside them.
+"""Contents of composite ops: the ops inside them that are on some autocast list.
 
-Facts about ATen's C++, the same on every device; whether one matters depends on the device's own lists. Composites
-that are missing here hide no op on any list, and stay whole (`dropout`, `reshape`, `to`, `batch_norm` ...).
+These are facts about ATen's C++, the same on every device; a device's own lists decide which of them matter.
+Composites that are missing here contain no listed op, and stay whole (`dropout`, `reshape`, `to`, `batch_norm` ...).
 """
 
 _CONTENTS = """

@@ -1,4 +1,4 @@
-"""The shape of one entry of the op tables: some ops, what happens to their operands, on which devices, and why."""
+"""The type of one entry of the op tables: ops, the rule for their operands, devices, and the reason."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +23,7 @@ EVERY_DEVICE = ("cpu", *ACCELERATORS)
 
 @dataclass(frozen=True)
 class Group:
-    """Ops (`name` or `name.overload`, blank-separated, of aten unless they say so) in one category for one reason."""
+    """Ops (`name` or `name.overload`, blank-separated, aten's unless prefixed) in one category for one reason."""
 
     category: Category
     devices: tuple[str, ...]

@@ -1,6 +1,6 @@
-"""Rules that no list of ATen's autocast states: ops that would raise on mixed dtypes, and what ops hide or inherit.
+"""Our additions to ATen's autocast lists: ops that raise on mixed dtypes, and ops that contain or are listed ops.
 
-An entry here never replaces one of the device's own list.
+A device's own list beats these entries.
 """
 
 from .group import ACCELERATORS, EVERY_DEVICE, GPU_LIKE, Group

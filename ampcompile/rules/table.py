@@ -1,4 +1,4 @@
-"""Which dtype each op runs in: autocast's lists for the installed torch, our additions to them, and custom ops."""
+"""The rule of each op: autocast's lists for the installed torch, our additions to them, and custom ops."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,21 +24,21 @@ _LABELS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "mtia": "MT
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens to an op's floating operands, and why.
+    """The rule for an op's floating operands, and its reason.
 
-    Only operands whose dtype is in `FLOATS` are ever cast, and none that the op writes into.
+    Only operands whose dtype is in `FLOATS` are cast, and none that the op writes into.
     """
 
     category: Category
     because: str
     dtype: torch.dtype | None = None
-    """`lower_precision_fp` only: this low type, whatever the region's is."""
+    """`lower_precision_fp` only: use this low type instead of the region's."""
     follows: tuple[tuple[str, str], ...] = ()
-    """(argument, leader): this argument takes the dtype that the leader ends up in, even float64."""
+    """(argument, leader): this argument takes the leader's final dtype, even float64."""
     keeps: tuple[str, ...] = ()
     """Arguments that stay as they arrive."""
     drops: tuple[str, ...] = ()
-    """Arguments that become None if anything is cast, because they repeat what was cast."""
+    """Arguments that become None if any operand is cast, because they duplicate cast operands."""
     redispatch: str = ""
     """`fp32_append_dtype` only: the overload to call, as `aten::norm.ScalarOpt_dtype`; it lacks the op's defaults."""
 
@@ -70,7 +70,7 @@ class Rule:
                 return None
 
     def asks_float32(self, arriving: Sequence[torch.dtype]) -> bool:
-        """True if the op is called with `dtype=float32`: its kernel casts, and only what may be cast at all."""
+        """True if the op is called with `dtype=float32`, so that its kernel casts: for a first operand in `FLOATS`."""
         return self.category in ("fp32_set_opt_dtype", "fp32_append_dtype") and arriving[0] in FLOATS
 
 
@@ -158,10 +158,10 @@ def _unreadable(op: OpOverload, device_type: str) -> Rule | None:
 
 
 def composite_needs_decomposition(op: OpOverload, device_type: str) -> bool:
-    """True if an op is to be taken apart, because eager autocast decides about the ops inside it, not about it.
+    """True if an op must be decomposed, because eager autocast has rules for the ops inside it, not for itself.
 
-    That is so for a composite op (one with a CompositeImplicitAutograd kernel) without a rule of its own, if an op
-    inside has one (`CONTENTS`), and for every such composite of somebody else's library, whose inside is unknown.
+    It must if it is a composite op (one with a CompositeImplicitAutograd kernel) without a rule of its own, and either
+    an op inside has one (`CONTENTS`), or another library defines it, so that its contents are unknown.
     """
     if not dispatcher.is_composite(op) or rule_for(op, device_type) is not None:
         return False
