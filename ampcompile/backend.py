@@ -1,4 +1,4 @@
-"""Where the entry point of `torch.compile(backend="amp")` looks: `ampcompile.compiler.backend` itself."""
+"""The entry point of `torch.compile(backend="amp")`: this module is `ampcompile.compiler.backend` itself."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The options of the backend: read once, checked at `torch.compile`, frozen."""
+"""The options of the backend: parsed and checked at `torch.compile`, then frozen."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _CHOICES = {
 FUSE_FAMILIES = ("linear", "linear_cross_entropy")
 """The families of fused kernels."""
 _GONE = ("cross_entropy", "norm", "softmax")
-"""Families that there were: Inductor's own code does as much."""
+"""Removed families: Inductor's own code does as much."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `torch.compile(model, backend="amp", options={...})` was asked for.
+    """The options of `torch.compile(model, backend="amp", options={...})`.
 
     An option is one of these fields, else a key of `torch._inductor.config`, else an OptionError.
     """
@@ -46,25 +46,25 @@ class Options:
     range_guards: bool = True
     lower: str = "inductor"
     outputs: str = "float32"
-    """In which type low-precision results leave the outermost compiled callable where no autocast is open around it."""
+    """The type of low-precision results of the outermost compiled callable if no autocast is open around its call."""
     products: str = "auto"
-    """How products of 16-bit numbers run on the CPU: "auto" in float32, on operands that are rounded, where the CPU has
-    no units for the type; "float32" so in any case; "torch" always by torch's own 16-bit kernels. Copies of weights
-    take 4 bytes a number instead of 2 where products run in float32."""
+    """Kernels of 16-bit products on the CPU: "auto" float32, on rounded operands, where the CPU has no units for the
+    type; "float32" the same on every CPU; "torch" always torch's own 16-bit kernels. Copies of weights take 4 bytes a
+    number instead of 2 where products run in float32."""
     fuse: str = "auto"
-    """Which families of fused kernels are used: "auto" where counted bytes say that it pays, "none", or some of
+    """The families of fused kernels to use: "auto" all, where byte counts show a gain; "none"; or some of
     `FUSE_FAMILIES`, joined by "+", wherever they match and on every device."""
     dynamic: bool | None = None
-    """As torch.compile's. With `fullgraph` and `mode` it may stand among the options, since torch takes no `mode`
-    beside them."""
+    """As torch.compile's. Like `fullgraph` and `mode` it may be one of the options, since torch doesn't accept `mode`
+    beside options."""
     fullgraph: bool | None = None
     """As torch.compile's."""
     inductor: tuple[tuple[str, Any], ...] = ()
-    """Settings that go on to Inductor: a mode's, then those given by name."""
+    """Settings for Inductor: a mode's, then those given by name."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Self:
-        """Check what torch.compile was given. Raises OptionError."""
+        """Parse and check the options given to torch.compile. Raises OptionError."""
         ours = {f.name for f in fields(cls)} - {"inductor"}
         values: dict[str, Any] = {}
         given = dict(options or {})
@@ -84,7 +84,7 @@ class Options:
         return frozenset(each for each in LOW if self.products == "float32" or not processor.multiplies(each))
 
     def widens_small(self) -> bool:
-        """Whether small products run in float32 on every CPU: where Inductor fuses the widening."""
+        """True if small products run in float32 on every CPU, which needs Inductor to fuse the widening."""
         return self.products == "auto" and self.lower == "inductor"
 
 
@@ -101,7 +101,7 @@ def _of_mode(mode: str | None) -> dict[str, Any]:
 
 
 def _ignore_placement(given: dict[str, Any]) -> None:
-    """Take out an option that has one value left."""
+    """Remove the option `placement`, which has one value left."""
     value = given.pop("placement", "eager")
     if value == "bytes":
         _warn_gone("placement", value, "'eager', the default. It is ignored, and no op is moved: leave the option out.")
@@ -111,7 +111,7 @@ def _ignore_placement(given: dict[str, Any]) -> None:
 
 @cache
 def _warn_gone(option: str, name: str, instead: str) -> None:
-    """Warn of a value that is gone, once a process: each graph's compilation reads the options."""
+    """Warn of a removed value, once per process: each graph's compilation reads the options."""
     warnings.warn(
         f"option {option} names {name!r}, which ampcompile no longer has; expected {instead}",
         AmpWarning,
@@ -155,16 +155,16 @@ def _checked(key: str, value: Any) -> Any:
 
 
 def _inductor_key(key: str, ours: set[str]) -> str:
-    known = backends.inductor_options()
+    inductor_options = backends.inductor_options()
     name = key.replace("-", "_")
-    if name in known:
+    if name in inductor_options:
         return name
     if key == "options":
         raise OptionError(
             "found options={...} as an option; expected each by its own name: explain(f, dtype=torch.float16), or "
             'torch.compile(f, backend="amp", options={"dtype": torch.float16}).'
         )
-    near = difflib.get_close_matches(name, [*ours, "mode", *known], n=3)
+    near = difflib.get_close_matches(name, [*ours, "mode", *inductor_options], n=3)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     expected = f"Expected one of {', '.join(sorted({*ours, 'mode'}))}, or a key of torch._inductor.config."
     raise OptionError(f"option {key!r} is unknown.{hint} {expected}")

@@ -1,1 +1,1 @@
-"""Kernels, one operation a file: public function, plain-torch reference, Triton version in `kernels/triton`."""
+"""Kernels, one operation per file: public function, plain-torch reference, Triton version in `kernels/triton`."""

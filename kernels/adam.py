@@ -26,7 +26,7 @@ class AdamGroup:
 
 @dataclass
 class AdamTensors(StepTensors):
-    """What a step of Adam works on. State is float32, in the layout of `torch.optim.Adam`."""
+    """The tensors of a step of Adam. State is float32, in the layout of `torch.optim.Adam`."""
 
     STATES = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps")
     OPTIONAL = "max_exp_avg_sqs"
@@ -45,9 +45,9 @@ def adam_(
     found_inf: Tensor | None = None,
     workspace: dict[str, Any] | None = None,
 ) -> None:
-    """One step of Adam in place, on gradients multiplied by `multiplier`; no host sync, gradients stay as they are.
+    """Take one step of Adam in place, on gradients multiplied by `multiplier`; no host sync, gradients are only read.
 
-    Where `found_inf` isn't 0 nothing changes, step counts included; copies are cast from the weights either way.
+    If `found_inf` isn't 0 nothing changes, step counts included; copies are cast from the weights either way.
     Both are one float32 element on the tensors' device, or None. `workspace` keeps a GPU's buffers between calls.
     Moves 28 bytes a parameter with float32 gradients, 8 more for amsgrad, 2 more for a copy.
     """
@@ -55,7 +55,7 @@ def adam_(
 
 
 def adam_reference_(tensors: AdamTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:
-    """The same in plain torch."""
+    """`adam_` in plain torch."""
     t = tensors
     device = t.params[0].device
     skip = torch.zeros((), device=device) if found_inf is None else found_inf.reshape(())

@@ -1,14 +1,13 @@
-"""The backward of attention on the CPU, where torch's flash kernel is slow.
+"""Backward of attention on the CPU, where torch's flash kernel is slow.
 
-torch multiplies one head's tile after the other, and at some hundred tokens the calls cost more than the products. On
-processors with AVX512-BF16 a kernel of ours (`cpp/attention.h`) does the same arithmetic in an eighth of the time,
-with 128 tokens: scores and their gradients in float32, rounded to 16 bits as operands only. Elsewhere short attention
-is written as whole products over all heads, in float32, and compiled by Inductor: half the flash kernel's time.
-Either way gradients are on average no further from float64 than the flash kernel's. Forward stays torch's kernel, bit
-for bit.
+torch multiplies one head's tile after the other, and with some hundred tokens the calls cost more than the products. On
+processors with AVX512-BF16 a kernel of ours (`cpp/attention.h`) does the same arithmetic in an eighth of the time with
+128 tokens: scores and their gradients are float32, rounded to 16 bits only as operands. Elsewhere Inductor compiles
+short attention as whole products over all heads, in float32: half the flash kernel's time. In both cases gradients are
+on average no further from float64 than the flash kernel's. Forward stays torch's kernel, bit for bit.
 
-Flops: 10·B·H·L·S·D, as the flash kernel's. Written as whole products, 4·B·H·L·S bytes for each of three matrices
-more, which is why that is for short sequences.
+Flops: 10·B·H·L·S·D, as the flash kernel's. Whole products move 4·B·H·L·S bytes more for each of three matrices, so
+they are for short sequences.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ ATTENTION_BACKWARD = torch.ops.ampcompile.attention_backward.default
 
 
 def available() -> bool:
-    """Whether this processor has a kernel of ours: AVX512-BF16, and no AMX, with which torch's wasn't measured."""
+    """True if our kernel supports this processor: AVX512-BF16, without AMX, where torch's kernel wasn't measured."""
     return processor.multiplies(torch.bfloat16) and _is_built()
 
 
@@ -64,7 +63,7 @@ def attention_backward(
     """Gradients of `query` (B, H, L, D), `key` and `value` (B, H, S, D), in their 16-bit dtype; as `FLASH_BACKWARD`.
 
     `out` is forward's result, `logsumexp` (B, H, L) is float32; `attn_mask`, if given, is added to the scores, and
-    broadcast to (B, H, L, S). NotImplemented where the flash kernel is to run.
+    broadcast to (B, H, L, S). Returns NotImplemented if the flash kernel is to run.
     """
     batch, heads, queries, features = query.shape
     if dropout_p != 0 or query.itemsize != 2 or not isinstance(features, int):  # a symbol would be guarded
@@ -90,7 +89,7 @@ def attention_backward_reference(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """The same as whole products, in float32 until the end."""
+    """`attention_backward` as whole products, in float32 until the end."""
     q, k, v, grad = query.float(), key.float(), value.float(), grad_out.float()
     probabilities = (q @ k.mT * scale - logsumexp[..., None]).exp()
     if is_causal:
@@ -106,7 +105,7 @@ def _scale(scale: float | None, features: int) -> float:
 
 
 def _empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In the tensors' layouts, where features lie side by side in them."""
+    """Empty results in the tensors' layouts, or contiguous where a tensor's features don't lie side by side."""
     alike = map(torch.empty_like, tensors)
     return tuple(t if t.stride(-1) == 1 else t.new_empty(t.shape) for t in alike)
 
@@ -131,8 +130,8 @@ def _differentiate(
     results = _empty_like(query, key, value)
     if not available():  # compiled on another machine
         given = grad_out, query, key, value, out, logsumexp
-        found = FLASH_BACKWARD(*given, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
-        for result, gradient in zip(results, found, strict=True):
+        gradients = FLASH_BACKWARD(*given, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
+        for result, gradient in zip(results, gradients, strict=True):
             result.copy_(gradient)
         return results
     operands = [t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value, grad_out, out)]

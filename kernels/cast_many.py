@@ -1,4 +1,4 @@
-"""Many tensors cast at once, each into a tensor that exists already."""
+"""Cast many tensors at once, each into an existing tensor."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -18,26 +18,26 @@ def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], tables: dict
 
     `weights`: dense, of any floating dtype; `copies`: of the same shapes, strides and devices, float16 or bfloat16
     on a GPU. float64 is rounded to float32 first, as torch does. Reads a weight and writes a copy per element:
-    6 bytes from float32. One launch per device and pair of dtypes, outside of CUDA graph captures. `tables` keeps what
-    says where they lie, which costs more than the launch, for later calls with tensors in the same places.
+    6 bytes from float32. One launch per device and pair of dtypes, outside of CUDA graph captures. `tables` keeps the
+    tables of addresses, which cost more than the launch, for later calls with tensors at the same addresses.
     """
     if copies and not any(map(_is_cuda, copies)):
         cast_many_reference_(copies, weights)
         return
     for device in dict.fromkeys(copy.device for copy in copies):
-        there = [i for i, copy in enumerate(copies) if copy.device == device]
-        _cast_on(device, [copies[i] for i in there], [weights[i] for i in there], tables)
+        indices = [i for i, copy in enumerate(copies) if copy.device == device]
+        _cast_on(device, [copies[i] for i in indices], [weights[i] for i in indices], tables)
 
 
 def cast_many_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-    """The same in plain torch: on the CPU at the speed of memory, on a GPU a launch per weight."""
+    """`cast_many_` in plain torch: on the CPU at the speed of memory, on a GPU with a launch per weight."""
     foreach.copy_(copies, weights)
 
 
 def _cast_on(
     device: torch.device, copies: Sequence[Tensor], weights: Sequence[Tensor], tables: dict[Any, Any] | None
 ) -> None:
-    # A capture keeps addresses as arguments of its launches, but not the memory of a table of addresses.
+    # A capture records the addresses that are arguments of its launches, but doesn't keep a table of addresses alive.
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         from .triton import cast_many as gpu
 

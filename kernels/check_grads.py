@@ -1,4 +1,4 @@
-"""One read of all gradients: is any of them infinite or NaN once unscaled, what is their norm, how much to clip?"""
+"""Check all gradients in one read: infinite or NaN once unscaled, their norm, the factor that clips them."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,12 +12,12 @@ from . import native
 
 
 class Checked(NamedTuple):
-    """What `check_grads` found; all 0-dim float32 on the device of the gradients."""
+    """The result of `check_grads`; all 0-dim float32 on the device of the gradients."""
 
     found_inf: Tensor
     """1 if a gradient, scaled or unscaled, is infinite or NaN, or if the scale can't be undone; else 0."""
     multiplier: Tensor
-    """What gradients are to be multiplied by: to unscale them, and to clip them if that was asked for."""
+    """The factor for the gradients: unscales them and, with `max_norm`, clips them."""
     norm: Tensor
     """L2 norm of all gradients, unscaled and not yet clipped."""
 
@@ -36,8 +36,8 @@ def check_grads(
     `grads`: dense float32, float16 or bfloat16 on one device, at least one. They count as multiplied by
     `multiplier` and divided by `scale` (0-dim float32, each one if None). `max_norm` clips as
     `torch.nn.utils.clip_grad_norm_` does, in float32 whatever the gradients' type. `workspace` keeps a GPU's
-    buffers between calls; `same`: the same object as in an earlier call with it, if all gradients are as they were,
-    addresses and types included. Reads the size of a gradient per element, writes nothing.
+    buffers between calls. Pass the same object as `same` as in an earlier call with that workspace only if all
+    gradients are at the same addresses, with the same types. Reads the size of a gradient per element, writes nothing.
     """
     if grads[0].is_cuda:
         from .triton import check_grads as gpu
@@ -65,7 +65,7 @@ def check_grads_reference(
     multiplier: Tensor | None = None,
     max_norm: float | None = None,
 ) -> Checked:
-    """The same in plain torch."""
+    """`check_grads` in plain torch."""
     one = torch.ones((), device=grads[0].device)
     inverse = one if scale is None else scale.double().reciprocal().float()
     factor = inverse if multiplier is None else inverse * multiplier

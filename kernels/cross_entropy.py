@@ -1,10 +1,10 @@
-"""Cross entropy of 16-bit logits, float32 in registers only: log-sum-exp in one read, gradients written in 16 bits.
+"""Cross entropy of 16-bit logits, float32 only in registers: log-sum-exp in one read, gradients written in 16 bits.
 
 With N rows of C logits of 2 bytes: forward reads 2·N·C bytes and takes 4·N·C flops; backward reads and writes 2·N·C
 each, with 5·N·C flops. Kept for backward: the logits, and 8 bytes a row.
 
-The gradient is plain torch on every device, which Inductor compiles to one loop that writes over logits that nothing
-else needs. It could not tell that a kernel of ours may do so: by then the logits are an input of the backward graph.
+The gradient is plain torch on every device. Inductor compiles it to one loop that overwrites logits which nothing else
+reads. It couldn't allow that to a kernel of ours: there the logits are an input of the backward graph.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from .usable import on_device_of
 
 
 class Kind(NamedTuple):
-    """Which cross entropy: the arguments of `torch.nn.functional.cross_entropy` that are no tensors, and `z_loss`."""
+    """Settings of a cross entropy: the non-tensor arguments of `torch.nn.functional.cross_entropy`, and `z_loss`."""
 
     reduction: str
     ignore_index: int
@@ -40,9 +40,9 @@ def cross_entropy(
 
     `logits`: (rows, classes), float16, bfloat16 or float32. `target`: (rows,), int64. `weight`: (classes,), float32.
     `z_loss` times the squared log-sum-exp is added to a row's loss. Both results are float32; the loss is (rows,) if
-    `reduction` is "none", else 0-dim. The parts, (2, rows), are the largest logit and the logarithm of the sum of exp
-    below it, without a gradient: what is close to zero would lose its digits in their sum. A target out of range
-    raises as `gather` does.
+    `reduction` is "none", else 0-dim. The parts, (2, rows), without a gradient, are the largest logit and the logarithm
+    of the sum of exp(logit - largest): a small logarithm would lose its digits if they were added. A target out of
+    range raises as `gather` does.
     """
     kind = Kind(reduction, ignore_index, label_smoothing, z_loss)
     lse, weighted = row_sums(logits, weight, label_smoothing != 0)
@@ -59,7 +59,7 @@ def cross_entropy_reference(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The same in torch's own words, in the type of the logits if that is wider than float32."""
+    """`cross_entropy` in plain torch, in the type of the logits if that is wider than float32."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     parts = torch.stack(_parts(wide))
     loss = torch.nn.functional.cross_entropy(
@@ -73,7 +73,7 @@ def cross_entropy_reference(
 
 
 def row_sums(logits: Tensor, weight: Tensor | None, weighted: bool) -> tuple[Tensor, Tensor | None]:
-    """Of each row of (rows, classes): log-sum-exp in two parts, (2, rows), and the `weight`ed sum, if asked for."""
+    """Log-sum-exp of each row of (rows, classes), in two parts (2, rows); if `weighted`, also the `weight`ed sum."""
     if logits.is_cuda:
         from .triton import cross_entropy as gpu
 
@@ -90,12 +90,12 @@ def _parts(wide: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def picked_logits(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """The logit of each row's target, float32; any of them in rows that are ignored."""
+    """The logit of each row's target, float32; any logit in ignored rows."""
     return logits.gather(1, _index(target, ignore_index).unsqueeze(1)).squeeze(1).float()
 
 
 def row_weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """The weight of each row's class, float32; 0 in rows that are ignored."""
+    """The weight of each row's class, float32; 0 in ignored rows."""
     seen = target != ignore_index
     return seen.float() if weight is None else weight.float().gather(0, _index(target, ignore_index)).where(seen, 0.0)
 
@@ -109,7 +109,7 @@ def loss_of_rows(
     classes: int,
     kind: Kind,
 ) -> Tensor:
-    """The loss, from what was read of each row's logits."""
+    """The loss, computed from the sums and picked logits of each row."""
     of_row = row_weights(target, weight, kind.ignore_index)
     top, rest = lse
     rows = (1 - kind.label_smoothing) * of_row * (rest + (top - picked))
@@ -125,14 +125,14 @@ def loss_of_rows(
 
 
 class Coefficients(NamedTuple):
-    """A row's gradient: `probability * exp(logit - log-sum-exp) - smoothing * weight`, less `hit` at the target."""
+    """Terms of a row's gradient: `probability * exp(logit - log-sum-exp) - smoothing * weight - hit at the target`."""
 
     probability: Tensor
     hit: Tensor
     smoothing: Tensor | None
 
     def of(self, rows: slice) -> "Coefficients":
-        """Those of some of the rows."""
+        """The coefficients of some of the rows."""
         smoothing = None if self.smoothing is None else self.smoothing[rows]
         return Coefficients(self.probability[rows], self.hit[rows], smoothing)
 
@@ -140,7 +140,7 @@ class Coefficients(NamedTuple):
 def coefficients(
     grad: Tensor, lse: Tensor, target: Tensor, weight: Tensor | None, classes: int, kind: Kind
 ) -> Coefficients:
-    """What the gradient of the loss, (rows,) or 0-dim, makes of each row."""
+    """The coefficients of each row's gradient, from the gradient of the loss, (rows,) or 0-dim."""
     of_row = row_weights(target, weight, kind.ignore_index)
     if kind.reduction == "mean":
         grad = grad / of_row.sum()
@@ -154,15 +154,15 @@ def coefficients(
 
 
 def gradient(logits: Tensor, lse: Tensor, target: Tensor, weight: Tensor | None, rows: Coefficients) -> Tensor:
-    """The gradient of the logits, in their type. `target` is of rows that are ignored, too, where `hit` is 0."""
+    """The gradient of the logits, in their type. `target` includes ignored rows, where `hit` is 0."""
     top, rest = lse.unsqueeze(2)
     out = (logits.float() - top - rest).exp() * rows.probability.unsqueeze(1)
     if rows.smoothing is not None:
         smoothing = rows.smoothing.unsqueeze(1)
         out = out - (smoothing if weight is None else smoothing * weight)
-    here = torch.arange(logits.shape[1], device=logits.device) == target.unsqueeze(1)
-    # `out` is used once: used twice, Inductor would take it for a result of its own, and not write over the logits.
-    return (out - torch.where(here, rows.hit.unsqueeze(1), 0.0)).to(logits.dtype)
+    at_target = torch.arange(logits.shape[1], device=logits.device) == target.unsqueeze(1)
+    # `out` is used once: used twice, Inductor would store it as a buffer of its own, and not overwrite the logits.
+    return (out - torch.where(at_target, rows.hit.unsqueeze(1), 0.0)).to(logits.dtype)
 
 
 def _index(target: Tensor, ignore_index: int) -> Tensor:

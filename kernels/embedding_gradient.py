@@ -1,8 +1,8 @@
-"""The gradient of an embedding, added to what the weight's gradient holds already (CPU).
+"""Add the gradient of an embedding to the weight's other gradient (CPU).
 
-A weight that embeds tokens and is multiplied with, as a language model's tied head is, has a sum of two gradients.
-torch makes the embedding's in zeros of the weight's size, then adds. Bytes of that, for a float32 weight of V x D and
-N tokens: 16·V·D + 12·N·D, in fresh pages. Added row by row: 12·N·D.
+A weight that both embeds tokens and is an operand of a product, as a language model's tied head, has two gradients to
+add. torch writes the embedding's into zeros of the weight's size, then adds it. For a float32 weight of V x D and N
+tokens that moves 16·V·D + 12·N·D bytes, in fresh pages; adding row by row moves 12·N·D.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def add_embedding_gradient_(x: Tensor, grad: Tensor, indices: Tensor, padding_id
 
 
 def embedding_gradient_reference(x: Tensor, grad: Tensor, indices: Tensor, padding_idx: int = -1) -> Tensor:
-    """What `x` is to hold, as autograd computes it."""
+    """The expected value of `x`, as autograd computes it."""
     return x + torch.ops.aten.embedding_dense_backward(grad, indices, len(x), padding_idx, False)
 
 

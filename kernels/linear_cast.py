@@ -1,8 +1,8 @@
 """`F.linear` with a float32 weight, rounded to the low-precision type on its way into the product.
 
-For weights that no copy can stand for, because the graph computes them or they change without a trace. Casting one
-first reads 4 bytes, writes 2 and reads them again; here it is read once, and nothing is kept for backward that is not
-there already. The gradient of the weight is the product's float32 sums, never rounded to 16 bits.
+For weights that can't have a copy, because the graph computes them or they change without a version bump. A separate
+cast reads 4 bytes an element, writes 2 and reads them again; this kernel reads the weight once, and backward saves no
+new tensor. The gradient of the weight is the product's float32 sums, never rounded to 16 bits.
 
 With N rows of x and a weight of O by I: 2·N·O·I flops; 4·O·I + 2·N·(I + O) bytes, the weight's once more for every
 `ROWS_SHARED` rows. The gradient of x moves as much; that of the weight writes 4·O·I.
@@ -40,7 +40,7 @@ def linear_cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_cast_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same in plain torch."""
+    """`linear_cast` in plain torch."""
     return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 

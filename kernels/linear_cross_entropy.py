@@ -1,8 +1,8 @@
-"""A linear layer and the cross entropy of what it returns, a piece of the rows at a time: logits never exist whole.
+"""A linear layer and the cross entropy of its result, a piece of the rows at a time: logits never exist as a whole.
 
 With N rows of D features and C classes: 2·N·D·C flops forward and 6·N·D·C backward, a third more than apart, since
-backward computes the logits again. Held at a time: `PIECE` bytes of logits, instead of 2·N·C or more; for backward
-x and 8 bytes a row are kept. Bytes moved: 14·N·C, where Inductor's own code moves 12·N·C; and the weight, 2·D·C bytes,
+backward computes the logits again. Memory: `PIECE` bytes of logits at a time, instead of 2·N·C or more; for backward
+x and 8 bytes a row are saved. Bytes moved: 14·N·C, where Inductor's own code moves 12·N·C; and the weight, 2·D·C bytes,
 three times a piece, and its float32 gradient.
 """
 
@@ -27,9 +27,9 @@ from .linear_cast import weight_gradient
 from .usable import on_device_of
 
 PIECE = 2**28
-"""Bytes of logits at a time, about: 2048 rows of 50257 classes, enough to keep a GPU busy with one product."""
+"""Approximate bytes of logits at a time: 2048 rows of 50257 classes, enough to keep a GPU busy with one product."""
 FEWEST = 256
-"""Rows of a piece, at least; on the CPU all, for plain torch computes on several float32 copies of it."""
+"""Fewest rows of a piece; on the CPU every piece has so many, because plain torch makes float32 copies of a piece."""
 
 
 @torch.library.custom_op("ampcompile::linear_cross_entropy", mutates_args=())
@@ -46,11 +46,11 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`cross_entropy(F.linear(x, low_weight, low_bias), target, ...)`; see `kernels.cross_entropy` for what it returns.
+    """`cross_entropy(F.linear(x, low_weight, low_bias), target, ...)`; see `kernels.cross_entropy` for the results.
 
     `x`: (rows, features), float16 or bfloat16, in which logits are rounded. `low_weight`: (classes, features), in that
-    type; `low_bias`: (classes,). Gradients reach `weight` and `bias`, of which those are copies, or which are the same
-    tensors: summed over all rows in float32, and in their type.
+    type; `low_bias`: (classes,). They are copies of `weight` and `bias`, or the same tensors. Gradients flow to
+    `weight` and `bias`: summed over all rows in float32, then cast to their types.
     """
     kind = Kind(reduction, ignore_index, label_smoothing, z_loss)
     lse, picked, weighted = [], [], []
@@ -74,7 +74,7 @@ def linear_cross_entropy_reference(
     *rest: Any,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The same in torch's own words, all logits at once."""
+    """`linear_cross_entropy` in plain torch, all logits at once."""
     logits = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     return cross_entropy_reference(logits, *rest, **options)
 
@@ -101,7 +101,7 @@ def linear_cross_entropy_backward(
     z_loss: float,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `x`, in its type, and of weight and bias, float32; empty ones for those that aren't `wanted`."""
+    """Gradients of `x`, in its type, and of weight and bias, float32; empty if they aren't `wanted`."""
     kind = Kind(reduction, ignore_index, label_smoothing, z_loss)
     classes = low_weight.shape[0]
     of_rows = coefficients(grad, lse, target, class_weight, classes, kind)
@@ -131,7 +131,7 @@ def _gradients(x: Tensor, low_weight: Tensor, wanted: list[bool]) -> tuple[Tenso
 
 
 def _gradient_(logits: Tensor, lse: Tensor, target: Tensor, weight: Tensor | None, rows: Coefficients) -> Tensor:
-    """The gradient of logits, on a GPU in their place."""
+    """The gradient of logits, on a GPU written over them."""
     if not logits.is_cuda:
         return gradient(logits, lse, target, weight, rows)
     from .triton import cross_entropy as gpu
@@ -142,7 +142,7 @@ def _gradient_(logits: Tensor, lse: Tensor, target: Tensor, weight: Tensor | Non
 
 
 def _pieces(x: Tensor, low_weight: Tensor) -> Iterator[slice]:
-    """The rows of one piece after the other; one empty piece if there are none."""
+    """Yield the rows of each piece; one empty piece if there are no rows."""
     step = max(FEWEST, PIECE // (low_weight.shape[0] * x.itemsize) // 128 * 128) if x.is_cuda else FEWEST
     return (slice(begin, begin + step) for begin in range(0, max(1, x.shape[0]), step))
 

@@ -1,15 +1,15 @@
-"""The C++ kernels in `cpp/`: built by this machine's compiler at first use, kept in a cache folder.
+"""Build the C++ kernels in `cpp/` with this machine's compiler at first use, keep them in a cache folder, call them.
 
-Not by `torch.utils.cpp_extension`, which was tried with the same source and flags (torch 2.13, two busy cores). It
+`torch.utils.cpp_extension` was tried with the same source and flags (torch 2.13, two busy cores) and isn't used. It
 
-- builds nothing without ninja, which torch doesn't bring;
-- keeps what it built in a folder that knows no processor, so that machines that share a home would run what
-  `-march=native` made for another;
-- raises where its cache folder can't be made (here a temporary folder is used instead), and waits without end for the
-  lock of a process that was killed while it built (here a lock ends with its process);
-- takes 0.4 s to import before it can load what is built, 0.01 s here, and a first build 20 s, 15 s here.
+- needs ninja, which torch doesn't install;
+- names its cache folder without the processor, so that machines with a shared home would run code that `-march=native`
+  compiled for another;
+- raises if it can't make its cache folder (this module then uses a temporary folder), and waits forever for the lock of
+  a process that was killed during a build (here a lock ends with its process);
+- takes 0.4 s to import before it can load a built library, 0.01 s here, and 20 s for a first build, 15 s here.
 
-These kernels take addresses and sizes: nothing of torch has to be compiled or linked.
+These kernels take addresses and sizes: their build needs no headers or libraries of torch.
 """
 
 import ctypes
@@ -37,29 +37,29 @@ log = logging.getLogger(__name__)
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 SOURCES = Path(__file__).with_name("cpp")
-# Nothing that lets the compiler assume finite numbers: looking for the others is what these kernels are for.
+# No flag lets the compiler assume finite numbers: these kernels must find infinities and NaNs.
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
 
 
 def available() -> bool:
-    """Whether the C++ kernels can be used here; builds them at the first call (seconds, once per machine)."""
+    """True if the C++ kernels can be used here; builds them at the first call (seconds, once per machine)."""
     return library() is not None
 
 
 def cache_folder() -> Path:
-    """Where the built library is kept: `$AMPCOMPILE_CACHE_DIR`, else `ampcompile` in the user's cache folder."""
+    """The folder of the built library: `$AMPCOMPILE_CACHE_DIR`, else `ampcompile` in the user's cache folder."""
     if folder := os.environ.get("AMPCOMPILE_CACHE_DIR"):
         return Path(folder)
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if caches.startswith("~"):  # a user without a name and a home, as containers have
+    if caches.startswith("~"):  # a user without a name and a home, as in containers
         return Path(tempfile.gettempdir(), f"ampcompile_{os.getuid()}")
     return Path(caches, "ampcompile")
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The loaded library, or None where it can't be built; says why in the log."""
+    """The loaded library, or None if it can't be built; logs the reason."""
     compilers = [os.environ.get("CXX"), "g++", "clang++", "c++"]
     compiler = next((path for name in compilers if name and (path := shutil.which(name))), None)
     if compiler is None:
@@ -74,7 +74,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def build(compiler: str) -> Path:
-    """The shared library built by `compiler` from `cpp/`, from the cache if it is there."""
+    """Build the shared library from `cpp/` with `compiler`, or take it from the cache; return its path."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     parts = [version, *FLAGS, *processor(), *(path.read_text() for path in sorted(SOURCES.iterdir()))]
     target = cache_folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.so"
@@ -89,12 +89,12 @@ def build(compiler: str) -> Path:
             with built.open("ab") as file:
                 file.write(hashlib.sha256(built.read_bytes()).digest())
             built.chmod(0o700)
-            built.replace(target)  # in one piece, for those on a file system without locks
+            built.replace(target)  # atomic, for processes on a file system without locks
     return target
 
 
 def private_folder() -> Path:
-    """The cache folder, if this user can write there and nobody else: what it holds is run. Else a new one."""
+    """The cache folder if only this user can write there, because its content is run; else a new temporary folder."""
     folder = cache_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -109,23 +109,23 @@ def private_folder() -> Path:
 
 
 def ours_alone(path: Path) -> bool:
-    """Whether this exists, and nobody but this user and root can have written it."""
+    """True if a path exists, and only this user or root can have written it."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return False
-    return found.st_uid in (0, os.getuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return status.st_uid in (0, os.getuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def is_right(library: Path) -> bool:
-    """Whether it is ours and ends with the hash of the rest: half a library would crash whoever loads it."""
+    """True if a library is ours and ends with the hash of the rest: loading half a library would crash the process."""
     content = library.read_bytes() if ours_alone(library) else b""
     return content[-32:] == hashlib.sha256(content[:-32]).digest()
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One process at a time, where the folder's file system has locks."""
+    """Let one process at a time into the context, if the folder's file system has locks."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -136,7 +136,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def processor() -> list[str]:
-    """What `-march=native` depends on: machines that differ in it must not share a library."""
+    """The processor's properties that `-march=native` depends on; machines that differ must not share a library."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -146,13 +146,13 @@ def processor() -> list[str]:
 
 
 def call(name: str, tensors: int, *arrays: torch.Tensor | np.ndarray | None) -> None:
-    """Call a function of the library on that many tensors, with torch's number of threads.
+    """Call a function of the library on `tensors` many tensors, with torch's number of threads.
 
     `arrays` are passed by address, None as a null pointer. All must stay alive and contiguous.
     """
-    found = library()
-    assert found is not None
-    function = getattr(found, name)
+    loaded = library()
+    assert loaded is not None
+    function = getattr(loaded, name)
     function.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * len(arrays), ctypes.c_int]
     function.restype = None
     addresses = [a if a is None else a.data_ptr() if isinstance(a, torch.Tensor) else a.ctypes.data for a in arrays]
@@ -167,12 +167,12 @@ def group_values(groups: Sequence[Any]) -> np.ndarray:
 
 
 def addresses(*rows: Sequence[torch.Tensor | None]) -> np.ndarray:
-    """int64 [rows, tensors]: where each tensor lies; 0 for None."""
+    """int64 [rows, tensors]: the address of each tensor; 0 for None."""
     return np.array([[0 if t is None else t.data_ptr() for t in row] for row in rows], dtype=np.int64)
 
 
 def sizes(tensors: Sequence[torch.Tensor]) -> np.ndarray:
-    """int64 [tensors]: number of elements of each."""
+    """int64 [tensors]: the number of elements of each."""
     return np.array([t.numel() for t in tensors], dtype=np.int64)
 
 

@@ -1,7 +1,7 @@
-"""2-D convolution by oneDNN, with a weight that it may have packed beforehand (CPU).
+"""2-D convolution by oneDNN, with a weight packed beforehand or plain (CPU).
 
-oneDNN's convolutions read weights in blocks that suit the vector unit and the shapes. Given a plain weight it makes
-that copy at every call; given a packed one it starts to compute. The bits of the result are the same.
+oneDNN's convolutions read weights in blocks that suit the vector unit and the shapes. oneDNN packs a plain weight at
+every call, and uses a packed one directly. The bits of the result are the same.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ PACKED_CONV = torch.ops.ampcompile.packed_conv.default
 
 @dataclass(frozen=True)
 class ConvBlocks:
-    """The blocks that oneDNN's convolution of these settings reads a weight in."""
+    """The blocks of a weight for oneDNN's convolution with these settings."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
     input_size: tuple[int, ...] | None = field(default=None, compare=False)
-    """Of the input that they suit best, the first one's of those that share them; others are convolved as well."""
+    """The size for which the blocks are optimal: that of the first input that shares them. Other sizes work too."""
 
     def pack(self, copy: Tensor) -> Tensor:
-        """`copy` (out_channels, in_channels / groups, height, width), bfloat16 on the CPU, as an opaque tensor."""
+        """Pack `copy` (out_channels, in_channels / groups, height, width), bfloat16 on the CPU, as an opaque tensor."""
         return torch.ops.mkldnn._reorder_convolution_weight(
             copy.detach(), self.padding, self.stride, self.dilation, self.groups, self.input_size
         )
 
 
 Blocks = LinearBlocks | ConvBlocks
-"""What a weight is packed for."""
+"""The blocks in which a weight is packed."""
 
 
 def packed_conv(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None, blocks: ConvBlocks) -> Tensor:
-    """The convolution of `x` (batch, in_channels, height, width), bfloat16, with the strides of `aten.convolution`'s.
+    """Convolve `x` (batch, in_channels, height, width), bfloat16; the result has the strides of `aten.convolution`'s.
 
-    `packed` holds the copy of `weight` in bfloat16, packed as `blocks` say or plain; `weight` itself is only asked for
-    its shape and strides. No gradient flows: a weight that is trained changes before packing it has paid.
+    `packed` holds the copy of `weight` in bfloat16, packed as `blocks` say or plain; of `weight` itself only shape and
+    strides are read. No gradient flows: a trained weight changes before its packing has paid.
     """
     return PACKED_CONV(x, weight, packed, bias, blocks.stride, blocks.padding, blocks.dilation, blocks.groups)
 
 
 def packed_conv_reference(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: ConvBlocks) -> Tensor:
-    """The same numbers without packing, if `x` is channels-last."""
+    """The numbers of `packed_conv` without packing, if `x` is channels-last."""
     settings = blocks.stride, blocks.padding, blocks.dilation, blocks.groups
     return torch.nn.functional.conv2d(x, weight.to(x.dtype), bias, *settings)
 
@@ -66,7 +66,7 @@ def packed_conv_reference(x: Tensor, weight: Tensor, bias: Tensor | None, blocks
 def convolve_arguments(
     x: Any, weight: Any, packed: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any
 ) -> tuple[Any, ...]:
-    """What oneDNN's operator `CONVOLVE` is called with for a `PACKED_CONV`; its result is channels-last if `x` is."""
+    """The arguments of oneDNN's operator `CONVOLVE` for a `PACKED_CONV`; its result is channels-last if `x` is."""
     return x, packed, bias, padding, stride, dilation, groups, "none", [], ""
 
 

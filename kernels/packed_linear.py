@@ -1,8 +1,8 @@
-"""`F.linear` by oneDNN, with a weight that it may have packed beforehand (CPU).
+"""`F.linear` by oneDNN, with a weight packed beforehand or plain (CPU).
 
-oneDNN's matrix product reads its second operand in blocks that suit the vector unit. Given a plain weight it makes
-that copy at every call; given a packed one it starts to multiply. The bits of the result are the same. Bytes per
-call: the plain product reads and writes the weight once more than the packed one, 4 bytes an element in bfloat16.
+oneDNN's matrix product reads its second operand in blocks that suit the vector unit. oneDNN packs a plain weight at
+every call, and uses a packed one directly. The bits of the result are the same. Bytes per call: a plain product reads
+and writes the weight once more than a packed one, 4 bytes an element in bfloat16.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACKED_LINEAR = torch.ops.ampcompile.packed_linear.default
 
 
 def available(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is not turned off, and multiplies packed weights of a dtype here: float32, or bfloat16."""
+    """True if oneDNN is enabled and multiplies packed weights of a dtype on this machine: float32, or bfloat16."""
     if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -28,10 +28,10 @@ def available(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class LinearBlocks:
-    """The blocks that oneDNN's matrix product reads a weight in."""
+    """The blocks of a weight for oneDNN's matrix product."""
 
     def pack(self, copy: Tensor) -> Tensor:
-        """`copy` (out_features, in_features), bfloat16 or float32 on the CPU, as an opaque tensor of oneDNN's."""
+        """Pack `copy` (out_features, in_features), bfloat16 or float32 on the CPU, as an opaque tensor of oneDNN's."""
         return torch.ops.mkldnn._reorder_linear_weight(copy.detach(), None)
 
 
@@ -39,18 +39,18 @@ def packed_linear(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None
     """`x @ weight.t() + bias` (..., out_features) in the dtype of `x` (..., in_features), bfloat16 or float32.
 
     `packed` holds the copy of `weight` in that dtype, packed or plain; `weight` itself is not read. No gradient flows:
-    a weight that is trained changes before packing it has paid.
+    a trained weight changes before its packing has paid.
     """
     return PACKED_LINEAR(x, weight, packed, bias)
 
 
 def packed_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same numbers without packing."""
+    """The numbers of `packed_linear` without packing."""
     return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
 
 def multiply_arguments(x: Any, weight: Any, packed: Any, bias: Any) -> tuple[Any, ...]:
-    """What oneDNN's operator `MULTIPLY` is called with for a `PACKED_LINEAR`."""
+    """The arguments of oneDNN's operator `MULTIPLY` for a `PACKED_LINEAR`."""
     return x, packed, bias, "none", [], ""
 
 

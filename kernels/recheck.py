@@ -1,4 +1,4 @@
-"""Copies of weights compared with the weights by samples, and cast again where they differ."""
+"""Compare copies of weights with samples of the weights, and cast again where they differ."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from ampcompile.torch_private import profiling
 
 CHUNK = 8192
-"""Elements that are cast again together."""
+"""Elements of a chunk, which is cast again as a whole."""
 SAMPLE = 128
 """Elements compared in each chunk: four runs, its first and its last elements among them."""
 
@@ -24,12 +24,12 @@ def recheck_(
     workspace: dict[int, Any] | None = None,
     tables: dict[Any, Any] | None = None,
 ) -> None:
-    """Raise `changed` to `mark` if a sample of a weight isn't what its copy holds; `rewrite` casts such chunks.
+    """Raise `changed` to `mark` if a sample of a weight differs from its copy; with `rewrite` cast such chunks again.
 
-    Finds writers that rewrite a tensor, not those that change elements between the samples. Versions don't
-    tell. `changed`: one int32 on the same device, never lowered. NaN equals NaN. No host sync. `workspace` is for calls
-    with these tensors alone, where they are now; `tables` is that of `cast_many_`. Reads 6 bytes of each 384 (of
-    float32), and rewrites nothing as a rule.
+    Finds writes of whole tensors without a version bump, but not changes between the samples. `changed`: one int32 on
+    the same device, never lowered. NaN equals NaN. No host sync. `workspace` is for calls with the same tensors at the
+    same addresses only; `tables` is that of `cast_many_`. Reads 6 bytes of each 384 (of float32), and usually writes
+    nothing.
     """
     if copies[0].is_cuda:
         from .triton import recheck as gpu
@@ -44,7 +44,7 @@ def recheck_(
 def recheck_reference_(
     copies: Sequence[Tensor], weights: Sequence[Tensor], changed: Tensor, mark: int, rewrite: bool
 ) -> None:
-    """The same in plain torch, with a sync for every chunk."""
+    """`recheck_` in plain torch, with a sync for every chunk."""
     for copy, weight in zip(copies, weights, strict=True):
         for low, full in zip(_memory(copy).split(CHUNK), _memory(weight).split(CHUNK), strict=True):
             places = _sampled(len(low), low.device)
@@ -57,12 +57,12 @@ def recheck_reference_(
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements in the order in which they lie."""
+    """A dense tensor's elements in the order of memory."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _sampled(size: int, device: torch.device) -> Tensor:
-    """Which elements of a chunk are compared: all of a small one."""
+    """Indices of the elements of a chunk that are compared: all of a small chunk."""
     lanes = torch.arange(min(size, SAMPLE), device=device)
     if size <= SAMPLE:
         return lanes

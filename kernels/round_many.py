@@ -1,4 +1,4 @@
-"""Many tensors rounded to 16-bit types at once, each into a float32 tensor that exists already (CPU)."""
+"""Round many tensors to 16-bit types at once, each into an existing float32 tensor (CPU)."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def round_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], dtypes: Seq
 
 
 def round_many_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
-    """The same in plain torch, by way of a 16-bit tensor."""
+    """`round_many_` in plain torch, through a 16-bit tensor."""
     for copy, weight, dtype in zip(copies, weights, dtypes, strict=True):
         copy.copy_(weight.to(dtype))

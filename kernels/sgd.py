@@ -25,7 +25,7 @@ class SgdGroup:
 
 @dataclass
 class SgdTensors(StepTensors):
-    """What a step of SGD works on."""
+    """The tensors of a step of SGD."""
 
     STATES = ("momentum_buffers",)
     OPTIONAL = "momentum_buffers"
@@ -40,9 +40,9 @@ def sgd_(
     found_inf: Tensor | None = None,
     workspace: dict[str, Any] | None = None,
 ) -> None:
-    """One step of SGD in place, on gradients multiplied by `multiplier`; no host sync, gradients stay as they are.
+    """Take one step of SGD in place, on gradients multiplied by `multiplier`; no host sync, gradients are only read.
 
-    Where `found_inf` isn't 0 nothing changes; copies are cast from the weights either way. Both are one float32
+    If `found_inf` isn't 0 nothing changes; copies are cast from the weights either way. Both are one float32
     element on the tensors' device, or None. `workspace` keeps a GPU's buffers between calls. Moves 12 bytes a
     parameter with float32 gradients, 8 more for momentum, 2 more for a copy.
     """
@@ -50,7 +50,7 @@ def sgd_(
 
 
 def sgd_reference_(tensors: SgdTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:
-    """The same in plain torch."""
+    """`sgd_` in plain torch."""
     t = tensors
     device = t.params[0].device
     skip = torch.zeros((), device=device) if found_inf is None else found_inf.reshape(())

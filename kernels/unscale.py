@@ -1,4 +1,4 @@
-"""Gradients multiplied in place by the inverse of the loss scale, and checked on the way."""
+"""Multiply gradients in place by the inverse of the loss scale, and check them for infinities and NaNs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +18,8 @@ def unscale_(
     """Multiply gradients in place; set `found_inf` to 1 if one is infinite or NaN before or after; no host sync.
 
     `grads`: dense float32, float16 or bfloat16 on one device, at least one; products are rounded once.
-    `multiplier`, `found_inf`: one float32 element each, on the same device. A multiplier of one leaves all bits
-    as they are, one of zero counts as an overflow (the scale was infinite); `found_inf` is never cleared.
+    `multiplier`, `found_inf`: one float32 element each, on the same device. A multiplier of one changes no bits, one
+    of zero counts as an overflow (the scale was infinite); `found_inf` is never cleared.
     Reads and writes the size of a gradient per element.
     """
     if grads[0].is_cuda:
@@ -39,7 +39,7 @@ def unscale_(
 
 
 def unscale_reference_(grads: Sequence[Tensor], multiplier: Tensor, found_inf: Tensor) -> None:
-    """The same in plain torch, for any floating dtype; also where there are no kernels of ours."""
+    """`unscale_` in plain torch, for any floating dtype; also the fallback where our kernels don't run."""
     bad = [~multiplier.isfinite() | (multiplier == 0)]
     for grad in grads:
         product = (grad.float() * multiplier).to(grad.dtype) if grad.dtype != torch.float64 else grad * multiplier

@@ -1,4 +1,4 @@
-"""The loss scale after an iteration: smaller after an overflow, larger after enough iterations without."""
+"""Update the loss scale after an iteration: shrink it after an overflow, grow it after enough iterations without."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def update_scale_(
     """Update `scale` (float32) and `growth_tracker` (int32) as `torch.amp.GradScaler` does, then keep the scale
     within `[min_scale, max_scale]`; count overflows in a row in `skips` (int32); no host sync.
 
-    All are one element on one device. An overflow is a `found_infs` that isn't 0; they are or'ed, not summed.
+    All are one element on one device. Any nonzero tensor in `found_infs` is an overflow; they are or'ed, not summed.
     """
     if scale.is_cuda:
         from .triton import update_scale as gpu
@@ -40,7 +40,7 @@ def update_scale_(
             max_scale,
         )
         return
-    found = found_infs[0] if len(found_infs) == 1 else torch.stack([f.reshape(()) for f in found_infs]).ne(0).any()
-    foreach.update_scale_(scale, growth_tracker, found.float(), growth_factor, backoff_factor, growth_interval)
+    found_inf = found_infs[0] if len(found_infs) == 1 else torch.stack([f.reshape(()) for f in found_infs]).ne(0).any()
+    foreach.update_scale_(scale, growth_tracker, found_inf.float(), growth_factor, backoff_factor, growth_interval)
     scale.clamp_(min_scale, max_scale)
-    skips.add_(1).mul_(found.ne(0))
+    skips.add_(1).mul_(found_inf.ne(0))

@@ -1,4 +1,4 @@
-"""Whether Triton kernels can be launched here: asked once, before a graph is given any."""
+"""Check, once per process, if Triton kernels can be launched here, before any graph uses one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ log = logging.getLogger("ampcompile")
 
 @functools.cache
 def usable() -> bool:
-    """Whether Triton is there and works. If not, says why in the log, once.
+    """True if Triton is installed and works. If not, logs the reason, once.
 
-    A kernel is launched to find out, which needs what all of them need: a driver, a compiler for the launcher.
-    Without a GPU, as where graphs are traced for one, it is enough that Triton can be imported.
+    Tests it by launching a kernel, which needs a driver and a compiler for the launcher, as all kernels do. Without a
+    GPU, as where graphs are only traced for one, it is enough that Triton can be imported.
     """
     try:
         from .triton import probe
@@ -28,17 +28,17 @@ def usable() -> bool:
         if torch.cuda.is_available():
             with tracing.computing_for_real():
                 probe.probe()
-    except Exception as error:  # whatever is wrong with an installation
+    except Exception as error:  # a broken installation may raise any error
         log.warning("Triton kernels can't be used, Inductor's own code is: %s: %s", type(error).__name__, error)
         return False
     return True
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of a GPU's memory, 0 if there is none."""
+    """Bytes of a GPU's memory; 0 without a GPU."""
     return torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else 0
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device: make it that of `x`. Where `x` is only traced, nothing is launched."""
+    """Make the device of `x` current, since Triton launches there; does nothing if `x` is only traced."""
     return torch.cuda.device(x.device) if type(x) in (Tensor, torch.nn.Parameter) else nullcontext()

@@ -1,4 +1,4 @@
-"""What a pass is, and the runner that does everything around it: lint, verify, time, log, recompile, errors."""
+"""The protocol of a pass, and the runner that lints, verifies, times, logs and recompiles, and reports errors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ VERIFY = os.environ.get("AMPCOMPILE_VERIFY") == "1"  # between every two passes;
 
 
 class Pass(Protocol):
-    """A frozen value with options as fields, before or after differentiation. It leaves all ceremony to `run_passes`.
+    """A frozen dataclass with options as fields, run before or after differentiation by `run_passes`.
 
-    `exact`: no digit of any result changes. `fate`: what `explain` says of a cast of ours that is gone after the
-    pass; empty if the pass takes none away.
+    `exact`: the pass changes no digit of any result. `fate`: the word with which `explain` reports a cast of ours
+    that the pass removed; empty if it removes none.
     """
 
     @property
@@ -35,12 +35,12 @@ class Pass(Protocol):
     @property
     def fate(self) -> str: ...
     def apply(self, gm: GraphModule) -> int:
-        """Rewrite the graph, and the bodies that it calls, in place; returns the number of rewrites."""
+        """Rewrite the graph, and the bodies that it calls, in place; return the number of rewrites."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """One entry of a graph's history: what ran, how many rewrites, how long it took (seconds)."""
+    """One entry of a graph's history: the pass that ran, its number of rewrites, its time in seconds."""
 
     name: str
     rewrites: int
@@ -48,16 +48,16 @@ class Applied:
 
 
 Watch = Callable[[Pass | None, GraphModule], None]
-"""Sees a graph after each pass; None stands for AOTAutograd, which wrote the graph before the first pass."""
+"""Called with the graph after each pass; None stands for AOTAutograd, which wrote the graph before the first pass."""
 
 
 def run_passes(passes: Sequence[Pass], gm: GraphModule, watch: Watch | None = None) -> list[Applied]:
     """Run the passes in order. Raises PassError, naming the pass and those before it, if one fails.
 
-    Around each pass the graph and its bodies are checked, compiled anew and timed, and `watch(pass, gm)` is called.
+    After each pass the runner checks and recompiles the graph and its bodies, and calls `watch(pass, gm)`.
     """
     history: list[Applied] = []
-    known: dict[Any, torch.dtype] = {}  # to the verifier
+    computed_dtypes: dict[Any, torch.dtype] = {}  # dtypes that `verify` computed for earlier passes
     for current in passes:
         start = time.perf_counter()
         try:
@@ -66,7 +66,7 @@ def run_passes(passes: Sequence[Pass], gm: GraphModule, watch: Watch | None = No
                 graph.graph.lint()
                 graph.recompile()
             if VERIFY:
-                verify(gm, known)
+                verify(gm, computed_dtypes)
         except AmpError:
             raise
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What the passes share about graphs: fake values, regions, decisions, where a node came from; copying and erasing."""
+"""Helpers that passes share: fake values, regions, decisions and sources of nodes; copying and erasing nodes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ EXIT = regions.EXIT_AUTOCAST
 _OURS = os.path.dirname(dtypes.__file__) + os.sep
 _BELOW_AUTOGRAD = frozenset({"_get_data_attr", "_lower_version_count_by_1"})
 CONSTANT = "amp_constant"  # in `node.meta` of an input that is a known constant: its largest finite magnitude
-UNDECIDED = "amp_undecided"  # in `gm.meta` as long as the values are those that autocast gave while tracing
+UNDECIDED = "amp_undecided"  # in `gm.meta` until casts are inserted: values still have the dtypes of the autocast trace
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What `assign_precision` decides about one node, and why; `insert_casts` acts on it and on nothing else."""
+    """The decision of `assign_precision` about one node, with its reason; `insert_casts` acts on nothing else."""
 
     because: str
     result: Any = None
@@ -46,13 +46,13 @@ class Decision:
     narrow: torch.dtype | None = None
     """The dtype the result is cast to."""
     regions: Regions | None = None
-    """The autocast state that a stretch left alone runs under."""
+    """The autocast state under which a part of the graph that isn't rewritten runs."""
     known: bool = True
-    """False for ops that the policy has never heard of."""
+    """False for other libraries' ops without a rule, and for parts left to the dispatcher's autocast."""
     clamps: Mapping[Node, float] = field(default_factory=dict)
-    """The constants to clamp to a magnitude before they are written."""
+    """The constants to clamp before they are written, with the largest magnitude."""
     bodies: Mapping[Node, GraphModule] = field(default_factory=dict)
-    """Copies to call in the place of bodies that other calls, with other dtypes, share."""
+    """Copies to call instead of bodies that calls with other dtypes share."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Cast:
     op: str
     because: str
     fate: tuple[str, ...] = ("inserted",)
-    """What became of it, in order: inserted, hoisted, shared, folded, moved, fused."""
+    """What passes did to it, in order: inserted, hoisted, shared, folded, moved, fused."""
     number: int = field(default_factory=itertools.count().__next__, compare=False)
-    """Stays with the record as its fate grows: tells whether the cast is still there."""
+    """Identifies the cast when `fate` grows, so that a reader can tell if the cast is still in the graph."""
 
 
 class Regions:
@@ -80,48 +80,48 @@ class Regions:
         return dtype if enabled else None
 
     def enter(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> None:
-        """Follow a `_enter_autocast` node."""
+        """Update the state at an `_enter_autocast` node."""
         before = self._states.get(device_type, (False, torch.bfloat16))
         self._saved.append((device_type, before))
         self._states[device_type] = (enabled, dtype or before[1])
 
     def leave(self) -> None:
-        """Follow the `_exit_autocast` node of the innermost region."""
+        """Restore the state at the `_exit_autocast` node of the innermost region."""
         device_type, before = self._saved.pop()
         self._states[device_type] = before
 
     def copy(self) -> Regions:
-        """The state handed to a body: what it enters, it leaves."""
+        """A copy of the state for a body, which leaves every region that it enters."""
         return Regions(self._states)
 
     def off(self) -> Regions:
-        """The same devices, autocast off everywhere: custom backwards run as written."""
+        """A copy with autocast off on all devices, for custom backwards, which run as written."""
         return Regions({device: (False, dtype) for device, (_, dtype) in self._states.items()})
 
     def key(self) -> tuple[Any, ...]:
-        """A hashable summary, equal where decisions are equal."""
+        """A hashable summary of the state: equal keys give equal decisions."""
         return tuple(sorted((d, str(s)) for d, s in self._states.items()))
 
 
 def is_castable(value: Any) -> bool:
-    """Whether autocast may cast a value: a dense float32, bfloat16 or float16 tensor, no quantized subclass."""
+    """True if autocast may cast a value: a dense float32, bfloat16 or float16 tensor, no quantized subclass."""
     if not isinstance(value, torch.Tensor) or value.dtype not in FLOATS:
         return False
     if value.layout not in (torch.strided, torch.jagged):
         return False
-    # Of the tensors that hold others, those that hold the same numbers.
+    # Of the wrapper subclasses only those whose inner tensors hold the same numbers.
     return not is_traceable_wrapper_subclass(value) or type(value).__name__ in ("DTensor", "NestedTensor")
 
 
 def to_dtype(value: Any, dtype: torch.dtype | None) -> Any:
-    """A tensor cast to a dtype; what has it already, and what is no tensor, as it is."""
+    """Cast a tensor to a dtype; return a tensor that has the dtype already, or another value, unchanged."""
     return value.to(dtype) if dtype is not None and isinstance(value, torch.Tensor) and value.dtype != dtype else value
 
 
 def device_type_of(values: list[Any]) -> str | None:
-    """The device type whose autocast key acts on an op: that of its tensors, the accelerator's before the CPU's."""
-    found = [v.device.type for v in values if isinstance(v, torch.Tensor)]
-    return next((d for d in found if d != "cpu"), found[0] if found else None)
+    """The device type whose autocast applies to an op: that of its tensors, an accelerator's before the CPU's."""
+    device_types = [v.device.type for v in values if isinstance(v, torch.Tensor)]
+    return next((d for d in device_types if d != "cpu"), device_types[0] if device_types else None)
 
 
 def placeholders(gm: GraphModule) -> list[Node]:
@@ -130,31 +130,31 @@ def placeholders(gm: GraphModule) -> list[Node]:
 
 
 def is_static(placeholder: Node) -> bool:
-    """Whether Dynamo marked a graph input as staying put: a parameter, a buffer, a tensor that an attribute holds."""
+    """True if Dynamo marked an input as static in memory: a parameter, a buffer, a tensor that an attribute holds."""
     return placeholder.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
 
 
 def changes_state(node: Node) -> bool:
-    """Whether a captured node sets a mode and computes nothing: grad mode, inference mode, which attention kernels."""
+    """True if a captured node only sets a mode: grad mode, inference mode, the choice of attention kernels."""
     of_op = isinstance(node.target, OpOverload | HigherOrderOperator)
     return node.op == "call_function" and not of_op and node.meta.get("val", node) is None
 
 
 def is_below_autograd(target: Any) -> bool:
-    """Whether a call is Dynamo's form of reading or assigning `tensor.data`: it shares memory behind autograd's back.
+    """True if a call is Dynamo's form of reading or assigning `tensor.data`, which shares memory unseen by autograd.
 
-    No tracer sees it either. AOTAutograd, and a graph that runs as it is, treat it as eager mode does.
+    No tracer records it either. AOTAutograd, and a graph that runs without it, treat the call as eager mode does.
     """
     return getattr(target, "__name__", "") in _BELOW_AUTOGRAD
 
 
 def held_tensors(gm: GraphModule) -> dict[str, torch.Tensor]:
-    """The tensors that a graph holds as attributes though they change: parameters and state of compiled optimizers."""
+    """The tensors that a graph holds as attributes and that change: parameters and state of compiled optimizers."""
     return {name: getattr(gm, name) for name in getattr(gm, "_param_name_to_source", ()) if hasattr(gm, name)}
 
 
 def bodies(gm: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
-    """The graphs that higher-order ops call: (their `get_attr` node, the graph)."""
+    """Yield the graphs that higher-order ops call: (the `get_attr` node, the graph)."""
     for node in gm.graph.find_nodes(op="get_attr"):
         body = getattr(gm, str(node.target), None)
         if isinstance(body, GraphModule):
@@ -162,9 +162,9 @@ def bodies(gm: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
 
 
 def graphs(gm: GraphModule) -> Iterator[GraphModule]:
-    """A graph and the bodies that its higher-order ops call, and theirs: each once, a caller before what it calls.
+    """Yield a graph and, recursively, the bodies that its higher-order ops call: each once, callers first.
 
-    A body counts if it is there when the walk comes to it: a pass may change the graph that it was handed.
+    The walk reads a graph's bodies after yielding the graph, so a pass may change the graph that it is given.
     """
     pending, seen = [gm], set[int]()
     while pending:
@@ -176,26 +176,26 @@ def graphs(gm: GraphModule) -> Iterator[GraphModule]:
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
-    """A graph once more, which later changes of `gm` leave alone; constants and bodies are the same objects."""
+    """Copy a graph, so that later changes of `gm` don't reach the copy; constants and bodies stay the same objects."""
     return GraphModule(gm, copy.deepcopy(gm.graph))
 
 
 def call_on_values(node: Node) -> Any:
-    """What a call gives on its operands' fake values."""
+    """Run a call on its operands' fake values and return the fake result."""
     target: Any = node.target
     args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
     return target(*args, **kwargs)
 
 
 def insert_call(graph: Graph, target: Any, operand: Node, *args: Any) -> Node:
-    """A call of an op where the graph is being inserted into, with its value, and for the rest its operand's `meta`."""
+    """Insert a call of an op at the graph's insertion point, with its fake value and otherwise its operand's `meta`."""
     node = graph.call_function(target, (operand, *args))
     node.meta = {**operand.meta, "val": call_on_values(node)}
     return node
 
 
 def erase_unread(nodes: Sequence[Node]) -> None:
-    """Erase those that have no user left, the last one first. They must be free of effects."""
+    """Erase the nodes that have no user left, the last one first. They must have no side effects."""
     for node in reversed(nodes):
         if not node.users:
             node.graph.erase_node(node)
@@ -207,7 +207,7 @@ def module_path(node: Node) -> str:
 
 
 def current_module_path() -> str:
-    """The same, of the node that an `fx.Interpreter` is running."""
+    """The module path of the node that an `fx.Interpreter` is running."""
     return _path_of(torch.fx.traceback.get_current_meta().get("nn_module_stack"))
 
 
@@ -216,7 +216,7 @@ _names: ContextVar[Mapping[str, str]] = ContextVar("names", default=MappingProxy
 
 @contextlib.contextmanager
 def name_modules(names: Mapping[str, str]) -> Iterator[None]:
-    """Meanwhile `module_path` knows these modules: the `id` of a module, as a string, to its path."""
+    """Let `module_path` use these names inside the context: the `id` of a module, as a string, to its path."""
     token = _names.set(names)
     try:
         yield
@@ -225,9 +225,9 @@ def name_modules(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _path_of(stack: Mapping[str, tuple[str, Any]] | None) -> str:
-    """The path of the innermost module that has a name, and from there on as Dynamo spells it.
+    """The path of the innermost module in `name_modules`, and from there on as Dynamo spells it.
 
-    Dynamo itself spells from the frame it compiles, which is in the middle of a model after a graph break.
+    Dynamo spells paths from the frame it compiles, which is in the middle of a model after a graph break.
     """
     if not stack:
         return ""
@@ -248,7 +248,7 @@ def _to_dotted(path: str) -> str:
 
 
 def source_line(node: Node) -> str:
-    """The user's line a node came from, `file:line`, not one of ours that it went through; empty if unknown."""
+    """The user's source line of a node, `file:line`, skipping frames of this package; empty if unknown."""
     trace = node.meta.get("stack_trace") or ""
     frames = [place for place in re.findall(r'File "([^"]+)", line (\d+)', trace) if not place[0].startswith(_OURS)]
     return ":".join(frames[-1]) if frames else ""

@@ -1,7 +1,7 @@
-"""Every pass in the order it runs, by phase; a comment says what the pass needs from those before it.
+"""All passes in the order in which they run, by phase; a comment says what a pass needs from earlier ones.
 
-The phases `pipeline` and `fusion` see a graph that `capture` made of one of Dynamo's. `after` sees forward and
-backward as one graph, `replay` a graph that torch's own autograd differentiates.
+The phases `pipeline` and `fusion` work on a graph that `capture` made of one of Dynamo's, `after` on the joint graph
+of forward and backward, `replay` on a graph that torch's own autograd differentiates.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ def pipeline(
     is_weight: IsWeight,
     is_registered: IsWeight = lambda index, node: True,
 ) -> tuple[Pass, ...]:
-    """Passes on the captured graph: decide, insert the casts, tidy them, and take those of weights out of it.
+    """Passes on the captured graph: decide dtypes, insert casts, tidy them, and hoist those of weights.
 
-    `regions` is the autocast state around it. The others: see `HoistWeights`.
+    `regions` is the autocast state around the graph. `is_weight`, `is_registered`: see `HoistWeights`.
     """
     gradients = torch.is_grad_enabled()
     passes: tuple[Pass, ...] = (
         AssignPrecision(options.policy, regions, options.range_guards),  # needs a captured graph with its fakes
         InsertCasts(),  # needs a decision on every node
         SplitCastsOverCat(),  # before folding, which then finds parts that were widened
-        FoldCasts(gradients, options.numerics == "relaxed"),  # needs every cast, ours and the user's
+        FoldCasts(gradients, options.numerics == "relaxed"),  # needs all casts, ours and the user's
         MoveCasts(gradients),  # after folding, which looks through the same ops
     )
     if options.weights == "cached":
-        # Needs every cast in place: what is left to cast is a weight's own.
+        # Needs all casts in their final places: those that still read a weight are the weight's own.
         emulated = options.emulated()
         passes += (HoistWeights(is_weight, is_registered, emulated),)
         asserting = dict(options.inductor).get("size_asserts")  # of strides, which an opaque tensor hasn't
@@ -76,39 +76,39 @@ def pipeline(
 
 
 def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
-    """Passes on the rewritten graph that put fused kernels in the place of whole ops, before differentiation.
+    """Passes on the rewritten graph that replace whole ops by fused kernels, before differentiation.
 
-    Empty where there is nothing to look for: without a GPU, unless the user names families. With `lower="eager"`
-    autograd itself differentiates the graph, twice if asked, which a fused op can't be.
+    Empty without a GPU, unless the user names families, and with `lower="eager"`: there autograd itself differentiates
+    the graph, twice if asked, and a fused op has no second derivative.
     """
     if options.lower == "eager" or (options.fuse == "auto" and device_type != "cuda"):
         return ()
     cost = FusionCost(options.fuse)
     passes: tuple[FusePass, ...] = (
-        FuseLinearCrossEntropy(cost),  # before what takes its layer alone
+        FuseLinearCrossEntropy(cost),  # before the pass that would fuse its linear layer alone
         FuseLinearCast(cost, torch.is_grad_enabled()),  # needs the casts of weights that weren't hoisted
     )
     return tuple(each for each in passes if cost.considers(each.family))
 
 
 def after(emulated: frozenset[torch.dtype] = frozenset(), small: bool = False) -> tuple[Pass, ...]:
-    """Passes on the joint graph of forward and backward, or on forward alone where no gradient is asked for.
+    """Passes on the joint graph of forward and backward, or on forward alone where no gradients are needed.
 
-    Nothing is added up between two casts there any more, so merging them no longer merges their gradients.
+    The sums of gradients are explicit nodes there, so merging two casts doesn't merge their gradients any more.
     `emulated`, `small`: which products run in float32 on the CPU, see `Options.emulated` and `Options.widens_small`.
     """
     return (
-        BindWeights(),  # first: the others know copies of weights as inputs
+        BindWeights(),  # first: the other passes expect copies of weights as plain inputs
         DropCasts(),  # before sharing: it looks only through values with one reader
-        WidenLate(),  # after dropping: of what is still widened
-        WidenWeightGradients(emulated),  # after dropping: needs what is left of the casts of gradients
-        *([WidenProducts(emulated, small)] if emulated or small else []),  # after: what writes float32 isn't rounded
-        ShareEveryCast(),  # needs every cast, and no more than one tensor for each value
+        WidenLate(),  # after dropping: moves only the widening casts that are left
+        WidenWeightGradients(emulated),  # after dropping: needs the casts of gradients that are left
+        *([WidenProducts(emulated, small)] if emulated or small else []),  # then: float32 results aren't rounded
+        ShareEveryCast(),  # needs all casts, and at most one tensor for each value
         AddEmbeddingGradients(),  # after widening: a product written in float32 may be added to
-        WriteForProducts(),  # needs every cast where it stays
+        WriteForProducts(),  # needs all casts in their final places
         DropRoundings(),
         RecomputeCasts(),  # marks the casts that are left
-        SaveOldValues(),  # last: its marks override those that say what to compute again
+        SaveOldValues(),  # last: its marks override those that ask for recomputation
     )
 
 
@@ -116,5 +116,5 @@ def replay() -> tuple[Pass, ...]:
     """Passes on a rewritten graph that torch's own autograd differentiates, once or more, as it runs."""
     return (
         EnableSecondBackward(),  # needs custom functions as capture left them
-        BindWeightsEagerly(),  # needs hoisted weights; turns nested regions into calls that autograd goes into
+        BindWeightsEagerly(),  # needs hoisted weights; turns nested regions into calls that autograd traces
     )

@@ -1,4 +1,4 @@
-"""Valid in, valid out: recompute the dtype of every value and compare it with what the graph claims."""
+"""Verify a graph between passes: recompute the dtype of every value and compare it with the recorded one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .graph import UNDECIDED, graphs, source_line
 
 
 def verify(gm: GraphModule, known: dict[Any, torch.dtype] | None = None) -> None:
-    """Raise AssertionError at the first op whose fake value has another dtype than running it again gives.
+    """Raise AssertionError at the first op whose fake value has another dtype than running the op again gives.
 
-    Until the casts are inserted a graph's values are those of the autocast trace, which its ops alone don't give.
-    `known`: what ops on such operands gave before; a graph that is verified after each of many passes runs each once.
+    Skips graphs before `InsertCasts`: their values come from the autocast trace, and the ops alone give other dtypes.
+    `known`: cache of result dtypes by op and operands, so that verifying after each of many passes runs an op once.
     """
     if UNDECIDED in gm.meta:
         return
@@ -45,6 +45,6 @@ def _verify(node: Node, known: dict[Any, torch.dtype]) -> None:
 
 
 def _kind(value: torch.Tensor) -> tuple[Any, ...]:
-    """All that the dtype of a result may depend on."""
+    """The properties of an operand that the dtype of a result may depend on."""
     strides = value.stride() if value.layout is torch.strided else ()
     return type(value).__name__, value.dtype, value.device, value.layout, tuple(value.shape), strides

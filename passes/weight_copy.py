@@ -1,4 +1,4 @@
-"""A weight's copy as a graph input, and the op that stands for its cast until the graph is differentiated."""
+"""The copy of a weight as a graph input, and the placeholder op for the weight's cast until differentiation."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from ampcompile.kernels.packed_conv import Blocks
 
 @dataclass(frozen=True)
 class Slot:
-    """A copy that a graph reads as an input: the index of the weight among the graph's inputs, dtype and layout."""
+    """A weight's copy that a graph reads as an input: the index of the weight among the inputs, dtype and layout."""
 
     weight: int
     dtype: torch.dtype
     blocks: Blocks | None = None
-    """What it is packed for; None: strided as the weight."""
+    """The blocks it is packed in; None: strided as the weight."""
     wide: bool = False
-    """Whether the copy holds its numbers, rounded to `dtype`, as float32."""
+    """True if the copy holds its numbers, rounded to `dtype`, as float32."""
     on_trial: bool = False
-    """Whether the tensor is neither a parameter nor a registered buffer: its copy is kept once it has stayed the same
-    for some calls."""
+    """True if the tensor is neither a parameter nor a registered buffer: its copy is kept only after the tensor has
+    stayed the same for some calls."""
 
 
 @torch.library.custom_op("ampcompile::weight_copy", mutates_args=())
 def weight_copy(weight: torch.Tensor, copy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`weight` in `dtype`, as `copy` holds it up to date; gradients flow to `weight`, in its dtype.
+    """`weight` in `dtype`, read from its up-to-date `copy`; gradients flow to `weight`, in its dtype.
 
-    It never runs: a `torch.library` op may not return its input. `bind_weights` replaces it on the joint graph,
-    and a graph that runs as it is uses `read_copy`.
+    The op never runs: a `torch.library` op may not return its input. `bind_weights` replaces it on the joint graph,
+    and a graph that torch's own autograd differentiates uses `read_copy`.
     """
     raise AssertionError("weight_copy must be bound before it runs")
 
@@ -64,5 +64,5 @@ class _ReadCopy(torch.autograd.Function):
 
 
 def read_copy(weight: torch.Tensor, copy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`weight_copy` for a graph that is run as it is, with torch's own autograd; differentiable twice."""
+    """`weight_copy` for a graph that torch's own autograd differentiates as it runs; differentiable twice."""
     return _ReadCopy.apply(weight, copy, dtype)

@@ -1,4 +1,4 @@
-"""The user's own model under eager autocast, Inductor with autocast, and amp: timed in turn, medians."""
+"""Time the user's own model under eager autocast, Inductor with autocast, and amp, in turn; medians."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROUND = 0.05  # seconds that the fastest candidate's share of a round lasts, at 
 
 @dataclass
 class Times:
-    """One candidate. `seconds` of one call, a figure for each round; or why it doesn't run."""
+    """Times of one candidate: `seconds` of one call, one for each round; or the error that it raised."""
 
     name: str
     first_call: float = 0.0
@@ -47,7 +47,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Results:
-    """What was measured: "training" is forward and backward, with weights that changed since the last call."""
+    """The results of a benchmark. "training" is forward and backward, with weights changed since the last call."""
 
     work: str
     device: str
@@ -74,7 +74,7 @@ class _Candidate:
 def bench(
     target: Target, options: dict[str, Any], gradients: bool, seconds: float, console: Console | None = None
 ) -> Results:
-    """Time every candidate for about `seconds` in all, after it was compiled and warmed up."""
+    """Time all candidates for about `seconds` in total, after compiling and warming up each."""
     modules = list(modules_of(target.f))
     parameters = [p for module in modules for p in module.parameters()]
     device = parameters[0].device.type if parameters else device_of_arguments(target.args, target.kwargs)
@@ -140,7 +140,7 @@ def _measure(candidates: list[_Candidate], seconds: float, progress: Progress) -
         try:
             candidate.times.first_call = candidate.seconds()
             candidate.seconds(2)
-        except Exception as error:  # whatever a compiler raises is that candidate's result
+        except Exception as error:  # any error of a compiler is that candidate's result
             candidate.times.failed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             running.remove(candidate)
         progress.advance(task)

@@ -1,4 +1,4 @@
-"""What this machine has and can do, and whether low precision is likely to pay on it: measured, not guessed."""
+"""Examine this machine: versions, devices, and by measurement whether low precision is likely to pay on it."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ _UNITS = {
     "bf16": "bf16 (Arm)",
     "asimdhp": "fp16 (Arm)",
 }
-# Rows of a product with a square matrix: a token at a time reads memory, many rows compute.
+# Rows of a product with a square matrix: one row is bound by memory, many rows by arithmetic.
 _ROWS = {"one row": 1, "many rows": 1024}
 _WIDTH = {"cpu": 1024, "cuda": 4096}
-ENOUGH = 0.5  # seconds for one product in one dtype: without units for it, it takes hundreds of times as long
+ENOUGH = 0.5  # seconds for one product in one dtype: a dtype without units takes hundreds of times as long
 
 
 def examine(console: Console | None = None, rounds: int = 15) -> dict[str, Any]:
-    """Everything that is found, as plain values."""
+    """All findings, as plain values."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     versions = {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__}
     found: dict[str, Any] = {
-        "load": os.getloadavg()[0],  # before any work of ours
+        "load": os.getloadavg()[0],  # before our own work
         "versions": {"python": platform.python_version(), **versions},
         "devices": [_cpu(), *(_gpu(i) for i in range(torch.cuda.device_count()))],
     }
@@ -112,14 +112,14 @@ def _products(device: str, rounds: int) -> list[dict[str, Any]]:
             for dtype, multiply in products.items():
                 if sum(seconds[dtype]) < ENOUGH:
                     seconds[dtype].append(time_call(device, multiply))
-        # Medians leave out the first call, which packs, tunes and wakes up.
+        # Medians leave out the first call, which packs, tunes and starts threads.
         medians = {short_name(d): statistics.median(times[1:] or times) for d, times in seconds.items()}
         results.append({"device": device, "work": name, "shape": [rows, width, width], "seconds": medians})
     return results
 
 
 def _product(rows: int, width: int, device: str, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    """A product in a dtype, as our compiled graphs run it there."""
+    """A product in a dtype, run as our compiled graphs run it on that device."""
     a = torch.randn(rows, width, device=device).to(dtype)
     b = torch.randn(width, width, device=device).to(dtype)
     if not is_emulated(device, dtype):
@@ -151,7 +151,7 @@ def _missing(cuda: bool) -> list[str]:
 
 
 def _advice(device: str, products: list[dict[str, Any]]) -> list[str]:
-    """A line for each kind of product: whether the device's low-precision type is faster than float32."""
+    """A line for each kind of product: the speed of the device's low-precision type against float32."""
     low = short_name(torch.get_autocast_dtype(device))
     lines = []
     for product in (p for p in products if p["device"] == device):
@@ -166,7 +166,7 @@ def _advice(device: str, products: list[dict[str, Any]]) -> list[str]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """What was found as text."""
+    """The findings as text."""
     rows = [(name, number or "not installed") for name, number in found["versions"].items()]
     for device in found["devices"]:
         units = ", ".join(device["low_precision_units"]) or "no low-precision units"

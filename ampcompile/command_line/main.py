@@ -1,4 +1,4 @@
-"""The command line: arguments, and what is printed. Results go to stdout, progress and errors to stderr."""
+"""The command line: arguments and output. Results go to stdout, progress and errors to stderr."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _INSIDE = ("<frozen", f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[
 _AGAINST = {"float64": torch.float64, "float32": torch.float32}
 
 Result = tuple[Any, Callable[[], str]]
-"""What `--json` prints, and what is printed without it."""
+"""The value that `--json` prints, and the text printed without it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, or 2 for what the user got wrong."""
+    """Run one command; return the exit status: 0, or 2 for an error of the user's."""
     arguments = _parser().parse_args(argv)
     progress = Console(stderr=True)
     try:
@@ -90,22 +90,22 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _load(arguments: argparse.Namespace, progress: Console) -> Target:
-    """The target, once all else that was asked for is known to make sense."""
+    """Load the target, after checking all other arguments."""
     Options.parse(_options(arguments))
     with saying(progress, f"loading {arguments.target}"):
         try:
             return load(arguments.target)
         except AmpError:
             raise
-        except Exception as error:  # whatever a module or factory of the user's raises
+        except Exception as error:  # the user's module or factory may raise any error
             raise CommandLineError(_of_user(error, arguments.target)) from error
 
 
 def _of_user(error: Exception, target: str) -> str:
-    """What a module or factory raises, in a line: what, where the user's own code stands, and what to do."""
+    """One line about an error of a module or factory: the error, the user's own source line, and the remedy."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(_INSIDE)]
-    # What doesn't parse has no frame, but says its line itself.
+    # A file that doesn't parse has no frame, but a SyntaxError names its line itself.
     where = f" at {theirs[-1]}" if theirs and not isinstance(error, SyntaxError) else ""
     reason = next(iter(str(error).splitlines()), "").rstrip(".")
     return (

@@ -1,4 +1,4 @@
-"""What is being done, on stderr: a spinner or bar on a terminal, a line for each step elsewhere."""
+"""Progress on stderr: a spinner or bar on a terminal, a line for each step elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Say = Callable[[str], None]
 
 @contextlib.contextmanager
 def saying(console: Console, words: str) -> Iterator[Say]:
-    """Say what is done meanwhile; yields what to call with each further step."""
+    """Show `words` during the context; yields a function that shows a further step."""
     if console.is_terminal:
         with console.status(words) as status:
             yield status.update
@@ -23,5 +23,5 @@ def saying(console: Console, words: str) -> Iterator[Say]:
 
 
 def lines(console: Console) -> Say:
-    """What prints each step on a line of its own."""
+    """A function that prints each step on a line of its own."""
     return lambda words: console.print(words, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What the command line runs: `package.module:factory` or `file.py:factory`, which returns a model and its inputs."""
+"""The target of a command: `package.module:factory` or `file.py:factory`, which returns a model and its inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXPECTED = f"expected {_RETURNED}"
 
 @dataclass(frozen=True)
 class Target:
-    """A module or function, and the arguments of the call to look at."""
+    """A module or function, and the arguments of the call to examine."""
 
     f: Callable[..., Any]
     args: tuple[Any, ...]
@@ -29,9 +29,9 @@ class Target:
 
 
 def load(spelling: str) -> Target:
-    """Import and call the factory, and call the model once. Raises CommandLineError, also where the model raises.
+    """Import and call the factory, and call the model once. Raises CommandLineError, also if the model raises.
 
-    What the factory itself raises goes through.
+    Errors of the factory itself propagate.
     """
     place, colon, name = spelling.rpartition(":")
     if not (place and colon and name):
@@ -74,7 +74,7 @@ def load(spelling: str) -> Target:
 
 
 def _of_file(path: Path) -> tuple[str, str]:
-    """The folder to import a file from, and its module's name there: with the packages that it is in."""
+    """The folder from which to import a file, and its module's name there, with the packages that contain it."""
     if not path.is_file():
         raise CommandLineError(f"found no file {path}; expected a Python file. Write its path from the current folder.")
     folder, names = path.resolve().parent, [path.stem]
@@ -84,11 +84,11 @@ def _of_file(path: Path) -> tuple[str, str]:
 
 
 def _call_once(target: Target, spelling: str) -> None:
-    """Without any of ours, so that what is wrong with the arguments is said before all else."""
+    """Call the model once without ampcompile, so that errors in the arguments are reported first."""
     try:
         with preserve_state(target.f, target.args, target.kwargs), torch.no_grad():
             target.f(*target.args, **target.kwargs)
-    except Exception as error:  # whatever a model raises
+    except Exception as error:  # a model may raise any error
         reason = next(iter(str(error).splitlines()), "").rstrip(".")
         raise CommandLineError(
             f"{spelling} returned a model that raises {type(error).__name__} when it is called: {reason}. Expected one "

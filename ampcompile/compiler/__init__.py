@@ -1,1 +1,1 @@
-"""The backend: what happens between `torch.compile` and the code that runs, and around each call of it."""
+"""The backend: the compiler between `torch.compile` and the code that runs, and the work around each call."""

@@ -1,7 +1,7 @@
-"""Every call of an amp-compiled callable runs, and Dynamo traces it, under autocast.
+"""Run every call of an amp-compiled callable under autocast, under which Dynamo also traces it.
 
-Code that reads a dtype (`.to(h.dtype)`, `finfo(h.dtype).min`, a branch) then sees eager autocast's dtypes, pieces
-between graph breaks are autocast too, and a graph that begins in a disabled region differs from one without autocast.
+Code that reads a dtype (`.to(h.dtype)`, `finfo(h.dtype).min`, a branch) then sees eager autocast's dtypes, code between
+graph breaks is under autocast too, and a graph that begins in a disabled region differs from one without autocast.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from .call_state import current_call
 
 
 def runs_as_written(device_type: str) -> bool:
-    """Whether no autocast is to act: the device has none, or the call stands in a region that asks for float32."""
+    """True if a call runs without autocast: the device has none, or the user disabled it around the call."""
     return not autocast.is_available(device_type) or open_regions.disabled_by_user(device_type)
 
 
 @contextlib.contextmanager
 def autocast_for(device_type: str, options: Options) -> Iterator[None]:
-    """The autocast state that a graph is rewritten in.
+    """Enter the autocast state in which a graph is rewritten.
 
-    In a call of an amp-compiled callable that is the state as it is: the call's own, or that of a region of the
-    user's in which the graph is called. Elsewhere: the options' dtype beats an ambient one beats the device's default.
+    In a call of an amp-compiled callable this is the current state: the call's own, or that of the user's region around
+    the graph. Elsewhere the options' dtype beats an ambient autocast's, which beats the device's default.
     """
     mixed_operands.install(device_type)
     if current_call.callable is not None:
@@ -59,7 +59,7 @@ def autocast_for(device_type: str, options: Options) -> Iterator[None]:
 
 
 def device_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The device type of the first tensor among the arguments; without one the accelerator's, or the CPU's."""
+    """The device type of the first tensor among the arguments; without tensors the accelerator's, or the CPU's."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value.device.type
@@ -71,7 +71,7 @@ def device_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def device_finder(fn: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], str]:
-    """How to tell a callable's device at each call: a module's first parameter says it, else its arguments do."""
+    """Return a function that finds a call's device type: of the module's first parameter, else of the arguments."""
     module = getattr(fn, "__self__", None)
     if not isinstance(module, torch.nn.Module):
         return device_of_arguments
@@ -88,13 +88,13 @@ def device_finder(fn: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], str]:
 def _first_parameter(module: torch.nn.Module) -> tuple[torch.nn.Module | None, str]:
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
-            if parameter is not None and not parameter.is_meta:  # whose numbers come from elsewhere in the call
+            if parameter is not None and not parameter.is_meta:  # the call takes a meta parameter's numbers elsewhere
                 return owner, name
     return None, ""
 
 
 def options_of(backend: Any) -> Options | None:
-    """The options that a backend of ours was given, by what Dynamo holds; None for others. Raises OptionError."""
+    """The options of a backend of ours, from the object that Dynamo holds; None for others. Raises OptionError."""
     read = getattr(getattr(backend, "compiler_fn", backend), "amp_options", None)
     return None if read is None else read(**getattr(backend, "kwargs", {}))
 
@@ -104,7 +104,7 @@ def _is_ours(backend: Any) -> bool:
 
 
 def _shapes_and_breaks(backend: Any, dynamic: bool | None, fullgraph: bool) -> tuple[bool | None, bool]:
-    """`dynamic` and `fullgraph` as our options ask, else as torch.compile was told. Raises OptionError."""
+    """`dynamic` and `fullgraph` from our options, else from torch.compile's arguments. Raises OptionError."""
     options = options_of(backend)
     if options is None:
         return dynamic, fullgraph
@@ -142,8 +142,8 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
 
     @functools.wraps(compiled)
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
-        looking, opened = optimize_contexts.set_frame_callback(None), None
-        called, cached = current_call.callable, torch.is_autocast_cache_enabled()
+        callback, opened = optimize_contexts.set_frame_callback(None), None
+        outer, cached = current_call.callable, torch.is_autocast_cache_enabled()
         try:
             try:
                 device_type = device_of(args, kwargs)
@@ -151,21 +151,21 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
                 current_call.callable = fn
                 ambient = autocast.is_on(device_type)
                 if not ambient and runs_as_written(device_type):
-                    if options.dtype is not None and called is None and autocast.is_available(device_type):
+                    if options.dtype is not None and outer is None and autocast.is_available(device_type):
                         warn_of_region(device_type)
                     return calls.run(*args, **kwargs)
-                theirs, widening = torch.get_autocast_dtype(device_type), widens and called is None and not ambient
-                low = options.dtype or theirs
+                before, widening = torch.get_autocast_dtype(device_type), widens and outer is None and not ambient
+                low = options.dtype or before
                 torch.set_autocast_cache_enabled(False)
-                if not ambient or low is not theirs:  # as a region of `torch.autocast`, which takes thrice the time
-                    opened = device_type, ambient, theirs
+                if not ambient or low is not before:  # does what `torch.autocast` does, in a third of its time
+                    opened = device_type, ambient, before
                     torch.set_autocast_dtype(device_type, low)
                     torch.set_autocast_enabled(device_type, autocast.takes(device_type, low))
                 return widen_outputs.call(calls.run, args, kwargs, low, widening, module)
             finally:
-                _restore(called, looking, cached, opened)
-        except BaseException:  # it may have come while that was done
-            _restore(called, looking, cached, opened)
+                _restore(outer, callback, cached, opened)
+        except BaseException:  # an interrupt may have come during `_restore`
+            _restore(outer, callback, cached, opened)
             raise
 
     optimize_contexts.pass_over(under_autocast)
@@ -184,10 +184,10 @@ def _warn_of_region(fn: Any, dtype: torch.dtype | None, device_type: str) -> Non
     )
 
 
-def _restore(called: Any, looking: Any, cached: bool, opened: tuple[str, bool, torch.dtype] | None) -> None:
-    """Leave the thread as it was before a call."""
-    current_call.callable = called
-    optimize_contexts.set_frame_callback(looking)
+def _restore(outer: Any, callback: Any, cached: bool, opened: tuple[str, bool, torch.dtype] | None) -> None:
+    """Restore the thread's state from before a call."""
+    current_call.callable = outer
+    optimize_contexts.set_frame_callback(callback)
     torch.set_autocast_cache_enabled(cached)
     if opened is not None:
         device_type, enabled, dtype = opened
@@ -199,7 +199,7 @@ optimize_contexts.pass_over(_restore)
 
 
 def _make_inlined(compiled: Any) -> Any:
-    """What Dynamo traces of a callable of ours that is called inside another function that it compiles."""
+    """The function that Dynamo traces for a callable of ours that is called inside another compiled function."""
     name, fn = getattr(compiled, "__qualname__", repr(compiled)), compiled._torchdynamo_inline
 
     def inlined(*args: Any, **kwargs: Any) -> Any:
@@ -211,7 +211,7 @@ def _make_inlined(compiled: Any) -> Any:
 
 @torch.compiler.assume_constant_result
 def _warn_inside_another(name: str) -> None:
-    """Warn if Dynamo is compiling for another backend, which then gets what was compiled for us."""
+    """Warn if Dynamo is compiling for another backend, which then compiles our callable too."""
     if current_call.callable is None:
         warnings.warn(
             f"{name} was compiled with backend 'amp' and is called inside a function that another backend compiles: "
@@ -224,7 +224,7 @@ def _warn_inside_another(name: str) -> None:
 
 @functools.cache
 def install() -> bool:
-    """Have torch.compile wrap what it compiles for a backend of ours; False, with one warning, if it can't be."""
+    """Let torch.compile wrap all callables that it compiles for our backend; False, with one warning, if it can't."""
     try:
         patches.install(
             patches.COMPILED_CALLS,

@@ -1,4 +1,4 @@
-"""The backend itself: `torch.compile(model, backend="amp")` ends here, once per graph that Dynamo finds."""
+"""The backend function, which `torch.compile(model, backend="amp")` calls once per graph that Dynamo finds."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from .widen_outputs import LEAVING, find_leaving, widen
 
 @dataclass(frozen=True)
 class Rewritten:
-    """One graph as Dynamo gave it and as it is lowered; `history` says what each pass did, `capture` first.
+    """One graph as given by Dynamo and as lowered; `history` has an entry for each pass, `capture` first.
 
-    A graph that is left to autocast has none, and is lowered as Dynamo gave it.
+    A graph that is left to autocast has no history, and is lowered as Dynamo gave it.
     """
 
     original: GraphModule
@@ -61,14 +61,14 @@ def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, wa
 
 
 def _leave(gm: GraphModule, example_inputs: Sequence[Any], options: Options, reason: str) -> Rewritten:
-    """Leave a graph to autocast, and say so."""
+    """Leave a graph to autocast, and report it."""
     left_to_autocast.warn_of_policy(reason, options.policy)
     gm.meta[LEFT] = reason
     if current_call.graphs is not None:
         current_call.graphs.add(gm)
     gm.meta.setdefault(LEAVING, find_leaving(gm, gm))
     for cast in gm.graph.find_nodes(op="call_function", target=widen):
-        cast.op, cast.target = "call_method", "float"  # which torch's caches know
+        cast.op, cast.target = "call_method", "float"  # a call that torch's caches accept
     gm.recompile()
     if (logged := logs.watcher(example_inputs)) is not None:
         logs.log_graph(logged.record(gm, gm, (), reason))
@@ -77,7 +77,7 @@ def _leave(gm: GraphModule, example_inputs: Sequence[Any], options: Options, rea
 
 @contextlib.contextmanager
 def _collect_rarely() -> Iterator[None]:
-    """Python's collector would walk Dynamo's whole heap again and again meanwhile: a quarter of the passes' time."""
+    """Run Python's garbage collector less often: walking Dynamo's whole heap takes a quarter of the passes' time."""
     young, *older = gc.get_threshold()
     gc.set_threshold(50 * young, *older)
     try:
@@ -121,7 +121,7 @@ def _warn_of_emulation(
     is_weight: Callable[[int, Node], bool],
     device_type: str,
 ) -> None:
-    """Warn, once, where a captured graph takes longer in a low type that the device only emulates."""
+    """Warn, once, if a captured graph takes longer in a low type that the device only emulates."""
     low = regions.precision(device_type)
     if low is None or not is_emulated(device_type, low) or not logs.may_warn_of_emulation():
         return
@@ -137,16 +137,16 @@ def _device_type(example_inputs: Sequence[Any]) -> str:
 
 
 def _weight_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], bool]:
-    """Whether a graph input is a weight: a parameter, or a buffer or attribute that Dynamo marked as staying put.
+    """Return a test if an input is a weight: a parameter, or a buffer or attribute that Dynamo marked as static.
 
-    One whose sizes are symbols changes its layout from call to call: it is cast in the graph.
+    A tensor whose sizes are symbols changes its layout from call to call, so it isn't one: it is cast in the graph.
     """
 
     def is_weight(index: int, node: Node) -> bool:
         value = example_inputs[index]
         marked = is_static(node) or isinstance(value, torch.nn.Parameter)
         if marked and value.is_cuda and not is_registered(index, node):
-            return False  # the host would wait for the device to see whether it is refilled
+            return False  # the host would have to wait for the device to learn if the tensor was refilled
         return marked and tracing.is_of_fixed_layout(node.meta["val"]) and weights.hoistable(value)
 
     is_registered = _registered_test(example_inputs)
@@ -154,7 +154,7 @@ def _weight_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], bool]:
 
 
 def _registered_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], bool]:
-    """Whether a graph input is a parameter or a module's buffer."""
+    """Return a test if a graph input is a parameter or a module's buffer."""
 
     def is_registered(index: int, node: Node) -> bool:
         return isinstance(example_inputs[index], torch.nn.Parameter) or dynamo_modules.is_registered(node)
@@ -171,5 +171,5 @@ def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callab
         return lower(graph, example_inputs, options)
 
 
-amp.amp_options = lambda **kwargs: Options.parse(**kwargs)  # type: ignore[attr-defined]  # how `ambient` knows us
+amp.amp_options = lambda **kwargs: Options.parse(**kwargs)  # type: ignore[attr-defined]  # marks our backend for `ambient`
 ambient.install()

@@ -1,4 +1,4 @@
-"""Our part of the key of Inductor's caches: a hash over all files that may decide what is compiled."""
+"""Our part of the key of Inductor's caches: a hash over all files that may affect compiled code."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from pathlib import Path
 
 import torch
 
-# Nothing in them changes what a graph becomes: they stand above the compiler, or do their work around the graph.
+# These rooms don't affect compiled graphs: they use the compiler, or work around a graph.
 _WITHOUT = frozenset({"auditing", "command_line", "explaining", "records", "scaler", "weights"})
 
 
 def cache_key(emulated: Set[torch.dtype], small: bool = False) -> str:
-    """What a compiled graph depends on besides the graph: the package, and the vectors and units of the CPU.
+    """The key of what compiled code depends on besides the graph: the package, the CPU's vectors and units.
 
-    Inductor's own keys leave out the CPU's vectors: what it wrote for AVX-512 is wrong where AVX2 is compiled for.
+    Inductor's own keys leave out the CPU's vectors: code that it wrote for AVX-512 is wrong when compiled for AVX2.
     """
     return " ".join([source_key(), torch.backends.cpu.get_cpu_capability(), str(small), *sorted(map(str, emulated))])
 
 
 @cache
 def source_key() -> str:
-    """The key of the installed package. It is read once per process, when the first graph is lowered."""
+    """The key of the installed package, computed once per process, when the first graph is lowered."""
     return key_of(covered_files())
 
 
 def covered_files() -> list[Path]:
     """The package's files that the key covers, passes, kernels and their C++ included."""
-    rooms = [find_spec(f"ampcompile.{name}") for name in ("passes", "kernels")]  # not beside us where we are edited
+    rooms = [find_spec(f"ampcompile.{name}") for name in ("passes", "kernels")]  # elsewhere in an editable install
     folders = [Path(folder) for room in rooms if room is not None for folder in room.submodule_search_locations or ()]
     own = Path(__file__).parents[1]
     folders += [folder for folder in own.iterdir() if folder.is_dir() and folder.name not in _WITHOUT]
@@ -38,7 +38,7 @@ def covered_files() -> list[Path]:
 
 
 def key_of(files: Iterable[Path]) -> str:
-    """A hash over the texts of files, and which of them they are."""
+    """A hash over the names and texts of files."""
     hashed = hashlib.sha256()
     for path in sorted(files):
         text = path.read_bytes()

@@ -11,20 +11,20 @@ import torch
 
 
 class CallState(threading.local):
-    """One for each thread; outside of such calls it has these defaults."""
+    """The state of one thread; outside of such calls it has these defaults."""
 
     callable: Any = None
-    """What torch.compile was given; None outside of a call."""
+    """The callable given to torch.compile; None outside of a call."""
     graphs: Any = None
-    """Collects what is compiled in the call, where somebody wants to know."""
+    """Collector of the graphs compiled in the call, or None."""
     low_dtype: torch.dtype | None = None
-    """The call's low-precision type; None where autocast is off by the user's wish, too."""
+    """The call's low-precision type; None outside of calls, and if the user disabled autocast."""
     widens: bool = False
-    """Whether what the call returns leaves it in float32."""
+    """True if the call's low-precision results are returned in float32."""
     widened: bool = False
-    """Whether a graph has widened all of it."""
+    """True if a graph has widened all results."""
     cast: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
-    """Widens results of one memory that no graph has widened, where somebody wants to see that."""
+    """Function that widens results that share memory and that no graph has widened; None for the default."""
 
 
 current_call = CallState()
@@ -32,7 +32,7 @@ current_call = CallState()
 
 @contextlib.contextmanager
 def casting(cast: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]) -> Iterator[None]:
-    """Have a function widen the results of calls that no graph has widened, those of one memory at a time."""
+    """Let `cast` widen the results of calls that no graph has widened, once for each group that shares memory."""
     current_call.cast, outer = cast, current_call.cast
     try:
         yield

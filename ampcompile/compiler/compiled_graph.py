@@ -1,4 +1,4 @@
-"""The callable that Dynamo installs for one graph: its compiled code, and what each call does beside running it."""
+"""The callable that Dynamo installs for one graph: it runs the compiled code, and does our work around it."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def install(
     written: Sequence[int] = (),
     leaving: LeavingResults | None = None,
 ) -> Callable[..., Any]:
-    """`compiled`, as a `CompiledGraph` if a call has more to do than run it."""
+    """Return `compiled`, wrapped in a `CompiledGraph` if a call has other work to do."""
     if slots or second is not None or written or leaving is not None:
         return CompiledGraph(compiled, options, slots, second, written, leaving)
     return compiled
 
 
 class CompiledGraph:
-    """Compiled code, called with the inputs of the graph as Dynamo made it.
+    """Compiled code, called with the inputs of Dynamo's graph.
 
-    `slots`: copies of weights that follow the inputs, up to date. `second`: keeps the inputs of each call, from which a
-    gradient can be differentiated again. `written`: inputs that the graph writes to without a version bump; their
-    copies are stale afterwards. `leaving`: results that were widened to leave the outermost callable; where another
-    one called, they are cast back, which loses nothing.
+    `slots`: copies of weights, appended to the inputs, up to date. `second`: stores the inputs of each call, so that
+    gradients can be differentiated again. `written`: inputs that the graph writes to without a version bump; their
+    copies are stale afterwards. `leaving`: results that were widened for the outermost callable; if another frame
+    called the graph, they are cast back, without loss.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class CompiledGraph:
 def _bind(slots: Sequence[Slot], options: Options) -> weights.Binding:
     return weights.bind(
         [slot.dtype for slot in slots],
-        # CUDA graphs record addresses: their copies are refreshed in place, always.
+        # CUDA graphs record addresses, so copies must always be refreshed in place.
         in_place=dict(options.inductor).get("triton.cudagraphs", False),
         wide=[slot.wide for slot in slots],
         packed=[slot.blocks for slot in slots],

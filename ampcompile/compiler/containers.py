@@ -1,4 +1,4 @@
-"""Containers that a call returns: what they hold, and the same with something else in its place."""
+"""Read the parts of containers that a call returns, and rebuild containers with some parts replaced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SEQUENCES = (tuple, list, deque, *_SETS)
 
 
 def parts_of(value: Any) -> dict[Any, Any]:
-    """What a tuple, list, deque, set, mapping or dataclass holds, by index, key or field; nothing of other objects."""
+    """The parts of a tuple, list, deque, set, mapping or dataclass, by index, key or field; {} for other objects."""
     if isinstance(value, _SEQUENCES):
         return dict(enumerate(value))
     if isinstance(value, Mapping):
@@ -25,9 +25,9 @@ def parts_of(value: Any) -> dict[Any, Any]:
 
 
 def with_parts(value: Any, parts: Mapping[Any, Any], changed: Mapping[Any, Any], in_place: bool) -> Any:
-    """A container of these parts but for those that changed: a copy, or itself if it may be changed `in_place`.
+    """The container with the `changed` parts replaced: a copy, or itself if it may be changed `in_place`.
 
-    Raises TypeError where its class gives no copy with items of its own, and whatever the methods of its class raise.
+    Raises TypeError if copies of its class don't have items of their own, and whatever the methods of its class raise.
     """
     wanted = {**parts, **changed}
     if isinstance(value, tuple):
@@ -38,7 +38,7 @@ def with_parts(value: Any, parts: Mapping[Any, Any], changed: Mapping[Any, Any],
         made = MappingProxyType(wanted)
     else:
         mapping = isinstance(value, Mapping)
-        own = isinstance(value, dict) or not mapping  # others may keep their items in an object that copies share
+        own = isinstance(value, dict) or not mapping  # other mappings may keep items in an object that copies share
         made = value if in_place and own else copy.copy(value)
         if (made is value and not in_place) or not (own or hasattr(type(value), "__copy__")):
             raise TypeError("copy.copy gives none with items of its own")
@@ -55,8 +55,8 @@ def with_parts(value: Any, parts: Mapping[Any, Any], changed: Mapping[Any, Any],
 
 
 def _tuple_like(value: Any, items: Collection[Any]) -> Any:
-    """A tuple of the same class, whose constructor may want other arguments than items and isn't called."""
-    if hasattr(type(value), "n_sequence_fields"):  # one of C's, such as torch.return_types.max
+    """A tuple of the same class, without calling its constructor, which may take other arguments than items."""
+    if hasattr(type(value), "n_sequence_fields"):  # a struct sequence of C, such as torch.return_types.max
         return type(value)(items)
     made = tuple.__new__(type(value), items)
     if hasattr(value, "__dict__"):

@@ -1,4 +1,4 @@
-"""What Inductor takes apart while it differentiates, where its own choice is slow or inexact on the CPU."""
+"""Decompositions for Inductor, where its own are slow or inexact on the CPU."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NORMS = (
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's table with ours in it."""
+    """Inductor's table of decompositions with ours added."""
     table = lowering.inductors_decompositions(kept=[EMBEDDING_BACKWARD])
     embedding_backward = table[EMBEDDING_BACKWARD]
 
     def embedding_dense_backward(grad: Tensor, *args: Any) -> Any:
-        """On the CPU eager's kernel, which adds whole rows; Inductor's loop adds each number atomically."""
+        """Keep eager's kernel on the CPU, which adds whole rows; Inductor's loop adds each number atomically."""
         return NotImplemented if grad.device.type == "cpu" else embedding_backward(grad, *args)
 
     table[EMBEDDING_BACKWARD] = embedding_dense_backward
@@ -41,7 +41,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _with_exact_statistics(decompose: Callable[..., Any]) -> Callable[..., Any]:
-    """A norm whose statistics stay in float32 for the backward, as in eager's kernels: with a 16-bit input and float32
+    """Keep a norm's statistics in float32 for the backward, as eager's kernels do: with a 16-bit input and float32
     weights Inductor rounds mean and deviation on the CPU, and gradients are then a fifth further from float64."""
 
     def norm(x: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Deep copies of what was compiled in place are compiled alike; pickles aren't, and say so once.
+"""Compile deep copies of modules that were compiled in place; warn once that pickles aren't compiled.
 
-torch drops what `module.compile` made from copies and pickles. With it would go the precision: of an EMA's model, or
-of one that is loaded again.
+torch drops the result of `module.compile` from copies and pickles. The model of an EMA, or one that is loaded again,
+would silently run in another precision.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _KEY = "_amp_compiled"
 
 
 class CompiledInPlace:
-    """Stands in the `__dict__` of a module beside the compiled call that `module.compile` leaves there.
+    """A marker in the `__dict__` of a module, beside the compiled call that `module.compile` stores there.
 
-    `copy` and `pickle` meet it among what the module holds. In a pickle it is `False`, which loads without ampcompile.
+    `copy` and `pickle` process it like any attribute. In a pickle it is `False`, which loads without ampcompile.
     """
 
     def __init__(self, module: nn.Module, compiled: Callable[..., Any]) -> None:
         self._module, self._compiled = weakref.ref(module), weakref.ref(compiled)
 
     def _in_use(self) -> nn.Module | None:
-        """The module, unless it was compiled otherwise since."""
+        """The module, unless it was compiled again since."""
         module, compiled = self._module(), self._compiled()
         return (
             module if module is not None and compiled is not None and module._compiled_call_impl is compiled else None
@@ -43,7 +43,7 @@ class CompiledInPlace:
         copied = memo.get(id(module))
         if module is None or compiled is None or copied is None:
             return None
-        again = dynamo_caches.compile_alike(compiled, copied._call_impl)  # which notes itself in the copy
+        again = dynamo_caches.compile_alike(compiled, copied._call_impl)  # which stores a marker in the copy
         vars(copied)["_compiled_call_impl"] = again
         return vars(copied)[_KEY]
 
@@ -54,7 +54,7 @@ class CompiledInPlace:
 
 
 def note(fn: Any, compiled: Callable[..., Any]) -> None:
-    """Note in a module what `module.compile` makes of it; `fn` is what torch.compile was given."""
+    """Store a marker in a module that `module.compile` compiled; `fn` is the callable given to torch.compile."""
     module = getattr(fn, "__self__", None)
     if isinstance(module, nn.Module) and getattr(fn, "__name__", "") == "_call_impl":
         vars(module)[_KEY] = CompiledInPlace(module, compiled)
@@ -62,7 +62,7 @@ def note(fn: Any, compiled: Callable[..., Any]) -> None:
 
 @functools.cache
 def warn_of_pickle(kind: str, by: str) -> None:
-    """Warn once that what is unpickled of a module of this class isn't compiled."""
+    """Warn once per class that an unpickled module isn't compiled."""
     warnings.warn(
         f"found a pickle of {kind}, compiled in place; what is loaded of it isn't compiled, and runs in float32. "
         f"Compile what was loaded, by {by}, or save module.state_dict().",

@@ -1,11 +1,11 @@
-"""Gradients of gradients through a graph that AOTAutograd compiled.
+"""Compute gradients of gradients through a graph that AOTAutograd compiled.
 
-What it compiles has no derivative of its own backward. So each call leaves its inputs with its autograd node, and a
-backward that is to be differentiated again (`create_graph=True`) runs the rewritten graph once more, op by op, on
-those inputs, and has autograd differentiate that. Whoever never asks pays for a tuple of references.
+The backward that AOTAutograd compiles has no derivative. So each call stores its inputs in its autograd node, and a
+backward that is to be differentiated again (`create_graph=True`) runs the rewritten graph again, op by op, on those
+inputs, and lets autograd differentiate that run. Other calls pay only for a tuple of references.
 
-Copies of weights are among the inputs: a weight written since, which the copy isn't, gives the gradients of the call
-all the same. The node drops them with what autograd saved, so they keep no later call from refreshing them in place.
+Copies of weights are among the inputs: if a weight, but not its copy, was written after the call, the gradients are
+still those of the call. The node drops copies when autograd drops saved tensors, so later calls refresh them in place.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _WRITTEN = "read an input that was written since: expected it as it was; take th
 
 
 class _Call(NamedTuple):
-    """The graph's inputs in one call, and the versions of those that it doesn't write itself."""
+    """The graph's inputs in one call, and the versions of those that the graph doesn't write itself."""
 
     args: tuple[Any, ...]
     versions: list[int]
 
 
 def copy_with_bodies(gm: GraphModule) -> GraphModule:
-    """A copy of a graph and its bodies that later changes of `gm` leave alone. Constants are shared."""
+    """Copy a graph and its bodies, so that later changes of `gm` don't reach the copy. Constants are shared."""
     twin = copy_graph(gm)
     for node, body in bodies(gm):
         setattr(twin, str(node.target), copy_with_bodies(body))
@@ -57,25 +57,25 @@ def copy_with_bodies(gm: GraphModule) -> GraphModule:
 
 
 class DoubleBackward:
-    """The second way to differentiate one compiled graph: `function` is AOTAutograd's, `gm` the graph as rewritten.
+    """The differentiable backward of one compiled graph: `function` is AOTAutograd's, `gm` the rewritten graph.
 
-    `refusal`: why there is none, where that is known already.
+    `refusal`: why there is none, if that is known already.
     """
 
     def __init__(
         self, gm: GraphModule, function: compiled_functions.AutogradFunction, refusal: str | None = None
     ) -> None:
         self._gm, self._function = gm, function
-        self.call = threading.local()  # .inputs: of the graph, in the call that this thread is in
+        self.call = threading.local()  # .inputs: the graph's inputs in this thread's current call
         self._slots = compiled_functions.result_slots(function)
-        self._sources: list[int | None] | None = None  # which input of the graph an argument of the function is
-        self._watched: list[int] = []  # the inputs whose versions are kept
+        self._sources: list[int | None] | None = None  # for each argument of the function, the graph input's index
+        self._watched: list[int] = []  # the inputs whose versions are recorded
         self.refusal = refusal or self._refusal()
         compiled_functions.survive_kept_graphs(function)
         compiled_functions.intercept(function, self._remember, self._backward)
 
     def _refusal(self) -> str | None:
-        """Why the graph can't be run again; None if it can, as far as one can tell without running it."""
+        """The reason why the graph can't run again, as far as it is known without running it; None if it can."""
         if compiled_functions.writes_to_differentiated_inputs(self._function):
             return _WRITES
         if compiled_functions.takes_apart_subclasses(self._function):
@@ -93,7 +93,7 @@ class DoubleBackward:
         ctx.amp_call = _Call(args, _versions(args, self._watched))
 
     def _learn_sources(self, args: tuple[Any, ...], arguments: Sequence[Any]) -> None:
-        """At the first call, learn which input each argument is: AOTAutograd drops inputs given twice, adds some."""
+        """At the first call, find the input of each argument: AOTAutograd drops duplicate inputs, and adds others."""
         index = {id(arg): i for i, arg in reversed(list(enumerate(args)))}
         sources = [index.get(id(argument)) if isinstance(argument, Tensor) else None for argument in arguments]
         written = {sources[i] for i in compiled_functions.written_arguments(self._function)}
@@ -117,29 +117,29 @@ class DoubleBackward:
         if call.versions != _versions(call.args, self._watched):
             return self._refuse_second(original, ctx, gradients, _WRITTEN)
         try:
-            found = self._replay(call.args, ctx.needs_input_grad, list(gradients))
+            result = self._replay(call.args, ctx.needs_input_grad, list(gradients))
         except RandomNumbersDrawn:
             self.refusal = _DRAWS
             return self._refuse_second(original, ctx, gradients, self.refusal)
         if not compiled_functions.graph_is_kept():
             ctx.amp_call = None
-        return found
+        return result
 
     def _replay(self, args: tuple[Any, ...], needed: Sequence[bool], gradients: list[Tensor | None]) -> Any:
-        """The gradients of the function's arguments, as functions of the graph's inputs and of `gradients`."""
+        """Gradients of the function's arguments, as differentiable functions of the inputs and `gradients`."""
         assert self._sources is not None
         wanted = {i: args[i] for i, need in zip(self._sources, needed, strict=True) if need and i is not None}
         inside = {i: make_stand_in(tensor) for i, tensor in wanted.items()}
-        again = [inside.get(i, arg) for i, arg in enumerate(args)]
+        inputs = [inside.get(i, arg) for i, arg in enumerate(args)]
         for i in self._written:
-            again[i] = args[i].clone()
+            inputs[i] = args[i].clone()
         with forbid_random_numbers(args), torch.enable_grad(), autocast.autocast_off():
-            results = pytree.tree_leaves(self._gm(*again), is_leaf=lambda value: value is None)
+            results = pytree.tree_leaves(self._gm(*inputs), is_leaf=lambda value: value is None)
         reached = list(self._find_reached(results, gradients))
         by_input: dict[int, Tensor | None] = {}
         if reached:
-            found = differentiate(reached, [*wanted.values()], [*inside.values()], keep=True)
-            by_input = dict(zip(wanted, found, strict=True))
+            computed = differentiate(reached, [*wanted.values()], [*inside.values()], keep=True)
+            by_input = dict(zip(wanted, computed, strict=True))
         return tuple(
             by_input.get(i) if need and i is not None else None for i, need in zip(self._sources, needed, strict=True)
         )
@@ -153,10 +153,10 @@ class DoubleBackward:
                     yield result, gradient
 
     def _refuse_second(self, original: Run, ctx: Any, gradients: Any, reason: str) -> Any:
-        """The compiled backward's gradients, which raise an error if they are differentiated."""
+        """Return the compiled backward's gradients, such that differentiating them raises an error."""
         with torch.no_grad():
-            found = original(ctx, gradients)
-        return refuse_gradients(reason, found)
+            result = original(ctx, gradients)
+        return refuse_gradients(reason, result)
 
 
 def _versions(args: tuple[Any, ...], watched: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Warn, once each, of methods that are called on a compiled module and run eagerly: all but `forward`."""
+"""Warn, once per method, when a method other than `forward` of a compiled module is called and runs eagerly."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _warned: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()
 
 
 def watch(name: str, method: MethodType) -> MethodType:
-    """What a compiled module hands out for a method: one that warns if it computes a tensor, where that is news."""
+    """Wrap a method of a compiled module so that its first call that computes a tensor eagerly warns."""
     module = method.__self__
     warned = _warned.setdefault(type(module), set())
     if name in warned or hasattr(nn.Module, name) or current_call.callable is not None:
         return method
-    if dynamo_caches.how_compiled(method) is not None:  # by a decorator in its class
+    if dynamo_caches.how_compiled(method) is not None:  # compiled by a decorator in its class
         return method
 
     function = method.__func__
@@ -45,7 +45,7 @@ def watch(name: str, method: MethodType) -> MethodType:
 
 
 def _computed(result: Any, module: nn.Module) -> Iterator[bool]:
-    """Of each tensor in a result: whether it is none of those that the module holds."""
+    """Yield for each tensor in a result whether it is new, not a parameter or buffer of the module."""
     held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     return (isinstance(leaf, torch.Tensor) and id(leaf) not in held for leaf in pytree.tree_leaves(result))
 

@@ -1,7 +1,7 @@
-"""`ampcompile.export`: a model as an ExportedProgram in which every cast is written out.
+"""`ampcompile.export`: export a model as an ExportedProgram with explicit casts.
 
-`torch.export.export` traces the model under autocast, as a compiled call of it would be traced. The passes that
-compiling uses rewrite what it gives, and the result takes its place in the program.
+`torch.export.export` traces the model under autocast, as for a compiled call. Then the passes of the compiler rewrite
+the program's graph, and the rewritten graph replaces it in the program.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def export(
 
     `options` are `dtype`, `policy`, `numerics`, `range_guards` and `outputs` of
     `torch.compile(model, backend="amp", options=...)`; the program gives the same bits as that with `lower="eager"`.
-    Its state dict is the model's: parameters and buffers keep their names and dtypes, and are cast in the graph. What
-    runs or compiles it needs nothing of ampcompile; no autocast may be open around that. The graph can be trained,
-    unless it was exported under `torch.no_grad()`, which leaves fewer casts.
+    Its state dict is the model's: parameters and buffers keep their names and dtypes, and are cast in the graph.
+    Running or compiling the program doesn't need ampcompile; no autocast may be open around it. The graph can be
+    trained, unless it was exported under `torch.no_grad()`, which leaves fewer casts.
     Raises OptionError, ExportError, and whatever `torch.export.export` raises.
 
     >>> program = ampcompile.export(model, (x,))
@@ -75,10 +75,10 @@ def export(
 
 
 class _AsCaptured(torch.overrides.TorchFunctionMode):
-    """Has `torch.export` trace as graphs of Dynamo's are captured.
+    """Makes `torch.export` trace as `capture` traces Dynamo's graphs.
 
-    A cast to the dtype that is there already stays a node of its own, for rewriting may change that dtype; a number
-    too large for the low type that it is written into stays a float32 number.
+    A cast to the dtype that its operand has already stays a node, because rewriting may change that dtype; a number too
+    large for the low type of its destination stays a float32 number.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,7 +90,7 @@ class _AsCaptured(torch.overrides.TorchFunctionMode):
 
 
 def _rewrite(program: ExportedProgram, options: Options, model: torch.nn.Module) -> GraphModule:
-    """The program's graph with every cast written out."""
+    """The program's graph with explicit casts."""
     gm = program.graph_module
     mode = tracing.fake_mode_of(gm)
     if mode is None:
@@ -99,9 +99,9 @@ def _rewrite(program: ExportedProgram, options: Options, model: torch.nn.Module)
     fakes = _fakes_as_given(program)
     captured = capture(gm, fakes, mode, options.policy, keeps_symbols=True)
     _check_all_is_rewritten(captured)
-    seen = unmatched.CompiledNames()
-    seen.add(captured)
-    unmatched.warn(options.policy, seen, model)
+    names = unmatched.CompiledNames()
+    names.add(captured)
+    unmatched.warn(options.policy, names, model)
     regions = Regions(autocast.autocast_states())
     passes = pipeline(replace(options, weights="every_call"), regions, is_weight=lambda index, node: False)
     logged = logs.watcher(fakes)
@@ -112,13 +112,13 @@ def _rewrite(program: ExportedProgram, options: Options, model: torch.nn.Module)
 
 
 def _prepare(program: ExportedProgram) -> None:
-    """Take out what tracing put in for itself, and mark the constants that the model's code makes."""
+    """Remove nodes that tracing added for its own use, and mark the constants that the model's code creates."""
     gm = program.graph_module
     for graph in graphs(gm):
         for node in list(graph.graph.nodes):
             if node.target is _ALIAS:
                 node.replace_all_uses_with(node.args[0])
-            if node.target in (_ALIAS, _CHECK):  # what is checked is the dtype that autocast gave
+            if node.target in (_ALIAS, _CHECK):  # a check expects the dtype that autocast gave
                 graph.graph.erase_node(node)
     for spec, node in zip(program.graph_signature.input_specs, placeholders(gm), strict=True):
         if spec.kind is InputKind.CONSTANT_TENSOR and all(user.target is _LIFT for user in node.users):
@@ -126,12 +126,12 @@ def _prepare(program: ExportedProgram) -> None:
 
 
 def _fakes_as_given(program: ExportedProgram) -> list[Any]:
-    """The inputs' fakes; those that tracing wrote results with gradients into require no gradient again."""
-    given = iter(pytree.tree_leaves(program.example_inputs))
+    """The inputs' fakes; one that requires a gradient only because tracing wrote into it is detached again."""
+    user_inputs = iter(pytree.tree_leaves(program.example_inputs))
     fakes = []
     for spec, node in zip(program.graph_signature.input_specs, placeholders(program.graph_module), strict=True):
         held = program.constants.get(spec.target, program.state_dict.get(spec.target))
-        actual = next(given) if spec.kind is InputKind.USER_INPUT else held
+        actual = next(user_inputs) if spec.kind is InputKind.USER_INPUT else held
         fake = node.meta["val"]
         written = isinstance(actual, torch.Tensor) and not actual.requires_grad and fake.requires_grad
         fakes.append(fake.detach() if written else fake)
@@ -139,9 +139,9 @@ def _fakes_as_given(program: ExportedProgram) -> list[Any]:
 
 
 def _check_all_is_rewritten(captured: GraphModule) -> None:
-    for stretch in (module for graph in graphs(captured) for module in graph.children()):
-        if isinstance(stretch, LeftAlone):
-            place = next(filter(None, map(source_line, stretch.graph_module.graph.nodes)), "an unknown line")
+    for part in (module for graph in graphs(captured) for module in graph.children()):
+        if isinstance(part, LeftAlone):
+            place = next(filter(None, map(source_line, part.graph_module.graph.nodes)), "an unknown line")
             raise ExportError(
                 f"found a transform of torch.func, or a higher-order op unknown to ampcompile, at {place}: its casts "
                 "can't be written out. Compute it outside of the exported model, or compile the model instead."
@@ -149,26 +149,26 @@ def _check_all_is_rewritten(captured: GraphModule) -> None:
 
 
 def _widen_outputs(gm: GraphModule, low: torch.dtype) -> None:
-    """Have a graph return in float32 what it computes in the low type; inputs are returned as they are."""
-    there = {memory_of(node.meta["val"]) for node in placeholders(gm)} - {None}
-    output, made = gm.graph.output_node(), dict[Node, Node]()
+    """Cast a graph's low-precision results to float32, except those that share memory with inputs."""
+    input_memory = {memory_of(node.meta["val"]) for node in placeholders(gm)} - {None}
+    output, casts = gm.graph.output_node(), dict[Node, Node]()
 
     def widened(node: Node) -> Node:
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.dtype != low or memory_of(value) in there:
+        if not isinstance(value, torch.Tensor) or value.dtype != low or memory_of(value) in input_memory:
             return node
-        if node not in made:
+        if node not in casts:
             with gm.graph.inserting_before(output):
-                made[node] = gm.graph.create_node("call_function", CAST, (node, torch.float32), name="amp_cast_f32")
-            made[node].meta["val"] = value.float()
-        return made[node]
+                casts[node] = gm.graph.create_node("call_function", CAST, (node, torch.float32), name="amp_cast_f32")
+            casts[node].meta["val"] = value.float()
+        return casts[node]
 
     with tracing.on_fakes_of(gm):
         output.args = map_arg(output.args, widened)
 
 
 def _named(specs: Sequence[Any], nodes: Sequence[Any]) -> list[Any]:
-    """What a signature says of inputs or results, by their names now; a result that is a number has none."""
+    """A signature's specs of inputs or results with their current names; results that are numbers have none."""
     return [
         replace(spec, arg=replace(spec.arg, name=node.name)) if isinstance(node, Node) else spec
         for spec, node in zip(specs, nodes, strict=True)
@@ -176,7 +176,7 @@ def _named(specs: Sequence[Any], nodes: Sequence[Any]) -> list[Any]:
 
 
 def _with_graph(program: ExportedProgram, graph: GraphModule) -> ExportedProgram:
-    """The same program with another graph, of the same inputs and as many results."""
+    """The program with another graph, which has the same inputs and as many results."""
     for each in graphs(graph):
         for node in each.graph.nodes:
             node.meta = {key: value for key, value in node.meta.items() if not key.startswith("amp")}

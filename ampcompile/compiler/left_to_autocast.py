@@ -1,8 +1,8 @@
-"""Graphs that capture can't carry: each runs as Dynamo made it, under the autocast state of the call.
+"""Leave graphs that capture can't trace to autocast: they run as Dynamo made them, under the call's autocast state.
 
-Capture records plain tensors. Some tensors hold others and have rules of their own for every op: DTensor, quantized
-weights. Stock torch.compile takes such a graph apart while it traces it under autocast, whose casts are then part of
-it, forward and backward. So does this; of our own there are the choice of who lowers it, and float32 for what leaves.
+Capture traces plain tensors. Some tensor subclasses hold others and have rules of their own for every op: DTensor,
+quantized weights. Stock torch.compile traces such a graph under autocast, whose casts are then part of it, forward and
+backward. So does this module; only the choice of lowering and the float32 results are ours.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LEFT = "amp_left"  # in `gm.meta`, why a graph is left to autocast
 
 
 def find_reason(gm: GraphModule) -> str:
-    """Why a graph of Dynamo's is left to autocast; empty if it isn't."""
+    """The reason why a graph of Dynamo's is left to autocast; empty if it isn't."""
     names = sorted({type(value).__name__ for graph in graphs(gm) for value in _not_carried(graph)})
     return f"it computes with {', '.join(names)}, which ampcompile doesn't rewrite" if names else ""
 
 
 def _not_carried(gm: GraphModule) -> Iterator[Any]:
     for node in gm.graph.nodes:
-        # Capture carries nested tensors, but doesn't know how one is made of others.
+        # Capture traces nested tensors, but not the ops that make one from other tensors.
         carried = node.op == "placeholder" or any(v.is_nested for n in node.all_input_nodes for v in _subclasses(n))
         yield from (value for value in _subclasses(node) if not (value.is_nested and carried))
 
@@ -47,7 +47,7 @@ def _subclasses(node: Node) -> list[Any]:
 
 
 def warn_of_policy(reason: str, policy: Policy) -> None:
-    """Say that a policy of the user's isn't followed in a graph."""
+    """Warn that a graph doesn't follow the user's policy."""
     if policy != Policy():
         warnings.warn(
             f"found the policy {str(policy)!r} for a graph that is left to autocast, whose rules it follows instead: "
@@ -58,7 +58,7 @@ def warn_of_policy(reason: str, policy: Policy) -> None:
 
 
 def lower_as_made(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-    """The callable for a graph of Dynamo's, lowered as stock torch.compile does under the autocast state now open."""
+    """Lower a graph of Dynamo's as stock torch.compile does, under the current autocast state; return the callable."""
     if options.lower == "eager":
         return gm
     with compiled_functions.functions_made() as functions:
@@ -66,13 +66,13 @@ def lower_as_made(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
             compiled = lowering.aot_eager(gm, example_inputs, _leave)
         else:
             config = {"emulate_precision_casts": options.numerics == "eager", **lowering.config_for_bodies(gm)}
-            # Autocast's dtypes are in torch's own key from 2.13 on.
+            # Autocast's dtypes are part of torch's own key only from 2.13 on.
             key = f"{cache_key(frozenset())} {autocast.autocast_states()}"
             compiled = lowering.inductor(
                 gm, example_inputs, config | dict(options.inductor), _leave, key, decompositions()
             )
     if functions:
-        DoubleBackward(gm, functions[-1], SUBCLASSES)  # which has autograd refuse it in words of ours
+        DoubleBackward(gm, functions[-1], SUBCLASSES)  # which raises an error of ours
     return compiled
 
 

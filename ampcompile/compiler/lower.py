@@ -1,4 +1,4 @@
-"""Who runs the rewritten graph: Inductor, AOTAutograd with eager kernels, or the graph itself."""
+"""Lower the rewritten graph: through Inductor, through AOTAutograd with eager kernels, or not at all."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from .widen_outputs import find_still_leaving
 def lower(
     gm: GraphModule, example_inputs: Sequence[Any], options: Options, watch: Watch | None = None
 ) -> Callable[..., Any]:
-    """Return the callable that Dynamo installs. Casts are explicit in `gm`: autocast is off when it is lowered or runs.
+    """Return the callable that Dynamo installs. `gm` has explicit casts: it is lowered and runs without autocast.
 
-    A graph that is left to autocast is lowered under it. `watch` sees the graph after differentiation, and after each
-    pass on it (`aot_eager` only).
+    A graph that is left to autocast is lowered under autocast. `watch` is called with the graph after differentiation,
+    and after each later pass (`aot_eager` only).
     """
     leaving = find_still_leaving(gm)
     if LEFT in gm.meta:

@@ -1,4 +1,4 @@
-"""Methods other than `forward`, which torch.compile and `module.compile` leave as they are, compiled one by one."""
+"""Compile single methods other than `forward`, which torch.compile and `module.compile` don't compile."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .deep_copies import warn_of_pickle
 
 
 class CompiledMethod:
-    """Takes a method's place in the `__dict__` of its module.
+    """A compiled method, stored in the `__dict__` of its module.
 
-    A deep copy of the module has its own, compiled alike; what is unpickled of it has the method of its class.
+    A deep copy of the module has its own, compiled with the same options; an unpickled module has its class's method.
     """
 
     def __init__(self, method: MethodType, name: str, compiled: Callable[..., Any]) -> None:
@@ -71,19 +71,19 @@ def compile_methods(module: nn.Module, *names: str, **options: Any) -> None:
     >>> torch.equal(model.decode(x[:, :4]), torch.compile(model.decoder, backend="amp")(x[:, :4]))
     True
     """
-    module, kept = _as_compiled(module)
+    module, base = _as_compiled(module)
     if not names:
         raise MethodError("found no name of a method, expected some: compile_methods(module, 'decode').")
     methods = {name: _method(module, name) for name in names}
     compiled = {
-        name: torch.compile(method, backend="amp", options={**kept, **options}) for name, method in methods.items()
+        name: torch.compile(method, backend="amp", options={**base, **options}) for name, method in methods.items()
     }
     for name, method in methods.items():
         setattr(module, name, CompiledMethod(method, name, compiled[name]))
 
 
 def _as_compiled(module: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """The module behind what torch.compile returned, and the options it was compiled with for our backend."""
+    """The original module of a result of torch.compile, and the options it was compiled with for our backend."""
     if isinstance(module, type):
         raise MethodError(
             f"found the class {module.__name__}, expected a module made of it. For all of them decorate the method in "
@@ -104,7 +104,7 @@ def _as_compiled(module: Any) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _method(module: nn.Module, name: str) -> MethodType:
-    """The method of that name. Raises MethodError where there is none to compile."""
+    """The method of that name. Raises MethodError if there is none to compile."""
     kind, of = type(module), f"{name!r} of {type(module).__name__}"
     if name in ("forward", "__call__"):
         raise MethodError(f"found {of}, expected another method: module.compile(backend='amp') compiles forward.")

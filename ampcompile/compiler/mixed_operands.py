@@ -1,9 +1,9 @@
-"""Ops that eager autocast refuses when floating dtypes are mixed promote them, while a graph is traced for us.
+"""While tracing for us, promote mixed floating dtypes of ops that refuse them under eager autocast.
 
-Dynamo runs every op on fake tensors under autocast before a backend is asked, and raises what eager autocast would
-(`scatter` of a float32 source into a bfloat16 tensor). So those ops get a kernel in the Python dispatcher, which
-only tracing goes through: eager execution never sees it. It applies the op's rule if the thread is in a call of an
-amp-compiled callable, and steps aside otherwise.
+Dynamo runs every op on fake tensors under autocast before it calls a backend, and raises eager autocast's errors
+(`scatter` of a float32 source into a bfloat16 tensor). So this module gives those ops a kernel in the Python
+dispatcher, which only tracing uses, never eager execution. The kernel applies the op's rule if the thread is in a call
+of an amp-compiled callable, and calls the original kernel otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .call_state import current_call
 
 @cache
 def install(device_type: str) -> int:
-    """Give the ops of a device type whose rule promotes their kernels; how many there are. Once per process."""
+    """Install kernels for a device type's ops whose rule promotes, once per process; return the number of ops."""
     tracing.let_grouped_products_be_float32()
     promoting = {
         name: rule
@@ -54,7 +54,7 @@ def _install(op: OpOverload, rule: Rule, device_type: str) -> bool:
 
 
 def _may_be_refused(arriving: list[torch.dtype], low: torch.dtype) -> bool:
-    """Whether eager autocast may refuse operands: they are mixed, or of the other 16-bit type."""
+    """True if eager autocast may refuse operands: their floating dtypes are mixed, or the other 16-bit type."""
     floating = FLOATS.intersection(arriving)
     return len(floating) > 1 or not floating <= {torch.float32, low}
 

@@ -1,4 +1,4 @@
-"""Which modules a callable uses, and their paths: what policies and reports call a module."""
+"""Find the modules that a callable uses, and their paths, which policies and reports use as names."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-# Wrappers around a module, by the attribute that holds it: no part of its path.
+# Attributes in which wrappers hold a module: they aren't part of its path.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 def module_names(f: Any) -> dict[str, str]:
-    """`str(id(module))` to its path, as `named_modules` gives it, for every module that `modules_of(f)` finds or holds.
+    """Paths, as in `named_modules`, of the modules that `modules_of(f)` yields and of their submodules.
 
-    A module inside two others has its longest path.
+    The keys are `str(id(module))`. A module inside two others has its longest path.
     """
     names: dict[str, str] = {}
     for root in modules_of(f):
@@ -27,7 +27,7 @@ def module_names(f: Any) -> dict[str, str]:
 
 
 def modules_of(f: Any) -> Iterator[torch.nn.Module]:
-    """`f` itself, what it is bound to, and what that object's attributes, its closure and globals it names hold."""
+    """Yield the modules among `f`, its `__self__`, that object's attributes, and `f`'s closure and used globals."""
     owner = getattr(f, "__self__", None)
     held: list[Any] = [f, owner]
     if not isinstance(owner, torch.nn.Module):

@@ -1,10 +1,10 @@
-"""A rewritten graph that runs as it is, differentiable any number of times, autocast acting nowhere in it.
+"""Run a rewritten graph without compiling it: differentiable any number of times, with autocast excluded.
 
-AOTAutograd bakes a backward that excludes autocast. Here autograd's own nodes run, and a region that is open around
-`loss.backward()` would act on the operations in them. So autograd sees the graph as one node, whose backward runs the
-nodes inside with autocast excluded. Inside, stand-ins take the place of the inputs: one input may be a function of
-another, and gradients between them are left to autograd outside of the node. What the node computes with
-`create_graph=True` is differentiable again, by another such node.
+AOTAutograd compiles a backward that excludes autocast. Here autograd's own nodes run, and a region that is open around
+`loss.backward()` would affect the operations in them. So autograd sees the graph as one node, whose backward runs the
+inner nodes with autocast excluded. Inside, detached stand-ins replace the inputs: one input may be a function of
+another, and autograd computes gradients between them outside of the node. The gradients that the node computes with
+`create_graph=True` are differentiable again, through another such node.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ CLOSED = (
 
 
 def exclude_autocast(gm: GraphModule) -> Callable[..., Any]:
-    """`gm` as a callable of the same arguments and results, with autocast excluded forward and backward."""
+    """Return `gm` as a callable with the same arguments and results, and autocast excluded forward and backward."""
     run_passes(replay(), gm)
     writes, refusal = writes_to_inputs(gm), CLOSED if has_closed_backward(gm) else None
 
     def run(*args: Any) -> Any:
         inputs = {id(arg): arg for arg in args if _wants_gradient(arg)} if torch.is_grad_enabled() else {}
         if writes or not inputs or tracing.transforms_are_active():
-            return _run(gm, args)  # inputs written in place have their history inside
+            return _run(gm, args)  # the history of inputs written in place must stay visible to autograd
         inside = {key: make_stand_in(tensor) for key, tensor in inputs.items()}
         results = _run(gm, [inside.get(id(arg), arg) for arg in args])
         leaves, spec = pytree.tree_flatten(results)
@@ -53,7 +53,7 @@ def _run(gm: GraphModule, args: Sequence[Any]) -> Any:
         with autocast.autocast_off():
             return gm(*args)
     except BaseException:
-        regions.SET_GRAD_ENABLED(grad_enabled)  # the graph sets it at nodes of its own
+        regions.SET_GRAD_ENABLED(grad_enabled)  # nodes of the graph may have changed it
         raise
 
 
@@ -62,7 +62,7 @@ def _wants_gradient(value: Any) -> bool:
 
 
 def make_stand_in(tensor: Tensor) -> Tensor:
-    """The same memory without history."""
+    """A tensor of the same memory without autograd history."""
     return tensor.detach().requires_grad_()
 
 
@@ -73,23 +73,23 @@ def hide_behind_node(
     refusal: str | None = None,
     shared: bool = False,
 ) -> list[Any]:
-    """What a graph computed from stand-ins, as functions of the inputs they stand for, behind one autograd node.
+    """Turn results computed from stand-ins into functions of the real inputs, behind one autograd node.
 
-    `refusal`: why their gradients can't be differentiated again. `shared`: the graph reaches into another one that is
-    behind a node of its own.
+    `refusal`: why their gradients can't be differentiated again. `shared`: the autograd graph includes nodes of another
+    one, which is behind a node of its own.
     """
     roots = [r._base if r._is_view() else r for r in results if _wants_gradient(r)]
-    known = dict(zip(map(id, inside), inputs, strict=True))
-    inner = list({id(root): root for root in roots if id(root) not in known}.values())
+    outer = dict(zip(map(id, inside), inputs, strict=True))
+    inner = list({id(root): root for root in roots if id(root) not in outer}.values())
     if inner:
-        known |= zip(map(id, inner), _Backward.apply(inner, inside, refusal, shared, *inputs), strict=True)
+        outer |= zip(map(id, inner), _Backward.apply(inner, inside, refusal, shared, *inputs), strict=True)
 
     def of_inputs(result: Any) -> Any:
         if not _wants_gradient(result):
             return result
         if not result._is_view():
-            return known[id(result)]
-        return known[id(result._base)].as_strided(result.shape, result.stride(), result.storage_offset())
+            return outer[id(result)]
+        return outer[id(result._base)].as_strided(result.shape, result.stride(), result.storage_offset())
 
     return [of_inputs(result) for result in results]
 
@@ -97,17 +97,17 @@ def hide_behind_node(
 def differentiate(
     reached: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor], inside: Sequence[Tensor], keep: bool
 ) -> Sequence[Tensor | None]:
-    """The gradients of `inputs`, given (result, gradient) of what a graph computed from their stand-ins.
+    """The gradients of `inputs`, given (result, gradient) pairs of a graph that ran on their stand-ins.
 
-    Autocast is excluded. With gradients enabled they are functions of `inputs` and of the gradients that came; else
-    `keep` tells whether the graph stays.
+    Autocast is excluded. With gradients enabled they are functions of `inputs` and of the incoming gradients; else
+    `keep` decides if the autograd graph is retained.
     """
     again = torch.is_grad_enabled()
     gradients = [gradient for _, gradient in reached]
     wanted = [gradient for gradient in gradients if again and _wants_gradient(gradient)]
     standing = {id(gradient): make_stand_in(gradient) for gradient in wanted}
     with autocast.autocast_off():
-        found: Sequence[Tensor | None] = torch.autograd.grad(
+        computed: Sequence[Tensor | None] = torch.autograd.grad(
             [result for result, _ in reached],
             list(inside),
             [standing.get(id(gradient), gradient) for gradient in gradients],
@@ -116,12 +116,12 @@ def differentiate(
             allow_unused=True,
         )
     if not again:
-        return found
-    return hide_behind_node(found, [*inputs, *wanted], [*inside, *(standing[id(g)] for g in wanted)], shared=True)
+        return computed
+    return hide_behind_node(computed, [*inputs, *wanted], [*inside, *(standing[id(g)] for g in wanted)], shared=True)
 
 
 class _Backward(torch.autograd.Function):
-    """Results of a graph as functions of its inputs; their backward runs the graph's own with autocast excluded."""
+    """Makes results of a graph functions of its inputs; its backward runs the graph's own with autocast excluded."""
 
     @staticmethod
     def forward(
@@ -136,22 +136,22 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         reached = [(r, g) for r, g in zip(ctx.inner, gradients, strict=True) if g is not None]
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
-        found: dict[int, Tensor | None] = {}
+        by_index: dict[int, Tensor | None] = {}
         if reached and wanted:
-            ctx.shared |= torch.is_grad_enabled()  # by the gradients' own graph, from now on
+            ctx.shared |= torch.is_grad_enabled()  # the gradients' own graph uses these nodes from now on
             inputs, inside = ([tensors[i] for i in wanted] for tensors in (ctx.inputs, ctx.inside))
             keep = ctx.shared or compiled_functions.graph_is_kept()
             again = torch.is_grad_enabled()
             with torch.set_grad_enabled(again and not ctx.refusal):
                 computed = differentiate(reached, inputs, inside, keep)
-            found = dict(
+            by_index = dict(
                 zip(wanted, refuse_gradients(ctx.refusal, computed) if again and ctx.refusal else computed, strict=True)
             )
-        return (None, None, None, None, *map(found.get, range(len(ctx.inputs))))
+        return (None, None, None, None, *map(by_index.get, range(len(ctx.inputs))))
 
 
 def refuse_gradients(reason: str, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Gradients that raise an error when they are differentiated."""
+    """Return the gradients such that differentiating them raises DoubleBackwardError."""
     return _Refused.apply(reason, torch.empty(0, requires_grad=True), *gradients)
 
 
@@ -167,15 +167,15 @@ class _Refused(torch.autograd.Function):
 
 
 def writes_to_inputs(gm: GraphModule) -> bool:
-    """Whether an op of the graph, or of a body it calls, writes to an input in place, as far as schemas tell."""
+    """True if an op of the graph, or of a body it calls, writes to an input in place, by its schema."""
     nodes = (node for graph in graphs(gm) for node in graph.graph.nodes)
     return any(_begins_as_input(value) for node in nodes for value in written_operands(node, unsaid=False))
 
 
 def _begins_as_input(value: Node) -> bool:
-    """Whether a value is an input, or shares its memory where autograd sees it.
+    """True if a value is an input, or shares an input's memory in a way that autograd tracks.
 
-    By schemas alone: what they leave unsaid is rarely so, and a graph that writes to its inputs gets no node.
+    Decided by schemas alone: aliases that they don't declare are rare, and a graph that writes to inputs gets no node.
     """
     if value.op == "placeholder" or is_below_autograd(value.target):
         return value.op == "placeholder"

@@ -1,4 +1,4 @@
-"""Whether a graph that ran once gives the same numbers when it runs again."""
+"""Check that a graph gives the same numbers when it runs again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ampcompile.torch_private.types import OpOverload
 
 
 def only_updates_statistics(value: Node) -> bool:
-    """Whether nothing that a graph returns depends on what a written input held: statistics and counters."""
+    """True if a written input is only a statistic or counter: no result depends on its old value."""
     return all(_updates_statistics(user, value) or _updates_itself(user, value) for user in value.users)
 
 
@@ -24,8 +24,8 @@ def _updates_statistics(user: Node, value: Node) -> bool:
     if not has(user.target, STATISTICS_UNREAD_IF.keys()):
         return False
     given = arguments_by_name(user.target, user.args, user.kwargs)
-    as_what = {name for name, argument in given.items() if argument is value}
-    return bool(given[STATISTICS_UNREAD_IF[name_of(user.target)]]) and as_what <= STATISTICS
+    names = {name for name, argument in given.items() if argument is value}
+    return bool(given[STATISTICS_UNREAD_IF[name_of(user.target)]]) and names <= STATISTICS
 
 
 def _updates_itself(user: Node, value: Node) -> bool:
@@ -41,7 +41,7 @@ class RandomNumbersDrawn(Exception):
 
 @contextlib.contextmanager
 def forbid_random_numbers(values: Sequence[Any]) -> Iterator[None]:
-    """Raise RandomNumbersDrawn at the end if any were drawn on a tensor's device; the generators are then as before."""
+    """Raise RandomNumbersDrawn at the end if any were drawn on a tensor's device, with the generators restored."""
     devices = {value.device for value in values if isinstance(value, Tensor)} | {torch.device("cpu")}
     modules = [(d, torch.get_device_module(d)) for d in devices if d.type != "cpu"]
     before: list[tuple[Any, Tensor, tuple[Any, ...]]] = [(torch, torch.get_rng_state(), ())]

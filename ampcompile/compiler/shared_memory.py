@@ -1,4 +1,4 @@
-"""Results that share memory still do as float32."""
+"""Cast results that share memory to float32 such that they still share memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Cast = Callable[[torch.Tensor], torch.Tensor]
 
 
 def cast_together(tensors: Sequence[torch.Tensor], cast: Cast = torch.Tensor.float) -> list[torch.Tensor]:
-    """Cast tensors of one memory to float32: one is cast, and the others are views of it.
+    """Cast tensors that share memory to float32: cast one, and return the others as views of the result.
 
-    Gradients go to the tensor that autograd takes all of them to be views of. One of which that isn't so, or whose own
-    hooks would be missed, is cast by itself.
+    Gradients flow to the tensor that is the base of all views in autograd. A tensor that isn't a view of it, or has
+    hooks of its own that wouldn't run, is cast by itself.
     """
     root = _root(max(tensors, key=lambda t: (t.requires_grad, t.numel())))
     together = [t for t in tensors if _is_view(t, root)]
@@ -41,12 +41,12 @@ def cast_together(tensors: Sequence[torch.Tensor], cast: Cast = torch.Tensor.flo
 
 
 def _root(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a view's gradient goes to; of what is no view, or has no gradient, itself."""
+    """The base to which a view's gradient flows; the tensor itself if it is no view or has no gradient."""
     return tensor._base if tensor._base is not None and tensor.requires_grad and not tensor.is_leaf else tensor
 
 
 def _is_view(tensor: torch.Tensor, root: torch.Tensor) -> bool:
-    """Whether a view of `root` may stand for a tensor of the same memory."""
+    """True if a view of `root` may replace a tensor of the same memory."""
     if not type(tensor) is type(root) is torch.Tensor:
         return False
     hooked = tensor._backward_hooks or tensor.retains_grad
@@ -54,7 +54,7 @@ def _is_view(tensor: torch.Tensor, root: torch.Tensor) -> bool:
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """How many elements of memory lie between the first and the last of a tensor, with both."""
+    """Elements of memory from the first to the last element of a tensor, both included."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""After a callable's first call: policy patterns that matched nothing warn; that nothing was compiled is logged."""
+"""After a callable's first call, warn of policy patterns that matched nothing, and log if nothing was compiled."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from .module_names import module_names
 
 @dataclass
 class CompiledNames:
-    """Names of the ops, and paths of the modules, of the graphs compiled in a call, and how many there were."""
+    """Names of the ops, and paths of the modules, in the graphs compiled in a call; the number of graphs."""
 
     ops: set[str] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
     graphs: int = 0
 
     def add(self, gm: GraphModule) -> None:
-        """Remember a captured graph and its bodies."""
+        """Record a captured graph and its bodies."""
         self.graphs += 1
         for node in (node for graph in graphs(gm) for node in graph.graph.nodes):
             if isinstance(node.target, OpOverload):
@@ -43,7 +43,7 @@ class CompiledNames:
 
 
 class FirstCalls:
-    """What a callable `runs`: what torch.compile made of it, and a look at what was compiled, until that is known."""
+    """Runs a compiled callable, and inspects the compiled graphs in its first calls, until the names are known."""
 
     def __init__(self, compiled: Callable[..., Any], fn: Any, policy: Policy) -> None:
         self.run = self._look
@@ -58,7 +58,7 @@ class FirstCalls:
             current_call.graphs = outer
         if seen.ops and self._policy != Policy():
             warn(self._policy, seen, self._fn)
-        if seen.ops or self._policy == Policy():  # else Dynamo had it already, or ran it eagerly
+        if seen.ops or self._policy == Policy():  # else Dynamo had compiled it already, or ran it eagerly
             self.run = self._compiled
         if not seen.graphs and (why := dynamo_attempts.failed_since(before)) is not None:
             logs.log_no_graph(named(self._fn), why)
@@ -66,7 +66,7 @@ class FirstCalls:
 
 
 def warn(policy: Policy, seen: CompiledNames, fn: Any) -> None:
-    """Of each pattern that matched nothing in what was seen of `fn`, at the line of the user's that called."""
+    """Warn of each pattern that matches no name in `seen` or in the modules of `fn`, at the user's calling line."""
     for glob, near in policy.unmatched(seen.ops, seen.modules | set(module_names(fn).values())).items():
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         kind = "op" if glob in dict(policy.ops) else "module"
@@ -79,7 +79,7 @@ def warn(policy: Policy, seen: CompiledNames, fn: Any) -> None:
 
 
 def named(fn: Any) -> str:
-    """What users call a callable: the class of its module, or its own name."""
+    """The name of a callable in messages: the class of its module, or its own name."""
     function = inspect.unwrap(fn)
     module = getattr(function, "__self__", function)
     return type(module).__name__ if isinstance(module, torch.nn.Module) else getattr(function, "__qualname__", f"{fn}")
@@ -89,12 +89,12 @@ _INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], to
 
 
 def is_inside(filename: str) -> bool:
-    """Whether a file is ours or torch's."""
+    """True if a file is ours or torch's."""
     return filename.startswith(_INSIDE)
 
 
 def outside() -> int:
-    """How many calls above its own caller, that included, the first code stands that is neither ours nor torch's."""
+    """The `stacklevel`, from the caller's frame, of the innermost frame that is neither ours nor torch's."""
     level, frame = 1, sys._getframe(1)
     while is_inside(frame.f_code.co_filename) and frame.f_back is not None:
         level, frame = level + 1, frame.f_back

@@ -1,6 +1,6 @@
-"""Results of a call that no graph has widened: those in containers too, and those that share memory.
+"""Widen results of a call that no graph has widened: also those in containers, and those that share memory.
 
-They are from before the last graph break, from eager pieces, or kept elsewhere by the call.
+They come from before the last graph break, from eager code, or from memory that the call keeps elsewhere.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from .shared_memory import cast_together
 from .unmatched import outside
 
 HOLD_NO_TENSORS = frozenset({torch.Tensor, type(None), int, float, bool, str})
-"""Types of which nothing is looked for inside."""
+"""Types that can't hold tensors to widen."""
 _BUILT_IN = frozenset({tuple, list, dict})
-(_ONE_HOLDER,) = map(getrefcount, {0: object()}.values())  # what counting finds where one container holds an object
+(_ONE_HOLDER,) = map(getrefcount, {0: object()}.values())  # `getrefcount` of an object that one container holds
 _warned: WeakSet[type] = WeakSet()  # classes of containers that were left as they are
 
 
 class Widening:
-    """What a call returned, with its tensors of one dtype as float32, those in containers too.
+    """Widens a call's result: its tensors of one dtype become float32, also inside containers.
 
-    `of_user()`: the tensors that were there before the call. What shares their memory stays, and so does a container
-    in which nothing changes. Results that share memory do so afterwards.
+    `of_user()`: the tensors that existed before the call. Tensors that share their memory stay as they are, and so do
+    containers in which nothing changes. Results that share memory still do afterwards.
     """
 
     def __init__(self, dtype: torch.dtype, of_user: Callable[[], Iterable[Any]]) -> None:
         self.dtype, self.of_user = dtype, of_user
         self.watched = current_call.cast
-        # All by id: containers, those that others hold, their parts, tensors to look at, what becomes of all.
+        # All by id: containers, parts that others hold too, parts of containers, tensors to widen, replacements.
         self.containers: dict[int, Any] = {}
         self.held: set[int] = set()
         self.parts: dict[int, dict[Any, Any]] = {}
@@ -49,16 +49,16 @@ class Widening:
         self.made: dict[int, Any] = {}
 
     def of(self, result: list[Any]) -> Any:
-        """Widen the only item of a list. The item is in no variable, which would hold it too."""
+        """Widen the only item of a list. A variable for the item would add a reference to it."""
         self._find(result, 0)
         if self.tensors:
             self._widen()
         return self._rebuild(result[0])
 
     def _find(self, parts: Collection[Any], others: int) -> None:
-        """Widen the tensors that a container alone holds, find others and more containers.
+        """Widen tensors that only this container holds, and collect other tensors and containers.
 
-        `others`: how many references to a part there are beside the one that the container needs.
+        `others`: references to each part besides the container's own.
         """
         expected = _ONE_HOLDER + others
         for part, count in zip(parts, list(map(getrefcount, parts)), strict=True):
@@ -86,26 +86,26 @@ class Widening:
             return
         try:
             parts = self.parts[id(container)] = parts_of(container)
-        except Exception as error:  # the class is anybody's
+        except Exception as error:  # a class of the user's may raise any error
             _warn(container, error)
             return
         # One reference from `parts`. A ModelOutput holds each part as an item and as an attribute.
         self._find(parts.values(), 2 if isinstance(container, dict) and is_dataclass(kind) else 1)
 
     def _widen(self) -> None:
-        """Widen what others may hold, or share memory with."""
-        theirs: set[int] | None = None
+        """Widen the collected tensors, which others may hold or share memory with."""
+        user_memory: set[int] | None = None
         sharing = dict[int, list[torch.Tensor]]()
         for tensor in self.tensors.values():
             sharing.setdefault(_memory(tensor), []).append(tensor)
         for memory, tensors in sharing.items():
             if len(tensors) > 1 or id(tensors[0]) in self.held or not owns_memory(tensors[0]):
-                if theirs is None:
-                    theirs = {_memory(value) for value in self.of_user() if isinstance(value, torch.Tensor)}
-                if memory in theirs:
+                if user_memory is None:
+                    user_memory = {_memory(value) for value in self.of_user() if isinstance(value, torch.Tensor)}
+                if memory in user_memory:
                     continue
             if computed := [tensor for tensor in tensors if not _is_of_parameter(tensor)]:
-                # A tensor may have come out of a region with gradients inside a call without.
+                # A region with gradients inside a call without may have computed the tensor.
                 with torch.set_grad_enabled(torch.is_grad_enabled() or any(t.requires_grad for t in computed)):
                     self.made |= zip(map(id, computed), (self.watched or cast_together)(computed), strict=True)
 
@@ -113,7 +113,7 @@ class Widening:
         key = id(value)
         if key in self.made or key not in self.containers:
             return self.made.get(key, value)
-        self.made[key] = value  # for what holds itself
+        self.made[key] = value  # for containers that contain themselves
         parts = self.parts.get(key)
         old = list(parts.values() if parts is not None else value.values() if type(value) is dict else value)
         new = list(map(self._rebuild, old))
@@ -131,7 +131,7 @@ class Widening:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """What tells tensors that share memory; of one without memory of its own, the tensor itself."""
+    """A key that is equal for tensors that share memory; a key of its own for a tensor without memory."""
     return memory_of(tensor) or -id(tensor)
 
 

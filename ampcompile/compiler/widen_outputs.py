@@ -1,12 +1,12 @@
-"""Low-precision results leave the outermost compiled callable in float32 where no autocast is open around the call.
+"""Return low-precision results of the outermost compiled callable in float32 if no autocast is open around the call.
 
-What follows the call may then be anything: a loss, an eager layer, NumPy. Pieces between graph breaks hand each other
-low precision, as in eager autocast; so do compiled callables inside others, and stages of a pipeline.
+The caller can then pass them to anything: a loss, an eager layer, NumPy. Low precision stays between graphs of one
+call, as in eager autocast, between nested compiled callables, and between stages of a pipeline.
 
-The cast is part of the graph that computes what is returned: at the end of a frame Dynamo tells what it returns, and
-guards tell calls that widen from those that don't. Where a graph finds, when it runs, that something else than the
-outermost callable gets its results, it casts back, which loses nothing. What no graph has cast, `widen_nested` does; so
-it does with results that share memory, since it sees all of them together.
+The cast is part of the graph that computes the result: at the end of a frame Dynamo knows the frame's results, and
+guards separate calls that widen from those that don't. If a graph finds, when it runs, that another frame than the
+outermost callable gets its results, it casts back, without loss. `widen_nested` casts the results that no graph has
+cast, and those that share memory, since it sees all of them together.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ _CHANGEABLE = (list, MutableMapping, deque, set)
 
 
 def call(compiled: Callable[..., Any], args: Any, kwargs: Any, low: torch.dtype, widening: bool, module: Any) -> Any:
-    """Call what was compiled under autocast of type `low`; if `widening`, what it returns leaves it in float32.
+    """Call `compiled` under autocast of type `low`; if `widening`, return its low-precision results in float32.
 
-    `module`: the one it is of, if any.
+    `module`: the module whose method it is, if any.
     """
     outer = current_call.low_dtype, current_call.widens
     widening = widening and not _is_sent_on()
     try:
         current_call.low_dtype, current_call.widens, current_call.widened = low, widening, False
-        there = pytree.arg_tree_leaves(*args, **kwargs) if widening and _may_change((*args, *kwargs.values())) else None
+        early = pytree.arg_tree_leaves(*args, **kwargs) if widening and _may_change((*args, *kwargs.values())) else None
         result = [compiled(*args, **kwargs)]
         if not widening or current_call.widened or (isinstance(result[0], torch.Tensor) and result[0].dtype != low):
             return result[0]
-        given = pytree.arg_tree_leaves(*args, **kwargs) if there is None else there
+        given = pytree.arg_tree_leaves(*args, **kwargs) if early is None else early
         return Widening(low, lambda: (*given, *_state(module))).of(result)
     finally:
         current_call.low_dtype, current_call.widens = outer
 
 
 def _may_change(arguments: Iterable[Any]) -> bool:
-    """Whether the call may put tensors into one of its arguments."""
+    """True if the call may put tensors into one of its arguments."""
     return any(
         type(argument) not in HOLD_NO_TENSORS and (isinstance(argument, _CHANGEABLE) or is_dataclass(argument))
         for argument in arguments
@@ -65,7 +65,7 @@ def _may_change(arguments: Iterable[Any]) -> bool:
 
 
 def _is_sent_on() -> bool:
-    """Whether the caller is a stage of `torch.distributed.pipelining` but the last: it sends what it gets on."""
+    """True if the caller is a stage of `torch.distributed.pipelining`, except the last: stages send results on."""
     stages = sys.modules.get("torch.distributed.pipelining.stage")
     if stages is None:
         return False
@@ -82,12 +82,12 @@ def _state(module: Any) -> Iterable[torch.Tensor]:
 
 
 def widen(tensor: torch.Tensor) -> torch.Tensor:
-    """What stands for the cast in Dynamo's graph."""
+    """Marker for an output cast in Dynamo's graph."""
     return tensor.to(torch.float32)
 
 
 def widen_returns(frame: frame_returns.Frame) -> None:
-    """At the end of a frame of the outermost callable: what it computes in the call's low type leaves in float32."""
+    """At the end of a frame of the outermost callable, widen results computed in the call's low type to float32."""
     if current_call.low_dtype is None or not is_outermost(sys._getframe(), frame.f_code):
         return
     tensors, are_all = frame_returns.computed_and_returned(frame, current_call.low_dtype)
@@ -104,21 +104,21 @@ class LeavingResults:
     indices: tuple[int, ...]
     dtype: torch.dtype
     all: bool
-    """Nothing else that the call returns is to be widened, if the results have the dtypes that Dynamo saw."""
+    """True if no other result of the call needs widening, provided the results have the dtypes that Dynamo saw."""
     seen: tuple[torch.dtype | None, ...]
-    """Those dtypes; None for what is no tensor."""
+    """Those dtypes; None for results that aren't tensors."""
 
 
 def find_leaving(original: GraphModule, captured: GraphModule) -> LeavingResults | None:
-    """What leaves a graph of Dynamo's widened, None if nothing does; in the captured graph the casts become ours."""
+    """The results that leave a graph widened, or None; marks the captured graph's casts as ours."""
     results = original.graph.output_node().args[0]
     indices = [i for i, result in enumerate(results) if getattr(result, "target", None) is widen]
     if not indices:
         return None
-    made = captured.graph.output_node().args[0]
-    for cast in {made[i]: None for i in indices}:
+    captured_results = captured.graph.output_node().args[0]
+    for cast in {captured_results[i]: None for i in indices}:
         cast.meta["amp_cast"] = Cast("output", BECAUSE)
-    low = _value(made[indices[0]].args[0]).dtype
+    low = _value(captured_results[indices[0]].args[0]).dtype
     return LeavingResults(tuple(indices), low, results[indices[0]].meta["amp_note"], _dtypes(captured))
 
 
@@ -128,21 +128,21 @@ def _dtypes(gm: GraphModule) -> tuple[torch.dtype | None, ...]:
 
 
 def _value(node: Any) -> Any:
-    """The fake value of a captured node, or of one of Dynamo's."""
+    """The fake value of a captured node, or of a node of Dynamo's."""
     meta = getattr(node, "meta", {})
     return meta.get("val", meta.get("example_value"))
 
 
 def find_still_leaving(gm: GraphModule) -> LeavingResults | None:
-    """The results of a rewritten graph that leave the call; its passes may have changed the dtypes of others."""
+    """The results of a rewritten graph that leave the call widened; passes may have changed dtypes of others."""
     leaving: LeavingResults | None = gm.meta.get(LEAVING)
     return None if leaving is None else replace(leaving, all=leaving.all and leaving.seen == _dtypes(gm))
 
 
 def is_outermost(frame: FrameType | None, code: CodeType | None = None) -> bool:
-    """Whether what a frame returns is what the call of ours that it is in returns; `code`: of a frame not there yet.
+    """True if a frame's result is the result of the call of ours that it is in; `code`: of a frame not yet running.
 
-    So it is if between them are only frames of torch, and frames that end by calling what follows a graph break.
+    It is if between them are only frames of torch, and frames that end by calling the code after a graph break.
     """
     while frame is not None and (caller := frame.f_code) is not call.__code__:
         if not _HANDS_ON[caller.co_filename] and caller is not code and id(caller) not in _CALLS_OF_MODULES:
@@ -154,7 +154,7 @@ def is_outermost(frame: FrameType | None, code: CodeType | None = None) -> bool:
 
 
 class _HandsOn(dict[str, bool]):
-    """Whether functions of a file return what the function that they call returns: torch's but layers, and ours."""
+    """Cached test if functions of a file return their callee's result: ours and torch's do, except layers."""
 
     def __missing__(self, filename: str) -> bool:
         ours, torchs = (str(Path(module.__file__ or "").parent) + "/" for module in (dtypes, torch))
@@ -164,17 +164,17 @@ class _HandsOn(dict[str, bool]):
 
 
 _HANDS_ON = _HandsOn()
-# They do so without hooks: those run in a function inside.
+# They return their callee's result if there are no hooks: hooks run in an inner function.
 _CALLS_OF_MODULES = {id(f.__code__) for f in frame_returns.CALLS_OF_MODULES}
 
 
 def _resumes(code: CodeType, caller: CodeType) -> bool:
-    """Whether Dynamo made `code` of what follows a graph break in `caller`."""
+    """True if `code` is the function that Dynamo made of the code after a graph break in `caller`."""
     if not code.co_name.startswith(RESUMED) or code.co_filename != caller.co_filename:
         return False
     return _function_of(code.co_name) == _function_of(caller.co_name)
 
 
 def _function_of(name: str) -> str:
-    """The function that Dynamo took a frame's code from."""
+    """The name of the function from which Dynamo took a frame's code."""
     return name.removeprefix(RESUMED).rpartition("_at_")[0] if name.startswith(RESUMED) else name

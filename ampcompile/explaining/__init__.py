@@ -1,1 +1,1 @@
-"""`ampcompile.explain`: which cast stands where, and why, as a table and as a page."""
+"""`ampcompile.explain`: report every cast, its place and its reason, as a table and as a page."""

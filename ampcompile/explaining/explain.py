@@ -1,4 +1,4 @@
-"""Which cast stands where, and why: `ampcompile.explain(f)(*args)`."""
+"""Explain the casts of a call, with places and reasons: `ampcompile.explain(f)(*args)`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Awaiting:
-    """What `explain(f)` and `audit(f)` return: called with the arguments of `f`, it does the work."""
+    """The result of `explain(f)` and `audit(f)`: calling it with the arguments of `f` does the work."""
 
     f: Callable[..., Any]
     run: Callable[..., Any]
@@ -34,7 +34,7 @@ class Awaiting:
 
 
 def refuse_arguments(name: str, arguments: tuple[Any, ...]) -> None:
-    """Raise OptionError where `explain` or `audit` was given the arguments of the call as well."""
+    """Raise OptionError if `explain` or `audit` was given the arguments of the call as well."""
     if arguments:
         raise OptionError(
             f"{name} got {1 + len(arguments)} arguments, expected the callable alone, and options by name. Call what "
@@ -49,11 +49,11 @@ def explain(
 
     `f` is a module or function, compiled (the options it was compiled with are used) or not. Keywords are options of
     `torch.compile(f, backend="amp", options=...)`, `mode` and `dynamic`; they beat those that `f` was compiled with.
-    Nothing is lowered through Inductor, unless `lower="inductor"` is among the keywords: then `report.final_code` is
-    what Inductor generates code from, and explaining takes as long as compiling. What is compiled already stays as it
-    is. The call itself is a real one: gradients, buffers and random states are put back afterwards, but an optimizer
-    that steps inside `f` has stepped.
-    Raises what `f` raises, and OptionError.
+    Nothing is lowered through Inductor, unless `lower="inductor"` is among the keywords: then `report.final_code` holds
+    the graphs from which Inductor generates code, and explaining takes as long as compiling. Code that is compiled
+    already stays. The call itself is a real one: gradients, buffers and random states are restored afterwards, but an
+    optimizer that steps inside `f` has stepped.
+    Raises the errors of `f`, and OptionError.
 
     >>> report = ampcompile.explain(model, dtype=torch.float16)(x)
     >>> for cast in report.casts:

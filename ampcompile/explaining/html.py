@@ -1,4 +1,4 @@
-"""A report as one self-contained page: the graph by module, searchable, every cast with its size and its reason."""
+"""Render a report as a self-contained page: the graph by module, searchable, all casts with sizes and reasons."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ampcompile.records.totals import Total
 def page(
     graphs: Sequence[GraphRecord], totals: Sequence[Total], unknown: Sequence[str], results: Sequence[CastRecord] = ()
 ) -> str:
-    """The page's text. It loads nothing, so it opens from a disk or an attachment."""
+    """The page's text. It loads no other files, so it opens from a disk or an attachment."""
     folder = files(__package__) / "page"
     data = json.dumps(_data(graphs, totals, unknown, results), separators=(",", ":"))
-    parts = {"data": data.replace("<", "\\u003c")}  # what is inside a script element may not end it
+    parts = {"data": data.replace("<", "\\u003c")}  # data inside a script element must not contain its end tag
 
-    def part(found: re.Match[str]) -> str:
-        return parts.get(found[1]) or (folder / found[1]).read_text(encoding="utf-8")
+    def part(match: re.Match[str]) -> str:
+        return parts.get(match[1]) or (folder / match[1]).read_text(encoding="utf-8")
 
-    # In one go: what is filled in may look like a place to fill.
+    # One substitution for all: inserted text may look like a placeholder itself.
     return re.sub(r"/\*([a-z.]+)\*/", part, (folder / "page.html").read_text(encoding="utf-8"))
 
 
@@ -36,7 +36,7 @@ def _data(
     texts = _Texts()
     numbered = {number: cast for graph in graphs for number, cast in graph.numbered_casts.items()}
     index = {number: i for i, number in enumerate(numbered)}
-    casts = [*numbered.values(), *results]  # those of results stand in no graph
+    casts = [*numbered.values(), *results]  # those of results are outside of graphs
     drawn = [
         {"precision": graph.precision, "reason": graph.reason, "ops": list(_ops(graph, index, texts))}
         for graph in graphs
@@ -53,7 +53,7 @@ def _data(
 
 
 class _Texts:
-    """Texts that many records share, by number."""
+    """Numbers texts that many records share."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -63,7 +63,7 @@ class _Texts:
 
 
 def _ops(graph: GraphRecord, index: dict[int, int], texts: _Texts) -> Iterator[dict[str, Any]]:
-    """What is drawn as a row: a cast is part of what its readers read."""
+    """Yield the rows to draw: casts are listed with the operands of the ops that read them."""
     nodes = {node.name: node for node in graph.nodes}
     shown = [node for node in graph.nodes if node.kind in ("op", "output")]
     rows = {node.name: i for i, node in enumerate(shown)}

@@ -1,4 +1,4 @@
-"""Call a function once more than its user asked for, and leave as little as possible behind."""
+"""Call a function an additional time with as few side effects as possible."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ampcompile.torch_private import pytree
 
 @contextlib.contextmanager
 def preserve_state(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Afterwards gradients, buffers and random states are as before, of the modules and tensors `f` is seen to use.
+    """Restore gradients, buffers and random states afterwards, for the modules and tensors that `f` visibly uses.
 
-    Not undone: writes to parameters (an optimizer stepping inside `f`), to tensors given as arguments, and whatever
-    else Python code does.
+    Not undone: writes to parameters (an optimizer stepping inside `f`), to tensors given as arguments, and all other
+    side effects of Python code.
     """
-    found = pytree.arg_tree_leaves(*args, **kwargs)
-    modules = [*modules_of(f), *(m for m in found if isinstance(m, torch.nn.Module))]
-    tensors = [t for t in found if isinstance(t, torch.Tensor)] + [p for m in modules for p in m.parameters()]
+    arguments = pytree.arg_tree_leaves(*args, **kwargs)
+    modules = [*modules_of(f), *(m for m in arguments if isinstance(m, torch.nn.Module))]
+    tensors = [t for t in arguments if isinstance(t, torch.Tensor)] + [p for m in modules for p in m.parameters()]
     leaves = list({id(t): t for t in tensors if t.is_leaf and t.requires_grad}.values())
     owners = list({id(owner): owner for m in modules for owner in m.modules() if owner._buffers}.values())
     buffers = [(o, name, b, b.detach().clone()) for o in owners for name, b in o._buffers.items() if b is not None]

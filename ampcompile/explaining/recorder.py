@@ -1,4 +1,4 @@
-"""Run a call with a backend that records every graph, and lower nothing."""
+"""Run a call with a backend that records every graph, without lowering through Inductor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .report import Report
 
 
 def make_explainer(f: Any, options: dict[str, Any], mode: str | None, dynamic: bool | None) -> Callable[..., Report]:
-    """What `ampcompile.explain` returns; its arguments are checked here and now."""
+    """Return the callable behind `ampcompile.explain`; checks the options immediately."""
     f, chosen, dynamic = uncompile(f, options, mode, dynamic)
 
     def explained(*args: Any, **kwargs: Any) -> Report:
@@ -41,8 +41,8 @@ def make_explainer(f: Any, options: dict[str, Any], mode: str | None, dynamic: b
             results.append(cast_of_result(result, BECAUSE, _definition(f)))
             return result.float()
 
-        as_ever = casting(lambda tensors: cast_together(tensors, cast))
-        with dynamo_caches.dynamo_as_it_was(backend), preserve_state(f, args, kwargs), uncompiled(f), as_ever:
+        recording_casts = casting(lambda tensors: cast_together(tensors, cast))
+        with dynamo_caches.dynamo_as_it_was(backend), preserve_state(f, args, kwargs), uncompiled(f), recording_casts:
             torch.compile(f, backend=backend, dynamic=dynamic)(*args, **kwargs)
         return Report(graphs, results)
 
@@ -52,7 +52,7 @@ def make_explainer(f: Any, options: dict[str, Any], mode: str | None, dynamic: b
 def uncompile(
     f: Any, options: dict[str, Any], mode: str | None, dynamic: bool | None
 ) -> tuple[Any, Options, bool | None]:
-    """The callable behind one that was compiled, its options and `dynamic`; what is given by name beats them."""
+    """The original of a compiled callable, its options and `dynamic`; options given by name beat them."""
     compiled, given = dynamo_caches.how_compiled(f), Options.parse(options, mode)
     if compiled is None:
         return f, given, dynamic
@@ -61,7 +61,7 @@ def uncompile(
 
 
 def override(kept: Options, given: Options, names: set[str]) -> Options:
-    """The options a callable was compiled with, with those given by name instead."""
+    """The options that a callable was compiled with, updated by those given by name."""
     ours = {f.name: getattr(given, f.name) for f in fields(Options) if f.name in names}
     return replace(kept, **ours, inductor=tuple({**dict(kept.inductor), **dict(given.inductor)}.items()))
 
@@ -73,7 +73,7 @@ def _definition(f: Any) -> str:
 
 
 def _recorder(options: Options, graphs: list[GraphRecord], through_inductor: bool) -> Callable[..., Any]:
-    """A backend that records every graph and runs it with torch's own kernels."""
+    """Return a backend that records every graph and runs it with torch's own kernels."""
     run_as = replace(options, lower="eager" if options.lower == "eager" else "aot_eager")
 
     def record(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -103,7 +103,7 @@ _LOWERED = ("inductor_post_grad_graph",)
 
 
 def _lowered(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> list[tuple[str, str]]:
-    """What Inductor's compilation of a graph offers to the trace; nothing of it is kept."""
+    """Compile a graph through Inductor for its artifacts of the structured trace; the compiled code is dropped."""
     rewritten = rewrite(gm, example_inputs, options)
     with dynamo_caches.all_lowered_now(), structured_trace.artifacts_of_this_compile() as artifacts:
         lower(rewritten.graph, example_inputs, options)

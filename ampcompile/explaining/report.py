@@ -1,4 +1,4 @@
-"""What `ampcompile.explain` returns."""
+"""The report that `ampcompile.explain` returns."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from . import html, table
 
 @dataclass(frozen=True)
 class Report:
-    """Every graph that Dynamo found in a call, as rewritten. `str(report)` is a table that fits the terminal."""
+    """All graphs that Dynamo found in a call, as rewritten. `str(report)` is a table that fits the terminal."""
 
     graphs: Sequence[GraphRecord]
     results: Sequence[CastRecord] = ()
-    """The casts of what the call returned that stand in no graph."""
+    """The casts of the call's results that aren't part of a graph."""
 
     @property
     def code(self) -> str:
@@ -33,9 +33,9 @@ class Report:
 
     @property
     def final_code(self) -> str:
-        """Every graph as it is run: forward, and backward if there is one, as AOTAutograd parts them.
+        """Every graph as it runs: forward, and backward if there is one, as AOTAutograd partitions them.
 
-        With `explain(f, lower="inductor")`, as Inductor generates code from them.
+        With `explain(f, lower="inductor")`, the graphs from which Inductor generates code.
         """
         return self._code([graph.final_code for graph in self.graphs])
 
@@ -45,7 +45,7 @@ class Report:
 
     @property
     def casts(self) -> list[CastRecord]:
-        """Every cast inserted, in order; those that stand in no graph last."""
+        """Every cast inserted, in order; those outside of graphs last."""
         return [*(cast for graph in self.graphs for cast in graph.casts), *self.results]
 
     @property
@@ -55,12 +55,12 @@ class Report:
 
     @property
     def fusions(self) -> list[FusionRecord]:
-        """Every op whose place a fused kernel took, in order."""
+        """Every op that a fused kernel replaced, in order."""
         return [fusion for graph in self.graphs for fusion in graph.fusions]
 
     @property
     def unknown_ops(self) -> list[str]:
-        """Names of the ops that the policy has never heard of: they run in the dtypes that arrive."""
+        """Names of the ops that are unknown to the policy: they run in the dtypes that arrive."""
         return sorted({op.op for op in self.ops if not op.known})
 
     @property
@@ -73,7 +73,7 @@ class Report:
         return list(sums.values())
 
     def _changes(self) -> list[Total]:
-        """The totals that `str` and the page show: a pass that changed nothing, as most do, has no row."""
+        """The totals that `str` and the page show, without passes that changed nothing, as most do."""
         always = ("eager autocast", "insert_casts", "differentiated")
         return [
             total
@@ -82,7 +82,7 @@ class Report:
         ]
 
     def save(self, path: str | Path) -> None:
-        """Write the report as a page that needs nothing else: `report.save("amp.html")`."""
+        """Write the report as a self-contained page: `report.save("amp.html")`."""
         Path(path).write_text(html.page(self.graphs, self._changes(), self.unknown_ops, self.results), encoding="utf-8")
 
     def __str__(self) -> str:

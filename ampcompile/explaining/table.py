@@ -1,4 +1,4 @@
-"""A report as text that fits a terminal: repeated layers are one row, reasons are footnotes."""
+"""Render a report as text that fits a terminal: repeated layers share a row, reasons are footnotes."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def _headline(index: int, count: int, graph: GraphRecord) -> str:
 
 
 def _layers(path: str) -> str:
-    """`blocks.3.mlp` as `blocks.*.mlp`: rows of repeated layers are merged."""
+    """Replace numbers in a path, `blocks.3.mlp` by `blocks.*.mlp`, so that rows of repeated layers are merged."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def _merge_rows(rows: Iterable[tuple[tuple[str, ...], int]]) -> list[tuple[tuple[str, ...], int, int]]:
-    """(row, how many times, bytes of all), in the order of first appearance."""
+    """Merge equal rows: (row, count, total bytes), in the order of first appearance."""
     counts: Counter[tuple[str, ...]] = Counter()
     sizes: Counter[tuple[str, ...]] = Counter()
     for row, size in rows:

@@ -1,4 +1,4 @@
-"""Text that fits a terminal: the tables and lines that reports, audits and the command line print."""
+"""Render text for a terminal: the tables and lines that reports, audits and the command line print."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNLIMITED = 10_000
 
 
 def text_of(parts: Iterable[str | Table], width: int | None = None) -> str:
-    """The parts below one another, at most `width` columns wide: by default a terminal's, else nothing is split."""
+    """The parts one below the other, at most `width` columns wide; default: a terminal's width, or else no limit."""
     console = Console(
         file=io.StringIO(),
         width=width or shutil.get_terminal_size((_UNLIMITED, 24)).columns,

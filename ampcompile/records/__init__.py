@@ -1,1 +1,1 @@
-"""Plain records of what a graph became: casts, ops, totals, pictures, log lines. They hold no tensor and no graph."""
+"""Plain records of rewritten graphs: casts, ops, totals, nodes, log lines. They hold no tensor and no graph."""

@@ -1,4 +1,4 @@
-"""Plain records of one rewritten graph: every cast, every op. They hold no tensor and no graph."""
+"""Plain records of one rewritten graph: all casts and all ops. They hold no tensor and no graph."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class CastRecord:
     dtype_from: torch.dtype
     dtype_to: torch.dtype
     shape: Shape
-    """Of the value cast; symbolic sizes are strings."""
+    """Shape of the cast value; symbolic sizes are strings."""
     bytes: int
-    """Read and written by the cast alone; symbolic sizes count with the size they were compiled for."""
+    """Bytes read and written by the cast alone; symbolic sizes count as the sizes they were compiled for."""
     because: str
     fate: tuple[str, ...]
-    """What became of it, in order: inserted, hoisted, shared, folded, moved, fused."""
+    """What passes did to it, in order: inserted, hoisted, shared, folded, moved, fused."""
     of: str
-    """What is cast: "weight", "input", "constant" or "activation"."""
+    """The kind of value cast: "weight", "input", "constant" or "activation"."""
 
     @property
     def dtypes(self) -> str:
-        """From which dtype to which, as `f32>bf16`."""
+        """Both dtypes, as `f32>bf16`."""
         return f"{short_name(self.dtype_from)}>{short_name(self.dtype_to)}"
 
     @property
@@ -64,44 +64,44 @@ class CastRecord:
 
     @property
     def runs(self) -> bool:
-        """Whether it still is a cast of its own in every call."""
+        """True if it still runs as a separate cast in every call."""
         return not {"hoisted", "shared", "folded", "fused"} & set(self.fate)
 
 
 @dataclass(frozen=True)
 class OpRecord:
-    """One op on tensors, and the dtype it computes in."""
+    """One op on tensors, and the dtype in which it computes."""
 
     op: str
     module: str
     source: str
     dtype: torch.dtype | None
-    """Of the result if that is floating, else of the first floating operand, else of the result."""
+    """Dtype of the result if floating, else of the first floating operand, else of the result."""
     because: str
     known: bool
-    """False: the policy has never heard of the op."""
+    """False if the op is unknown to the policy."""
 
 
 @dataclass(frozen=True)
 class FusionRecord:
-    """One op, or several, whose place a fused kernel took."""
+    """One op, or several, that a fused kernel replaced."""
 
     family: str
     op: str
     module: str
     source: str
     saved: int
-    """Bytes that memory doesn't move in one call, forward and backward, counted against Inductor's own code."""
+    """Bytes of memory traffic saved in one call, forward and backward, counted against Inductor's own code."""
     freed: int
-    """Bytes that are never held at the same time."""
+    """Reduction of the memory held at one time, in bytes."""
 
 
 @dataclass(frozen=True)
 class GraphRecord:
-    """One graph that Dynamo found. `reason`: why it ends here; empty if the function ends."""
+    """One graph that Dynamo found. `reason`: of the graph break after it; empty if the function ends."""
 
     precision: str
-    """Of each device type; of a graph that is left to autocast also why."""
+    """Precision by device type; for a graph that is left to autocast also the reason."""
     reason: str
     code: str
     numbered_casts: Mapping[int, CastRecord]
@@ -113,13 +113,13 @@ class GraphRecord:
     """Conversions in eager autocast, then in the graph after each pass, then after differentiation."""
     fusions: tuple[FusionRecord, ...] = ()
     estimate: Estimate | None = None
-    """Whether low precision is worth its casts here; None where nothing is low."""
+    """Estimate whether low precision pays in the graph; None if no op is low."""
     joint_code: str = ""
     """Forward and backward as one graph, after the passes on it; without gradients, forward alone."""
     left: bool = False
-    """Whether it is left to autocast: it then has no records of ops and casts."""
+    """True if the graph is left to autocast: it then has no records of ops and casts."""
     final_code: str = ""
-    """What is run: the graphs that AOTAutograd makes of it, or Inductor where explaining lowers through it."""
+    """The graphs that run: those that AOTAutograd makes of it, or Inductor if `explain` lowers through it."""
 
     @property
     def casts(self) -> list[CastRecord]:
@@ -128,13 +128,13 @@ class GraphRecord:
 
 
 def cast_nodes(gm: GraphModule) -> Iterator[Node]:
-    """Every cast inserted, hoisted ones included, of a graph and its bodies."""
+    """Yield every inserted cast, hoisted ones included, of a graph and its bodies."""
     for graph in graphs(gm):
         yield from filter(is_cast, graph.graph.nodes)
 
 
 def casts_of(gm: GraphModule, weights: set[Node]) -> Iterator[tuple[int, CastRecord]]:
-    """The casts of a rewritten graph and its bodies, in order, by number; `weights` are inputs of `gm`."""
+    """Yield the casts of a rewritten graph and its bodies, in order, with numbers; `weights` are inputs of `gm`."""
     origins = {n: "weight" if n in weights else "input" for n in placeholders(gm)}
     for graph in graphs(gm):
         _trace_into_bodies(graph, origins)
@@ -157,7 +157,7 @@ def casts_of(gm: GraphModule, weights: set[Node]) -> Iterator[tuple[int, CastRec
 
 
 def cast_of_result(result: torch.Tensor, because: str, source: str) -> CastRecord:
-    """The cast of a result of a call that stands in no graph; `source`: where what was called is defined."""
+    """The cast of a call's result outside of any graph; `source`: the line that defines the callable."""
     return CastRecord(
         op="output",
         module="",
@@ -173,7 +173,7 @@ def cast_of_result(result: torch.Tensor, because: str, source: str) -> CastRecor
 
 
 def ops_of(gm: GraphModule) -> Iterator[OpRecord]:
-    """The ops on tensors of a rewritten graph and its bodies, in order, without the casts inserted."""
+    """Yield the ops on tensors of a rewritten graph and its bodies, in order, without inserted casts."""
     for graph in graphs(gm):
         for node in graph.graph.nodes:
             if is_cast(node) or not _on_tensors(node):
@@ -190,13 +190,13 @@ def ops_of(gm: GraphModule) -> Iterator[OpRecord]:
 
 
 def fusions_of(gm: GraphModule) -> Iterator[FusionRecord]:
-    """The fused kernels of a rewritten graph and its bodies."""
+    """Yield the fused kernels of a rewritten graph and its bodies."""
     for node, fusion in fusions(gm):
         yield FusionRecord(fusion.family, fusion.op, module_path(node), source_line(node), fusion.saved, fusion.freed)
 
 
 def is_cast(node: Node) -> bool:
-    """Whether a node is a cast that ampcompile inserted, hoisted or not."""
+    """True if a node is a cast that ampcompile inserted, hoisted or not."""
     return "amp_cast" in node.meta and node.target in (CAST, WEIGHT_COPY)
 
 
@@ -206,11 +206,11 @@ def shape_of(value: torch.Tensor) -> Shape:
 
 
 def _trace_into_bodies(gm: GraphModule, origins: dict[Node, str]) -> None:
-    """Add where the inputs of the bodies that a graph calls come from; a body that others call keeps what is known."""
+    """Add the origins of the inputs of bodies that a graph calls; a body with several callers keeps the first's."""
     for attribute, body in bodies(gm):
         inner = placeholders(body)
         call = next((user for user in attribute.users), None)
-        # What stands last among the operands is handed to the body's inputs, whatever the op puts before it.
+        # The last operands are the body's inputs; an op may have other arguments before them.
         outer = pytree.tree_leaves(call.args if call is not None else ())[-len(inner) :] if inner else []
         for value, given in zip(inner, outer, strict=False):
             if isinstance(given, Node):

@@ -1,4 +1,4 @@
-"""A rewritten graph as plain records, one per value, for the page that shows it."""
+"""Plain records of a rewritten graph, one per value, for the page of a report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NodeRecord:
     """One input, op or cast of a graph; in execution order, bodies of higher-order ops after their caller's graph."""
 
     name: str
-    """Unique in its graph; names of a body's nodes begin with the body's."""
+    """Unique in its graph; names of a body's nodes begin with the body's name."""
     kind: str
     """"input", "op", "cast" or "output"."""
     op: str
@@ -27,16 +27,16 @@ class NodeRecord:
     module: str
     source: str
     dtype: str
-    """What it computes in, as `bf16`; of a cast, `f32>bf16`; empty where there are no numbers."""
+    """The dtype it computes in, as `bf16`; of a cast, `f32>bf16`; empty for values without a dtype."""
     shape: Shape
     because: str
     inputs: tuple[str, ...]
     cast: int | None
-    """The number of the cast, by which its fate is known."""
+    """The number of the cast, under which its fate is recorded."""
 
 
 def nodes_of(gm: GraphModule) -> Iterator[NodeRecord]:
-    """The values of a graph that `insert_casts` has left, and of its bodies."""
+    """Yield the values of a graph after `insert_casts`, and of its bodies."""
     prefixes = {gm: ""}
     for graph in graphs(gm):
         prefix, called = prefixes[graph], dict(bodies(graph))

@@ -1,6 +1,6 @@
-"""`TORCH_LOGS="ampcompile"` says a line per graph, `"+ampcompile"` every decision and cast; `TORCH_TRACE` keeps both.
+"""`TORCH_LOGS="ampcompile"` logs a line per graph, `"+ampcompile"` every decision and cast; `TORCH_TRACE` keeps both.
 
-torch's logging takes the name of any package, so nothing is registered. With `TORCH_TRACE` set, the rewritten graph
+torch's logging accepts the name of any package, so nothing is registered. With `TORCH_TRACE` set, the rewritten graph
 and its casts are artifacts of the structured trace, which `tlparse` shows beside Dynamo's and Inductor's.
 """
 
@@ -29,14 +29,14 @@ log = logging.getLogger("ampcompile")
 
 
 def watcher(example_inputs: Sequence[Any]) -> Watcher | None:
-    """What must see a graph's passes so that it can be logged; None if nobody listens."""
+    """A watcher for a graph's passes if the graph will be logged or traced, else None."""
     if log.isEnabledFor(logging.INFO) or structured_trace.traced():
         return Watcher(example_inputs)
     return None
 
 
 def watch_both(first: Watch | None, second: Watch | None) -> Watch | None:
-    """One watch of two, either of which may be missing."""
+    """Combine two watches, either of which may be None."""
     if first is None or second is None:
         return first or second
 
@@ -48,7 +48,7 @@ def watch_both(first: Watch | None, second: Watch | None) -> Watch | None:
 
 
 def warn_of_unscaled(device_type: str, example_inputs: Sequence[Any]) -> None:
-    """Say, once, that a graph about to be compiled trains in float16 while this process has no scaler."""
+    """Warn, once, that a graph about to be compiled trains in float16 while this process has no scaler."""
     if not torch.is_autocast_enabled(device_type) or torch.get_autocast_dtype(device_type) is not torch.float16:
         return
     trains = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
@@ -58,8 +58,8 @@ def warn_of_unscaled(device_type: str, example_inputs: Sequence[Any]) -> None:
 
 @functools.cache
 def _look_for_a_scaler(device_type: str) -> None:
-    # Classes of objects are compared, not the objects: some of other packages load things when they are looked at.
-    if not any(issubclass(type(found), torch.amp.GradScaler) for found in gc.get_objects()):
+    # Not `isinstance`: it reads `__class__`, which makes lazy objects of some packages load modules.
+    if not any(issubclass(type(instance), torch.amp.GradScaler) for instance in gc.get_objects()):
         log.warning(
             "a graph trains in float16 on %s, and no GradScaler has been made: small gradients become zero there. "
             "Scale the loss (see ampcompile.GradScaler), or compile with options={'dtype': torch.bfloat16}",
@@ -67,18 +67,18 @@ def _look_for_a_scaler(device_type: str) -> None:
         )
 
 
-_emulation_told = False
+_emulation_checked = False
 
 
 def may_warn_of_emulation() -> bool:
-    """Whether `warn_of_emulation` hasn't been called yet in this process."""
-    return not _emulation_told
+    """True if `warn_of_emulation` hasn't been called yet in this process."""
+    return not _emulation_checked
 
 
 def warn_of_emulation(estimated: Estimate) -> None:
-    """Say, of the first graph that matters alone, that low precision doesn't pay on a CPU without units, if so."""
-    global _emulation_told
-    _emulation_told = True
+    """Warn if low precision doesn't pay on a CPU without units for it; only of the first graph that matters."""
+    global _emulation_checked
+    _emulation_checked = True
     if not estimated.pays:
         log.warning(
             "%s. Call the model inside torch.autocast('cpu', enabled=False), or keep modules of it in float32: "
@@ -88,7 +88,7 @@ def warn_of_emulation(estimated: Estimate) -> None:
 
 
 def log_graph(graph: GraphRecord) -> None:
-    """Log one rewritten graph and hand it to the structured trace."""
+    """Log one rewritten graph and add it to the structured trace."""
     hoisted, counts = sum("hoisted" in cast.fate for cast in graph.casts), ""
     if not graph.left:
         counts = f", {len(graph.ops)} ops, {len(graph.casts)} casts ({hoisted} hoisted), "

@@ -1,4 +1,4 @@
-"""How many conversions between floating dtypes a graph does in one call, and how many eager autocast would do."""
+"""Count the conversions between floating dtypes of a graph in one call, and those of eager autocast."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Total:
 
 
 def total_of(stage: str, gm: GraphModule) -> Total:
-    """What a graph and its bodies convert."""
+    """The conversions of a graph and its bodies."""
     sizes = [bytes_of(*pair) for graph in graphs(gm) for pair in _conversions(graph)]
     return Total(stage, len(sizes), sum(sizes))
 
 
 def eager_totals(gm: GraphModule, example_inputs: Sequence[Any]) -> list[Total]:
-    """What eager autocast converts in a Dynamo graph, forward and backward: it is run on fake tensors and watched.
+    """Count eager autocast's conversions, forward and backward, by running a Dynamo graph on fake tensors.
 
-    The ambient autocast state is used, with autocast's cache of weight casts on, as `torch.autocast` has it.
+    The run uses the ambient autocast state, with autocast's cache of weight casts on, as in `torch.autocast`.
     """
     fakes, mode = tracing.fake_inputs(example_inputs)
     held: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in held_tensors(gm).items()}
@@ -60,7 +60,7 @@ def _backward(results: Any, inputs: Sequence[Any]) -> None:
 
 
 class _ConversionCounter(TorchDispatchMode):
-    """Notes the bytes of every conversion between floating dtypes, in all bodies of higher-order ops too."""
+    """Records the bytes of every conversion between floating dtypes, also in bodies of higher-order ops."""
 
     supports_higher_order_operators = True
 
@@ -116,5 +116,5 @@ def _converts(before: Any, after: Any) -> bool:
 
 
 def bytes_of(before: torch.Tensor, after: torch.Tensor) -> int:
-    """What a conversion reads and writes, with the sizes it was traced with; 0 if those depend on data."""
+    """Bytes that a conversion reads and writes, with traced sizes; 0 if the sizes depend on data."""
     return (elements_hint(before) or 0) * (before.dtype.itemsize + after.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Follow the casts of one graph from pass to pass, also those that a pass takes away."""
+"""Follow the casts of one graph from pass to pass, also those that a pass removes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .totals import Total, total_of
 
 
 class Watcher:
-    """Sees a graph after each pass: hand `watch` to `rewrite`. `example_inputs` are those of the graph."""
+    """Records a graph after each pass: pass its `watch` to `rewrite`. `example_inputs` are the graph's."""
 
     def __init__(self, example_inputs: Sequence[Any]) -> None:
         self.example_inputs = example_inputs
@@ -33,10 +33,10 @@ class Watcher:
         self.nodes: tuple[NodeRecord, ...] = ()
         self.totals: list[Total] = []
         self.estimate: Estimate | None = None
-        self._there: set[int] = set()  # numbers of the casts that the graph still holds
+        self._present: set[int] = set()  # numbers of the casts that the graph still contains
 
     def watch(self, done: Pass | None, gm: GraphModule) -> None:
-        """Called after each pass on the captured graph."""
+        """Record the captured graph after a pass."""
         if isinstance(done, AssignPrecision):
             self.estimate = estimate(gm, _weights(gm, self.example_inputs))
         if done is None or UNDECIDED in gm.meta:  # casts nothing yet
@@ -46,19 +46,19 @@ class Watcher:
             self.ops = tuple(ops_of(gm))
             self.nodes = tuple(nodes_of(gm))
             self.casts = dict(casts_of(gm, _weights(gm, self.example_inputs)))
-            self._there = set(self.casts)
+            self._present = set(self.casts)
             return
-        there = {node.meta["amp_cast"].number: node.meta["amp_cast"].fate for node in cast_nodes(gm)}
-        for number in self._there:
+        fates = {node.meta["amp_cast"].number: node.meta["amp_cast"].fate for node in cast_nodes(gm)}
+        for number in self._present:
             record = self.casts[number]
             gone = (*record.fate, done.fate) if done.fate else record.fate
-            self.casts[number] = replace(record, fate=there.get(number, gone))
-        self._there &= there.keys()
+            self.casts[number] = replace(record, fate=fates.get(number, gone))
+        self._present &= fates.keys()
 
     def record(
         self, original: GraphModule, rewritten: GraphModule, history: Sequence[Applied], left: str = ""
     ) -> GraphRecord:
-        """All that was seen of the graph that Dynamo gave as `original`. Before it is lowered, which changes it.
+        """The record of the graph that Dynamo gave as `original`. Call it before lowering, which changes the graph.
 
         `left`: why the graph is left to autocast; empty if it isn't.
         """
@@ -79,14 +79,14 @@ class Watcher:
 
 
 class JointWatcher:
-    """Sees a graph after differentiation, and after each pass on it: hand `watch` to `lower`."""
+    """Records a graph after differentiation, and after each later pass: pass its `watch` to `lower`."""
 
     def __init__(self) -> None:
         self.totals: list[Total] = []
         self.code = ""
 
     def watch(self, done: Pass | None, gm: GraphModule) -> None:
-        """Called when a graph was differentiated, and after each pass on it."""
+        """Record the joint graph after differentiation, or after a pass."""
         stage = "differentiated: forward and backward" if done is None else f"{done.name}, forward and backward"
         self.totals.append(total_of(stage, gm))
         self.code = gm.print_readable(print_output=False)

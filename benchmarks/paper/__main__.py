@@ -19,13 +19,13 @@ FOLDER = results.ROOT / ".paper"
 
 
 def main() -> int:
-    """Count, and write the page; returns the exit status."""
+    """Count all cases and write the pages; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="cases whose name holds this text")
     parser.add_argument("--all", action="store_true", help="more models, too: half an hour on two cores")
     parser.add_argument("--options", action="store_true", help="options of amp that claim to save, in training")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     built, code, keeping = device.build(FOLDER), results.code(), Lock()
     failed = []
@@ -41,11 +41,11 @@ def main() -> int:
             else:
                 results.keep(case, peer, {"code": code, **json.loads(run.stdout.splitlines()[-1])})
 
-    todo = [(case, peer) for case in (*DEFAULT, *(MORE if given.all else ())) for peer in PEERS]
-    if given.options:
+    todo = [(case, peer) for case in (*DEFAULT, *(MORE if arguments.all else ())) for peer in PEERS]
+    if arguments.options:
         todo += [(case, peer) for case in DEFAULT if case.training for peer in OPTIONS if peer != AMP]
-    todo = [(case, peer) for case, peer in todo if given.only in str(case)]
-    with ThreadPoolExecutor(given.jobs) as pool:
+    todo = [(case, peer) for case, peer in todo if arguments.only in str(case)]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(lambda each: count(*each), [each for each in todo if results.counted_with(*each) != code]))
     page.write()
     estimate.write()

@@ -1,4 +1,4 @@
-"""What is counted: models at the sizes that people train, and what they are fed."""
+"""The counted cases: models at the sizes that people train, and their inputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     f"{AMP}, every call": {"weights": "every_call"},
     f"{AMP}, relaxed": {"numerics": "relaxed"},
 }
-"""Peers that are amp with some option; `linear` serves weights that no copies are kept of."""
+"""Peers that are amp with some option; `linear` is for weights without copies."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how it is called."""
+    """A model and its call."""
 
     model: str
-    """A name that `benchmarks.architectures.build` knows, or "MoE"; "tiny " before it shrinks the model."""
+    """A name that `benchmarks.architectures.build` accepts, or "MoE"; the prefix "tiny " shrinks the model."""
     batch: int
     length: int
-    """Tokens, or pixels of a side."""
+    """Tokens, or pixels along a side."""
     training: bool
     dtype: str = "bf16"
 
@@ -39,7 +39,7 @@ class Case:
         return f"{self.model}, {self.batch} x {self.length}, {kind}, {self.dtype}"
 
     def build(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
-        """The model, in training mode if it is trained, and its inputs; called with them it returns a loss then."""
+        """The model and its inputs; for training the model is in training mode, and returns a loss."""
         if self.model.removeprefix(TINY) != "MoE":
             return build(self.model, self.batch, self.length, self.training)
         torch.manual_seed(0)
@@ -49,9 +49,9 @@ class Case:
 
 
 class Experts(nn.Module):
-    """A feed-forward layer of which each token uses the two of `experts` that a router picks for it.
+    """A feed-forward layer of `experts`, of which each token uses the two that a router picks.
 
-    Autocast doesn't know of grouped products, so what they take is cast here, as models of this kind do.
+    Autocast has no rule for grouped products, so the layer casts their operands itself, as such models do.
     """
 
     def __init__(self, width: int, experts: int) -> None:
@@ -114,11 +114,11 @@ MORE = (
     Case("ViT", 32, 224, training=True),
     Case("ResNet-50", 32, 224, training=True),
 )
-"""Counted if all are asked for."""
+"""Further cases, counted with `--all`."""
 SMALL = (
     Case("GPT 1x64", 4, 128, training=True),
     Case("GPT 1x64", 1, 16, training=False),
     Case("tiny UNet", 2, 16, training=True),
     Case("tiny MoE", 2, 64, training=True),
 )
-"""What the tests count."""
+"""The cases of the tests."""

@@ -1,4 +1,4 @@
-"""What one graph costs on the GPU: launches, library calls, bytes, multiplications, memory."""
+"""Count the costs of one graph on the GPU: launches, library calls, bytes, floating operations, memory."""
 
 import re
 from collections import Counter
@@ -28,25 +28,25 @@ ROUNDED = re.compile(r"\.to\(tl\.(?:bfloat16|float16)\)")
 
 @dataclass
 class Counts:
-    """Of one graph."""
+    """Counts of one graph."""
 
     kind: str
     """"forward", "backward" or "inference"."""
     launches: int
-    """Of Triton kernels, ours included."""
+    """Launches of Triton kernels, ours included."""
     calls: dict[str, int]
-    """Of libraries' kernels, by name."""
+    """Calls of libraries' kernels, by name."""
     bytes: int
     parts: list[tuple[str, int]]
-    """What each kernel reads and writes, after what it computes."""
+    """For each kernel its operations, and the bytes that it reads and writes."""
     flops: int
-    """Of products, convolutions and attention; a multiplication and its addition are two."""
+    """Floating operations of products, convolutions and attention; a multiplication and its addition are two."""
     saved: int
-    """Bytes that are kept for backward, inputs apart."""
+    """Bytes saved for backward, without inputs."""
     peak: int
-    """Most bytes alive at once, inputs apart that live on."""
+    """Most bytes alive at once, without inputs that stay alive."""
     roundings: int
-    """Places in Triton code that round to 16 bits beside stores."""
+    """Places in Triton code, apart from stores, that round to 16 bits."""
     kernels: dict[str, str] = field(repr=False)
     """Triton code by name."""
 
@@ -54,20 +54,20 @@ class Counts:
 def count(kind: str, gm: GraphModule, graph: GraphLowering, code: str) -> Counts:
     """Count a graph that Inductor has lowered."""
     nodes = graph.scheduler.nodes
-    opaque = [(str(node.target), found) for node in gm.graph.nodes if (found := cost(node))]
+    opaque = [(str(node.target), costs) for node in gm.graph.nodes if (costs := cost(node))]
     names = {name for name, _ in opaque}
     parts = [(label, size) for node in nodes if (label := _label(node)) not in names and (size := traffic(node))]
-    parts += [(name, found.bytes) for name, found in opaque]
+    parts += [(name, costs.bytes) for name, costs in opaque]
     kernels = dict(KERNEL.findall(code))
-    calls = Counter(next(filter(None, found)) for found in LIBRARY.findall(code))
-    calls |= Counter({name: sum(found.products for each, found in opaque if each == name) for name in names})
+    calls = Counter(next(filter(None, groups)) for groups in LIBRARY.findall(code))
+    calls |= Counter({name: sum(costs.products for each, costs in opaque if each == name) for name in names})
     return Counts(
         kind,
-        launches=len(LAUNCH.findall(code)) + sum(found.launches for _, found in opaque),
+        launches=len(LAUNCH.findall(code)) + sum(costs.launches for _, costs in opaque),
         calls=dict(calls),
         bytes=sum(size for _, size in parts),
         parts=parts,
-        flops=sum(map(_flops, gm.graph.nodes)) + sum(found.flops for _, found in opaque),
+        flops=sum(map(_flops, gm.graph.nodes)) + sum(costs.flops for _, costs in opaque),
         saved=sum(_saved_bytes(gm)) if kind == "backward" else 0,
         peak=_peak(graph),
         roundings=sum(len(ROUNDED.findall(kernel)) for kernel in kernels.values()),
@@ -99,7 +99,7 @@ def _flops(node: Node) -> int:
 
 
 def _saved_bytes(gm: GraphModule) -> Iterator[int]:
-    """Of what backward reads that is neither an input of forward nor a gradient that comes in."""
+    """Yield the bytes of each of backward's inputs that is neither an input of forward nor an incoming gradient."""
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         if isinstance(value, Tensor) and not node.name.startswith(("primals", "tangents")):

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiled to machine code: registers, spills, shared memory, and how many fit on a processor."""
+"""Compile every Triton kernel to machine code: registers, spills, shared memory, occupancy of a multiprocessor."""
 
 import re
 import subprocess
@@ -17,7 +17,7 @@ CAPABILITIES = (80, 90, 100)
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes of shared memory that the programs on a multiprocessor share (CUDA C++ Programming Guide, specifications)."""
 REGISTERS, WARPS = 65536, 64
-"""Of a multiprocessor, on all three (the same table)."""
+"""Registers and warps of a multiprocessor, on all three (the same table)."""
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 HEADER = """
 import triton
@@ -29,44 +29,44 @@ from torch._inductor.runtime.triton_helpers import libdevice, math as tl_math
 
 
 class Usage(NamedTuple):
-    """What one kernel takes, in the first configuration that Inductor would try."""
+    """Resources of one kernel, in the first configuration that Inductor would try."""
 
     registers: int
-    """A thread's."""
+    """Registers per thread."""
     spilled: int
-    """Bytes a thread."""
+    """Bytes per thread."""
     shared: int
-    """Bytes a program."""
+    """Bytes per program."""
     occupancy: float
-    """Share of a multiprocessor's warps that registers and shared memory leave room for."""
+    """Share of a multiprocessor's warps that fit, by registers and shared memory."""
 
 
 def usages(kernels: Mapping[str, str]) -> dict[str, Any]:
-    """Of Triton code by name, on each architecture: the most that a kernel takes, and which fail or spill."""
-    found: dict[str, Any] = {"failed": [], "spilled": []}
+    """The most resources of any kernel on each architecture, and the kernels that fail or spill; `kernels`: by name."""
+    report: dict[str, Any] = {"failed": [], "spilled": []}
     for capability in CAPABILITIES:
         each = []
         for name, source in kernels.items():
             try:
                 each.append(usage := compiled(source, capability))
-            except Exception as error:  # whatever Triton or ptxas refuses
-                found["failed"].append(f"sm_{capability} {name}: {type(error).__name__}: {error}"[:300])
+            except Exception as error:  # Triton and ptxas raise many kinds of errors
+                report["failed"].append(f"sm_{capability} {name}: {type(error).__name__}: {error}"[:300])
                 continue
             if usage.spilled:
-                found["spilled"].append(f"sm_{capability} {name}: {usage.spilled} bytes")
-        found[f"sm_{capability}"] = {
+                report["spilled"].append(f"sm_{capability} {name}: {usage.spilled} bytes")
+        report[f"sm_{capability}"] = {
             "kernels": len(each),
             "registers": max((usage.registers for usage in each), default=0),
             "shared": max((usage.shared for usage in each), default=0),
             "occupancy": min((usage.occupancy for usage in each), default=1.0),
         }
-    return found
+    return report
 
 
 def compiled(source: str, capability: int) -> Usage:
-    """Compile one kernel's source, as Inductor writes it, for an architecture. Raises what Triton raises."""
-    found = vars(PyCodeCache.load(HEADER + source)).values()
-    tuner: Any = next(each for each in found if isinstance(each, CachingAutotuner))  # beside functions that it calls
+    """Compile one kernel's source, as Inductor writes it, for an architecture. Raises Triton's errors."""
+    members = vars(PyCodeCache.load(HEADER + source)).values()
+    tuner: Any = next(each for each in members if isinstance(each, CachingAutotuner))  # beside its callees
     config = tuner.configs[0]
     meta = tuner._create_compile_meta(config)
     ast = ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0])

@@ -1,4 +1,4 @@
-"""A GPU that isn't there: `load` before torch is imported, `describe` after it. For a process of its own."""
+"""An absent GPU: call `load` before torch is imported, `describe` after it, in a process of its own."""
 
 import ctypes
 import importlib.util
@@ -28,11 +28,11 @@ PROPERTIES = types.SimpleNamespace(
     uuid="0",
     pci_bus_id=0,
 )
-"""What CUDA says of an H200, as far as Inductor asks."""
+"""CUDA's properties of an H200, as far as Inductor reads them."""
 
 
 def build(folder: Path) -> Path:
-    """Compile the device into a folder; a few seconds."""
+    """Compile the device's library into a folder; takes a few seconds."""
     torch = _torch()
     built = folder / "absent_cuda.so"
     include = torch / "include"
@@ -43,14 +43,14 @@ def build(folder: Path) -> Path:
 
 
 def load(built: Path) -> None:
-    """Register it, before torch is imported: hooks are looked up once."""
+    """Register the device, before torch is imported, which looks up hooks once."""
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(_torch() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(built))
 
 
 def describe() -> None:
-    """Have torch, Triton and ampcompile take it for an H200, and Inductor lower for it without a look at caches."""
+    """Make torch, Triton and ampcompile take the device for an H200, and Inductor lower for it without its caches."""
     import torch
     import torch.cuda.amp.common
     import torch.utils._triton
@@ -68,12 +68,12 @@ def describe() -> None:
         return True
 
     cuda: Any = device_interface.CudaInterface
-    told: list[Any] = [torch.cuda, cuda, cuda.Worker]
-    for found in told:
-        found.get_device_properties = properties
-        found.current_device = lambda *_: 0
-    for found in told[:2]:
-        found.is_bf16_supported, found.device_count = yes, lambda *_: 1
+    interfaces: list[Any] = [torch.cuda, cuda, cuda.Worker]
+    for interface in interfaces:
+        interface.get_device_properties = properties
+        interface.current_device = lambda *_: 0
+    for interface in interfaces[:2]:
+        interface.is_bf16_supported, interface.device_count = yes, lambda *_: 1
     torch.cuda.get_device_capability = lambda *_: CAPABILITY
     cuda.get_compute_capability = lambda *_: 10 * CAPABILITY[0] + CAPABILITY[1]
     cuda.is_available = yes
@@ -85,11 +85,11 @@ def describe() -> None:
         get_active_torch_device=lambda: torch.device("cuda", 0),
     )
     triton.runtime.driver.set_active(driver)
-    triton_helpers.set_driver_to_gpu = lambda: None  # kernels' code asks for the one that is there
+    triton_helpers.set_driver_to_gpu = lambda: None  # kernels' code would activate the driver of a real GPU
     matching.memory_of = lambda device: MEMORY
     inductor, functorch = torch._inductor.config, torch._functorch.config
-    inductor.joint_graph_constant_folding = False  # it computes for real
-    inductor.shape_padding = False  # it measures what pays; nothing here has a dimension that would be padded much
+    inductor.joint_graph_constant_folding = False  # folding runs ops for real
+    inductor.shape_padding = False  # padding measures on the device; no case has a dimension that needs much of it
     inductor.compile_threads = 1
     inductor.fx_graph_cache = False
     functorch.enable_autograd_cache = False
@@ -97,6 +97,6 @@ def describe() -> None:
 
 
 def _torch() -> Path:
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent

@@ -1,6 +1,6 @@
-"""docs/gpu_estimate.md: how long the counted work may take on an H200, by its memory, its products and its launches.
+"""Write docs/gpu_estimate.md: estimated time of the counted work on an H200, by memory, products and launches.
 
-What is assumed stands on the page. It is an estimate, and no figure of it stands beside a measured one.
+The page states all assumptions. It is an estimate, and puts no figure beside a measured one.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from benchmarks.paper.cases import AMP, CONVERTED, STOCK
 
 PAGE = results.ROOT / "docs" / "gpu_estimate.md"
 BANDWIDTH = 0.9 * 4.8e12
-"""Bytes a second: nine tenths of what NVIDIA states of the H200."""
+"""Bytes a second: nine tenths of NVIDIA's figure for the H200."""
 PRODUCTS = 0.65 * 989e12
 """Operations a second: a share of the dense bfloat16 peak that NVIDIA states."""
 LAUNCH = 3e-6
@@ -29,12 +29,12 @@ captured in a CUDA graph. What caches save, how well each kernel uses the memory
 
 
 def write() -> None:
-    """Write the page from the counts that are kept."""
+    """Write the page from the stored counts."""
     PAGE.write_text("\n".join([HEAD, *_rows()]) + "\n")
 
 
 def device_seconds(graphs: list[dict[str, Any]]) -> float:
-    """What the device needs for a whole step."""
+    """Seconds of the device for a whole step."""
     products = other = flops = 0.0
     for graph in graphs:
         flops += graph["flops"]
@@ -47,7 +47,7 @@ def device_seconds(graphs: list[dict[str, Any]]) -> float:
 
 
 def launch_seconds(graphs: list[dict[str, Any]]) -> float:
-    """What the host needs to launch it."""
+    """Seconds of the host to launch a whole step."""
     return LAUNCH * sum(graph["launches"] + sum(graph["calls"].values()) for graph in graphs)
 
 

@@ -1,4 +1,4 @@
-"""One model lowered for the GPU on paper, as each peer would: what Inductor makes of every graph, counted."""
+"""Lower one model for the GPU on paper as each peer would, and count Inductor's output for every graph."""
 
 import copy
 import types
@@ -29,7 +29,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 def counted(model: nn.Module, args: Sequence[Tensor], training: bool, peer: str, dtype: str) -> list[Counts]:
-    """What each graph of a call costs, of a training step's forward and backward. `peer`: of `PEERS` or `OPTIONS`."""
+    """The counts of each graph of a call, or of a training step. `peer`: one of `PEERS` or `OPTIONS`."""
     low = DTYPES[dtype]
     if peer == CONVERTED:
         model, args = model.to(low), [arg.to(low) if arg.is_floating_point() else arg for arg in args]
@@ -37,24 +37,24 @@ def counted(model: nn.Module, args: Sequence[Tensor], training: bool, peer: str,
         with torch.autocast("cpu", low, enabled=peer != CONVERTED):
             gm, inputs = _captured(model, args)
         gm, mode, fakes = _on_device(gm, inputs)
-        found: list[Counts] = []
+        counts_of_graphs: list[Counts] = []
         with (
             torch._guards.tracing(torch._guards.TracingContext(mode)),
-            mock.patch.object(compile_fx, "compile_fx", _counting(found)),
+            mock.patch.object(compile_fx, "compile_fx", _counting(counts_of_graphs)),
             torch.autocast("cuda", low) if peer == STOCK else nullcontext(),
         ):
             if peer in OPTIONS:
                 options = Options.parse(options={"dtype": low, **OPTIONS[peer]})
                 copies = _lower_as_amp(gm, fakes, options)
-                found += [copies] if training else []  # elsewhere no weight changes
+                counts_of_graphs += [copies] if training else []  # in inference no weight changes
             else:
                 compile_fx.compile_fx(gm, fakes)
-    return found
+    return counts_of_graphs
 
 
 def _lower_as_amp(gm: GraphModule, fakes: Sequence[Any], options: Options) -> Counts:
-    """Lower a graph; returns what its copies of weights cost when the weights have changed: one launch for all."""
-    no_copies = types.SimpleNamespace(copies=None)  # nothing runs, so none are made
+    """Lower a graph; return the cost of refreshing its copies after the weights have changed: one launch for all."""
+    no_copies = types.SimpleNamespace(copies=None)  # nothing runs, so no copies are made
     with mock.patch.object(compiled_graph.weights, "bind", lambda *_, **__: no_copies):
         rewritten = backend.rewrite(gm, fakes, options)
         slots = [
@@ -68,7 +68,7 @@ def _lower_as_amp(gm: GraphModule, fakes: Sequence[Any], options: Options) -> Co
 
 
 def _captured(model: nn.Module, args: Sequence[Tensor]) -> tuple[GraphModule, list[Any]]:
-    """The one graph that Dynamo makes of a call, and its inputs."""
+    """The only graph that Dynamo makes of a call, and its inputs."""
 
     class CapturedError(Exception):
         pass
@@ -86,7 +86,7 @@ def _captured(model: nn.Module, args: Sequence[Tensor]) -> tuple[GraphModule, li
 
 
 def _on_device(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, FakeTensorMode, list[Any]]:
-    """The graph and its inputs as Dynamo gives them for a model on the GPU."""
+    """The graph and its inputs as Dynamo would give them for a model on the GPU."""
     gm = copy.deepcopy(gm)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fakes: list[Any] = []
@@ -108,8 +108,8 @@ def _moved(argument: Any) -> Any:
     return DEVICE if isinstance(argument, torch.device) or argument == "cpu" else argument
 
 
-def _counting(found: list[Counts]) -> Callable[..., Any]:
-    """Inductor's `compile_fx`, which counts what it has lowered, and stops there."""
+def _counting(counts_of_graphs: list[Counts]) -> Callable[..., Any]:
+    """Return a version of Inductor's `compile_fx` that counts each lowered graph instead of compiling it further."""
     compile_all: Any = compile_fx.compile_fx
 
     def lower_and_count(gm: GraphModule, inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
@@ -126,7 +126,7 @@ def _counting(found: list[Counts]) -> Callable[..., Any]:
             graph.run(*inputs)
             code: Any = graph.codegen()[0]
             kind = "backward" if backward else "inference" if inference else "forward"
-            found.append(count(kind, gm, graph, getattr(code, "value", code)))
+            counts_of_graphs.append(count(kind, gm, graph, getattr(code, "value", code)))
 
         def never(*_: Any) -> Any:
             raise RuntimeError("lowered to be counted, not to be run")

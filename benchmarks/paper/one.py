@@ -1,4 +1,4 @@
-"""python -m benchmarks.paper.one DEVICE CASE PEER   counts one case for one peer; prints the answer as JSON, last."""
+"""python -m benchmarks.paper.one DEVICE CASE PEER   counts one case for one peer; prints the result as JSON, last."""
 
 import json
 import logging
@@ -12,8 +12,8 @@ from benchmarks.paper import device
 
 
 def answer(case: dict[str, Any], peer: str) -> dict[str, Any]:
-    """The counts of each graph, and what its kernels take on each architecture."""
-    from benchmarks.paper.cases import Case  # which import torch, before which the device is loaded
+    """The counts of each graph, and the resources of its kernels on each architecture."""
+    from benchmarks.paper.cases import Case  # these import torch, after the device is loaded
     from benchmarks.paper.cubins import usages
     from benchmarks.paper.lowering import counted
 

@@ -1,4 +1,4 @@
-"""What ops of ours do that Inductor can't look into: of those, the generated code shows one call and its operands."""
+"""Costs of our ops that are opaque to Inductor: its generated code shows only their call and operands."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from ampcompile.kernels.linear_cross_entropy import FEWEST, PIECE
 
 
 class Cost(NamedTuple):
-    """Of one call of an op."""
+    """Costs of one call of an op."""
 
     launches: int
     products: int
@@ -20,22 +20,22 @@ class Cost(NamedTuple):
 
 
 def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int, int]:
-    """Rows, features, classes, and pieces, as the op takes them."""
+    """Rows, features, classes and pieces, as in the op."""
     classes = weight.shape[0]
     step = max(FEWEST, PIECE // (classes * x.itemsize) // 128 * 128)
     return x.shape[0], x.shape[1], classes, -(-x.shape[0] // step)
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Any, low_weight: Tensor, *_: Any) -> Cost:
-    """Logits are written and read once, the weight is read for each piece."""
+    """Count forward: logits are written and read once, the weight is read for each piece."""
     rows, features, classes, pieces = _sizes(x, low_weight)
     moved = rows * features + pieces * classes * features + 2 * rows * classes
     return Cost(pieces, pieces, moved * x.itemsize, 2 * rows * features * classes)
 
 
 def _backward(grad: Tensor, x: Tensor, low_weight: Tensor, *_: Any) -> Cost:
-    """Logits are written, read, replaced by their gradients, and these are read twice; each piece has a weight's
-    gradient in float32, which is added to the sum of all."""
+    """Count backward: logits are written, read, replaced by their gradients, and these are read twice; each piece has a
+    gradient of the weight in float32, which is added to the sum of all pieces."""
     rows, features, classes, pieces = _sizes(x, low_weight)
     moved = 5 * rows * classes + 3 * rows * features + 2 * pieces * classes * features
     added = 4 * 4 * pieces * classes * features
@@ -50,7 +50,7 @@ COSTS: Mapping[Any, Callable[..., Cost]] = {
 
 
 def cost(node: Node) -> Cost | None:
-    """What a call of such an op costs; None of any other."""
+    """The cost of a call of an opaque op; None for other nodes."""
     if node.target not in COSTS:
         return None
     return COSTS[node.target](*map_arg(node.args, lambda operand: operand.meta["val"]))

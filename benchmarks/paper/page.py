@@ -1,4 +1,4 @@
-"""docs/gpu_paper.md: what a GPU would run, counted."""
+"""Write docs/gpu_paper.md: counts of the work that a GPU would run."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ Of an op that Inductor can't look into, what its code does is counted by hand (`
 """
 
 CLIP, UNSCALE, ADAMW = 4 + 8, 8, 28
-"""Bytes a parameter that torch's step moves."""
+"""Bytes that torch's step moves per parameter."""
 OUR_STEP = 4 + 28
 WHOLE_STEPS = f"""GB of forward and backward, and of a step that clips gradients to a norm and updates weights by AdamW,
 through a scaler. Steps are counted by formula. torch's moves {CLIP + ADAMW} bytes a parameter: it takes the norm of the
@@ -44,14 +44,14 @@ number), so that no graph casts them.
 
 
 def write() -> None:
-    """Write the page from the counts that are kept."""
+    """Write the page from the stored counts."""
     PAGE.write_text("\n".join([HEAD.rstrip(), *_summary(), *_whole_steps(), *_options(), *_cases()]) + "\n")
 
 
 def total(graphs: list[dict[str, Any]], what: str) -> int:
-    """A count of a whole step; a peak is that of the graph that needs most."""
-    found = [sum(graph["calls"].values()) if what == "calls" else graph[what] for graph in graphs]
-    return max(found) if what == "peak" else sum(found)
+    """A count of a whole step: the sum over its graphs, or for a peak the maximum."""
+    counts = [sum(graph["calls"].values()) if what == "calls" else graph[what] for graph in graphs]
+    return max(counts) if what == "peak" else sum(counts)
 
 
 def _summary() -> Iterator[str]:
@@ -72,11 +72,11 @@ def _whole_steps() -> Iterator[str]:
 
 def _whole_step(stock: dict[str, Any], ours: dict[str, Any], step: int) -> str:
     graphs = [graph for graph in ours["graphs"] if graph["kind"] != "copies"]
-    copied = (total(ours["graphs"], "bytes") - total(graphs, "bytes")) // (4 + 2)  # what a cast reads and writes
-    theirs = total(stock["graphs"], "bytes"), step * stock["parameters"]
-    fused = total(graphs, "bytes"), OUR_STEP * ours["parameters"] + 2 * copied
-    cells = [f"{graphs / 1e9:.3g} + {step / 1e9:.3g}" for graphs, step in (theirs, fused)]
-    return f"{' | '.join(cells)} | {sum(fused) / sum(theirs):.2f}"
+    copied = (total(ours["graphs"], "bytes") - total(graphs, "bytes")) // (4 + 2)  # bytes that a cast reads and writes
+    stock_bytes = total(stock["graphs"], "bytes"), step * stock["parameters"]
+    our_bytes = total(graphs, "bytes"), OUR_STEP * ours["parameters"] + 2 * copied
+    cells = [f"{graphs / 1e9:.3g} + {step / 1e9:.3g}" for graphs, step in (stock_bytes, our_bytes)]
+    return f"{' | '.join(cells)} | {sum(our_bytes) / sum(stock_bytes):.2f}"
 
 
 def _options() -> Iterator[str]:
@@ -109,15 +109,15 @@ def _cases() -> Iterator[str]:
 
 def _cells(graphs: list[dict[str, Any]]) -> Iterator[str]:
     for what, unit in (("launches", 1), ("calls", 1), ("bytes", 1e9), ("flops", 1e12), ("saved", 1e9), ("peak", 1e9)):
-        found = total(graphs, what)
-        yield str(found) if unit == 1 else f"{found / unit:.3g}"
+        count = total(graphs, what)
+        yield str(count) if unit == 1 else f"{count / unit:.3g}"
     yield str(total(graphs, "roundings"))
     yield str(max(graph["kernels"]["sm_90"]["registers"] for graph in graphs))
     yield str(sum(len(graph["kernels"]["spilled"]) for graph in graphs))
 
 
 def _parts(peers: dict[str, Any]) -> Iterator[str]:
-    """What takes most bytes, by what the kernels compute, as Inductor groups operations."""
+    """Yield a table of the kernels that move most bytes, by the operations that Inductor fused in them."""
     sizes: dict[str, Counter[str]] = {}
     for peer, counted in peers.items():
         for graph in counted["graphs"]:

@@ -1,4 +1,4 @@
-"""The counts that the repository keeps, beside the code that they are of."""
+"""Store the counts in the repository, with a hash of the counted code."""
 
 import hashlib
 import json
@@ -11,11 +11,11 @@ from benchmarks.paper.cases import PEERS, Case
 ROOT = Path(__file__).parents[2]
 KEPT = Path(__file__).with_name("counted.json")
 OURS = "amp_"
-"""What the names of our Triton kernels begin with."""
+"""Prefix of the names of our Triton kernels."""
 
 
 def code() -> str:
-    """A hash of the package and of what counts."""
+    """A hash of the package and of the code that counts."""
     folders = ("ampcompile", "passes", "kernels", "benchmarks/paper")
     sources = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     others = [ROOT / "benchmarks" / name for name in ("architectures.py", "models.py", "unet.py")]
@@ -24,27 +24,27 @@ def code() -> str:
 
 
 def read() -> dict[str, Any]:
-    """By case and peer."""
+    """The stored counts, by case and peer."""
     return json.loads(KEPT.read_text()) if KEPT.exists() else {}
 
 
 def counted_with(case: Case, peer: str) -> str | None:
-    """The hash of the code that a case was counted with."""
+    """The hash of the code with which a case was counted."""
     return read().get(str(case), {}).get(peer, {}).get("code")
 
 
 def keep(case: Case, peer: str, counted: dict[str, Any]) -> None:
-    """Keep the counts of one case and peer."""
+    """Store the counts of one case and peer."""
     kept = read()
     kept.setdefault(str(case), {})[peer] = counted
     KEPT.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def bad() -> Iterator[str]:
-    """Kernels that can't be compiled, and ours that spill."""
+    """Yield kernels that can't be compiled, and kernels of ours that spill registers."""
     for case, peers in read().items():
         for peer in PEERS:
             for graph in peers.get(peer, {}).get("graphs", ()):
                 kernels = graph["kernels"]
-                for found in [*kernels["failed"], *(each for each in kernels["spilled"] if f" {OURS}" in each)]:
-                    yield f"{case}, {peer}, {graph['kind']}: {found}"
+                for kernel in [*kernels["failed"], *(each for each in kernels["spilled"] if f" {OURS}" in each)]:
+                    yield f"{case}, {peer}, {graph['kind']}: {kernel}"

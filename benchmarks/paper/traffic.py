@@ -1,7 +1,7 @@
-"""Bytes that a kernel reads and writes, each address once, as if it were cached until its last use in the kernel.
+"""Count the bytes that a kernel reads and writes, each address once, as if cached until its last use in the kernel.
 
-Inductor's own count takes whole buffers where it has fused: of a slice, a gathered row, a broadcast bias. Here what an
-index runs over is counted, and what a library's kernel is given.
+In fused kernels Inductor's own count takes whole buffers, also for a slice, a gathered row, a broadcast bias. This
+module counts the elements that an index covers and, for a library's kernel, its operands and results.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,13 +16,13 @@ from torch._inductor.virtualized import V
 
 
 def traffic(node: BaseSchedulerNode) -> int:
-    """Bytes of one kernel."""
+    """Bytes that one kernel reads and writes."""
     if isinstance(node, ExternKernelSchedulerNode):
         return sum(_given(node.node)) + _returned(node)
     inside, made = _inside(node), {dep.name for dep in node.read_writes.writes}
     touched: dict[tuple[str, bool, bool], dict[Any, int]] = {}
     for written, passed_over, deps in (
-        (False, inside | made, node.read_writes.reads),  # what it has made it has at hand
+        (False, inside | made, node.read_writes.reads),  # values that the kernel computes stay in registers
         (True, inside, node.read_writes.writes),
     ):
         for dep in deps:
@@ -35,7 +35,7 @@ def traffic(node: BaseSchedulerNode) -> int:
 
 
 def _inside(node: BaseSchedulerNode) -> set[str]:
-    """Buffers that live in the kernel's registers alone."""
+    """Buffers that exist only in the kernel's registers."""
     parts = set(node.get_nodes()) if isinstance(node, FusedSchedulerNode) else set()
     buffers = node.scheduler.name_to_buf
     return {
@@ -46,7 +46,7 @@ def _inside(node: BaseSchedulerNode) -> set[str]:
 
 
 def _region(dep: Dep) -> tuple[Any, int]:
-    """What identifies the addresses of an access, and how many elements they are."""
+    """A key for the addresses of an access, and their number of elements."""
     if not isinstance(dep, MemoryDep):
         return dep.name, _hint(V.graph.get_numel(dep.name))
     gathered = dep.is_indirect()
@@ -61,7 +61,7 @@ def _in_bytes(name: str, elements: int) -> int:
 
 
 def _given(kernel: Any) -> Iterator[int]:
-    """What a library's kernel reads."""
+    """Yield the bytes of each operand of a library's kernel."""
     if isinstance(kernel, ir.MultiOutput):
         return
     seen = set()
@@ -83,7 +83,7 @@ def _tensors(inputs: Iterable[Any]) -> Iterator[Any]:
 
 
 def _returned(node: ExternKernelSchedulerNode) -> int:
-    """What it writes: its result, its results, or the inputs it changes."""
+    """Bytes that a library's kernel writes: its result or results; operands that it changes count in `_given`."""
     kernel: Any = node.node
     if isinstance(kernel, ir.MultiOutput):
         return 0
@@ -91,7 +91,7 @@ def _returned(node: ExternKernelSchedulerNode) -> int:
         users: list[Any] = [user.node for user in node.scheduler.name_to_buf[kernel.get_name()].users]
         return sum(_bytes(user.node) for user in users if isinstance(user.node, ir.MultiOutput))
     if isinstance(kernel.layout, ir.NoneLayout):
-        return 0  # among what is given
+        return 0  # counted as operands
     return _bytes(kernel)
 
 

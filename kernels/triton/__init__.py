@@ -1,1 +1,1 @@
-"""Triton kernels; the only package that imports triton. What is launched is called `amp_…`, as profiles show it."""
+"""Triton kernels; the only package that imports triton. Names of launched kernels start with `amp_`, for profiles."""

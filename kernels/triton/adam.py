@@ -24,49 +24,49 @@ def amp_adam_prepare(
     HAS_FOUND_INF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count the step unless it is skipped, and work out in float64 what every element of a tensor needs.
+    """Count the step unless it is skipped, and compute in float64 the scalars of each tensor's update.
 
     words: sizes, groups, seven rows of addresses (grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, step, copy),
     then the seven float64 settings of each group.
     """
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = tensor < tensor_count
-    settings = words + (2 + 7) * tensor_count + 7 * tl.load(words + tensor_count + tensor, mask=there, other=0)
-    lr = tl.load(settings, mask=there, other=0).to(tl.float64, bitcast=True)
-    beta1 = tl.load(settings + 1, mask=there, other=0).to(tl.float64, bitcast=True)
-    beta2 = tl.load(settings + 2, mask=there, other=0).to(tl.float64, bitcast=True)
-    epsilon = tl.load(settings + 3, mask=there, other=0).to(tl.float64, bitcast=True)
-    weight_decay = tl.load(settings + 4, mask=there, other=0).to(tl.float64, bitcast=True)
-    decoupled = tl.load(settings + 5, mask=there, other=0) != 0
-    maximize = tl.load(settings + 6, mask=there, other=0) != 0
+    valid = tensor < tensor_count
+    settings = words + (2 + 7) * tensor_count + 7 * tl.load(words + tensor_count + tensor, mask=valid, other=0)
+    lr = tl.load(settings, mask=valid, other=0).to(tl.float64, bitcast=True)
+    beta1 = tl.load(settings + 1, mask=valid, other=0).to(tl.float64, bitcast=True)
+    beta2 = tl.load(settings + 2, mask=valid, other=0).to(tl.float64, bitcast=True)
+    epsilon = tl.load(settings + 3, mask=valid, other=0).to(tl.float64, bitcast=True)
+    weight_decay = tl.load(settings + 4, mask=valid, other=0).to(tl.float64, bitcast=True)
+    decoupled = tl.load(settings + 5, mask=valid, other=0) != 0
+    maximize = tl.load(settings + 6, mask=valid, other=0) != 0
     factor = tl.full([BLOCK], 1.0, tl.float32)
     if HAS_MULTIPLIER:
         factor = factor * tl.load(multiplier)
-    counts = there
+    counts = valid
     if HAS_FOUND_INF:
-        counts = there & (tl.load(found_inf + 0 * tensor) == 0.0)
-    address = tl.load(words + (2 + 5) * tensor_count + tensor, mask=there, other=0).to(tl.pointer_type(tl.float32))
-    step = tl.load(address, mask=there, other=0.0) + 1.0
+        counts = valid & (tl.load(found_inf + 0 * tensor) == 0.0)
+    address = tl.load(words + (2 + 5) * tensor_count + tensor, mask=valid, other=0).to(tl.pointer_type(tl.float32))
+    step = tl.load(address, mask=valid, other=0.0) + 1.0
     tl.store(address, step, mask=counts)
     correction1 = 1.0 - tl.exp(step.to(tl.float64) * tl.log(beta1))
     correction2 = 1.0 - tl.exp(step.to(tl.float64) * tl.log(beta2))
     row = scalars + 9 * tensor
-    tl.store(row, tl.where(maximize, -factor, factor), mask=there)
-    tl.store(row + 1, tl.where(decoupled, 0.0, weight_decay).to(tl.float32), mask=there)
-    tl.store(row + 2, tl.where(decoupled, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=there)
-    tl.store(row + 3, beta2.to(tl.float32), mask=there)
-    tl.store(row + 4, (1.0 - beta1).to(tl.float32), mask=there)
-    tl.store(row + 5, (1.0 - beta2).to(tl.float32), mask=there)
-    tl.store(row + 6, (lr / correction1).to(tl.float32), mask=there)
-    tl.store(row + 7, tl.sqrt(correction2).to(tl.float32), mask=there)
-    tl.store(row + 8, epsilon.to(tl.float32), mask=there)
+    tl.store(row, tl.where(maximize, -factor, factor), mask=valid)
+    tl.store(row + 1, tl.where(decoupled, 0.0, weight_decay).to(tl.float32), mask=valid)
+    tl.store(row + 2, tl.where(decoupled, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=valid)
+    tl.store(row + 3, beta2.to(tl.float32), mask=valid)
+    tl.store(row + 4, (1.0 - beta1).to(tl.float32), mask=valid)
+    tl.store(row + 5, (1.0 - beta2).to(tl.float32), mask=valid)
+    tl.store(row + 6, (lr / correction1).to(tl.float32), mask=valid)
+    tl.store(row + 7, tl.sqrt(correction2).to(tl.float32), mask=valid)
+    tl.store(row + 8, epsilon.to(tl.float32), mask=valid)
 
 
 @triton.jit
 def update(scalars, grad, param, mean, square, peak, copy, offset, mask, AMSGRAD: tl.constexpr, COPY: tl.constexpr):
-    """A block of elements; `mask` is None where all are there."""
+    """Update a block of elements; `mask` is None if the block is full."""
     factor, l2, keep, beta2, new_mean, new_square, step_size, root_correction, epsilon = scalars
-    # Four elements a thread for 16-bit tensors as well: then no thread needs another's elements.
+    # Four elements a thread for 16-bit tensors too: then threads don't exchange elements.
     offset4 = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
     g = tl.load(grad + offset4, mask=mask).to(tl.float32) * factor
     p = tl.load(param + offset, mask=mask)
@@ -100,7 +100,7 @@ def amp_adam(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One chunk of one tensor a program."""
+    """Update one chunk of one tensor per program."""
     tensor = tl.load(chunks + 2 * tl.program_id(0))
     begin = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
     size = tl.load(words + tensor)
@@ -138,7 +138,7 @@ def amp_adam(
                 offset = begin + i + tl.arange(0, BLOCK)
                 refresh(copy, offset, tl.load(param + offset, mask=offset < size), offset < size, COPY)
     elif whole & aligned:
-        # The hints hold for these pointers only, and only on pointers: they are lost in the cast from an integer.
+        # The hints apply to these pointers only, and only to pointers: a cast from an integer loses them.
         grad, param, copy = tl.multiple_of(grad, 16), tl.multiple_of(param, 16), tl.multiple_of(copy, 16)
         mean, square, peak = tl.multiple_of(mean, 16), tl.multiple_of(square, 16), tl.multiple_of(peak, 16)
         for i in range(0, CHUNK, BLOCK):
@@ -158,14 +158,14 @@ def step_(
     found_inf: Tensor | None,
     workspace: dict[Any, Any],
 ) -> None:
-    """One small launch for the step counts, then those of the update. `table`: see `amp_adam_prepare`."""
+    """Launch a small kernel for the step counts, then the update's kernels. `table`: see `amp_adam_prepare`."""
     count = len(table.numels)
     with tables.on(table.device):
         words = tables.step_words(table, settings, lrs, workspace)
         scalars = None if tables.capturing(table.device) else workspace.get("adam scalars")
         if scalars is None or scalars.shape[0] < 9 * count:
             scalars = torch.empty(9 * count, device=table.device)
-        if not tables.capturing(table.device):  # a graph's are its own, in memory that lives and dies with it
+        if not tables.capturing(table.device):  # a CUDA graph has scalars of its own, in its own memory pool
             workspace["adam scalars"] = scalars
         amp_adam_prepare[(triton.cdiv(count, 128),)](
             words,

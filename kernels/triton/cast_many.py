@@ -1,4 +1,4 @@
-"""Many weights rounded into their copies on the GPU; see `ampcompile.kernels.cast_many`."""
+"""Round many weights into their copies on the GPU; see `ampcompile.kernels.cast_many`."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,11 +22,11 @@ TYPES = {
 
 
 MOST_TABLES = 4
-"""How many row tables are kept: all weights were written, or only some, or a waiting backward kept a copy."""
+"""Row tables kept: for all weights, for those written alone, or without copies that a pending backward keeps."""
 
 
 class RowTable(NamedTuple):
-    """int64 [chunks, 3] on the device, see `amp_cast`, and the types of the weights and of the copies."""
+    """Addresses and sizes, int64 [chunks, 3] on the device, see `amp_cast`; the types of weights and copies."""
 
     rows: Tensor
     source: torch.dtype
@@ -35,7 +35,7 @@ class RowTable(NamedTuple):
 
 @triton.jit
 def rounded(x, TO: tl.constexpr):
-    """To the nearest 16-bit float, ties to even; bfloat16 by integers, because Triton's interpreter truncates."""
+    """Round to the nearest 16-bit float, ties to even; bfloat16 by integers, as Triton's interpreter truncates."""
     x = x.to(tl.float32)
     if tl.bfloat16 == TO:
         word = x.to(tl.int32, bitcast=True)
@@ -50,13 +50,13 @@ def cast_chunk(
 ):
     """Round one chunk, given by its addresses; whole and aligned ones 16 bytes at a time."""
     if (size == CHUNK) & (((weight_at | copy_at) & 15) == 0):
-        # A hint belongs to the operation that makes the pointer: not shared with the other branch.
+        # A hint applies to the operation that makes the pointer, so the branches make separate pointers.
         weight = tl.multiple_of(weight_at.to(tl.pointer_type(FROM)), 16)
         copy = tl.multiple_of(copy_at.to(tl.pointer_type(TO)), 16)
         for i in range(0, CHUNK, BLOCK):
             offset = i + tl.arange(0, BLOCK)
             x = tl.load(weight + offset)
-            # Four to a thread, as float32 comes in: no exchange between threads.
+            # Four elements a thread, as in the float32 load: then threads don't exchange elements.
             offset = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
             tl.store(copy + offset, rounded(x, TO))
     else:
@@ -70,13 +70,13 @@ def cast_chunk(
 
 @triton.jit
 def amp_cast(rows, FROM: tl.constexpr, TO: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """One chunk a program; a row holds the addresses of weight and copy and the number of elements."""
+    """Cast one chunk per program; a row holds the addresses of weight and copy and the number of elements."""
     row = rows + 3 * tl.program_id(0)
     cast_chunk(tl.load(row), tl.load(row + 1), tl.load(row + 2), FROM, TO, CHUNK, BLOCK)
 
 
 def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], known: dict[Any, Any]) -> None:
-    """One launch for each pair of dtypes."""
+    """Launch one kernel for each pair of dtypes; `known` caches row tables."""
     with tables.on(copies[0].device):
         for rows, source, target in row_tables(copies, weights, CHUNK, known):
             types = {"FROM": TYPES[source], "TO": TYPES[target]}
@@ -86,22 +86,22 @@ def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], known: dict[
 def row_tables(
     copies: Sequence[Tensor], weights: Sequence[Tensor], chunk: int, known: dict[Any, Any]
 ) -> list[RowTable]:
-    """For each pair of dtypes its table on the device, for use on the current stream; the latest stay in `known`.
+    """The table on the device for each pair of dtypes, for use on the current stream; `known` keeps the latest.
 
-    Whoever uses one on another stream than the one before waits for that first: it may be on its way to the device.
+    A caller that switches streams must wait for the earlier stream first: the table's copy may not have finished.
     """
     pairs = list(zip(weights, copies, strict=True))
     key = (chunk, *((w.data_ptr(), c.data_ptr(), w.numel(), w.dtype, c.dtype) for w, c in pairs))
-    found = known[key] = known.pop(key) if key in known else list(_row_tables(pairs, chunk))
+    device_tables = known[key] = known.pop(key) if key in known else list(_row_tables(pairs, chunk))
     while len(known) > MOST_TABLES:
         del known[next(iter(known))]
-    for table in found:
+    for table in device_tables:
         tables.keep_for_stream(table.rows)
-    return found
+    return device_tables
 
 
 def _row_tables(pairs: Sequence[tuple[Tensor, Tensor]], chunk: int) -> Iterator[RowTable]:
-    """Copied to the device without a sync."""
+    """Build the tables and copy them to the device, without a sync."""
     device = pairs[0][0].device
     for source, target in dict.fromkeys((weight.dtype, copy.dtype) for weight, copy in pairs):
         chosen = [(w, c) for w, c in pairs if (w.dtype, c.dtype) == (source, target)]

@@ -1,4 +1,4 @@
-"""One read of all gradients on the GPU; see `ampcompile.kernels.check_grads`."""
+"""Check all gradients in one read on the GPU; see `ampcompile.kernels.check_grads`."""
 
 import functools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ PROGRAMS_PER_PROCESSOR = 4
 
 @triton.jit
 def inverse_of(scale, HAS_SCALE: tl.constexpr):
-    """One over the scale, as torch rounds it."""
+    """1 / scale, rounded as torch rounds it."""
     inverse = tl.full([], 1.0, tl.float32)
     if HAS_SCALE:
         inverse = (1.0 / tl.load(scale).to(tl.float64)).to(tl.float32)
@@ -48,7 +48,7 @@ def amp_check_grads(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Programs take chunks in turn; the last to finish, of all launches, sums up.
+    """Check chunks, which programs take in turn; the last program to finish, of all launches, adds up the results.
 
     words: sizes and addresses of the gradients.
     """
@@ -76,7 +76,7 @@ def amp_check_grads(
             for i in range(0, CHUNK, BLOCK):
                 offset = begin + i + tl.arange(0, BLOCK)
                 x = tl.load(grad + offset, mask=offset < size, other=0.0).to(tl.float32)
-                x = tl.where(offset < size, x * factor, 0.0)  # 0 times an infinite factor is no gradient's
+                x = tl.where(offset < size, x * factor, 0.0)  # padding times an infinite factor would be NaN
                 bad |= (tl.abs(x) < float("inf")).to(tl.int32) ^ 1
                 part += x * x
         total += part.to(tl.float64)
@@ -88,9 +88,9 @@ def amp_check_grads(
     finished = tl.atomic_add(counter, 1, sem="acq_rel")
     if finished == all_programs - 1:
         programs = tl.arange(0, PARTS)
-        there = programs < all_programs
-        sum_all = tl.sum(tl.load(sums + programs, mask=there, other=0.0, volatile=True), 0)
-        bad_all = tl.max(tl.load(flags + programs, mask=there, other=0, volatile=True), 0)
+        valid = programs < all_programs
+        sum_all = tl.sum(tl.load(sums + programs, mask=valid, other=0.0, volatile=True), 0)
+        bad_all = tl.max(tl.load(flags + programs, mask=valid, other=0, volatile=True), 0)
         norm = tl.sqrt(sum_all).to(tl.float32)
         if HAS_MAX_NORM:
             shrink = max_norm / (norm.to(tl.float64) + 1e-6)
@@ -109,13 +109,13 @@ def check_grads(
     workspace: dict[Any, Any],
     same: object = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """found_inf, multiplier and norm; one launch for each type of gradient."""
+    """Return found_inf, multiplier and norm; one launch for each type of gradient."""
     device = grads[0].device
     with tables.on(device):
         words, launches = tables.grad_launches(grads, "check", workspace, same)
         counts = [max(1, min(pieces.shape[0], most_programs(device))) for _, pieces in launches]
         programs = sum(counts)
-        # Taken out while it is in use: what an interrupted check leaves behind, half counted, is never used again.
+        # Removed while in use, so that buffers with the partial counts of an interrupted check are never used again.
         partial = None if tables.capturing(device) else workspace.pop("partial results", None)
         if partial is None or partial[0].shape[0] < programs:
             partial = partial_results(programs, device)
@@ -145,7 +145,7 @@ def check_grads(
                 enable_fp_fusion=True,
             )
             first += count
-        if not tables.capturing(device):  # a graph's are its own, in memory that lives and dies with it
+        if not tables.capturing(device):  # a CUDA graph has buffers of its own, in its own memory pool
             workspace["partial results"] = partial
     found_inf, factor, norm = result.unbind()
     return found_inf, factor, norm
@@ -153,14 +153,14 @@ def check_grads(
 
 @functools.cache
 def most_programs(device: torch.device) -> int:
-    """As many as the device runs at once; the number decides the order of the sum, so it is fixed."""
+    """The number of programs that the device runs at once; fixed, because it determines the order of the sum."""
     if device.type != "cuda":
         return PROGRAMS_PER_PROCESSOR
     return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def partial_results(programs: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """A sum and a flag for each program, and how many have finished; the kernel leaves the count at zero."""
+    """A sum and a flag for each program, and the count of finished programs, which the kernel resets to zero."""
     return (
         torch.empty(programs, dtype=torch.float64, device=device),
         torch.empty(programs, dtype=torch.int32, device=device),

@@ -1,4 +1,4 @@
-"""One read of each row of logits, and gradients written over them; see `ampcompile.kernels.cross_entropy`."""
+"""Sums of rows of logits in one read, gradients written over logits; see `ampcompile.kernels.cross_entropy`."""
 
 import torch
 import triton
@@ -7,23 +7,23 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 BLOCK = 4096
-"""Logits that a program takes at a time, with `WARPS` warps: 32 bytes a thread of 16-bit numbers."""
+"""Logits that a program reads at a time, with `WARPS` warps: 32 bytes of 16-bit numbers a thread."""
 WARPS = 8
 VECTOR = tl.constexpr(8)
-"""16-bit numbers in 16 bytes. Rows of an odd width begin anywhere; from the first multiple on, accesses are whole."""
+"""16-bit numbers in 16 bytes. Rows of odd width may start unaligned; accesses are aligned from the first multiple."""
 
 
 @triton.jit
-def taken(logits, weight, at, there, top, total, weighted, WEIGHTED: tl.constexpr, HAS_WEIGHT: tl.constexpr):
-    """A row's running maximum, sum of exp below it and weighted sum, with more of its logits."""
-    x = tl.load(logits + at, mask=there, other=float("-inf")).to(tl.float32)
+def taken(logits, weight, at, valid, top, total, weighted, WEIGHTED: tl.constexpr, HAS_WEIGHT: tl.constexpr):
+    """Add more logits of a row to its running maximum, sum of exp(logit - maximum) and weighted sum."""
+    x = tl.load(logits + at, mask=valid, other=float("-inf")).to(tl.float32)
     higher = tl.maximum(top, tl.max(x))
     below = tl.where(higher == float("-inf"), 0.0, higher)  # else -inf less -inf would be NaN
     total = total * tl.exp(top - below) + tl.sum(tl.exp(x - below))
     if HAS_WEIGHT:
-        x *= tl.load(weight + at, mask=there, other=0.0)
+        x *= tl.load(weight + at, mask=valid, other=0.0)
     if WEIGHTED:
-        weighted += tl.sum(tl.where(there, x, 0.0))
+        weighted += tl.sum(tl.where(valid, x, 0.0))
     return higher, total, weighted
 
 
@@ -31,7 +31,7 @@ def taken(logits, weight, at, there, top, total, weighted, WEIGHTED: tl.constexp
 def amp_cross_entropy_sums(
     logits, weight, lse, sums, stride, width, WEIGHTED: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A program a row: what stands before the first multiple of 16 bytes, whole blocks, the rest."""
+    """Sum one row per program: logits before the first multiple of 16 bytes, whole blocks, the rest."""
     row = tl.program_id(0).to(tl.int64)
     begin = row * stride
     odd = tl.minimum(tl.cdiv(begin, VECTOR) * VECTOR - begin, width).to(tl.int32)
@@ -58,7 +58,7 @@ def gradient_block(
     logits,
     weight,
     at,
-    there,
+    valid,
     target,
     top,
     rest,
@@ -69,15 +69,15 @@ def gradient_block(
     HAS_WEIGHT: tl.constexpr,
 ):
     """Write the gradient of some logits of a row over them."""
-    x = tl.load(logits + at, mask=there, other=0.0).to(tl.float32)
+    x = tl.load(logits + at, mask=valid, other=0.0).to(tl.float32)
     out = tl.exp(x - top - rest) * probability
     if SMOOTH:
         if HAS_WEIGHT:
-            out -= smoothing * tl.load(weight + at, mask=there, other=0.0)
+            out -= smoothing * tl.load(weight + at, mask=valid, other=0.0)
         else:
             out -= smoothing
     out -= tl.where(at == target, hit, 0.0)
-    tl.store(logits + at, out.to(logits.dtype.element_ty), mask=there)
+    tl.store(logits + at, out.to(logits.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def amp_cross_entropy_gradient(
     HAS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As `amp_cross_entropy_sums`, writing."""
+    """Write the gradient of one row per program, in the blocks of `amp_cross_entropy_sums`."""
     row = tl.program_id(0).to(tl.int64)
     begin = row * stride
     odd = tl.minimum(tl.cdiv(begin, VECTOR) * VECTOR - begin, width).to(tl.int32)
@@ -116,7 +116,7 @@ def amp_cross_entropy_gradient(
 
 
 def block_of(width: int) -> int:
-    """The one rule; depends on a row's width alone."""
+    """The block size for rows of a width, in all kernels of this file."""
     return min(BLOCK, triton.next_power_of_2(width)) if isinstance(width, int) else BLOCK
 
 
@@ -153,7 +153,7 @@ def gradient_(
 ) -> None:
     """Write the gradient of `logits` (rows, classes), whose rows are contiguous, over them, in one launch.
 
-    `lse` (2, rows) may be a part of a longer one.
+    `lse` (2, rows) may be a slice of a wider tensor.
     """
     rows, width = logits.shape
     amp_cross_entropy_gradient[(rows,)](

@@ -1,4 +1,4 @@
-"""A low-precision matrix times a float32 one that is rounded in registers; see `ampcompile.kernels.linear_cast`."""
+"""Multiply by a float32 matrix that is rounded in registers; see `ampcompile.kernels.linear_cast`."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from torch.library import wrap_triton
 
 
 class Tile(NamedTuple):
-    """What one program computes, rows of x by features, and how much depth it takes at a time."""
+    """The tile of one program, rows of x by features, with the depth of one step."""
 
     rows: int
     features: int
@@ -20,10 +20,10 @@ class Tile(NamedTuple):
 
 
 FEW = Tile(16, 32, 128, 4, 4)
-"""Bound by memory: narrow, so that many programs stream; 60 KiB under way in each."""
+"""For products bound by memory: narrow, so that many programs stream the weight, each with 60 KiB in flight."""
 MANY = Tile(128, 128, 32, 8, 4)
 STRIP = 8
-"""Row tiles that neighbouring programs share out, so that what they read together stays in the L2 cache."""
+"""Row tiles of neighbouring programs, few enough that the operands they share stay in the L2 cache."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -45,7 +45,7 @@ def amp_linear_cast(
     DEPTH: tl.constexpr,
     STRIP: tl.constexpr,
 ):
-    """A tile of `out`, transposed: the weight as the first operand goes from registers to the tensor cores."""
+    """Compute a transposed tile of `out`: the weight, as first operand, goes from registers to the tensor cores."""
     LOW: tl.constexpr = out.dtype.element_ty
     number = tl.program_id(0)
     row_tiles, feature_tiles = tl.cdiv(rows, ROWS), tl.cdiv(features, FEATURES)
@@ -57,24 +57,24 @@ def amp_linear_cast(
     x_at = x + row[None, :] * x_row + k[:, None] * x_depth
     total = tl.zeros([FEATURES, ROWS], tl.float32)
     for begin in range(0, depth, DEPTH):
-        left = depth - begin
-        w = tl.load(weight_at, mask=(feature < features)[:, None] & (k < left)[None, :], other=0.0)
-        values = tl.load(x_at, mask=(row < rows)[None, :] & (k < left)[:, None], other=0.0)
+        remaining = depth - begin
+        w = tl.load(weight_at, mask=(feature < features)[:, None] & (k < remaining)[None, :], other=0.0)
+        values = tl.load(x_at, mask=(row < rows)[None, :] & (k < remaining)[:, None], other=0.0)
         total = tl.dot(w.to(LOW), values, total)
         weight_at += DEPTH * weight_depth
         x_at += DEPTH * x_depth
     if HAS_BIAS:
         shift = tl.load(bias + feature, mask=feature < features, other=0.0).to(LOW)
         total += shift.to(tl.float32)[:, None]
-    there = (row < rows)[None, :] & (feature < features)[:, None]
-    tl.store(out + row[None, :] * features + feature[:, None], total.to(LOW), mask=there)
+    valid = (row < rows)[None, :] & (feature < features)[:, None]
+    tl.store(out + row[None, :] * features + feature[:, None], total.to(LOW), mask=valid)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x` (rows, depth) @ `weight` (features, depth) transposed + `bias`: one launch, whatever the strides."""
     (rows, depth), features = x.shape, weight.shape[0]
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device)
-    tile = FEW if isinstance(rows, int) and rows <= FEW.rows else MANY  # a symbol would have to be guarded
+    tile = FEW if isinstance(rows, int) and rows <= FEW.rows else MANY  # comparing a symbol would add a guard
     wrap_triton(amp_linear_cast)[(triton.cdiv(rows, tile.rows) * triton.cdiv(features, tile.features),)](
         x,
         weight,

@@ -1,4 +1,4 @@
-"""The smallest launch, to see whether Triton works; see `ampcompile.kernels.usable`."""
+"""A minimal launch, which tests if Triton works; see `ampcompile.kernels.usable`."""
 
 import torch
 import triton
@@ -7,12 +7,12 @@ import triton.language as tl
 
 @triton.jit
 def amp_probe(out):
-    """One program writes a one."""
+    """Write a one, in one program."""
     tl.store(out, 1)
 
 
 def probe() -> None:
-    """Raises what a broken installation raises."""
+    """Launch a kernel; raise whatever error a broken installation raises."""
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
     amp_probe[(1,)](out)
     if out.item() != 1:

@@ -1,4 +1,4 @@
-"""Copies of weights compared with the weights by samples, and cast again, on the GPU; see `kernels.recheck`."""
+"""Compare copies of weights with samples of the weights, and cast again, on the GPU; see `kernels.recheck`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from . import tables
 from .cast_many import BLOCK, TYPES, cast_chunk, rounded, row_tables
 
 ROWS = 8
-"""Chunks a program looks at, all at once: a program that only looks is over before the next one has begun."""
+"""Chunks that a program compares at once: a program of fewer would finish before the next one starts."""
 
 
 @triton.jit(do_not_specialize=["count", "mark"])
@@ -28,14 +28,14 @@ def amp_recheck(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`ROWS` chunks a program, rows as in `amp_cast`: four runs of each, rounded, are compared with the copy."""
+    """Compare four runs of each of `ROWS` chunks per program, rounded, with the copy; rows as in `amp_cast`."""
     first = tl.program_id(0) * ROWS
     chunk = tl.arange(0, ROWS)
     row = rows + 3 * (first + chunk)
-    there = first + chunk < count
-    weight = tl.load(row, mask=there, other=0).to(tl.pointer_type(FROM))[:, None]
-    copy = tl.load(row + 1, mask=there, other=0).to(tl.pointer_type(TO))[:, None]
-    size = tl.load(row + 2, mask=there, other=0).to(tl.int32)[:, None]
+    valid = first + chunk < count
+    weight = tl.load(row, mask=valid, other=0).to(tl.pointer_type(FROM))[:, None]
+    copy = tl.load(row + 1, mask=valid, other=0).to(tl.pointer_type(TO))[:, None]
+    size = tl.load(row + 2, mask=valid, other=0).to(tl.int32)[:, None]
     lane = tl.arange(0, SAMPLE)[None, :]
     RUN: tl.constexpr = SAMPLE // 4
     spread = lane // RUN * (size - RUN) // 3 + lane % RUN
@@ -65,7 +65,7 @@ def recheck_(
     chunk: int,
     sample: int,
 ) -> None:
-    """One launch for each pair of dtypes."""
+    """Launch one kernel for each pair of dtypes; `known` caches row tables."""
     with tables.on(changed.device):
         if (stream := tables.stream(changed.device)) not in workspace:
             workspace[stream] = row_tables(copies, weights, chunk, known)

@@ -14,7 +14,7 @@ from .step import launch, refresh
 
 @triton.jit
 def update(scalars, grad, param, buffer, copy, offset, mask, MOMENTUM: tl.constexpr, COPY: tl.constexpr):
-    """A block of elements; `mask` is None where all are there."""
+    """Update a block of elements; `mask` is None if the block is full."""
     factor, lr, momentum, new_buffer, nesterov, weight_decay = scalars
     offset4 = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
     g = tl.load(grad + offset4, mask=mask).to(tl.float32) * factor
@@ -44,7 +44,7 @@ def amp_sgd(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One chunk of one tensor a program.
+    """Update one chunk of one tensor per program.
 
     words: sizes, groups, four rows of addresses (grad, param, momentum_buffer, copy), then the six float64
     settings of each group.
@@ -83,7 +83,7 @@ def amp_sgd(
                 offset = begin + i + tl.arange(0, BLOCK)
                 refresh(copy, offset, tl.load(param + offset, mask=offset < size), offset < size, COPY)
     elif whole & aligned:
-        # The hints hold for these pointers only, and only on pointers: they are lost in the cast from an integer.
+        # The hints apply to these pointers only, and only to pointers: a cast from an integer loses them.
         grad, param = tl.multiple_of(grad, 16), tl.multiple_of(param, 16)
         buffer, copy = tl.multiple_of(buffer, 16), tl.multiple_of(copy, 16)
         for i in range(0, CHUNK, BLOCK):
@@ -103,7 +103,7 @@ def step_(
     found_inf: Tensor | None,
     workspace: dict[Any, Any],
 ) -> None:
-    """The launches of the update. `table`: see `amp_sgd`."""
+    """Launch the update's kernels. `table`: see `amp_sgd`."""
     with tables.on(table.device):
         words = tables.step_words(table, settings, lrs, workspace)
         has_multiplier = multiplier is not None

@@ -1,4 +1,4 @@
-"""What the optimizers' steps share: the 16-bit copies of weights that they write, and their launches."""
+"""Shared code of the optimizers' steps: writing the weights' 16-bit copies, and launching the kernels."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ NO_COPY = tl.float32
 
 @triton.jit
 def refresh(copy, offset, weight, mask, COPY: tl.constexpr):
-    """Round weights into their copy; a copy at address 0 isn't there, a COPY of float32 is nowhere."""
+    """Round weights into their copy, if any: address 0 means no copy, a COPY of float32 no copies at all."""
     if COPY.primitive_bitwidth == 32:
         return
     if copy.to(tl.int64) != 0:
@@ -33,9 +33,9 @@ def launch(
     optional: str,
     **constants: bool,
 ) -> None:
-    """One launch for each combination of types; a chunk of a tensor a program.
+    """Launch the kernel once for each combination of types, with a program per chunk.
 
-    `optional`: what the kernel calls the optional state. Pointers that are None are replaced by another.
+    `optional`: the kernel's constant for the optional state. Another pointer stands in for one that is None.
     """
     for grad, copy, state, chosen in table.kinds:
         pieces = tables.chunks(table.numels, chosen, table.device, workspace)

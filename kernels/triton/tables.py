@@ -1,4 +1,4 @@
-"""Tables on the device that tell a kernel where many tensors lie and which piece of which tensor a program takes."""
+"""Tables on the device for kernels over many tensors: their addresses, and the chunk of each program."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,33 +13,33 @@ from ampcompile.errors import ScalerError
 from ampcompile.torch_private import storages
 
 CHUNK = 8192
-"""Elements a program takes: few enough that tails waste little, many enough that a table entry costs nothing."""
+"""Elements of a program's chunk: few enough that tails waste little, many enough that a table entry costs nothing."""
 
 
 SPARES = 4
-"""Steps of one optimizer that a CUDA graph can hold: memory of the host can't be had while it is captured."""
+"""Steps of one optimizer that a CUDA graph can hold: host memory can't be pinned during its capture."""
 CHUNK_TABLES = 8
-"""Kept for each optimizer and device: those of the sets of parameters that had gradients lately."""
+"""Chunk tables kept per optimizer and device, for the sets of parameters that had gradients most recently."""
 _captured: list[Tensor] = []
-"""What captured graphs read. Nobody tells when a graph goes, so it stays for good."""
+"""Tables that captured CUDA graphs read. Never freed: destruction of a graph can't be observed."""
 
 
 class StepTable(NamedTuple):
-    """What a step reads of its tensors; all but `kinds` and `device` are int64 arrays."""
+    """Sizes, addresses and types of a step's tensors; all but `kinds` and `device` are int64 arrays."""
 
     device: torch.device
     numels: np.ndarray
     group_of: np.ndarray
     addresses: np.ndarray
-    """Rows: gradients, parameters, the optimizer's states, copies; 0 for what isn't there"""
+    """Rows: gradients, parameters, the optimizer's states, copies; 0 for None"""
     codes: tuple[np.ndarray, np.ndarray]
-    """The types of gradients and of copies, as the C++ kernels know them"""
+    """The types of gradients and of copies, as codes of the C++ kernels"""
     kinds: list[tuple[torch.dtype, torch.dtype | None, bool, np.ndarray]]
-    """Tensors that one launch takes: type of gradients and of copies, whether there is an optional state, which."""
+    """Tensors of each launch: type of gradients, type of copies, whether they have the optional state, indices."""
 
 
 class Words:
-    """64-bit words on the device that follow those of the host; copied without a sync, and only when they change."""
+    """Device copy of 64-bit words of the host, updated without a sync, and only when they change."""
 
     def __init__(self) -> None:
         self._host: np.ndarray | None = None
@@ -47,7 +47,7 @@ class Words:
         self._spares: list[Tensor] = []
 
     def follow(self, words: np.ndarray, device: torch.device) -> Tensor:
-        """`words` (int64) on `device`. A graph under capture gets a table of its own, filled at each replay."""
+        """Return `words` (int64) on `device`. A CUDA graph under capture gets its own table, filled at each replay."""
         fitting = [spare for spare in self._spares if spare.numel() == len(words)]
         if capturing(device):
             if not fitting:
@@ -63,8 +63,8 @@ class Words:
             return torch.empty(len(words), dtype=torch.int64, device=device).copy_(host, non_blocking=True)
         if len(fitting) < SPARES:
             self._spares = list(host_words(SPARES * len(words), device).view(SPARES, -1))
-        known = self._host is not None and (words is self._host or np.array_equal(words, self._host))
-        if self._device is None or not known:
+        unchanged = self._host is not None and (words is self._host or np.array_equal(words, self._host))
+        if self._device is None or not unchanged:
             if self._device is None or self._device.numel() != len(words):
                 self._device = torch.empty(len(words), dtype=torch.int64, device=device)
             host = host_words(len(words), device)
@@ -75,12 +75,12 @@ class Words:
 
 
 def host_words(size: int, device: torch.device) -> Tensor:
-    """Memory of the host from which the device copies without holding up the host."""
+    """Host memory from which the device copies asynchronously: pinned for a GPU."""
     return torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether launches go into a CUDA graph instead of running."""
+    """True if the current stream captures launches into a CUDA graph instead of running them."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -90,23 +90,23 @@ def stream(device: torch.device) -> int:
 
 
 def keep_for_stream(table: Tensor) -> None:
-    """Have a table's memory wait, once nobody holds it, for what the current stream does until then."""
+    """Let the allocator reuse a table's memory, once freed, only after the current stream's work up to then."""
     if table.is_cuda:
         table.record_stream(torch.cuda.current_stream(table.device))
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device: make it this one."""
+    """Make this device the current one, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def addresses(*rows: Sequence[Tensor | None]) -> np.ndarray:
-    """int64, row after row: where each tensor lies; 0 for None."""
+    """int64, row after row: the address of each tensor; 0 for None."""
     return np.array([0 if t is None else t.data_ptr() for row in rows for t in row], dtype=np.int64)
 
 
 def sizes(tensors: Sequence[Tensor]) -> np.ndarray:
-    """int64: number of elements of each."""
+    """int64: the number of elements of each tensor."""
     return np.array([t.numel() for t in tensors], dtype=np.int64)
 
 
@@ -117,9 +117,9 @@ def float_bits(values: np.ndarray) -> np.ndarray:
 
 def chunks(numels: np.ndarray, chosen: np.ndarray, device: torch.device, workspace: dict[Any, Any]) -> Tensor:
     """int32 [chunks, 2]: tensor and number within it of every chunk of the `chosen` tensors, short ones last."""
-    known: OrderedDict[Any, Tensor] = workspace.setdefault("chunks", OrderedDict())
+    cached: OrderedDict[Any, Tensor] = workspace.setdefault("chunks", OrderedDict())
     key = (CHUNK, numels.tobytes(), chosen.tobytes())
-    if key not in known:
+    if key not in cached:
         if capturing(device):
             raise ScalerError(
                 "found parameters of new sizes in a CUDA graph capture, expected a step with them just before it: "
@@ -133,19 +133,19 @@ def chunks(numels: np.ndarray, chosen: np.ndarray, device: torch.device, workspa
         pairs = torch.from_numpy(np.stack([tensor, number], axis=1)[order].astype(np.int32))
         if device.type == "cuda":
             pairs = pairs.pin_memory()
-        known[key] = pairs.to(device, non_blocking=True)
-        if len(known) > CHUNK_TABLES:
-            known.popitem(last=False)
-    known.move_to_end(key)
+        cached[key] = pairs.to(device, non_blocking=True)
+        if len(cached) > CHUNK_TABLES:
+            cached.popitem(last=False)
+    cached.move_to_end(key)
     if capturing(device):
-        _captured.append(known[key])
-    return known[key]
+        _captured.append(cached[key])
+    return cached[key]
 
 
 def step_words(
     table: StepTable, settings: np.ndarray, lrs: Sequence[float | Tensor], workspace: dict[Any, Any]
 ) -> Tensor:
-    """What an optimizer's kernel reads: sizes, groups, rows of addresses, float64 settings [groups, n] as bits.
+    """The table of an optimizer's kernel: sizes, groups, rows of addresses, float64 settings [groups, n] as bits.
 
     A learning rate that is a tensor becomes the first setting of its group on the device.
     """
@@ -165,9 +165,9 @@ def step_words(
 def grad_launches(
     grads: Sequence[Tensor], name: str, workspace: dict[Any, Any], same: object = None
 ) -> tuple[Tensor, list[tuple[torch.dtype, Tensor]]]:
-    """What a kernel reads of gradients: sizes and addresses; then for each type of gradient the chunks of a launch.
+    """The table of gradients, sizes and addresses, and for each type of gradient the chunks of its launch.
 
-    `name`: of the kernel. `same`: the same object as in an earlier call of it, if these are the gradients of that one.
+    `name`: the kernel's name. Pass the same object as `same` as in an earlier call only if the gradients are the same.
     """
     device = grads[0].device
     before, host, numels, by_type = workspace.get(name, (None, None, None, {}))

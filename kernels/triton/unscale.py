@@ -1,4 +1,4 @@
-"""Gradients multiplied in place on the GPU; see `ampcompile.kernels.unscale`."""
+"""Multiply gradients in place on the GPU; see `ampcompile.kernels.unscale`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,20 +15,20 @@ BLOCK = 1024
 
 @triton.jit
 def scale_block(grad, offset, mask, factor, GRAD: tl.constexpr):
-    """Multiply a block in place; 1 for each element that isn't finite afterwards."""
+    """Multiply a block in place; return 1 for each element that isn't finite afterwards."""
     x = tl.load(grad + offset, mask=mask)
     product = (x.to(tl.float32) * factor).to(GRAD)
     if factor != 1.0:  # else the bits stay, NaN payloads included
         tl.store(grad + offset, product, mask=mask)
-    bad = tl.abs(product.to(tl.float32)) < float("inf")
-    return bad.to(tl.int32) ^ 1
+    finite = tl.abs(product.to(tl.float32)) < float("inf")
+    return finite.to(tl.int32) ^ 1
 
 
 @triton.jit(do_not_specialize=["tensor_count"])
 def amp_unscale(
     words, chunks, multiplier, found_inf, tensor_count, GRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One chunk of one tensor a program; words: sizes, then addresses. All that find something write the same 1."""
+    """Multiply one chunk of a tensor per program; words: sizes, then addresses. All programs write the same flag 1."""
     tensor = tl.load(chunks + 2 * tl.program_id(0))
     begin = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
     size = tl.load(words + tensor)
@@ -42,13 +42,13 @@ def amp_unscale(
     else:
         for i in range(0, CHUNK, BLOCK):
             offset = begin + i + tl.arange(0, BLOCK)
-            found = scale_block(grad, offset, offset < size, factor, GRAD)
-            bad |= tl.where(offset < size, found, 0)
+            not_finite = scale_block(grad, offset, offset < size, factor, GRAD)
+            bad |= tl.where(offset < size, not_finite, 0)
     tl.store(found_inf, 1.0, mask=(tl.max(bad, 0) != 0) | (factor == 0.0))
 
 
 def unscale_(grads: Sequence[Tensor], multiplier: Tensor, found_inf: Tensor, workspace: dict[Any, Any]) -> None:
-    """One launch for each type of gradient."""
+    """Launch one kernel for each type of gradient."""
     with tables.on(grads[0].device):
         words, launches = tables.grad_launches(grads, "unscale", workspace)
         for dtype, pieces in launches:

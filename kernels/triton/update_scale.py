@@ -1,4 +1,4 @@
-"""The loss scale after an iteration, on the GPU; see `ampcompile.kernels.update_scale`."""
+"""Update the loss scale after an iteration, on the GPU; see `ampcompile.kernels.update_scale`."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,13 @@ from . import tables
 
 @triton.jit
 def float64_of(bits):
-    """A float64 passed as its 64 bits: Triton passes Python's floats as float32."""
+    """A float64 from its 64 bits: Triton passes Python's floats as float32."""
     return tl.cast(tl.cast(bits, tl.int64), tl.float64, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["growth", "backoff", "interval", "low", "high"])
 def amp_update_scale(scale, growth_tracker, skips, found_inf, growth, backoff, interval, low, high):
-    """One program; arithmetic in float64, results in float32, as in torch."""
+    """Update scale and counters in one program; arithmetic in float64, results in float32, as in torch."""
     old = tl.load(scale).to(tl.float64)
     tracker = tl.load(growth_tracker) + 1
     overflow = tl.load(found_inf) != 0.0
@@ -46,10 +46,10 @@ def update_scale_(
     min_scale: float,
     max_scale: float,
 ) -> None:
-    """One launch, if there is one flag."""
-    found = found_infs[0]
+    """Launch one kernel; several flags are first combined by torch."""
+    found_inf = found_infs[0]
     if len(found_infs) > 1:
-        found = torch.stack([flag.reshape(()) for flag in found_infs]).ne(0).any().float()
+        found_inf = torch.stack([flag.reshape(()) for flag in found_infs]).ne(0).any().float()
     settings = np.array([growth_factor, backoff_factor, min_scale, max_scale])
     growth, backoff, low, high = tables.float_bits(settings).tolist()
     with tables.on(scale.device):
@@ -57,7 +57,7 @@ def update_scale_(
             scale,
             growth_tracker,
             skips,
-            found,
+            found_inf,
             growth,
             backoff,
             growth_interval,

@@ -1,1 +1,1 @@
-"""Phase five, on the joint graph of forward and backward."""
+"""Phase five: passes on the joint graph of forward and backward."""

@@ -1,4 +1,4 @@
-"""After differentiation: every `weight_copy(weight, copy)` becomes `copy` itself."""
+"""After differentiation: replace every `weight_copy(weight, copy)` by `copy` itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _bind(gm: GraphModule) -> int:
         copy, dtype = node.args[1:]
         copies.add(copy)
         read = copy
-        if copy.meta["val"].dtype != dtype:  # held as float32, for products that run in it
+        if copy.meta["val"].dtype != dtype:  # held as float32, for products that run in float32
             copy.meta["amp_rounded"] = dtype
             with graph.inserting_before(node):
                 read = graph.call_function(CONVERT, (copy, dtype))
@@ -39,7 +39,7 @@ def _bind(gm: GraphModule) -> int:
 
 @dataclass(frozen=True)
 class BindWeights:
-    """For a joint or inference graph: a copy that is returned is cloned first. Returns the number of reads bound."""
+    """For a joint or inference graph; clones a copy that the graph returns. Returns the number of reads bound."""
 
     name = "bind_weights"
     exact = True

@@ -1,7 +1,7 @@
-"""After differentiation: drop the casts that change nothing, torch's own and those of gradients included.
+"""After differentiation: drop casts that change nothing, torch's own and those of gradients included.
 
-A value that is widened, rearranged and narrowed again comes of the ops that torch takes apart (resizing images is
-one): it is rearranged as it is. No gradient is added up here any more, so what repeats numbers may stand between too.
+torch's decompositions (of resizing images, for one) widen a value, rearrange it and narrow it again: it is rearranged
+as it is. Sums of gradients are explicit here, so ops that repeat numbers may stand between the casts too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ampcompile.torch_private import dispatcher, tracing
 
 
 def _is_cast(node: Node) -> bool:
-    """Whether a node changes the floating dtype of its operand, and nothing else about it."""
+    """True if a node changes the floating dtype of its operand, and nothing else about it."""
     if not has(node.target, CONVERSIONS_AFTER):
         return False
     before, after = node.args[0].meta["val"], node.meta["val"]
@@ -32,7 +32,7 @@ def _is_cast(node: Node) -> bool:
 def _drop(graph: Graph, second: Node, written: set[Node]) -> bool:
     """Read the source of a lossless cast instead, if only ops that commute with it stand between.
 
-    Not an input that is written: backward may read it afterwards.
+    Not of an input that is written: backward may read it afterwards.
     """
     path: list[Node] = []
     first = second.args[0]
@@ -53,7 +53,7 @@ def _drop(graph: Graph, second: Node, written: set[Node]) -> bool:
 
 
 def _correct_fakes(graph: Graph, node: Node) -> int:
-    """Correct what a fake kernel claims, and drop the casts that would then be copies."""
+    """Correct the dtype that a fake kernel claims, and drop the casts that would then be copies."""
     dropped = 0
     value = node.meta["val"] = dispatcher.as_computed(node.target, node.args, node.meta["val"], lambda n: n.meta["val"])
     for result in [user for user in node.users if user.target is operator.getitem]:
@@ -81,7 +81,7 @@ def _drop_in(gm: GraphModule) -> int:
 
 @dataclass(frozen=True)
 class DropCasts:
-    """For a joint or inference graph, whose ops write nothing but inputs, at its end. Returns the casts dropped."""
+    """For a joint or inference graph, which writes only inputs, at its end. Returns the number of casts dropped."""
 
     name = "drop_casts"
     exact = True

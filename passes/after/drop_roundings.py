@@ -1,7 +1,7 @@
-"""Round nothing that is rounded already: ops that choose among 16-bit numbers, or change a sign, give 16-bit numbers.
+"""Don't round twice: ops that choose among 16-bit numbers, or change a sign, return 16-bit numbers unrounded.
 
-With `numerics="eager"` Inductor rounds what each op on 16-bit numbers reads and gives, as kernels of their own would,
-in one loop with others. In loops that aren't vectorized that takes longer than the ops.
+With `numerics="eager"` Inductor rounds the operands and results of each op on 16-bit numbers, as separate kernels
+would, also in a loop with others. In loops that aren't vectorized the roundings take longer than the ops.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _drop_in(gm: GraphModule) -> int:
 
 
 def _is_rounded(node: Node, exact: set[Node]) -> bool:
-    """Whether the numbers of a 16-bit value are 16-bit numbers, whoever computes them and in whatever loop."""
+    """True if a 16-bit value is exactly representable in 16 bits, also inside the loop that computes it."""
     if node.op == "placeholder" or node in exact:
         return True
     if node.target is operator.getitem or (is_view(node.target) and not reads_bits(node.target)):
@@ -44,7 +44,7 @@ def _is_rounded(node: Node, exact: set[Node]) -> bool:
 
 @dataclass(frozen=True)
 class DropRoundings:
-    """Takes Inductor's mark from such ops; returns from how many."""
+    """Removes Inductor's rounding mark from such ops; returns their number."""
 
     name = "drop_roundings"
     exact = True

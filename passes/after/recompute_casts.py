@@ -1,10 +1,10 @@
-"""Save fewer bytes for backward: of a value that was widened, the low one is saved, and widened once more.
+"""Save fewer bytes for backward: save the low value that a cast widened, and widen it again in backward.
 
-torch itself never recomputes a cast that backward's products or losses read. What was cast from the graph's inputs is
-saved all the same, as cast: an optimizer may write a weight before backward comes, and leave no trace.
+torch itself never recomputes a cast that backward's products or losses read. Casts of the graph's inputs are still
+saved, in the low type: an optimizer may write a weight before backward runs, without a version bump.
 
-Nor does it recompute what a norm makes of each number, though what the norm reads is written anyway, for the next layer
-or the residual: the normed numbers were written for backward alone, as float32.
+Nor does torch recompute a norm's normalized numbers, though the norm's operand is in memory anyway, for the next layer
+or the residual: it would write the normalized numbers for backward alone, as float32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ampcompile.passes.analysis.sizes import is_float_tensor
 from ampcompile.passes.graph import graphs
 
 ATEN = torch.ops.aten
-_TAG = "recompute"  # torch's own, by which checkpoints tell the same; it comes through differentiation
+_TAG = "recompute"  # torch's own mark, which checkpoints set too; differentiation keeps it
 
 
 def _tag_in(gm: GraphModule) -> int:
@@ -38,7 +38,7 @@ def _tag_in(gm: GraphModule) -> int:
 
 
 def _tag(cast: Node) -> bool:
-    tagged = _TAG not in cast.meta  # in a checkpoint that is settled
+    tagged = _TAG not in cast.meta  # a checkpoint has decided already
     cast.meta.setdefault(_TAG, CheckpointPolicy.PREFER_RECOMPUTE)
     source = base_of(cast.args[0])
     if has(source.target, CONVERSIONS_AFTER) and base_of(source.args[0]).op == "placeholder":
@@ -47,7 +47,7 @@ def _tag(cast: Node) -> bool:
 
 
 def _computed_from_inputs(gm: GraphModule) -> set[Node]:
-    """The inputs, and what is computed element by element from one of them: kernels may read it again in backward."""
+    """The inputs, and values computed elementwise from one: backward's kernels may read the inputs instead."""
     found: set[Node] = set()
     for node in gm.graph.nodes:
         fused = is_elementwise(node.target) or is_view(node.target)
@@ -57,7 +57,7 @@ def _computed_from_inputs(gm: GraphModule) -> set[Node]:
 
 
 def _tag_normed(node: Node, of_inputs: set[Node]) -> bool:
-    """Tag what a norm makes of each number by the statistics of its row."""
+    """Tag the multiplication, and the subtraction, with which a norm applies its row statistics."""
     if node.target is not ATEN.mul.Tensor or _TAG in node.meta:
         return False
     shifted, scale = node.args
@@ -84,7 +84,7 @@ def _widens(node: Node) -> bool:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """Who reads a value, views of it included."""
+    """Yield the readers of a value and of its views."""
     for user in node.users:
         yield user
         if is_view(user.target):
@@ -93,7 +93,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 @dataclass(frozen=True)
 class RecomputeCasts:
-    """Tags widening casts and normed values of a joint graph; returns how many. An inference graph has none."""
+    """Tags widening casts and normalized values of a joint graph; returns their number. Inference graphs have none."""
 
     name = "recompute_casts"
     exact = True

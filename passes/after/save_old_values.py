@@ -1,8 +1,8 @@
-"""After differentiation: backward keeps what was computed from an input that the graph overwrites.
+"""After differentiation: save, never recompute, values computed from an input that the graph overwrites.
 
-The partitioner chooses what backward computes again, from saved values or from inputs, and forgets that the forward
-graph writes an input at its end: a copy taken before would be taken anew, of the new values. (After `h = x.clone()` and
-`x.add_(1)` the gradient of `h * weight` is wrong in stock AOTAutograd.)
+The partitioner chooses the values that backward recomputes, from saved values or from inputs, and ignores that the
+forward graph writes an input at its end: backward would repeat an earlier copy with the new values. (After
+`h = x.clone()` and `x.add_(1)` the gradient of `h * weight` is wrong in stock AOTAutograd.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _is_view(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class SaveOldValues:
-    """For a joint graph: returns the number of values that are saved if backward wants them, not computed again."""
+    """For a joint graph. Returns the number of values that are saved if backward needs them, never recomputed."""
 
     name = "save_old_values"
     exact = True

@@ -1,6 +1,6 @@
-"""After differentiation: one cast per value and dtype, since no gradients are added up between casts any more.
+"""After differentiation: keep one cast per value and dtype, since merging casts merges no gradients any more.
 
-Which of them backward then keeps or computes again is decided by bytes, when torch splits the graph.
+When torch splits the graph, its partitioner decides by bytes if backward reads a saved cast or repeats it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ampcompile.passes.graph import graphs
 
 @dataclass(frozen=True)
 class ShareEveryCast:
-    """For a joint or inference graph, whose ops write nothing but inputs, at its end. Returns the casts saved."""
+    """For a joint or inference graph, which writes only inputs, at its end. Returns the number of casts saved."""
 
     name = "share_casts"
     exact = True
@@ -34,7 +34,7 @@ def _share(gm: GraphModule) -> int:
     for cast in list(gm.graph.nodes):
         if not has(cast.target, CONVERSIONS_AFTER) or cast in apart:
             continue
-        # A checkpointed stretch that backward runs again keeps casts of its own.
+        # A checkpointed region that backward runs again keeps casts of its own.
         key = (cast.target, cast.args, str(cast.kwargs), cast.meta.get("recompute"), cast.meta.get("ac_graph_id"))
         kept = first.setdefault(key, cast)
         if kept is not cast:

@@ -1,7 +1,7 @@
 """After differentiation: gather, copy and join 16-bit numbers as they are, and widen them where they are read.
 
-Autocast resizes images in float32, and joins what is float32 with what isn't in float32: twice the bytes are written,
-read, and kept for backward, and the same numbers. No gradient is added up here any more, so nothing else changes.
+Autocast resizes images in float32, and joins float32 with 16-bit values in float32: the same numbers, but twice the
+bytes are written, read, and kept for backward. Sums of gradients are explicit here, so nothing else changes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _Source = tuple[Node, list[Node]]
 
 
 def _source(operand: Node, written: set[Node]) -> _Source | None:
-    """What an operand is the widened form of, and the views that it is read through; an operand of 16 bits, which some
-    joins have among others, is its own. Not an input that is written."""
+    """The 16-bit value that an operand was widened from, and the views after the cast; a 16-bit operand, as some joins
+    have, is its own source. None without one, and for an input that is written."""
     views: list[Node] = []
     if operand.meta["val"].dtype in LOW:
         return None if base_of(operand) in written else (operand, views)
@@ -44,7 +44,7 @@ def _widen_late(graph: Graph, node: Node, written: set[Node]) -> bool:
     if is_view(node.target) or not (joins or classify_movement(node) in ("moves", "repeats")):
         return False
     operands = list(node.args[0]) if joins else [node.args[0]]
-    sources = [found for operand in operands if isinstance(operand, Node) and (found := _source(operand, written))]
+    sources = [source for operand in operands if isinstance(operand, Node) and (source := _source(operand, written))]
     dtypes = {source.meta["val"].dtype for source, _ in sources} - {node.meta["val"].dtype}
     if len(sources) < len(operands) or len(dtypes) != 1 or not constants_survive(node, *dtypes):
         return False
@@ -75,7 +75,7 @@ def _widen_late_in(gm: GraphModule) -> int:
 
 @dataclass(frozen=True)
 class WidenLate:
-    """For a joint or inference graph, whose ops write nothing but inputs, at its end; returns how many ops it moved."""
+    """For a joint or inference graph, which writes only inputs, at its end. Returns the number of ops moved."""
 
     name = "widen_late"
     exact = True

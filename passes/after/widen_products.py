@@ -1,9 +1,9 @@
-"""After differentiation, on CPUs: products read and give float32, rounded as before, where 16-bit kernels are slower.
+"""After differentiation, on CPUs: run products in float32, rounded as before, where 16-bit kernels are slower.
 
-That is where the CPU only emulates the type, which takes 1.1 to 130 times as long, and in small products, which take
-longest to start. Operands are rounded already, and products of 11-bit mantissas are exact in float32: what float32's
-kernels sum is what units for the type would sum, and one rounding at the end gives eager's dtype. Inductor fuses the
-widening and the rounding with what stands around; weights whose copies are held as float32 need no widening at all.
+They are slower where the CPU only emulates the type, which takes 1.1 to 130 times as long, and for small products,
+whose start takes longest. Operands are rounded already, and products of 11-bit mantissas are exact in float32: float32
+kernels sum the same terms as units for the type, and one rounding at the end gives eager's dtype. Inductor fuses the
+widening and the rounding with neighbouring ops; weights whose copies are held as float32 need no widening at all.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WidenProducts:
     emulated: frozenset[torch.dtype]
     small: bool = False
     name = "widen_products"
-    exact = False  # sums are float32's: added up in another order than those of 16-bit kernels
+    exact = False  # float32 kernels add in another order than 16-bit kernels
     fate = ""
 
     def apply(self, gm: GraphModule) -> int:
@@ -70,39 +70,39 @@ def _is_low(node: Node) -> bool:
 
 
 def _is_small(product: Node) -> bool:
-    count = flop_registry.get(product.target.overloadpacket)
-    if count is None or has(product.target, ATTENTION_AFTER):  # which starts at once, and 2.15 counts
+    formula = flop_registry.get(product.target.overloadpacket)
+    if formula is None or has(product.target, ATTENTION_AFTER):  # which starts fast; torch 2.15 has its flop formula
         return False
     args, kwargs = map_arg((product.args, product.kwargs), lambda operand: operand.meta["val"])
-    found = product.meta["val"]
-    numbers = sum(tensor.numel() for tensor in _tensors((args, kwargs, found)))
-    return is_small(count(*args, **kwargs, out_val=found) // 2, numbers)
+    result = product.meta["val"]
+    numbers = sum(tensor.numel() for tensor in _tensors((args, kwargs, result)))
+    return is_small(formula(*args, **kwargs, out_val=result) // 2, numbers)
 
 
 def _widen(node: Node) -> bool:
-    """Put the product in float32 in the place of `node`, unless it would lay its results out in another way."""
+    """Replace `node` by the product in float32, unless its results would have another layout."""
     target, args = dispatcher.without_out_dtype(node.target, node.args)
 
     def wide_fake(operand: Node) -> Any:
         return operand.meta["val"].to(WIDE) if _is_low(operand) else operand.meta["val"]
 
-    found = target(*map_arg(args, wide_fake), **map_arg(node.kwargs, wide_fake))
-    values = zip(_tensors(node.meta["val"]), _tensors(found), strict=True)
+    wide_fakes = target(*map_arg(args, wide_fake), **map_arg(node.kwargs, wide_fake))
+    values = zip(_tensors(node.meta["val"]), _tensors(wide_fakes), strict=True)
     if target is node.target and not all(same_layout(before, after) for before, after in values):
-        return False  # never of a product that writes float32, which the CPU has no kernel for
+        return False  # a product with a float32 result is always replaced: the CPU has no kernel for it
     graph = node.graph
     with graph.inserting_before(node):
         args, kwargs = map_arg((args, node.kwargs), _widened)
         if _suits_onednn(target, args, kwargs):
             target, args, kwargs = PACKED_LINEAR, _as_linear(args), {}
         new = graph.call_function(target, args, kwargs)
-        new.meta = {**node.meta, "val": found}
-        if isinstance(found, torch.Tensor):
+        new.meta = {**node.meta, "val": wide_fakes}
+        if isinstance(wide_fakes, torch.Tensor):
             node.replace_all_uses_with(_converted(new, node.meta["val"].dtype))
     for part in list(node.users):  # of a product with several results
         with graph.inserting_before(part):
             result = graph.call_function(operator.getitem, (new, part.args[1]))
-            result.meta = {**part.meta, "val": found[part.args[1]]}
+            result.meta = {**part.meta, "val": wide_fakes[part.args[1]]}
             part.replace_all_uses_with(_converted(result, part.meta["val"].dtype))
         graph.erase_node(part)
     graph.erase_node(node)
@@ -110,7 +110,7 @@ def _widen(node: Node) -> bool:
 
 
 def _widened(operand: Node) -> Node:
-    """An operand in float32: a weight's copy as it is held, if it is held so."""
+    """An operand in float32: a weight's copy itself if it is held as float32, else a cast."""
     if not _is_low(operand):
         return operand
     path: list[Node] = []
@@ -124,7 +124,7 @@ def _widened(operand: Node) -> Node:
 
 
 def _suits_onednn(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a product is one that oneDNN's float32 kernel takes, and large enough to pay for its longer start."""
+    """True if oneDNN's float32 kernel supports a product, and the product is large enough for its longer start."""
     if target not in (ATEN.mm.default, ATEN.addmm.default) or not packed_linear.available(WIDE):
         return False
     *added, a, b = args
@@ -136,14 +136,14 @@ def _suits_onednn(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _as_linear(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of `PACKED_LINEAR` for those of an `mm` or `addmm`, its second matrix the other way round."""
+    """The arguments of `PACKED_LINEAR` for those of an `mm` or `addmm`, with the second matrix transposed."""
     *added, a, b = args
     if b.target is ATEN.t.default or (b.target is ATEN.permute.default and b.args[1][0] % 2 == 1):
-        turned = b.args[0]  # a permutation that starts with dimension 0, or -2, turns nothing
+        transposed = b.args[0]  # a permutation that starts with dimension 0, or -2, transposes nothing
     else:
-        turned = b.graph.call_function(ATEN.permute.default, (b, [1, 0]))
-        turned.meta = _meta(b, b.meta["val"].permute(1, 0))
-    return (a, turned, turned, *(added or [None]))
+        transposed = b.graph.call_function(ATEN.permute.default, (b, [1, 0]))
+        transposed.meta = _meta(b, b.meta["val"].permute(1, 0))
+    return (a, transposed, transposed, *(added or [None]))
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -151,7 +151,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _converted(node: Node, dtype: torch.dtype) -> Node:
-    """`node` in a dtype, right where the graph is being inserted into."""
+    """`node` in a dtype, by a cast at the graph's insertion point if needed."""
     value = node.meta["val"]
     if value.dtype == dtype:
         return node
@@ -161,5 +161,5 @@ def _converted(node: Node, dtype: torch.dtype) -> Node:
 
 
 def _meta(source: Node, value: torch.Tensor) -> dict[str, Any]:
-    """Of a node computed from `source`: it binds none of the sizes and offsets that `source` may bind."""
+    """The `meta` of a node computed from `source`, without the sizes and offsets that `source` may bind."""
     return {**{key: kept for key, kept in source.meta.items() if key != "unbacked_bindings"}, "val": value}

@@ -1,9 +1,9 @@
-"""After differentiation, on a GPU: the gradient of a weight is written in the float32 that its product is summed in.
+"""After differentiation, on a GPU: write the gradients of weights in the float32 in which their products are summed.
 
-Autograd multiplies 16-bit matrices, rounds the product to 16 bits, and the cast's own gradient widens that. Written as
-float32 at once, no bit is lost, a float16 gradient doesn't overflow, and a kernel that reads 2 and writes 4 bytes an
-element is gone. Only products whose value is nothing but a gradient that is returned are changed: those of forward,
-and those in the middle of backward, keep the roundings of eager autocast.
+Autograd multiplies 16-bit matrices, rounds the product to 16 bits, and the backward of the weight's cast widens it.
+Written as float32 at once, the gradient loses no bit, a float16 gradient doesn't overflow, and no kernel reads 2 and
+writes 4 bytes an element to widen it. Only products that are used for a returned gradient alone are changed: those of
+forward, and those in the middle of backward, keep the roundings of eager autocast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _IN_FLOAT32 = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
 
 
 def _returned_casts(graph: Graph) -> Iterator[Node]:
-    """The casts to float32 whose result is returned, or a term of a sum that is, and is used for nothing else."""
+    """Yield casts to float32 whose result is only returned, or is only a term of a sum that is only returned."""
     ends = {graph.output_node()}
     for node in reversed(graph.nodes):
         if not ends.issuperset(node.users):
@@ -37,7 +37,7 @@ def _returned_casts(graph: Graph) -> Iterator[Node]:
 
 
 def _find_product(cast: Node) -> list[Node]:
-    """The 16-bit product that only this cast widens, and the ops between that move its numbers, in order."""
+    """The 16-bit product that only this cast reads, then the ops between that move its numbers, in order."""
     path: list[Node] = []
     node = cast.args[0]
     while isinstance(node, Node) and len(node.users) == 1:
@@ -63,12 +63,12 @@ def _widen(graph: Graph, path: list[Node], cast: Node) -> None:
 class WidenWeightGradients:
     """For a joint graph; an inference graph has no gradients. Returns the number of products that write float32.
 
-    `emulated`: the types whose products run in float32 on the CPU, where they can be left so.
+    `emulated`: the types whose products run in float32 on the CPU; their float32 results are then returned unrounded.
     """
 
     emulated: frozenset[torch.dtype] = frozenset()
     name = "widen_weight_gradients"
-    exact = False  # gradients of weights keep the bits that rounding them to 16 would drop
+    exact = False  # gradients of weights keep the bits that a rounding to 16 bits would drop
     fate = ""
 
     def apply(self, gm: GraphModule) -> int:

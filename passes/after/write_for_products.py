@@ -1,11 +1,11 @@
-"""After differentiation, on a GPU: what products read is written, and added up, by the kernel that computes it.
+"""After differentiation, on a GPU: let the kernel that computes a product's operand also write and sum it.
 
 Inductor's kernels run over the shape in which a value is read. Linear layers read rows, `(B * T, C)`, where norms and
-activations have `(B, T, C)`; convolutions read `(B, C, H, W)`, where group norms have `(B, G, C / G, H * W)`. So the
-gradient of a norm was written in float32 and read again by a kernel that only rounds it, and that of an activation was
-read again to add it up for the bias. What an `as_strided` reads is written before, in its own shape. So is the sum of a
-group norm's gradient and a residual's. Counted on a GPT of 124 M, 8 x 1024: 1.7 of 26.9 GB and 48 of 215 launches; on a
-UNet, 8 x 64: 0.11 of 1.28 GB and 7 of 162 launches.
+activations have `(B, T, C)`; convolutions read `(B, C, H, W)`, where group norms have `(B, G, C / G, H * W)`. Without
+this pass the gradient of a norm is written in float32 and read again by a kernel that only rounds it, and that of an
+activation is read again to sum it for the bias. An `as_strided` forces its operand to be written before, in its own
+shape. The sum of a group norm's gradient and a residual's is written the same way. Savings, counted on a GPT of 124 M,
+8 x 1024: 1.7 of 26.9 GB and 48 of 215 launches; on a UNet, 8 x 64: 0.11 of 1.28 GB and 7 of 162 launches.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ampcompile.passes.graph import graphs, insert_call
 from ampcompile.torch_private import tracing
 
 DEVICE = "cuda"
-"""Inductor's kernels for CPUs are compared over all their loops as one, and need none of this."""
+"""Inductor fuses CPU kernels across these shapes anyway, by comparing all their loops as one."""
 ROWS = 128
-"""A partial sum has so many rows, as Inductor's own do; their order is the only thing that changes."""
+"""Rows of a partial sum, as in Inductor's own sums; only the order of the additions changes."""
 ATEN = torch.ops.aten
 _RESHAPES = (ATEN.view.default, ATEN._unsafe_view.default, ATEN.reshape.default)
 _TRANSPOSES = (ATEN.permute.default, ATEN.t.default, ATEN.transpose.int)
@@ -39,7 +39,7 @@ _SUM = ATEN.sum.dim_IntList
 
 
 def _is_multiplied(operand: Node) -> bool:
-    """Whether nothing but products and sums reads a value, itself or transposed."""
+    """True if only products and sums read a value, directly or transposed."""
     return all(
         user.target in (*_PRODUCTS, _SUM) or (user.target in _TRANSPOSES and _is_multiplied(user))
         for user in operand.users
@@ -51,7 +51,7 @@ def _adds_columns(node: Node) -> bool:
 
 
 def _reduces_rows(value: Node) -> bool:
-    """Whether the kernel that computes a value takes sums or the like of its rows, as the backward of a norm does."""
+    """True if the kernel that computes a value reduces over its rows, as the backward of a norm does."""
     seen, pending = {value}, [value]
     while pending:
         node = pending.pop()
@@ -71,7 +71,7 @@ def _before_reshapes(value: Node) -> Node:
 
 
 def _is_in_order(values: Sequence[Tensor]) -> bool:
-    """Whether values on a GPU have known sizes, and their numbers lie in order."""
+    """True if values on a GPU have static sizes and are contiguous."""
     static = all(isinstance(each, int) for value in values for each in value.shape)
     return values[0].device.type == DEVICE and static and all(value.is_contiguous() for value in values)
 
@@ -101,7 +101,7 @@ def _write(graph: Graph, operand: Node) -> bool:
 
 
 def _add_where_made(graph: Graph, total: Node) -> bool:
-    """Add what lies in memory to the gradient of a norm where that is computed, in its own shape."""
+    """Add a value in memory to the gradient of a norm inside the kernel that computes the gradient, in its shape."""
     if total.target is not ATEN.add.Tensor or total.kwargs or not all(isinstance(each, Node) for each in total.args):
         return False
     for stored, made in (total.args, reversed(total.args)):
@@ -123,7 +123,7 @@ def _add_where_made(graph: Graph, total: Node) -> bool:
 
 
 def _lies_in_memory(value: Node) -> bool:
-    """Whether a product gives a value, or reads it, or it is written for one; or it is one of these, widened."""
+    """True if a value is a product's result or operand, written for a product, an input, or one of these, widened."""
     made = _before_reshapes(value)
     if any(user.target in _PRODUCTS for node in (value, made) for user in node.users):
         return True
@@ -134,11 +134,11 @@ def _lies_in_memory(value: Node) -> bool:
 
 
 def _in_chunks(graph: Graph, source: Node, operand: Node) -> Node:
-    """The cast of chunks of rows, whose columns are added up as they are computed."""
+    """The cast, in chunks of rows whose columns are summed in the kernel that computes them."""
     rows, columns = operand.meta["val"].shape
     chunks = insert_call(graph, ATEN.view.default, source, [rows // ROWS, ROWS, columns])
     dtype = operand.meta["val"].dtype
-    if source.meta["val"].dtype is dtype:  # Inductor drops a copy in order, and keeps two changes of sign
+    if source.meta["val"].dtype is dtype:  # Inductor would drop a contiguous copy, but keeps two changes of sign
         low = insert_call(graph, ATEN.neg.default, insert_call(graph, ATEN.neg.default, chunks))
     else:
         low = insert_call(graph, CONVERT, chunks, dtype)
@@ -152,10 +152,10 @@ def _in_chunks(graph: Graph, source: Node, operand: Node) -> Node:
 
 @dataclass(frozen=True)
 class WriteForProducts:
-    """For a joint or inference graph; returns how many values are written in the shape that they are computed in."""
+    """For a joint or inference graph. Returns the number of values written in the shape they are computed in."""
 
     name = "write_for_products"
-    exact = False  # sums of columns are taken in another order
+    exact = False  # sums of columns are added in another order
     fate = ""
 
     def apply(self, gm: GraphModule) -> int:

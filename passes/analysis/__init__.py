@@ -1,1 +1,1 @@
-"""What passes ask about a graph: aliases, gradients, sizes, what commutes with a cast. Changes nothing."""
+"""Analyses of a graph that passes use: aliases, gradients, sizes, ops that commute with casts. Changes nothing."""

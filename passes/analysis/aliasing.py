@@ -1,4 +1,4 @@
-"""Which values of a graph share memory, which memory is written in the graph, and which is visible outside."""
+"""Find values of a graph that share memory, memory that the graph writes, and memory that is visible outside."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def written_operands(node: Node, unsaid: bool = True) -> list[Node]:
 
 
 def aliased_operands(node: Node, unsaid: bool = True) -> list[Node]:
-    """The operands whose memory a value shares, or may share: what the schema says and, if `unsaid`, what it doesn't.
+    """The operands whose memory a value may share: those in the schema and, if `unsaid`, those it doesn't mention.
 
-    Of calls that are no ops only `getitem` and `.data` are known.
+    Of calls that are no ops only `getitem` and `.data` are considered.
     """
     if node.target is operator.getitem or is_below_autograd(node.target):
         return [operand for operand in node.args[:1] if isinstance(operand, Node)]
     if not isinstance(node.target, OpOverload) or _converts(node):
         return []
     operands, names = list(schema.operands(node)), schema.aliased_arguments(node.target)
-    anyone = unsaid and _may_return_operand(node.target, len(operands))
-    return [operand for name, operand in operands if anyone or name in names]
+    any_operand = unsaid and _may_return_operand(node.target, len(operands))
+    return [operand for name, operand in operands if any_operand or name in names]
 
 
 def _converts(node: Node) -> bool:
-    """Whether a node gives its operand another dtype: only where a cast has nothing to do it returns its operand."""
+    """True if a node changes its operand's dtype: a cast returns the operand itself only if the dtypes are equal."""
     if not has(node.target, CASTS) or not isinstance(node.args[0], Node):
         return False
     before, after = (n.meta.get("val") for n in (node.args[0], node))
@@ -66,7 +66,7 @@ def _may_return_operand(op: OpOverload, operands: int) -> bool:
 
 
 def same_memory(graph: Graph) -> list[list[Node]]:
-    """The inputs and constants that share memory in the call that the graph is compiled for, in groups."""
+    """Groups of inputs and constants that share memory in the call for which the graph is compiled."""
     groups: dict[int, list[Node]] = {}
     for node in graph.nodes:
         value = node.meta.get("val") if node.op in ("placeholder", "get_attr") else None
@@ -76,7 +76,7 @@ def same_memory(graph: Graph) -> list[list[Node]]:
 
 
 class Aliases:
-    """The memory of one graph's values, looked at once; nodes added later are their own."""
+    """Alias groups of one graph's values, computed once; each node added later is its own group."""
 
     def __init__(self, graph: Graph) -> None:
         self._group: dict[Node, Node] = {}
@@ -100,15 +100,15 @@ class Aliases:
         self._outside = {self._of(node) for node in self._outside}
 
     def is_written(self, node: Node) -> bool:
-        """Whether some op writes into a value's memory, before or after it is computed."""
+        """True if some op writes into a value's memory, before or after it is computed."""
         return self._of(node) in self._written
 
     def is_visible_outside(self, node: Node) -> bool:
-        """Whether a value shares memory with an input, a constant or a result of the graph."""
+        """True if a value shares memory with an input, a constant or a result of the graph."""
         return self._of(node) in self._outside
 
     def _hand_over(self, node: Node, writes: bool) -> None:
-        """Join a call with all that it is given, which it may return; if it `writes`, it may write into that too."""
+        """Join a call with all its operands, which it may return and, if `writes`, may also write into."""
         for operand in node.all_input_nodes:
             self._join(node, operand)
             if writes:
@@ -127,7 +127,7 @@ class Aliases:
 
 
 def inputs_written_below_autograd(gm: GraphModule) -> list[int]:
-    """Which inputs, copies aside, may be written through `.data` or be given other data: no version tells."""
+    """Indices of the inputs, without copies, that `.data` may overwrite or replace, without a version bump."""
     if not reads_data(gm):
         return []
     memory = Aliases(gm.graph)
@@ -136,25 +136,25 @@ def inputs_written_below_autograd(gm: GraphModule) -> list[int]:
 
 
 def overwritten_inputs(graph: Graph) -> set[Node]:
-    """The inputs that a graph after differentiation writes to, as it does at its end."""
+    """The inputs that a graph writes to after differentiation, where all writes are at its end."""
     writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     return {write.args[0] for write in writes if write.args[0].op == "placeholder"}
 
 
 def base_of(value: Node) -> Node:
-    """The value that a view, or a view of a view, is of; another value itself."""
+    """The base of a view, or of a view of a view; any other value itself."""
     while _is_part(value) and isinstance(value.args[0], Node):
         value = value.args[0]
     return value
 
 
 def lies_in_a_row(value: Node) -> bool:
-    """Whether a vector's numbers lie side by side, and so do those of what it is a cast or part of, up to an input.
+    """True if a vector is contiguous, and so is every value that it is a cast or a part of, up to an input.
 
-    Inductor may drop a cast, and lay out anew what it computes: what comes of either isn't known to lie so.
+    Inductor may drop a cast, and choose another layout for what it computes, so computed values return False.
     """
-    while (found := value.meta.get("val")) is not None:
-        if isinstance(found, Tensor) and (found.dim() != 1 or str(found.stride(0)) != "1"):
+    while (fake := value.meta.get("val")) is not None:
+        if isinstance(fake, Tensor) and (fake.dim() != 1 or str(fake.stride(0)) != "1"):
             return False
         if value.op == "placeholder":
             return True
@@ -172,20 +172,20 @@ def _is_part(value: Node) -> bool:
 
 
 def returned_values(graph: Graph) -> set[Node]:
-    """The values that a graph returns, and those that it returns views of."""
-    found: set[Node] = set()
+    """The values that a graph returns, and the bases of those that are views."""
+    returned: set[Node] = set()
     for value in graph.output_node().all_input_nodes:
-        found.update((value, base_of(value)))
-    return found
+        returned.update((value, base_of(value)))
+    return returned
 
 
 def reads_data(gm: GraphModule) -> bool:
-    """Whether a graph, or a body it calls, reads or assigns some tensor's `.data`, as Dynamo writes it."""
+    """True if a graph, or a body it calls, contains Dynamo's form of reading or assigning a tensor's `.data`."""
     return any(is_below_autograd(node.target) for node in gm.graph.nodes) or any(reads_data(b) for _, b in bodies(gm))
 
 
 def _writes(body: GraphModule) -> bool:
-    """Whether anything in a body, or in the bodies it calls, writes into memory."""
+    """True if an op in a body, or in the bodies it calls, writes into memory, or may."""
     return any(node.op == "call_module" or written_operands(node) for node in body.graph.nodes) or any(
         _writes(inner) for _, inner in bodies(body)
     )

@@ -1,4 +1,4 @@
-"""Ops that only move numbers, or choose among them: a cast gives the same bits before such an op as behind it."""
+"""Ops that commute with casts: they only move numbers, or choose among them, so casting first gives the same bits."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .schema import name_of
 
 CAST = torch.ops.aten.to.dtype
 CONVERT = torch.ops.prims.convert_element_type.default
-"""What casts are after differentiation."""
+"""The op of casts after differentiation."""
 _KINDS = ((MOVES, "moves"), (REPEATS, "repeats"), (CHOOSES, "chooses"))
 
 
 def classify_movement(node: object) -> str:
-    """How an op treats its first operand: "moves", "repeats" or "chooses" among its numbers; "" for all others.
+    """Classify how an op treats the numbers of its first operand: "moves", "repeats" or "chooses"; "" for other ops.
 
-    Also for one that binds a size or an offset found at run time: done again it would bind another.
+    Also "" for an op that binds a size or an offset known at run time only: a second call would bind another symbol.
     """
     op = node.target if isinstance(node, Node) else None
     if not isinstance(op, OpOverload) or reads_bits(op):
@@ -39,13 +39,13 @@ def classify_movement(node: object) -> str:
 
 
 def constants_survive(node: Node, dtype: torch.dtype) -> bool:
-    """Whether the constants of such an op are the same numbers in another type."""
+    """True if the constants of an op that moves or chooses numbers are exact in another dtype."""
     assert isinstance(node.target, OpOverload)
     return all(_survives(value, dtype) for value in _constants(node, node.target))
 
 
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two values have the same strides, compared as text: comparing symbols would add a guard."""
+    """True if two values have the same strides, compared as text: comparing symbols would add a guard."""
     return [str(stride) for stride in a.stride()] == [str(stride) for stride in b.stride()]
 
 
@@ -54,7 +54,7 @@ def _shape(value: torch.Tensor) -> list[str]:
 
 
 def _constants(node: Node, op: OpOverload) -> list[Any]:
-    """The numbers of a call that meet the operand's own, or stand among them."""
+    """The constants of a call that are compared with the operand's numbers, or stand among them."""
     name = name_of(op)
     if name == "aten::clamp":
         return [bound if bound != 0 else "a zero of some sign" for bound in (*node.args[1:], *node.kwargs.values())]
@@ -76,7 +76,7 @@ def _survives(value: Any, dtype: torch.dtype) -> bool:
 
 
 def rebuild(path: Sequence[Node], operand: Node) -> Node:
-    """The ops of `path`, applied in order to another first operand, right where the graph is being inserted into."""
+    """Insert copies of the ops of `path` at the insertion point, applied in order to another first operand."""
     for node in path:
         copy = node.graph.node_copy(node)
         copy.args = (operand, *node.args[1:])
@@ -87,7 +87,7 @@ def rebuild(path: Sequence[Node], operand: Node) -> Node:
 
 
 def move_cast(cast: Node, operand: Node) -> Node:
-    """The same cast of another value, under the same number, right where the graph is being inserted into."""
+    """Insert a copy of `cast` on `operand` at the graph's insertion point, keeping the record's number."""
     moved = operand.graph.create_node("call_function", CAST, (operand, cast.args[1]), name=cast.name)
     record = cast.meta["amp_cast"]
     moved.meta = {**cast.meta, "amp_cast": replace(record, fate=(*record.fate, "moved"))}

@@ -1,4 +1,4 @@
-"""Through which values of a graph gradients may flow: there a pass must not change how they add up."""
+"""Find the values of a graph through which gradients may flow: there passes must not change sums of gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def recorded_by_autograd(graph: Graph, enabled: bool) -> set[Node]:
 
     Floating inputs are assumed to want a gradient.
     """
-    found: set[Node] = set()
+    recorded: set[Node] = set()
     outer: list[bool] = []
     for node in graph.nodes:
         if node.target is regions.SET_GRAD_ENABLED:
@@ -28,19 +28,19 @@ def recorded_by_autograd(graph: Graph, enabled: bool) -> set[Node]:
             enabled = outer.pop()
         elif node.op == "placeholder":
             if _is_floating(node.meta.get("val")):
-                found.add(node)
-        elif enabled and not found.isdisjoint(node.all_input_nodes) and _is_floating(node.meta.get("val")):
-            found.add(node)
-    return found
+                recorded.add(node)
+        elif enabled and not recorded.isdisjoint(node.all_input_nodes) and _is_floating(node.meta.get("val")):
+            recorded.add(node)
+    return recorded
 
 
 def computed_from_gradients(gm: GraphModule) -> set[Node]:
-    """The backward part of a joint graph: the gradients that come in, and what depends on them."""
-    found = {node for node in placeholders(gm) if str(node.target).startswith("tangents")}
+    """The backward part of a joint graph: the incoming gradients and all that depends on them."""
+    backward = {node for node in placeholders(gm) if str(node.target).startswith("tangents")}
     for node in gm.graph.nodes:
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+    return backward
 
 
 def _is_floating(value: Any) -> bool:

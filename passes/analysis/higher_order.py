@@ -1,4 +1,4 @@
-"""How each higher-order op calls its bodies: which arguments are graphs, what each is given, what it must return.
+"""The calling convention of each higher-order op: its graph arguments, their inputs, the outputs they must return.
 
 Higher-order ops stay calls and their bodies are rewritten too. A kind that is not in `CALLS` is outlined and left
 to the dispatcher's own autocast (`passes.capture.outline`), never dropped.
@@ -25,10 +25,10 @@ Inputs = Callable[[tuple[Any, ...], dict[str, Any], list[Any]], list[Any]]
 
 @dataclass(frozen=True)
 class Body:
-    """One graph argument: its path in the op's arguments, its inputs, whether autocast acts inside.
+    """One graph argument of an op: its path in the arguments, its inputs, and `autocast` if autocast acts inside.
 
-    `inputs(args, kwargs, outputs)` also sees the outputs of the bodies before it. `mode()` is a context that the
-    body is captured in.
+    `inputs(args, kwargs, outputs)` also gets the outputs of the bodies before it. `mode()` is a context in which the
+    body is captured.
     """
 
     path: tuple[int, ...]
@@ -52,7 +52,7 @@ def _score_inputs(other: int, score: bool) -> Inputs:
     return inputs
 
 
-# Which dtype flex_attention's operands get is a rule like any other op's; here only who calls what.
+# This table lists calls only: `assign_precision` decides the dtypes of flex_attention's operands.
 CALLS: dict[HigherOrderOperator, tuple[Body, ...]] = {
     HOPS.tag_activation_checkpoint: (Body((0,), lambda a, k, o: list(a[1:])),),
     HOPS.invoke_subgraph: (Body((0,), lambda a, k, o: list(a[2:])),),
@@ -77,12 +77,12 @@ CALLS: dict[HigherOrderOperator, tuple[Body, ...]] = {
 
 
 def is_graph(value: Any) -> bool:
-    """Whether an argument is a body (pytree leaf test)."""
+    """True if an argument is a body (pytree leaf test)."""
     return isinstance(value, GraphModule)
 
 
 def each_body(hop: HigherOrderOperator, args: tuple[Any, ...]) -> Iterator[tuple[Body, Any]]:
-    """The bodies of a call in the order in which they run, each with what stands in its place in `args`."""
+    """Yield the bodies of a call in the order in which they run, each with its argument in `args`."""
     for body in CALLS[hop]:
         value: Any = args
         for index in body.path:
@@ -92,7 +92,7 @@ def each_body(hop: HigherOrderOperator, args: tuple[Any, ...]) -> Iterator[tuple
 
 
 def is_known(hop: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether every graph among the arguments is at a place `CALLS` describes."""
+    """True if `CALLS` describes every graph among the arguments."""
     if hop not in CALLS:
         return False
     listed = {id(graph) for _, graph in each_body(hop, args)}
@@ -106,7 +106,7 @@ def agreed_outputs(hop: HigherOrderOperator, args: tuple[Any, ...], outputs: Seq
     if hop is HOPS.cond:  # both branches give one dtype, the widest
         values = zip(*map(pytree.tree_leaves, outputs), strict=True)
         return [[_widest_of(pair) for pair in values]] * 2
-    if hop is HOPS.while_loop:  # a value carried round keeps its dtype
+    if hop is HOPS.while_loop:  # a carried value keeps its dtype
         carried = [v.dtype if isinstance(v, torch.Tensor) else None for v in args[2]]
         return [free[0], carried]
     return free
@@ -118,7 +118,7 @@ def _widest_of(values: tuple[Any, ...]) -> torch.dtype | None:
 
 
 def call_on_fakes(hop: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The fake result of a call; ops that only tag or name their body are skipped over."""
+    """The fake result of a call; of ops that only tag or name their body, the body's result."""
     if hop is HOPS.tag_activation_checkpoint:
         return args[0](*args[1:])
     if hop is HOPS.invoke_subgraph:
@@ -129,12 +129,12 @@ def call_on_fakes(hop: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[
 def fake_result(
     hop: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Any], traced: Any
 ) -> Any:
-    """The fake result of a call whose bodies give `outputs`; `traced` is what the call gave when it was captured."""
+    """The fake result of a call whose bodies give `outputs`; `traced` is its result from capture."""
     if hop in (HOPS.tag_activation_checkpoint, HOPS.invoke_subgraph, HOPS.wrap_with_set_grad_enabled):
         return outputs[0]
     if hop is HOPS.autograd_function_apply:
         return outputs[0][0]
-    if hop in (HOPS.cond, HOPS.while_loop):  # sizes that differ between branches or rounds stand in `traced` alone
+    if hop in (HOPS.cond, HOPS.while_loop):  # only `traced` has sizes that differ between branches or rounds
         leaves, spec = pytree.tree_flatten(traced)
         given = pytree.tree_leaves(outputs[-1])
         return pytree.tree_unflatten(

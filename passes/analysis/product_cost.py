@@ -1,4 +1,4 @@
-"""Does low precision pay here? What the products of a graph take in either type, as this machine was measured."""
+"""Estimate if low precision pays: the time of a graph's products in both types, by measurements on this machine."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from .schema import writes
 from .sizes import elements_hint, is_float_tensor, product_hint
 
 ENOUGH = 1.05  # times as fast: less is noise
-CALL = 50e-6  # seconds, roughly, that the host spends in any compiled call: a graph of less gets no advice
-# What a call of ours takes on the host besides, and the first after an update of weights that a kept copy is cast of:
+CALL = 50e-6  # seconds, roughly, that the host spends in any compiled call: a faster graph gets no advice
+# Host time that our backend adds to a call, and to the first call after an update of weights with kept copies:
 # see "Growth", "What freshness costs" and "Small models" in docs/benchmarks.md.
 CALL_OURS, CALL_WEIGHT = 5e-6, 0.3e-6  # seconds: each call, and for each copy
-UPDATE, UPDATE_WEIGHT = 15e-6, 1.5e-6  # seconds: each update, and for each small weight; large ones take their cast
-# Widths of square products, and numbers that are cast. Up to a width of 16 torch doesn't give 16-bit products to
-# oneDNN, where others start 6 times as late.
+UPDATE, UPDATE_WEIGHT = 15e-6, 1.5e-6  # seconds: each update, and each small weight; a large one takes its cast's time
+# Widths of square products, and numbers that are cast. Up to a width of 16 torch doesn't pass 16-bit products to
+# oneDNN, which takes 6 times as long to start one.
 _SMALL, _LARGE, _COPIED = 32, 512, 1 << 22
 _PATIENCE = 0.2  # seconds for one measurement
 SMALL, A_NUMBER = 1 << 19, 8
-"""Products and convolutions of up to `SMALL` multiplications run in float32 on every CPU, on operands that are rounded;
+"""Products and convolutions of up to `SMALL` multiplications run in float32 on every CPU, on rounded operands;
 each number that is widened or rounded counts as `A_NUMBER`. On CPUs with units for bfloat16 oneDNN takes 16 us to
 start a product, 50 for a convolution, 125 for its backward; torch's kernels for float32 take 1 to 5."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a product costs in one dtype: seconds to start it, floating operations per second."""
+    """The cost of a product in one dtype: seconds to start it, floating operations per second."""
 
     start: float
     flops: float
 
     def seconds(self, flops: float) -> float:
-        """The time of one product."""
+        """The time of one product of so many floating operations."""
         return self.start + flops / self.flops
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one forward of a graph, as far as its products and casts go, and what the host does besides."""
+    """Estimated seconds of one forward of a graph: its products, its casts, and the host time that we add."""
 
     device: str
     low: torch.dtype
@@ -63,30 +63,30 @@ class Estimate:
     narrow: float
     """Its products in the low type."""
     casts: float
-    """Its casts, besides those of weights whose copies are kept. What a fused kernel casts in passing is free."""
+    """Its casts, without those of weights whose copies are kept. Casts inside a fused kernel are free."""
     emulated: bool = False
-    """Whether the device has no units for the low type, so that its products run in float32 (`products="auto"`)."""
+    """True if the device has no units for the low type, so that its products run in float32 (`products="auto"`)."""
     copies: int = 0
     """Weights whose low copies are kept."""
     update: float = 0.0
-    """Casting those anew after an update; 0 if they aren't trained."""
+    """Casting these weights again after an update; 0 if they aren't trained."""
     backward: tuple[float, float] = (0.0, 0.0)
-    """Products of backward in float32; in the low type with their casts, those of the weights' gradients too."""
+    """Backward's products in float32; and in the low type with their casts, those of weights' gradients included."""
 
     @property
     def call(self) -> float:
-        """What the host does in each call besides."""
+        """Host time that our backend adds to each call."""
         return CALL_OURS + self.copies * CALL_WEIGHT
 
     @property
     def whole(self) -> tuple[float, float]:
-        """A training step, or a call of what isn't trained: in float32, and in the low type with all it needs."""
+        """A training step, or a call of an untrained graph: in float32, and in the low type with all extra costs."""
         narrow = self.narrow + self.casts + self.backward[1] + self.call + self.update
         return self.wide + self.backward[0], narrow
 
     @property
     def gain(self) -> float:
-        """How many times as fast as in float32."""
+        """The speedup over float32; 1 without products."""
         wide, narrow = self.whole
         return wide / narrow if self.products else 1.0
 
@@ -96,7 +96,7 @@ class Estimate:
 
     @property
     def matters(self) -> bool:
-        """Whether either type takes long enough to be noticed in a call."""
+        """True if the work in either type takes at least as long as a compiled call itself."""
         return self.products > 0 and max(self.wide, self.narrow + self.casts) >= CALL
 
     def __str__(self) -> str:
@@ -117,13 +117,13 @@ class Estimate:
 
 
 def is_emulated(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether a device has no units for a 16-bit type."""
+    """True if a device has no units for a 16-bit type."""
     return device_type == "cpu" and dtype in LOW and not processor.multiplies(dtype)
 
 
 @cache
 def speed(device_type: str, dtype: torch.dtype) -> Speed:
-    """Measured once in a process, in some 10 ms. A type that the CPU emulates is multiplied as `WidenProducts` does."""
+    """Measure products, once per process, in some 10 ms; those of emulated types as `WidenProducts` runs them."""
     emulated = is_emulated(device_type, dtype)
     seconds = []
     for width, rounds in ((_SMALL, 30), (_LARGE, 5)):
@@ -139,14 +139,14 @@ def speed(device_type: str, dtype: torch.dtype) -> Speed:
 
 @cache
 def bandwidth(device_type: str) -> float:
-    """Bytes that a cast reads and writes per second, measured once in a process."""
+    """Bytes that a cast reads and writes per second, measured once per process."""
     with tracing.on_real_tensors():
         numbers = torch.ones(_COPIED, device=device_type)
         return _COPIED * 6 / _median(device_type, lambda: numbers.to(torch.bfloat16), 5)
 
 
 def is_small(multiplications: int | torch.SymInt, numbers: int | torch.SymInt) -> bool:
-    """Whether a CPU's product of so many multiplications runs in float32; `numbers`: of its operands and its result."""
+    """True if a CPU's product is small enough to run in float32; `numbers`: elements of its operands and result."""
     work = product_hint(multiplications + A_NUMBER * numbers)
     return work is not None and work <= SMALL
 
@@ -159,7 +159,7 @@ def smallest_gaining_width(device_type: str, low: torch.dtype) -> int | None:
 
 
 def time_call(device_type: str, call: Callable[[], Any]) -> float:
-    """Seconds of one call, until the device has done all of it."""
+    """Seconds of one call, until the device has finished it."""
     wait = torch.accelerator.synchronize if device_type != "cpu" else lambda: None
     wait()
     start = time.perf_counter()
@@ -176,9 +176,9 @@ def _median(device_type: str, call: Callable[[], Any], rounds: int) -> float:
 
 
 def estimate(gm: GraphModule, kept: Set[Node]) -> Estimate | None:
-    """Of a graph whose precision is decided; None if nothing in it is low, or this machine lacks its device.
+    """Estimate a graph whose precision is decided; None if no op is low, or if this machine lacks its device.
 
-    `kept`: weights whose low copies are kept between calls. The bodies of higher-order ops are not looked into.
+    `kept`: weights whose low copies are kept between calls. Bodies of higher-order ops are not counted.
     """
     decided: dict[Node, Decision] = {node: node.meta["amp"] for node in gm.graph.nodes}
     casts = {(n, to) for d in decided.values() for n, to in d.operands.items() if n not in kept}
@@ -186,7 +186,7 @@ def estimate(gm: GraphModule, kept: Set[Node]) -> Estimate | None:
     if not lows:
         return None
     low, device = lows[0], device_type_of([decision.result for decision in decided.values()]) or "cpu"
-    if device != "cpu" and not _is_here(device):
+    if device != "cpu" and not _is_present(device):
         return None
     products, wide, narrow, backward = 0, 0.0, 0.0, [0.0, 0.0]
     differentiated = _differentiated(gm)
@@ -223,26 +223,26 @@ def estimate(gm: GraphModule, kept: Set[Node]) -> Estimate | None:
 
 
 def _differentiated(gm: GraphModule) -> set[Node]:
-    """What needs a gradient if the graph is called as it was traced."""
-    found: set[Node] = set()
+    """The values that need a gradient if the graph is called as it was traced."""
+    differentiated: set[Node] = set()
     for node in gm.graph.nodes if torch.is_grad_enabled() else ():
         asked = node.op == "placeholder" and getattr(node.meta.get("example_value"), "requires_grad", False)
-        if asked or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if asked or not differentiated.isdisjoint(node.all_input_nodes):
+            differentiated.add(node)
+    return differentiated
 
 
 def _cast_seconds(device_type: str, decision: Decision) -> float:
     return 6 * (elements_hint(decision.result) or 0) / bandwidth(device_type)
 
 
-def _is_here(device_type: str) -> bool:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found is not None and found.type == device_type
+def _is_present(device_type: str) -> bool:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator is not None and accelerator.type == device_type
 
 
 def _seconds(device_type: str, dtype: torch.dtype, flops: float, numbers: int) -> float:
-    """A product's time: that of its arithmetic or, on accelerators, of reading and writing its numbers.
+    """A product's time: that of its arithmetic or, on accelerators, of reading and writing its numbers if longer.
 
     A CPU's products of a few rows were measured to be no faster on half the bytes, and small ones run in float32.
     """
@@ -267,14 +267,14 @@ def _run(node: Node, decision: Decision) -> None:
 
 
 class _Flops(TorchDispatchMode):
-    """Adds up the floating operations of products, sizes that are symbols with the size they were traced with."""
+    """Adds up the floating operations of products; symbolic sizes count as the sizes they were traced with."""
 
     flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            found = count(*args, **(kwargs or {}), out_val=result)
-            self.flops += int(found.node.hint or 0) if isinstance(found, torch.SymInt) else int(found)
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            flops = formula(*args, **(kwargs or {}), out_val=result)
+            self.flops += int(flops.node.hint or 0) if isinstance(flops, torch.SymInt) else int(flops)
         return result

@@ -1,4 +1,4 @@
-"""The one reader of op schemas: an op's name, its arguments by name, what it writes and what its results share."""
+"""The only reader of op schemas: an op's name, its arguments by name, those it writes and those it aliases."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from ampcompile.torch_private.types import OpOverload
 
 
 def name_of(op: OpOverload) -> str:
-    """The name that all overloads of an op have, as `aten::to`."""
+    """The name that all overloads of an op share, as `aten::to`."""
     name: str = op._schema.name
     return name
 
 
 @cache
 def arguments_of(op: OpOverload) -> tuple[Any, ...]:
-    """What the schema says of each argument: `name`, `type`, `kwarg_only`, `alias_info`, `default_value` ..."""
+    """The schema's arguments, each with `name`, `type`, `kwarg_only`, `alias_info`, `default_value` ..."""
     return tuple(op._schema.arguments)
 
 
 @cache
 def written_arguments(op: OpOverload) -> frozenset[str]:
-    """The names of the arguments that an op writes into, as far as its schema tells."""
+    """The names of the arguments that an op writes into, as far as its schema declares them."""
     return frozenset(a.name for a in arguments_of(op) if a.alias_info is not None and a.alias_info.is_write)
 
 
 @cache
 def aliased_arguments(op: OpOverload) -> frozenset[str]:
-    """The names of the arguments whose memory a result has, or may have; those written are among them."""
+    """The names of the arguments whose memory a result may share, written arguments included."""
     return frozenset(a.name for a in arguments_of(op) if a.alias_info is not None)
 
 
 def writes(op: OpOverload) -> bool:
-    """Whether an op writes into some argument."""
+    """True if an op writes into some argument."""
     return bool(op._schema.is_mutable)
 
 
 @cache
 def computes(op: OpOverload) -> bool:
-    """False for what must see its operand itself: views, writers, and questions about sizes."""
+    """False for views, mutations and size queries, which need the operand itself; True for other ops."""
     returns_tensors = any("Tensor" in str(value.type) for value in op._schema.returns)
     return returns_tensors and not op.is_view and not writes(op)
 
 
 def arguments_by_name(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a call gives, by the names in the schema; defaults that the call relies on are not in it."""
+    """The arguments given in a call, by the names in the schema; without defaults that the call relies on."""
     return dict(zip((a.name for a in arguments_of(op)), args, strict=False)) | dict(kwargs)
 
 
 def operands(node: Node) -> Iterator[tuple[str, Node]]:
-    """The nodes that a call of an op is given, lists flattened, each with its argument's name, in the call's order."""
+    """Yield a call's operand nodes, lists flattened, each with its argument's name, in the call's order."""
     assert isinstance(node.target, OpOverload)
     for name, value in arguments_by_name(node.target, node.args, node.kwargs).items():
         for leaf in pytree.tree_leaves(value, is_leaf=lambda x: isinstance(x, Node)):
@@ -65,7 +65,7 @@ def operands(node: Node) -> Iterator[tuple[str, Node]]:
 def set_arguments(
     op: OpOverload, args: Any, kwargs: Any, new: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments with some set by name, where they stood by position included."""
+    """A call's arguments with some replaced or added by name, also where they were given by position."""
     names = [a.name for a in arguments_of(op) if not a.kwarg_only]
     values, kwargs = list(args), dict(kwargs)
     for name, value in new.items():

@@ -1,8 +1,8 @@
-"""Remove the first of two casts in a row where it changes nothing: A→B→C is A→C if B holds every value of A.
+"""Remove the first of two consecutive casts if it changes nothing: A→B→C equals A→C if B holds every value of A.
 
-Ops that only move numbers may stand between the two; they are then done on A. Such pairs come about where a user's
-`.float()` meets an op in low precision. The user's cast stays where others read it. With `relaxed`, what the first of
-two casts of ours rounds off is kept as well.
+Ops that only move numbers may stand between the two; they then run on A. Such pairs occur where a user's `.float()`
+is followed by an op in low precision. The user's cast stays if other nodes read it. With `relaxed`, a first cast of
+ours that rounds is removed as well.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ampcompile.torch_private import tracing
 
 
 def is_cast(node: Node) -> bool:
-    """Whether a node gives its operand another floating dtype, and changes nothing else about it."""
+    """True if a node changes its operand's floating dtype, and nothing else about it."""
     before, after = _operand_and_result(node)
     return before is not None and after is not None and before.dtype != after.dtype
 
 
 @dataclass(frozen=True)
 class FoldCasts:
-    """`gradients`: whether grad mode is on around the graph. Returns how many pairs were folded."""
+    """Returns the number of pairs folded. `gradients`: whether grad mode is on around the graph."""
 
     gradients: bool
     relaxed: bool = False
@@ -58,33 +58,33 @@ class FoldCasts:
             return False
         source = first.args[0]
         assert isinstance(source, Node)
-        gone = source.meta["val"].dtype == second.meta["val"].dtype
+        cancels = source.meta["val"].dtype == second.meta["val"].dtype
         written = any(map(memory.is_written, _values_between(source, second)))
-        if written or (gone and (memory.is_written(second) or memory.is_visible_outside(second))):
+        if written or (cancels and (memory.is_written(second) or memory.is_visible_outside(second))):
             return False
         with graph.inserting_before(second):
-            if gone:
+            if cancels:
                 second.replace_all_uses_with(rebuild(path, source))
             else:
                 second.update_arg(0, rebuild(path, source))
-        erase_unread([*([first] if "amp_cast" in first.meta else []), *path, *([second] if gone else [])])
+        erase_unread([*([first] if "amp_cast" in first.meta else []), *path, *([second] if cancels else [])])
         return True
 
     def _may_fold(self, first: Node, second: Node, path: list[Node], recorded: bool) -> bool:
         a, b, c = (node.meta["val"].dtype for node in (first.args[0], first, second))
         if path and not (a.is_floating_point and all(constants_survive(node, a) for node in path)):
             return False
-        # The gradient goes C→B→A, which must be C→A.
+        # The gradient is cast C→B→A, which must equal C→A.
         exact = is_lossless(a, b) and (is_lossless(c, b) or not recorded)
         return exact or (self.relaxed and "amp_cast" in first.meta)
 
 
 def _find_first_cast(second: Node, recorded: bool) -> tuple[Node | None, list[Node]]:
-    """The cast that another one reads, if only ops that commute with it stand between them; those ops, in order."""
+    """The cast that `second` reads, if only ops that commute with it stand between them, and those ops in order."""
     path: list[Node] = []
     node = second.args[0]
     while isinstance(node, Node):
-        # A gradient is summed where a value is used twice or repeated, in that value's type.
+        # The gradients of a value that is used twice or repeated are summed in that value's type.
         if recorded and (len(node.users) > 1 or classify_movement(node) == "repeats"):
             break
         if is_cast(node):
@@ -98,7 +98,7 @@ def _find_first_cast(second: Node, recorded: bool) -> tuple[Node | None, list[No
 
 
 def _values_between(source: Node, second: Node) -> list[Node]:
-    """The values that `second` comes from, back to `source`."""
+    """The values from the operand of `second` back to `source`, both included."""
     values = [second.args[0]]
     while values[-1] is not source:
         values.append(values[-1].args[0])
@@ -106,16 +106,16 @@ def _values_between(source: Node, second: Node) -> list[Node]:
 
 
 def _is_noop(node: Node) -> bool:
-    """Whether a node asks for the dtype that its operand has already."""
+    """True if a node is a cast to the dtype that its operand has already."""
     before, after = _operand_and_result(node)
     return before is not None and after is not None and before.dtype == after.dtype
 
 
 def _operand_and_result(node: Node) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """The values before and after a change to a floating dtype that changes nothing else."""
+    """The values before and after a cast to a floating dtype that changes nothing else; (None, None) for other ops."""
     if has(node.target, CASTS) and isinstance(node.args[0], Node):
         before, after = node.args[0].meta["val"], node.meta["val"]
-        # Of integers only those that some floating type holds are known to stay what they are.
+        # A cast of integers counts only if the floating type holds all values of the integer type.
         numbers = before.is_floating_point() or is_lossless(before.dtype, after.dtype)
         if numbers and after.is_floating_point() and before.device == after.device and same_layout(before, after):
             return before, after

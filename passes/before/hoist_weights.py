@@ -2,7 +2,7 @@
 
 A cast `to(weight, bf16)`, inserted or the program's own, becomes `ampcompile::weight_copy(weight, copy)`, with `copy` a
 new graph input that `ampcompile.weights` keeps up to date. Every use keeps a `weight_copy` of its own, so gradients are
-cast to the weight's dtype one by one and summed there; `bind_weights` puts the copy in its place after differentiation.
+cast to the weight's dtype one by one and summed in it; `bind_weights` replaces it by the copy after differentiation.
 A cast of a view of a weight becomes the same view of the copy.
 """
 
@@ -25,7 +25,7 @@ from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import OpOverload
 
-# Higher-order ops whose bodies may read weights handed to them, and where in their arguments the operands begin.
+# Higher-order ops whose bodies may read weights as operands, and the index of their first operand.
 _OPERANDS_FROM: dict[Any, int] = {
     torch.ops.higher_order.tag_activation_checkpoint: 1,
     torch.ops.higher_order.invoke_subgraph: 2,
@@ -33,7 +33,7 @@ _OPERANDS_FROM: dict[Any, int] = {
 
 
 def _look_through_views(cast: Node) -> tuple[Node, list[Node]]:
-    """The value a cast reads through views: (where the views begin, the views in the order they apply)."""
+    """Find the value a cast reads through views: (the value, the views in the order in which they apply)."""
     views: list[Node] = []
     node = cast.args[0]
     while isinstance(node, Node) and _rearranges(node):
@@ -50,7 +50,7 @@ def _rearranges(node: Node) -> bool:
 
 
 def _uses(value: Node) -> Iterator[str]:
-    """How a value, and everything that shares its memory, is used: "read", "written" or "returned"."""
+    """Yield the uses of a value, and of all values that share its memory: "read", "written" or "returned"."""
     seen, pending = {value}, [value]
     while pending:
         current = pending.pop()
@@ -70,7 +70,7 @@ def _use(user: Node, value: Node) -> str:
         indices = [i - _OPERANDS_FROM[user.target] for i, argument in enumerate(user.args) if argument is value]
         inner = placeholders(_body(user))
         return "written" if any(use != "read" for i in indices for use in _uses(inner[i])) else "read"
-    # Another higher-order op, or a stretch left alone, may do anything; a part or `.data` is looked at as a value.
+    # Other higher-order ops, and parts left to autocast, may write; of `getitem` and `.data` the alias's uses count.
     return "read" if value in aliased_operands(user) else "written"
 
 
@@ -79,7 +79,7 @@ def _body(call: Node) -> GraphModule:
 
 
 def _narrows(cast: Node) -> bool:
-    """Whether a cast is one of ours, or the program's own from a wider type to a 16-bit one and nothing else."""
+    """True if a cast is one of ours, or the program's own that only narrows a wider type to a 16-bit one."""
     if "amp_cast" in cast.meta:
         return True
     before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
@@ -90,7 +90,7 @@ CopyOf = Callable[[Node, torch.dtype], Node]
 
 
 def _hoist(gm: GraphModule, weights: set[Node], copy_of: CopyOf) -> int:
-    """Replace the casts of `weights`, inputs of `gm`; `copy_of` gives the input that holds a weight's copy."""
+    """Replace the casts of `weights`, inputs of `gm`; `copy_of` returns the input that holds a weight's copy."""
     hoisted = 0
     together = {node: group for group in same_memory(gm.graph) for node in group}
     weights = {w for w in weights if not any("written" in _uses(each) for each in together.get(w, [w]))}
@@ -108,7 +108,7 @@ def _hoist(gm: GraphModule, weights: set[Node], copy_of: CopyOf) -> int:
 
 
 def _hoist_in_body(body: GraphModule, sites: list[Node], weights: set[Node], copy_of: CopyOf) -> int:
-    """A body's input is a weight if every call gives it one; its copy is handed in by every call as well."""
+    """Hoist in a body: its input is a weight if every call passes one there; every call then passes the copy too."""
     first = _OPERANDS_FROM[sites[0].target]
     inner = placeholders(body)
     given = {p: [site.args[first + i] for site in sites] for i, p in enumerate(inner) if first + i < len(sites[0].args)}
@@ -132,9 +132,9 @@ class HoistWeights:
 
     `is_registered`: whether a weight is a parameter or buffer; any other tensor may be refilled for each call, and its
     copy is kept only after it has stayed the same for some calls. `wide`: the types whose products run in float32; a
-    copy in one of them holds its numbers as float32, and no call widens it again.
+    copy in one of them holds its rounded numbers as float32, so that no call has to widen it.
 
-    The copies become inputs after all others, each with its `Slot` in `node.meta["amp_copy"]`.
+    The copies become the last inputs, each with its `Slot` in `node.meta["amp_copy"]`.
     """
 
     is_weight: Callable[[int, Node], bool]
@@ -167,7 +167,7 @@ def _new_input(gm: GraphModule, weight: Node, dtype: torch.dtype, wide: bool) ->
         copy = gm.graph.placeholder(f"{weight.name}_{short_name(dtype)}")
     held = torch.float32 if wide else dtype
     copy.meta["val"] = torch.empty_like(weight.meta["val"], dtype=held, requires_grad=False)
-    # What Dynamo writes on inputs whose address Inductor may rely on.
+    # Dynamo's mark of inputs whose address Inductor may rely on.
     copy.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
     copy._dynamo_source = None
     return copy

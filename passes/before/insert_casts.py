@@ -1,4 +1,4 @@
-"""Act on the decisions: put a cast before every operand that needs one. The only pass that adds a rounding."""
+"""Carry out the decisions: insert a cast before every operand that needs one. The only pass that adds roundings."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", 
 
 @dataclass(frozen=True)
 class InsertCasts:
-    """Returns the number of casts inserted, bodies included. Regions end here: they are baked in."""
+    """Returns the number of casts inserted, bodies included. Also removes the autocast enter and exit nodes."""
 
     name = "insert_casts"
-    exact = False  # this is where mixed precision rounds
+    exact = False  # these casts are the roundings of mixed precision
     fate = ""
 
     def apply(self, gm: GraphModule) -> int:
@@ -69,7 +69,7 @@ def _change_operands(node: Node, decision: Decision) -> int:
     wanted = {_value_others_read(operand): dtype for operand, dtype in decision.operands.items()}
 
     def cast(operand: Node) -> Node:
-        """One for each place where an operand stands, so that the gradients of `x @ x` are summed in x's type."""
+        """Insert one cast per use of an operand, so that the gradients of `x @ x` are summed in x's type."""
         nonlocal casts
         given = changed.get(operand, operand)
         if operand not in wanted:
@@ -84,12 +84,12 @@ def _change_operands(node: Node, decision: Decision) -> int:
 
 
 def _value_others_read(result: Node) -> Node:
-    """What other ops read: the value itself, or the cast that took its place."""
+    """The value that other ops read: the result itself, or the cast that replaced it."""
     return result.meta.get("amp_narrowed", result)
 
 
 def _narrow_results(node: Node, decision: Decision, dtype: torch.dtype) -> int:
-    """Cast an op's results to `dtype`; nothing else reads the float32 that the op itself computes."""
+    """Cast an op's results to `dtype`; only these casts read the float32 that the op itself computes."""
     several = isinstance(decision.result, tuple | list)
     results = [user for user in node.users if user.target is operator.getitem] if several else [node]
     node.meta["val"] = pytree.tree_map(lambda v: v.float() if is_castable(v) else v, decision.result)
@@ -110,7 +110,7 @@ def _narrow_results(node: Node, decision: Decision, dtype: torch.dtype) -> int:
 
 
 def _cast(node: Node, operand: Node, dtype: torch.dtype, because: str) -> Node:
-    # Inductor's generated code names it beside the kernel that it became part of.
+    # Inductor's generated code lists the node's name beside the kernel that the cast is fused into.
     cast = node.graph.create_node("call_function", CAST, (operand, dtype), name=f"amp_cast_{short_name(dtype)}")
     cast.meta = _origin(node)
     cast.meta["val"] = operand.meta["val"].to(dtype)
@@ -123,12 +123,12 @@ def _origin(node: Node) -> dict[str, Any]:
 
 
 def _call_copy(gm: GraphModule, node: Node, attribute: Node, body: GraphModule) -> None:
-    """Call a copy of a body where other calls of it, with other dtypes, keep the original."""
+    """Call a copy of a body, because other calls of it, with other dtypes, keep the original."""
     name = next(name for i in count() if getattr(gm, name := f"{attribute.target}_{i}", body) is body)
     setattr(gm, name, body)
     with gm.graph.inserting_before(node):
         copied = gm.graph.get_attr(name)
     copied.meta = dict(attribute.meta)
     node.replace_input_with(attribute, copied)
-    if node.target is HOPS.invoke_subgraph:  # known to torch's caches by its second argument
+    if node.target is HOPS.invoke_subgraph:  # torch's caches know it by its second argument
         node.update_arg(1, f"{node.args[1]}_{name}")

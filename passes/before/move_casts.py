@@ -1,7 +1,7 @@
-"""Cast fewer bytes: a cast goes up through what repeats or pads numbers, and down through what drops some.
+"""Cast fewer bytes: move casts up before ops that repeat or pad numbers, and down behind ops that drop some.
 
-Only where every result keeps its bits and its layout (or meets elementwise ops alone, whose results are the same in
-any layout), and where gradients are added up as before.
+Only if every result keeps its bits and its layout (or only elementwise ops read it, whose results are the same in
+any layout), and if gradients are added up as before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ampcompile.torch_private import tracing
 
 @dataclass(frozen=True)
 class MoveCasts:
-    """`gradients`: whether grad mode is on around the graph. Returns how many casts were moved."""
+    """Returns the number of casts moved. `gradients`: whether grad mode is on around the graph."""
 
     gradients: bool
     name = "move_casts"
@@ -50,7 +50,7 @@ class MoveCasts:
 
 
 def _move_up(graph: Graph, cast: Node, memory: Aliases, recorded: set[Node]) -> bool:
-    """Cast what the ops before the cast were made from, if that is less."""
+    """Move a cast before the ops in front of it, if fewer numbers are cast there."""
     path: list[Node] = []
     best: list[Node] = []
     node, least = cast.args[0], cast
@@ -69,7 +69,7 @@ def _move_up(graph: Graph, cast: Node, memory: Aliases, recorded: set[Node]) -> 
 
 
 def _move_down(graph: Graph, cast: Node, memory: Aliases, recorded: set[Node]) -> bool:
-    """Cast what the ops behind the cast leave of it, if that is less."""
+    """Move a cast behind the ops after it, if fewer numbers are cast there."""
     path: list[Node] = []
     best: list[Node] = []
     node = least = cast
@@ -88,15 +88,15 @@ def _move_down(graph: Graph, cast: Node, memory: Aliases, recorded: set[Node]) -
 
 
 def _may_pass(node: Node, cast: Node, recorded: set[Node]) -> bool:
-    found = classify_movement(node)
-    if found not in ("moves", "repeats") or (found == "repeats" and cast in recorded):
+    kind = classify_movement(node)
+    if kind not in ("moves", "repeats") or (kind == "repeats" and cast in recorded):
         return False
     before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
     return constants_survive(node, before) and constants_survive(node, after)
 
 
 def _put_in_place(graph: Graph, old: Node, new: Node, unused: list[Node]) -> bool:
-    """Hand `new` to the readers of `old`, and erase what is unread; undo all if they depend on another layout."""
+    """Let the readers of `old` read `new`, and erase unread nodes; undo all if the readers depend on `old`'s layout."""
     fits = same_layout(old.meta["val"], new.meta["val"]) or all(is_elementwise(user.target) for user in old.users)
     if fits:
         old.replace_all_uses_with(new)

@@ -1,8 +1,8 @@
-"""On the CPU: linear layers and 2-D convolutions read hoisted weights in the blocks that oneDNN's kernels want.
+"""On the CPU: let linear layers and 2-D convolutions read hoisted weights packed in oneDNN's blocks.
 
-Packing changes no bit of a result that is worth packing for. It happens once instead of at every call, so it needs a
-copy that lives across calls: this pass takes the `weight_copy` reads that `hoist_weights` left in front of the layers.
-It is for graphs without gradients: a weight that is trained changes before packing it has paid.
+Packing changes no bit of the results of layers large enough to gain. It happens once instead of at every call, so it
+needs a copy that lives across calls: this pass replaces the `weight_copy` reads that `hoist_weights` put before layers.
+It is for graphs without gradients: a trained weight changes before its packing has paid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ampcompile.torch_private import tracing
 LINEAR = torch.ops.aten.linear.default
 CONV = torch.ops.aten.conv2d.default
 SMALLEST = 64
-"""Fewest features in or out of a linear layer. Below, oneDNN adds up in another order once packed: one result in
+"""Fewest features in or out of a linear layer. Below, oneDNN sums packed weights in another order: one result in
 100,000 differs in its last bit, and nothing is gained."""
 
 
@@ -47,7 +47,7 @@ def _linear(x: Tensor, weight: Tensor, slot: Slot) -> PackedLayer | None:
 def _conv(
     x: Tensor, weight: Tensor, slot: Slot, stride: Any, padding: Any, dilation: Any, groups: Any
 ) -> PackedLayer | None:
-    one_channel = weight.shape[1] * groups == 1  # of one pixel ATen takes any layout for a contiguous one
+    one_channel = weight.shape[1] * groups == 1  # ATen takes any layout of one channel for a contiguous one
     numbers = [*stride, *padding, *dilation, groups]
     if slot.wide or one_channel or x.dim() != 4 or not all(type(number) is int for number in numbers):
         return None
@@ -75,7 +75,7 @@ def _packable(read: object, dtypes: frozenset[torch.dtype]) -> bool:
 
 
 def _readable(bias: Node | None, weight: Node) -> bool:
-    """Whether a bias is what oneDNN reads: numbers side by side, one for each of the features out."""
+    """True if oneDNN can read a bias: its numbers lie side by side, one for each output feature."""
     return bias is None or (lies_in_a_row(bias) and str(bias.meta["val"].numel()) == str(weight.meta["val"].shape[0]))
 
 
@@ -86,7 +86,7 @@ def _is_small(x: Tensor, weight: Tensor, result: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class PackWeights:
-    """`dtypes`: what this machine multiplies packed; `small`: for small products too, see `product_cost.SMALL`."""
+    """`dtypes`: those of packed products on this machine; `small`: small products too, see `product_cost.SMALL`."""
 
     dtypes: frozenset[torch.dtype]
     small: bool = True
@@ -107,11 +107,11 @@ class PackWeights:
                     continue
                 weight, copy, _ = read.args
                 slot = copy.meta["amp_copy"]
-                found = LAYERS[layer.target](x.meta["val"], read.meta["val"], slot, *settings)
-                if found is None:
+                new = LAYERS[layer.target](x.meta["val"], read.meta["val"], slot, *settings)
+                if new is None:
                     continue
-                form = self._input(gm, inputs, copy, replace(slot, blocks=found.blocks))
-                layer.target, layer.args, layer.kwargs = found.op, (x, weight, form, bias, *found.settings), {}
+                form = self._input(gm, inputs, copy, replace(slot, blocks=new.blocks))
+                layer.target, layer.args, layer.kwargs = new.op, (x, weight, form, bias, *new.settings), {}
                 gm.graph.erase_node(read)
                 packed += 1
         for node in placeholders(gm):
@@ -123,7 +123,7 @@ class PackWeights:
         if slot not in inputs:
             with gm.graph.inserting_after(placeholders(gm)[-1]):
                 inputs[slot] = gm.graph.placeholder(f"{copy.name}_packed")
-            # An opaque tensor tells no strides; until it is packed, the copy has the weight's.
+            # An opaque tensor has no strides; until it is packed, the copy has the weight's.
             inputs[slot].meta = {**copy.meta, "amp_copy": slot, "val": copy.meta["val"].contiguous()}
             inputs[slot]._dynamo_source = None
         return inputs[slot]

@@ -1,7 +1,7 @@
-"""One cast per value and dtype, where that changes no sum of gradients.
+"""Keep one cast per value and dtype where that changes no sum of gradients.
 
 On the captured graph every use of a value has a cast of its own, so that gradients are added up in the value's type.
-Two casts may be one only if no gradient flows there; after differentiation all of them may (`after/share_casts`).
+Two casts are merged only if no gradient flows there; after differentiation all of them are (`after/share_casts`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ampcompile.passes.graph import graphs
 
 @dataclass(frozen=True)
 class ShareCasts:
-    """`gradients`: whether grad mode is on around the graph. Returns how many casts were saved."""
+    """Returns the number of casts saved. `gradients`: whether grad mode is on around the graph."""
 
     gradients: bool
     name = "share_casts"

@@ -1,7 +1,7 @@
-"""Cast the parts, not the whole: a cast that narrows what `cat` or `stack` put together becomes one of each part.
+"""Cast the parts, not the whole: replace a narrowing cast of the result of `cat` or `stack` by casts of its operands.
 
-As many numbers are cast, but half the bytes are put together; a part that was widened from the low type is read where
-it was low, and a part that is a weight has a copy.
+As many numbers are cast, but half the bytes are joined; a part that was widened from the low type is then read in the
+low type, and a part that is a weight has a copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ampcompile.torch_private import tracing
 
 @dataclass(frozen=True)
 class SplitCastsOverCat:
-    """Gradients are cut in pieces and cast as before, so they keep their bits. Returns how many casts were split."""
+    """Returns the number of casts split. Gradients are split and cast as before, so they keep their bits."""
 
     name = "split_casts_over_cat"
     exact = True

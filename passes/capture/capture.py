@@ -1,8 +1,8 @@
-"""Dynamo's torch-level graph, rewritten as pre-dispatch ATen: one spelling, a fake tensor on every node.
+"""Trace Dynamo's torch-level graph to pre-dispatch ATen: one spelling of each op, a fake tensor on every node.
 
-Pre-dispatch ATen is what the Autocast dispatch key sees in eager mode (`aten.linear`, `aten.cross_entropy_loss` ...
-kept whole), so a rule is applied to the op the user called. Capture runs under the autocast state of the call, so
-the fakes carry the dtypes that eager autocast gives: a check on every decision made later.
+The Autocast dispatch key sees pre-dispatch ATen in eager mode (`aten.linear`, `aten.cross_entropy_loss` ... kept
+whole), so rules apply to the ops that the user called. Capture runs under the autocast state of the call, so the fakes
+have the dtypes that eager autocast gives: a check on every later decision.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _RECORDED = frozenset({ENTER, EXIT, regions.SET_GRAD_ENABLED})  # by make_fx its
 
 
 class _Capture(Interpreter):
-    """Runs a Dynamo graph on fakes inside `make_fx`; higher-order ops stay calls, regions are really entered."""
+    """Runs a Dynamo graph on fakes inside `make_fx`; higher-order ops stay calls, autocast regions are entered."""
 
     def __init__(self, gm: GraphModule, bodies: _Bodies) -> None:
         super().__init__(outline.outline(gm))
         self.bodies = bodies
-        self.open: list[Callable[[], Any]] = []  # how to leave the regions now entered
-        self.state_changes: dict[Node, Node] = {}  # the captured node of each that the graph holds
+        self.open: list[Callable[[], Any]] = []  # functions that leave the regions now entered
+        self.state_changes: dict[Node, Node] = {}  # state changes of the graph, with their captured nodes
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
@@ -66,7 +66,7 @@ class _Capture(Interpreter):
         return result
 
     def _is_state_change(self, n: Node, result: Any) -> bool:
-        """A call about no value: inference mode, the choice of attention kernels, the current device."""
+        """True for a call that computes no value: inference mode, choice of attention kernels, current device."""
         if n.target in _RECORDED or isinstance(n.target, OpOverload | HigherOrderOperator):
             return False
         return self.state_changes.keys() >= set(n.all_input_nodes) and not any(map(_traced, pytree.tree_leaves(result)))
@@ -91,7 +91,7 @@ class _Capture(Interpreter):
                 result = target(*args, **kwargs)
             return tracing.record_call("call_function", target, args, kwargs, result)
         if target is operator.setitem and overflows(args[2], args[0]):
-            # torch would make a tensor of the number in the dtype of what it is written into: an infinity.
+            # torch would convert the number to the dtype of its destination: an infinity.
             args = (*args[:2], torch.tensor(float(args[2]), dtype=torch.float32, device=args[0].device))
         return super().call_function(target, args, kwargs)
 
@@ -103,7 +103,7 @@ class _Capture(Interpreter):
                 result = module(*args)
             name = self.bodies.attach(module, outline.OUTLINED)
             return tracing.record_call("call_module", name, args, {}, result)
-        if target.startswith("submod_"):  # what `outline` split off around the stretches left alone
+        if target.startswith("submod_"):  # one of the parts into which `outline` split the graph
             return _Capture(module, self.bodies).run(*args)
         return super().call_module(target, args, kwargs)
 
@@ -130,7 +130,7 @@ class _Capture(Interpreter):
         args, kwargs = pytree.tree_map(
             lambda leaf: replaced.get(id(leaf), leaf), (args, kwargs), is_leaf=higher_order.is_graph
         )
-        if hop is higher_order.HOPS.invoke_subgraph:  # known to torch's caches by its second argument
+        if hop is higher_order.HOPS.invoke_subgraph:  # torch's caches know it by its second argument
             args = (args[0], f"{args[1]}_{self.bodies.name(args[0])}", *args[2:])
         with tracing.untraced():
             result = higher_order.call_on_fakes(hop, args, kwargs)
@@ -138,7 +138,7 @@ class _Capture(Interpreter):
 
 
 def overflows(value: Any, destination: Any) -> bool:
-    """Whether writing a number into a low-precision tensor would make an infinity of it."""
+    """True if a number would become infinite when written into a low-precision tensor."""
     if not isinstance(value, int | float) or not isinstance(destination, torch.Tensor):
         return False
     return destination.dtype in LOW and not representable(value, destination.dtype)
@@ -149,7 +149,7 @@ def _traced(value: Any) -> bool:
 
 
 class _Bodies:
-    """The graphs and constants that captured nodes refer to, attached to the graph they are used in."""
+    """The graphs and constants that captured nodes refer to, attached to the graphs that use them."""
 
     def __init__(self, takes_apart: tracing.TakesApart, held: dict[str, torch.Tensor], keeps_symbols: bool) -> None:
         self._takes_apart = takes_apart
@@ -160,8 +160,8 @@ class _Bodies:
         self._count = 0
 
     def captured(self, graph: GraphModule, inputs: list[Any], body: higher_order.Body) -> GraphModule:
-        """The capture of a body. One body called with other dtypes or under another region is another capture."""
-        # Sizes as text: symbols can't be looked up.
+        """The capture of a body; calls with other dtypes or under another region have another capture."""
+        # Sizes as text: symbols aren't hashable.
         leaves = tuple((t.dtype, str(tuple(t.shape))) if isinstance(t, torch.Tensor) else str(t) for t in inputs)
         states = tuple(
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
@@ -181,18 +181,18 @@ class _Bodies:
         return self._captured[key]
 
     def name(self, body: GraphModule) -> str:
-        """The attribute that a captured body is."""
+        """The attribute name of a captured body."""
         return self._names[body]
 
     def attach_tensor(self, value: torch.Tensor) -> str:
-        """`attach` for a tensor; one that Dynamo's graph holds for the user keeps its name."""
+        """`attach` for a tensor; one that Dynamo's graph holds as an attribute keeps its name."""
         if (name := self._held.get(id(value))) is None:
             return self.attach(value, "amp_constant_")
         setattr(tracing.tracer().root, name, value)
         return name
 
     def attach(self, value: Any, prefix: str) -> str:
-        """Make a value an attribute of the graph being traced; its name."""
+        """Make a value an attribute of the graph being traced; return the attribute's name."""
         name = f"{prefix}{self._count}"
         self._count += 1
         setattr(tracing.tracer().root, name, value)
@@ -200,23 +200,23 @@ class _Bodies:
 
 
 def _finish(captured: GraphModule, original: GraphModule) -> GraphModule:
-    """The captured graph with Dynamo's input names and what Inductor reads to know which inputs are static."""
+    """Give the captured graph Dynamo's input names, and the marks by which Inductor knows static inputs."""
     for node, source in zip(placeholders(captured), placeholders(original), strict=True):
         node._rename(source.name)
         node.target = node.name
         node.meta = {**source.meta, "val": node.meta.get("val")}
-        node.meta.pop("grapharg", None)  # a weak reference to the real input, which `swap_tensors` would then refuse
+        node.meta.pop("grapharg", None)  # a weak reference to the real input, for which `swap_tensors` would refuse it
         if hasattr(source, "_dynamo_source"):
             node._dynamo_source = source._dynamo_source
     held = held_tensors(original)
     for graph in graphs(captured):
-        # AOTAutograd takes parameters and buffers for inputs that Dynamo named.
+        # AOTAutograd takes registered parameters and buffers for inputs named by Dynamo.
         for name, constant in [*graph._parameters.items(), *graph._buffers.items()]:
             if name not in held:
                 delattr(graph, name)
                 graph.__dict__[name] = constant
         for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.item.default):
-            if node.meta.get("val") is None and not node.users:  # reads a number that was known while tracing
+            if node.meta.get("val") is None and not node.users:  # reads a number that tracing made a constant
                 graph.graph.erase_node(node)
     captured.meta.update(original.meta)
     captured.meta[UNDECIDED] = True
@@ -233,7 +233,7 @@ def capture(
     """Trace `gm` on `fakes` to pre-dispatch ATen, under the autocast and grad mode now in force.
 
     A composite op inside which `policy` has rules is taken apart until they appear, as eager autocast does.
-    `keeps_symbols`: sizes that depend on data are to be the symbols that they are in `gm`.
+    `keeps_symbols`: sizes that depend on data keep their symbols from `gm`.
     """
 
     def takes_apart(op: OpOverload, args: Any, kwargs: Any) -> bool:
@@ -243,10 +243,10 @@ def capture(
         return device_type is not None and policy.needs_decomposition(op, device_type, current_module_path())
 
     with ExitStack() as stack:
-        # The cache would keep casts of fake weights.
+        # Autocast's cache would keep casts of fake weights.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
-        stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))  # put back, whatever the graph did
+        stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))  # restores it if the graph changes it
         stack.enter_context(tracing.computing_on(mode))
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
         traced = tracing.trace_pre_dispatch(

@@ -1,4 +1,4 @@
-"""Stretches of a Dynamo graph that can't be rewritten, outlined to run under the dispatcher's own autocast.
+"""Outline parts of a Dynamo graph that can't be rewritten: they run under the dispatcher's own autocast.
 
 Two kinds: `torch.func` transforms (their nesting levels become constants when retraced) and higher-order ops that
 `passes.higher_order` doesn't know. They are left as Dynamo wrote them and listed by `explain`.
@@ -23,17 +23,17 @@ _LEVELS = ("_vmap", "_grad", "_jvp", "_func")
 
 
 class LeftAlone(torch.nn.Module):
-    """A torch-level graph run under `torch.autocast` with the state of the region it stands in."""
+    """A torch-level graph that runs under `torch.autocast` with the state of its region."""
 
     def __init__(self, graph: GraphModule) -> None:
         super().__init__()
         self.graph_module = graph
-        self.regions: Regions | None = None  # None: the autocast state of the caller, as while capturing
-        self.grad = True  # the grad mode that it was captured in
-        self.differentiated: list[bool] = []  # which arguments had gradients then
+        self.regions: Regions | None = None  # None: the autocast state of the caller, as during capture
+        self.grad = True  # grad mode during capture
+        self.differentiated: list[bool] = []  # for each argument, if it required gradients during capture
 
     def note(self, args: tuple[Any, ...]) -> None:
-        """Keep what it is captured with."""
+        """Record grad mode, and which arguments require gradients, during capture."""
         self.grad = torch.is_grad_enabled()
         self.differentiated = [isinstance(a, torch.Tensor) and a.requires_grad for a in args]
 
@@ -49,7 +49,7 @@ class LeftAlone(torch.nn.Module):
             return self.graph_module(*args)
 
     def run_on_fakes(self, regions: Regions, args: tuple[Any, ...]) -> Any:
-        """`run`, on values that were computed without gradients."""
+        """`run` on fakes computed without gradients; those of differentiated arguments get `requires_grad` again."""
         with torch.set_grad_enabled(self.grad):
             # A clone, since a leaf can't be written in place.
             pairs = zip(args, self.differentiated, strict=True)
@@ -84,7 +84,7 @@ def _unknown_hop(gm: GraphModule) -> Callable[[Node], bool]:
 
 
 def outline(gm: GraphModule) -> GraphModule:
-    """`gm` with every stretch that must be left alone moved into a `LeftAlone` submodule; `gm` itself if none."""
+    """Move every part that can't be rewritten into a `LeftAlone` submodule; return `gm` itself if there is none."""
     unknown = _unknown_hop(gm)
     if not any(_opens(n) or unknown(n) for n in gm.graph.nodes):
         return gm
@@ -99,7 +99,7 @@ def outline(gm: GraphModule) -> GraphModule:
             alone.add(current)
         depth += _opens(node)
         part[node] = current
-        if _name(node) == "_autograd_grad":  # of what may have been computed in a stretch that was closed: one with it
+        if _name(node) == "_autograd_grad":  # its operands may come from a closed part, which it then joins
             outputs_and_inputs = pytree.arg_tree_leaves(*node.args[:2])
             begins = min((part[n] for n in outputs_and_inputs if n in part), default=current)
             part.update((n, begins) for n, p in part.items() if p > begins)

@@ -1,22 +1,22 @@
 """Decide which dtype every op runs in. Writes `node.meta["amp"]`, a `Decision` with its reason, and nothing else.
 
-Mixed precision is one question asked of every op: in which dtype should its operands arrive? Eager autocast asks
-it in the dispatcher, at every call, of five lists. Here it is asked once, of a graph in which each node is an op
-as the user called it, and the answer is kept where it can be read.
+Mixed precision answers one question for every op: in which dtype should its operands arrive? Eager autocast looks
+the answer up in five lists, in the dispatcher, at every call. This pass decides once, on a graph in which each node
+is an op as the user called it, and stores the decision on the node, where `explain` can read it.
 
 The pass walks the graph in order with a fake tensor for every value. At each op it looks at three things. The
 region: is autocast on here, for this device, and with which low-precision dtype? The user's `torch.autocast`
-blocks are nodes of the graph and are followed like brackets. The rule: what the policy says of this op, of the
-module it was called in, or what the device's table says. The operands: the dtypes that actually arrive, after
-everything decided so far. Running the op on the fakes, with its operands cast as decided, gives the dtypes that
-the next ops see; so a decision made here moves on through the graph as it would at run time.
+blocks are pairs of enter and exit nodes in the graph. The rule: the policy's for this op or for the module it was
+called in, else that of the device's table. The operands: the dtypes that actually arrive, after all earlier
+decisions. Running the op on the fakes, with its operands cast as decided, gives the dtypes that the next ops
+receive; so dtypes propagate through the graph as they do at run time.
 
-Most ops have no rule. They run in whatever arrives, and torch's own promotion decides. An op that appears in no
-table and belongs to somebody else's library is marked unknown, for `explain` to list.
+Most ops have no rule. They run in the dtypes that arrive, under torch's own type promotion. An op without a rule
+from another library is marked unknown, and `explain` lists it.
 
-One thing is decided against eager autocast: the range guard. A finite constant which the low-precision type would
+One decision differs from eager autocast: the range guard. A finite constant which the low-precision type would
 turn into infinity or zero (a mask of -1e9, an epsilon of 1e-8 in float16) keeps its op in float32, where eager
-raises, overflows or divides by zero. With `range_guards=False` eager's decisions are taken to the letter.
+raises, overflows or divides by zero. With `range_guards=False` all decisions are eager's.
 
 Casting per use, not per value, is deliberate: two uses of one weight get two casts, each cast passes its own
 gradient back, and the gradients are summed in float32. The casts are merged after differentiation, when that no
@@ -67,7 +67,7 @@ HOPS = higher_order.HOPS
 
 
 class _Walk:
-    """One graph and its values, walked in order; a body is a walk of its own."""
+    """A walk over one graph in order, with its values; each body has a walk of its own."""
 
     def __init__(self, parent: AssignPrecision | _Walk, gm: GraphModule, regions: Regions) -> None:
         self.policy: Policy = parent.policy
@@ -76,12 +76,12 @@ class _Walk:
         self.memo: DtypeMemo = parent.memo if isinstance(parent, _Walk) else DtypeMemo()
         self.gm, self.regions = gm, regions
         self.values: dict[Node, Any] = {}
-        self.constants: dict[Node, float] = {}  # the largest finite magnitude in tensors that are known
+        self.constants: dict[Node, float] = {}  # the largest finite magnitude in each constant tensor
         self.lengths = lengths(gm.graph) if self.range_guards else set()
         self.output: Any = None
 
     def run(self, inputs: list[Any]) -> None:
-        arriving = iter(pytree.tree_leaves(inputs))  # a size that a custom function keeps comes as a tuple
+        arriving = iter(pytree.tree_leaves(inputs))  # a size that a custom function saves arrives as a tuple
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 decision = Decision("graph input", prefer_traced(node, next(arriving)))
@@ -146,7 +146,7 @@ class _Walk:
             if source in self.constants:
                 self.constants[node] = self.constants[source]
         elif writes(op) and source in self.constants:
-            self.constants.clear()  # whatever aliases it changes too
+            self.constants.clear()  # values that alias it change too
 
     def _higher_order(self, node: Node, hop: HigherOrderOperator) -> Decision:
         decision = Decision("its bodies are rewritten")
@@ -168,7 +168,7 @@ class _Walk:
         return replace(decision, bodies=copies, result=result)
 
     def _body(self, gm: GraphModule, inputs: list[Any], regions: Regions, node: Node) -> _Walk:
-        """Walk a body, a copy of it if it was decided for other dtypes before; only named regions are shared."""
+        """Walk a body, or a copy if it has decisions for other dtypes already; only named regions are shared."""
         dtypes = tuple(value.dtype if isinstance(value, torch.Tensor) else None for value in inputs)
         key = (dtypes, regions.key(), None if node.target is HOPS.invoke_subgraph else node)
         walks = self.walks.setdefault(gm, {})
@@ -178,7 +178,7 @@ class _Walk:
         return walks[key]
 
     def set_output_dtypes(self, dtypes: list[torch.dtype | None]) -> Any:
-        """Have the graph return its outputs in other dtypes; the outputs."""
+        """Cast the graph's outputs to these dtypes (None: as they are) and return the fake outputs."""
         node = self.gm.graph.output_node()
         nodes = pytree.tree_leaves(node.args[0])
         wanted = [(n, to) for n, to in zip(nodes, dtypes, strict=True) if isinstance(n, Node) and to is not None]
@@ -190,13 +190,13 @@ class _Walk:
         return self.output
 
     def _leave_as_is(self, node: Node, decision: Decision) -> Decision:
-        """The decision about a call in which nothing changes: if nothing did before it, the value it had is right."""
+        """Complete the decision for an unchanged call; if its operands are unchanged too, its traced value is valid."""
         if "val" in node.meta and all(self.values[n] is n.meta.get("val") for n in node.all_input_nodes):
             return replace(decision, result=node.meta["val"])
         return self._carry_out(node, decision)
 
     def _carry_out(self, node: Node, decision: Decision) -> Decision:
-        """The decision with the fake value that comes of it."""
+        """Complete a decision with the fake value that the call then gives."""
 
         def compute() -> Any:
             args, kwargs = self._arguments((node.args, node.kwargs), decision.operands)

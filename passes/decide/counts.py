@@ -1,7 +1,7 @@
-"""Which floating values of a graph are lengths or positions: made of integers alone, and made integers of again.
+"""Find floating values that are lengths or positions: computed from integers alone, and converted to integers again.
 
-Counts above 256 have no exact form in bfloat16, above 2048 none in float16: a sum taken by a product with ones, frames
-turned into samples, are off by several there, and what they index is another place.
+bfloat16 doesn't hold all integers above 256, float16 not those above 2048: a sum computed as a product with ones, or a
+number of samples computed from frames, is off by several there, and then indexes the wrong place.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def lengths(graph: Graph) -> set[Node]:
-    """The values that a rounding, or a conversion to integers, is made from, back to the integers they come of."""
+    """The counts that a rounding, or a conversion to integers, is computed from, back to the original integers."""
     counts: set[Node] = set()
     for node in graph.nodes:
         if _is_floating(node) and _is_count(node, counts):
             counts.add(node)
     ends = [node for node in graph.nodes if _makes_integers(node)]
-    found: set[Node] = set()
+    results: set[Node] = set()
     while ends:
         for operand in ends.pop().all_input_nodes:
-            if operand in counts and operand not in found:
-                found.add(operand)
+            if operand in counts and operand not in results:
+                results.add(operand)
                 ends.append(operand)
-    return found
+    return results
 
 
 def _is_floating(node: Node) -> bool:
@@ -37,13 +37,13 @@ def _is_floating(node: Node) -> bool:
 
 
 def _is_count(node: Node, counts: set[Node]) -> bool:
-    """Whether a floating value is a constant, or computed from integers, constants and counts alone."""
+    """True if a floating value is a constant, or computed from integers, constants and counts alone."""
     if node.op == "get_attr":
         return True
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
-    known = all(operand in counts or not _is_floating(operand) for operand in node.all_input_nodes)
-    return known and not draws_random_numbers(node.target)
+    exact = all(operand in counts or not _is_floating(operand) for operand in node.all_input_nodes)
+    return exact and not draws_random_numbers(node.target)
 
 
 def _makes_integers(node: Node) -> bool:

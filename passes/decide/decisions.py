@@ -1,4 +1,4 @@
-"""What a rule means for one call of an op: which operands are cast, which arguments change, and why."""
+"""Apply a rule to one call of an op: which operands are cast, which arguments change, and why."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Call:
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """What stands in the call, nodes included, by the names in the op's schema."""
+        """The call's arguments, nodes included, by the names in the op's schema."""
         return schema.arguments_by_name(self.op, self.node.args, self.node.kwargs)
 
     @cached_property
@@ -39,7 +39,7 @@ class Call:
         return [value.dtype for value in values if isinstance(value, torch.Tensor)]
 
     def castable(self, keeps: tuple[str, ...] = ()) -> list[tuple[str, Node]]:
-        """The operands that autocast may cast, each with its argument's name; none that the op writes into."""
+        """The operands that autocast may cast, each with its argument's name, without those that the op writes into."""
         excluded = {*keeps, *schema.written_arguments(self.op)}
         return [
             (name, operand)
@@ -48,12 +48,12 @@ class Call:
         ]
 
     def _is_castable(self, value: Any) -> bool:
-        # A number that waits on the CPU for an op on an accelerator is not of autocast's device.
+        # A CPU scalar operand of an op on an accelerator is not on autocast's device.
         return is_castable(value) and value.device.type == self.device_type
 
 
 def decide(call: Call, rule: Rule, low: torch.dtype) -> Decision:
-    """Carry a rule over to one call, in a region whose low-precision dtype is `low`. Raises BannedOpError."""
+    """Apply a rule to one call, in a region whose low-precision dtype is `low`. Raises BannedOpError."""
     if rule.category == "banned":
         raise BannedOpError(
             f"{op_name(call.op)} at {source_line(call.node) or 'an unknown line'} is unsafe in mixed precision "
@@ -83,17 +83,17 @@ def _ask_float32(call: Call, rule: Rule) -> Decision:
 
 
 def _fill_defaults(call: Call, target: OpOverload) -> dict[str, Any]:
-    """Defaults that the call relies on and that the overload called instead doesn't have."""
+    """Defaults that the call relies on and that `target`, the overload called instead, doesn't have."""
     needed = {argument.name for argument in schema.arguments_of(target) if not argument.has_default_value()}
     own = {a.name: a.default_value for a in schema.arguments_of(call.op) if a.has_default_value()}
     return {name: value for name, value in own.items() if name in needed and name not in call.arguments}
 
 
 def _follow_leaders(call: Call, rule: Rule, dtype: torch.dtype) -> dict[Node, torch.dtype]:
-    """Operands that take the dtype another one ends up in, as attention's mask takes the query's."""
-    found = {}
+    """Operands that take the final dtype of another operand, as attention's mask takes the query's."""
+    followers = {}
     for name, leader in rule.follows:
         argument, lead = call.arguments.get(name), call.arguments.get(leader)
         if isinstance(argument, Node) and isinstance(lead, Node) and is_castable(call.values[argument]):
-            found[argument] = dtype if is_castable(call.values[lead]) else call.values[lead].dtype
-    return found
+            followers[argument] = dtype if is_castable(call.values[lead]) else call.values[lead].dtype
+    return followers

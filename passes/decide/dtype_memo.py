@@ -1,4 +1,4 @@
-"""A call like an earlier one gives the same dtypes: in a deep model most calls are, and computing on fakes costs."""
+"""Cache the result dtypes of calls: in deep models most calls repeat an earlier one, and running fakes is slow."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ NUMBERS = (bool, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBoo
 
 
 class DtypeMemo:
-    """The dtypes that calls gave. Of a shape it notes only whether it has dimensions: promotion asks no more."""
+    """Result dtypes by call. Of a shape the key holds only whether it is 0-dim: promotion depends on no more."""
 
     def __init__(self) -> None:
-        self._found: dict[str, list[Any]] = {}
+        self._cached: dict[str, list[Any]] = {}
 
     def result(self, node: Node, decision: Decision, values: Mapping[Node, Any], compute: Callable[[], Any]) -> Any:
-        """The value a node had while tracing, if it has the dtypes that `compute` gives, else what that gives."""
-        call = _call(node, decision, values)
-        if call is not None and self._found.get(call) == _dtypes(node.meta.get("val")):
+        """The node's traced value, if it has the dtypes that `compute` gives, else the result of `compute`."""
+        key = _call(node, decision, values)
+        if key is not None and self._cached.get(key) == _dtypes(node.meta.get("val")):
             return node.meta["val"]
         value = compute()
-        if call is not None:
-            self._found[call] = _dtypes(value)
+        if key is not None:
+            self._cached[key] = _dtypes(value)
         return prefer_traced(node, value)
 
 
 def prefer_traced(node: Node, value: Any) -> Any:
-    """The value a node had while tracing if `value` has its dtypes: what reads it is then known to be unchanged."""
+    """The node's traced value if `value` has the same dtypes, so that its readers can be recognized as unchanged."""
     traced = node.meta.get("val")
-    found = _dtypes(traced)
-    return traced if found and found == _dtypes(value) else value
+    traced_dtypes = _dtypes(traced)
+    return traced if traced_dtypes and traced_dtypes == _dtypes(value) else value
 
 
 def _dtypes(value: Any) -> list[Any]:
@@ -45,7 +45,7 @@ def _dtypes(value: Any) -> list[Any]:
 
 
 def _call(node: Node, decision: Decision, values: Mapping[Node, Any]) -> str | None:
-    """All that the dtypes of a call's results depend on; None if more than dtypes may change, or operands are lists."""
+    """The cache key of a call; None if the call may change more than dtypes, or if operands are lists."""
     target = decision.target or node.target
     if not isinstance(target, OpOverload) or writes(target):
         return None

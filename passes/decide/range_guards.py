@@ -1,4 +1,4 @@
-"""Constants that a low type turns into infinity or zero, counts that it rounds: such an op runs in float32 instead."""
+"""Keep ops in float32 whose constants a low type would turn into infinity or zero, or whose counts it would round."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ampcompile.passes.graph import Decision, is_castable
 
 from .decisions import Call
 
-# Numbers that meet the operands' own dtype. A `float` argument (eps, p) is computed in float32 inside the kernel,
-# so it can't vanish; but one too large is meant for an element, as the fill value of `pad`.
+# Numbers that are converted to the operands' dtype. A `float` argument (eps, p) is used in float32 inside the kernel,
+# so it can't become zero; but one that is too large is meant for an element, as the fill value of `pad`.
 _ELEMENTS = ("number", "Optional[number]", "Tensor", "Optional[Tensor]")
 _INSIDE = ("float", "Optional[float]")
 
 
 def guard(call: Call, decision: Decision, constants: Mapping[Node, float], lengths: Set[Node]) -> Decision:
-    """The decision, or one that keeps the call's constants finite and nonzero, and its counts exact.
+    """Return the decision, or one that keeps the call's constants finite and nonzero, and its counts exact.
 
-    `constants`: the largest finite magnitude in the tensors that are known. `lengths`: values that are made integers
-    of. An op that writes into its operand can't widen it: what it writes is clamped to the operand's range.
+    `constants`: the largest finite magnitude in each constant tensor. `lengths`: values that are made integers of. An
+    op that writes into its operand can't widen it: the numbers it writes are clamped to the operand's range.
     """
     if has(call.op, WRITES_CONSTANTS):
         return _clamp(call, decision, constants, call.arriving[0])

@@ -1,1 +1,1 @@
-"""Phase four: fused kernels take the place of ops and the casts around them."""
+"""Phase four: replace ops, and the casts around them, by fused kernels."""

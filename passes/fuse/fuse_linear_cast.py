@@ -1,7 +1,7 @@
-"""A product reads a float32 weight as it is: the weight's cast moves into the product, and is done in registers.
+"""Fuse a weight's cast into its product, which then reads the float32 weight and rounds it in registers.
 
-That is for the casts `hoist_weights` leaves: of weights that the graph computes, or that change without a trace. The
-bits of every product are the same up to the order of its sum; the gradient of the weight isn't rounded to 16 bits.
+This is for casts that `hoist_weights` leaves: of weights that the graph computes, or that change without a version
+bump. Products differ only in the order of their sums; the gradient of the weight isn't rounded to 16 bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .matching import Fusion, FusionCost, argument, fuse, is_low, is_view
 
 aten = torch.ops.aten
 _COPIES = (aten.contiguous.default, aten.clone.default)
-# Where a product by a library's kernel ends: what it gives lies in memory, and a cast of it is a kernel of its own.
+# Products by a library's kernel: their result is in memory, and a cast of it is a kernel of its own.
 _STORED = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.matmul.default, aten.linear.default)
 
 
@@ -41,12 +41,12 @@ class _Layer:
     transposed: bool = False
     """The operand is the transpose of the weight."""
     swapped: bool = False
-    """The weight comes first: x and the result are transposed."""
+    """The weight is the first operand: x and the result are transposed."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """The float32 value behind an operand: our cast of it, and the views from there to the operand."""
+    """The float32 source of an operand: our cast of it, and the views from the cast to the operand."""
 
     cast: Node
     views: list[Node]
@@ -61,7 +61,7 @@ class _Source:
 
 
 def _readings(node: Node) -> Iterator[_Layer]:
-    """The ways to read an op as a layer; which operand is the weight is not known yet."""
+    """Yield the ways to read an op as a layer; either operand of a matrix product may be the weight."""
     if node.target is aten.linear.default:
         yield _Layer(node.args[0], node.args[1], argument(node, 2, "bias"))
     elif node.target in (aten.mm.default, aten.matmul.default):
@@ -75,7 +75,7 @@ def _readings(node: Node) -> Iterator[_Layer]:
 
 
 def _find_source(operand: Any, memory: Aliases) -> _Source | None:
-    """The float32 value behind an operand in 16 bits; None if there is none, or another op reads the 16 bits too."""
+    """The float32 source of a 16-bit operand; None if there is none, or if another op reads the 16-bit value too."""
     views: list[Node] = []
     while is_view(operand) and operand.target not in _COPIES and len(operand.users) == 1:
         views.insert(0, operand)
@@ -89,21 +89,21 @@ def _find_source(operand: Any, memory: Aliases) -> _Source | None:
 
 
 def _lies_in_memory(value: Node) -> bool:
-    """Whether a float32 value is stored in any case; one that Inductor computes in a loop is cast in that loop."""
+    """True if a float32 value is in memory in any case, not computed by Inductor in a loop that could cast it too."""
     while is_view(value) and value.target not in _COPIES:
         value = value.args[0]
     return value.op != "call_function" or value.target in _STORED
 
 
 def _few_rows(layer: _Layer) -> bool:
-    """Whether the kernel knows, as it is compiled, that it is bound by the weight's bytes."""
+    """True if static shapes show that the kernel is bound by the weight's bytes."""
     shape = layer.x.meta["val"].shape
     rows = shape[1:] if layer.swapped else shape[:-1]
     return all(isinstance(size, int) for size in rows) and math.prod(rows) <= ROWS_FEW
 
 
 def _count_bytes(layer: _Layer, source: _Source, out: Node, backward: bool) -> tuple[int, int] | None:
-    """Bytes saved and moved by this product, and by the one that gives the gradient of x; None if data decide."""
+    """Bytes saved and moved by this product, and by that of x's gradient; None if they depend on data."""
     x, weight, result = (elements_hint(node.meta["val"]) for node in (layer.x, layer.weight, out))
     if x is None or weight is None or result is None:
         return None
@@ -118,10 +118,10 @@ def _count_bytes(layer: _Layer, source: _Source, out: Node, backward: bool) -> t
 
 @dataclass(frozen=True)
 class FuseLinearCast:
-    """Returns the number of products. `gradients`: whether grad mode is on around the graph.
+    """Returns the number of products fused. `gradients`: whether grad mode is on around the graph.
 
-    Where counts decide, it takes few rows, and a weight that lies in memory as float32: then the product is bound by
-    the weight's bytes, and they are halved. With many rows it is bound by arithmetic, which isn't less.
+    Where counts decide, it fuses products of few rows with a float32 weight in memory: they are bound by the weight's
+    bytes, which fusing halves. Products of many rows are bound by arithmetic, which fusing doesn't reduce.
     """
 
     cost: FusionCost
@@ -155,7 +155,7 @@ class FuseLinearCast:
         if not is_low(layer.x) or layer.weight.meta["val"].dim() != 2:
             return None
         x, weight = layer.x.meta["val"], layer.weight.meta["val"]
-        # Which of two plain matrices is the weight? The larger one: its bytes are what there is to save.
+        # Of two plain matrices the larger one is the weight: its bytes can be saved.
         if x.dim() < 2 or (layer.swapped and (x.dim() != 2 or is_smaller(weight, x))):
             return None
         return _find_source(layer.weight, memory)
@@ -170,9 +170,9 @@ def _replace(node: Node, layer: _Layer, source: _Source, bias: _Source | None, r
     new = fuse(node, LINEAR_CAST, (x, weight, full_bias), record)
     if layer.swapped:
         with node.graph.inserting_before(node):
-            turned = _call(aten.t.default, new)
-            result = _call(aten.contiguous.default, turned)
-        new.replace_all_uses_with(result, delete_user_cb=lambda user: user is not turned)
+            transposed = _call(aten.t.default, new)
+            result = _call(aten.contiguous.default, transposed)
+        new.replace_all_uses_with(result, delete_user_cb=lambda user: user is not transposed)
     erase_unread([*source.nodes, *([] if bias is None else bias.nodes), node])
 
 

@@ -1,4 +1,4 @@
-"""A linear layer whose result only a cross entropy reads becomes one op with it: `kernels/linear_cross_entropy.py`."""
+"""Fuse a linear layer with the cross entropy that alone reads it: `kernels/linear_cross_entropy.py`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ LINEAR = torch.ops.aten.linear.default
 
 @dataclass(frozen=True)
 class FuseLinearCrossEntropy:
-    """Returns how many layers were fused with their loss. Gradients of weights are added up over pieces of the rows.
+    """Returns the number of layers fused with their loss. Gradients of weights are summed over pieces of the rows.
 
-    It saves memory, and costs a third of the layer's time: by itself it is done only where the logits are a large
-    part of the device's memory.
+    Fusing saves memory, and costs a third of the layer's time: with `fuse="auto"` only layers whose logits are a large
+    part of the device's memory are fused.
     """
 
     cost: FusionCost
@@ -57,7 +57,7 @@ class FuseLinearCrossEntropy:
         return True
 
     def _record(self, loss: Loss, linear: Node) -> Fusion | None:
-        """The record of the fusion; None if it doesn't pay."""
+        """The record of the fusion; None if fusing doesn't pay."""
         value = linear.meta["val"]
         sizes = [elements_hint(value), elements_hint(linear.args[1].meta["val"])]
         logits, weight = (None if size is None else size * value.itemsize for size in sizes)
@@ -71,7 +71,7 @@ class FuseLinearCrossEntropy:
 
 
 def _layer(loss: Loss) -> tuple[Node | None, list[Node]]:
-    """The linear layer that gives the logits, if nobody else reads it; the views and the cast up to the loss."""
+    """The linear layer of the logits, or None if it has other readers; and the views and the cast up to the loss."""
     path, node = list(loss.path), loss.logits
     while is_view(node) and len(node.users) == 1:
         path.insert(0, node)
@@ -80,7 +80,7 @@ def _layer(loss: Loss) -> tuple[Node | None, list[Node]]:
 
 
 def _master_and_copy(read: Any) -> tuple[Any, Any]:
-    """The tensor that wants a gradient, and the one to multiply with."""
+    """The tensor that receives the gradient, and the one to multiply with."""
     if isinstance(read, Node) and read.target is WEIGHT_COPY:
         return read.args[0], read.args[1] if is_low(read.args[1]) else read
     if isinstance(read, Node) and read.target is CAST and "amp_cast" in read.meta:

@@ -1,4 +1,4 @@
-"""The cross entropies of a graph that read 16-bit logits through a cast, and what stands between the two."""
+"""Find cross entropies that read 16-bit logits through a cast, and the nodes between logits and loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RESHAPED = (_RESHAPE, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.
 
 
 class Loss(NamedTuple):
-    """One loss: the 16-bit logits, the nodes from there to the loss, its other arguments as kernels take them."""
+    """One loss: the 16-bit logits, the nodes between them and the loss, the other arguments as kernels take them."""
 
     node: Node
     logits: Node
@@ -35,22 +35,22 @@ class Loss(NamedTuple):
 
 
 def losses(gm: GraphModule) -> Iterator[Loss]:
-    """Those of (rows, classes) logits and class indices, where nothing else reads the logits in float32."""
+    """Yield losses of (rows, classes) logits and class indices, where nothing else reads the logits in float32."""
     memory = Aliases(gm.graph)
     for node in gm.graph.find_nodes(op="call_function", target=LOSS):
-        found = find_16_bit_source(node.args[0])
+        source = find_16_bit_source(node.args[0])
         target, weight = node.args[1], argument(node, 2, "weight")
-        if found is None or memory.is_written(found[0]) or not _fits(node.args[0], target, weight):
+        if source is None or memory.is_written(source[0]) or not _fits(node.args[0], target, weight):
             continue
         reduction = _REDUCTIONS[argument(node, 3, "reduction", 1)]
         rest = argument(node, 4, "ignore_index", -100), argument(node, 5, "label_smoothing", 0.0)
-        yield Loss(node, *found, target, weight, (reduction, *rest))
+        yield Loss(node, *source, target, weight, (reduction, *rest))
 
 
 def find_16_bit_source(value: Any) -> tuple[Node, list[Node]] | None:
-    """The 16-bit value that a float32 one was widened from, and the nodes from there on, in order: one cast, and views.
+    """The 16-bit source of a float32 value, and the nodes between them in order: one cast, and views.
 
-    None if there is none, or if one of the nodes has another user: then float32 is needed anyway.
+    None if there is none, or if one of the nodes has another user, so that float32 is needed anyway.
     """
     path: list[Node] = []
     while isinstance(value, Node) and len(value.users) == 1 and (is_upcast(value) or is_view(value)):
@@ -62,24 +62,24 @@ def find_16_bit_source(value: Any) -> tuple[Node, list[Node]] | None:
 
 
 def is_upcast(node: Any) -> bool:
-    """Whether a node widens a 16-bit value to float32, and does nothing else: our cast, or the user's."""
+    """True if a node only widens a 16-bit value to float32: our cast, or the user's."""
     if not isinstance(node, Node) or node.target is not CAST:
         return False
     before, after = node.args[0].meta["val"], node.meta["val"]
-    same = before.layout is after.layout and before.device == after.device
-    return before.dtype in LOW and after.dtype is torch.float32 and same
+    same_place = before.layout is after.layout and before.device == after.device
+    return before.dtype in LOW and after.dtype is torch.float32 and same_place
 
 
 def _fits(logits: Node, target: Any, weight: Any) -> bool:
     value, wanted = logits.meta["val"], target.meta["val"]
     of_indices = wanted.dtype is torch.int64 and wanted.dim() == 1
-    known = isinstance(value.shape[-1], int) and value.shape[-1] > 0
-    return value.dim() == 2 and of_indices and known and (weight is None or weight.meta["val"].dtype is torch.float32)
+    fixed = isinstance(value.shape[-1], int) and value.shape[-1] > 0
+    return value.dim() == 2 and of_indices and fixed and (weight is None or weight.meta["val"].dtype is torch.float32)
 
 
 def repeat_views(path: Sequence[Node], operand: Node) -> Node:
-    """The views of `path`, one after the other, of a value of another width; casts are left out. A view may have to
-    copy. The views are such as leave the last dimension alone (`keep_rows_whole`)."""
+    """Apply the views of `path` in order to a value of another width, without the casts. A view may have to copy.
+    All views must keep the last dimension as it is (`keep_rows_whole`)."""
     width = operand.meta["val"].shape[-1]
     for node in path:
         if is_upcast(node):
@@ -97,7 +97,7 @@ def repeat_views(path: Sequence[Node], operand: Node) -> Node:
 
 
 def keep_rows_whole(path: Sequence[Node]) -> bool:
-    """Whether views only choose and regroup what the last dimension holds; only such as `repeat_views` knows."""
+    """True if views only choose and regroup whole rows of the last dimension, as `repeat_views` requires."""
     return all(is_upcast(node) or _keeps_rows_whole(node) for node in path)
 
 

@@ -1,4 +1,4 @@
-"""What the fuse passes share: what a match may look through, the record of a fusion, when a fusion pays."""
+"""Helpers that fuse passes share: views that a match looks through, the record of a fusion, its cost model."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from ampcompile.passes.base import Pass
 from ampcompile.passes.graph import call_on_values, graphs
 
 FUSION = "amp_fused"
-"""Where a fused op carries its record, in `node.meta`."""
+"""Key of a fused op's record in `node.meta`."""
 GRAPH_BEFORE_FUSION = "amp_unfused"
-"""Where `gm.meta` holds the graph as it was before fusing: a fused op has no derivative of its backward."""
+"""Key in `gm.meta` of the graph before fusing, for second derivatives: a fused op's backward has none."""
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """The record that a fused op carries. `op`: what it stands for, as `aten.cross_entropy_loss`."""
+    """The record of a fused op. `op`: the op that it replaces, as `aten.cross_entropy_loss`."""
 
     family: str
     op: str
     saved: int
-    """Bytes that memory doesn't move, forward and backward, as the graph was traced; against Inductor's own code."""
+    """Memory traffic saved against Inductor's own code, in bytes, forward and backward, with traced sizes."""
     freed: int = 0
-    """Bytes that are never held at the same time."""
+    """Reduction of the memory held at one time, in bytes."""
 
 
 @dataclass(frozen=True)
 class FusionCost:
-    """When a pattern is fused: `fuse` is the option of that name.
+    """Decides if a pattern is fused: `fuse` is the option of that name.
 
-    A family that the user names is fused wherever it matches. With "auto" the counts decide, which no GPU run has
-    confirmed, so they must be clear: a quarter of the bytes that Inductor's own code moves for the pattern, or memory
-    of a tenth of the device's.
+    A family that the user names is fused wherever it matches. With "auto" byte counts decide. No GPU run has confirmed
+    them, so the saving must be clear: a quarter of the bytes that Inductor's own code moves for the pattern, or a tenth
+    of the device's memory.
     """
 
     fuse: str
 
     def considers(self, family: str) -> bool:
-        """Whether a family is looked for at all."""
+        """True if the option enables a family."""
         return self.fuse == "auto" or family in self.fuse.split("+")
 
     def pays(self, device: torch.device, saved: int | None, moved: int | None, freed: int = 0) -> bool:
-        """Whether to fuse: `saved` of the `moved` bytes, and `freed`, as in `Fusion`; None: known at run time only."""
+        """True if fusing saves enough: `saved` of the `moved` bytes, `freed` as in `Fusion`; None: not known here."""
         if device.type == "cuda" and not usable():
             return False
         if self.fuse != "auto":
@@ -74,35 +74,35 @@ def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
 
 
 def is_low(node: Any) -> bool:
-    """Whether a node is a dense 16-bit floating tensor."""
+    """True if a node is a dense 16-bit floating tensor."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     return isinstance(value, torch.Tensor) and value.dtype in LOW and value.layout is torch.strided
 
 
 def is_view(node: Any) -> bool:
-    """Whether a node gives its first operand's numbers, or some of them, each once, in other places."""
+    """True if a node returns its first operand's numbers, or some of them, each once, in other places."""
     return isinstance(node, Node) and classify_movement(node) == "moves" and has(node.target, FUSED_THROUGH)
 
 
 def fuse(old: Node, op: Any, args: Sequence[Any], record: Fusion) -> Node:
-    """Put the result of `op`, the first if it has several, in the place of `old`, and return it.
+    """Replace `old` by the result of `op`, the first if it has several, and return that.
 
-    Call it inside `tracing.on_fakes_of`. What nobody reads afterwards is left to `erase_unread`.
+    Call it inside `tracing.on_fakes_of`. Nodes without readers stay until `erase_unread`.
     """
     graph = old.graph
-    known = {key: value for key, value in old.meta.items() if key not in ("val", "tensor_meta")}
+    inherited_meta = {key: value for key, value in old.meta.items() if key not in ("val", "tensor_meta")}
     with graph.inserting_before(old):
         result = call = graph.call_function(op, tuple(args))
         values = call_on_values(call)
-        call.meta = {**known, "val": values, FUSION: record}
+        call.meta = {**inherited_meta, "val": values, FUSION: record}
         if isinstance(values, tuple):
             result = graph.call_function(operator.getitem, (call, 0))
-            result.meta = {**known, "val": values[0]}
+            result.meta = {**inherited_meta, "val": values[0]}
     old.replace_all_uses_with(result)
     return result
 
 
 def fusions(gm: GraphModule) -> Iterator[tuple[Node, Fusion]]:
-    """Every fused op of a graph and its bodies."""
+    """Yield every fused op of a graph and its bodies, with its record."""
     for graph in graphs(gm):
         yield from ((node, node.meta[FUSION]) for node in graph.graph.nodes if FUSION in node.meta)

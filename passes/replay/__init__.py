@@ -1,1 +1,1 @@
-"""Phase six: graphs that autograd itself differentiates, when a gradient of a gradient is asked for."""
+"""Phase six: prepare graphs that autograd itself differentiates, for gradients of gradients."""

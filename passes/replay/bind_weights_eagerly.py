@@ -1,4 +1,4 @@
-"""For a graph that torch's own autograd differentiates as it runs: a read of a copy is differentiable twice."""
+"""For graphs that torch's own autograd differentiates as they run: make reads of copies differentiable twice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _bind(gm: GraphModule) -> int:
 
 @dataclass(frozen=True)
 class BindWeightsEagerly:
-    """Nested compile regions become plain calls: their op differentiates itself on fake tensors only.
+    """Also turns nested compile regions into plain calls: their op differentiates itself on fake tensors only.
 
     Returns the number of reads bound.
     """

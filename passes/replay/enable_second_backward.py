@@ -1,9 +1,9 @@
-"""Custom autograd functions for a graph that autograd itself differentiates: their backwards become differentiable.
+"""Make backwards of custom autograd functions differentiable, in graphs that autograd itself differentiates.
 
-Dynamo traces a custom backward with gradients off, as if it were never differentiated. Where all that it reads are the
-function's inputs, its outputs and the gradients that come in, switching gradients on again is all it takes. A value
-computed along the way and saved has no history, so there a second derivative would lack a part: such a backward
-stays as it is, and `has_closed_backward` finds it.
+Dynamo traces a custom backward with gradients off, as if it were never differentiated. If it reads only the function's
+inputs, its outputs and the incoming gradients, it is enough to switch gradients on again. Other values that forward
+computes and saves have no autograd history, so a second derivative would lack a term: such a backward stays as it is,
+and `has_closed_backward` finds it.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def _saves_its_own_values(call: Node) -> bool:
     forward, _ = _bodies(call)
     outputs, saved = forward.graph.output_node().args[0]
     outputs = outputs if isinstance(outputs, list | tuple) else [outputs]
-    if all(user.target is operator.getitem for user in call.users):  # torch 2.11 lists values that nobody reads
+    if all(user.target is operator.getitem for user in call.users):  # torch 2.11 also lists unread values
         outputs = [outputs[user.args[1]] for user in call.users if user.users]
     return any(value.op != "placeholder" and value not in outputs for value in saved if isinstance(value, Node))
 
 
 def _calls(gm: GraphModule) -> list[Node]:
-    """Every call of a custom function, in a graph and its bodies."""
+    """All calls of custom functions in a graph and its bodies."""
     return [call for graph in graphs(gm) for call in graph.graph.find_nodes(op="call_function", target=APPLY)]
 
 
 def has_closed_backward(gm: GraphModule) -> bool:
-    """Whether a custom function, here or in a body, has a backward that can't be differentiated."""
+    """True if a custom function in a graph or its bodies has a backward that can't be differentiated."""
     return any(_switches(_bodies(call)[1]) for call in _calls(gm))
 
 

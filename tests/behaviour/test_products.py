@@ -229,7 +229,7 @@ def test_where_emulation_doesnt_pay_the_log_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(processor, "multiplies", lambda dtype: False)
-    monkeypatch.setattr(logs, "_emulation_told", False)
+    monkeypatch.setattr(logs, "_emulation_checked", False)
     with caplog.at_level(logging.WARNING, "ampcompile"):
         compiled(nn.Linear(3, 3), LOW)(torch.randn(2, 3))
         assert not caplog.records, "a graph of microseconds"
