@@ -90,6 +90,7 @@ CHANGES: dict[str, Change] = {
     "momentum": set_all("momentum", 0.5),
     "no momentum": set_all("momentum", 0.0),
     "amsgrad off": set_all("amsgrad", False),
+    "amsgrad off in one group": lambda o, params: o.param_groups[0].update(amsgrad=False),
 }
 
 
