@@ -135,7 +135,7 @@ ACROSS_FILES = {
     "explaining": "models",
     "integrations": "fabric lightning lora page trainer",
     "kernels/triton": "families",
-    "passes": "bit_views exact_passes graph_cases graph_cases_together",
+    "passes": "bit_views exact_passes graph_cases",
     "rules": "autocast_lists parity",
     "scaler": "deviations differential distributed gpu no_sync state torch_fused torch_training torch_units weights",
     "torch_private": "layout",
