@@ -26,13 +26,8 @@ def test_defaults_are_eager_autocasts_ways():
 def test_ours_are_read_and_the_rest_goes_to_inductor():
     policy = Policy(ops=(("softmax*", "low"),))
     options = Options.parse(
-        {
-            "dtype": torch.float16,
-            "policy": str(policy),
-            "numerics": "relaxed",
-            "epilogue-fusion": False,
-            "fallback_random": True,
-        }
+        {"dtype": torch.float16, "policy": str(policy), "numerics": "relaxed"}
+        | {"epilogue-fusion": False, "fallback_random": True}
     )
     assert options.dtype == torch.float16 and options.policy == policy and options.numerics == "relaxed"
     assert dict(options.inductor) == {"epilogue_fusion": False, "fallback_random": True}
@@ -60,10 +55,8 @@ def test_each_family_that_is_gone_has_a_warning_of_its_own():
     config._warn_gone.cache_clear()
     with pytest.warns(AmpWarning) as found:
         assert Options.parse({"fuse": "norm+linear+cross_entropy"}).fuse == "linear"
-    assert [str(each.message).split(",")[0] for each in found] == [
-        "option fuse names 'norm'",
-        "option fuse names 'cross_entropy'",
-    ]
+    told = [str(each.message).split(",")[0] for each in found]
+    assert told == ["option fuse names 'norm'", "option fuse names 'cross_entropy'"]
 
 
 def test_an_option_that_is_gone_warns_once_of_a_value_that_meant_something():
@@ -119,9 +112,9 @@ def test_an_error_says_found_expected_and_the_nearest_match(options, message):
         Options.parse(options)
 
 
-@pytest.mark.parametrize("name", ["bf16", "bfloat16", "torch.bfloat16", "fp16", "f16", "half", "float16"])
-def test_a_dtype_may_be_a_name(name):
-    assert Options.parse({"dtype": name}).dtype == (torch.bfloat16 if "bf" in name else torch.float16)
+def test_a_dtype_may_be_a_name():
+    for name in ("bf16", "bfloat16", "torch.bfloat16", "fp16", "f16", "half", "float16"):
+        assert Options.parse({"dtype": name}).dtype == (torch.bfloat16 if "bf" in name else torch.float16)
 
 
 def test_an_unknown_mode_lists_the_modes():

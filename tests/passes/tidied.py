@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ampcompile.dtypes import short_name
 from ampcompile.passes.base import Pass, run_passes
@@ -58,3 +59,15 @@ def tidied(gm: GraphModule, each: Pass, *args: Tensor, gradients: bool = True) -
     rewrites = run_passes([each], gm)[0].rewrites
     assert same_bits(results(gm, args, gradients), before)
     return rewrites
+
+
+def tidied_joint(f: Callable[..., Any], each: Pass, *args: Tensor) -> tuple[GraphModule, int]:
+    """A function's graph after a pass that acts behind differentiation, with the same bits; and the rewrites."""
+    gm = make_fx(f, tracing_mode="fake")(*args)
+    before, rewrites = f(*args), each.apply(gm)
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    gm.recompile()
+    assert same_bits(gm(*args), before)
+    assert each.apply(gm) == 0, "idempotent"
+    return gm, rewrites

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import ampcompile
 from ampcompile.passes.after.drop_casts import DropCasts
 from tests.compiling import HALF, HIGH, LOW, amp, eager, gradients, same_bits
+from tests.passes.tidied import tidied_joint
 
 DROPPED = {
     "nothing between": lambda x, i: x.to(HIGH).to(LOW) * 2,
@@ -29,25 +29,10 @@ KEPT = {
 }
 
 
-def dropped(f):
+@pytest.mark.parametrize("name", [*DROPPED, *KEPT])
+def test_fires_or_declines_with_the_same_bits(name):
     x, i = torch.randn(4, 4).to(LOW), torch.tensor([2, 0, 0, 1])
-    gm = make_fx(f, tracing_mode="fake")(x, i)
-    before, found = f(x, i), DropCasts().apply(gm)
-    gm.graph.lint()
-    gm.recompile()
-    assert same_bits(gm(x, i), before)
-    assert DropCasts().apply(gm) == 0
-    return found
-
-
-@pytest.mark.parametrize("name", DROPPED)
-def test_fires_with_the_same_bits(name):
-    assert dropped(DROPPED[name]) == 1
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_declines(name):
-    assert dropped(KEPT[name]) == 0
+    assert tidied_joint((DROPPED | KEPT)[name], DropCasts(), x, i)[1] == (name in DROPPED)
 
 
 class Resized(torch.nn.Module):

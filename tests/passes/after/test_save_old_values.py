@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.compiling import LOW, amp
+from tests.pairs import pairs
 
 COPIES = {
     "clone": lambda x: x.clone(),
@@ -26,9 +27,13 @@ def run(f, weight, *args):
     return weight.grad, written
 
 
-@pytest.mark.parametrize("copied", COPIES)
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("lower", ["aot_eager", "eager", pytest.param("inductor", marks=pytest.mark.slow)])
+CASES = dict.fromkeys(
+    [("aot_eager", "product", "there and back"), *pairs(["aot_eager", "eager"], [*READERS], [*COPIES])]
+)
+BY_INDUCTOR = [pytest.param("inductor", *case, marks=pytest.mark.slow) for case in pairs([*READERS], [*COPIES])]
+
+
+@pytest.mark.parametrize(("lower", "reader", "copied"), [*CASES, *BY_INDUCTOR])
 def test_backward_uses_the_values_of_before(copied, reader, lower):
     weight, x = nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
 

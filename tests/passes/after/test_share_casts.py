@@ -1,11 +1,11 @@
 """One cast per value and dtype after differentiation, except where it is returned."""
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import ampcompile
 from ampcompile.passes.after.share_casts import ShareEveryCast
 from tests.compiling import LOW, amp
+from tests.passes.tidied import tidied_joint
 
 
 def test_after_differentiation_all_readers_share_and_nothing_that_is_returned_does():
@@ -13,13 +13,9 @@ def test_after_differentiation_all_readers_share_and_nothing_that_is_returned_do
         return x.to(LOW) * 2, x.to(LOW) + 1, x.to(LOW), x.to(LOW), x.to(torch.float16)
 
     x = torch.randn(3)
-    gm = make_fx(f, tracing_mode="fake")(x)
-    assert ShareEveryCast().apply(gm) == 1
-    assert ShareEveryCast().apply(gm) == 0
-    gm.recompile()
+    gm, rewrites = tidied_joint(f, ShareEveryCast(), x)
     results = gm(x)
-    assert all(torch.equal(a, b) for a, b in zip(results, f(x), strict=True))
-    assert results[2].data_ptr() != results[3].data_ptr()
+    assert rewrites == 1 and results[2].data_ptr() != results[3].data_ptr()
 
 
 def test_a_weight_used_eight_times_is_cast_once_and_its_gradient_summed_in_float32():

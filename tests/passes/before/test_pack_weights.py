@@ -41,6 +41,9 @@ def test_fires_where_no_gradient_is_wanted() -> None:
     # Two uses of a weight share its packed form; a bias stays strided.
     with torch.no_grad():
         assert packed(Layers(), torch.randn(3, 64)) == (4, [None, LinearBlocks(), LinearBlocks()])
+        (graph,) = rewritten(Layers(), torch.randn(3, 64), lower="inductor", products="torch")
+    assert PackWeights(frozenset({torch.bfloat16})).apply(graph.graph) == 0, "idempotent"
+    assert count(graph, WEIGHT_COPY) == 2
     assert packed(Layers(), torch.randn(3, 64)) == (0, [None] * 3)
 
 
@@ -86,28 +89,20 @@ class Computed(Biased):
         return torch.nn.functional.linear(x, self.weight, (x.t() @ x)[:, 1])
 
 
-@pytest.mark.parametrize(
-    ("module", "options"),
-    [
-        (Functional, {}),
-        (lambda: Biased(slice(1)), {}),
-        (lambda: Biased(slice(None, None, 2)), {}),
-        (lambda: Computed(slice(0)), {}),
-        (lambda: Layers(64, 63), {}),
-        (Layers, {"weights": "every_call"}),
-        (Layers, {"dtype": torch.float16}),
-    ],
-    ids=[
-        "a view of a weight, and a plain product",
-        "one number for all features",
-        "a bias whose numbers lie apart",
-        "a computed bias",
-        "too small",
-        "no copies",
-        "no packed product of that dtype",
-    ],
-)
-def test_declines(module: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+DECLINES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "a view of a weight, and a plain product": (Functional, {}),
+    "one number for all features": (lambda: Biased(slice(1)), {}),
+    "a bias whose numbers lie apart": (lambda: Biased(slice(None, None, 2)), {}),
+    "a computed bias": (lambda: Computed(slice(0)), {}),
+    "too small": (lambda: Layers(64, 63), {}),
+    "no copies": (Layers, {"weights": "every_call"}),
+    "no packed product of that dtype": (Layers, {"dtype": torch.float16}),
+}
+
+
+@pytest.mark.parametrize("name", DECLINES)
+def test_declines(name: str) -> None:
+    module, options = DECLINES[name]
     with torch.no_grad():
         assert packed(module(), torch.randn(3, 64), **options)[0] == 0
 
@@ -150,20 +145,18 @@ def test_fires_on_convolutions() -> None:
     assert [each.input_size for each in blocks[4:6]] == [(2, 3, 18, 20), (2, 16, 9, 10)]
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape", "options"),
-    [
-        (lambda: nn.Conv2d(1, 8, 3), (2, 1, 9, 9), {}),
-        (lambda: nn.Conv2d(4, 8, 3), (4, 9, 9), {}),
-        (lambda: nn.ConvTranspose2d(4, 8, 3), (2, 4, 9, 9), {}),
-        (lambda: nn.Conv1d(4, 8, 3), (2, 4, 9), {}),
-        (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9), {"weights": "every_call"}),
-        (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9), {"dtype": torch.float16}),
-        (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9), {"products": "float32"}),
-    ],
-    ids=["one channel", "no batch", "transposed", "1-D", "no copies", "float16", "in float32"],
-)
-def test_declines_convolutions(layer: Callable[[], nn.Module], shape: tuple[int, ...], options: dict[str, Any]) -> None:
+DECLINES_CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]] = {
+    "one channel": (lambda: nn.Conv2d(1, 8, 3), (2, 1, 9, 9), {}),
+    "no batch": (lambda: nn.Conv2d(4, 8, 3), (4, 9, 9), {}),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 8, 3), (2, 4, 9, 9), {}),
+    "1-D": (lambda: nn.Conv1d(4, 8, 3), (2, 4, 9), {}),
+    "in float32": (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9), {"products": "float32"}),
+}
+
+
+@pytest.mark.parametrize("name", DECLINES_CONVOLUTIONS)
+def test_declines_convolutions(name: str) -> None:
+    layer, shape, options = DECLINES_CONVOLUTIONS[name]
     with torch.no_grad():
         assert packed(layer(), torch.randn(shape), **options)[0] == 0
 
@@ -209,32 +202,18 @@ def test_convolutions_have_the_bits_and_strides_of_plain_ones(
     assert torch.allclose(results[0][0], expected[0].float(), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize(
-    "seen",
-    [
-        lambda x: x.permute(2, 0, 1).unsqueeze(0),
-        lambda x: x.transpose(1, 2).unsqueeze(3),
-        lambda x: x[:2, 0, :, None, None],
-        lambda x: x[:2, 0, :, None, None].contiguous(),
-        lambda x: x[:1, 0, :, None, None],
-    ],
-)
-def test_a_dimension_of_size_one_may_have_any_stride(seen: Callable[[Tensor], Tensor]) -> None:
+def test_a_dimension_of_size_one_may_have_any_stride() -> None:
     # Channels-last for Inductor, which passes over such dimensions, but not for ATen, which looks at all strides.
-    conv, x = nn.Conv2d(16, 8, (3, 1), padding=1), seen(torch.randn(12, 14, 16).bfloat16())
-    run = torch.compile(conv, backend="amp", options={"products": "torch"})
+    conv, x = nn.Conv2d(16, 8, (3, 1), padding=1), torch.randn(12, 14, 16).bfloat16()
+    pixels = x[:2, 0, :, None, None]
+    seen = [x.permute(2, 0, 1).unsqueeze(0), x.transpose(1, 2).unsqueeze(3), pixels, pixels.contiguous(), pixels[:1]]
+    run = torch.compile(lambda *xs: [conv(x) for x in xs], backend="amp", options={"products": "torch"})
     with torch.no_grad():
         with torch.autocast("cpu"):
-            expected = conv(x)
+            expected = [conv(x) for x in seen]
         for _ in range(PAYS + 1):
-            assert torch.allclose(run(x), expected.float(), rtol=0.02, atol=0.02)
-
-
-def test_idempotent() -> None:
-    with torch.no_grad():
-        (graph,) = rewritten(Layers(), torch.randn(3, 64), lower="inductor", products="torch")
-    assert PackWeights(frozenset({torch.bfloat16})).apply(graph.graph) == 0
-    assert count(graph, WEIGHT_COPY) == 2
+            for found, result in zip(run(*seen), expected, strict=True):
+                assert torch.allclose(found, result.float(), rtol=0.02, atol=0.02)
 
 
 def test_same_bits_and_the_next_call_sees_an_update() -> None:
