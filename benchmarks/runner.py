@@ -52,9 +52,9 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     numbers = [signal.SIGTERM, *([signal.SIGALRM] if seconds else [])]
     before = [(number, signal.signal(number, stop)) for number in numbers]
-    if seconds:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
+        if seconds:
+            signal.setitimer(signal.ITIMER_REAL, seconds)  # inside: the shortest limits end before it returns
         yield
     finally:
         if seconds:

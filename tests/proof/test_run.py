@@ -1,6 +1,7 @@
 """What has a verdict isn't run again, shards share the work, and a process that dies is a verdict."""
 
 import contextlib
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ def test_shards_that_are_none(proof: Any, shard: str, capsys: pytest.CaptureFixt
 
 
 def test_when_time_is_up_the_rest_is_left(proof: Any) -> None:
-    assert proof("--minutes", "1e-9") == (1, [])
+    before = signal.getsignal(signal.SIGTERM)
+    assert proof("--minutes", "1e-9") == (1, []) and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_what_a_part_lacks_is_told(proof: Any, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
