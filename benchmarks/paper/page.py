@@ -15,9 +15,9 @@ No GPU has run these. Each model is traced for an H200 on a machine without one,
 what comes out is counted; `make paper` does it again. A launch is one of a Triton kernel, ours included; a library call
 is one of cuBLAS, cuDNN or torch's own kernels. Bytes are what each kernel reads and writes, every address once; what
 caches save isn't known. "Saved" is what is kept for backward, beside the model's inputs and weights; "peak" is the most
-that is alive at once, beside them. Every Triton kernel is compiled to machine code for sm_80, sm_90 and sm_100:
-"registers" are the most that a thread of one takes on sm_90, and "spills" counts kernels that need more than there are,
-on any of the three.
+that is alive at once, beside them; a kernel that writes in place of what it reads counts both, as in the UNet's peak.
+Every Triton kernel is compiled to machine code for sm_80, sm_90 and sm_100: "registers" are the most that a thread of
+one takes on sm_90, and "spills" counts kernels that need more than there are, on any of the three.
 
 *{STOCK}* is `torch.compile` inside `torch.autocast`. *{CONVERTED}* has the whole model in bfloat16: not
 mixed precision any more, and so a bound that nobody has to reach. *{AMP}* is `torch.compile(model, backend="amp")` with
@@ -67,7 +67,8 @@ def _whole_steps() -> Iterator[str]:
     yield WHOLE_STEPS
     for case, peers in results.read().items():
         if "training" in case and STOCK in peers and AMP in peers:
-            yield f"| {case} | {_whole_step(peers[STOCK], peers[AMP], ADAMW + CLIP + UNSCALE * case.endswith('f16'))} |"
+            step = ADAMW + CLIP + UNSCALE * case.endswith(" f16")
+            yield f"| {case} | {_whole_step(peers[STOCK], peers[AMP], step)} |"
 
 
 def _whole_step(stock: dict[str, Any], ours: dict[str, Any], step: int) -> str:
