@@ -19,20 +19,6 @@ from .double_backward import DoubleBackward
 from .widen_outputs import LeavingResults, is_outermost
 
 
-def install(
-    compiled: Callable[..., Any],
-    options: Options,
-    slots: Sequence[Slot] = (),
-    second: DoubleBackward | None = None,
-    written: Sequence[int] = (),
-    leaving: LeavingResults | None = None,
-) -> Callable[..., Any]:
-    """Return `compiled`, wrapped in a `CompiledGraph` if a call has other work to do."""
-    if slots or second is not None or written or leaving is not None:
-        return CompiledGraph(compiled, options, slots, second, written, leaving)
-    return compiled
-
-
 class CompiledGraph:
     """Compiled code, called with the inputs of Dynamo's graph.
 
@@ -55,6 +41,11 @@ class CompiledGraph:
         self._call = None if second is None else second.call
         self._weights = [slot.weight for slot in slots]
         self._binding = _bind(slots, options) if slots else None
+
+    def installed(self) -> Callable[..., Any]:
+        """Return the callable to install: the compiled code itself if a call has nothing to do but run it."""
+        needed = self._binding is not None or self._call is not None or self._written or self._leaving is not None
+        return self if needed else self._compiled
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph once."""

@@ -20,7 +20,7 @@ from ampcompile.passes.weight_copy import Slot
 from ampcompile.torch_private import autocast, compiled_functions, lowering
 
 from .cache_key import cache_key
-from .compiled_graph import install
+from .compiled_graph import CompiledGraph
 from .decompositions import decompositions
 from .double_backward import DoubleBackward, copy_with_bodies
 from .left_to_autocast import LEFT, lower_as_made
@@ -40,14 +40,16 @@ def lower(
     if LEFT in gm.meta:
         tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
         written = tensors if reads_data(gm) else []
-        return install(lower_as_made(gm, example_inputs, options), options, written=written, leaving=leaving)
+        return CompiledGraph(
+            lower_as_made(gm, example_inputs, options), options, written=written, leaving=leaving
+        ).installed()
     copies = [node for node in gm.graph.find_nodes(op="placeholder") if "amp_copy" in node.meta]
     slots = [node.meta["amp_copy"] for node in copies]
     inputs = [*example_inputs, *(node.meta["val"] for node in copies)]
     lowering.forget_output_values(gm)
     written = inputs_written_below_autograd(gm)
     if options.lower == "eager":
-        return install(exclude_autocast(gm), options, slots, written=written, leaving=leaving)
+        return CompiledGraph(exclude_autocast(gm), options, slots, written=written, leaving=leaving).installed()
     emulated, small = options.emulated(), options.widens_small()
     passes = partial(_on_joint_graph, pipeline.after(emulated, small))
     rewritten = None
@@ -64,7 +66,7 @@ def lower(
             compiled = lowering.inductor(gm, inputs, config, partial(passes, None), key, decompositions())
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
     kept = None if second is None or second.refusal else second
-    return install(compiled, options, slots, kept, written, leaving)
+    return CompiledGraph(compiled, options, slots, kept, written, leaving).installed()
 
 
 def _convolve_channels_last(x: Any, *rest: Any) -> tuple[Any, ...]:

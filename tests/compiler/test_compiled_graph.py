@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from ampcompile import weights
-from ampcompile.compiler.compiled_graph import install
+from ampcompile.compiler.compiled_graph import CompiledGraph
 from ampcompile.config import Options
 from ampcompile.kernels.packed_conv import Blocks
 from ampcompile.kernels.packed_linear import LinearBlocks
@@ -22,7 +22,7 @@ def run_alone(*args: Any) -> Any:
 
 
 def test_a_graph_that_needs_nothing_is_installed_as_it_was_compiled() -> None:
-    assert install(run_alone, Options()) is run_alone
+    assert CompiledGraph(run_alone, Options()).installed() is run_alone
 
 
 def slot(weight: int, blocks: Blocks | None = None, on_trial: bool = False) -> Slot:
@@ -32,7 +32,7 @@ def slot(weight: int, blocks: Blocks | None = None, on_trial: bool = False) -> S
 @pytest.mark.parametrize("read", [[1], [2, 1]])
 def test_a_graph_gets_its_copies_after_its_inputs(read: list[int]) -> None:
     inputs = torch.randn(2), nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(4))
-    run = install(lambda *args: args, Options(), [slot(i) for i in read])
+    run = CompiledGraph(lambda *args: args, Options(), [slot(i) for i in read])
     for _ in range(2):
         given = run(*inputs)
         assert given[:3] == inputs
@@ -44,7 +44,7 @@ def test_a_graph_gets_its_copies_after_its_inputs(read: list[int]) -> None:
 @pytest.mark.parametrize("replayed", [False, True])
 def test_copies_keep_their_addresses_where_cuda_graphs_replay(replayed: bool) -> None:
     weight = nn.Parameter(torch.randn(3))
-    run = install(lambda *args: args, Options(inductor=(("triton.cudagraphs", replayed),)), [slot(0)])
+    run = CompiledGraph(lambda *args: args, Options(inductor=(("triton.cudagraphs", replayed),)), [slot(0)])
     first = run(weight)[1]  # still held, as by a backward
     with torch.no_grad():
         weight.add_(1)
@@ -53,14 +53,14 @@ def test_copies_keep_their_addresses_where_cuda_graphs_replay(replayed: bool) ->
 
 def test_a_weight_on_trial_is_compared_first() -> None:
     tensor = torch.randn(3)
-    run = install(lambda *args: args[1], Options(), [slot(0, on_trial=True)])
+    run = CompiledGraph(lambda *args: args[1], Options(), [slot(0, on_trial=True)])
     for _ in range(3):
         unseen(tensor)[1] += 1
         assert torch.equal(run(tensor), tensor.to(LOW))
 
 
 def test_where_all_is_fake_the_copies_are_shapes() -> None:
-    run = install(lambda *args: args, Options(), [slot(0), slot(0, LinearBlocks())])
+    run = CompiledGraph(lambda *args: args, Options(), [slot(0), slot(0, LinearBlocks())])
     with FakeTensorMode():
         weight = torch.empty(4, 6).t().requires_grad_()
         _, strided, packed = run(weight)
@@ -79,7 +79,7 @@ def test_what_a_graph_writes_below_autograd_is_cast_again(fails: bool, monkeypat
             raise KeyError
         return args[0] * 2
 
-    wrapped = install(run, Options(), written=[2, 0])
+    wrapped = CompiledGraph(run, Options(), written=[2, 0])
     if fails:
         with pytest.raises(KeyError):
             wrapped(1, 2, 3)
