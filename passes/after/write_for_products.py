@@ -108,12 +108,14 @@ def _add_where_made(graph: Graph, total: Node) -> bool:
         converted = has(made.target, CONVERSIONS_AFTER)
         source = _before_reshapes(made.args[0] if converted else made)
         values = [node.meta["val"] for node in (total, stored, made, source)]
-        same_shape = values[0].shape == values[3].shape
-        if same_shape or not _is_in_order(values) or not _lies_in_memory(stored) or not _reduces_rows(source):
+        if not all(isinstance(value, Tensor) for value in values) or not _is_in_order(values):
+            continue
+        apart = all(value.shape == values[0].shape for value in values[:3]) and values[3].shape != values[0].shape
+        if not apart or not _lies_in_memory(stored) or not _reduces_rows(source):
             continue
         size, stride = [*values[0].shape], [*values[0].stride()]
         with graph.inserting_before(total):
-            operand = insert_call(graph, CONVERT, source, values[0].dtype) if converted else source
+            operand = insert_call(graph, CONVERT, source, values[2].dtype) if converted else source
             operands = [operand, insert_call(graph, ATEN.reshape.default, stored, [*values[3].shape])]
             added = insert_call(graph, ATEN.add.Tensor, *(operands[::-1] if stored is total.args[0] else operands))
             total.replace_all_uses_with(insert_call(graph, ATEN.as_strided.default, added, size, stride))

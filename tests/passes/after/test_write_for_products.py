@@ -184,12 +184,14 @@ ADDED = {
     "rounded, then seen as the residual": residual(multiplied, lambda y: rounded(y).view(8, 64, 16)),
     "rounded of a view": residual(multiplied, lambda y: rounded(y.view(8, 64, 16))),
     "in float32": residual(lambda grad, w: multiplied(grad, w).to(HIGH), lambda y: y.view(8, 64, 16)),
+    "rounded, to what is wider": residual(lambda grad, w: grad, lambda y: rounded(y.view(8, 64, 16))),
     "to an input": residual(lambda grad, w: grad, lambda y: y.view(8, 64, 16)),
 }
 ADDED_APART = {
     "to what is computed": residual(lambda grad, w: grad.cos(), lambda y: y.view(8, 64, 16)),
     "where nothing is summed": lambda x, grad, w: grad + x.view(8, 4, 256).sin().view(8, 64, 16),
     "in one shape": lambda x, grad, w: grad + (x - x.sum([2], True)),
+    "to a weight that is repeated": residual(lambda grad, w: w.to(HIGH), lambda y: y.view(32, 16, 16)),
     "numbers that lie apart": residual(lambda grad, w: grad, lambda y: y.view(8, 16, 64).mT),
 }
 
