@@ -66,11 +66,8 @@ def written(gm: GraphModule) -> int:
     for node in found:
         cast = node.args[0]
         assert cast.meta["val"].shape == cast.args[0].meta["val"].shape and cast.args[0].target is aten.sin.default
-    assert (
-        len(found)
-        == count
-        == len(gm.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default))
-    )
+    casts = gm.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default)
+    assert len(found) == count == len(casts)
     return count
 
 
@@ -79,12 +76,8 @@ def test_fires_with_the_same_bits(name):
     count, f = WRITTEN[name]
     gm = traced(f)
     assert written(gm) == count
-    arguments = (
-        torch.randn(4, 6, 8),
-        torch.randn(8, 8).to(LOW),
-        torch.randn(2, 3, 10, 10),
-        torch.randn(5, 3, 3, 3).to(LOW),
-    )
+    weights = torch.randn(8, 8).to(LOW), torch.randn(5, 3, 3, 3).to(LOW)
+    arguments = torch.randn(4, 6, 8), weights[0], torch.randn(2, 3, 10, 10), weights[1]
     assert same_bits(gm(*arguments), f(*arguments))
     assert WriteForProducts().apply(gm) == 0
 
@@ -232,11 +225,8 @@ class Convolved(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.stem, self.conv = (
-            nn.GroupNorm(2, 8),
-            nn.Conv2d(3, 8, 3, padding=1),
-            nn.Conv2d(8, 8, 3, padding=1),
-        )
+        self.norm = nn.GroupNorm(2, 8)
+        self.stem, self.conv = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
 
     def forward(self, x):
         x = self.stem(x)
