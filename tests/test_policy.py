@@ -28,9 +28,6 @@ def category(policy: Policy, op=SOFTMAX, module_path: str = "", device: str = "c
     return rule and rule.category
 
 
-# The value ------------------------------------------------------------------------------------------------------
-
-
 @given(policies)
 def test_the_string_form_inverts(policy):
     parsed = Policy.parse(str(policy))
@@ -96,9 +93,6 @@ def test_overrides_that_are_no_tuple_of_pairs(ops):
     with pytest.raises(PolicyError) as error:
         Policy(ops=ops)
     assert str(error.value) == f"Policy got {ops!r} for its ops; expected a tuple of pairs, as ((glob, value), ...)."
-
-
-# Which rule -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -203,9 +197,6 @@ def test_custom_ops_are_overridden_by_namespace():
         assert category(Policy((("f", "fp32"),)), f) is None, "a name without :: is aten's"
 
 
-# Composite ops --------------------------------------------------------------------------------------------------
-
-
 def test_an_override_of_a_composite_op_keeps_it_whole():
     einsum = aten.einsum.default
     assert Policy().needs_decomposition(einsum, "cpu")
@@ -214,9 +205,6 @@ def test_an_override_of_a_composite_op_keeps_it_whole():
     modules = Policy(modules=(("head", "fp32"),))
     assert not modules.needs_decomposition(einsum, "cpu", "head.0")
     assert modules.needs_decomposition(einsum, "cpu", "body")
-
-
-# Globs that match nothing ---------------------------------------------------------------------------------------
 
 
 def test_globs_that_match_nothing_come_with_the_nearest_names():

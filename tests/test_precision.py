@@ -242,7 +242,7 @@ def test_dtypes_that_make_no_sense(dtype: Any) -> None:
 # Which functions compute
 
 COMPUTING = "exp conv2d einsum cross_entropy matmul wrapped where __matmul__ __rmatmul__ __radd__ __rpow__"
-OTHERS = "view transpose add_ relu_ to float clone detach size __iadd__ __imatmul__ __len__ __get__ no_such_function"
+OTHERS = "view transpose add_ relu_ to float clone detach size __iadd__ __index__ __len__ __get__ no_such_function"
 
 
 def test_what_computes() -> None:

@@ -70,24 +70,12 @@ CASES: dict[str, Case] = {
     ),
     "whisper": (
         "WhisperForConditionalGeneration",
-        {
-            "vocab_size": 64,
-            "num_mel_bins": 8,
-            "d_model": 32,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 48,
-            "decoder_ffn_dim": 48,
-            "max_source_positions": 16,
-            "max_target_positions": 32,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "decoder_start_token_id": 1,
-            "dropout": 0.0,
-        },
+        {"vocab_size": 64, "num_mel_bins": 8, "d_model": 32, "dropout": 0.0}
+        | dict.fromkeys(["encoder_layers", "decoder_layers"], 2)
+        | dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 4)
+        | dict.fromkeys(["encoder_ffn_dim", "decoder_ffn_dim"], 48)
+        | {"max_source_positions": 16, "max_target_positions": 32}
+        | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
         sound,
     ),
     "mistral": ("MistralForCausalLM", SMALL | {"sliding_window": 4}, tokens),

@@ -17,6 +17,17 @@ from ampcompile.kernels.check_grads import check_grads
 
 
 @pytest.fixture
+def compiler(tmp_path):
+    """One that is fast: it gives out a copy of the library that other tests use."""
+    assert native.available()
+    file = tmp_path / "compiler"
+    copies = f'for to; do :; done; cp {native.library()._name} "$to"'  # to its last argument
+    file.write_text(f'#!/bin/sh\n[ "$1" = --version ] || {{ {copies}; }}\n')
+    file.chmod(0o755)
+    return str(file)
+
+
+@pytest.fixture
 def unloaded():
     """`native.library` as in a new process, before and after."""
     native.library.cache_clear()
@@ -79,10 +90,11 @@ def test_processes_that_start_together_build_it_once(monkeypatch, tmp_path):
     assert (tmp_path / "log").read_text() == "built\n"
 
 
-def test_what_others_can_write_is_never_loaded(unloaded, monkeypatch, caplog, tmp_path):
+def test_what_others_can_write_is_never_loaded(compiler, unloaded, monkeypatch, caplog, tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     monkeypatch.setenv("AMPCOMPILE_CACHE_DIR", str(shared))
+    monkeypatch.setenv("CXX", compiler)
     private = tmp_path / "temporary"
     private.mkdir()
     monkeypatch.setattr(native.tempfile, "tempdir", str(private))
@@ -139,17 +151,6 @@ def test_every_16_bit_number_is_read_as_torch_reads_it(dtype):
         found_inf, _, norm = check_grads([value])
         assert found_inf.item() == (not value.isfinite().item())
         torch.testing.assert_close(norm, value.double().abs().float()[0], rtol=1e-7, atol=0, equal_nan=True)
-
-
-@pytest.fixture
-def compiler(tmp_path):
-    """One that is fast: it gives out a copy of the library that other tests use."""
-    assert native.available()
-    file = tmp_path / "compiler"
-    copies = f'for to; do :; done; cp {native.library()._name} "$to"'  # to its last argument
-    file.write_text(f'#!/bin/sh\n[ "$1" = --version ] || {{ {copies}; }}\n')
-    file.chmod(0o755)
-    return str(file)
 
 
 @pytest.mark.parametrize("kept", [0, 0.001, 0.5, 1])

@@ -1,16 +1,20 @@
-"""What a step reads of its tensors: built once for the same ones, and again for others."""
+"""What a step reads of its tensors, built once for the same ones; and what every optimizer's step does alike."""
 
+from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ampcompile.kernels.adam import AdamGroup, adam_
+from ampcompile.kernels.adam import AdamGroup, adam_, adam_reference_
 from ampcompile.kernels.native import group_values
-from ampcompile.kernels.sgd import SgdGroup
+from ampcompile.kernels.sgd import SgdGroup, sgd_, sgd_reference_
 from ampcompile.kernels.step import table_of
-from tests.scaler.cases import adam_tensors, assert_equal
+from tests.kernels.test_adam import GROUPS as ADAM_GROUPS
+from tests.kernels.test_sgd import GROUPS as SGD_GROUPS
+from tests.scaler.cases import GRAD_DTYPES, adam_tensors, assert_close, assert_equal, sgd_tensors
 
 GROUPS = [AdamGroup(0.01, 0.9, 0.99, 1e-3, 0.1, True, False)]
 
@@ -62,3 +66,50 @@ def test_settings_are_read_at_each_step(same: object) -> None:
             adam_(replace(tensors, groups=[replace(GROUPS[0], lr=lr)], same=same), None, None, workspace)
         results.append(tensors.params)
     assert_equal(*results)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adam": (adam_tensors, ADAM_GROUPS, adam_, adam_reference_),
+    "sgd": (sgd_tensors, SGD_GROUPS, sgd_, sgd_reference_),
+}
+
+
+def state_of(tensors: Any) -> dict[str, Any]:
+    """The lists of tensors that a step may write, copies aside, and the gradients, which it may not."""
+    return {name: held for name, held in vars(tensors).items() if name not in ("groups", "copies", "group_of", "same")}
+
+
+def assert_copies_follow(tensors: Any) -> None:
+    for param, copy in zip(tensors.params, tensors.copies, strict=True):
+        assert copy is None or torch.equal(copy, param.to(copy.dtype))
+
+
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_several_groups_gradient_types_and_copies_equal_plain_torch(name: str, dtype: torch.dtype) -> None:
+    make, groups, step, reference_step = OPTIMIZERS[name]
+    ours = make(groups, dtype)
+    reference, grads = deepcopy(ours), deepcopy(ours.grads)
+    step(ours, torch.tensor(0.3))
+    reference_step(reference, torch.tensor(0.3))
+    for kind, held in state_of(ours).items():
+        assert_close(held, getattr(reference, kind))
+    assert_equal(ours.grads, grads)
+    assert_copies_follow(ours)
+
+
+@pytest.mark.parametrize("found_inf", [1.0, 2.0, -1.0, torch.nan])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_skipped_step_changes_nothing_but_stale_copies(name: str, found_inf: float) -> None:
+    make, groups, *steps = OPTIMIZERS[name]
+    ours = make(groups)
+    ours.grads[3].fill_(torch.nan)
+    before = deepcopy(ours)
+    for step in steps:
+        step(ours, torch.tensor(torch.nan), torch.tensor(found_inf))
+        for kind, held in state_of(ours).items():
+            assert_equal(held, getattr(before, kind))
+        assert_copies_follow(ours)
+        for copy in ours.copies:
+            if copy is not None:
+                copy.fill_(torch.nan)

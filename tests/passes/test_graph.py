@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ampcompile.passes.graph import (
     Regions,
@@ -36,34 +37,25 @@ def test_regions_nest_per_device_and_a_copy_is_its_own():
     assert regions.off().precision("cpu") is None and regions.off().key() != regions.key()
 
 
-@pytest.mark.parametrize(
-    "value, may",
-    [
-        (torch.ones(2), True),
-        (torch.ones(2, dtype=HALF), True),
-        (nn.Parameter(torch.ones(2, dtype=LOW)), True),
-        (torch.ones(2, dtype=torch.float64), False),
-        (torch.ones(2, dtype=torch.complex64), False),
-        (torch.ones(2, dtype=torch.int64), False),
-        (torch.ones(2, dtype=torch.bool), False),
-        (torch.ones(2).to(torch.float8_e5m2), False),
-        (torch.eye(2).to_sparse(), False),
-        (1.0, False),
-        (None, False),
-    ],
-)
-def test_what_may_be_cast(value, may):
-    assert is_castable(value) is may
+CAST = {
+    "float32": torch.ones(2),
+    "float16": torch.ones(2, dtype=HALF),
+    "a parameter": nn.Parameter(torch.ones(2, dtype=LOW)),
+    "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+}
+KEPT = {
+    **{str(dtype): torch.ones(2, dtype=dtype) for dtype in (torch.float64, torch.complex64, torch.int64, torch.bool)},
+    "8 bits": torch.ones(2).to(torch.float8_e5m2),
+    "sparse": torch.eye(2).to_sparse(),
+    "a subclass that holds other tensors": TwoTensor(torch.ones(2), torch.ones(2)),
+    "a number": 1.0,
+    "nothing": None,
+}
 
 
-def test_subclasses_that_hold_other_tensors_are_not_cast():
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    assert not is_castable(TwoTensor(torch.ones(2), torch.ones(2)))
-
-
-def test_nested_tensors_are_cast():
-    assert is_castable(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged))
+@pytest.mark.parametrize("name", [*CAST, *KEPT])
+def test_what_may_be_cast(name):
+    assert is_castable((CAST | KEPT)[name]) is (name in CAST)
 
 
 def test_an_accelerators_autocast_acts_before_the_cpus():

@@ -5,41 +5,41 @@ import triton.language as tl
 
 from ampcompile.kernels.triton import adam, check_grads, sgd, unscale, update_scale
 from tests.kernels.triton.compiling import compiled
+from tests.pairs import pairs
 
 TABLES = {"words": "*i64", "chunks": "*i32", "tensor_count": "i32"}
 FLAGS = {"multiplier": "*fp32", "found_inf": "*fp32"}
 
 
 def check(capability: int) -> None:
-    for grad in (tl.float32, tl.float16, tl.bfloat16):
+    types = (tl.float32, tl.float16, tl.bfloat16)
+    for grad, copy, state in pairs(types, types, [False, True]):  # the state: of AMSGrad, of momentum
         wide = int(grad == tl.float32)  # gradients of 16 bits are read 8 bytes at a time beside float32 state
-        for copy in (tl.float32, tl.float16, tl.bfloat16):
-            both = {"GRAD": grad, "COPY": copy, "HAS_FOUND_INF": True, "CHUNK": 8192, "BLOCK": 512}
-            for amsgrad in (False, True):
-                code = compiled(
-                    adam.amp_adam,
-                    {**TABLES, "scalars": "*fp32", "found_inf": "*fp32"},
-                    {**both, "AMSGRAD": amsgrad},
-                    capability,
-                )
-                assert code.count("ld.global*.v4.") == 3 + amsgrad + wide
-                assert code.count("ld.global*.v2.") == 1 - wide
-                assert code.count("st.global*.v4.") == 3 + amsgrad
-                assert code.count("st.global*.v2.") == (copy != tl.float32)  # four 16-bit numbers
-                assert code.count("bar.sync") == code.stack == 0 and code.registers <= 64
-                # Division and square root are those of IEEE, as on the CPU.
-                assert code.count("div.full") == code.count("sqrt.approx") == code.count("div.approx") == 0
-                assert (code.count("cvt.rn.bf16") > 0) == (copy == tl.bfloat16)
-            for momentum in (False, True):
-                code = compiled(
-                    sgd.amp_sgd,
-                    {**TABLES, **FLAGS},
-                    {**both, "MOMENTUM": momentum, "HAS_MULTIPLIER": True},
-                    capability,
-                )
-                assert code.count("ld.global*.v4.") == 1 + momentum + wide
-                assert code.count("st.global*.v4.") == 1 + momentum
-                assert code.count("bar.sync") == code.stack == 0 and code.registers <= 64
+        both = {"GRAD": grad, "COPY": copy, "HAS_FOUND_INF": True, "CHUNK": 8192, "BLOCK": 512}
+        code = compiled(
+            adam.amp_adam,
+            {**TABLES, "scalars": "*fp32", "found_inf": "*fp32"},
+            {**both, "AMSGRAD": state},
+            capability,
+        )
+        assert code.count("ld.global*.v4.") == 3 + state + wide
+        assert code.count("ld.global*.v2.") == 1 - wide
+        assert code.count("st.global*.v4.") == 3 + state
+        assert code.count("st.global*.v2.") == (copy != tl.float32)  # four 16-bit numbers
+        assert code.count("bar.sync") == code.stack == 0 and code.registers <= 64
+        # Division and square root are those of IEEE, as on the CPU.
+        assert code.count("div.full") == code.count("sqrt.approx") == code.count("div.approx") == 0
+        assert (code.count("cvt.rn.bf16") > 0) == (copy == tl.bfloat16)
+        code = compiled(
+            sgd.amp_sgd,
+            {**TABLES, **FLAGS},
+            {**both, "MOMENTUM": state, "HAS_MULTIPLIER": True},
+            capability,
+        )
+        assert code.count("ld.global*.v4.") == 1 + state + wide
+        assert code.count("st.global*.v4.") == 1 + state
+        assert code.count("bar.sync") == code.stack == 0 and code.registers <= 64
+    for grad in types:
         blocks = {"GRAD": grad, "CHUNK": 8192, "BLOCK": 1024}
         code = compiled(unscale.amp_unscale, {**TABLES, **FLAGS}, blocks, capability)
         assert code.count("ld.global*.v4.") > 0 and code.count("st.global*.v4.") > 0 and code.stack == 0

@@ -10,6 +10,7 @@ from torch import Tensor
 from ampcompile.kernels import cross_entropy as plain
 from ampcompile.kernels.triton import cross_entropy as gpu
 from tests.kernels.triton.interpreting import as_on_a_gpu
+from tests.pairs import pairs
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of arithmetic with infinity and NaN
@@ -42,10 +43,10 @@ def both(logits: Tensor, weight: Tensor | None, smoothing: float) -> None:
     torch.testing.assert_close(found, best, equal_nan=True, rtol=max(2e-3, ulp), atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("width", [1, 5, 8, 31, 32, 33, 67, 100, 128])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+WIDTHS = [1, 5, 8, 31, 32, 33, 67, 100, 128]
+
+
+@pytest.mark.parametrize(("width", "weighted", "smoothing", "dtype"), pairs(WIDTHS, [False, True], [0.0, 0.1], LOW))
 def test_odd_widths(width: int, weighted: bool, smoothing: float, dtype: torch.dtype) -> None:
     both((4 * torch.randn(5, width)).to(dtype), torch.rand(width) if weighted else None, smoothing)
 
@@ -73,9 +74,10 @@ def test_no_rows() -> None:
     assert lse.shape == (2, 0) and weighted is not None and weighted.shape == (0,)
 
 
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("where", [(1, 3), (0, slice(None)), (0, slice(0, 64)), (2, slice(1, None))])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+PLACES = [(1, 3), (0, slice(None)), (0, slice(0, 64)), (2, slice(1, None))]
+
+
+@pytest.mark.parametrize(("value", "where", "smoothing"), pairs([torch.inf, -torch.inf, torch.nan], PLACES, [0.0, 0.1]))
 def test_infinite_and_nan_logits(where: Any, value: float, smoothing: float) -> None:
     logits = torch.randn(4, 100).to(torch.bfloat16)
     logits[where] = value

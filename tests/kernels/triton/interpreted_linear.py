@@ -10,6 +10,7 @@ from ampcompile.kernels.triton import linear_cast as gpu
 from tests.compiling import error
 from tests.kernels.test_linear_cast import autocast
 from tests.kernels.triton.interpreting import as_on_a_gpu
+from tests.pairs import pairs
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of arithmetic with infinity and NaN
@@ -41,16 +42,17 @@ def assert_right(given):
         assert error([out], [exact]) <= 1.001 * error([autocast(*given)], [exact])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 31, 70])
-@pytest.mark.parametrize(("features", "depth"), [(16, 32), (1, 1), (33, 47), (70, 100)])
-def test_odd_shapes(rows, features, depth, dtype, bias):
-    assert_right(operands(rows, features, depth, dtype, bias))
+SIZES = [1, 2, 16, 17, 31, 70], [(16, 32), (1, 1), (33, 47), (70, 100)]
+DTYPES, BIASES = [torch.float16, torch.bfloat16], [None, torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize(("rows", "size", "dtype", "bias"), pairs(*SIZES, DTYPES, BIASES))
+def test_odd_shapes(rows, size, dtype, bias):
+    assert_right(operands(rows, *size, dtype, bias))
 
 
 @pytest.mark.parametrize("rows", [3, 40])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_strides(rows, dtype):
     x, weight, bias = operands(rows, 35, 37, dtype, torch.float32)
     assert_right((x.t().contiguous().t(), weight, bias))
@@ -66,7 +68,7 @@ def test_empty(shape):
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_an_infinite_or_nan_number_stays_in_its_row_or_column(dtype, value):
     for which in range(3):
         given = operands(20, 33, 47, dtype, torch.float32)
@@ -78,7 +80,7 @@ def test_an_infinite_or_nan_number_stays_in_its_row_or_column(dtype, value):
         assert 0 < (~out.isfinite()).sum() < out.numel()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_element_is_rounded_once_as_torch_rounds(dtype):
     ties = torch.randint(-(2**31), 2**31, (64,)).bitwise_and(~0xFFFF).to(torch.int32)
     weight = torch.cat([ties + 0x8000, ties + 0x7FFF, ties + 0x8001]).view(torch.float32).nan_to_num()

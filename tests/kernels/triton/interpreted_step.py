@@ -25,6 +25,7 @@ from ampcompile.scaler import grad_scaler as scaler
 from ampcompile.scaler import unscale as scaler_unscale
 from tests.kernels.test_adam import GROUPS as ADAM_GROUPS
 from tests.kernels.test_sgd import GROUPS as SGD_GROUPS
+from tests.pairs import pairs
 from tests.scaler.cases import GRAD_DTYPES, adam_tensors, assert_close, assert_equal, odd_tensors, sgd_tensors
 from tests.scaler.test_differential import OPTIMIZERS, run
 
@@ -68,10 +69,9 @@ def assert_copies(params, copies):
             torch.testing.assert_close(copy.float(), param, rtol=2**-7, atol=0)
 
 
-@pytest.mark.parametrize("dtype", GRAD_DTYPES)
-@pytest.mark.parametrize("scale", [None, 3.0])
-@pytest.mark.parametrize("multiplier", [None, 0.7])
-@pytest.mark.parametrize("max_norm", [None, 1.0, 1e9])
+@pytest.mark.parametrize(
+    ("dtype", "scale", "multiplier", "max_norm"), pairs(GRAD_DTYPES, [None, 3.0], [None, 0.7], [None, 1.0, 1e9])
+)
 def test_check_grads(dtype, scale, multiplier, max_norm):
     arguments = [None if x is None else torch.tensor(x) for x in (scale, multiplier)]
     workspace = {}

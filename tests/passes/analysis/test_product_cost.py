@@ -83,19 +83,7 @@ def test_an_update_of_large_weights_takes_their_cast(machine, monkeypatch):
     assert found.pays and str(found).startswith("bf16 pays")
 
 
-def test_where_nothing_is_differentiated_nothing_is_updated(machine):
-    with torch.no_grad():
-        found = estimated(torch.nn.Linear(64, 64), torch.randn(64, 64))
-    assert found.copies == 2 and found.update == 0 and found.backward == (0, 0)
-
-
-def test_products_are_timed_as_onednn_starts_them():
-    """Up to 16 x 16 x 16 torch multiplies 16-bit numbers by a loop, which starts at once."""
-    assert product_cost._SMALL > 16
-
-
-def test_a_device_without_units_for_a_type_doesnt_pay(machine):
-    assert not estimated(torch.nn.Linear(64, 64), torch.randn(64, 64), dtype=HALF).pays
+def test_a_type_that_a_device_has_no_units_for_has_no_width(machine):
     assert [product_cost.smallest_gaining_width("cpu", low) for low in (HALF, LOW)] == [None, 16]
 
 

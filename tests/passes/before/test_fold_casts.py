@@ -19,10 +19,6 @@ CHAINS = [c for c in itertools.product((HALF, LOW, HIGH, DOUBLE), repeat=3) if c
 FOLD = FoldCasts(gradients=True)
 
 
-def test_there_are_36_chains():
-    assert len(CHAINS) == 36
-
-
 def numbers(dtype):
     """Every 16-bit pattern; of wider types random patterns, and numbers beside the midpoints of narrower types."""
     if dtype.itemsize == 2:

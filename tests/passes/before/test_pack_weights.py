@@ -151,6 +151,8 @@ DECLINES_CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...],
     "transposed": (lambda: nn.ConvTranspose2d(4, 8, 3), (2, 4, 9, 9), {}),
     "1-D": (lambda: nn.Conv1d(4, 8, 3), (2, 4, 9), {}),
     "in float32": (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9), {"products": "float32"}),
+    "no copies": (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9), {"weights": "every_call"}),
+    "float16": (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9), {"dtype": torch.float16}),
 }
 
 

@@ -55,13 +55,7 @@ def test_an_input_that_is_written_as_another_input_is_cast_again(lower):
     assert all(map(torch.equal, found, expected)) and torch.equal(x, same)
 
 
-@pytest.mark.parametrize("f", [three_readers, written])
-def test_declines(f):
+@pytest.mark.parametrize(("f", "gradients"), [(three_readers, True), (written, True), (written, False)])
+def test_declines_where_gradients_are_summed_and_where_memory_is_written(f, gradients):
     x, w = torch.randn(8, 8), torch.randn(8, 8)
-    gm = inserted(f, x, w)
-    assert tidied(gm, ShareCasts(gradients=True), x, w) == 0
-
-
-def test_a_value_written_between_two_readers_is_cast_twice():
-    x, w = torch.randn(8, 8), torch.randn(8, 8)
-    assert tidied(inserted(written, x, w), ShareCasts(gradients=False), x, w, gradients=False) == 0
+    assert tidied(inserted(f, x, w), ShareCasts(gradients), x, w, gradients=gradients) == 0

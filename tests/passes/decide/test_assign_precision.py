@@ -43,6 +43,9 @@ def test_fires_with_a_reason_for_every_node():
     assert found["relu"].because == "no rule: runs in the dtypes that arrive"
     assert "autocast's lower_precision_fp list (CPU)" in found["matmul"].because
     assert text(gm) == before  # decides, and touches nothing
+    decided = {name: (d.because, dict(d.operands)) for name, d in found.items()}
+    assert AssignPrecision(Policy(), ON).apply(gm) == 3
+    assert decided == {name: (d.because, dict(d.operands)) for name, d in decisions(gm).items()}, "idempotent"
 
 
 def test_declines_where_autocast_is_off_and_for_what_is_not_floating():
@@ -55,14 +58,6 @@ def test_declines_where_autocast_is_off_and_for_what_is_not_floating():
     for dtype in (torch.complex64, torch.float64):
         gm = captured(lambda x: x @ x, torch.randn(3, 3, dtype=dtype))
         assert AssignPrecision(Policy(), ON).apply(gm) == 0
-
-
-def test_is_idempotent():
-    gm = captured(block, *inputs())
-    first = AssignPrecision(Policy(), ON).apply(gm)
-    decided = {name: (d.because, dict(d.operands)) for name, d in decisions(gm).items()}
-    assert AssignPrecision(Policy(), ON).apply(gm) == first
-    assert decided == {name: (d.because, dict(d.operands)) for name, d in decisions(gm).items()}
 
 
 def test_the_bits_are_eager_autocasts():

@@ -50,7 +50,7 @@ def decided(f, policy):
 
 
 @pytest.mark.parametrize("f", CASES)
-@pytest.mark.parametrize("policy", [Policy(), Policy.parse("op matmul=fp32"), Policy.parse("op add=fp32")])
+@pytest.mark.parametrize("policy", [Policy(), Policy.parse("op matmul=fp32, op add=fp32")])
 def test_decisions_are_those_of_computing_every_call(f, policy, monkeypatch):
     found = decided(f, policy)
     monkeypatch.setattr(dtype_memo, "_call", lambda *_: None)

@@ -51,20 +51,20 @@ def read_twice(x: Tensor) -> tuple[Tensor, Tensor]:
     return wide.view(-1).exp(), wide
 
 
-@pytest.mark.parametrize(
-    ("f", "dtype"),
-    [
-        (read_twice, torch.bfloat16),
-        (lambda x: x.float().exp(), torch.float32),
-        (lambda x: x.double().exp(), torch.bfloat16),
-        (lambda x: (x.float() + 1).exp(), torch.bfloat16),
-        (lambda x: x.float().detach().exp(), torch.bfloat16),  # it ends a gradient
-        (lambda x: x.float().expand(2, 3, 4).exp(), torch.bfloat16),  # its gradient is a sum
-        (lambda x: x.float().view(torch.int32).float().exp(), torch.bfloat16),
-    ],
-    ids=["read twice", "float32 already", "float64", "an addition", "detached", "repeated", "other numbers"],
-)
-def test_what_isnt_such_a_value(f: object, dtype: torch.dtype) -> None:
+NO_SOURCE: dict[str, tuple[Callable[[Tensor], Any], torch.dtype]] = {
+    "read twice": (read_twice, torch.bfloat16),
+    "float32 already": (lambda x: x.float().exp(), torch.float32),
+    "float64": (lambda x: x.double().exp(), torch.bfloat16),
+    "an addition": (lambda x: (x.float() + 1).exp(), torch.bfloat16),
+    "detached, which ends a gradient": (lambda x: x.float().detach().exp(), torch.bfloat16),
+    "repeated, whose gradient is a sum": (lambda x: x.float().expand(2, 3, 4).exp(), torch.bfloat16),
+    "other numbers": (lambda x: x.float().view(torch.int32).float().exp(), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", NO_SOURCE)
+def test_what_isnt_such_a_value(name: str) -> None:
+    f, dtype = NO_SOURCE[name]
     assert find_16_bit_source(exponent(f, torch.randn(3, 4).to(dtype))) is None
 
 
@@ -90,20 +90,20 @@ def reused(x: Tensor) -> Tensor:
     return F.cross_entropy(wide, TARGET) + wide.sum()
 
 
-@pytest.mark.parametrize(
-    ("f", "shape"),
-    [
-        (written, (12, 5)),
-        (reused, (12, 5)),
-        (lambda x: F.cross_entropy(x.float(), torch.rand(12, 5)), (12, 5)),
-        (lambda x: F.cross_entropy(x.float(), TARGET.view(3, 4)), (3, 5, 4)),
-        (lambda x: F.cross_entropy(x.float(), torch.tensor(2)), (5,)),
-        (lambda x: F.cross_entropy(x.double(), TARGET), (12, 5)),
-        (lambda x: F.cross_entropy(x, TARGET), (12, 5)),
-    ],
-    ids=["written", "reused", "probabilities", "more dimensions", "one row", "float64", "16 bits"],
-)
-def test_others_are_left_alone(f: Any, shape: tuple[int, ...]) -> None:
+OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+    "written": (written, (12, 5)),
+    "reused": (reused, (12, 5)),
+    "probabilities": (lambda x: F.cross_entropy(x.float(), torch.rand(12, 5)), (12, 5)),
+    "more dimensions": (lambda x: F.cross_entropy(x.float(), TARGET.view(3, 4)), (3, 5, 4)),
+    "one row": (lambda x: F.cross_entropy(x.float(), torch.tensor(2)), (5,)),
+    "float64": (lambda x: F.cross_entropy(x.double(), TARGET), (12, 5)),
+    "16 bits": (lambda x: F.cross_entropy(x, TARGET), (12, 5)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_are_left_alone(name: str) -> None:
+    f, shape = OTHERS[name]
     assert found(f, low(*shape)) == []
 
 

@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ampcompile.config import Options
 from ampcompile.kernels import usable
 from ampcompile.passes.fuse import matching
-from ampcompile.passes.pipeline import fusion
 from tests.passes.captured import captured, settled
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -30,11 +28,6 @@ def test_counts_decide_unless_the_user_does(monkeypatch: pytest.MonkeyPatch) -> 
     assert auto.pays(CUDA, 0, 100, freed=10**12) and not auto.pays(CUDA, 0, 100, freed=10**12 - 1)
     monkeypatch.setattr(matching, "usable", lambda: False)
     assert not auto.pays(CUDA, 100, 100) and not asked.pays(CUDA, 100, 100) and asked.pays(CPU, 100, 100)
-
-
-def test_nothing_is_looked_for_on_the_cpu_by_default() -> None:
-    assert fusion(Options(), "cpu") == ()
-    assert fusion(Options(fuse="none"), "cuda") == fusion(Options(fuse="linear", lower="eager"), "cuda") == ()
 
 
 def test_a_bodys_fusions_are_found() -> None:
