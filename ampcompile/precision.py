@@ -172,9 +172,9 @@ def _subclass_with(cls: type, decorator: Callable[[Any], Any], forward: Callable
         return cls
 
     def reduce(self: Any, protocol: Any) -> Any:
-        if type(self) is made and _named_by(made) is not made:  # the name still refers to the wrapped class
+        if type(self) is subclass and _named_by(subclass) is not subclass:  # the name still refers to the wrapped class
             return _remake, (decorator, cls), self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-        return super(made, self).__reduce_ex__(protocol)
+        return super(subclass, self).__reduce_ex__(protocol)
 
     members = {
         "forward": forward,
@@ -183,13 +183,13 @@ def _subclass_with(cls: type, decorator: Callable[[Any], Any], forward: Callable
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
-    made: Any = type(cls)(cls.__name__, (cls,), members)
-    return made
+    subclass: Any = type(cls)(cls.__name__, (cls,), members)
+    return subclass
 
 
 def _remake(decorator: Callable[[Any], Any], cls: type) -> torch.nn.Module:
-    made = decorator(cls)
-    return made.__new__(made)
+    subclass = decorator(cls)
+    return subclass.__new__(subclass)
 
 
 def _named_by(cls: type) -> Any:

@@ -99,8 +99,8 @@ def _as_compiled(module: Any) -> tuple[nn.Module, dict[str, Any]]:
         return module, {}
     if options_of(how.backend) is None:
         return how.original, {}
-    kept = {"dynamic": how.dynamic, **getattr(how.backend, "kwargs", {})}
-    return how.original, kept.pop("options", {}) | kept
+    options = {"dynamic": how.dynamic, **getattr(how.backend, "kwargs", {})}
+    return how.original, options.pop("options", {}) | options
 
 
 def _method(module: nn.Module, name: str) -> MethodType:
