@@ -52,7 +52,7 @@ def compile_methods(module: nn.Module, *names: str, **options: Any) -> None:
     dict stay. A deep copy has methods of its own, compiled alike; a pickle has them uncompiled, and warns once; a
     shallow copy calls this object's. `del module.decode` undoes it. A method that only calls `self(...)` needs none of
     this: `module.compile(backend="amp")` compiles what it calls.
-    Raises MethodError for a name that stands for no method of the module's own, or for one that is compiled, and
+    Raises MethodError for a name that isn't a method of the module's own class, or for one that is compiled, and
     OptionError; nothing is compiled then.
 
     >>> class Autoencoder(nn.Module):
