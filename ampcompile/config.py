@@ -67,10 +67,10 @@ class Options:
         """Parse and check the options given to torch.compile. Raises OptionError."""
         ours = {f.name for f in fields(cls)} - {"inductor"}
         values: dict[str, Any] = {}
-        given = dict(options or {})
-        _ignore_placement(given)
-        inductor = _of_mode(given.pop("mode", mode))
-        for key, value in given.items():
+        remaining = dict(options or {})
+        _ignore_placement(remaining)
+        inductor = _of_mode(remaining.pop("mode", mode))
+        for key, value in remaining.items():
             if key in ours:
                 values[key] = _checked(key, value)
             else:

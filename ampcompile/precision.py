@@ -172,7 +172,7 @@ def _subclass_with(cls: type, decorator: Callable[[Any], Any], forward: Callable
         return cls
 
     def reduce(self: Any, protocol: Any) -> Any:
-        if type(self) is subclass and _named_by(subclass) is not subclass:  # it still names `cls`
+        if type(self) is subclass and _named_by(subclass) is not subclass:  # the name still refers to the wrapped class
             return _remake, (decorator, cls), self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
         return super(subclass, self).__reduce_ex__(protocol)
 

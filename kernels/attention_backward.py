@@ -70,13 +70,13 @@ def attention_backward(
         return NotImplemented
     if key.shape[:2] != (batch, heads) or value.shape != key.shape:
         return NotImplemented
-    given = grad_out, query, key, value, out, logsumexp
+    arguments = grad_out, query, key, value, out, logsumexp
     if query.dtype == torch.bfloat16 and features % 16 == 0 < features and available():
-        return ATTENTION_BACKWARD(*given, attn_mask, is_causal, _scale(scale, features))
+        return ATTENTION_BACKWARD(*arguments, attn_mask, is_causal, _scale(scale, features))
     lengths = queries, key.shape[2]
     if attn_mask is not None or not all(isinstance(n, int) and n <= LONGEST for n in lengths) or features == 0:
         return NotImplemented
-    return attention_backward_reference(*given, is_causal, _scale(scale, features))
+    return attention_backward_reference(*arguments, is_causal, _scale(scale, features))
 
 
 def attention_backward_reference(
@@ -106,8 +106,8 @@ def _scale(scale: float | None, features: int) -> float:
 
 def _empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Empty results in the tensors' layouts, or contiguous where a tensor's features don't lie side by side."""
-    alike = map(torch.empty_like, tensors)
-    return tuple(t if t.stride(-1) == 1 else t.new_empty(t.shape) for t in alike)
+    results = map(torch.empty_like, tensors)
+    return tuple(t if t.stride(-1) == 1 else t.new_empty(t.shape) for t in results)
 
 
 @torch.library.register_fake(ATTENTION_BACKWARD, lib=_LIBRARY)
@@ -129,8 +129,8 @@ def _differentiate(
 ) -> tuple[Tensor, ...]:
     results = _empty_like(query, key, value)
     if not available():  # compiled on another machine
-        given = grad_out, query, key, value, out, logsumexp
-        gradients = FLASH_BACKWARD(*given, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
+        arguments = grad_out, query, key, value, out, logsumexp
+        gradients = FLASH_BACKWARD(*arguments, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
         for result, gradient in zip(results, gradients, strict=True):
             result.copy_(gradient)
         return results

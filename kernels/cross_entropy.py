@@ -96,8 +96,8 @@ def picked_logits(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 
 def row_weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """The weight of each row's class, float32; 0 in ignored rows."""
-    seen = target != ignore_index
-    return seen.float() if weight is None else weight.float().gather(0, _index(target, ignore_index)).where(seen, 0.0)
+    used = target != ignore_index
+    return used.float() if weight is None else weight.float().gather(0, _index(target, ignore_index)).where(used, 0.0)
 
 
 def loss_of_rows(

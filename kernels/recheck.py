@@ -35,8 +35,8 @@ def recheck_(
         from .triton import recheck as gpu
 
         workspace = {} if workspace is None else workspace
-        known = {} if tables is None else tables
-        gpu.recheck_(copies, weights, changed, mark, rewrite, workspace, known, CHUNK, SAMPLE)
+        row_tables = {} if tables is None else tables
+        gpu.recheck_(copies, weights, changed, mark, rewrite, workspace, row_tables, CHUNK, SAMPLE)
     else:
         recheck_reference_(copies, weights, changed, mark, rewrite)
 

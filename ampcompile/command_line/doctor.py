@@ -44,21 +44,21 @@ def examine(console: Console | None = None, rounds: int = 15) -> dict[str, Any]:
     """All findings, as plain values."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     versions = {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__}
-    found: dict[str, Any] = {
+    findings: dict[str, Any] = {
         "load": os.getloadavg()[0],  # before our own work
         "versions": {"python": platform.python_version(), **versions},
         "devices": [_cpu(), *(_gpu(i) for i in range(torch.cuda.device_count()))],
     }
     with saying(console or Console(quiet=True), "multiplying matrices"):
-        found["products"] = [p for device in devices for p in _products(device, rounds)]
-    found["caches"] = {
+        findings["products"] = [p for device in devices for p in _products(device, rounds)]
+    findings["caches"] = {
         name: {"folder": str(folder), "bytes": _bytes(folder)}
         for name, folder in (("Inductor", backends.inductor_cache()), ("ampcompile", native.cache_folder()))
     }
-    found["patches"] = [asdict(group) for group in patches.TABLE]
-    found["missing"] = _missing("cuda" in devices)
-    found["advice"] = [line for device in devices for line in _advice(device, found["products"])]
-    return found
+    findings["patches"] = [asdict(group) for group in patches.TABLE]
+    findings["missing"] = _missing("cuda" in devices)
+    findings["advice"] = [line for device in devices for line in _advice(device, findings["products"])]
+    return findings
 
 
 def _version(package: str) -> str | None:
@@ -135,19 +135,19 @@ def _bytes(folder: Path) -> int:
 
 
 def _missing(cuda: bool) -> list[str]:
-    found = []
+    gaps = []
     compilers = [os.environ.get("CXX"), "g++", "clang++", "c++"]
     if not any(name and shutil.which(name) for name in compilers):
-        found.append(
+        gaps.append(
             "no C++ compiler ($CXX, g++, clang++, c++): Inductor needs one to compile for the CPU. Install g++ "
             '(Debian: apt install g++), or run with options={"lower": "aot_eager"}.'
         )
     if cuda and importlib.util.find_spec("triton") is None:
-        found.append("no triton: Inductor needs it to compile for a GPU. Install the triton that fits this torch.")
+        gaps.append("no triton: Inductor needs it to compile for a GPU. Install the triton that fits this torch.")
     if not backends.backend_is_found():
-        found.append('torch.compile(backend="amp") is not found: install the package with pip, entry points included.')
-    found += [f"{patch.what}: torch {torch.__version__} has no such thing to patch" for patch in patches.missing()]
-    return found
+        gaps.append('torch.compile(backend="amp") is not found: install the package with pip, entry points included.')
+    gaps += [f"{patch.what}: torch {torch.__version__} has no such thing to patch" for patch in patches.missing()]
+    return gaps
 
 
 def _advice(device: str, products: list[dict[str, Any]]) -> list[str]:

@@ -104,9 +104,9 @@ def _load(arguments: argparse.Namespace, progress: Console) -> Target:
 def _of_user(error: Exception, target: str) -> str:
     """One line about an error of a module or factory: the error, the user's own source line, and the remedy."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(_INSIDE)]
+    places = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(_INSIDE)]
     # A file that doesn't parse has no frame, but a SyntaxError names its line itself.
-    where = f" at {theirs[-1]}" if theirs and not isinstance(error, SyntaxError) else ""
+    where = f" at {places[-1]}" if places and not isinstance(error, SyntaxError) else ""
     reason = next(iter(str(error).splitlines()), "").rstrip(".")
     return (
         f"loading {target} raises {type(error).__name__}{where}: {reason}. Expected a function that returns a model "
@@ -163,8 +163,8 @@ def _bench(arguments: argparse.Namespace, progress: Console) -> Result:
 
 
 def _doctor(arguments: argparse.Namespace, progress: Console) -> Result:
-    found = examine(progress)
-    return found, lambda: doctor_table(found)
+    findings = examine(progress)
+    return findings, lambda: doctor_table(findings)
 
 
 def _plain(value: Any) -> Any:

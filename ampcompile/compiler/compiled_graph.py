@@ -63,7 +63,7 @@ class CompiledGraph:
 
     def _copies(self, args: Sequence[Any]) -> Sequence[Tensor]:
         assert self._binding is not None
-        if tracing.fakes_only():  # Dynamo's DDP splitter asks for the inputs of the next part
+        if tracing.fakes_only():  # Dynamo's DDP splitter computes the inputs of the next part on fakes
             return [_fake_copy(args[slot.weight], slot) for slot in self._slots]
         return self._binding.copies([args[i] for i in self._weights])
 

@@ -31,34 +31,34 @@ def with_parts(value: Any, parts: Mapping[Any, Any], changed: Mapping[Any, Any],
     """
     wanted = {**parts, **changed}
     if isinstance(value, tuple):
-        made = _tuple_like(value, wanted.values())
+        result = _tuple_like(value, wanted.values())
     elif isinstance(value, _SETS):
-        made = type(value)(wanted.values())
+        result = type(value)(wanted.values())
     elif isinstance(value, MappingProxyType):
-        made = MappingProxyType(wanted)
+        result = MappingProxyType(wanted)
     else:
         mapping = isinstance(value, Mapping)
-        own = isinstance(value, dict) or not mapping  # other mappings may keep items in an object that copies share
-        made = value if in_place and own else copy.copy(value)
-        if (made is value and not in_place) or not (own or hasattr(type(value), "__copy__")):
+        owns = isinstance(value, dict) or not mapping  # other mappings may keep items in an object that copies share
+        result = value if in_place and owns else copy.copy(value)
+        if (result is value and not in_place) or not (owns or hasattr(type(value), "__copy__")):
             raise TypeError("copy.copy gives none with items of its own")
         for key, part in changed.items():
             if mapping or isinstance(value, _SEQUENCES):
-                made[key] = part
+                result[key] = part
             else:
-                object.__setattr__(made, key, part)
-        if made is value:
+                object.__setattr__(result, key, part)
+        if result is value:
             return value
-    if type(made) is not type(value) or {*map(id, parts_of(made).values())} != {*map(id, wanted.values())}:
+    if type(result) is not type(value) or {*map(id, parts_of(result).values())} != {*map(id, wanted.values())}:
         raise TypeError("a copy of it holds something else")
-    return made
+    return result
 
 
 def _tuple_like(value: Any, items: Collection[Any]) -> Any:
     """A tuple of the same class, without calling its constructor, which may take other arguments than items."""
     if hasattr(type(value), "n_sequence_fields"):  # a struct sequence of C, such as torch.return_types.max
         return type(value)(items)
-    made = tuple.__new__(type(value), items)
+    result = tuple.__new__(type(value), items)
     if hasattr(value, "__dict__"):
-        vars(made).update(vars(value))
-    return made
+        vars(result).update(vars(value))
+    return result

@@ -43,8 +43,8 @@ class CompiledInPlace:
         copied = memo.get(id(module))
         if module is None or compiled is None or copied is None:
             return None
-        again = dynamo_caches.compile_alike(compiled, copied._call_impl)  # which stores a marker in the copy
-        vars(copied)["_compiled_call_impl"] = again
+        compiled_copy = dynamo_caches.compile_alike(compiled, copied._call_impl)  # which stores a marker in the copy
+        vars(copied)["_compiled_call_impl"] = compiled_copy
         return vars(copied)[_KEY]
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -65,8 +65,8 @@ def lower(
             key = cache_key(emulated, small)
             compiled = lowering.inductor(gm, inputs, config, partial(passes, None), key, decompositions())
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
-    kept = None if second is None or second.refusal else second
-    return CompiledGraph(compiled, options, slots, kept, written, leaving).installed()
+    usable = None if second is None or second.refusal else second
+    return CompiledGraph(compiled, options, slots, usable, written, leaving).installed()
 
 
 def _convolve_channels_last(x: Any, *rest: Any) -> tuple[Any, ...]:

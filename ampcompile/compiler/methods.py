@@ -52,7 +52,7 @@ def compile_methods(module: nn.Module, *names: str, **options: Any) -> None:
     dict stay. A deep copy has methods of its own, compiled alike; a pickle has them uncompiled, and warns once; a
     shallow copy calls this object's. `del module.decode` undoes it. A method that only calls `self(...)` needs none of
     this: `module.compile(backend="amp")` compiles what it calls.
-    Raises MethodError for a name that stands for no method of the module's own, or for one that is compiled, and
+    Raises MethodError for a name that isn't a method of the module's own class, or for one that is compiled, and
     OptionError; nothing is compiled then.
 
     >>> class Autoencoder(nn.Module):
@@ -99,8 +99,8 @@ def _as_compiled(module: Any) -> tuple[nn.Module, dict[str, Any]]:
         return module, {}
     if options_of(how.backend) is None:
         return how.original, {}
-    kept = {"dynamic": how.dynamic, **getattr(how.backend, "kwargs", {})}
-    return how.original, kept.pop("options", {}) | kept
+    options = {"dynamic": how.dynamic, **getattr(how.backend, "kwargs", {})}
+    return how.original, options.pop("options", {}) | options
 
 
 def _method(module: nn.Module, name: str) -> MethodType:

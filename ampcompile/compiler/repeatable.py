@@ -23,9 +23,9 @@ def only_updates_statistics(value: Node) -> bool:
 def _updates_statistics(user: Node, value: Node) -> bool:
     if not has(user.target, STATISTICS_UNREAD_IF.keys()):
         return False
-    given = arguments_by_name(user.target, user.args, user.kwargs)
-    names = {name for name, argument in given.items() if argument is value}
-    return bool(given[STATISTICS_UNREAD_IF[name_of(user.target)]]) and names <= STATISTICS
+    arguments = arguments_by_name(user.target, user.args, user.kwargs)
+    names = {name for name, argument in arguments.items() if argument is value}
+    return bool(arguments[STATISTICS_UNREAD_IF[name_of(user.target)]]) and names <= STATISTICS
 
 
 def _updates_itself(user: Node, value: Node) -> bool:

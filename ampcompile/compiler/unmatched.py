@@ -51,16 +51,16 @@ class FirstCalls:
 
     def _look(self, *args: Any, **kwargs: Any) -> Any:
         before, outer = dynamo_attempts.count(), current_call.graphs
-        current_call.graphs = seen = CompiledNames()
+        current_call.graphs = names = CompiledNames()
         try:
             result = self._compiled(*args, **kwargs)
         finally:
             current_call.graphs = outer
-        if seen.ops and self._policy != Policy():
-            warn(self._policy, seen, self._fn)
-        if seen.ops or self._policy == Policy():  # else Dynamo had compiled it already, or ran it eagerly
+        if names.ops and self._policy != Policy():
+            warn(self._policy, names, self._fn)
+        if names.ops or self._policy == Policy():  # else Dynamo had compiled it already, or ran it eagerly
             self.run = self._compiled
-        if not seen.graphs and (why := dynamo_attempts.failed_since(before)) is not None:
+        if not names.graphs and (why := dynamo_attempts.failed_since(before)) is not None:
             logs.log_no_graph(named(self._fn), why)
         return result
 

@@ -50,8 +50,8 @@ def call(compiled: Callable[..., Any], args: Any, kwargs: Any, low: torch.dtype,
         result = [compiled(*args, **kwargs)]
         if not widening or current_call.widened or (isinstance(result[0], torch.Tensor) and result[0].dtype != low):
             return result[0]
-        given = pytree.arg_tree_leaves(*args, **kwargs) if early is None else early
-        return Widening(low, lambda: (*given, *_state(module))).of(result)
+        existing = pytree.arg_tree_leaves(*args, **kwargs) if early is None else early
+        return Widening(low, lambda: (*existing, *_state(module))).of(result)
     finally:
         current_call.low_dtype, current_call.widens = outer
 

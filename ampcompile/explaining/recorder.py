@@ -80,18 +80,18 @@ def _recorder(options: Options, graphs: list[GraphRecord], through_inductor: boo
         if compiled_functions.is_backward(example_inputs):
             return lower(gm, example_inputs, run_as)
         watcher = Watcher(example_inputs)
-        left = find_reason(gm)
-        if not left:
+        reason = find_reason(gm)
+        if not reason:
             watcher.totals += eager_totals(gm, example_inputs)
         rewritten = rewrite(gm, example_inputs, run_as, watcher.watch)
-        seen = watcher.record(gm, rewritten.graph, rewritten.history, left)
+        entry = watcher.record(gm, rewritten.graph, rewritten.history, reason)
         joint = JointWatcher()
         with structured_trace.artifacts_of_this_compile() as artifacts:
             compiled = lower(rewritten.graph, example_inputs, run_as, joint.watch)
-        final = _texts(artifacts, _PARTED) or seen.code
+        final = _texts(artifacts, _PARTED) or entry.code
         if through_inductor:
             final = _texts(_lowered(gm, example_inputs, options), _LOWERED)
-        graphs.append(replace(seen, totals=(*seen.totals, *joint.totals), joint_code=joint.code, final_code=final))
+        graphs.append(replace(entry, totals=(*entry.totals, *joint.totals), joint_code=joint.code, final_code=final))
         return compiled
 
     record.amp_options = lambda **_: options  # type: ignore[attr-defined]

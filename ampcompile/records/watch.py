@@ -51,8 +51,8 @@ class Watcher:
         fates = {node.meta["amp_cast"].number: node.meta["amp_cast"].fate for node in cast_nodes(gm)}
         for number in self._present:
             record = self.casts[number]
-            gone = (*record.fate, done.fate) if done.fate else record.fate
-            self.casts[number] = replace(record, fate=fates.get(number, gone))
+            removed = (*record.fate, done.fate) if done.fate else record.fate
+            self.casts[number] = replace(record, fate=fates.get(number, removed))
         self._present &= fates.keys()
 
     def record(

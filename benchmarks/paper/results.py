@@ -35,9 +35,9 @@ def counted_with(case: Case, peer: str) -> str | None:
 
 def keep(case: Case, peer: str, counted: dict[str, Any]) -> None:
     """Store the counts of one case and peer."""
-    kept = read()
-    kept.setdefault(str(case), {})[peer] = counted
-    KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+    stored = read()
+    stored.setdefault(str(case), {})[peer] = counted
+    KEPT.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 def bad() -> Iterator[str]:

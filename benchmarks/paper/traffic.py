@@ -19,10 +19,10 @@ def traffic(node: BaseSchedulerNode) -> int:
     """Bytes that one kernel reads and writes."""
     if isinstance(node, ExternKernelSchedulerNode):
         return sum(_given(node.node)) + _returned(node)
-    inside, made = _inside(node), {dep.name for dep in node.read_writes.writes}
+    inside, outputs = _inside(node), {dep.name for dep in node.read_writes.writes}
     touched: dict[tuple[str, bool, bool], dict[Any, int]] = {}
     for written, passed_over, deps in (
-        (False, inside | made, node.read_writes.reads),  # values that the kernel computes stay in registers
+        (False, inside | outputs, node.read_writes.reads),  # values that the kernel computes stay in registers
         (True, inside, node.read_writes.writes),
     ):
         for dep in deps:

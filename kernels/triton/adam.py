@@ -120,17 +120,17 @@ def amp_adam(
         skip = tl.load(found_inf) != 0.0
     whole = begin + CHUNK <= size
     aligned = ((grad_at | param_at | mean_at | square_at | peak_at | copy_at) & 15) == 0
-    own = scalars + 9 * tensor
+    tensor_scalars = scalars + 9 * tensor
     h = (
-        tl.load(own),
-        tl.load(own + 1),
-        tl.load(own + 2),
-        tl.load(own + 3),
-        tl.load(own + 4),
-        tl.load(own + 5),
-        tl.load(own + 6),
-        tl.load(own + 7),
-        tl.load(own + 8),
+        tl.load(tensor_scalars),
+        tl.load(tensor_scalars + 1),
+        tl.load(tensor_scalars + 2),
+        tl.load(tensor_scalars + 3),
+        tl.load(tensor_scalars + 4),
+        tl.load(tensor_scalars + 5),
+        tl.load(tensor_scalars + 6),
+        tl.load(tensor_scalars + 7),
+        tl.load(tensor_scalars + 8),
     )
     if skip:
         if COPY.primitive_bitwidth == 16:

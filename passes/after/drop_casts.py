@@ -72,9 +72,9 @@ def _drop_in(gm: GraphModule) -> int:
         for node in list(graph.nodes):
             if node.target in dispatcher.FAKES_OF_WRONG_DTYPE:
                 dropped += _correct_fakes(graph, node)
-        apart, written = returned_values(graph), overwritten_inputs(graph)  # two outputs must not become one tensor
+        returned, written = returned_values(graph), overwritten_inputs(graph)  # two outputs must not become one tensor
         for cast in list(graph.nodes):
-            if _is_cast(cast) and cast not in apart:
+            if _is_cast(cast) and cast not in returned:
                 dropped += _drop(graph, cast, written)
     return dropped
 

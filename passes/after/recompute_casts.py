@@ -48,12 +48,12 @@ def _tag(cast: Node) -> bool:
 
 def _computed_from_inputs(gm: GraphModule) -> set[Node]:
     """The inputs, and values computed elementwise from one: backward's kernels may read the inputs instead."""
-    found: set[Node] = set()
+    from_inputs: set[Node] = set()
     for node in gm.graph.nodes:
         fused = is_elementwise(node.target) or is_view(node.target)
-        if node.op == "placeholder" or (fused and not found.isdisjoint(node.all_input_nodes)):
-            found.add(node)
-    return found
+        if node.op == "placeholder" or (fused and not from_inputs.isdisjoint(node.all_input_nodes)):
+            from_inputs.add(node)
+    return from_inputs
 
 
 def _tag_normed(node: Node, of_inputs: set[Node]) -> bool:

@@ -20,7 +20,7 @@ _WRITE = torch.ops.aten.copy_.default
 
 
 def _save(gm: GraphModule) -> int:
-    pending, kept = list(overwritten_inputs(gm.graph)), 0
+    pending, saved = list(overwritten_inputs(gm.graph)), 0
     while pending:
         for user in pending.pop().users:
             if user.op != "call_function" or user.target is _WRITE:
@@ -29,8 +29,8 @@ def _save(gm: GraphModule) -> int:
                 pending.append(user)
             else:
                 user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-                kept += 1
-    return kept
+                saved += 1
+    return saved
 
 
 def _is_view(node: Node) -> bool:

@@ -29,16 +29,16 @@ class ShareEveryCast:
 
 def _share(gm: GraphModule) -> int:
     first: dict[Any, Node] = {}
-    apart = returned_values(gm.graph)  # two outputs must not become one tensor
+    returned = returned_values(gm.graph)  # two outputs must not become one tensor
     shared = 0
     for cast in list(gm.graph.nodes):
-        if not has(cast.target, CONVERSIONS_AFTER) or cast in apart:
+        if not has(cast.target, CONVERSIONS_AFTER) or cast in returned:
             continue
         # A checkpointed region that backward runs again keeps casts of its own.
         key = (cast.target, cast.args, str(cast.kwargs), cast.meta.get("recompute"), cast.meta.get("ac_graph_id"))
-        kept = first.setdefault(key, cast)
-        if kept is not cast:
-            cast.replace_all_uses_with(kept)
+        original = first.setdefault(key, cast)
+        if original is not cast:
+            cast.replace_all_uses_with(original)
             gm.graph.erase_node(cast)
             shared += 1
     return shared

@@ -77,13 +77,13 @@ def _is_in_order(values: Sequence[Tensor]) -> bool:
 
 
 def _write(graph: Graph, operand: Node) -> bool:
-    made = _before_reshapes(operand)
-    if not (has(made.target, CONVERSIONS_AFTER) or made.target is ATEN.clone.default) or not operand.users:
+    producer = _before_reshapes(operand)
+    if not (has(producer.target, CONVERSIONS_AFTER) or producer.target is ATEN.clone.default) or not operand.users:
         return False
-    source = made if made.target is ATEN.clone.default else _before_reshapes(made.args[0])
+    source = producer if producer.target is ATEN.clone.default else _before_reshapes(producer.args[0])
     if not is_elementwise(source.target) or not _is_multiplied(operand):
         return False
-    values = [node.meta["val"] for node in (operand, made, source)]
+    values = [node.meta["val"] for node in (operand, producer, source)]
     size, stride = [*values[0].shape], [*values[0].stride()]
     if values[0].dtype not in LOW or not _is_in_order(values):
         return False
@@ -91,7 +91,7 @@ def _write(graph: Graph, operand: Node) -> bool:
     with graph.inserting_before(operand):
         if adds and not _reduces_rows(source):
             low = _in_chunks(graph, source, operand)
-        elif made.target is ATEN.clone.default or (operand is made and source is made.args[0]):
+        elif producer.target is ATEN.clone.default or (operand is producer and source is producer.args[0]):
             return False
         else:
             low = insert_call(graph, CONVERT, source, values[0].dtype)
@@ -100,14 +100,14 @@ def _write(graph: Graph, operand: Node) -> bool:
     return True
 
 
-def _add_where_made(graph: Graph, total: Node) -> bool:
+def _add_in_producer(graph: Graph, total: Node) -> bool:
     """Add a value in memory to the gradient of a norm inside the kernel that computes the gradient, in its shape."""
     if total.target is not ATEN.add.Tensor or total.kwargs or not all(isinstance(each, Node) for each in total.args):
         return False
-    for stored, made in (total.args, reversed(total.args)):
-        converted = has(made.target, CONVERSIONS_AFTER)
-        source = _before_reshapes(made.args[0] if converted else made)
-        values = [node.meta["val"] for node in (total, stored, made, source)]
+    for stored, producer in (total.args, reversed(total.args)):
+        converted = has(producer.target, CONVERSIONS_AFTER)
+        source = _before_reshapes(producer.args[0] if converted else producer)
+        values = [node.meta["val"] for node in (total, stored, producer, source)]
         if not all(isinstance(value, Tensor) for value in values) or not _is_in_order(values):
             continue
         apart = all(value.shape == values[0].shape for value in values[:3]) and values[3].shape != values[0].shape
@@ -126,13 +126,13 @@ def _add_where_made(graph: Graph, total: Node) -> bool:
 
 def _lies_in_memory(value: Node) -> bool:
     """True if a value is a product's result or operand, written for a product, an input, or one of these, widened."""
-    made = _before_reshapes(value)
-    if any(user.target in _PRODUCTS for node in (value, made) for user in node.users):
+    base = _before_reshapes(value)
+    if any(user.target in _PRODUCTS for node in (value, base) for user in node.users):
         return True
-    if has(made.target, CONVERSIONS_AFTER):
-        return _lies_in_memory(made.args[0])
-    given = made.args[0] if made.target is operator.getitem else made
-    return given.target in (*_PRODUCTS, ATEN.as_strided.default) or made.op == "placeholder"
+    if has(base.target, CONVERSIONS_AFTER):
+        return _lies_in_memory(base.args[0])
+    producer = base.args[0] if base.target is operator.getitem else base
+    return producer.target in (*_PRODUCTS, ATEN.as_strided.default) or base.op == "placeholder"
 
 
 def _in_chunks(graph: Graph, source: Node, operand: Node) -> Node:
@@ -168,4 +168,4 @@ class WriteForProducts:
 def _apply(gm: GraphModule) -> int:
     with tracing.on_fakes_of(gm):
         calls = [node for node in gm.graph.nodes if node.op == "call_function"]
-        return sum(_add_where_made(gm.graph, node) or _write(gm.graph, node) for node in calls)
+        return sum(_add_in_producer(gm.graph, node) or _write(gm.graph, node) for node in calls)

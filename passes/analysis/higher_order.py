@@ -136,8 +136,8 @@ def fake_result(
         return outputs[0][0]
     if hop in (HOPS.cond, HOPS.while_loop):  # only `traced` has sizes that differ between branches or rounds
         leaves, spec = pytree.tree_flatten(traced)
-        given = pytree.tree_leaves(outputs[-1])
+        examples = pytree.tree_leaves(outputs[-1])
         return pytree.tree_unflatten(
-            [to_dtype(v, getattr(like, "dtype", None)) for v, like in zip(leaves, given, strict=True)], spec
+            [to_dtype(v, getattr(like, "dtype", None)) for v, like in zip(leaves, examples, strict=True)], spec
         )
     return call_on_fakes(hop, args, kwargs)

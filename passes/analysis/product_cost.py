@@ -207,7 +207,7 @@ def estimate(gm: GraphModule, kept: Set[Node]) -> Estimate | None:
     copies = {n for d in decided.values() for n, to in d.operands.items() if n in kept and to in LOW}
     trained = [_cast_seconds(device, decided[n]) for n in copies & differentiated]
     update = UPDATE * bool(trained) + sum(max(UPDATE_WEIGHT, cast) for cast in trained)
-    again = sum(trained) + moved if differentiated else 0.0
+    repeated_casts = sum(trained) + moved if differentiated else 0.0
     return Estimate(
         device,
         low,
@@ -218,7 +218,7 @@ def estimate(gm: GraphModule, kept: Set[Node]) -> Estimate | None:
         is_emulated(device, low),
         len(copies),
         update,
-        (backward[0], backward[1] + again),
+        (backward[0], backward[1] + repeated_casts),
     )
 
 

@@ -71,12 +71,12 @@ def _change_operands(node: Node, decision: Decision) -> int:
     def cast(operand: Node) -> Node:
         """Insert one cast per use of an operand, so that the gradients of `x @ x` are summed in x's type."""
         nonlocal casts
-        given = changed.get(operand, operand)
+        value = changed.get(operand, operand)
         if operand not in wanted:
-            return given
+            return value
         casts += 1
         with node.graph.inserting_before(node):
-            return _cast(node, given, wanted[operand], decision.because)
+            return _cast(node, value, wanted[operand], decision.because)
 
     if changed or wanted:
         node.args, node.kwargs = map_arg((node.args, node.kwargs), cast)

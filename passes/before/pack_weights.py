@@ -63,8 +63,8 @@ LAYERS: dict[Any, Callable[..., PackedLayer | None]] = {LINEAR: _linear, CONV: _
 def _arguments(layer: Node) -> list[Any]:
     schema: Any = layer.target
     names = [(each.name, each.default_value) for each in schema._schema.arguments]
-    given = dict(zip([name for name, _ in names], layer.args, strict=False)) | layer.kwargs
-    return [given.get(name, default) for name, default in names]
+    arguments = dict(zip([name for name, _ in names], layer.args, strict=False)) | layer.kwargs
+    return [arguments.get(name, default) for name, default in names]
 
 
 def _packable(read: object, dtypes: frozenset[torch.dtype]) -> bool:

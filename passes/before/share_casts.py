@@ -37,9 +37,9 @@ class ShareCasts:
             source = cast.args[0]
             ours = "amp_cast" in cast.meta and cast not in recorded
             if ours and not any(map(memory.is_written, (source, cast))) and not memory.is_visible_outside(cast):
-                kept = first.setdefault((source, cast.args[1]), cast)
-                if kept is not cast:
-                    cast.replace_all_uses_with(kept)
+                original = first.setdefault((source, cast.args[1]), cast)
+                if original is not cast:
+                    cast.replace_all_uses_with(original)
                     gm.graph.erase_node(cast)
                     shared += 1
         return shared

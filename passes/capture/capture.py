@@ -232,7 +232,7 @@ def capture(
 ) -> GraphModule:
     """Trace `gm` on `fakes` to pre-dispatch ATen, under the autocast and grad mode now in force.
 
-    A composite op inside which `policy` has rules is taken apart until they appear, as eager autocast does.
+    A composite op inside which `policy` has rules is decomposed until they apply, as in eager autocast.
     `keeps_symbols`: sizes that depend on data keep their symbols from `gm`.
     """
 

@@ -89,28 +89,28 @@ def outline(gm: GraphModule) -> GraphModule:
     if not any(_opens(n) or unknown(n) for n in gm.graph.nodes):
         return gm
     part: dict[Node, int] = {}
-    alone: set[int] = set()
+    left_alone: set[int] = set()
     depth = current = 0
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         if depth == 0 and (_opens(node) or unknown(node)):
             current += 1
-            alone.add(current)
+            left_alone.add(current)
         depth += _opens(node)
         part[node] = current
         if _name(node) == "_autograd_grad":  # its operands may come from a closed part, which it then joins
             outputs_and_inputs = pytree.arg_tree_leaves(*node.args[:2])
             begins = min((part[n] for n in outputs_and_inputs if n in part), default=current)
             part.update((n, begins) for n, p in part.items() if p > begins)
-            alone.add(current := begins)
+            left_alone.add(current := begins)
         depth -= _closes(node)
-        if depth == 0 and current in alone:
+        if depth == 0 and current in left_alone:
             current += 1
     split = split_module(gm, None, part.__getitem__, keep_original_order=True, keep_original_node_name=True)
     for index in sorted(set(part.values())):
         name = f"submod_{index}"
-        if index in alone and hasattr(split, name):
+        if index in left_alone and hasattr(split, name):
             setattr(split, name, LeftAlone(getattr(split, name)))
     split.meta.update(gm.meta)
     return split

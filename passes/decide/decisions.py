@@ -85,8 +85,8 @@ def _ask_float32(call: Call, rule: Rule) -> Decision:
 def _fill_defaults(call: Call, target: OpOverload) -> dict[str, Any]:
     """Defaults that the call relies on and that `target`, the overload called instead, doesn't have."""
     needed = {argument.name for argument in schema.arguments_of(target) if not argument.has_default_value()}
-    own = {a.name: a.default_value for a in schema.arguments_of(call.op) if a.has_default_value()}
-    return {name: value for name, value in own.items() if name in needed and name not in call.arguments}
+    defaults = {a.name: a.default_value for a in schema.arguments_of(call.op) if a.has_default_value()}
+    return {name: value for name, value in defaults.items() if name in needed and name not in call.arguments}
 
 
 def _follow_leaders(call: Call, rule: Rule, dtype: torch.dtype) -> dict[Node, torch.dtype]:

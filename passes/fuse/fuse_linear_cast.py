@@ -84,8 +84,8 @@ def _find_source(operand: Any, memory: Aliases) -> _Source | None:
         return None
     before = operand.args[0].meta["val"]
     plain = before.dtype is torch.float32 and not is_traceable_wrapper_subclass(before)
-    alone = len(operand.users) == 1 and not memory.is_written(operand.args[0])
-    return _Source(operand, views) if plain and alone and is_low(operand) else None
+    unshared = len(operand.users) == 1 and not memory.is_written(operand.args[0])
+    return _Source(operand, views) if plain and unshared and is_low(operand) else None
 
 
 def _lies_in_memory(value: Node) -> bool:

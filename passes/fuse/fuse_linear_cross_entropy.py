@@ -50,8 +50,8 @@ class FuseLinearCrossEntropy:
         with loss.node.graph.inserting_before(loss.node):
             rows = repeat_views(path, x)
         (master, low), (master_bias, low_bias) = _master_and_copy(weight), _master_and_copy(bias)
-        given = (rows, master, master_bias, low, low_bias, loss.target, loss.weight, *loss.kind)
-        fuse(loss.node, LINEAR_CROSS_ENTROPY, given, record)
+        arguments = (rows, master, master_bias, low, low_bias, loss.target, loss.weight, *loss.kind)
+        fuse(loss.node, LINEAR_CROSS_ENTROPY, arguments, record)
         reads = [node for node in (weight, bias) if isinstance(node, Node) and node.target is WEIGHT_COPY]
         erase_unread([*reads, linear, *path, loss.node])
         return True

@@ -51,7 +51,7 @@ class FusionCost:
         return self.fuse == "auto" or family in self.fuse.split("+")
 
     def pays(self, device: torch.device, saved: int | None, moved: int | None, freed: int = 0) -> bool:
-        """True if fusing saves enough: `saved` of the `moved` bytes, `freed` as in `Fusion`; None: not known here."""
+        """Decide whether to fuse: `saved` of the `moved` bytes, `freed` as in `Fusion`; None: run-time sizes."""
         if device.type == "cuda" and not usable():
             return False
         if self.fuse != "auto":
