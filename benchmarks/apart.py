@@ -19,11 +19,11 @@ LEAVE = 10.0
 
 
 class FailedError(Exception):
-    """What went wrong in the other process, in one line."""
+    """An error of the other process, in one line."""
 
 
 class Asked(Protocol):
-    """What answers by the name of a method: `Apart`, in another process, or `Here`."""
+    """An object whose methods are called by name: `Apart`, in another process, or `Here`."""
 
     def ask(self, method: str, *args: Any) -> Any: ...
 
@@ -111,5 +111,5 @@ def _serve(line: Connection, make: Callable[..., Any], *args: Any) -> None:
 
 
 def in_one_line(error: Exception) -> str:
-    """What an exception says first."""
+    """The first line of an exception's text."""
     return f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]

@@ -113,7 +113,7 @@ class Candidate:
         return (perf_counter() - start) / calls
 
     def end(self) -> dict[str, Any]:
-        """What else there is to say about the case."""
+        """Return the figures that are taken once, after the last round."""
         figures: dict[str, Any] = {"peak_bytes": peak_bytes(self.device)}
         if isinstance(self.call, TrainingStep):
             figures["losses"] = self.call.history()

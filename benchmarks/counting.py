@@ -1,4 +1,4 @@
-"""What one call does besides arithmetic: graphs, casts, kernel launches, waits of the host."""
+"""Counts of one call besides arithmetic: graphs, casts, kernel launches, waits of the host."""
 
 import os
 import re
@@ -60,7 +60,7 @@ def casts_compiled() -> Iterator[Casts]:
 
 
 def _is_rounded(operand: Node) -> bool:
-    """Whether it holds 16-bit numbers, widened perhaps."""
+    """True if it holds 16-bit numbers, widened perhaps."""
     while isinstance(operand.target, torch._ops.OpOverload) and (operand.target.is_view or operand.target in CASTS):
         if _is_low(operand):
             return True

@@ -30,14 +30,14 @@ COMPILED = "Inductor"
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one call must move and compute at least, and who can do it."""
+    """A kernel: the least that one call must move and compute, and the peers that can run it."""
 
     name: str
     bytes: int
     flops: int
     candidates: dict[str, Callable[[], object]]
     unable: dict[str, str] = field(default_factory=dict)
-    """Who can't do it here, and why."""
+    """The peers that can't run it here, and why."""
 
 
 def limits(device: str) -> Iterator[Kernel]:

@@ -1,4 +1,4 @@
-"""What the results were measured on and with."""
+"""The machine, the versions and the settings of a measurement."""
 
 import os
 import platform

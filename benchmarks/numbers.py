@@ -12,7 +12,7 @@ CHUNK = 2**24
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether two structures hold the same leaves in the same order: tensors of one dtype, one shape, and equal bits.
+    """True if two structures hold the same leaves in the same order: tensors of one dtype, one shape, and equal bits.
 
     0 is not -0, and infinity is no finite number. Every NaN counts as the same one, whatever its sign and payload:
     which of two operands' payloads survives an addition depends on the order in which a compiler puts them, and

@@ -1,4 +1,4 @@
-"""What users would pick instead of us: ways to run the same model, each with its settings, or why it can't run."""
+"""The peers that users would choose instead: ways to run a model, each with its settings, or why it can't run."""
 
 import importlib
 from collections.abc import Callable
@@ -25,14 +25,14 @@ class Peer:
     mode: str = "default"
     options: tuple[tuple[str, Any], ...] = ()
     freezing: bool = False
-    """Whether weights become constants of the graph, cast once: for Inductor, without gradients."""
+    """True if weights become constants of the graph, cast once: for Inductor, without gradients."""
     by_block: bool = False
-    """Whether each block of the model, and each module beside them, is compiled by itself, as Accelerate's
+    """True if each block of the model, and each module beside them, is compiled by itself, as Accelerate's
     `compile_regions` does."""
 
     @property
     def low(self) -> bool:
-        """Whether it computes in the low-precision type."""
+        """True if it computes in the low-precision type."""
         return self.precision != "float32"
 
     def unable(self, device: str) -> str | None:
@@ -44,7 +44,7 @@ class Peer:
         return None
 
     def around(self, device: str, dtype: torch.dtype) -> AbstractContextManager:
-        """What the forward call stands in."""
+        """The context that the forward call runs in."""
         return torch.autocast(device, dtype) if self.precision == "autocast" else nullcontext()
 
     def compiled(self, model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
@@ -70,7 +70,7 @@ class Peer:
         return torch.compile(model, backend="amp", options=options)
 
     def settings(self) -> dict[str, Any]:
-        """What a reader needs to run it too."""
+        """The settings that a reader needs to run it too."""
         found: dict[str, Any] = {"compiler": self.compiler, "precision": self.precision}
         if self.compiler in ("inductor", "amp"):
             found |= {"mode": self.mode, "options": dict(self.options)}

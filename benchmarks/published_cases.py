@@ -1,4 +1,4 @@
-"""What others measured on an H100, measured again: how far this machine and this clock agree with theirs.
+"""Published measurements on an H100, repeated: how far this machine and this clock agree with theirs.
 
 The published figures, and where they are from, stand in docs/gpu_decisions.md.
 """

@@ -1,4 +1,4 @@
-"""What a run found, as JSON: by stage and job, beside the machine, the versions and the settings."""
+"""Results of a run as JSON: by stage and job, beside the machine, the versions and the settings."""
 
 import json
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ def rival(rows: dict[str, Row]) -> str | None:
 
 @dataclass
 class Records:
-    """What is found on one machine, kept in a file from job to job."""
+    """Results of one machine, kept in a file from job to job."""
 
     path: Path
     about: dict[str, Any]

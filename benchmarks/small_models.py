@@ -18,7 +18,7 @@ class Small:
     """A model, ready to run."""
 
     updates: tuple[tuple[torch.optim.Optimizer, Callable[[], Tensor]], ...]
-    """What a training step does in turn: an optimizer, and the loss that it makes smaller."""
+    """The updates of a training step in turn: an optimizer, and the loss that it makes smaller."""
     call: Callable[[], Tensor]
     """A call for its result alone."""
 

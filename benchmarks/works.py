@@ -1,4 +1,4 @@
-"""What is measured on each device, stage by stage: models, shapes, and against whom."""
+"""The measurements on each device, stage by stage: models, shapes and peers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -41,11 +41,11 @@ class Work:
     isa: str = ""
     """An older CPU to be: what `ONEDNN_MAX_CPU_ISA` limits this one to. Empty: it uses all it has."""
     group: str = ""
-    """What these peers have in common, where others run the same model and input in another job."""
+    """The name that these peers share, where others run the same model and input in another job."""
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """The name in tables."""
         shape = f"{self.batch}x{self.length}"
         more = ", checkpointing" * self.checkpoint + ", float16" * (self.dtype == "float16")
         more += f", as {self.isa}" * bool(self.isa)
@@ -53,7 +53,7 @@ class Work:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the processes of its peers find there."""
+        """The environment variables of its peers' processes."""
         torchs = {"ATEN_CPU_CAPABILITY": "avx2"} if self.isa == "AVX2" else {}
         return {"ONEDNN_MAX_CPU_ISA": self.isa, **torchs} if self.isa else {}
 

@@ -1,4 +1,4 @@
-"""What is known not to hold, and why. The list may only shrink: an entry whose cases hold is an error."""
+"""Known failures and their reasons. The list may only shrink: an entry whose cases hold is an error."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Expected(NamedTuple):
     """The type without units for which a CPU has this failure, if others don't."""
 
     def covers(self, part: str, group: str, failure: Failure) -> bool:
-        """Whether this is it."""
+        """True if the failure is this one."""
         return (part, failure.kind) == (self.part, self.kind) and f"{group}, ".startswith(f"{self.name}, ")
 
 

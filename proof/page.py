@@ -31,7 +31,7 @@ def page(folder: Path = results.RESULTS) -> str:
 
 
 def chapter(name: str, files: Sequence[Records]) -> Iterator[str]:
-    """What one part's results say."""
+    """The chapter about one part's results."""
     found = results.verdicts(files)
     yield f"## {part(name).title}\n"
     yield part(name).says
@@ -47,7 +47,7 @@ def chapter(name: str, files: Sequence[Records]) -> Iterator[str]:
 
 
 def machines(files: Iterable[Records]) -> str:
-    """What they were found on and with."""
+    """The machines and versions of the results."""
     lines = {
         f"{a['processor']}, {', '.join(a['low-precision instructions']) or 'no 16-bit units'}; {a['system']}, "
         f"Python {a['python']}, torch {a['torch']}{a.get('with', '')}; commit {a['commit']}."

@@ -1,4 +1,4 @@
-"""What every part of the proof brings: groups of cases to run, and a chapter of the page."""
+"""The interface of every part of the proof: groups of cases to run, and a chapter of the page."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Part:
 
     title: str
     says: str
-    """What the page says of the rules."""
+    """The rules, as the page states them."""
     groups: Callable[[bool], list[str]]
     """Names of groups of cases, always the same: all of them, or those of the default sample."""
     run: Callable[[str], Verdict]
     """Tries all cases of a group. Called in a process of its own, which serves many groups."""
     tabulate: Callable[[Sequence[Verdict]], str]
-    """What came of all groups together, for the page."""
+    """The results of all groups together, for the page."""
     seconds: float = 600.0
     """How long one group may take."""
     about: Callable[[], dict[str, Any]] = about
     """The machine and the versions that the page names."""
     missing: Callable[[], str] = str
-    """What keeps it from running here, and how to get it; empty if nothing does."""
+    """The packages that it lacks here, and how to get them; empty if none."""
 
 
 def part(name: str) -> Part:

@@ -1,4 +1,4 @@
-"""What was found, group by group, in proof/results/: one file of records for each part, or for each shard of one."""
+"""Results, group by group, in proof/results/: one file of records for each part, or for each shard of one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESULTS = Path(__file__).with_name("results")
 
 
 class Failure(NamedTuple):
-    """What doesn't hold. `kind`: a word to file it under; `stock`: stock AOTAutograd under autocast fails likewise."""
+    """A failed case. `kind`: a word to file it under; `stock`: stock AOTAutograd under autocast fails likewise."""
 
     kind: str
     text: str
@@ -26,13 +26,13 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one group of cases gave: how many by outcome, and what failed."""
+    """The verdict on one group of cases: how many by outcome, and what failed."""
 
     group: str
     counts: dict[str, int] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     figures: dict[str, list[float]] = field(default_factory=dict)
-    """What was measured, where only many groups together show what holds."""
+    """Measurements, where only many groups together show what holds."""
 
     @property
     def place(self) -> tuple[str, str]:
@@ -41,7 +41,7 @@ class Verdict:
         return setting, name
 
     def noted(self) -> dict[str, Any]:
-        """What a record says of it."""
+        """The fields of a record, without its name and without empty ones."""
         return {name: value for name, value in vars(self).items() if value and name != "group"}
 
 

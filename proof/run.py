@@ -24,7 +24,7 @@ GROUPS_PER_PROCESS = 200
 
 
 class Worker:
-    """What stands in the other process."""
+    """Judges groups of cases in the other process."""
 
     def run(self, name: str, group: str) -> Verdict:
         """A group's verdict; what torch and amp warn of on the way is no part of it."""

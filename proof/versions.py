@@ -1,4 +1,4 @@
-"""What came of the suite on each torch and Python that it ran on, file by file: noted by pytest, told by the page."""
+"""Results of the suite on each torch and Python that it ran on, file by file: written by pytest, shown by the page."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is made of results: decisions, pictures, a page."""
+"""Reports made of results: decisions, pictures, a page."""

@@ -1,4 +1,4 @@
-"""What a GPU run decides: python -m benchmarks decide RESULTS.json
+"""Decisions that a GPU run makes: python -m benchmarks decide RESULTS.json
 
 Each question, its measure and its rule were written before the first run; docs/gpu_decisions.md says what follows.
 """
@@ -22,7 +22,7 @@ NONE = f"{AMP}, fuse=none"
 
 @dataclass(frozen=True)
 class Question:
-    """Whether one peer beats another on certain cases: at least so many times as fast, or as lean."""
+    """A question: does one peer beat another on certain cases, at least so many times as fast, or as lean."""
 
     about: str
     stage: str

@@ -24,7 +24,7 @@ def by_parameters(cases: Cases) -> Points:
 
 
 def by_weights(cases: Cases) -> Points:
-    """What a call on many small weights takes longer than the converted model's, against their number."""
+    """The extra time of a call on many small weights over the converted model's, against their number."""
     points = _points(cases, r"(\d+) weights", lambda _, match: float(match[1]))
     least = dict(points.pop(LIMIT, []))
     return {peer: [(size, s - least[size]) for size, s in line if size in least] for peer, line in points.items()}

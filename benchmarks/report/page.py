@@ -59,7 +59,7 @@ def page(files: list[Records]) -> str:
 
 
 def chapter(records: Records) -> Iterator[str]:
-    """What one machine's results say."""
+    """The chapter about one machine's results."""
     about = records.about
     yield f"## {about.get('gpu', about['processor'])}\n"
     yield hardware(records)
@@ -86,7 +86,7 @@ def chapter(records: Records) -> Iterator[str]:
 
 
 def hardware(records: Records) -> str:
-    """What it ran on and with."""
+    """The hardware, the versions and the time that the run took."""
     about = records.about
     packages = ", ".join(f"{name} {version}" for name, version in about["packages"].items() if version)
     commits = ", ".join(sorted({job["commit"] for jobs in records.stages.values() for job in jobs.values()}))

@@ -1,4 +1,4 @@
-"""What kernels and calls reach of the bandwidth and the arithmetic measured in the same run: shares, a roofline."""
+"""Shares of the bandwidth and the arithmetic measured in the same run that kernels and calls reach; a roofline."""
 
 import re
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def rate(row: Row, figure: str) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a copy and a matrix product reached."""
+    """The rates that a copy and a matrix product reached."""
 
     bandwidth: float
     """Bytes a second, read and written."""

@@ -57,6 +57,6 @@ def duration(times: Spread) -> str:
 
 
 def unable(cases: Iterable[dict[str, Row]]) -> str:
-    """Who couldn't run and why, each reason once."""
+    """The peers that couldn't run and why, each reason once."""
     reasons = dict.fromkeys(f"- {peer}: {row.why}" for rows in cases for peer, row in rows.items() if row.why)
     return "Not measured:\n\n" + "\n".join(reasons) + "\n" if reasons else ""

@@ -1,4 +1,4 @@
-"""What was promised, what was measured, and where others are faster."""
+"""Targets beside measurements, and where others are faster."""
 
 import re
 from collections.abc import Iterator
@@ -108,6 +108,6 @@ def losses(records: Records) -> Iterator[Loss]:
 
 
 def cause(device: str, stage: str, case: str) -> str:
-    """What is known about a loss."""
+    """The cause of a loss, as far as it is known."""
     known = [text for where, text in CAUSES.items() if re.search(where, f"{device} {stage} {case}")]
     return known[0] if known else "cause not known yet"

@@ -45,7 +45,7 @@ def take(case: Case, checkouts: Path, folder: Path) -> None:
 
 
 def run(case: Case, way: str, checkouts: Path) -> dict[str, list[float]]:
-    """What probe.py notes. Raises CalledProcessError where the script fails, and prints what it printed."""
+    """The notes of probe.py. Raises CalledProcessError where the script fails, and prints what it printed."""
     with tempfile.TemporaryDirectory() as name:
         folder, work = Path(name) / "repository", Path(name) / "work"
         work.mkdir()
@@ -95,7 +95,7 @@ def page_table(stages: dict[str, Any]) -> str:
 
 
 def measured(case: Case, way: str, checkouts: Path) -> tuple[dict[str, Any], list[str]]:
-    """What is noted of a script that ran one way, and said."""
+    """The record of a script that ran one way, and the lines to print."""
     found = summary(run(case, way, checkouts))
     return found, [str(found)]
 

@@ -1,4 +1,4 @@
-"""What the scripts read instead of downloads: text of the standard library, small models with random weights."""
+"""Inputs of the scripts instead of downloads: text of the standard library, small models with random weights."""
 
 import json
 import random

@@ -24,7 +24,7 @@ class Subject(NamedTuple):
     rate: float
     """Of AdamW at the first step; it falls to 0 in a line."""
     lower: str = "aot_eager"
-    """Who runs amp's graphs; by Inductor where it compiles in seconds."""
+    """The option `lower` of amp; by Inductor where it compiles in seconds."""
 
 
 class Experts(nn.Module):

@@ -39,7 +39,7 @@ class Ending(NamedTuple):
         return scatter / sqrt(len(self.differences["amp"]))
 
     def holds(self, how: str = "amp") -> bool:
-        """Whether the mean difference is within what float32 itself scatters by, both ways."""
+        """True if the mean difference is within what float32 itself scatters by, both ways."""
         bounds = LARGE * self.standard_error(self.seeds), SHARP * self.standard_error(self.shakes)
         return abs(mean(self.differences[how])) <= min(bounds)
 

@@ -40,7 +40,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "amp": {"backend": "amp", "options": {"outputs": "autocast"}},
     "amp_every_call": {"backend": "amp", "options": {"outputs": "autocast", "weights": "every_call"}},
 }
-"""What `--backend` may name → how torch.compile is called for it. The scripts compare the dtypes of results too."""
+"""Names that `--backend` may take → arguments of torch.compile. The scripts compare the dtypes of results too."""
 compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 """Function that a script compiles → what torch.compile made of it."""
 

@@ -29,7 +29,7 @@ PEER, FROZEN = "inductor", "inductor_freezing"
 WAYS = {"inference": (PEER, FROZEN, "amp"), "training": (PEER, "amp", "amp_every_call")}
 """Mode → what is timed in turn: backends, and Inductor with `--freezing`."""
 COMPARED = (PEER, "amp")
-"""What is timed again in later runs, and judged by accuracy."""
+"""The backends that are timed again in later runs, and judged by accuracy."""
 RUNS = 5
 """Of everything; the sample has one."""
 ACCURACY = "accuracy"
@@ -38,7 +38,7 @@ SECONDS = 600
 ITERATIONS, BATCH = 5, 1
 LAUNCHER = (sys.executable, "-m", "proof.dashboard.launch")
 NEEDED = ("numpy", "pandas", "psutil", "scipy", "tabulate", "tqdm", "transformers", "timm")
-"""What the scripts import beside torch."""
+"""Packages that the scripts import beside torch."""
 MISSING = """DYNAMO_BENCHMARKS={found}: expected the folder benchmarks/dynamo of a checkout of PyTorch. With
   git clone --depth 1 --branch v{version} --filter=blob:none --sparse https://github.com/pytorch/pytorch
   git -C pytorch sparse-checkout set benchmarks/dynamo
@@ -68,7 +68,7 @@ def run(group: str) -> Verdict:
 
 
 def line_of(kind: str, mode: str, way: str, model: str) -> dict[str, str]:
-    """What the script writes of a model; nothing if it dies or takes too long."""
+    """The line that the script writes of a model; empty if it dies or takes too long."""
     (script,) = (script for script, models in MODELS.items() if model in models)
     with tempfile.TemporaryDirectory() as name:
         command = [*LAUNCHER, str(_checkout() / f"{script}.py"), f"--{kind}", f"--{mode}"]
@@ -95,7 +95,7 @@ def _checkout() -> Path:
 
 
 def missing() -> str:
-    """What keeps the scripts from running, and how to get it; empty if nothing does."""
+    """The packages that the scripts lack, and how to get them; empty if none."""
     if not (_checkout() / "common.py").exists():
         return MISSING.format(found=_checkout(), version=torch.__version__.partition("+")[0])
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -112,14 +112,14 @@ def facts() -> dict[str, Any]:
 
 
 class Timed(NamedTuple):
-    """What a run found; a speedup of 0 is a failure."""
+    """The result of a run; a speedup of 0 is a failure."""
 
     speedup: float
     milliseconds: float
 
 
 class Row(NamedTuple):
-    """What is known of a model in one mode, by way: runs and verdicts."""
+    """Runs and verdicts of a model in one mode, by way."""
 
     model: str
     runs: dict[str, list[Timed]]

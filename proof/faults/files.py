@@ -66,7 +66,7 @@ def no_cache_folder() -> int:
 
 
 def corrupt_cache() -> int:
-    """What the cache folder holds was cut off, or overwritten."""
+    """Cut off or overwrite the files of the cache folder."""
     trials = 0
     with TemporaryDirectory() as folder:
         _run(TRAIN, {"AMPCOMPILE_CACHE_DIR": folder})

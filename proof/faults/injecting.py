@@ -28,7 +28,7 @@ def places(error: type[BaseException], act: Callable[[], object]) -> int:
 
 
 def _lets_go(event: str, called: Any) -> bool:
-    """Whether a lock is about to be let go, which doesn't fail: who broke it off would keep it for good."""
+    """True if a lock is about to be released, which doesn't fail: an exception there would keep it for good."""
     return event == "c_call" and isinstance(getattr(called, "__self__", None), LOCKS)
 
 

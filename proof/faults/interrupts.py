@@ -26,7 +26,7 @@ def refresh(subject: Subject) -> Callable[[], object]:
 
 
 def step(subject: Subject) -> Callable[[], object]:
-    """What follows backward."""
+    """Run the part of a step that follows backward."""
     subject.backward(batch())
     return subject.update
 

@@ -42,7 +42,7 @@ def fork() -> int:
 
 
 def _together(*acts: Callable[[], Any]) -> list[Any]:
-    """What these return in threads that begin at once; raises what one of them raises."""
+    """Return the results of threads that begin at once; raises what one of them raises."""
     start = threading.Barrier(len(acts))
 
     def run(act: Callable[[], Any]) -> Any:

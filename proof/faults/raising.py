@@ -43,7 +43,7 @@ class Bomb(torch.autograd.Function):
 
 
 class Breaking:
-    """What a model calls between two graphs, and what may raise there, in forward or in backward."""
+    """A call between two graphs of a model that may raise, in forward or in backward."""
 
     fuses: tuple[Fuse, Fuse]
 

@@ -62,7 +62,7 @@ class Subject:
         self.scaler.scale(self.loss(self.run, data)).backward()
 
     def update(self) -> None:
-        """What follows backward."""
+        """Run the part of a step that follows backward."""
         self.scaler.clip_grad_norm_(self.optimizer, 1.0)
         self.scaler.step(self.optimizer)
         self.scaler.update()

@@ -20,7 +20,7 @@ class Setting(NamedTuple):
     dynamic: bool | None = None
 
     def run(self, of: Program, run_as: Callable[[Any], Any], exact: bool = False) -> Outcome:
-        """What comes of its calls."""
+        """Return the outcome of its calls."""
         torch._dynamo.reset()
         return outcome(of, run_as, exact, OTHER_ROWS if self.dynamic else ROWS)
 
@@ -47,7 +47,7 @@ class Setting(NamedTuple):
         return under_autocast
 
     def judge(self, of: Program) -> tuple[str, list[tuple[str, str]]]:
-        """What became of a program in one word, and what is wrong with it."""
+        """A program's verdict in one word, and the differences."""
         try:
             theirs = self.run(of, self.stock)
         except Exception:

@@ -56,7 +56,7 @@ AROUND = (
 
 
 def choices(text: str) -> list[str]:
-    """What stands in the lines of a text, between bars."""
+    """The choices in the lines of a text, between bars."""
     return [choice for line in text.strip().splitlines() for choice in line.split("|")]
 
 
@@ -122,7 +122,7 @@ class _Parts(nn.Module):
         self.piece.weight = nn.Parameter(self.flat[8:72].view(8, 8))
 
     def forward(self, *args: Tensor) -> Any:
-        """What the program returns."""
+        """Run the program."""
         return self.program(*args)
 
 

@@ -1,4 +1,4 @@
-"""What a random module gave when it was called, and in what two outcomes differ."""
+"""Outcomes of calls of a random module, and the differences between two outcomes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ Calls = list[list[Tensor]]
 
 @dataclass
 class Outcome:
-    """What calls gave, what they left behind, and which of these tensors share memory, in each call."""
+    """The results of calls, the state they left behind, and the tensors that share memory, in each call."""
 
     results: Calls = field(default_factory=list)
     left: Calls = field(default_factory=list)
@@ -83,7 +83,7 @@ def overflows(found: Calls, *others: Calls) -> int:
 
 
 def same(ours: Outcome, theirs: Outcome) -> bool:
-    """Whether all numbers have the same bits."""
+    """True if all numbers have the same bits."""
     return all(same_bits(getattr(ours, kind), getattr(theirs, kind)) for kind in ("results", "left", "gradients"))
 
 

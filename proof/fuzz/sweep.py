@@ -62,7 +62,7 @@ def tabulate(verdicts: Sequence[Verdict]) -> str:
 
 
 def judged(kind: str, seed: int) -> tuple[str, list[tuple[str, str]]]:
-    """What became of the program of a seed."""
+    """The verdict on a seed's program."""
     how = KINDS[kind]
     return how.judge(how.program(seed))  # type: ignore[arg-type]
 

@@ -70,7 +70,7 @@ class Side:
         self.gave: list[Any] = []
 
     def do(self, statement: str, seed: int) -> list[Any]:
-        """What a statement gives: tensors, or the kind of error that it raises."""
+        """The result of a statement: tensors, or the kind of error that it raises."""
         self.gave = []
         torch.manual_seed(seed)
         try:
@@ -92,7 +92,7 @@ class Side:
             self.gave += [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
 
     def step(self, clipped: bool = False) -> None:
-        """What follows backward."""
+        """Run the part of a step that follows backward."""
         if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
             if clipped:
                 self.scaler.clip_grad_norm_(self.optimizer, 0.5)
@@ -145,7 +145,7 @@ class Side:
                 part.load_state_dict(copy.deepcopy(state))
 
     def look(self, rows: int) -> str:
-        """What isn't as near to float64 as eager autocast's of the same weights: outputs, gradients.
+        """Name outputs or gradients that are further from float64 than eager autocast's of the same weights.
 
         In evaluation: running statistics would be changed by whoever comes first.
         """

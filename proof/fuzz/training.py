@@ -89,7 +89,7 @@ class Beside:
         return training(seed)
 
     def judge(self, of: Training) -> tuple[str, list[tuple[str, str]]]:
-        """What became of a program in one word, and the first that is wrong with it."""
+        """A program's verdict in one word, and its first difference."""
         sides = [
             Side(of.seed, of.broken, of.optimizer, self.dtype, lower=self.lower, weights=weights)
             for weights in ("cached", "every_call")

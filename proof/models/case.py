@@ -24,6 +24,6 @@ class Case:
     build: Callable[[], nn.Module]
     inputs: Callable[[], Inputs]
     call: Callable[[Callable[..., Any], Inputs], Any] = plainly
-    """What is done with the model, or with the compiled one in its place."""
+    """The call of the model, or with the compiled one in its place."""
     package: str = "torch"
-    """What has to be installed for it."""
+    """The package that it needs."""

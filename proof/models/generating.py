@@ -70,7 +70,7 @@ class Writer:
 
 
 def judge(group: str, case: Case, low: torch.dtype, cache: str) -> Verdict:
-    """Whether amp writes what eager autocast writes, which refuses a static cache in float32."""
+    """Compare the text that amp and eager autocast write; the latter refuses a static cache in float32."""
     writer = Writer(case, low)
     theirs = writer.tokens(eager, autocast(low), "dynamic cache")
     same = False

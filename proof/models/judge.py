@@ -1,4 +1,4 @@
-"""Whether amp runs a model as eager autocast does, also after its weights changed, and in no more graphs than torch."""
+"""Compare a model under amp with eager autocast, also after its weights changed, and count its graphs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Attempt:
         yield from ()
 
     def differences(self) -> Iterator[Difference]:
-        """What is wrong: at once, after a step, after writes through `.data`."""
+        """The differences: at once, after a step, after writes through `.data`."""
         self.first()
         zeros = ""
         for kind, change, least in (
@@ -89,7 +89,7 @@ class Attempt:
             yield Difference("zeros", zeros)
 
     def hold(self, least: int) -> Tally:
-        """What comes of at least so many inputs, with these weights."""
+        """Check at least so many inputs, with these weights."""
         tally, done = Tally(), 0
         for count in (least, *DRAWS[1:]):
             for _ in range(done, count):
@@ -105,7 +105,7 @@ class Attempt:
 
 
 def attempted(act: Callable[[], Iterable[Difference]]) -> list[Difference]:
-    """What `act` finds; to raise is a difference, and so is a graph that the backend refused."""
+    """Return the differences that `act` finds; to raise is one, and so is a graph that the backend refused."""
     torch._dynamo.reset()
     counters.clear()
     found: list[Difference] = []
@@ -124,7 +124,7 @@ def outcome(group: str, found: Sequence[Difference], there: Sequence[Difference]
 
 
 def judge(group: str, case: Case, mode: str, low: torch.dtype, lower: str) -> Verdict:
-    """What becomes of a case in one mode and one type."""
+    """The verdict on a case in one mode and one type."""
     eager = Attempt(case, mode, low, ours(low, lower))
     try:
         eager.eager(case.inputs())

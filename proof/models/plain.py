@@ -99,7 +99,7 @@ def perceptron(end: int, act: Callable[[], nn.Module] = nn.Tanh) -> nn.Module:
 
 
 def penalty(run: Callable[..., Any], inputs: Inputs) -> Any:
-    """What a critic says, and how far its gradient's length is from 1: the loss of a Wasserstein GAN's critic."""
+    """A critic's value, and how far its gradient's length is from 1: the loss of a Wasserstein GAN's critic."""
     if not torch.is_grad_enabled():
         return run(inputs["x"])
     x = inputs["x"].requires_grad_()

@@ -18,7 +18,7 @@ MODES = ("train", "eval", "no_grad")
 
 
 class Run(NamedTuple):
-    """What one call gave: tensors that it returned, gradients of parameters, buffers that it wrote."""
+    """Results of one call: tensors that it returned, gradients of parameters, buffers that it wrote."""
 
     outputs: list[Tensor]
     gradients: list[Tensor | None]

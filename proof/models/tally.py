@@ -19,7 +19,7 @@ FLOOR = 0.01
 but for rounding has no relative error.
 """
 FLIP = 2.0
-"""What one draw counts for at most, and by its inverse at least: where two numbers all but tie for a maximum, or one is
+"""The most that one draw counts for; its inverse is the least. Where two numbers all but tie for a maximum, or one is
 all but zero before a ReLU, a rounding decides about a whole gradient, for one run or for the other.
 """
 
@@ -44,7 +44,7 @@ class Tally:
     """Errors of ours and of eager autocast's, by kind of tensor, of each draw."""
 
     same: bool = True
-    """Whether all bits were equal."""
+    """True if all bits were equal."""
     dtypes: str = ""
     """Where dtypes or shapes differ."""
     zeros: str = ""

@@ -63,7 +63,7 @@ class Call:
 
 
 def is_float(x: Any) -> bool:
-    """Whether autocast may convert it."""
+    """True if autocast may convert it."""
     return isinstance(x, Tensor) and x.dtype in FLOATS
 
 

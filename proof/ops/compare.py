@@ -1,4 +1,4 @@
-"""What must agree between two runs of one call: dtypes, values, aliasing, strides. No difference is an empty list."""
+"""Differences between two runs of one call: in dtypes, values, aliasing and strides. An empty list if they agree."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ class Difference(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What one call read and gave."""
+    """The inputs and results of one call."""
 
     inputs: list[Tensor]
     """As the call left them."""
@@ -52,7 +52,7 @@ def differences(ours: Run, theirs: Run, exact: Run | None, random: bool) -> list
 
 
 def same_numbers(ours: Run, theirs: Run) -> bool:
-    """Whether all values are equal, bit by bit."""
+    """True if all values are equal, bit by bit."""
     return same_bits([dense(t) for t in ours.tensors()], [dense(t) for t in theirs.tensors()])
 
 

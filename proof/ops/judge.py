@@ -1,4 +1,4 @@
-"""Whether amp runs a call as eager autocast does, and if it doesn't, whether stock AOTAutograd does."""
+"""Compare a call under amp with eager autocast; where they differ, stock AOTAutograd with eager autocast."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -30,7 +30,7 @@ class Setting(NamedTuple):
         return f"{str(self.low).removeprefix('torch.')}, {where}, {'gradients' if self.gradients else 'forward'}"
 
     def around(self) -> AbstractContextManager:
-        """What is open while amp's callable runs."""
+        """The context in which amp's callable runs."""
         return autocast(self.low) if self.ambient else nullcontext()
 
     def amp(self) -> Callable[[Any], Any]:
