@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import linecache
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ampcompile.dtypes import short_name
 from ampcompile.records.casts import CastRecord, GraphRecord
-from ampcompile.records.totals import Total
+
+from .table import gain
+
+if TYPE_CHECKING:
+    from .report import Report
 
 
-def page(
-    graphs: Sequence[GraphRecord], totals: Sequence[Total], unknown: Sequence[str], results: Sequence[CastRecord] = ()
-) -> str:
+def page(report: Report) -> str:
     """The page's text. It loads no other files, so it opens from a disk or an attachment."""
     folder = files(__package__) / "page"
-    data = json.dumps(_data(graphs, totals, unknown, results), separators=(",", ":"))
+    data = json.dumps(_data(report), separators=(",", ":"))
     parts = {"data": data.replace("<", "\\u003c")}  # data inside a script element must not contain its end tag
 
     def part(match: re.Match[str]) -> str:
@@ -30,13 +32,11 @@ def page(
     return re.sub(r"/\*([a-z.]+)\*/", part, (folder / "page.html").read_text(encoding="utf-8"))
 
 
-def _data(
-    graphs: Sequence[GraphRecord], totals: Sequence[Total], unknown: Sequence[str], results: Sequence[CastRecord]
-) -> dict[str, Any]:
-    texts = _Texts()
+def _data(report: Report) -> dict[str, Any]:
+    graphs, texts = report.graphs, _Texts()
     numbered = {number: cast for graph in graphs for number, cast in graph.numbered_casts.items()}
     index = {number: i for i, number in enumerate(numbered)}
-    casts = [*numbered.values(), *results]  # those of results are outside of graphs
+    casts = [*numbered.values(), *report.results]  # those of results are outside of graphs
     drawn = [
         {"precision": graph.precision, "reason": graph.reason, "ops": list(_ops(graph, index, texts))}
         for graph in graphs
@@ -45,8 +45,11 @@ def _data(
     return {
         "graphs": drawn,
         "casts": [_cast(cast, texts) for cast in casts],
-        "totals": [asdict(total) for total in totals],
-        "unknown": list(unknown),
+        "totals": [asdict(total) for total in report.changes],
+        "gain": gain(report),
+        "about": report.about,
+        "eager": [asdict(each) for each in report.eager],
+        "unknown": report.unknown_ops,
         "lines": {source: line for source in sources if (line := _line(source))},
         "texts": list(texts.numbers),
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from datetime import date
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -16,14 +18,16 @@ from ampcompile.compiler.call_state import casting
 from ampcompile.compiler.left_to_autocast import find_reason
 from ampcompile.compiler.lower import lower
 from ampcompile.compiler.shared_memory import cast_together
+from ampcompile.compiler.unmatched import named
 from ampcompile.compiler.widen_outputs import BECAUSE
 from ampcompile.config import Options
 from ampcompile.records.casts import CastRecord, GraphRecord, cast_of_result
 from ampcompile.records.totals import eager_totals
 from ampcompile.records.watch import JointWatcher, Watcher
-from ampcompile.torch_private import compiled_functions, dynamo_caches, structured_trace
+from ampcompile.torch_private import compiled_functions, dynamo_attempts, dynamo_caches, structured_trace
 from ampcompile.torch_private.patches import uncompiled
 
+from .eager_modules import ForwardTimes
 from .preserve_state import preserve_state
 from .report import Report
 
@@ -42,9 +46,16 @@ def make_explainer(f: Any, options: dict[str, Any], mode: str | None, dynamic: b
             return result.float()
 
         recording_casts = casting(lambda tensors: cast_together(tensors, cast))
+        before, times = dynamo_attempts.count(), ForwardTimes(f)
         with dynamo_caches.dynamo_as_it_was(backend), preserve_state(f, args, kwargs), uncompiled(f), recording_casts:
-            torch.compile(f, backend=backend, dynamic=dynamic)(*args, **kwargs)
-        return Report(graphs, results)
+            compiled = torch.compile(f, backend=backend, dynamic=dynamic)
+            with times.measured():
+                compiled(*args, **kwargs)
+        eager = times.records({op.module for graph in graphs for op in graph.ops})
+        broken = map(dynamo_attempts.in_short, dynamo_attempts.reasons_since(before))
+        elsewhere = [reason for reason in broken if not any(reason in graph.reason for graph in graphs)]
+        about = f"{named(f)}; ampcompile {version('ampcompile')}, torch {torch.__version__}; {date.today()}"
+        return Report(graphs, results, eager, elsewhere, about)
 
     return explained
 

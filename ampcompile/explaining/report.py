@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from html import escape
 from itertools import count, pairwise
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from ampcompile.dtypes import short_name
 from ampcompile.records.casts import CastRecord, FusionRecord, GraphRecord, OpRecord
 from ampcompile.records.totals import Total
 
 from . import html, table
+from .eager_modules import EagerRecord
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
-    """All graphs that Dynamo found in a call, as rewritten. `str(report)` is a table that fits the terminal."""
+    """All graphs that Dynamo found in a call, as rewritten. `str(report)` is a table that fits the terminal.
+
+    In a notebook, a report is shown as its page.
+    """
 
     graphs: Sequence[GraphRecord]
     results: Sequence[CastRecord] = ()
     """The casts of the call's results that aren't part of a graph."""
+    eager: Sequence[EagerRecord] = ()
+    """The modules that ran eagerly, as Dynamo compiled nothing of them."""
+    breaks: Sequence[str] = ()
+    """Why Dynamo gave up code that comes before a graph, or all of it."""
+    about: str = ""
+    """The callable, the versions and the date."""
 
     @property
     def code(self) -> str:
@@ -72,8 +87,9 @@ class Report:
             sums[total.stage] = Total(total.stage, before.casts + total.casts, before.bytes + total.bytes)
         return list(sums.values())
 
-    def _changes(self) -> list[Total]:
-        """The totals that `str` and the page show, without passes that changed nothing, as most do."""
+    @property
+    def changes(self) -> list[Total]:
+        """The totals without those of passes that changed nothing, as most do."""
         always = ("eager autocast", "insert_casts", "differentiated")
         return [
             total
@@ -83,7 +99,28 @@ class Report:
 
     def save(self, path: str | Path) -> None:
         """Write the report as a self-contained page: `report.save("amp.html")`."""
-        Path(path).write_text(html.page(self.graphs, self._changes(), self.unknown_ops, self.results), encoding="utf-8")
+        Path(path).write_text(html.page(self), encoding="utf-8")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain data, graph by graph, with dtypes as `bf16`: for JSON."""
+        graphs = [
+            {"precision": graph.precision, "reason": graph.reason}
+            | {name: [_plain(each) for each in getattr(graph, name)] for name in ("ops", "casts", "fusions")}
+            for graph in self.graphs
+        ]
+        lists = {name: [_plain(each) for each in getattr(self, name)] for name in ("results", "eager", "totals")}
+        texts = {"about": self.about, "breaks": [*self.breaks], "unknown_ops": self.unknown_ops}
+        return {**texts, "graphs": graphs, **lists}
+
+    def _repr_html_(self) -> str:
+        return f'<iframe srcdoc="{escape(html.page(self))}" style="width: 100%; height: 600px; border: 0"></iframe>'
+
+    def __repr__(self) -> str:
+        return f"<ampcompile report: {len(self.graphs)} graphs, {len(self.ops)} ops, {len(self.casts)} casts>"
 
     def __str__(self) -> str:
-        return table.render(self.graphs, self.unknown_ops, self._changes(), self.results)
+        return table.render(self)
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    return {name: short_name(v) if isinstance(v, torch.dtype) else v for name, v in asdict(record).items()}

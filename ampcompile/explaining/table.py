@@ -5,26 +5,26 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from ampcompile.dtypes import short_name
-from ampcompile.records.casts import CastRecord, GraphRecord, OpRecord
-from ampcompile.records.totals import Total
+from ampcompile.records.casts import CastRecord, FusionRecord, GraphRecord, OpRecord
+from ampcompile.records.totals import EAGER_BACKWARD, EAGER_FORWARD, Total
 
 from .text import human_bytes, table_of, text_of
 
+if TYPE_CHECKING:
+    from .eager_modules import EagerRecord
+    from .report import Report
 
-def render(
-    graphs: Sequence[GraphRecord],
-    unknown: Sequence[str],
-    totals: Sequence[Total],
-    results: Sequence[CastRecord] = (),
-    width: int | None = None,
-) -> str:
-    """The table of all graphs, at most `width` columns wide (default: the terminal's)."""
-    reasons, parts = _Footnotes(), list[str | Table]()
+
+def render(report: Report, width: int | None = None) -> str:
+    """The tables of all graphs, at most `width` columns wide (default: the terminal's); what was gained comes first."""
+    graphs, reasons, parts = report.graphs, _Footnotes(), list[str | Table]()
+    parts += [gain(report), ""]
     for index, graph in enumerate(graphs):
         parts.append(_headline(index, len(graphs), graph))
         if graph.casts:
@@ -32,20 +32,41 @@ def render(
         if not graph.left:
             parts.append(_op_table(graph.ops, reasons))
         if graph.reason:
-            parts.append(f"graph break after graph {index}: {graph.reason.splitlines()[0]}")
+            parts.append(f"graph break after graph {index}: {graph.reason}")
         parts.append("")
-    if results:
-        parts += ["results of the call", _cast_table(results, reasons), ""]
+    parts += [f"graph break before a graph: {reason}" for reason in report.breaks]
+    if report.eager:
+        parts += [_eager_table(report.eager), ""]
+    if report.results:
+        parts += ["results of the call", _cast_table(report.results, reasons), ""]
     parts += [f"[{number}] {text}" for text, number in reasons.numbers.items()]
-    if unknown:
+    if unknown := report.unknown_ops:
         parts.append(f"unknown to the policy: {', '.join(unknown)} (ampcompile.register_op gives a rule)")
-    if totals:
-        parts += ["", _total_table(totals)]
-    parts.append(_summary([*(cast for graph in graphs for cast in graph.casts), *results]))
-    parts += [str(graph.estimate) for graph in graphs if graph.estimate is not None and graph.estimate.products]
-    if any(graph.fusions for graph in graphs):
-        parts.append(_fusion_line(graphs))
+    if report.totals:
+        parts += ["", _total_table(report.changes)]
+    parts.append(_summary(report.casts))
+    several = len(graphs) > 1
+    for index, graph in enumerate(graphs):
+        if graph.estimate is not None and graph.estimate.products:
+            parts.append(f"graph {index}: " * several + str(graph.estimate))
+    if report.fusions:
+        parts.append(_fusion_line(report.fusions))
     return text_of(parts, width)
+
+
+def gain(report: Report) -> str:
+    """The conversions of eager autocast beside those that are left, in one line; why there is nothing to compare."""
+    totals = {total.stage: total for total in report.totals}
+    if (forward := totals.get(EAGER_FORWARD)) is None or (backward := totals.get(EAGER_BACKWARD)) is None:
+        return "every graph is left to autocast" if report.graphs else "Dynamo made no graph: nothing is compiled"
+    ours, once = report.totals[-1], [cast for cast in report.casts if "hoisted" in cast.fate]
+    a_call = "a step" if backward.casts else "a call"
+    parts = f" (forward {forward.casts}, backward {backward.casts})" if backward.casts else ""
+    weights = f", and {len(once)} of weights once per update, {human_bytes(sum(c.bytes for c in once))}" if once else ""
+    return (
+        f"{forward.casts + backward.casts} conversions {a_call} under eager autocast{parts}, "
+        f"{human_bytes(forward.bytes + backward.bytes)}; {ours.casts} here, {human_bytes(ours.bytes)}{weights}"
+    )
 
 
 class _Footnotes:
@@ -66,44 +87,32 @@ def _layers(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
-def _merge_rows(rows: Iterable[tuple[tuple[str, ...], int]]) -> list[tuple[tuple[str, ...], int, int]]:
-    """Merge equal rows: (row, count, total bytes), in the order of first appearance."""
-    counts: Counter[tuple[str, ...]] = Counter()
-    sizes: Counter[tuple[str, ...]] = Counter()
-    for row, size in rows:
-        counts[row] += 1
-        sizes[row] += size
-    return [(row, counts[row], sizes[row]) for row in counts]
-
-
 def _cast_table(casts: Sequence[CastRecord], reasons: _Footnotes) -> Table:
     table = table_of(["cast for", "module", "line", "of", "dtypes", "shape", "fate"], ["times", "bytes", "why"])
-    rows = (
-        (
-            (
-                c.op,
-                _layers(c.module),
-                os.path.basename(c.source),
-                c.of,
-                c.dtypes,
-                c.sizes,
-                "+".join(c.fate[1:]) or c.fate[0],
-                c.because,
-            ),
-            c.bytes,
-        )
-        for c in casts
-    )
-    for row, count, size in _merge_rows(rows):
-        table.add_row(*row[:-1], str(count), human_bytes(size), reasons(row[-1]))
+    merged: dict[tuple[str, ...], list[CastRecord]] = {}
+    for c in casts:
+        fate = "+".join(c.fate[1:]) or c.fate[0]
+        row = (c.op, _layers(c.module), os.path.basename(c.source), c.of, c.dtypes, c.sizes, fate, c.because)
+        merged.setdefault(row, []).append(c)
+    for (op, layers, *rest, because), equal in merged.items():
+        module = layers if len({c.module for c in equal}) > 1 else equal[0].module
+        size = human_bytes(sum(c.bytes for c in equal))
+        table.add_row(op, module, *rest, str(len(equal)), size, reasons(because))
     return table
 
 
 def _op_table(ops: Sequence[OpRecord], reasons: _Footnotes) -> Table:
     table = table_of(["op", "dtype"], ["times", "why"])
-    rows = (((op.op, short_name(op.dtype) if op.dtype else "", op.because), 0) for op in ops)
-    for row, count, _ in sorted(_merge_rows(rows)):
-        table.add_row(*row[:-1], str(count), reasons(row[-1]))
+    rows = Counter((op.op, short_name(op.dtype) if op.dtype else "", op.because) for op in ops)
+    for (op, dtype, because), count in sorted(rows.items()):
+        table.add_row(op, dtype, str(count), reasons(because))
+    return table
+
+
+def _eager_table(modules: Sequence[EagerRecord]) -> Table:
+    table = table_of(["runs eagerly, under autocast", "class", "line"], ["of the call's time"])
+    for each in modules:
+        table.add_row(each.module or "the callable", each.kind, os.path.basename(each.source), f"{each.share:.0%}")
     return table
 
 
@@ -122,8 +131,7 @@ def _summary(casts: Sequence[CastRecord]) -> str:
     )
 
 
-def _fusion_line(graphs: Sequence[GraphRecord]) -> str:
-    fusions = [fusion for graph in graphs for fusion in graph.fusions]
+def _fusion_line(fusions: Sequence[FusionRecord]) -> str:
     families = ", ".join(f"{count} {family}" for family, count in Counter(f.family for f in fusions).items())
     saved, freed = (human_bytes(sum(sizes)) for sizes in zip(*((f.saved, f.freed) for f in fusions), strict=True))
     return f"fused: {families}; by count {saved} less moved in one call, {freed} less held"

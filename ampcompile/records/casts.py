@@ -173,9 +173,14 @@ def cast_of_result(result: torch.Tensor, because: str, source: str) -> CastRecor
 
 
 def ops_of(gm: GraphModule) -> Iterator[OpRecord]:
-    """Yield the ops on tensors of a rewritten graph and its bodies, in order, without inserted casts."""
+    """Yield the ops on tensors of a rewritten graph and its bodies, in order, without inserted casts.
+
+    Of a part that is left to autocast (`torch.func` transforms), the functions that it calls.
+    """
     for graph in graphs(gm):
         for node in graph.graph.nodes:
+            if node.op == "call_module":
+                yield from _left_to_autocast(node)
             if is_cast(node) or not _on_tensors(node):
                 continue
             decision: Decision | None = node.meta.get("amp")
@@ -187,6 +192,14 @@ def ops_of(gm: GraphModule) -> Iterator[OpRecord]:
                 because=decision.because if decision is not None else "",
                 known=decision.known if decision is not None else True,
             )
+
+
+def _left_to_autocast(part: Node) -> Iterator[OpRecord]:
+    because = part.meta["amp"].because
+    for node in part.graph.owning_module.get_submodule(str(part.target)).graph_module.graph.nodes:
+        name = op_name(node.target)
+        if node.op in ("call_function", "call_method") and not name.startswith(("_", "lazy_load")):
+            yield OpRecord(name, module_path(node), source_line(node), None, because, known=True)
 
 
 def fusions_of(gm: GraphModule) -> Iterator[FusionRecord]:
@@ -229,7 +242,7 @@ def _origin(node: Any, origins: dict[Node, str]) -> str:
 
 
 def _on_tensors(node: Node) -> bool:
-    if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         return True
     values = pytree.tree_leaves(node.meta.get("val"))
     return isinstance(node.target, OpOverload) and any(isinstance(v, torch.Tensor) for v in values)

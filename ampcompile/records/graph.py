@@ -51,7 +51,7 @@ def _record(node: Node, prefix: str) -> NodeRecord:
     return NodeRecord(
         name=prefix + node.name,
         kind="cast" if cast is not None else _KINDS.get(node.op, "op"),
-        op=cast.op if cast is not None else "" if node.op == "output" else op_name(node.target),
+        op=cast.op if cast is not None else _SPECIAL[node.op] if node.op in _SPECIAL else op_name(node.target),
         module=module_path(node),
         source=source_line(node),
         dtype=_dtype(node),
@@ -62,6 +62,7 @@ def _record(node: Node, prefix: str) -> NodeRecord:
     )
 
 
+_SPECIAL: Mapping[str, str] = {"output": "", "call_module": "a torch.func transform"}
 _KINDS: Mapping[str, str] = {"placeholder": "input", "get_attr": "input", "output": "output"}
 
 

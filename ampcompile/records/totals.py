@@ -15,6 +15,9 @@ from ampcompile.passes.graph import graphs, held_tensors
 from ampcompile.torch_private import dispatcher, pytree, tracing
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload, TorchDispatchMode
 
+EAGER_FORWARD, EAGER_BACKWARD = "eager autocast, forward", "eager autocast, backward"
+"""The stages of `eager_totals`."""
+
 
 @dataclass(frozen=True)
 class Total:
@@ -43,13 +46,13 @@ def eager_totals(gm: GraphModule, example_inputs: Sequence[Any]) -> list[Total]:
     try:
         with tracing.computing_on(mode), watched, torch.random.fork_rng([]):
             results = torch.func.functional_call(gm, held, tuple(fakes))
-            forward = watched.total("eager autocast, forward")
+            forward = watched.total(EAGER_FORWARD)
             watched.sizes.clear()
             _backward(results, fakes)
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(cached)
-    return [forward, watched.total("eager autocast, backward")]
+    return [forward, watched.total(EAGER_BACKWARD)]
 
 
 def _backward(results: Any, inputs: Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ from ampcompile.passes.base import Applied, Pass
 from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.graph import UNDECIDED, is_static, placeholders
-from ampcompile.torch_private import autocast
+from ampcompile.torch_private import autocast, dynamo_attempts
 
 from .casts import CastRecord, GraphRecord, OpRecord, cast_nodes, casts_of, fusions_of, ops_of
 from .graph import NodeRecord, nodes_of
@@ -62,11 +62,12 @@ class Watcher:
 
         `left`: why the graph is left to autocast; empty if it isn't.
         """
-        reason = getattr(original, "compile_subgraph_reason", None)
+        broken = getattr(original, "compile_subgraph_reason", None)
+        reason = dynamo_attempts.in_short(broken.reason, broken.user_stack) if broken and broken.graph_break else ""
         return GraphRecord(
             precision=f"{self.precision}, left to autocast: {left}" if left else self.precision,
             left=bool(left),
-            reason=reason.reason if reason is not None and reason.graph_break else "",
+            reason=reason,
             code=rewritten.print_readable(print_output=False),
             numbered_casts=self.casts,
             ops=self.ops,

@@ -132,7 +132,7 @@ class _Walk:
         if rule is not None:
             decision = decide(call, rule, low)
         elif op.namespace in _BORN_KNOWN:
-            decision = Decision("no rule: runs in the dtypes that arrive")
+            decision = Decision("autocast leaves it alone: runs in the dtypes that arrive")
         else:
             decision = Decision("unknown to the policy", known=False)
         if self.range_guards:

@@ -19,7 +19,7 @@ def test_linear_linear_softmax() -> None:
     report = softmax_layers.by_default()
     assert dtypes(report, "linear", "softmax") == [("0", LOW), ("1", LOW), ("2", LOW)]
     assert all("lower_precision_fp list (CPU)" in op.because for op in report.ops[:2])
-    assert report.ops[2].because == "no rule: runs in the dtypes that arrive"
+    assert report.ops[2].because == "autocast leaves it alone: runs in the dtypes that arrive"
     ruled = softmax_layers.softmax_in_float32().ops[2]
     assert (ruled.dtype, ruled.because) == (HIGH, "policy: op softmax=fp32")
 

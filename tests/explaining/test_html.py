@@ -123,6 +123,57 @@ def test_searching_and_filtering(page: "Page", gpt: Report) -> None:
 
 
 @in_a_browser
+def test_largest_casts_first_and_nothing_found(page: "Page", gpt: Report) -> None:
+    page.click("#sort")
+    sizes = page.evaluate(f"{SHOWN}.map((name) => ops.find((op) => op.name === name)).map((op) => size(op.casts))")
+    assert len(sizes) == len(gpt.ops) + 1 and sizes == sorted(sizes, reverse=True) and sizes[0] > 0
+    page.click("#sort")
+    assert page.is_hidden("#empty")
+    page.fill("#search", "no such op")
+    assert page.inner_text("#empty") == "No op matches the search and the filters."
+
+
+@in_a_browser
+def test_it_is_a_tree_that_keys_walk(page: "Page") -> None:
+    assert page.get_attribute("#rows", "role") == "tree"
+    page.click("#close")
+    page.keyboard.press("Escape")
+    page.focus(".row[tabindex='0']")
+    page.keyboard.press("Home")
+    walked = "document.activeElement.innerText"
+    first = page.evaluate(walked)
+    while page.get_attribute(":focus", "aria-expanded") is None:
+        page.keyboard.press("ArrowDown")
+    assert page.evaluate(walked) != first and page.get_attribute(":focus", "aria-expanded") == "false"
+    level, before = int(page.get_attribute(":focus", "aria-level") or 0), page.evaluate(f"{ROWS}.length")
+    page.keyboard.press("ArrowRight")
+    assert page.get_attribute(":focus", "aria-expanded") == "true" and page.evaluate(f"{ROWS}.length") > before
+    page.keyboard.press("ArrowDown")
+    assert page.get_attribute(":focus", "aria-level") == str(level + 1)
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("ArrowLeft")
+    assert page.get_attribute(":focus", "aria-expanded") == "false" and page.evaluate(f"{ROWS}.length") == before
+
+
+@in_a_browser
+def test_a_row_has_an_address(page: "Page", saved: Path) -> None:
+    page.click("#open")
+    page.click(".row[data-op='linear'] .name")
+    address = page.evaluate("location.href")
+    assert "#op" in address
+    page.keyboard.press("Escape")
+    page.evaluate("chooseLinked()")  # what a page does when it opens
+    assert page.inner_text("#details h2") == "linear"
+
+
+@in_a_browser
+def test_the_report_says_what_it_is_of_and_what_colours_mean(page: "Page", gpt: Report) -> None:
+    text = page.inner_text("#details")
+    assert gpt.about in text and "GPT" in gpt.about and torch.__version__ in gpt.about
+    assert "conversions a step under eager autocast" in text and "computed in bfloat16" in text
+
+
+@in_a_browser
 def test_in_a_narrow_window_names_and_what_was_clicked_stay_in_sight(saved: Path) -> None:
     with opened(saved, width=420, height=900) as page:
         cut = f"{ROWS}.map((row) => row.querySelector('.name')).filter((name) => name.scrollWidth > name.clientWidth)"

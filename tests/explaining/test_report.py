@@ -1,5 +1,6 @@
 """A report of several graphs: what each tells is put together in order, and sums are sums of all."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -50,3 +51,16 @@ def test_it_is_saved_as_a_page_and_printed_as_a_table(tmp_path: Path) -> None:
     REPORT.save(tmp_path / "amp.html")
     assert "<html" in (tmp_path / "amp.html").read_text(encoding="utf-8")
     assert "unknown to the policy: a.a, b.b" in str(REPORT)
+
+
+def test_it_is_short_in_a_debugger_and_plain_data_for_other_programs() -> None:
+    assert repr(REPORT) == "<ampcompile report: 2 graphs, 4 ops, 3 casts>"
+    data = json.loads(json.dumps(REPORT.as_dict()))
+    assert [[op["op"] for op in each["ops"]] for each in data["graphs"]] == [["b.b", "a.a"], ["a.a", "c.c"]]
+    assert data["graphs"][0]["casts"][0]["dtype_to"] == "bf16" and data["graphs"][1]["fusions"][0]["saved"] == 8
+    assert data["totals"][0] == {"stage": "first", "casts": 4, "bytes": 30} and data["unknown_ops"] == ["a.a", "b.b"]
+
+
+def test_a_notebook_shows_the_page() -> None:
+    html = REPORT._repr_html_()
+    assert html.startswith('<iframe srcdoc="&lt;!doctype html') and html.count('"') == 4

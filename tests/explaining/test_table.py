@@ -2,9 +2,11 @@
 
 import torch
 
+from ampcompile.explaining.eager_modules import EagerRecord
+from ampcompile.explaining.report import Report
 from ampcompile.explaining.table import render
 from ampcompile.records.casts import FusionRecord, OpRecord
-from ampcompile.records.totals import Total
+from ampcompile.records.totals import EAGER_BACKWARD, EAGER_FORWARD, Total
 from tests.explaining.made_up import cast, graph
 
 HOISTED = ("inserted", "hoisted")
@@ -21,10 +23,10 @@ def test_repeated_layers_are_one_row_with_its_count_bytes_and_footnote() -> None
         2: cast(module="blocks.11.up", fate=(*HOISTED, "shared")),
         3: cast(module="layer2.up", because="the policy", shape=(), of="input"),
     }
-    text = render([graph("cpu in bf16", casts=casts)()], [], [], width=150)
-    start = ["aten.linear", "blocks.*.up", "model.py:7"]
-    assert [*start, "weight", "f32>bf16", "2x3", "inserted", "2", "72", "B", "1"] in rows(text)
-    assert [*start, "weight", "f32>bf16", "2x3", "hoisted+shared", "1", "36", "B", "1"] in rows(text)
+    text = render(Report([graph("cpu in bf16", casts=casts)()]), width=150)
+    weight = ["model.py:7", "weight", "f32>bf16", "2x3"]
+    assert ["aten.linear", "blocks.*.up", *weight, "inserted", "2", "72", "B", "1"] in rows(text)
+    assert ["aten.linear", "blocks.11.up", *weight, "hoisted+shared", "1", "36", "B", "1"] in rows(text)
     assert [
         "aten.linear",
         "layer2.up",
@@ -50,7 +52,7 @@ def test_ops_are_counted_and_sorted_and_without_a_reason_have_no_footnote() -> N
         OpRecord("aten.mm", "n", "model.py:2", torch.bfloat16, "the list", True),
         OpRecord("my.op", "n", "model.py:2", None, "", False),
     ]
-    text = render([graph("cpu in bf16", ops=tuple(ops))()], ["my.op"], [], width=100)
+    text = render(Report([graph("cpu in bf16", ops=tuple(ops))()]), width=100)
     table = rows(text)
     start = table.index(["op", "dtype", "times", "why"])
     assert table[start + 1 : start + 4] == [["aten.mm", "bf16", "2", "1"], ["aten.tanh", "bf16", "1"], ["my.op", "1"]]
@@ -60,12 +62,37 @@ def test_ops_are_counted_and_sorted_and_without_a_reason_have_no_footnote() -> N
 def test_breaks_totals_and_fusions_are_told() -> None:
     families = ("linear", "linear_cross_entropy")
     layer, loss = (FusionRecord(family, "aten.x", "m", "model.py:1", 1024, 512) for family in families)
-    first = graph("cpu in bf16")(reason="a call that Dynamo can't trace\nand more", fusions=(layer, layer))
-    second = graph("cpu in bf16")(fusions=(loss,))
-    lines = render([first, second], [], [Total("insert_casts", 5, 2048)], width=100).splitlines()
+    first = graph("cpu in bf16")(reason="a call that Dynamo can't trace", fusions=(layer, layer))
+    second = graph("cpu in bf16")(fusions=(loss,), totals=(Total("insert_casts", 5, 2048),))
+    report = Report([first, second], eager=[EagerRecord("rnn", "LSTM", "/x/rnn.py:7", 0.25)], breaks=["no way"])
+    lines = render(report, width=100).splitlines()
+    assert "graph break before a graph: no way" in lines
+    assert any(line.split() == ["rnn", "LSTM", "rnn.py:7", "25%"] for line in lines)
     assert "graph break after graph 0: a call that Dynamo can't trace" in lines
     assert (
         "fused: 2 linear, 1 linear_cross_entropy; by count 3.0 KiB less moved in one call, 1.5 KiB less held" in lines
     )
     assert any(line.split() == ["insert_casts", "5", "2.0", "KiB"] for line in lines)
     assert not any(line.startswith("unknown") for line in lines)
+
+
+def test_what_was_gained_comes_first() -> None:
+    stages = (EAGER_FORWARD, 63, 1024), (EAGER_BACKWARD, 75, 1024), ("differentiated", 89, 1536)
+    hoisted = {0: cast(fate=HOISTED), 1: cast()}
+    trained = graph("cpu in bf16", casts=hoisted)(totals=tuple(Total(*stage) for stage in stages))
+    assert render(Report([trained]), width=200).splitlines()[0] == (
+        "138 conversions a step under eager autocast (forward 63, backward 75), 2.0 KiB; 89 here, 1.5 KiB, and 1 of "
+        "weights once per update, 36 B"
+    )
+    served = graph("cpu in bf16")(totals=(Total(EAGER_FORWARD, 3, 9), Total(EAGER_BACKWARD, 0, 0), Total("last", 1, 3)))
+    assert render(Report([served]), width=200).startswith("3 conversions a call under eager autocast, 9 B; 1 here, 3 B")
+
+
+def test_a_report_without_numbers_says_why() -> None:
+    assert render(Report([]), width=100).startswith("Dynamo made no graph: nothing is compiled")
+    assert render(Report([graph("cpu")(left=True)]), width=100).startswith("every graph is left to autocast")
+
+
+def test_a_layer_keeps_its_name_where_no_rows_are_merged() -> None:
+    text = render(Report([graph("cpu in bf16", casts={0: cast(module="0"), 1: cast(module="2", shape=(4,))})()]), 150)
+    assert [row[1] for row in rows(text) if row[:1] == ["aten.linear"]] == ["0", "2"]

@@ -46,7 +46,7 @@ def test_a_line_per_graph(caplog: pytest.LogCaptureFixture) -> None:
 def test_every_decision_and_cast(caplog: pytest.LogCaptureFixture) -> None:
     found = lines(caplog, logging.DEBUG)
     assert any(line.startswith("aten.linear in bf16: on autocast's lower_precision_fp list (CPU)") for line in found)
-    assert "aten.softmax in bf16: no rule: runs in the dtypes that arrive [1]" in found
+    assert "aten.softmax in bf16: autocast leaves it alone: runs in the dtypes that arrive [1]" in found
     casts = [line for line in found if line.startswith("cast of")]
     assert len(casts) == 4
     assert casts[3].startswith("cast of activation 2x4 bf16>f32 for output, 48 bytes, inserted")

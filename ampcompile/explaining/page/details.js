@@ -2,7 +2,9 @@
 
 function describe() {
   const parts = { op: ofOp, cast: ofCast, block: ofBlock, edge: ofEdge }[chosen?.kind] || ofReport;
-  $("details").replaceChildren(...parts(chosen));
+  const copy = make("button", "copy", "copy");
+  $("details").replaceChildren(copy, ...parts(chosen));
+  copy.onclick = () => navigator.clipboard.writeText($("details").innerText.replace(/^copy\s*/, "")).then(() => { copy.textContent = "copied"; });
   $("details").scrollTop = 0;
 }
 
@@ -63,13 +65,21 @@ function ofReport() {
       meter.style.width = `${(100 * total.bytes) / most}%`;
       return make("tr", "", make("td", "", total.stage, meter), make("td", "", String(total.casts)), make("td", "", human(total.bytes)));
     }));
-  return [make("h2", "", unique(data.graphs.map((graph) => graph.precision)).join("; ")),
+  const legend = unique(ops.map((op) => op.dtype)).filter(Boolean).sort().map((dtype) => make("div", "line", chip(dtype), ` computed in ${NAMES[dtype] || dtype}`));
+  const eager = data.eager.map((each) => make("div", "line", each.module || "the callable", " ",
+    make("span", "dim", `${each.kind}, ${Math.round(100 * each.share)} % of the call's time, ${each.source}`)));
+  return [make("h2", "", unique(data.graphs.map((graph) => graph.precision)).join("; ") || "no graph"),
+    make("p", "dim", data.about), make("p", "", `${data.gain}.`),
     make("p", "", `${casts.length} casts, ${human(size(casts))}; ${busy.length} of them run in every call, ${human(size(busy))}.`), table,
-    make("p", "dim", "Click a row, a cast or a diamond for its reason and its line; arrow keys move on. Curves are values read further down; " +
-      "thick ones with a diamond are cast on the way, the thicker the more bytes. A dashed cast doesn't run in every call."),
+    ...(eager.length ? [make("h3", "", "runs eagerly, under autocast"), ...eager] : []),
+    make("h3", "", "legend"), ...legend,
+    make("p", "dim", "Click a row, a cast or a diamond for its reason and its line; arrow keys move on, and open and close. Curves are values read " +
+      "further down; thick ones with a diamond are cast on the way, the thicker the more bytes. A dashed cast doesn't run in every call."),
     ...(data.unknown.length ? [make("h3", "", "unknown to the policy"), make("p", "", data.unknown.join(", "))] : []),
     ...(busy.length ? [make("h3", "", "largest casts in every call"), ...largest(busy).map(castLink)] : [])];
 }
 
+const NAMES = { bf16: "bfloat16", f16: "float16", f32: "float32", f64: "float64" };
 draw();
 describe();
+chooseLinked();

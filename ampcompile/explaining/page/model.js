@@ -74,7 +74,7 @@ function limit(most) {
   if (shallow) shallow.open = true;
 }
 
-const filter = { words: [], casts: "", off: new Set() };
+const filter = { words: [], casts: "", sorted: false, off: new Set() };
 const searching = () => filter.words.length > 0;
 
 function matches(op) {
@@ -93,7 +93,8 @@ function visible() {
     rows.push(item);
     if (item.kind === "block" && (item.open || searching())) item.items.forEach(visit);
   };
-  root.items.forEach(visit);
+  if (filter.sorted) rows.push(...[...found].sort((a, b) => size(b.casts) - size(a.casts)));
+  else root.items.forEach(visit);
   return { rows, found };
 }
 

@@ -23,21 +23,25 @@ function chip(dtype, tag = "span") {
 function draw() {
   const { rows: now, found } = visible();
   rows = now;
-  drawn = edges(rows, found);
+  drawn = filter.sorted ? [] : edges(rows, found);
   $("rows").replaceChildren(...rows.map((row) => ({ op: opRow, block: blockRow, end: endRow })[row.kind](row)));
   $("count").textContent = `${found.size} of ${ops.length} ops`;
+  $("empty").hidden = rows.length > 0;
   mark();
 }
 
 function placed(item, cls, ...children) {
-  const row = make("div", `row ${cls}`, ...children);
-  row.style.setProperty("--depth", item.depth);
+  const row = make("div", `row ${cls}`, ...children), depth = filter.sorted ? 0 : item.depth;
+  row.style.setProperty("--depth", depth);
+  row.setAttribute("role", "treeitem");
+  row.setAttribute("aria-level", depth + 1);
   return row;
 }
 
 function opRow(op) {
   const name = op.label ? [make("span", "name", op.label), make("span", "dim", plain(op.op))] : [make("span", "name", plain(op.op))];
   const row = placed(op, "op", chip(op.dtype), ...name, make("span", "dim", shape(op.shape)), make("span", "tags", ...op.casts.map(tag)));
+  if (filter.sorted) row.append(make("span", "dim", op.module));
   row.dataset.op = op.name;
   row.onclick = () => choose(op);
   return row;
@@ -77,6 +81,8 @@ function mark() {
   const near = new Set(chosen?.kind === "op" ? [...chosen.users, ...chosen.reads.map((read) => read.from)] : chosen?.kind === "cast" ? chosen.readers : []);
   [...$("rows").children].forEach((element, i) => {
     element.classList.toggle("chosen", rows[i] === chosen);
+    element.setAttribute("aria-selected", rows[i] === chosen);
+    element.tabIndex = rows[i] === (rows.includes(chosen) ? chosen : rows[0]) ? 0 : -1;
     element.classList.toggle("near", near.has(rows[i]));
     element.querySelectorAll(".tag").forEach((t) => t.classList.toggle("chosen", chosen?.kind === "cast" && Number(t.dataset.cast) === chosen.id));
   });
@@ -110,6 +116,7 @@ const sameEdge = (edge) => chosen.kind === "edge" && edge.from === chosen.from &
 function choose(item, reveal) {
   chosen = item;
   describe();
+  remember(item);
   if (reveal) {
     const op = item.kind === "cast" ? item.readers[0] : item;
     if (!op) return mark();  // the cast of a result stands in no graph
@@ -120,9 +127,22 @@ function choose(item, reveal) {
   } else mark();
 }
 
+// The address names the row, so that it can be sent to somebody.
+const anchor = (item) => (item.kind === "op" || item.kind === "cast" ? `#${item.kind}${item.id}` : "");
+function remember(item) {
+  if (anchor(item) && location.protocol !== "about:") history.replaceState(null, "", anchor(item));
+}
+
+function chooseLinked() {
+  const linked = /^#(op|cast)(\d+)$/.exec(location.hash);
+  const item = linked && (linked[1] === "op" ? ops : casts)[linked[2]];
+  if (item) choose(item, true);
+}
+
 function forget() {
-  Object.assign(filter, { words: [], casts: "", off: new Set() });
+  Object.assign(filter, { words: [], casts: "", sorted: false, off: new Set() });
   $("search").value = $("casts").value = "";
+  $("sort").setAttribute("aria-pressed", "false");
   $("dtypes").childNodes.forEach((button) => button.setAttribute("aria-pressed", "true"));
 }
 
@@ -138,16 +158,28 @@ $("dtypes").append(...unique(ops.map((op) => op.dtype)).filter(Boolean).sort().m
 }));
 $("search").oninput = () => { filter.words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean); draw(); };
 $("casts").onchange = () => { filter.casts = $("casts").value; draw(); };
+$("sort").onclick = () => {
+  filter.sorted = !filter.sorted;
+  $("sort").setAttribute("aria-pressed", String(filter.sorted));
+  draw();
+};
 $("open").onclick = () => { blocks.forEach((b) => { b.open = true; }); draw(); };
 $("close").onclick = () => { blocks.forEach((b) => { b.open = false; }); draw(); };
 onresize = mark;  // a narrow window's gutter is narrow
 document.onkeydown = (event) => {
   if (event.key === "Escape") { chosen = null; describe(); mark(); }
-  const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-  if (!step || ["INPUT", "SELECT"].includes(event.target.tagName)) return;
-  const next = rows[rows.indexOf(chosen) + step];
+  if (["INPUT", "SELECT", "BUTTON"].includes(event.target.tagName)) return;
+  const at = rows.indexOf(chosen), block = chosen?.kind === "block" && at >= 0;
+  if (block && (event.key === "Enter" || (event.key === "ArrowRight") !== chosen.open && /Right|Left/.test(event.key))) {
+    event.preventDefault();
+    chosen.open = !chosen.open;
+    draw();
+    return $("rows").children[at].focus();
+  }
+  const to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: rows.length - 1 }[event.key], next = rows[to];
   if (!next || next.kind === "end") return;
   event.preventDefault();
   choose(next);
-  $("rows").children[rows.indexOf(next)].scrollIntoView({ block: "nearest" });
+  $("rows").children[to].focus();
+  $("rows").children[to].scrollIntoView({ block: "nearest" });
 };

@@ -40,7 +40,7 @@ def test_fires_with_a_reason_for_every_node():
     assert set(found["matmul"].operands.values()) == {LOW}
     assert set(found["cat"].operands.values()) == set(found["cross_entropy_loss"].operands.values()) == {HIGH}
     assert found["layer_norm"].result.dtype == LOW and found["add"].result.dtype == HIGH
-    assert found["relu"].because == "no rule: runs in the dtypes that arrive"
+    assert found["relu"].because == "autocast leaves it alone: runs in the dtypes that arrive"
     assert "autocast's lower_precision_fp list (CPU)" in found["matmul"].because
     assert text(gm) == before  # decides, and touches nothing
     decided = {name: (d.because, dict(d.operands)) for name, d in found.items()}
