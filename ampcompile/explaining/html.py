@@ -48,6 +48,7 @@ def _data(report: Report) -> dict[str, Any]:
         "totals": [asdict(total) for total in report.changes],
         "gain": gain(report),
         "about": report.about,
+        "backward": [asdict(cast) for graph in graphs for cast in graph.joint_casts if cast.backward],
         "eager": [asdict(each) for each in report.eager],
         "unknown": report.unknown_ops,
         "lines": {source: line for source in sources if (line := _line(source))},

@@ -102,7 +102,12 @@ def _recorder(options: Options, graphs: list[GraphRecord], through_inductor: boo
         final = _texts(artifacts, _PARTED) or entry.code
         if through_inductor:
             final = _texts(_lowered(gm, example_inputs, options), _LOWERED)
-        graphs.append(replace(entry, totals=(*entry.totals, *joint.totals), joint_code=joint.code, final_code=final))
+        differentiated = {
+            "totals": (*entry.totals, *joint.totals),
+            "joint_casts": joint.casts,
+            "joint_code": joint.code,
+        }
+        graphs.append(replace(entry, final_code=final, **differentiated))
         return compiled
 
     record.amp_options = lambda **_: options  # type: ignore[attr-defined]

@@ -105,7 +105,10 @@ class Report:
         """Return the report as plain data, graph by graph, with dtypes as `bf16`: for JSON."""
         graphs = [
             {"precision": graph.precision, "reason": graph.reason}
-            | {name: [_plain(each) for each in getattr(graph, name)] for name in ("ops", "casts", "fusions")}
+            | {
+                name: [_plain(each) for each in getattr(graph, name)]
+                for name in ("ops", "casts", "fusions", "joint_casts")
+            }
             for graph in self.graphs
         ]
         lists = {name: [_plain(each) for each in getattr(self, name)] for name in ("results", "eager", "totals")}

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ampcompile.dtypes import short_name
 from ampcompile.records.casts import CastRecord, FusionRecord, GraphRecord, OpRecord
-from ampcompile.records.totals import EAGER_BACKWARD, EAGER_FORWARD, Total
+from ampcompile.records.totals import EAGER_BACKWARD, EAGER_FORWARD, JOINT, Total
 
 from .text import human_bytes, table_of, text_of
 
@@ -60,13 +60,14 @@ def gain(report: Report) -> str:
     if (forward := totals.get(EAGER_FORWARD)) is None or (backward := totals.get(EAGER_BACKWARD)) is None:
         return "every graph is left to autocast" if report.graphs else "Dynamo made no graph: nothing is compiled"
     ours, once = report.totals[-1], [cast for cast in report.casts if "hoisted" in cast.fate]
-    a_call = "a step" if backward.casts else "a call"
-    parts = f" (forward {forward.casts}, backward {backward.casts})" if backward.casts else ""
     weights = f", and {len(once)} of weights once per update, {human_bytes(sum(c.bytes for c in once))}" if once else ""
-    return (
-        f"{forward.casts + backward.casts} conversions {a_call} under eager autocast{parts}, "
-        f"{human_bytes(forward.bytes + backward.bytes)}; {ours.casts} here, {human_bytes(ours.bytes)}{weights}"
-    )
+    theirs = f"{forward.casts} conversions in forward under eager autocast, {human_bytes(forward.bytes)}"
+    if ours.stage.endswith(JOINT) and backward.casts:
+        theirs = (
+            f"{forward.casts + backward.casts} conversions a step under eager autocast (forward {forward.casts}, "
+            f"backward {backward.casts}), {human_bytes(forward.bytes + backward.bytes)}"
+        )
+    return f"{theirs}; {ours.casts} here, {human_bytes(ours.bytes)}{weights}"
 
 
 class _Footnotes:

@@ -20,7 +20,7 @@ from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import pytree
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
-from .totals import Total, bytes_of
+from .totals import JointCast, Total, bytes_of
 
 if TYPE_CHECKING:
     from ampcompile.passes.analysis.product_cost import Estimate
@@ -114,6 +114,8 @@ class GraphRecord:
     fusions: tuple[FusionRecord, ...] = ()
     estimate: Estimate | None = None
     """Estimate whether low precision pays in the graph; None if no op is low."""
+    joint_casts: tuple[JointCast, ...] = ()
+    """The conversions after differentiation, those of backward among them."""
     joint_code: str = ""
     """Forward and backward as one graph, after the passes on it; without gradients, forward alone."""
     left: bool = False

@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ampcompile.passes.analysis.op_traits import CONVERSIONS, has
+from ampcompile.dtypes import short_name
+from ampcompile.passes.analysis.op_traits import CONVERSIONS, has, is_view
 from ampcompile.passes.analysis.sizes import elements_hint
-from ampcompile.passes.graph import graphs, held_tensors
+from ampcompile.passes.graph import graphs, held_tensors, module_path, op_name, source_line
 from ampcompile.torch_private import dispatcher, pytree, tracing
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload, TorchDispatchMode
 
 EAGER_FORWARD, EAGER_BACKWARD = "eager autocast, forward", "eager autocast, backward"
 """The stages of `eager_totals`."""
+JOINT = "forward and backward"
+"""The end of the names of stages after differentiation."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,41 @@ class Total:
     bytes: int
 
 
+@dataclass(frozen=True)
+class JointCast:
+    """A conversion between floating dtypes in a graph after differentiation."""
+
+    of: str
+    """The op whose result it converts, as `aten.mm`; the name of an input."""
+    dtypes: str
+    """Both dtypes, as `f32>bf16`."""
+    shape: tuple[int | str, ...]
+    bytes: int
+    module: str
+    source: str
+    backward: bool
+    """True if it runs in backward."""
+
+
+def joint_casts(gm: GraphModule) -> Iterator[JointCast]:
+    """Yield the conversions of a graph after differentiation: what depends on gradients runs in backward."""
+    backward: set[Node] = set()
+    for node in gm.graph.nodes:
+        if str(node.target).startswith("tangents") or not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+    for node, before, after in _conversions(gm):
+        dtypes = f"{short_name(before.dtype)}>{short_name(after.dtype)}"
+        shape = tuple(size if isinstance(size, int) else str(size) for size in after.shape)
+        made = node.args[0]
+        while is_view(made.target):
+            made = made.args[0]
+        of, size = op_name(made.target), bytes_of(before, after)
+        yield JointCast(of, dtypes, shape, size, module_path(node), source_line(node), node in backward)
+
+
 def total_of(stage: str, gm: GraphModule) -> Total:
     """The conversions of a graph and its bodies."""
-    sizes = [bytes_of(*pair) for graph in graphs(gm) for pair in _conversions(graph)]
+    sizes = [bytes_of(before, after) for graph in graphs(gm) for _, before, after in _conversions(graph)]
     return Total(stage, len(sizes), sum(sizes))
 
 
@@ -96,12 +131,12 @@ class _ConversionCounter(TorchDispatchMode):
         return Total(stage, len(self.sizes), sum(self.sizes))
 
 
-def _conversions(gm: GraphModule) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _conversions(gm: GraphModule) -> Iterator[tuple[Node, torch.Tensor, torch.Tensor]]:
     for node in gm.graph.nodes:
         if has(node.target, CONVERSIONS):
             before, after = _value(node.args[0]), _value(node)
             if _converts(before, after):
-                yield before, after
+                yield node, before, after
 
 
 def _value(node: Any) -> Any:

@@ -19,7 +19,7 @@ from ampcompile.torch_private import autocast, dynamo_attempts
 
 from .casts import CastRecord, GraphRecord, OpRecord, cast_nodes, casts_of, fusions_of, ops_of
 from .graph import NodeRecord, nodes_of
-from .totals import Total, total_of
+from .totals import JOINT, JointCast, Total, joint_casts, total_of
 
 
 class Watcher:
@@ -84,12 +84,14 @@ class JointWatcher:
 
     def __init__(self) -> None:
         self.totals: list[Total] = []
+        self.casts: tuple[JointCast, ...] = ()
         self.code = ""
 
     def watch(self, done: Pass | None, gm: GraphModule) -> None:
         """Record the joint graph after differentiation, or after a pass."""
-        stage = "differentiated: forward and backward" if done is None else f"{done.name}, forward and backward"
+        stage = f"differentiated: {JOINT}" if done is None else f"{done.name}, {JOINT}"
         self.totals.append(total_of(stage, gm))
+        self.casts = tuple(joint_casts(gm))
         self.code = gm.print_readable(print_output=False)
 
 

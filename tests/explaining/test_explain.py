@@ -1,8 +1,6 @@
 """Explaining shows every cast and op, and leaves everything else as it was."""
 
 import copy
-import inspect
-import linecache
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -132,6 +130,9 @@ def test_code_after_differentiation_and_as_it_is_run() -> None:
     assert "aten.linear" in report.code and "aten.linear" not in report.joint_code
     assert report.joint_code.count("def forward") == 1 and "tangents_1" in report.joint_code
     assert report.final_code.count("def forward") == 2, "forward and backward"
+    (graph,) = report.graphs
+    assert {cast.backward for cast in graph.joint_casts} == {True, False}
+    assert len(graph.joint_casts) == report.totals[-1].casts and "aten.mm" in {cast.of for cast in graph.joint_casts}
     assert "bf16[2, 8]" in report.joint_code and "bf16[2, 8]" in report.final_code
     with torch.no_grad():
         report = ampcompile.explain(model)(x)
@@ -329,46 +330,6 @@ def test_before_the_call_it_says_what_to_do() -> None:
     assert copy.copy(waiting := ampcompile.explain(abs)) == waiting
 
 
-class Broken(nn.Module):
-    """Modules that are compiled, one that isn't, and a branch on a value."""
-
-    class Lookup(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(8, 8)
-
-        @torch.compiler.disable
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.lookup, self.last = nn.Linear(8, 8), self.Lookup(), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.lookup(self.first(x))
-        if x.sum() > 1e9:
-            x = x + 1
-        return self.last(x)
-
-
-def test_what_is_not_compiled_has_its_reason_and_its_line() -> None:
-    report = ampcompile.explain(Broken(), lower="eager")(torch.randn(2, 8))
-    (module,) = report.eager  # with all it holds
-    assert (module.module, module.kind) == ("lookup", "Lookup") and 0 < module.share < 1
-    assert inspect.getsource(Broken.Lookup.forward).splitlines()[0] in linecache.getline(*_place(module.source))
-    first, second, last = (graph.reason for graph in report.graphs)
-    assert "torch.compiler.disable" in first and first.endswith("x = self.lookup(self.first(x))")
-    assert second.startswith("Python branches on the value of a tensor") and second.endswith("if x.sum() > 1e9:")
-    assert not last and not report.breaks
-
-
-def test_nothing_compiled_says_why() -> None:
-    report = ampcompile.explain(nn.LSTM(8, 8), lower="eager")(torch.randn(2, 3, 8))
-    assert not report.graphs and [module.kind for module in report.eager] == ["LSTM"]
-    assert "RNN" in str(report) and report.breaks
-
-
 def test_a_transform_lists_the_functions_that_it_calls() -> None:
     weights = torch.randn(3, 4, 8, requires_grad=True)
 
@@ -378,8 +339,3 @@ def test_a_transform_lists_the_functions_that_it_calls() -> None:
     report = ampcompile.explain(ensemble, lower="eager")(torch.randn(2, 8))
     assert [op.op for op in report.ops if op.dtype is None] == ["linear", "relu"]
     assert not report.unknown_ops
-
-
-def _place(source: str) -> tuple[str, int]:
-    path, _, line = source.rpartition(":")
-    return path, int(line)

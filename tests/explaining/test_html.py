@@ -170,7 +170,7 @@ def test_a_row_has_an_address(page: "Page", saved: Path) -> None:
 def test_the_report_says_what_it_is_of_and_what_colours_mean(page: "Page", gpt: Report) -> None:
     text = page.inner_text("#details")
     assert gpt.about in text and "GPT" in gpt.about and torch.__version__ in gpt.about
-    assert "conversions a step under eager autocast" in text and "computed in bfloat16" in text
+    assert "conversions in forward under eager autocast" in text and "computed in bfloat16" in text
 
 
 @in_a_browser

@@ -77,7 +77,7 @@ def test_breaks_totals_and_fusions_are_told() -> None:
 
 
 def test_what_was_gained_comes_first() -> None:
-    stages = (EAGER_FORWARD, 63, 1024), (EAGER_BACKWARD, 75, 1024), ("differentiated", 89, 1536)
+    stages = (EAGER_FORWARD, 63, 1024), (EAGER_BACKWARD, 75, 1024), ("differentiated: forward and backward", 89, 1536)
     hoisted = {0: cast(fate=HOISTED), 1: cast()}
     trained = graph("cpu in bf16", casts=hoisted)(totals=tuple(Total(*stage) for stage in stages))
     assert render(Report([trained]), width=200).splitlines()[0] == (
@@ -85,7 +85,9 @@ def test_what_was_gained_comes_first() -> None:
         "weights once per update, 36 B"
     )
     served = graph("cpu in bf16")(totals=(Total(EAGER_FORWARD, 3, 9), Total(EAGER_BACKWARD, 0, 0), Total("last", 1, 3)))
-    assert render(Report([served]), width=200).startswith("3 conversions a call under eager autocast, 9 B; 1 here, 3 B")
+    assert render(Report([served]), width=200).startswith(
+        "3 conversions in forward under eager autocast, 9 B; 1 here, 3 B"
+    )
 
 
 def test_a_report_without_numbers_says_why() -> None:

@@ -68,10 +68,14 @@ function ofReport() {
   const legend = unique(ops.map((op) => op.dtype)).filter(Boolean).sort().map((dtype) => make("div", "line", chip(dtype), ` computed in ${NAMES[dtype] || dtype}`));
   const eager = data.eager.map((each) => make("div", "line", each.module || "the callable", " ",
     make("span", "dim", `${each.kind}, ${Math.round(100 * each.share)} % of the call's time, ${each.source}`)));
+  const backward = [...data.backward].sort((a, b) => b.bytes - a.bytes).map((cast) => make("div", "line",
+    ...cast.dtypes.split(">").flatMap((dtype, i) => (i ? [" \u2192 ", chip(dtype)] : [chip(dtype)])),
+    ` ${human(cast.bytes)} ${plain(cast.of)} `, make("span", "dim", `${shape(cast.shape)} ${cast.module} ${cast.source}`)));
   return [make("h2", "", unique(data.graphs.map((graph) => graph.precision)).join("; ") || "no graph"),
     make("p", "dim", data.about), make("p", "", `${data.gain}.`),
     make("p", "", `${casts.length} casts, ${human(size(casts))}; ${busy.length} of them run in every call, ${human(size(busy))}.`), table,
     ...(eager.length ? [make("h3", "", "runs eagerly, under autocast"), ...eager] : []),
+    ...(data.backward.length ? [make("h3", "", `${data.backward.length} conversions in backward`), ...backward] : []),
     make("h3", "", "legend"), ...legend,
     make("p", "dim", "Click a row, a cast or a diamond for its reason and its line; arrow keys move on, and open and close. Curves are values read " +
       "further down; thick ones with a diamond are cast on the way, the thicker the more bytes. A dashed cast doesn't run in every call."),
