@@ -102,12 +102,8 @@ def _recorder(options: Options, graphs: list[GraphRecord], through_inductor: boo
         final = _texts(artifacts, _PARTED) or entry.code
         if through_inductor:
             final = _texts(_lowered(gm, example_inputs, options), _LOWERED)
-        differentiated = {
-            "totals": (*entry.totals, *joint.totals),
-            "joint_casts": joint.casts,
-            "joint_code": joint.code,
-        }
-        graphs.append(replace(entry, final_code=final, **differentiated))
+        totals = (*entry.totals, *joint.totals)
+        graphs.append(replace(entry, totals=totals, joint_casts=joint.casts, joint_code=joint.code, final_code=final))
         return compiled
 
     record.amp_options = lambda **_: options  # type: ignore[attr-defined]
