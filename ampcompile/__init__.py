@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .policy import Policy
     from .rules import register_op
     from .scaler import GradScaler
+    from .watching.watch import watch
     from .weights import free_copies, invalidate, weight_stats
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "keep_fp32",
     "precision",
     "register_op",
+    "watch",
     "weight_stats",
 ]
 
@@ -78,6 +80,7 @@ _LATER = {
     "free_copies": "weights",
     "invalidate": "weights",
     "register_op": "rules",
+    "watch": "watching.watch",
     "weight_stats": "weights",
 }
 

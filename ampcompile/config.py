@@ -59,6 +59,9 @@ class Options:
     beside options."""
     fullgraph: bool | None = None
     """As torch.compile's."""
+    watch: bool = False
+    """True: graphs count infinite and NaN numbers and record magnitudes, for `ampcompile.watch`. They are compiled
+    anew in each process."""
     inductor: tuple[tuple[str, Any], ...] = ()
     """Settings for Inductor: a mode's, then those given by name."""
 
@@ -75,6 +78,8 @@ class Options:
                 values[key] = _checked(key, value)
             else:
                 inductor[_inductor_key(key, ours)] = value
+        if values.get("watch") and values.get("lower") == "eager":
+            raise OptionError("found watch=True with lower='eager', which differentiates no graph: expected another.")
         return cls(**values, inductor=tuple(inductor.items()))
 
     def emulated(self) -> frozenset[torch.dtype]:
@@ -143,9 +148,9 @@ def _checked(key: str, value: Any) -> Any:
         if value not in ("auto", "none") and not all(name in FUSE_FAMILIES for name in names):
             families = ", ".join(map(repr, FUSE_FAMILIES))
             raise OptionError(f"option fuse={value!r}: expected 'auto', 'none', or some of {families}, joined by '+'.")
-    elif key == "range_guards":
+    elif key in ("range_guards", "watch"):
         if not isinstance(value, bool):
-            raise OptionError(f"option range_guards={value!r}: expected True or False.")
+            raise OptionError(f"option {key}={value!r}: expected True or False.")
     elif key in ("dynamic", "fullgraph"):
         if not isinstance(value, bool) and value is not None:
             raise OptionError(f"option {key}={value!r}: expected True, False or None, as torch.compile's {key}.")

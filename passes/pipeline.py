@@ -19,6 +19,7 @@ from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.after.drop_casts import DropCasts
 from ampcompile.passes.after.drop_roundings import DropRoundings
 from ampcompile.passes.after.recompute_casts import RecomputeCasts
+from ampcompile.passes.after.record_magnitudes import RecordMagnitudes, WatchedValue
 from ampcompile.passes.after.save_old_values import SaveOldValues
 from ampcompile.passes.after.share_casts import ShareEveryCast
 from ampcompile.passes.after.widen_late import WidenLate
@@ -91,11 +92,16 @@ def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
     return tuple(each for each in passes if cost.considers(each.family))
 
 
-def after(emulated: frozenset[torch.dtype] = frozenset(), small: bool = False) -> tuple[Pass, ...]:
+def after(
+    emulated: frozenset[torch.dtype] = frozenset(),
+    small: bool = False,
+    watched: list[WatchedValue] | None = None,
+) -> tuple[Pass, ...]:
     """Passes on the joint graph of forward and backward, or on forward alone where no gradients are needed.
 
     The sums of gradients are explicit nodes there, so merging two casts doesn't merge their gradients any more.
     `emulated`, `small`: which products run in float32 on the CPU, see `Options.emulated` and `Options.widens_small`.
+    `watched`: gets the values whose statistics a watched graph computes; None if it isn't watched.
     """
     return (
         BindWeights(),  # first: the other passes expect copies of weights as plain inputs
@@ -108,7 +114,8 @@ def after(emulated: frozenset[torch.dtype] = frozenset(), small: bool = False) -
         WriteForProducts(),  # needs all casts in their final places
         DropRoundings(),
         RecomputeCasts(),  # marks the casts that are left
-        SaveOldValues(),  # last: its marks override those that ask for recomputation
+        SaveOldValues(),  # its marks override those that ask for recomputation
+        *([RecordMagnitudes(watched)] if watched is not None else []),  # last: its reads must not change what others do
     )
 
 

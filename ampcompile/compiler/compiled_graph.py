@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from .call_state import current_call
 from .double_backward import DoubleBackward
 from .widen_outputs import LeavingResults, is_outermost
 
+if TYPE_CHECKING:
+    from ampcompile.watching.watched_graph import WatchedGraph
+
 
 class CompiledGraph:
     """Compiled code, called with the inputs of Dynamo's graph.
@@ -25,7 +28,7 @@ class CompiledGraph:
     `slots`: copies of weights, appended to the inputs, up to date. `second`: stores the inputs of each call, so that
     gradients can be differentiated again. `written`: inputs that the graph writes to without a version bump; their
     copies are stale afterwards. `leaving`: results that were widened for the outermost callable; if another frame
-    called the graph, they are cast back, without loss.
+    called the graph, they are cast back, without loss. `watched`: keeps the statistics that the graph returns last.
     """
 
     def __init__(
@@ -36,20 +39,24 @@ class CompiledGraph:
         second: DoubleBackward | None = None,
         written: Sequence[int] = (),
         leaving: LeavingResults | None = None,
+        watched: WatchedGraph | None = None,
     ) -> None:
         self._compiled, self._slots, self._written, self._leaving = compiled, slots, written, leaving
+        self._watched = watched
         self._call = None if second is None else second.call
         self._weights = [slot.weight for slot in slots]
         self._binding = _bind(slots, options) if slots else None
 
     def installed(self) -> Callable[..., Any]:
         """Return the callable to install: the compiled code itself if a call has nothing to do but run it."""
-        needed = self._binding is not None or self._call is not None or self._written or self._leaving is not None
-        return self if needed else self._compiled
+        needed = (self._binding, self._call, self._written or None, self._leaving, self._watched)
+        return self if any(each is not None for each in needed) else self._compiled
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph once."""
         inputs, call = args if self._binding is None else (*args, *self._copies(args)), self._call
+        if self._watched is not None:
+            inputs = (*inputs, self._watched.slots)
         try:
             if call is not None:
                 call.inputs = inputs
@@ -59,6 +66,10 @@ class CompiledGraph:
                 call.inputs = None
             if self._written:
                 weights.invalidate([args[i] for i in self._written])
+        if self._watched is not None:
+            *results, statistics = results
+            if not tracing.fakes_only():
+                self._watched.record(statistics)
         return results if self._leaving is None else self._leave(results, self._leaving)
 
     def _copies(self, args: Sequence[Any]) -> Sequence[Tensor]:

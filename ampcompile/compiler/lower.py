@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 from torch.fx import GraphModule
@@ -20,12 +21,16 @@ from ampcompile.passes.weight_copy import Slot
 from ampcompile.torch_private import autocast, compiled_functions, lowering
 
 from .cache_key import cache_key
+from .call_state import current_call
 from .compiled_graph import CompiledGraph
 from .decompositions import decompositions
 from .double_backward import DoubleBackward, copy_with_bodies
 from .left_to_autocast import LEFT, lower_as_made
 from .plain_graph import exclude_autocast
 from .widen_outputs import find_still_leaving
+
+if TYPE_CHECKING:
+    from ampcompile.watching.watched_graph import WatchedGraph
 
 
 def lower(
@@ -50,8 +55,11 @@ def lower(
     written = inputs_written_below_autograd(gm)
     if options.lower == "eager":
         return CompiledGraph(exclude_autocast(gm), options, slots, written=written, leaving=leaving).installed()
-    emulated, small = options.emulated(), options.widens_small()
-    passes = partial(_on_joint_graph, pipeline.after(emulated, small))
+    emulated, small, watched = options.emulated(), options.widens_small(), None
+    if options.watch:
+        watched = _watched(gm, inputs)
+        inputs.append(watched.slots)
+    passes = partial(_on_joint_graph, pipeline.after(emulated, small, None if watched is None else watched.values))
     rewritten = None
     if torch.is_grad_enabled():
         rewritten = gm.meta.pop(GRAPH_BEFORE_FUSION, None) or copy_with_bodies(gm)
@@ -62,11 +70,21 @@ def lower(
             lowering.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
             lowering.lower_as_call(PACKED_CONV, CONVOLVE, _convolve_channels_last)
             config = _inductor_config(gm, options, slots)
-            key = cache_key(emulated, small)
+            key = cache_key(emulated, small) if watched is None else str(uuid4())  # caches don't keep its values
             compiled = lowering.inductor(gm, inputs, config, partial(passes, None), key, decompositions())
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
     usable = None if second is None or second.refusal else second
-    return CompiledGraph(compiled, options, slots, usable, written, leaving).installed()
+    return CompiledGraph(compiled, options, slots, usable, written, leaving, watched).installed()
+
+
+def _watched(gm: GraphModule, inputs: Sequence[Any]) -> WatchedGraph:
+    """Let a graph compute its statistics; a graph that isn't watched doesn't import what that needs."""
+    from ampcompile.watching.watched_graph import WatchedGraph
+
+    device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), torch.device("cpu"))
+    watched = WatchedGraph(device, current_call.callable)
+    watched.attach(gm)
+    return watched
 
 
 def _convolve_channels_last(x: Any, *rest: Any) -> tuple[Any, ...]:
