@@ -161,7 +161,7 @@ def _last(graph: WatchedGraph) -> Iterator[Magnitude]:
 def _bound(value: WatchedValue, largest: float, magnitudes: Sequence[float]) -> float | None:
     if value.kind == "cast":
         return largest
-    if value.kind == "product" and value.length and len(value.operands) == 2:
+    if value.length:
         first, second = (magnitudes[i] for i in value.operands)
         return value.length * first * second
     return None
