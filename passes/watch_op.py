@@ -1,4 +1,4 @@
-"""The placeholder op for statistics of a watched graph: an input and an output, until the joint graph computes them."""
+"""The placeholder op for the magnitudes in a watched graph: an input and an output, until the joint graph has them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-SLOTS, STATISTICS = 1024, 3
-"""Values that one graph can watch in each direction, and the numbers kept of each: see `RecordMagnitudes`."""
+SLOTS = 1024
+"""Values that one graph can watch in each direction."""
 
 
 @torch.library.custom_op("ampcompile::watched", mutates_args=())
 def watched(slots: torch.Tensor, backward: bool) -> torch.Tensor:
-    """The statistics of forward, or of backward: `RecordMagnitudes` replaces the op by what computes them.
+    """The magnitudes of forward, or of backward: `RecordMagnitudes` replaces the op by what computes them.
 
-    Its gradient is the op again, so that backward returns its statistics as the gradient of `slots`. Where autograd
+    Its gradient is the op again, so that backward returns its magnitudes as the gradient of `slots`. Where autograd
     itself differentiates the graph, the op runs, and returns `slots`, which are zeros.
     """
     return slots.clone()

@@ -28,7 +28,7 @@ class CompiledGraph:
     `slots`: copies of weights, appended to the inputs, up to date. `second`: stores the inputs of each call, so that
     gradients can be differentiated again. `written`: inputs that the graph writes to without a version bump; their
     copies are stale afterwards. `leaving`: results that were widened for the outermost callable; if another frame
-    called the graph, they are cast back, without loss. `watched`: keeps the statistics that the graph returns last.
+    called the graph, they are cast back, without loss. `watched`: keeps the magnitudes that the graph returns last.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class CompiledGraph:
             if self._written:
                 weights.invalidate([args[i] for i in self._written])
         if self._watched is not None:
-            *results, statistics = results
+            *results, magnitudes = results
             if not tracing.fakes_only():
-                self._watched.record(statistics)
+                self._watched.record(magnitudes)
         return results if self._leaving is None else self._leave(results, self._leaving)
 
     def _copies(self, args: Sequence[Any]) -> Sequence[Tensor]:

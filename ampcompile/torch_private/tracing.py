@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.symbolic_shapes import rebind_unbacked
+from torch.fx.experimental.symbolic_shapes import rebind_unbacked, statically_known_true
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -244,3 +244,8 @@ def indexing_by_tensors() -> contextlib.AbstractContextManager[Any]:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()
+
+
+def is_never_empty(value: torch.Tensor) -> bool:
+    """Return True if a tensor has an element whatever its symbolic sizes are; adds no guard."""
+    return all(statically_known_true(size > 0) for size in value.shape)

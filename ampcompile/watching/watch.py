@@ -3,41 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ampcompile.compiler.ambient import options_of
+from ampcompile.compiler.module_names import modules_of
 from ampcompile.dtypes import LOW_NAMES
 from ampcompile.errors import OptionError
 from ampcompile.explaining.text import render_table
 from ampcompile.passes.after.record_magnitudes import WatchedValue
 from ampcompile.torch_private import dynamo_caches
 
-from .watched_graph import WatchedGraph, graphs
+from .watched_graph import WatchedGraph, graphs, limit
 
 _NEAREST = 10
 
 
 @dataclass(frozen=True)
 class Magnitude:
-    """The statistics of one value in one call."""
+    """The magnitude of one value in one call."""
 
     value: WatchedValue
     call: int
     """The number of the call of its graph, in its direction, from 1 on."""
     largest: float
-    """The largest finite magnitude; of a cast, of the numbers that it reads."""
-    made: int
-    """Numbers that are infinite or NaN and come of finite ones."""
-    present: int
-    """Numbers that are infinite or NaN."""
+    """The largest magnitude; of a cast, of the numbers that it reads."""
+    calls_out_of_range: int
+    """The number of calls so far in which a number was infinite or NaN, or became so."""
 
     @property
     def share(self) -> float:
-        """The part of its type's range that it takes: from 1 on, a cast overflows."""
-        return self.largest / torch.finfo(_dtype(self.value)).max
+        """The part of its type's range that it takes: above 1, a number is out of range."""
+        return self.largest / torch.finfo(LOW_NAMES.get(self.value.dtype, torch.float32)).max
 
 
 @dataclass(frozen=True)
@@ -46,27 +46,30 @@ class OutOfRange:
 
     at: Magnitude
     before: float | None
-    """The largest finite magnitude in the call before; None in the first call."""
+    """The magnitude in the call before; None in the first call."""
     bound: float | None
-    """No exact result can be larger: of a cast, what it reads; of a product, by its operands; None if unknown."""
+    """No exact number can be larger: of a cast, what it reads; of a product, by its factors; None if unknown."""
+
+    @property
+    def held_by(self) -> list[str]:
+        """The types that would have held the numbers, of bfloat16 and float32; empty if that is unknown."""
+        largest = {name: torch.finfo(getattr(torch, name)).max for name in ("bfloat16", "float32")}
+        return [name for name, most in largest.items() if self.bound is not None and self.bound <= most]
 
     def __str__(self) -> str:
-        value, bound = self.at.value, self.bound
+        value = self.at.value
         where = " ".join(filter(None, (value.module or "outside of modules", value.source)))
         direction = "backward" if value.backward else "forward"
-        text = (
-            f"{where}: {value.op} to {value.dtype}" if value.kind == "cast" else f"{where}: {value.op} in {value.dtype}"
-        )
-        lines = [f"first number out of range: call {self.at.call}, {direction}, {text}: {self.at.made} numbers"]
+        op = f"{value.op} {'to' if value.kind == 'cast' else 'in'} {value.dtype}"
+        lines = [f"first number out of range: call {self.at.call}, {direction}, {where}: {op}"]
         if self.before is not None:
             lines.append(f"largest magnitude in the call before: {self.before:.6g}")
-        held = [name for name in ("bfloat16", "float32") if bound is not None and bound <= _largest(name)]
-        if bound is None:
-            lines.append("no bound is known, as not all of its operands are watched")
-        elif held:
-            lines.append(f"no exact number there is above {bound:.6g}: {' and '.join(held)} would have held it")
+        if self.bound is None:
+            lines.append("no bound is known of the exact numbers")
+        elif self.held_by:
+            lines.append(f"no exact number is above {self.bound:.6g}: {' and '.join(self.held_by)} would have held it")
         else:
-            lines.append(f"exact numbers there may reach {bound:.6g}, which float32 doesn't hold either")
+            lines.append(f"exact numbers may reach {self.bound:.6g}, which float32 doesn't hold either")
         return "\n".join(lines)
 
 
@@ -104,20 +107,19 @@ class Watch:
     f: Any
 
     def report(self) -> WatchReport:
-        """Read the statistics; waits for the device."""
+        """Read the magnitudes; waits for the device."""
         mine = [graph for graph in graphs if graph.belongs_to(self.f)]
-        firsts = [found for graph in mine for found in _first(graph)]
-        _, first = min(firsts, key=lambda each: each[0]) if firsts else (0, None)
+        firsts = [found for graph in mine for found in _first(graph, self.f)]
+        first = min(firsts, key=lambda each: each[0])[1] if firsts else None
         return WatchReport(first, [each for graph in mine for each in _last(graph)])
 
 
 def watch(compiled: Callable[..., Any]) -> Watch:
     """Return the watch over a callable that was compiled with `options={"watch": True}`.
 
-    Its graphs count, in each call, the infinite and NaN numbers of products, casts and other ops that may make them,
-    and their largest magnitudes, and keep them on the device: no call waits for it. The first number out of range is
-    kept until `report` is called, and after. Results and their bits don't change. Raises OptionError if the callable
-    isn't watched.
+    Its graphs compute the largest magnitude of each product and each cast to a 16-bit type, and of other ops that may
+    make infinite numbers of finite ones, and keep them on the device: no call waits for it. The first call with a
+    number out of range is kept. Results and their bits don't change. Raises OptionError if the callable isn't watched.
 
     >>> compiled = torch.compile(model, backend="amp", options={"dtype": torch.float16, "watch": True})
     >>> loss = compiled(x).square().mean()
@@ -134,42 +136,38 @@ def watch(compiled: Callable[..., Any]) -> Watch:
     return Watch(how.original)
 
 
-def _first(graph: WatchedGraph) -> Iterator[tuple[int, OutOfRange]]:
+def _first(graph: WatchedGraph, f: Any) -> Iterator[tuple[int, OutOfRange]]:
     for backward, ring in graph.rings.items():
         if (found := ring.first()) is None:
             continue
-        row, before = found
-        values = [value for value in graph.values if value.backward == backward]
-        largest, made, present = row.statistics.tolist()
-        out = [i for i in range(len(values)) if made[i]]
-        own = [i for i in out if not any(present[operand] for operand in values[i].operands)]
-        i = (own or out)[0]
-        at = Magnitude(values[i], row.call, largest[i], int(made[i]), int(present[i]))
-        former = float(before[0, i]) if row.call > 1 else None
-        yield row.time, OutOfRange(at, former, _bound(values[i], largest[i], largest))
+        (time, call, row), before = found
+        values, magnitudes = graph.values_in(backward), row.tolist()
+        out = [i for i, value in enumerate(values) if not magnitudes[i] <= limit(value)]
+        i = next((i for i in out if not any(operand in out for operand in values[i].operands)), out[0])
+        at = Magnitude(values[i], call, magnitudes[i], int(ring.counts[i]))
+        yield time, OutOfRange(at, float(before[i]) if call > 1 else None, _bound(values[i], i, magnitudes, f))
 
 
 def _last(graph: WatchedGraph) -> Iterator[Magnitude]:
     for backward, ring in graph.rings.items():
-        values = [value for value in graph.values if value.backward == backward]
         if (row := ring.last()) is not None:
-            columns = zip(values, *row.statistics[:, : len(values)].tolist(), strict=True)
-            for value, largest, made, present in columns:
-                yield Magnitude(value, row.call, largest, int(made), int(present))
+            values = graph.values_in(backward)
+            for value, largest, count in zip(values, row.magnitudes.tolist(), ring.counts.tolist(), strict=False):
+                yield Magnitude(value, row.call, largest, int(count))
 
 
-def _bound(value: WatchedValue, largest: float, magnitudes: Sequence[float]) -> float | None:
+def _bound(value: WatchedValue, index: int, magnitudes: Sequence[float], f: Any) -> float | None:
+    """Exact numbers are at most this; the weight of a module is taken as it is now."""
     if value.kind == "cast":
-        return largest
-    if value.length:
-        first, second = (magnitudes[i] for i in value.operands)
-        return value.length * first * second
+        return magnitudes[index]
+    factors = [magnitudes[i] for i in value.operands]
+    if len(factors) == 1 and (weight := _weight_of(value.module, f)) is not None:
+        factors.append(float(weight.detach().abs().max()))
+    return value.length * factors[0] * factors[1] if value.length and len(factors) == 2 else None
+
+
+def _weight_of(module: str, f: Any) -> torch.Tensor | None:
+    for root in modules_of(f):
+        with suppress(AttributeError):
+            return getattr(root.get_submodule(module), "weight", None)
     return None
-
-
-def _dtype(value: WatchedValue) -> torch.dtype:
-    return {"f16": torch.float16, "bf16": torch.bfloat16}.get(value.dtype, torch.float32)
-
-
-def _largest(name: str) -> float:
-    return torch.finfo(LOW_NAMES.get(name, torch.float32)).max

@@ -1,7 +1,8 @@
-"""One watched graph: the input that asks for its statistics, and the rings that keep them."""
+"""One watched graph: the input that asks for its magnitudes, and the rings that keep them."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from functools import partial
 from typing import Any
@@ -11,9 +12,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ampcompile.compiler.module_names import modules_of
+from ampcompile.dtypes import LOW_NAMES
 from ampcompile.passes.after.record_magnitudes import WatchedValue
 from ampcompile.passes.graph import placeholders
-from ampcompile.passes.watch_op import SLOTS, STATISTICS, WATCHED
+from ampcompile.passes.watch_op import SLOTS, WATCHED
 from ampcompile.torch_private import tracing
 
 from .ring import Ring
@@ -23,14 +25,14 @@ _clocks: dict[torch.device, Tensor] = {}
 
 
 class WatchedGraph:
-    """Keeps the statistics that a graph computes. `values` says of what; `of` is the callable that was compiled."""
+    """Keeps the magnitudes that a graph computes. `values` says of what; `of` is the callable that was compiled."""
 
     def __init__(self, device: torch.device, of: Any) -> None:
         self.values: list[WatchedValue] = []
         self.rings: dict[bool, Ring] = {}  # by direction: True for backward
         self._owners = [weakref.ref(owner) for owner in _owners(of)]
-        self.slots = torch.zeros(STATISTICS, SLOTS, device=device)
-        """The input; its gradient is the statistics of backward."""
+        self.slots = torch.zeros(SLOTS, device=device)
+        """The input; its gradient is the magnitudes of backward."""
         if torch.is_grad_enabled():
             self.slots.requires_grad_().register_post_accumulate_grad_hook(partial(_take, weakref.ref(self)))
         graphs.add(self)
@@ -41,7 +43,7 @@ class WatchedGraph:
         return any(owner() is each for owner in self._owners for each in owners)
 
     def attach(self, gm: GraphModule) -> None:
-        """Add the input and the output of the statistics to a captured graph, behind all others."""
+        """Add the input and the output of the magnitudes to a captured graph, behind all others."""
         graph, mode = gm.graph, tracing.fake_mode_of(gm)
         with graph.inserting_after(placeholders(gm)[-1]):
             slots = graph.placeholder("amp_watched")
@@ -49,19 +51,34 @@ class WatchedGraph:
         slots.meta["val"] = self.slots.detach() if mode is None else mode.from_tensor(self.slots.detach())
         output = graph.output_node()
         with graph.inserting_before(output):
-            statistics = graph.call_function(WATCHED, (slots, False))
-        statistics.meta["val"] = slots.meta["val"]
-        output.args = ((*output.args[0], statistics),)
+            magnitudes = graph.call_function(WATCHED, (slots, False))
+        magnitudes.meta["val"] = slots.meta["val"]
+        output.args = ((*output.args[0], magnitudes),)
         gm.recompile()
 
-    def record(self, statistics: Tensor, backward: bool = False) -> None:
-        """Keep the statistics of a call, without waiting for the device."""
-        statistics = statistics.detach()
-        if statistics.device not in _clocks:
-            _clocks[statistics.device] = torch.zeros(1, dtype=torch.int64, device=statistics.device)
+    def values_in(self, backward: bool) -> list[WatchedValue]:
+        """The values of one direction, in the order of their magnitudes."""
+        return [value for value in self.values if value.backward == backward]
+
+    def record(self, magnitudes: Tensor, backward: bool = False) -> None:
+        """Keep the magnitudes of a call, without waiting for the device."""
+        magnitudes = magnitudes.detach()
+        if magnitudes.device not in _clocks:
+            _clocks[magnitudes.device] = torch.zeros(1, dtype=torch.int64, device=magnitudes.device)
         if backward not in self.rings:
-            self.rings[backward] = Ring(statistics)
-        self.rings[backward].write(statistics, _clocks[statistics.device])
+            limits = [limit(value) for value in self.values_in(backward)]
+            padded = limits + [0.0] * (SLOTS - len(limits))
+            self.rings[backward] = Ring(torch.tensor(padded, device=magnitudes.device))
+        self.rings[backward].write(magnitudes, _clocks[magnitudes.device])
+
+
+def limit(value: WatchedValue) -> float:
+    """The largest magnitude that is in range: of a cast, what still rounds to a finite number."""
+    if value.kind != "cast":
+        return torch.finfo(torch.float32).max  # infinite numbers and NaN are above it, in any type
+    info = torch.finfo(LOW_NAMES[value.dtype])
+    half_a_step = 2.0 ** (math.frexp(info.max)[1] - 1) * info.eps / 2
+    return float(torch.nextafter(torch.tensor(info.max + half_a_step), torch.tensor(0.0)))
 
 
 def _owners(f: Any) -> list[Any]:
@@ -71,6 +88,6 @@ def _owners(f: Any) -> list[Any]:
 
 @torch.compiler.disable
 def _take(graph: weakref.ref[WatchedGraph], slots: Tensor) -> None:
-    statistics, slots.grad, watched = slots.grad, None, graph()
-    if statistics is not None and watched is not None:
-        watched.record(statistics, backward=True)
+    magnitudes, slots.grad, watched = slots.grad, None, graph()
+    if magnitudes is not None and watched is not None:
+        watched.record(magnitudes, backward=True)

@@ -1,15 +1,15 @@
-"""After differentiation: count, in a watched graph, the numbers that leave the range of their type.
+"""After differentiation: compute, in a watched graph, the magnitudes of values that may leave the range of their type.
 
-The statistics of forward become an output, those of backward the gradient of an input (see `passes.watch_op`).
+Those of forward become an output, those of backward the gradient of an input (see `passes.watch_op`).
 Inductor computes them in the kernels that compute or read the values; results of library products are read once more.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from math import inf, prod
 from typing import Any
 
 import torch
@@ -41,10 +41,10 @@ _KEEP_MAGNITUDE = CHOOSES_AFTER | CONVERSIONS_AFTER | COPIES_AFTER
 
 @dataclass(frozen=True)
 class WatchedValue:
-    """A value whose statistics a graph computes."""
+    """A value whose magnitude a graph computes."""
 
     kind: str
-    """ "product", "cast", "input" of a product, or "op" for another op that may make infinities of finite numbers."""
+    """ "product", "cast", or "op" for another op that may make infinite numbers of finite ones."""
     op: str
     module: str
     source: str
@@ -52,17 +52,17 @@ class WatchedValue:
     dtype: str
     """Its dtype, as `f16`; of a cast, the dtype it casts to."""
     operands: tuple[int, ...]
-    """Indices of the watched values that it reads, among those of its direction."""
+    """Indices of the watched values that it reads, among those of its direction; of a product, of its two factors."""
     length: int = 0
-    """Terms of each sum of a product of `operands`, the two matrices; 0 if unknown, and for other ops."""
+    """Terms of each sum of a product; 0 if unknown, and for other ops."""
 
 
 @dataclass(frozen=True)
 class RecordMagnitudes:
     """For the joint graph, or the inference graph, of a watched graph; appends each value to `values`, in order.
 
-    Of each value: the largest finite magnitude (of a cast: of the numbers that it reads); how many numbers are
-    infinite or NaN and come of finite ones (of a product: how many there are); and how many there are at all.
+    The magnitude of a product is the largest in its result, infinite or NaN if a number there is. Of other ops, only
+    results of finite operands count. Of a cast, it is the largest finite one among the numbers that it reads.
     """
 
     values: list[WatchedValue] = field(compare=False)
@@ -75,13 +75,12 @@ class RecordMagnitudes:
         outputs = {bool(node.args[1]): node for node in gm.graph.find_nodes(op="call_function", target=WATCHED)}
         backward = _reached_by_gradients(gm) if len(outputs) > 1 else set()
         for direction, output in outputs.items():
-            readers = _to_watch(node for node in gm.graph.nodes if (node in backward) == direction)
-            nodes, lines = [*readers][:SLOTS], _lines(gm)
-            index = {node: i for i, node in enumerate(nodes)}
-            self.values.extend(_describe(node, readers[node], direction, index, lines) for node in nodes)
+            nodes = [node for node in gm.graph.nodes if (node in backward) == direction and _kind(node)][:SLOTS]
+            index, lines = {node: i for i, node in enumerate(nodes)}, _lines(gm)
+            self.values.extend(_describe(node, direction, index, lines) for node in nodes)
             if nodes:
                 with tracing.on_fakes_of(gm), gm.graph.inserting_before(gm.graph.output_node()):
-                    output.replace_all_uses_with(_Writer(gm.graph).statistics(nodes))
+                    output.replace_all_uses_with(_Writer(gm.graph).magnitudes(nodes))
         return len(self.values)
 
 
@@ -94,55 +93,32 @@ def _reached_by_gradients(gm: GraphModule) -> set[Node]:
     return reached
 
 
-def _to_watch(nodes: Iterable[Node]) -> dict[Node, Node]:
-    """The values to watch, in order; an input before the first product that reads it, which is its value."""
-    watched: dict[Node, Node] = {}
-    for node in nodes:
-        if kind := _kind(node):
-            inputs = map(_origin, _matrices(node)) if kind == "product" else ()
-            new = (each for each in inputs if each.op == "placeholder" and _is_watchable(each) and each not in watched)
-            watched |= dict.fromkeys(new, node)
-            watched[node] = node
-    return watched
-
-
 def _kind(node: Node) -> str:
-    if not _is_watchable(node):
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not tracing.is_never_empty(value):
         return ""
-    if node.op == "placeholder":
-        return "input"
-    low = node.meta["val"].dtype in LOW
+    low = value.dtype in LOW
     if has(node.target, CONVERSIONS_AFTER):
-        narrows = node.all_input_nodes[0].meta["val"].itemsize > node.meta["val"].itemsize
-        return "cast" if low and narrows else ""
+        return "cast" if low and node.all_input_nodes[0].meta["val"].itemsize > value.itemsize else ""
     made = node.args[0] if node.target is operator.getitem else node  # some products have several results
     if isinstance(made, Node) and has(made.target, PRODUCTS_AFTER):
         return "product"
     return "op" if has(node.target, _LEAVE_RANGE) or (low and has(node.target, _LEAVE_LOW_RANGE)) else ""
 
 
-def _is_watchable(node: Node) -> bool:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return False
-    return all(isinstance(size, int) and size > 0 for size in value.shape)  # an empty one has no largest number
-
-
-def _describe(node: Node, reader: Node, backward: bool, index: dict[Node, int], lines: dict[Any, Node]) -> WatchedValue:
-    kind, matrices = _kind(node), _matrices(node)
-    near = reader if source_line(reader) else lines.get(reader.meta.get("seq_nr"), reader)
-    read = [_origin(each, index) for each in (matrices or node.all_input_nodes)]
-    operands = tuple(index[each] for each in read if each in index and each is not node)
-    known = kind == "product" and len(matrices) == len(operands) == 2
+def _describe(node: Node, backward: bool, index: dict[Node, int], lines: dict[Any, Node]) -> WatchedValue:
+    kind, factors = _kind(node), _factors(node)
+    near = node if source_line(node) else lines.get(node.meta.get("seq_nr"), node)
+    read = (_origin(each, index) for each in (factors or node.all_input_nodes))
     return WatchedValue(
         kind=kind,
-        op=f"an operand of {op_name(reader.target)}" if kind == "input" else op_name(node.target),
-        module=module_path(reader) or module_path(near),
+        op=op_name(node.target),
+        module=module_path(node) or module_path(near),
         source=source_line(near),
         backward=backward,
         dtype=short_name(node.meta["val"].dtype),
-        operands=operands,
-        length=_length(node, matrices) if known else 0,
+        operands=tuple(index[each] for each in read if each in index),
+        length=_length(node, factors) if len(factors) == 2 else 0,
     )
 
 
@@ -151,25 +127,25 @@ def _lines(gm: GraphModule) -> dict[Any, Node]:
     return {node.meta.get("seq_nr"): node for node in reversed(gm.graph.nodes) if source_line(node)}
 
 
-def _origin(value: Node, watched: Container[Node] = ()) -> Node:
-    """The watched value or input whose numbers these are, in other places or types, or fewer of them."""
+def _origin(value: Node, watched: Container[Node]) -> Node:
+    """The watched value whose numbers these are, in other places or types, or fewer of them; else their origin."""
     while value not in watched and (is_view(value.target) or has(value.target, _KEEP_MAGNITUDE)):
         value = value.all_input_nodes[0]
     return value
 
 
-_MATRICES = {"aten.mm": 0, "aten.bmm": 0, "aten.addmm": 1, "aten.baddbmm": 1, "aten.convolution": 0}
+_FACTORS = {"aten.mm": 0, "aten.bmm": 0, "aten.addmm": 1, "aten.baddbmm": 1, "aten.convolution": 0}
 
 
-def _matrices(node: Node) -> list[Node]:
+def _factors(node: Node) -> list[Node]:
     """Both factors of a product."""
-    first = _MATRICES.get(op_name(node.target))
+    first = _FACTORS.get(op_name(node.target))
     return [] if first is None else [each for each in node.args[first : first + 2] if isinstance(each, Node)]
 
 
-def _length(product: Node, matrices: Sequence[Node]) -> int:
-    shape = matrices[1].meta["val"].shape
-    return prod(shape[1:]) if op_name(product.target) == "aten.convolution" else int(shape[-2])
+def _length(product: Node, factors: Sequence[Node]) -> int:
+    shape = factors[1].meta["val"].shape
+    return math.prod(shape[1:]) if op_name(product.target) == "aten.convolution" else int(shape[-2])
 
 
 @dataclass(frozen=True)
@@ -178,42 +154,26 @@ class _Writer:
 
     graph: Graph
 
-    def statistics(self, nodes: list[Node]) -> Node:
-        """The statistics of these values, [STATISTICS, SLOTS] in float32, zeros behind those that there are."""
-        rows = [self._stack(row) for row in zip(*map(self._of_value, nodes), strict=True)]
-        return self._call(ATEN.constant_pad_nd.default, self._stack(rows), [0, SLOTS - len(nodes)])
+    def magnitudes(self, nodes: list[Node]) -> Node:
+        """The magnitudes of these values, [SLOTS] in float32, zeros behind those that there are."""
+        largest = [self._call(ATEN.unsqueeze.default, self._largest(node), 0) for node in nodes]
+        return self._call(
+            ATEN.constant_pad_nd.default, self._call(ATEN.cat.default, largest, 0), [0, SLOTS - len(nodes)]
+        )
 
-    def _of_value(self, node: Node) -> tuple[Node, Node, Node]:
-        kind = _kind(node)
-        measured = node.all_input_nodes[0] if kind == "cast" else node
-        size = self._call(ATEN.abs.default, measured)
+    def _largest(self, node: Node) -> Node:
+        kind, operands = _kind(node), node.all_input_nodes
+        size = self._call(ATEN.abs.default, operands[0] if kind == "cast" else node)
         value = size.meta["val"]
-        zero = self._call(ATEN.full.default, [], 0, dtype=value.dtype, device=value.device)
-        largest = self._call(ATEN.amax.default, self._call(ATEN.where.self, self._finite(measured), size, zero))
-        if value.dtype != torch.float32:
-            largest = self._call(CONVERT, largest, torch.float32)
-        made = present = self._call(ATEN.logical_not.default, self._finite(node))
-        if kind == "input":
-            made = self._call(ATEN.logical_and.default, made, self._finite(node))
-        for operand in _operands_like(node) if kind in ("cast", "op") else []:
-            made = self._call(ATEN.logical_and.default, made, self._finite(operand))
-        return largest, self._count(made), self._count(present)
-
-    def _finite(self, node: Node) -> Node:
-        return self._call(ATEN.lt.Scalar, self._call(ATEN.abs.default, node), inf)  # NaN isn't less
-
-    def _count(self, values: Node) -> Node:
-        return self._call(ATEN.sum.default, values, dtype=torch.float32)
-
-    def _stack(self, values: Sequence[Node]) -> Node:
-        return self._call(ATEN.cat.default, [self._call(ATEN.unsqueeze.default, each, 0) for each in values], 0)
+        for operand in operands if kind != "product" else ():
+            if operand.meta["val"].shape == value.shape:
+                finite = self._call(ATEN.lt.Scalar, self._call(ATEN.abs.default, operand), math.inf)  # NaN isn't less
+                zero = self._call(ATEN.full.default, [], 0, dtype=value.dtype, device=value.device)
+                size = self._call(ATEN.where.self, finite, size, zero)
+        largest = self._call(ATEN.amax.default, size)
+        return largest if value.dtype == torch.float32 else self._call(CONVERT, largest, torch.float32)
 
     def _call(self, target: OpOverload, *args: Any, **kwargs: Any) -> Node:
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = call_on_values(node)
         return node
-
-
-def _operands_like(node: Node) -> list[Node]:
-    """The operands of an op that have the shape of its result."""
-    return [each for each in node.all_input_nodes if each.meta["val"].shape == node.meta["val"].shape]
