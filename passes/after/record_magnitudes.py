@@ -33,7 +33,7 @@ from ampcompile.torch_private.types import OpOverload
 ATEN = torch.ops.aten
 # They may make infinite numbers of finite ones: in any type, and in 16 bits, where sums and products of two may, too.
 _LEAVE_RANGE = frozenset(f"aten::{name}" for name in ["div", "reciprocal", "exp", "log", "pow", "rsqrt", "sqrt"])
-_LEAVE_LOW_RANGE = frozenset(
+_LEAVE_LOW_RANGE = _LEAVE_RANGE | frozenset(
     f"aten::{name}" for name in ["add", "sub", "mul", "addcmul", "addcdiv", "sum", "mean", "cumsum", "prod", "square"]
 )
 _KEEP_MAGNITUDE = CHOOSES_AFTER | CONVERSIONS_AFTER | COPIES_AFTER
@@ -73,9 +73,10 @@ class RecordMagnitudes:
     def apply(self, gm: GraphModule) -> int:
         joint_graphs.name_backward_nodes(gm.graph)
         outputs = {bool(node.args[1]): node for node in gm.graph.find_nodes(op="call_function", target=WATCHED)}
-        backward = _reached_by_gradients(gm) if len(outputs) > 1 else set()
+        forward = _read_by_results(gm)
         for direction, output in outputs.items():
-            nodes = [node for node in gm.graph.nodes if (node in backward) == direction and _kind(node)][:SLOTS]
+            own = (node for node in gm.graph.nodes if (node not in forward) == direction)
+            nodes = [node for node in own if _kind(node, direction)][:SLOTS]
             index, lines = {node: i for i, node in enumerate(nodes)}, _lines(gm)
             self.values.extend(_describe(node, direction, index, lines) for node in nodes)
             if nodes:
@@ -84,16 +85,23 @@ class RecordMagnitudes:
         return len(self.values)
 
 
-def _reached_by_gradients(gm: GraphModule) -> set[Node]:
-    """The nodes of backward."""
+def _read_by_results(gm: GraphModule) -> set[Node]:
+    """The nodes that forward computes: all that its results depend on. What gradients reach belongs to backward."""
     reached: set[Node] = set()
     for node in gm.graph.nodes:
         if str(node.target).startswith("tangents") or not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
-    return reached
+    read: set[Node] = set()
+    pending = [node for node in gm.graph.output_node().all_input_nodes if node not in reached]
+    while pending:
+        if (node := pending.pop()) not in read:
+            read.add(node)
+            pending += node.all_input_nodes
+    return read
 
 
-def _kind(node: Node) -> str:
+def _kind(node: Node, backward: bool = False) -> str:
+    """The kind of a value to watch, else "". The derivatives that torch writes in float32 have no such faults."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not tracing.is_never_empty(value):
         return ""
@@ -102,8 +110,19 @@ def _kind(node: Node) -> str:
         return "cast" if low and node.all_input_nodes[0].meta["val"].itemsize > value.itemsize else ""
     made = node.args[0] if node.target is operator.getitem else node  # some products have several results
     if isinstance(made, Node) and has(made.target, PRODUCTS_AFTER):
-        return "product"
-    return "op" if has(node.target, _LEAVE_RANGE) or (low and has(node.target, _LEAVE_LOW_RANGE)) else ""
+        return "product" if low else ""  # where it is rounded later, the cast is watched
+    leaves = has(node.target, _LEAVE_LOW_RANGE if low else frozenset() if backward else _LEAVE_RANGE)
+    return "op" if leaves and not _is_of_softmax(node) else ""
+
+
+def _is_of_softmax(node: Node) -> bool:
+    """True for `exp(x - x.amax())` and its share of a sum: at most 1, and never written to memory."""
+    name, operands = op_name(node.target), node.all_input_nodes
+    if name == "aten.div":
+        return _is_of_softmax(operands[0])
+    if name != "aten.exp" or op_name(operands[0].target) != "aten.sub":
+        return False
+    return op_name(_origin(operands[0].all_input_nodes[-1], ()).target) == "aten.amax"
 
 
 def _describe(node: Node, backward: bool, index: dict[Node, int], lines: dict[Any, Node]) -> WatchedValue:
