@@ -28,18 +28,26 @@ LAW = [
     {"weights", "rules"},
     {"policy", "scaler", "precision"},
     {"config"},
-    {"passes.graph", "passes.verify", "passes.base", "passes.weight_copy"},
+    {"passes.graph", "passes.verify", "passes.base", "passes.weight_copy", "passes.watch_op"},
     {"passes.analysis"},
     {"passes.capture", "passes.decide", "passes.before", "passes.fuse", "passes.after", "passes.replay"},
     {"passes.pipeline", "passes"},
     {"records"},
     {"compiler"},
     {"backend", "explaining"},
-    {"auditing"},
+    {"auditing", "watching"},
     {"command_line", "__init__", "integrations"},
     {"__main__"},
 ]
-OPEN = {"passes.graph", "passes.verify", "passes.base", "passes.weight_copy", "errors", "dtypes"}  # import one another
+OPEN = {
+    "passes.graph",
+    "passes.verify",
+    "passes.base",
+    "passes.weight_copy",
+    "passes.watch_op",
+    "errors",
+    "dtypes",
+}  # import one another
 
 
 @cache

@@ -44,8 +44,26 @@ def training() -> dict[str, Any]:
     }
 
 
+class Writer:
+    """As TensorBoard's writer: raises where it isn't given a number, or text."""
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        assert name and float(value) >= 0 and step >= 0
+
+    def add_text(self, name: str, text: str, step: int) -> None:
+        assert name and text and step >= 0
+
+
+def watching() -> dict[str, Any]:
+    scaler = ampcompile.GradScaler("cpu")
+    model = nn.Linear(4, 3)
+    given = {"torch": torch, "model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    return training() | given | {"scaler": scaler, "writer": Writer(), "step": 1}
+
+
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/scaler.md": training,
+    "docs/watch.md": watching,
     "docs/weights.md": lambda: {"ampcompile": ampcompile, "model": nn.Linear(4, 4)},
 }
 """What a page's Python takes for granted."""

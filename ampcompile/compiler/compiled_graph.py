@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,8 @@ from ampcompile.torch_private import tracing
 
 from .call_state import current_call
 from .double_backward import DoubleBackward
+from .watched_graph import WatchedGraph
 from .widen_outputs import LeavingResults, is_outermost
-
-if TYPE_CHECKING:
-    from ampcompile.watching.watched_graph import WatchedGraph
 
 
 class CompiledGraph:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -27,10 +27,8 @@ from .decompositions import decompositions
 from .double_backward import DoubleBackward, copy_with_bodies
 from .left_to_autocast import LEFT, lower_as_made
 from .plain_graph import exclude_autocast
+from .watched_graph import WatchedGraph
 from .widen_outputs import find_still_leaving
-
-if TYPE_CHECKING:
-    from ampcompile.watching.watched_graph import WatchedGraph
 
 
 def lower(
@@ -78,9 +76,7 @@ def lower(
 
 
 def _watched(gm: GraphModule, inputs: Sequence[Any]) -> WatchedGraph:
-    """Let a graph compute its statistics; a graph that isn't watched doesn't import what that needs."""
-    from ampcompile.watching.watched_graph import WatchedGraph
-
+    """Let a graph compute the magnitudes of its values."""
     device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), torch.device("cpu"))
     watched = WatchedGraph(device, current_call.callable)
     watched.attach(gm)

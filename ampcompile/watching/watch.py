@@ -11,13 +11,12 @@ import torch
 
 from ampcompile.compiler.ambient import options_of
 from ampcompile.compiler.module_names import modules_of
+from ampcompile.compiler.watched_graph import WatchedGraph, graphs, limit
 from ampcompile.dtypes import LOW_NAMES
 from ampcompile.errors import OptionError
 from ampcompile.explaining.text import render_table
 from ampcompile.passes.after.record_magnitudes import WatchedValue
 from ampcompile.torch_private import dynamo_caches
-
-from .watched_graph import WatchedGraph, graphs, limit
 
 _NEAREST = 10
 
@@ -75,7 +74,7 @@ class OutOfRange:
 
 @dataclass(frozen=True)
 class WatchReport:
-    """What `Watch.report` found. `str(report)` names the first number out of range and the values nearest to it."""
+    """The magnitudes that a watch has kept. `str(report)` names the first out of range, and those nearest to it."""
 
     first: OutOfRange | None
     last: Sequence[Magnitude]

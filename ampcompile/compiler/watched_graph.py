@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ampcompile.compiler.module_names import modules_of
 from ampcompile.dtypes import LOW_NAMES
 from ampcompile.passes.after.record_magnitudes import WatchedValue
 from ampcompile.passes.graph import placeholders
 from ampcompile.passes.watch_op import SLOTS, WATCHED
 from ampcompile.torch_private import tracing
 
-from .ring import Ring
+from .magnitude_ring import Ring
+from .module_names import modules_of
 
 graphs: weakref.WeakSet[WatchedGraph] = weakref.WeakSet()
 _clocks: dict[torch.device, Tensor] = {}
@@ -47,7 +47,7 @@ class WatchedGraph:
         graph, mode = gm.graph, tracing.fake_mode_of(gm)
         with graph.inserting_after(placeholders(gm)[-1]):
             slots = graph.placeholder("amp_watched")
-        slots._dynamo_source = None  # type: ignore[attr-defined]
+        slots._dynamo_source = None
         slots.meta["val"] = self.slots.detach() if mode is None else mode.from_tensor(self.slots.detach())
         output = graph.output_node()
         with graph.inserting_before(output):

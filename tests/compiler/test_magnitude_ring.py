@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampcompile.watching.ring import CALLS, Ring
+from ampcompile.compiler.magnitude_ring import CALLS, Ring
 
 
 def written(*calls: tuple[float, float]) -> Ring:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from ampcompile.compiler.watched_graph import WatchedGraph, limit
 from ampcompile.passes.after.record_magnitudes import WatchedValue
-from ampcompile.watching.watched_graph import WatchedGraph, limit
 
 
 def value(kind: str, dtype: str) -> WatchedValue:
