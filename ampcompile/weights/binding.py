@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import WeightsError
-from ampcompile.kernels.packed_conv import Blocks
 from ampcompile.torch_private import dispatcher, storages
 
 from . import gpu, memory, writers
@@ -18,7 +17,6 @@ from .census import unexplained
 from .copies import (
     TRIAL,
     Copy,
-    Form,
     Weight,
     buffers,
     cast_for_capture,
@@ -32,8 +30,8 @@ from .copies import (
 from .copy_set import CopySet
 from .memory import Memory, lock, write_epoch
 from .ranges import set_ranges
+from .spec import CopySpec
 
-_CLASSES = (Tensor, torch.nn.Parameter, storages.FakeTensor)
 _bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
 _NOTHING: Set[Copy] = frozenset()
 
@@ -50,24 +48,26 @@ class WeightStats(NamedTuple):
 
 
 class Binding:
-    """The copies that one compiled graph reads: slot i holds weight i of each call in `forms[i]`. Thread-safe.
+    """The copies that one compiled graph reads, as its `specs` describe them. Thread-safe.
 
     Each set of weights that the graph is called with has a set of copies, for as long as these weights live: blocks
     that are compiled one by one share a graph. A slot's weight has the same shape and strides in each call, as Dynamo's
     guards ensure; the tensor object and its address may change.
+
+    `in_place`: copies keep their addresses, as replayed CUDA graphs need; a pending backward that saved a copy which
+    is then overwritten raises autograd's error.
     """
 
-    def __init__(
-        self, forms: Sequence[Form], in_place: bool, packed: Sequence[Blocks | None], on_trial: Sequence[bool]
-    ) -> None:
-        self._forms, self._in_place = tuple(forms), in_place
-        self._packed, self._on_trial = tuple(packed), tuple(on_trial)
+    def __init__(self, specs: Sequence[CopySpec], in_place: bool = False) -> None:
+        self._specs, self._in_place = specs, in_place
+        self._indices, self._blocks = [spec.weight for spec in specs], [spec.blocks for spec in specs]
         self._sets: dict[tuple[int, ...], CopySet] = {}  # by the ids of the weights
         _bindings.add(self)
         self._sweep_at = 8
 
-    def copies(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the copies that the graph reads in this call; stale ones are cast first, all in one pass."""
+    def copies(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the copies that the graph reads with these inputs; stale ones are cast first, all in one pass."""
+        weights = [inputs[i] for i in self._indices]
         ids = tuple(map(id, weights))
         while True:
             before = buffers()
@@ -98,24 +98,24 @@ class Binding:
                         return former.forms()
             with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
                 if gpu.capturing(weights):
-                    return cast_for_capture(_alias_weights(ids, weights), self._forms)
+                    return cast_for_capture(_alias_weights(ids, weights), self._specs)
                 return self._look_at_all(ids, weights, former)
 
     def _look_at_all(self, ids: tuple[int, ...], weights: Sequence[Tensor], former: CopySet | None) -> list[Tensor]:
         now = write_epoch()
         aliases = _alias_weights(ids, weights)
-        members = [copy_of(weight.tensor, form) for weight, form in zip(aliases, self._forms, strict=True)]
-        for copy, weight, on_trial in zip(members, weights, self._on_trial, strict=True):
+        members = [copy_of(weight.tensor, spec.form) for weight, spec in zip(aliases, self._specs, strict=True)]
+        for copy, weight, spec in zip(members, weights, self._specs, strict=True):
             copy.in_place |= self._in_place
-            if on_trial and copy.tensor is None and not copy.packed:
+            if spec.trial and copy.tensor is None and not copy.packed:
                 copy.trial = TRIAL
             copy.memory.admit(weight)
         set_ranges((record.begin, record.end) for record in memory.memories())
         writers.watch()  # after `copy_of`: another memory freed meanwhile isn't the last, so the patches stay
         before = former if former is not None and former.members == members else None
         tables = before.tables if before else {}
-        cast = refresh(zip(members, aliases, self._packed, strict=True), _doubtful(members, aliases), tables)
-        copy_set = CopySet(aliases, members, self._packed, now, before, tables)
+        cast = refresh(zip(members, aliases, self._blocks, strict=True), _doubtful(members, aliases), tables)
+        copy_set = CopySet(aliases, members, self._blocks, now, before, tables)
         if former is None:
             self._make_room()
         self._sets[ids] = copy_set
@@ -142,42 +142,6 @@ def _doubtful(members: Sequence[Copy], aliases: Sequence[Weight]) -> set[Memory]
     if writers.step_is_running():
         return {*memories}
     return {*shared, *(record for record in memories if record.step_open)}
-
-
-def bind(
-    dtypes: Sequence[torch.dtype],
-    in_place: bool = False,
-    packed: Sequence[Blocks | None] | None = None,
-    on_trial: Sequence[bool] | None = None,
-    wide: Sequence[bool] | None = None,
-) -> Binding:
-    """Return a binding for one compiled graph. `dtypes`: of its copies, which are made at its first call.
-
-    `in_place`: copies keep their addresses, as replayed CUDA graphs need; a pending backward that saved a copy which
-    is then overwritten raises autograd's error. `packed`: the blocks that slots are packed into once that pays.
-    `on_trial`: slots of tensors that may not be weights, cast at each call until they stay unwritten for `TRIAL` calls.
-    `wide`: slots whose copies hold the rounded values as float32.
-    """
-    no_slots = [False] * len(dtypes)
-    forms = map(Form, dtypes, wide or no_slots)
-    return Binding(list(forms), in_place, packed or [None] * len(dtypes), on_trial or no_slots)
-
-
-def hoistable(tensor: Any) -> bool:
-    """Return True if copies of a weight can be kept across calls; if not, it is cast in the graph.
-
-    It must be dense, on a CPU or CUDA device, of no subclass, have a version counter (inference tensors have none),
-    and not be a parameter that FSDP gathers temporarily.
-    """
-    return (
-        type(tensor) in _CLASSES
-        and tensor.layout == torch.strided
-        and tensor.device.type in ("cpu", "cuda")
-        and tensor.is_floating_point()
-        and storages.is_dense(tensor)
-        and not tensor.is_inference()
-        and not storages.is_managed_by_fsdp(tensor)
-    )
 
 
 def invalidate(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:

@@ -19,6 +19,7 @@ from ampcompile.torch_private import profiling, storages
 from . import gpu
 from .memory import Memory, memory_of
 from .sample import Sample, places
+from .spec import CopySpec, Form
 
 TRIAL = 8
 """Calls in a row that must find a tensor, neither parameter nor buffer, unwritten before its copy is kept."""
@@ -38,18 +39,6 @@ class Weight(NamedTuple):
     """The id of the tensor."""
     tensor: Tensor
     """An alias of the weight, which keeps the memory even if another thread assigns the weight's `.data`."""
-
-
-class Form(NamedTuple):
-    """The format of a copy: values rounded to `dtype`, held in it or, if `wide`, as float32."""
-
-    dtype: torch.dtype
-    wide: bool = False
-
-    def empty(self, weight: Tensor) -> Tensor:
-        """An uninitialized buffer for a copy of `weight`."""
-        dtype = torch.float32 if self.wide else self.dtype
-        return torch.empty_strided(weight.shape, weight.stride(), dtype=dtype, device=weight.device)
 
 
 _forms: list[Form] = []  # every form that a copy has been made in, in a fixed order
@@ -80,7 +69,7 @@ class Copy:
 
     def _allocate(self, weight: Tensor) -> None:
         """Allocate a new buffer; a backward that saved the old one keeps it."""
-        self.tensor = self.form.empty(weight)
+        self.tensor = self.form.empty_like(weight)
         self.buffer = object()
         self.streams: set[int] = set()  # which the allocator waits for before it reuses the memory
         self.storage = storages.storage_key(self.tensor)
@@ -263,14 +252,13 @@ def _cast(jobs: Sequence[tuple[Form, Tensor, Tensor]], tables: dict[Any, Any] | 
     cast_many_([copy for _, copy, _ in narrow], [weight for *_, weight in narrow], tables)
 
 
-def cast_for_capture(weights: Sequence[Weight], forms: Sequence[Form]) -> list[Tensor]:
+def cast_for_capture(weights: Sequence[Weight], specs: Sequence[CopySpec]) -> list[Tensor]:
     """Make copies for the CUDA graph being captured, in the graph's memory; only its replays cast them."""
-    made: dict[tuple, tuple[Form, Tensor, Tensor]] = {}
-    for (_, weight), form in zip(weights, forms, strict=True):
-        if (key := (_place(weight), form)) not in made:
-            made[key] = form, form.empty(weight), weight
+    keys = [(spec.form, _place(weight)) for (_, weight), spec in zip(weights, specs, strict=True)]
+    sources = {key: weight for key, (_, weight) in zip(keys, weights, strict=True)}
+    made = {key: (key[0], key[0].empty_like(weight), weight) for key, weight in sources.items()}
     _cast(list(made.values()))
-    return [made[_place(weight), form][1] for (_, weight), form in zip(weights, forms, strict=True)]
+    return [made[key][1] for key in keys]
 
 
 def buffers() -> object:

@@ -12,7 +12,6 @@ from ampcompile.weights import memory
 from ampcompile.weights.copies import (
     TRIAL,
     Copy,
-    Form,
     Weight,
     cast_passes,
     copies_of,
@@ -21,6 +20,7 @@ from ampcompile.weights.copies import (
     recover,
     refresh,
 )
+from ampcompile.weights.spec import Form
 
 BF16, F16 = Form(torch.bfloat16), Form(torch.float16)
 WIDE = Form(torch.bfloat16, wide=True)

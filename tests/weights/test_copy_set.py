@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ampcompile.weights import memory
-from ampcompile.weights.copies import Form, Weight, copy_of, refresh
+from ampcompile.weights.copies import Weight, copy_of, refresh
 from ampcompile.weights.copy_set import CopySet
+from ampcompile.weights.spec import Form
 from tests.weights.writers import unsampled
 
 BF16 = torch.bfloat16

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 
 from ampcompile.errors import StaleWeightError
 from ampcompile.weights import copies, copy_set, gpu
-from ampcompile.weights.binding import Binding, bind, free_copies, weight_stats
+from ampcompile.weights.binding import Binding, free_copies, weight_stats
 from ampcompile.weights.sample import SampledAddresses
 from tests.devices import waiting_for_nothing
+from tests.weights.bindings import bind
 from tests.weights.writers import unseen
 
 BF16 = torch.bfloat16

@@ -16,9 +16,10 @@ import torch.nn as nn
 
 from ampcompile import weights
 from ampcompile.torch_private import patches
-from ampcompile.weights.binding import Binding, bind, free_copies, invalidate
+from ampcompile.weights.binding import Binding, free_copies, invalidate
 from ampcompile.weights.lending import lend
 from ampcompile.weights.memory import lock
+from tests.weights.bindings import bind
 from tests.weights.searching import searches_are_unlimited as searches_are_unlimited
 from tests.weights.writers import unsampled, unseen
 

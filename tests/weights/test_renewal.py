@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampcompile.kernels.packed_linear import LinearBlocks, available
 from ampcompile.weights import binding as weights_binding
 from ampcompile.weights import copies as weights_copies
-from ampcompile.weights.binding import Binding, bind, free_copies, weight_stats
+from ampcompile.weights.binding import Binding, free_copies, weight_stats
 from ampcompile.weights.memory import begin_epoch, memory_of
 from ampcompile.weights.packing import PAYS
+from tests.weights.bindings import bind
 from tests.weights.searching import searches_are_unlimited as searches_are_unlimited
 from tests.weights.writers import unsampled, unseen
 

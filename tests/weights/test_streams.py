@@ -10,10 +10,11 @@ from torch import nn
 
 from ampcompile.errors import StaleWeightError
 from ampcompile.weights import copies, gpu
-from ampcompile.weights.binding import Binding, bind, free_copies, weight_stats
+from ampcompile.weights.binding import Binding, free_copies, weight_stats
 from ampcompile.weights.copy_set import CopySet
 from ampcompile.weights.lending import lend
 from ampcompile.weights.memory import memory_of
+from tests.weights.bindings import bind
 from tests.weights.streams import Streams, rounded, streams, words
 
 __all__ = ["streams"]

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from ampcompile.weights import writers as writers_module
-from ampcompile.weights.binding import Binding, bind, invalidate, weight_stats
+from ampcompile.weights.binding import Binding, invalidate, weight_stats
 from ampcompile.weights.copies import Copy
 from ampcompile.weights.memory import ticks
+from tests.weights.bindings import bind
 from tests.weights.searching import searches_are_unlimited as searches_are_unlimited
 from tests.weights.writers import EXACT, EXPORTS, SAMPLED, Net, read, unsampled
 
