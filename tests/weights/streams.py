@@ -17,6 +17,7 @@ from ampcompile.torch_private import storages
 from ampcompile.weights import copies, gpu
 from ampcompile.weights.sample import SampledAddresses
 from ampcompile.weights.spec import Form
+from ampcompile.weights.store import store
 
 Launch = Callable[[], object]
 
@@ -176,5 +177,5 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(Form, "empty_like", empty_like)
     monkeypatch.setattr(copies, "cast_many_", kernels.cast_many_)
     monkeypatch.setattr(gpu, "recheck_", kernels.recheck_)
-    monkeypatch.setattr(gpu, "_reports", {})
+    monkeypatch.setattr(store, "reports", {})
     return played

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ampcompile.errors import WeightsError
-from ampcompile.weights.binding import free_copies, invalidate, weight_stats
+from ampcompile.weights.store import free_copies, invalidate, weight_stats
 from tests.threads import running
 from tests.weights.bindings import bind
 from tests.weights.writers import unsampled, unseen

@@ -13,7 +13,7 @@ from ampcompile.kernels.packed_linear import PACKED_LINEAR, LinearBlocks, availa
 from ampcompile.passes.before.pack_weights import PackWeights
 from ampcompile.passes.graph import decision_of
 from ampcompile.passes.weight_copy import WEIGHT_COPY
-from ampcompile.weights.packing import PAYS
+from ampcompile.weights.copies import PAYS
 from tests.compiling import same_bits
 from tests.passes.rewriting import count, rewritten
 
