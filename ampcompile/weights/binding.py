@@ -136,7 +136,7 @@ class Loan:
         for i, copy in lent:
             copy.mark = None
             if captured:
-                copy.stay()
+                store.captured.add(copy)
             if not copy.form.wide and copy.tensor is not None:
                 self.tensors[i].append(copy.tensor)
         self._lent = [(copy, copy.buffer, params[i]) for i, copy in lent]

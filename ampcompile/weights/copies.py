@@ -134,10 +134,6 @@ class Copy:
         if all(read in self.packed for read, readers in self.readers.items() if readers):
             self.tensor = None
 
-    def stay(self) -> None:
-        """Keep the buffer's address for as long as the weight lives: a captured CUDA graph writes there."""
-        store.captured.add(self)
-
     def free(self, gone: bool) -> None:
         """Free the buffers, but not those that a captured CUDA graph writes unless the weight was freed (`gone`)."""
         if gone:

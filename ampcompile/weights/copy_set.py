@@ -218,7 +218,7 @@ class CopySet:
         for device in dict.fromkeys(weight.device for weight in weights if weight.is_cuda):
             places = [i for i, weight in enumerate(weights) if weight.device == device]
             members = [self.members[i] for i in places]
-            rechecks.append(gpu.Recheck(device, places, members, IdleCheck(members), self.tables))
+            rechecks.append(gpu.Recheck(places, members, IdleCheck(members), self.tables))
         return rechecks
 
     def forget(self) -> None:

@@ -85,14 +85,10 @@ class Recheck:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        places: Sequence[int],
-        members: Sequence[Copy],
-        idle: Callable[[], bool],
-        tables: dict[Any, Any],
+        self, places: Sequence[int], members: Sequence[Copy], idle: Callable[[], bool], tables: dict[Any, Any]
     ) -> None:
-        self.device, self._places, self._members, self._idle, self._tables = device, places, members, idle, tables
+        self._places, self._members, self._idle, self._tables = places, members, idle, tables
+        device = self.device = _buffer(members[0]).device
         self._workspace: dict[int, Any] = {}
         self._streams: set[int] = set()
         if device not in store.reports:

@@ -58,10 +58,9 @@ from ampcompile.policy import Policy
 from ampcompile.torch_private import pytree, tracing
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
-from .counts import lengths
 from .decisions import Call, decide
 from .dtype_memo import DtypeMemo, prefer_traced
-from .range_guards import guard
+from .range_guards import guard, lengths
 
 _BORN_KNOWN = frozenset({"aten", "prims", "prim", "ampcompile", "_c10d_functional", "c10d_functional"})
 HOPS = higher_order.HOPS

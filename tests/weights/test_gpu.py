@@ -27,7 +27,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def rechecks(self, weights):
         places, idle = range(len(weights)), copies.IdleCheck(self.members)
-        return [gpu.Recheck(torch.device("cpu"), places, self.members, idle, self.tables)]
+        return [gpu.Recheck(places, self.members, idle, self.tables)]
 
     monkeypatch.setattr(copy_set.CopySet, "_find_rechecks", rechecks)
     monkeypatch.setattr(copies, "places", lambda weight: SampledAddresses(np.empty(0, np.int64), np.empty(0, np.int64)))
