@@ -61,7 +61,7 @@ def chunks(tensor: Tensor) -> tuple[Tensor, ...]:
 def modes() -> dict[str, object]:
     """State of this thread that a compiled call must leave as it found it."""
     devices = ("cpu", "cuda", "xpu", "mps")
-    memory = sys.modules.get("ampcompile.weights.memory")
+    weights = sys.modules.get("ampcompile.weights.store")
     nesting = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     return {
@@ -71,7 +71,7 @@ def modes() -> dict[str, object]:
         "inference": torch.is_inference_mode_enabled(),
         "default dtype": torch.get_default_dtype(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "the lock of copies is held": memory is not None and memory.lock._is_owned(),
+        "the lock of copies is held": weights is not None and weights.store.lock._is_owned(),
         **{f"autocast on {device}": torch.is_autocast_enabled(device) for device in devices},
         **{f"autocast dtype on {device}": torch.get_autocast_dtype(device) for device in devices},
     }

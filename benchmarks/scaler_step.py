@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ampcompile.kernels.adam import adam_reference_
 from ampcompile.kernels.check_grads import check_grads_reference
 from ampcompile.scaler.grad_scaler import GradScaler
-from ampcompile.weights import binding as weights
+from ampcompile.weights import Binding, CopySpec, Form
 from benchmarks.architectures import build
 from benchmarks.kernel_cases import adam_state
 from benchmarks.peers import AMP
@@ -71,7 +71,7 @@ def ours(params: Params) -> Callable[[], object]:
     scaler = GradScaler(params[0].device.type)
     scaler.scale(torch.ones((), device=params[0].device))
     matrices = [param for param in params if param.dim() > 1]
-    binding = weights.bind([torch.bfloat16] * len(matrices))
+    binding = Binding([CopySpec(i, Form(torch.bfloat16)) for i in range(len(matrices))])
     binding.copies(matrices)
 
     def step() -> object:

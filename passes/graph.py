@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,21 +20,52 @@ from ampcompile import dtypes
 from ampcompile.dtypes import FLOATS
 from ampcompile.torch_private import regions
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload, is_traceable_wrapper_subclass
+from ampcompile.weights import CopySpec
 
 Precision = torch.dtype | None  # the low-precision dtype of a region; None where autocast is off
 ENTER = regions.ENTER_AUTOCAST
 EXIT = regions.EXIT_AUTOCAST
 _OURS = os.path.dirname(dtypes.__file__) + os.sep
 _BELOW_AUTOGRAD = frozenset({"_get_data_attr", "_lower_version_count_by_1"})
-CONSTANT = "amp_constant"  # in `node.meta` of an input that is a known constant: its largest finite magnitude
 UNDECIDED = "amp_undecided"  # in `gm.meta` until casts are inserted: values still have the dtypes of the autocast trace
 
 
 @dataclass(frozen=True)
-class Decision:
-    """The decision of `assign_precision` about one node, with its reason; `insert_casts` acts on nothing else."""
+class Cast:
+    """The record of a cast that we inserted."""
 
+    op: str
     because: str
+    fate: tuple[str, ...] = ("inserted",)
+    """The changes that passes made to it, in order: inserted, hoisted, shared, folded, moved, fused."""
+    number: int = field(default_factory=itertools.count().__next__, compare=False)
+    """Identifies the cast when `fate` grows, so that a reader can tell if the cast is still in the graph."""
+
+    def after(self, fate: str) -> Cast:
+        """The record of what a pass has made of the cast."""
+        return replace(self, fate=(*self.fate, fate))
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """The record of a fused op. `op`: the op that it replaces, as `aten.cross_entropy_loss`."""
+
+    family: str
+    op: str
+    saved: int
+    """Memory traffic saved against Inductor's own code, in bytes, forward and backward, with traced sizes."""
+    freed: int = 0
+    """Reduction of the memory held at one time, in bytes."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The decision of `assign_precision` about one node, with its reason; `insert_casts` acts on nothing else.
+
+    Later passes add what they made of the node: it is all that passes write to nodes, see `decision_of` and `note`.
+    """
+
+    because: str = ""
     result: Any = None
     """The fake value the node yields once the decision is carried out."""
     operands: Mapping[Node, torch.dtype] = field(default_factory=dict)
@@ -53,18 +84,34 @@ class Decision:
     """The constants to clamp before they are written, with the largest magnitude."""
     bodies: Mapping[Node, GraphModule] = field(default_factory=dict)
     """Copies to call instead of bodies that calls with other dtypes share."""
+    constant: float | None = None
+    """The largest finite magnitude of an input that is a known constant."""
+    cast: Cast | None = None
+    """The record of a cast that we inserted."""
+    copy: CopySpec | None = None
+    """The weight's copy that an input is."""
+    rounded: torch.dtype | None = None
+    """The type that all numbers of a float32 input are rounded to already."""
+    fusion: Fusion | None = None
+    """The record of a fused op."""
 
 
-@dataclass(frozen=True)
-class Cast:
-    """The record that a cast we inserted carries, in `node.meta["amp_cast"]`."""
+def decision_of(node: Node) -> Decision:
+    """Everything that passes have written about a node; an empty record if they wrote nothing."""
+    return node.meta.get("amp", _NO_DECISION)
 
-    op: str
-    because: str
-    fate: tuple[str, ...] = ("inserted",)
-    """The changes that passes made to it, in order: inserted, hoisted, shared, folded, moved, fused."""
-    number: int = field(default_factory=itertools.count().__next__, compare=False)
-    """Identifies the cast when `fate` grows, so that a reader can tell if the cast is still in the graph."""
+
+def cast_of(node: Node) -> Cast | None:
+    """The record of a cast that we inserted; None for other nodes."""
+    return decision_of(node).cast
+
+
+def note(node: Node, **fields: Any) -> None:
+    """Change fields of a node's record."""
+    node.meta["amp"] = replace(decision_of(node), **fields)
+
+
+_NO_DECISION = Decision()
 
 
 class Regions:
@@ -127,11 +174,6 @@ def device_type_of(values: list[Any]) -> str | None:
 def placeholders(gm: GraphModule) -> list[Node]:
     """The graph's inputs, in order."""
     return list(gm.graph.find_nodes(op="placeholder"))
-
-
-def is_static(placeholder: Node) -> bool:
-    """True if Dynamo marked an input as static in memory: a parameter, a buffer, a tensor that an attribute holds."""
-    return placeholder.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
 
 
 def changes_state(node: Node) -> bool:

@@ -6,7 +6,8 @@ of forward and backward, `replay` on a graph that torch's own autograd different
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch.fx import Node
@@ -43,18 +44,13 @@ from ampcompile.passes.replay.enable_second_backward import EnableSecondBackward
 from .base import Pass
 from .graph import Regions
 
-IsWeight = Callable[[int, Node], bool]
-
 
 def pipeline(
-    options: Options,
-    regions: Regions,
-    is_weight: IsWeight,
-    is_registered: IsWeight = lambda index, node: True,
+    options: Options, regions: Regions, copied: Mapping[Node, bool] = MappingProxyType({})
 ) -> tuple[Pass, ...]:
     """Passes on the captured graph: decide dtypes, insert casts, tidy them, and hoist those of weights.
 
-    `regions` is the autocast state around the graph. `is_weight`, `is_registered`: see `HoistWeights`.
+    `regions` is the autocast state around the graph. `copied`: see `HoistWeights`.
     """
     gradients = torch.is_grad_enabled()
     passes: tuple[Pass, ...] = (
@@ -67,7 +63,7 @@ def pipeline(
     if options.weights == "cached":
         # Needs all casts in their final places: those that still read a weight are the weight's own.
         emulated = options.emulated()
-        passes += (HoistWeights(is_weight, is_registered, emulated),)
+        passes += (HoistWeights(copied, emulated),)
         asserting = dict(options.inductor).get("size_asserts")  # of strides, which an opaque tensor hasn't
         if options.lower == "inductor" and not gradients and not asserting:
             held = {each: torch.float32 if each in emulated else each for each in LOW}

@@ -1,28 +1,10 @@
-"""The copy of a weight as a graph input, and the placeholder op for the weight's cast until differentiation."""
+"""The op that stands for a weight's cast until differentiation: it reads the weight's copy, an input of the graph."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from ampcompile.kernels.packed_conv import Blocks
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A weight's copy that a graph reads as an input: the index of the weight among the inputs, dtype and layout."""
-
-    weight: int
-    dtype: torch.dtype
-    blocks: Blocks | None = None
-    """The blocks it is packed in; None: strided as the weight."""
-    wide: bool = False
-    """True if the copy holds its numbers, rounded to `dtype`, as float32."""
-    on_trial: bool = False
-    """True if the tensor is neither a parameter nor a registered buffer: its copy is kept only after the tensor has
-    stayed the same for some calls."""
 
 
 @torch.library.custom_op("ampcompile::weight_copy", mutates_args=())

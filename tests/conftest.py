@@ -206,8 +206,8 @@ def _isolated(request: pytest.FixtureRequest) -> Iterator[None]:
     seed = random.Random(os.environ[SEED] + request.node.nodeid).randrange(2**32)
     random.seed(seed)
     torch.manual_seed(seed)
-    if weights := sys.modules.get("ampcompile.weights.binding"):
-        for binding in list(weights._bindings):  # graphs that an earlier test left behind keep no copies
+    if weights := sys.modules.get("ampcompile.weights.store"):
+        for binding in list(weights.store.bindings):  # graphs that an earlier test left behind keep no copies
             binding._sets.clear()
     before = modes()
     drawn = torch.get_rng_state(), random.getstate()

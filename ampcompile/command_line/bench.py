@@ -21,7 +21,7 @@ from ampcompile.explaining.preserve_state import preserve_state
 from ampcompile.explaining.text import render_table
 from ampcompile.passes.analysis.product_cost import time_call
 from ampcompile.torch_private import pytree
-from ampcompile.weights.binding import invalidate
+from ampcompile.weights import invalidate
 
 from .progress import lines
 from .target import Target

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ampcompile import weights
 from ampcompile.config import Options
 from ampcompile.passes.analysis.product_cost import estimate, is_emulated
+from ampcompile.passes.analysis.weights import find_copied_weights
 from ampcompile.passes.base import Applied, Watch, run_passes
 from ampcompile.passes.capture.capture import capture
 from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
-from ampcompile.passes.graph import Regions, is_static, name_modules, placeholders
+from ampcompile.passes.graph import Regions, name_modules
 from ampcompile.passes.pipeline import fusion, pipeline
 from ampcompile.records import logs
 from ampcompile.torch_private import autocast, compiled_functions, dynamo_modules, tracing
@@ -97,14 +97,11 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
         graph.meta[LEAVING] = find_leaving(gm, graph)
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(autocast.autocast_states())
-    is_weight = _weight_test(example_inputs)
-    _warn_of_emulation(graph, options, regions, is_weight, device_type)
+    copied = find_copied_weights(graph, example_inputs) if options.weights == "cached" else {}
+    _warn_of_emulation(graph, options, regions, set(copied), device_type)
     logged = logs.watcher(example_inputs)
     watch = logs.watch_both(watch, None if logged is None else logged.watch)
-    history = [
-        captured,
-        *run_passes(pipeline(options, regions, is_weight, _registered_test(example_inputs)), graph, watch),
-    ]
+    history = [captured, *run_passes(pipeline(options, regions, copied), graph, watch)]
     if fuse := fusion(options, device_type):
         if torch.is_grad_enabled():
             graph.meta[GRAPH_BEFORE_FUSION] = copy_with_bodies(graph)
@@ -115,17 +112,12 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
 
 
 def _warn_of_emulation(
-    graph: GraphModule,
-    options: Options,
-    regions: Regions,
-    is_weight: Callable[[int, Node], bool],
-    device_type: str,
+    graph: GraphModule, options: Options, regions: Regions, copied: set[Node], device_type: str
 ) -> None:
     """Warn, once, if a captured graph takes longer in a low type that the device only emulates."""
     low = regions.precision(device_type)
     if low is None or not is_emulated(device_type, low) or not logs.may_warn_of_emulation():
         return
-    copied = {n for i, n in enumerate(placeholders(graph)) if options.weights == "cached" and is_weight(i, n)}
     run_passes([AssignPrecision(options.policy, regions, options.range_guards)], graph)
     if (estimated := estimate(graph, copied)) is not None and estimated.matters:
         logs.warn_of_emulation(estimated)
@@ -134,32 +126,6 @@ def _warn_of_emulation(
 def _device_type(example_inputs: Sequence[Any]) -> str:
     devices = {v.device.type: None for v in example_inputs if isinstance(v, torch.Tensor)}
     return next((d for d in devices if d != "cpu" and autocast.is_available(d)), "cpu")
-
-
-def _weight_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], bool]:
-    """Return a test if an input is a weight: a parameter, or a buffer or attribute that Dynamo marked as static.
-
-    A tensor whose sizes are symbols changes its layout from call to call, so it isn't one: it is cast in the graph.
-    """
-
-    def is_weight(index: int, node: Node) -> bool:
-        value = example_inputs[index]
-        marked = is_static(node) or isinstance(value, torch.nn.Parameter)
-        if marked and value.is_cuda and not is_registered(index, node):
-            return False  # the host would have to wait for the device to learn if the tensor was refilled
-        return marked and tracing.is_of_fixed_layout(node.meta["val"]) and weights.hoistable(value)
-
-    is_registered = _registered_test(example_inputs)
-    return is_weight
-
-
-def _registered_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], bool]:
-    """Return a test if a graph input is a parameter or a module's buffer."""
-
-    def is_registered(index: int, node: Node) -> bool:
-        return isinstance(example_inputs[index], torch.nn.Parameter) or dynamo_modules.is_registered(node)
-
-    return is_registered
 
 
 def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:

@@ -6,13 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ampcompile import weights
 from ampcompile.config import Options
-from ampcompile.passes.weight_copy import Slot
 from ampcompile.torch_private import tracing
+from ampcompile.weights import CopySpec
 
 from .call_state import current_call
 from .double_backward import DoubleBackward
@@ -23,7 +20,7 @@ from .widen_outputs import LeavingResults, is_outermost
 class CompiledGraph:
     """Compiled code, called with the inputs of Dynamo's graph.
 
-    `slots`: copies of weights, appended to the inputs, up to date. `second`: stores the inputs of each call, so that
+    `specs`: copies of weights, appended to the inputs, up to date. `second`: stores the inputs of each call, so that
     gradients can be differentiated again. `written`: inputs that the graph writes to without a version bump; their
     copies are stale afterwards. `leaving`: results that were widened for the outermost callable; if another frame
     called the graph, they are cast back, without loss. `watched`: keeps the magnitudes that the graph returns last.
@@ -33,17 +30,18 @@ class CompiledGraph:
         self,
         compiled: Callable[..., Any],
         options: Options,
-        slots: Sequence[Slot] = (),
+        specs: Sequence[CopySpec] = (),
         second: DoubleBackward | None = None,
         written: Sequence[int] = (),
         leaving: LeavingResults | None = None,
         watched: WatchedGraph | None = None,
     ) -> None:
-        self._compiled, self._slots, self._written, self._leaving = compiled, slots, written, leaving
+        self._compiled, self._specs, self._written, self._leaving = compiled, specs, written, leaving
         self._watched = watched
         self._call = None if second is None else second.call
-        self._weights = [slot.weight for slot in slots]
-        self._binding = _bind(slots, options) if slots else None
+        # CUDA graphs record addresses, so copies must always be refreshed in place.
+        in_place = dict(options.inductor).get("triton.cudagraphs", False)
+        self._binding = weights.Binding(specs, in_place) if specs else None
 
     def installed(self) -> Callable[..., Any]:
         """Return the callable to install: the compiled code itself if a call has nothing to do but run it."""
@@ -70,11 +68,11 @@ class CompiledGraph:
                 self._watched.record(magnitudes)
         return results if self._leaving is None else self._leave(results, self._leaving)
 
-    def _copies(self, args: Sequence[Any]) -> Sequence[Tensor]:
+    def _copies(self, args: Sequence[Any]) -> Sequence[Any]:
         assert self._binding is not None
         if tracing.fakes_only():  # Dynamo's DDP splitter computes the inputs of the next part on fakes
-            return [_fake_copy(args[slot.weight], slot) for slot in self._slots]
-        return self._binding.copies([args[i] for i in self._weights])
+            return [spec.empty_like(args[spec.weight]) for spec in self._specs]
+        return self._binding.copies(args)
 
     def _leave(self, results: Sequence[Any], leaving: LeavingResults) -> Sequence[Any]:
         if tracing.fakes_only():
@@ -83,20 +81,3 @@ class CompiledGraph:
             current_call.widened = leaving.all
             return results
         return [result.to(leaving.dtype) if i in leaving.indices else result for i, result in enumerate(results)]
-
-
-def _bind(slots: Sequence[Slot], options: Options) -> weights.Binding:
-    return weights.bind(
-        [slot.dtype for slot in slots],
-        # CUDA graphs record addresses, so copies must always be refreshed in place.
-        in_place=dict(options.inductor).get("triton.cudagraphs", False),
-        wide=[slot.wide for slot in slots],
-        packed=[slot.blocks for slot in slots],
-        on_trial=[slot.on_trial for slot in slots],
-    )
-
-
-def _fake_copy(weight: Tensor, slot: Slot) -> Tensor:
-    held = torch.float32 if slot.wide else slot.dtype
-    copy = torch.empty_like(weight, dtype=held, requires_grad=False)
-    return copy if slot.blocks is None else copy.contiguous()

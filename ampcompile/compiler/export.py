@@ -21,7 +21,7 @@ from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.capture.capture import capture, overflows
 from ampcompile.passes.capture.outline import LeftAlone
-from ampcompile.passes.graph import CONSTANT, Regions, graphs, placeholders, source_line
+from ampcompile.passes.graph import Regions, graphs, note, placeholders, source_line
 from ampcompile.passes.pipeline import pipeline
 from ampcompile.records import logs
 from ampcompile.torch_private import autocast, pytree, tracing
@@ -103,7 +103,7 @@ def _rewrite(program: ExportedProgram, options: Options, model: torch.nn.Module)
     names.add(captured)
     unmatched.warn(options.policy, names, model)
     regions = Regions(autocast.autocast_states())
-    passes = pipeline(replace(options, weights="every_call"), regions, is_weight=lambda index, node: False)
+    passes = pipeline(replace(options, weights="every_call"), regions)
     logged = logs.watcher(fakes)
     history = run_passes(passes, captured, None if logged is None else logged.watch)
     if logged is not None:
@@ -122,7 +122,7 @@ def _prepare(program: ExportedProgram) -> None:
                 graph.graph.erase_node(node)
     for spec, node in zip(program.graph_signature.input_specs, placeholders(gm), strict=True):
         if spec.kind is InputKind.CONSTANT_TENSOR and all(user.target is _LIFT for user in node.users):
-            node.meta[CONSTANT] = tracing.largest_magnitude(program.constants[spec.target])
+            note(node, constant=tracing.largest_magnitude(program.constants[spec.target]))
 
 
 def _fakes_as_given(program: ExportedProgram) -> list[Any]:
@@ -179,7 +179,7 @@ def _with_graph(program: ExportedProgram, graph: GraphModule) -> ExportedProgram
     """The program with another graph, which has the same inputs and as many results."""
     for each in graphs(graph):
         for node in each.graph.nodes:
-            node.meta = {key: value for key, value in node.meta.items() if not key.startswith("amp")}
+            node.meta.pop("amp", None)
     signature = program.graph_signature
     inputs = _named(signature.input_specs, placeholders(graph))
     outputs = _named(signature.output_specs, graph.graph.output_node().args[0])

@@ -17,8 +17,9 @@ from ampcompile.passes import pipeline
 from ampcompile.passes.analysis.aliasing import inputs_written_below_autograd, reads_data
 from ampcompile.passes.base import Pass, Watch, run_passes
 from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
-from ampcompile.passes.weight_copy import Slot
+from ampcompile.passes.graph import decision_of, placeholders
 from ampcompile.torch_private import autocast, compiled_functions, lowering
+from ampcompile.weights import CopySpec
 
 from .cache_key import cache_key
 from .call_state import current_call
@@ -46,13 +47,13 @@ def lower(
         return CompiledGraph(
             lower_as_made(gm, example_inputs, options), options, written=written, leaving=leaving
         ).installed()
-    copies = [node for node in gm.graph.find_nodes(op="placeholder") if "amp_copy" in node.meta]
-    slots = [node.meta["amp_copy"] for node in copies]
-    inputs = [*example_inputs, *(node.meta["val"] for node in copies)]
+    copies = [(node, spec) for node in placeholders(gm) if (spec := decision_of(node).copy) is not None]
+    specs = [spec for _, spec in copies]
+    inputs = [*example_inputs, *(node.meta["val"] for node, _ in copies)]
     lowering.forget_output_values(gm)
     written = inputs_written_below_autograd(gm)
     if options.lower == "eager":
-        return CompiledGraph(exclude_autocast(gm), options, slots, written=written, leaving=leaving).installed()
+        return CompiledGraph(exclude_autocast(gm), options, specs, written=written, leaving=leaving).installed()
     emulated, small, watched = options.emulated(), options.widens_small(), None
     if options.watch:
         watched = _watched(gm, inputs)
@@ -67,12 +68,12 @@ def lower(
         else:
             lowering.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
             lowering.lower_as_call(PACKED_CONV, CONVOLVE, _convolve_channels_last)
-            config = _inductor_config(gm, options, slots)
+            config = _inductor_config(gm, options, specs)
             key = cache_key(emulated, small) if watched is None else str(uuid4())  # caches don't keep its values
             compiled = lowering.inductor(gm, inputs, config, partial(passes, None), key, decompositions())
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
     usable = None if second is None or second.refusal else second
-    return CompiledGraph(compiled, options, slots, usable, written, leaving, watched).installed()
+    return CompiledGraph(compiled, options, specs, usable, written, leaving, watched).installed()
 
 
 def _watched(gm: GraphModule, inputs: Sequence[Any]) -> WatchedGraph:
@@ -93,8 +94,8 @@ def _on_joint_graph(passes: Sequence[Pass], watch: Watch | None, gm: GraphModule
     run_passes(passes, gm, watch)
 
 
-def _inductor_config(gm: GraphModule, options: Options, slots: Sequence[Slot]) -> dict[str, Any]:
+def _inductor_config(gm: GraphModule, options: Options, specs: Sequence[CopySpec]) -> dict[str, Any]:
     config: dict[str, Any] = {"emulate_precision_casts": options.numerics == "eager", **lowering.config_for_bodies(gm)}
-    if any(slot.blocks is not None for slot in slots):
+    if any(spec.blocks is not None for spec in specs):
         config["size_asserts"] = False  # a packed tensor has no strides to assert
     return config | dict(options.inductor)

@@ -23,7 +23,7 @@ import torch
 from torch.fx import GraphModule
 
 from ampcompile import dtypes
-from ampcompile.passes.graph import Cast
+from ampcompile.passes.graph import Cast, note
 from ampcompile.torch_private import frame_returns, pytree
 from ampcompile.torch_private.frame_returns import RESUMED
 
@@ -117,7 +117,7 @@ def find_leaving(original: GraphModule, captured: GraphModule) -> LeavingResults
         return None
     captured_results = captured.graph.output_node().args[0]
     for cast in {captured_results[i]: None for i in indices}:
-        cast.meta["amp_cast"] = Cast("output", BECAUSE)
+        note(cast, cast=Cast("output", BECAUSE))
     low = _value(captured_results[indices[0]].args[0]).dtype
     return LeavingResults(tuple(indices), low, results[indices[0]].meta["amp_note"], _dtypes(captured))
 

@@ -15,7 +15,7 @@ from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.op_traits import is_view
 from ampcompile.passes.base import Applied
 from ampcompile.passes.fuse.matching import fusions
-from ampcompile.passes.graph import Cast, Decision, bodies, graphs, module_path, op_name, placeholders, source_line
+from ampcompile.passes.graph import Cast, bodies, decision_of, graphs, module_path, op_name, placeholders, source_line
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import pytree
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
@@ -129,10 +129,11 @@ class GraphRecord:
         return list(self.numbered_casts.values())
 
 
-def cast_nodes(gm: GraphModule) -> Iterator[Node]:
-    """Yield every inserted cast, hoisted ones included, of a graph and its bodies."""
-    for graph in graphs(gm):
-        yield from filter(is_cast, graph.graph.nodes)
+def inserted_casts(gm: GraphModule) -> Iterator[tuple[Node, Cast]]:
+    """Yield every inserted cast of one graph, hoisted ones included, with its record."""
+    for node in gm.graph.nodes:
+        if (cast := inserted_cast(node)) is not None:
+            yield node, cast
 
 
 def casts_of(gm: GraphModule, weights: set[Node]) -> Iterator[tuple[int, CastRecord]]:
@@ -140,8 +141,7 @@ def casts_of(gm: GraphModule, weights: set[Node]) -> Iterator[tuple[int, CastRec
     origins = {n: "weight" if n in weights else "input" for n in placeholders(gm)}
     for graph in graphs(gm):
         _trace_into_bodies(graph, origins)
-        for node in filter(is_cast, graph.graph.nodes):
-            record: Cast = node.meta["amp_cast"]
+        for node, record in inserted_casts(graph):
             before, after = node.args[0].meta["val"], node.meta["val"]
             cast = CastRecord(
                 op=record.op,
@@ -183,16 +183,15 @@ def ops_of(gm: GraphModule) -> Iterator[OpRecord]:
         for node in graph.graph.nodes:
             if node.op == "call_module":
                 yield from _left_to_autocast(node)
-            if is_cast(node) or not _on_tensors(node):
+            if inserted_cast(node) is not None or not _on_tensors(node):
                 continue
-            decision: Decision | None = node.meta.get("amp")
             yield OpRecord(
                 op=op_name(node.target),
                 module=module_path(node),
                 source=source_line(node),
                 dtype=computes_in(node),
-                because=decision.because if decision is not None else "",
-                known=decision.known if decision is not None else True,
+                because=decision_of(node).because,
+                known=decision_of(node).known,
             )
 
 
@@ -210,9 +209,9 @@ def fusions_of(gm: GraphModule) -> Iterator[FusionRecord]:
         yield FusionRecord(fusion.family, fusion.op, module_path(node), source_line(node), fusion.saved, fusion.freed)
 
 
-def is_cast(node: Node) -> bool:
-    """True if a node is a cast that ampcompile inserted, hoisted or not."""
-    return "amp_cast" in node.meta and node.target in (CAST, WEIGHT_COPY)
+def inserted_cast(node: Node) -> Cast | None:
+    """The record of a cast that ampcompile inserted, hoisted or not; None for other nodes."""
+    return decision_of(node).cast if node.target in (CAST, WEIGHT_COPY) else None
 
 
 def shape_of(value: torch.Tensor) -> Shape:

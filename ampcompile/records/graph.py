@@ -9,9 +9,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import short_name
-from ampcompile.passes.graph import bodies, graphs, module_path, op_name, source_line
+from ampcompile.passes.graph import bodies, decision_of, graphs, module_path, op_name, source_line
 
-from .casts import Shape, computes_in, is_cast, shape_of
+from .casts import Shape, computes_in, inserted_cast, shape_of
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ def nodes_of(gm: GraphModule) -> Iterator[NodeRecord]:
 
 
 def _record(node: Node, prefix: str) -> NodeRecord:
-    value, meta = node.meta.get("val"), node.meta
-    cast = meta["amp_cast"] if is_cast(node) else None
+    value, cast = node.meta.get("val"), inserted_cast(node)
     return NodeRecord(
         name=prefix + node.name,
         kind="cast" if cast is not None else _KINDS.get(node.op, "op"),
@@ -56,7 +55,7 @@ def _record(node: Node, prefix: str) -> NodeRecord:
         source=source_line(node),
         dtype=_dtype(node),
         shape=shape_of(value) if isinstance(value, torch.Tensor) else (),
-        because=cast.because if cast is not None else meta["amp"].because if "amp" in meta else "",
+        because=(cast or decision_of(node)).because,
         inputs=tuple(prefix + operand.name for operand in node.all_input_nodes),
         cast=cast.number if cast is not None else None,
     )
@@ -67,7 +66,7 @@ _KINDS: Mapping[str, str] = {"placeholder": "input", "get_attr": "input", "outpu
 
 
 def _dtype(node: Node) -> str:
-    if is_cast(node):
+    if inserted_cast(node) is not None:
         before, after = (n.meta["val"].dtype for n in (node.args[0], node))
         return f"{short_name(before)}>{short_name(after)}"
     dtype = computes_in(node)

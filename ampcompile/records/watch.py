@@ -7,17 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from ampcompile.dtypes import short_name
 from ampcompile.passes.analysis.product_cost import Estimate, estimate
+from ampcompile.passes.analysis.weights import find_weights
 from ampcompile.passes.base import Applied, Pass
 from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.decide.assign_precision import AssignPrecision
-from ampcompile.passes.graph import UNDECIDED, is_static, placeholders
+from ampcompile.passes.graph import UNDECIDED, graphs
 from ampcompile.torch_private import autocast, dynamo_attempts
 
-from .casts import CastRecord, GraphRecord, OpRecord, cast_nodes, casts_of, fusions_of, ops_of
+from .casts import CastRecord, GraphRecord, OpRecord, casts_of, fusions_of, inserted_casts, ops_of
 from .graph import NodeRecord, nodes_of
 from .totals import JOINT, JointCast, Total, joint_casts, total_of
 
@@ -38,17 +39,17 @@ class Watcher:
     def watch(self, done: Pass | None, gm: GraphModule) -> None:
         """Record the captured graph after a pass."""
         if isinstance(done, AssignPrecision):
-            self.estimate = estimate(gm, _weights(gm, self.example_inputs))
+            self.estimate = estimate(gm, set(find_weights(gm, self.example_inputs)))
         if done is None or UNDECIDED in gm.meta:  # casts nothing yet
             return
         self.totals.append(total_of(done.name, gm))
         if isinstance(done, InsertCasts):
             self.ops = tuple(ops_of(gm))
             self.nodes = tuple(nodes_of(gm))
-            self.casts = dict(casts_of(gm, _weights(gm, self.example_inputs)))
+            self.casts = dict(casts_of(gm, set(find_weights(gm, self.example_inputs))))
             self._present = set(self.casts)
             return
-        fates = {node.meta["amp_cast"].number: node.meta["amp_cast"].fate for node in cast_nodes(gm)}
+        fates = {cast.number: cast.fate for graph in graphs(gm) for _, cast in inserted_casts(graph)}
         for number in self._present:
             record = self.casts[number]
             removed = (*record.fate, done.fate) if done.fate else record.fate
@@ -93,14 +94,6 @@ class JointWatcher:
         self.totals.append(total_of(stage, gm))
         self.casts = tuple(joint_casts(gm))
         self.code = gm.print_readable(print_output=False)
-
-
-def _weights(gm: GraphModule, example_inputs: Sequence[Any]) -> set[Node]:
-    return {
-        node
-        for node, value in zip(placeholders(gm), example_inputs, strict=True)
-        if is_static(node) or isinstance(value, torch.nn.Parameter)
-    }
 
 
 def _precision(example_inputs: Sequence[Any]) -> str:

@@ -11,7 +11,7 @@ from ampcompile.kernels.adam import AdamTensors, adam_
 from ampcompile.kernels.check_grads import check_grads
 from ampcompile.kernels.sgd import SgdTensors, sgd_
 from ampcompile.torch_private import profiling
-from ampcompile.weights.lending import Loan, lend
+from ampcompile.weights import Loan, lend
 
 from .pending import Gradients, PerDevice
 

@@ -74,6 +74,11 @@ def watch_methods(is_ours: Callable[[Any], bool], watched: Callable[[str, Method
     return wrap
 
 
+def is_static(placeholder: torch.fx.Node) -> bool:
+    """Return True if Dynamo marked an input as static in memory: a parameter, a buffer, what an attribute holds."""
+    return placeholder.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") is not None
+
+
 def is_registered(placeholder: torch.fx.Node) -> bool:
     """Return True if a graph input's source in Dynamo is a parameter or buffer of a module, or if it has no source."""
     name = getattr(getattr(placeholder, "_dynamo_source", None), "name", "")

@@ -1,6 +1,17 @@
 """Low-precision copies of weights: cast once per update, shared by all graphs, reused until a write is detected."""
 
-from .binding import Binding, bind, free_copies, hoistable, invalidate, weight_stats
-from .lending import Loan, lend
+from .binding import Binding, Loan, lend
+from .spec import CopySpec, Form, hoistable
+from .store import free_copies, invalidate, weight_stats
 
-__all__ = ["Binding", "Loan", "bind", "free_copies", "hoistable", "invalidate", "lend", "weight_stats"]
+__all__ = [
+    "Binding",
+    "CopySpec",
+    "Form",
+    "Loan",
+    "free_copies",
+    "hoistable",
+    "invalidate",
+    "lend",
+    "weight_stats",
+]

@@ -1,121 +1,98 @@
-"""Bindings from compiled graphs to the low-precision copies they read, and the public functions on these copies."""
+"""The users of copies: compiled graphs, which read them, and optimizer steps, which write them with the weights."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence, Set
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampcompile.errors import WeightsError
-from ampcompile.kernels.packed_conv import Blocks
 from ampcompile.torch_private import dispatcher, storages
 
-from . import gpu, memory, writers
-from .census import unexplained
-from .copies import (
-    TRIAL,
-    Copy,
-    Form,
-    Weight,
-    buffers,
-    cast_for_capture,
-    cast_passes,
-    copies,
-    copy_of,
-    interrupted,
-    recover,
-    refresh,
-)
+from . import gpu
+from .copies import TRIAL, Copy, cast, cast_for_capture, copies_of, copy_of, refresh
 from .copy_set import CopySet
-from .memory import Memory, lock, write_epoch
-from .ranges import set_ranges
+from .freshness import Memory, unexplained
+from .spec import CopySpec
+from .store import store
+from .writers import watch
 
-_CLASSES = (Tensor, torch.nn.Parameter, storages.FakeTensor)
-_bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
-_NOTHING: Set[Copy] = frozenset()
-
-
-class WeightStats(NamedTuple):
-    """`bytes` and number of the `copies` held now; `casts`: refresh passes so far.
-
-    `bytes` counts packed forms too, but not the zeros that oneDNN pads their blocks with.
-    """
-
-    bytes: int
-    copies: int
-    casts: int
+IndexedCopies = list[tuple[int, Copy]]  # by the indices of their weights in a step's parameters
 
 
 class Binding:
-    """The copies that one compiled graph reads: slot i holds weight i of each call in `forms[i]`. Thread-safe.
+    """The copies that one compiled graph reads, as its `specs` describe them. Thread-safe.
 
     Each set of weights that the graph is called with has a set of copies, for as long as these weights live: blocks
     that are compiled one by one share a graph. A slot's weight has the same shape and strides in each call, as Dynamo's
     guards ensure; the tensor object and its address may change.
+
+    `in_place`: copies keep their addresses, as replayed CUDA graphs need; a pending backward that saved a copy which
+    is then overwritten raises autograd's error.
     """
 
-    def __init__(
-        self, forms: Sequence[Form], in_place: bool, packed: Sequence[Blocks | None], on_trial: Sequence[bool]
-    ) -> None:
-        self._forms, self._in_place = tuple(forms), in_place
-        self._packed, self._on_trial = tuple(packed), tuple(on_trial)
+    def __init__(self, specs: Sequence[CopySpec], in_place: bool = False) -> None:
+        self._specs, self._in_place = specs, in_place
+        self._indices, self._blocks = [spec.weight for spec in specs], [spec.blocks for spec in specs]
+        self._forms = [spec.form for spec in specs]
         self._sets: dict[tuple[int, ...], CopySet] = {}  # by the ids of the weights
-        _bindings.add(self)
+        store.bindings.add(self)
         self._sweep_at = 8
 
-    def copies(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the copies that the graph reads in this call; stale ones are cast first, all in one pass."""
+    def copies(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the copies that the graph reads with these inputs; stale ones are cast first, all in one pass."""
+        weights = [inputs[i] for i in self._indices]
         ids = tuple(map(id, weights))
         while True:
-            before = buffers()
+            before = store.buffers
             copy_set = self._sets.get(ids)
             if copy_set is None or not copy_set.fresh(weights):
                 return self._refresh(ids, weights)
             forms = self._look(copy_set, weights, before) if copy_set.rechecks else copy_set.forms()
-            if buffers() is before:
+            if store.buffers is before:
                 return forms
             del forms  # another thread frees or casts them: our references must not make them look in use
 
     def _look(self, copy_set: CopySet, weights: Sequence[Tensor], before: object) -> list[Tensor]:
-        with lock:
-            if buffers() is before:
-                copy_set.look(weights, _NOTHING)
+        with store.lock:
+            if store.buffers is before:
+                copy_set.look(weights, frozenset())
             return copy_set.forms()
 
     def _refresh(self, ids: tuple[int, ...], weights: Sequence[Tensor]) -> list[Tensor]:
         """Renew or replace the set, and return what the graph reads; no other thread frees or casts it meanwhile."""
-        with lock:
-            if interrupted():
-                memory.begin_epoch()
-                recover()
+        with store.lock:
+            if store.casting:  # the last pass was interrupted: its copies have no mark, so they are cast
+                store.begin_epoch()
+                store.casting = False
             former = self._sets.get(ids)
-            if former is not None and not writers.step_is_running():
+            if former is not None and not store.running:
                 with torch.no_grad(), dispatcher.without_modes():
-                    if former.renew(weights, write_epoch()):
+                    if former.renew(weights, store.write_epoch()):
                         return former.forms()
             with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
                 if gpu.capturing(weights):
-                    return cast_for_capture(_alias_weights(ids, weights), self._forms)
+                    return cast_for_capture(list(map(storages.alias, weights)), self._forms)
                 return self._look_at_all(ids, weights, former)
 
     def _look_at_all(self, ids: tuple[int, ...], weights: Sequence[Tensor], former: CopySet | None) -> list[Tensor]:
-        now = write_epoch()
-        aliases = _alias_weights(ids, weights)
-        members = [copy_of(weight.tensor, form) for weight, form in zip(aliases, self._forms, strict=True)]
-        for copy, weight, on_trial in zip(members, weights, self._on_trial, strict=True):
+        now = store.write_epoch()
+        aliases = list(map(storages.alias, weights))  # they keep the memory if another thread assigns `.data`
+        members = list(map(copy_of, aliases, self._forms))
+        for copy, weight, spec in zip(members, weights, self._specs, strict=True):
             copy.in_place |= self._in_place
-            if on_trial and copy.tensor is None and not copy.packed:
+            if spec.trial and copy.tensor is None and not copy.packed:
                 copy.trial = TRIAL
             copy.memory.admit(weight)
-        set_ranges((record.begin, record.end) for record in memory.memories())
-        writers.watch()  # after `copy_of`: another memory freed meanwhile isn't the last, so the patches stay
+        store.set_ranges((memory.begin, memory.end) for memory in store.watched())
+        watch()  # after `copy_of`: another memory freed meanwhile isn't the last, so the patches stay
         before = former if former is not None and former.members == members else None
         tables = before.tables if before else {}
-        cast = refresh(zip(members, aliases, self._packed, strict=True), _doubtful(members, aliases), tables)
-        copy_set = CopySet(aliases, members, self._packed, now, before, tables)
+        cast = refresh(zip(members, aliases, self._blocks, strict=True), _doubtful(members, aliases), tables)
+        copy_set = CopySet(ids, aliases, members, self._blocks, now, before, tables)
         if former is None:
             self._make_room()
         self._sets[ids] = copy_set
@@ -131,117 +108,89 @@ class Binding:
             self._sweep_at = 2 * len(self._sets) + 8
 
 
-def _alias_weights(ids: Sequence[int], weights: Sequence[Tensor]) -> list[Weight]:
-    return [Weight(key, storages.alias(weight)) for key, weight in zip(ids, weights, strict=True)]
-
-
-def _doubtful(members: Sequence[Copy], aliases: Sequence[Weight]) -> set[Memory]:
+def _doubtful(members: Sequence[Copy], aliases: Sequence[Tensor]) -> set[Memory]:
     """Memories whose copies can't be proven fresh: what is cast from them is cast again in the next call."""
     memories = [copy.memory for copy in members]
-    shared = unexplained(memories, [weight.tensor for weight in aliases])
-    if writers.step_is_running():
+    shared = unexplained(memories, aliases)
+    if store.running:
         return {*memories}
     return {*shared, *(record for record in memories if record.step_open)}
 
 
-def bind(
-    dtypes: Sequence[torch.dtype],
-    in_place: bool = False,
-    packed: Sequence[Blocks | None] | None = None,
-    on_trial: Sequence[bool] | None = None,
-    wide: Sequence[bool] | None = None,
-) -> Binding:
-    """Return a binding for one compiled graph. `dtypes`: of its copies, which are made at its first call.
+class Loan:
+    """The copies that a step may write; `tensors` has those of each weight by its index in `params`.
 
-    `in_place`: copies keep their addresses, as replayed CUDA graphs need; a pending backward that saved a copy which
-    is then overwritten raises autograd's error. `packed`: the blocks that slots are packed into once that pays.
-    `on_trial`: slots of tensors that may not be weights, cast at each call until they stay unwritten for `TRIAL` calls.
-    `wide`: slots whose copies hold the rounded values as float32.
+    Until `wrote`, no copy of the weights' memory counts as fresh. The step raises the versions of the weights and
+    copies that it writes, and then calls `wrote`. If it is captured in a CUDA graph, the copies keep their addresses
+    for as long as the weights' memory lives.
     """
-    no_slots = [False] * len(dtypes)
-    forms = map(Form, dtypes, wide or no_slots)
-    return Binding(list(forms), in_place, packed or [None] * len(dtypes), on_trial or no_slots)
+
+    def __init__(self, params: Sequence[Tensor], copies: IndexedCopies) -> None:
+        self._memories = {copy.memory for _, copy in copies}
+        for memory in self._memories:
+            memory.open_step()
+        captured = gpu.capturing(params[i] for i, _ in copies)
+        # The device may skip the step, so only copies that are right without it are lent.
+        lent = [(i, copy) for i, copy in copies if copy.writable() and copy.fresh(None)]
+        self.tensors: defaultdict[int, list[Tensor]] = defaultdict(list)
+        for i, copy in lent:
+            copy.mark = None
+            if captured:
+                store.captured.add(copy)
+            if not copy.form.wide and copy.tensor is not None:
+                self.tensors[i].append(copy.tensor)
+        self._lent = [(copy, copy.buffer, params[i]) for i, copy in lent]
+        if not captured:
+            gpu.follow(copy for _, copy in copies)
+
+    def wrote(self) -> None:
+        """Mark the lent copies fresh: the step has written them from the weights' new values.
+
+        Copies held as float32 are written here. Other copies of the memory (a tied weight's copy that could not be
+        written, slices of a flat buffer) are stale now.
+        """
+        if not self._memories:
+            return
+        with store.lock, torch.inference_mode(False), torch.no_grad():
+            proven = {memory for memory in self._memories if memory.close_step()}
+            written = [
+                (copy, weight)
+                for copy, buffer, weight in self._lent
+                # another thread may have cast it meanwhile, from weights of before the step
+                if copy.mark is None and copy.buffer is buffer
+            ]
+            fresh = [(copy, weight) for copy, weight in written if copy.memory in proven]
+            cast([(copy, weight) for copy, weight in fresh if copy.form.wide])
+            for copy, _ in fresh:
+                copy.rewritten()
+            gpu.cast_done([copy for copy, _ in written if copy.tensor is not None])
 
 
-def hoistable(tensor: Any) -> bool:
-    """Return True if copies of a weight can be kept across calls; if not, it is cast in the graph.
+def lend(params: Sequence[Tensor], cache: dict[str, Any] | None = None, token: object = None) -> Loan:
+    """Lend the copies of these parameters that may be overwritten now: no pending backward saved them.
 
-    It must be dense, on a CPU or CUDA device, of no subclass, have a version counter (inference tensors have none),
-    and not be a parameter that FSDP gathers temporarily.
+    `cache` is the caller's, kept between steps; `token`: the token object as in an earlier step if these are the
+    parameters of that step, at their addresses and laid out as they were.
     """
-    return (
-        type(tensor) in _CLASSES
-        and tensor.layout == torch.strided
-        and tensor.device.type in ("cpu", "cuda")
-        and tensor.is_floating_point()
-        and storages.is_dense(tensor)
-        and not tensor.is_inference()
-        and not storages.is_managed_by_fsdp(tensor)
-    )
+    with store.lock:
+        store.write_epoch()
+        return Loan(params, _look_up(params, {} if cache is None else cache, token))
 
 
-def invalidate(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
-    """Make the next call cast these weights again: for writes that PyTorch can't detect (see docs/weights.md).
-
-    A graph that reads one of them casts all tensors that it keeps copies of again, also buffers and tensors from
-    attributes, closures and globals. Raises `WeightsError` if the argument is neither a module nor tensors.
-
-    >>> import ctypes
-    >>> written = ctypes.memset(model.weight.data_ptr(), 0, model.weight.nbytes)
-    >>> ampcompile.invalidate(model)
-    """
-    with lock:
-        for record in _copied_with(model_or_params)[0]:
-            record.written()
-
-
-def free_copies(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
-    """Free the low-precision copies of these weights now, packed forms included; the next call casts them again.
-
-    For a model that is put aside for a while, or moved to another device. It covers the same weights as `invalidate`.
-    A pending backward keeps the copies it saved until it has run. If you captured a step of `ampcompile.GradScaler` in
-    a CUDA graph, the copies that the graph writes stay. Raises `WeightsError` as `invalidate` does.
-
-    >>> ampcompile.free_copies(model)
-    """
-    with lock:
-        memories, sets = _copied_with(model_or_params)
-        for copy_set in sets:
-            copy_set.free()
-        for record in memories:
-            record.written()
-            for copy in list(record.copies):
-                copy.free(gone=False)
+def _look_up(params: Sequence[Tensor], cache: dict[str, Any], token: object) -> IndexedCopies:
+    """Return all copies of all parameters; look them up again if one was made or freed since."""
+    last_token, made, places, keys, references = cache.get("copies", (None, 0, [], [], []))
+    if token is not None and last_token is token and made == store.made:
+        copies = [reference() for reference in references]
+        if None not in copies and keys == _storages(map(params.__getitem__, places)):
+            return list(zip(places, copies, strict=True))
+    copied = set(store.memories)
+    keys = _storages(params) if copied else []
+    indexed = [(i, copy) for i, key in enumerate(keys) if key in copied for copy in copies_of(params[i])]
+    places, references = [i for i, _ in indexed], [weakref.ref(copy) for _, copy in indexed]
+    cache["copies"] = token, store.made, places, [keys[i] for i in places], references
+    return indexed
 
 
-def weight_stats() -> WeightStats:
-    """Return the bytes, number and refresh passes of the copies of all models: see `WeightStats`.
-
-    >>> y = compiled(x)
-    >>> ampcompile.weight_stats()
-    WeightStats(bytes=520, copies=2, casts=...)
-    """
-    with lock:
-        sizes = [size for copy in list(copies.values()) if (size := copy.nbytes())]
-        return WeightStats(sum(sizes), len(sizes), cast_passes())
-
-
-def _copied_with(model_or_params: Any) -> tuple[set[Memory], list[CopySet]]:
-    """Return the copied memory of these tensors and of all tensors that a set reads with them, and those sets."""
-    copied = {record for tensor in _tensors(model_or_params) if (record := memory.copied_memory_at(tensor)) is not None}
-    sets = [copy_set for copy_set in list(memory.sets) if not copied.isdisjoint(copy_set.memories)]
-    return copied.union(*(copy_set.memories for copy_set in sets)), sets
-
-
-def _tensors(source: Any) -> list[Tensor]:
-    if isinstance(source, torch.nn.Module):
-        attributes = [value for module in source.modules() for value in vars(module).values()]
-        return [*source.parameters(), *source.buffers(), *(value for value in attributes if isinstance(value, Tensor))]
-    tensors = [source] if isinstance(source, Tensor) else list(source) if isinstance(source, Iterable) else [source]
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise WeightsError(
-                f"found {type(tensor).__name__!r}, expected a torch.nn.Module, a tensor, or several tensors: pass the "
-                "model, or model.parameters()"
-            )
-    return tensors
+def _storages(params: Iterable[Tensor]) -> list[int]:
+    return list(map(storages.storage_address, params))

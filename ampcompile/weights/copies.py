@@ -1,12 +1,15 @@
-"""One low-precision copy of one weight: what it was cast from, whether it is fresh, whether it may be overwritten."""
+"""One low-precision copy of one weight: what it was cast from, whether it is fresh, whether it may be overwritten.
+
+A graph without gradients may read it packed in oneDNN's blocks, once that pays; it then needs no other form.
+"""
 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,42 +20,18 @@ from ampcompile.kernels.round_many import round_many_
 from ampcompile.torch_private import profiling, storages
 
 from . import gpu
-from .memory import Memory, memory_of
+from .freshness import Memory, memory_of
 from .sample import Sample, places
+from .spec import Form
+from .store import store
+
+_tensor, _storage = attrgetter("tensor"), attrgetter("storage")
 
 TRIAL = 8
 """Calls in a row that must find a tensor, neither parameter nor buffer, unwritten before its copy is kept."""
-
-copies: weakref.WeakValueDictionary[tuple, Copy] = weakref.WeakValueDictionary()
-_captured: set[Copy] = set()
-_passes = 0
-_made = 0
-_casting = False
-_buffers = object()
-
-
-class Weight(NamedTuple):
-    """A weight during one refresh."""
-
-    key: int
-    """The id of the tensor."""
-    tensor: Tensor
-    """An alias of the weight, which keeps the memory even if another thread assigns the weight's `.data`."""
-
-
-class Form(NamedTuple):
-    """The format of a copy: values rounded to `dtype`, held in it or, if `wide`, as float32."""
-
-    dtype: torch.dtype
-    wide: bool = False
-
-    def empty(self, weight: Tensor) -> Tensor:
-        """An uninitialized buffer for a copy of `weight`."""
-        dtype = torch.float32 if self.wide else self.dtype
-        return torch.empty_strided(weight.shape, weight.stride(), dtype=dtype, device=weight.device)
-
-
-_forms: list[Form] = []  # every form that a copy has been made in, in a fixed order
+PAYS = 3
+"""Reads of a copy before it is packed. Packing costs what it saves in as many calls: a weight that changes at every
+call is never packed, and no program pays more than twice the least possible."""
 
 
 class Copy:
@@ -80,7 +59,7 @@ class Copy:
 
     def _allocate(self, weight: Tensor) -> None:
         """Allocate a new buffer; a backward that saved the old one keeps it."""
-        self.tensor = self.form.empty(weight)
+        self.tensor = self.form.empty_like(weight)
         self.buffer = object()
         self.streams: set[int] = set()  # which the allocator waits for before it reuses the memory
         self.storage = storages.storage_key(self.tensor)
@@ -98,7 +77,7 @@ class Copy:
 
     def writable(self) -> bool:
         """Return True if the buffer may be overwritten: no backward waits for it, or its address must stay anyway."""
-        return self.tensor is not None and (not self.waited_for() or self.in_place or self in _captured)
+        return self.tensor is not None and (not self.waited_for() or self.in_place or self in store.captured)
 
     def _unwritten(self) -> bool:
         """Return True if no write since the cast is detected."""
@@ -109,7 +88,7 @@ class Copy:
         allocated = self.tensor is not None or blocks in self.packed
         return allocated and self.doubt is self.memory.doubt and self._unwritten()
 
-    def compare(self, weight: Weight, doubtful: bool) -> bool:
+    def compare(self, weight: Tensor, doubtful: bool) -> bool:
         """Compare all bits of copy and weight if no write is detected; return True if they are equal.
 
         It costs as much as a cast, but the buffer and its packed form stay. Not on GPUs: the host would have to wait.
@@ -118,20 +97,20 @@ class Copy:
         if self.tensor is None or self.tensor.is_cuda or not self._unwritten():
             return False
         bits = torch.int32 if self.form.wide else torch.int16
-        rounded = weight.tensor.to(self.form.dtype).to(self.tensor.dtype)
+        rounded = weight.to(self.form.dtype).to(self.tensor.dtype)
         if not torch.equal(self.tensor.view(bits), rounded.view(bits)):
             return False
         self.trial = max(self.trial - 1, 0)
         self.doubt = None if doubtful or self.trial else doubt
         return True
 
-    def prepare(self, weight: Weight) -> tuple[object, object, bytes]:
+    def prepare(self, weight: Tensor) -> tuple[object, object, bytes]:
         """Make the buffer writable and mark it invalid. Returns the weight's state now, for `note_cast`."""
         if self.doubt is not self.memory.doubt or not self._unwritten():
             self.packed, self.reads = {}, 0
         self.mark = None
         if not self.writable():
-            self._allocate(weight.tensor)
+            self._allocate(weight)
         if self.trial:
             self.trial = TRIAL
         return self.memory.mark, self.memory.doubt, self.sample.read()
@@ -155,17 +134,13 @@ class Copy:
         if all(read in self.packed for read, readers in self.readers.items() if readers):
             self.tensor = None
 
-    def stay(self) -> None:
-        """Keep the buffer's address for as long as the weight lives: a captured CUDA graph writes there."""
-        _captured.add(self)
-
     def free(self, gone: bool) -> None:
         """Free the buffers, but not those that a captured CUDA graph writes unless the weight was freed (`gone`)."""
         if gone:
-            _captured.discard(self)
-        elif self in _captured:
+            store.captured.discard(self)
+        elif self in store.captured:
             return
-        _change_buffers()
+        store.change_buffers()
         self.mark = self.buffer = self.tensor = None
         self.packed = {}
 
@@ -175,29 +150,67 @@ class Copy:
         return strided + sum(packed.numel() * packed.itemsize for packed in self.packed.values())
 
 
+class IdleCheck:
+    """Tells if the buffers of some copies may be written. Only owner counts are compared while these stay the same."""
+
+    def __init__(self, copies: Sequence[Copy]) -> None:
+        self._copies, self._owners = copies, None
+
+    def __call__(self) -> bool:
+        tensors = list(map(_tensor, self._copies))
+        users = (
+            list(map(storages.tensor_users, tensors)),
+            list(map(storages.storage_users, map(_storage, self._copies))),
+        )
+        owners: Any = *users, list(map(sys.getrefcount, tensors))
+        del tensors  # `waited_for` counts Python references: these must not be among them
+        if owners != self._owners:
+            if any(copy.waited_for() and not copy.in_place for copy in self._copies):
+                return False
+            self._owners = owners
+        return True
+
+
+class Packed:
+    """A slot whose copy a graph reads packed: `tensor` is the packed form once there is one."""
+
+    __slots__ = ("blocks", "copy")
+
+    def __init__(self, copy: Copy, blocks: Blocks) -> None:
+        self.copy, self.blocks = copy, blocks
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The form to read now."""
+        strided = self.copy.tensor  # first: another thread may pack the copy meanwhile, and free this form
+        return self.copy.packed.get(self.blocks, strided)
+
+
+def count_reads(slots: list[Packed]) -> list[Packed]:
+    """Count a read of each slot, pack those for which it pays now, and return those that are still to be packed."""
+    for slot in slots:
+        copy = slot.copy
+        copy.reads += 1
+        if copy.reads >= PAYS and slot.blocks not in copy.packed:
+            copy.pack(slot.blocks)
+    return [slot for slot in slots if slot.blocks not in slot.copy.packed]
+
+
 def copy_of(weight: Tensor, form: Form) -> Copy:
     """Return the one copy of a weight in a form; it is made if there is none yet."""
-    global _made
     key = _place(weight), form
-    if (copy := copies.get(key)) is None or copy.memory.storage() is None:
-        _made += 1
-        if form not in _forms:
-            _forms[:] = sorted((*_forms, form), key=str)
-        copy = copies[key] = Copy(weight, form)
+    if (copy := store.copies.get(key)) is None or copy.memory.storage() is None:
+        store.made += 1
+        if form not in store.forms:
+            store.forms[:] = sorted((*store.forms, form), key=str)
+        copy = store.copies[key] = Copy(weight, form)
     return copy
-
-
-def copies_made() -> int:
-    """Number of copies made so far."""
-    return _made
 
 
 def copies_of(weight: Tensor) -> list[Copy]:
     """All copies of a weight."""
-    if not copies:
-        return []
     place = _place(weight)
-    return [copy for form in _forms if (copy := copies.get((place, form))) is not None]
+    return [copy for form in store.forms if (copy := store.copies.get((place, form))) is not None]
 
 
 def _place(weight: Tensor) -> tuple:
@@ -207,7 +220,7 @@ def _place(weight: Tensor) -> tuple:
 
 @profiling.named("amp: refresh copies of weights")
 def refresh(
-    reads: Iterable[tuple[Copy, Weight, Blocks | None]], doubtful: Container[Memory], tables: dict[Any, Any]
+    reads: Iterable[tuple[Copy, Tensor, Blocks | None]], doubtful: Container[Memory], tables: dict[Any, Any]
 ) -> set[Copy]:
     """Cast the weights whose copies are stale, all in one pass, and return these copies.
 
@@ -220,30 +233,16 @@ def refresh(
     stale = [(c, weight) for c, weight in read if not c.compare(weight, c.memory in doubtful)]
     if not stale:
         return set()
-    begin_pass()
+    store.begin_pass()
     states = [copy.prepare(weight) for copy, weight in stale]
     written = [copy for copy, _ in stale]
     gpu.follow(written)
-    cast([(copy, weight.tensor) for copy, weight in stale], tables)
+    cast(stale, tables)
     gpu.cast_done(written)
     for copy, (mark, doubt, sampled) in zip(written, states, strict=True):
         copy.note_cast(mark, None if copy.trial or copy.memory in doubtful else doubt, sampled)
-    end_pass()
+    store.end_pass()
     return set(written)
-
-
-def begin_pass() -> None:
-    """Begin to replace and write buffers: until `end_pass` no copy counts as fresh."""
-    global _casting
-    _casting = True
-    _change_buffers()
-
-
-def end_pass() -> None:
-    """End a pass: all its casts are recorded."""
-    global _passes, _casting
-    _passes += 1
-    _casting = False
 
 
 def cast_narrow(buffers: Sequence[Tensor], weights: Sequence[Tensor], tables: dict[Any, Any]) -> None:
@@ -263,38 +262,10 @@ def _cast(jobs: Sequence[tuple[Form, Tensor, Tensor]], tables: dict[Any, Any] | 
     cast_many_([copy for _, copy, _ in narrow], [weight for *_, weight in narrow], tables)
 
 
-def cast_for_capture(weights: Sequence[Weight], forms: Sequence[Form]) -> list[Tensor]:
+def cast_for_capture(weights: Sequence[Tensor], forms: Sequence[Form]) -> list[Tensor]:
     """Make copies for the CUDA graph being captured, in the graph's memory; only its replays cast them."""
-    made: dict[tuple, tuple[Form, Tensor, Tensor]] = {}
-    for (_, weight), form in zip(weights, forms, strict=True):
-        if (key := (_place(weight), form)) not in made:
-            made[key] = form, form.empty(weight), weight
+    keys = [(form, _place(weight)) for weight, form in zip(weights, forms, strict=True)]
+    sources = dict(zip(keys, weights, strict=True))
+    made = {key: (key[0], key[0].empty_like(weight), weight) for key, weight in sources.items()}
     _cast(list(made.values()))
-    return [made[_place(weight), form][1] for (_, weight), form in zip(weights, forms, strict=True)]
-
-
-def buffers() -> object:
-    """A token, the same object until a buffer is freed, replaced or written: reads under one token are consistent."""
-    return _buffers
-
-
-def _change_buffers() -> None:
-    """Replace the token ahead of a change: a thread that found copies fresh and reads them only now checks again."""
-    global _buffers
-    _buffers = object()
-
-
-def interrupted() -> bool:
-    """Return True if a pass has begun and not ended: the values of its copies are unknown."""
-    return _casting
-
-
-def recover() -> None:
-    """Recover from an interrupted pass: its copies have no mark, so the next read casts them."""
-    global _casting
-    _casting = False
-
-
-def cast_passes() -> int:
-    """Number of refresh passes that have cast something."""
-    return _passes
+    return [made[key][1] for key in keys]

@@ -1,32 +1,115 @@
-"""The copies of all weights of one graph, and the hot path's check that they are fresh."""
+"""The copies of all weights of one graph: the hot path's check that they are fresh, and their renewal in place.
+
+A whole refresh examines everything: memory, sharers, copies. From one update to the next none of that changes as a
+rule. So if each of these facts is as it was when the copies were proven fresh, a renewal reads the version counters,
+casts the written weights, and keeps the set. Anything else is left to a whole refresh.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from operator import attrgetter
+from itertools import accumulate, compress, pairwise
+from operator import attrgetter, gt, is_not, ne
 from typing import Any
 
 from torch import Tensor
 
 from ampcompile.kernels.packed_conv import Blocks
-from ampcompile.torch_private import storages
+from ampcompile.torch_private import profiling, storages
 
-from . import gpu, memory
-from .copies import Copy, Weight, interrupted
-from .packing import Packed, count_reads
-from .renewal import Renewal
+from . import gpu
+from .copies import Copy, IdleCheck, Packed, cast, cast_narrow, count_reads
 from .sample import Sample
+from .store import store
 
-Rechecks = list[tuple[list[int], gpu.Recheck]]
-_form, _buffer, _seen = attrgetter("tensor"), attrgetter("buffer"), attrgetter("seen")
+_sharers, _open, _mark, _doubt = map(attrgetter, ("sharers", "step_open", "mark", "doubt"))
+_buffer, _seen, _packed, _requires_grad = map(attrgetter, ("buffer", "seen", "packed", "requires_grad"))
+_tensor, _words, _trainable = map(attrgetter, ("tensor", "words", "trainable"))
+
+
+class Renewal:
+    """Casts the written weights of one set, while their addresses and the sharers of their memory stay the same.
+
+    Made when all copies are proven fresh. `copies`: each once, in the order of `sample`; `members`: that of each slot.
+    """
+
+    def __init__(self, copies: Sequence[Copy], members: Sequence[Copy], sample: Sample) -> None:
+        self._copies, self._sample = copies, sample
+        first = {copy: i for i, copy in reversed(list(enumerate(members)))}
+        self._sources = [first[copy] for copy in copies]  # index of the weight that each is cast from
+        trainable = all(copy.memory.trainable for copy in members)  # which stays true
+        self._slots = [] if trainable else [copy.memory for copy in members]
+        self._memory_of = [copy.memory for copy in copies]
+        ends = accumulate((len(copy.words) for copy in copies), initial=0)
+        self._parts = [slice(begin, end) for begin, end in pairwise(ends)]
+        self._memories = list(dict.fromkeys(self._memory_of))
+        self._rosters = list(map(_sharers, self._memories))
+        watched = [(sharer, memory) for memory in self._memories for sharer in memory.sharers]
+        self._sharers, self._shared = [sharer for sharer, _ in watched], [memory for _, memory in watched]
+        self._counters = [sharer.counter for sharer in self._sharers]
+        self._wide = any(copy.form.wide for copy in copies)
+        self._idle = IdleCheck(copies)
+
+    def renew(self, weights: Sequence[Tensor], tables: dict[Any, Any]) -> bytes | None:
+        """Cast the written weights. Returns the words that the sample had before; None if a whole refresh is needed.
+
+        The caller has checked that all weights and sharers are alive, and holds the lock.
+        """
+        copies, memories = self._copies, self._memories
+        if (
+            self._rosters != list(map(_sharers, memories))
+            or (self._slots and True in map(gt, map(_requires_grad, weights), map(_trainable, self._slots)))
+            or True in map(_open, memories)
+            or any(map(_packed, copies))
+        ):
+            return None
+        versions, written = list(map(storages.version, self._counters)), object()
+        moved = list(map(ne, map(_seen, self._sharers), versions))
+        for memory in compress(self._shared, moved):
+            memory.mark = written  # first: see `Memory.examine`
+        for sharer, version in compress(zip(self._sharers, versions, strict=True), moved):
+            sharer.seen = version
+        marks, doubts = list(map(_mark, self._memory_of)), list(map(_doubt, self._memory_of))
+        sampled = self._sample.read()
+        words = list(map(sampled.__getitem__, self._parts))
+        stale = list(map(is_not, map(_mark, copies), marks))
+        if not all(stale):
+            fresh = [not is_stale for is_stale in stale]
+            states = zip(map(_doubt, copies), map(_words, copies), strict=True)
+            if list(compress(states, fresh)) != list(compress(zip(doubts, words, strict=True), fresh)):
+                return None
+            if not any(stale):
+                return sampled
+        if not self._idle():
+            return None
+        sources = list(map(weights.__getitem__, self._sources))
+        if not all(stale):
+            copies, sources, marks = (list(compress(row, stale)) for row in (copies, sources, marks))
+            doubts, words = list(compress(doubts, stale)), list(compress(words, stale))
+        self._cast(copies, sources, tables)
+        for copy, mark, doubt, part in zip(copies, marks, doubts, words, strict=True):
+            copy.doubt, copy.words = doubt, part
+            copy.mark = mark  # last, as in `note_cast`
+        store.end_pass()
+        return sampled
+
+    def _cast(self, copies: Sequence[Copy], weights: Sequence[Tensor], tables: dict[Any, Any]) -> None:
+        store.begin_pass()
+        for copy in copies:
+            copy.mark, copy.reads = None, 0
+        with profiling.region("amp: refresh copies of weights"):
+            if self._wide:
+                cast(list(zip(copies, weights, strict=True)), tables)
+            else:
+                cast_narrow(list(map(_tensor, copies)), weights, tables)
 
 
 class CopySet:
     """Fresh copies of some weights, and the state that must stay unchanged for them to stay fresh.
 
-    `packed`: the blocks that each weight is packed into, or None. `now`: the `write_epoch` before any of the weights
-    was examined. `before`: the set of the same copies that this one replaces. `tables`: those of `cast_many_`, for all
-    its casts.
+    `ids`, `aliases`: of the weights. `packed`: the blocks that each is packed into, or None. `now`: the `write_epoch`
+    before any of them was examined. `before`: the set of the same copies that this one replaces. `tables`: those of
+    `cast_many_`, for all its casts.
     """
 
     _reads: tuple[tuple[Copy, Blocks | None], ...] = ()  # for `__del__`, if `__init__` fails
@@ -34,7 +117,8 @@ class CopySet:
 
     def __init__(
         self,
-        weights: Sequence[Weight],
+        ids: Sequence[int],
+        aliases: Sequence[Tensor],
         members: Sequence[Copy],
         packed: Sequence[Blocks | None],
         now: object,
@@ -50,19 +134,17 @@ class CopySet:
         self._packable = len(self._slots) - packed.count(None)
         distinct = list(dict.fromkeys(members))
         self.memories = list(dict.fromkeys(copy.memory for copy in distinct))
-        self._note_state([weight.key for weight in weights], now)
-        self._addresses = [weight.tensor.data_ptr() for weight in weights]
+        self._note_state(ids, now)
+        self._addresses = list(map(Tensor.data_ptr, aliases))
         in_order = sorted(distinct, key=lambda copy: not copy.places.runs.size)  # `Sample` reads runs first
         self.sample: Sample = before.sample if before else Sample(copy.places for copy in in_order)
         self.words = b"".join(copy.words for copy in in_order)
         self._buffers = list(map(_buffer, members))
-        same_buffers = before is not None and before._buffers == self._buffers
-        self.rechecks: Rechecks = (
-            before.rechecks if before and same_buffers else self._find_rechecks([weight.tensor for weight in weights])
-        )
+        kept = before is not None and before._buffers == self._buffers
+        self.rechecks: list[gpu.Recheck] = before.rechecks if before and kept else self._find_rechecks(aliases)
         if self._epoch is not None and not self.rechecks:  # made now: later, sharers may have come and gone
             self._renewal = Renewal(in_order, members, self.sample)
-        memory.sets.add(self)
+        store.sets.add(self)
 
     def _note_state(self, ids: Sequence[int], now: object) -> None:
         """Record what must stay unchanged: the sharers of the weights' memory, and their versions."""
@@ -82,7 +164,7 @@ class CopySet:
 
     def fresh(self, weights: Sequence[Tensor]) -> bool:
         """Return True if none of the weights, which the set was made of, was written. 0.2 us a weight."""
-        if self._epoch is not memory.write_epoch() or interrupted():
+        if self._epoch is not store.write_epoch() or store.casting:
             return False
         try:
             if self._versions != list(map(storages.version, weights)):
@@ -119,23 +201,24 @@ class CopySet:
     def forms(self) -> list[Any]:
         """The tensors that the graph reads in this call."""
         if self._unpacked:
-            with memory.lock:
+            with store.lock:
                 self._unpacked = count_reads(self._unpacked)
-        return list(map(_form, self._slots))
+        return list(map(_tensor, self._slots))
 
     def look(self, weights: Sequence[Tensor], cast: Collection[Copy]) -> None:
         """On GPUs, look for unreported writes, and cast the written weights, ahead of the graph's run.
 
         `cast`: copies that were already cast in this call.
         """
-        for places, recheck in self.rechecks:
-            recheck.look([self.members[i] for i in places], [weights[i] for i in places], cast)
+        for recheck in self.rechecks:
+            recheck.look(weights, cast)
 
-    def _find_rechecks(self, weights: Sequence[Tensor]) -> Rechecks:
-        rechecks: Rechecks = []
+    def _find_rechecks(self, weights: Sequence[Tensor]) -> list[gpu.Recheck]:
+        rechecks = []
         for device in dict.fromkeys(weight.device for weight in weights if weight.is_cuda):
             places = [i for i, weight in enumerate(weights) if weight.device == device]
-            rechecks.append((places, gpu.Recheck(device, [self.members[i] for i in places], self.tables)))
+            members = [self.members[i] for i in places]
+            rechecks.append(gpu.Recheck(places, members, IdleCheck(members), self.tables))
         return rechecks
 
     def forget(self) -> None:

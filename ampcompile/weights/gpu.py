@@ -7,7 +7,6 @@ then the comparison only reports, and the next call that sees the report raises.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -19,12 +18,11 @@ from ampcompile.errors import StaleWeightError
 from ampcompile.kernels.recheck import recheck_
 from ampcompile.torch_private import storages
 
-from .memory import everything_doubted
+from .store import store
 
 if TYPE_CHECKING:
     from .copies import Copy
 
-_reports: dict[torch.device, Report] = {}
 _tensor: Callable[[Copy], Tensor] = attrgetter("tensor")
 _launch: Callable[[Copy], Any] = attrgetter("launch")
 
@@ -71,7 +69,7 @@ class Report:
         """Raise if an unreported write met a pending backward; the next call casts the weights again."""
         if any(view[0] >= self.generation for _, view in self._views.values()):
             self.generation += 1
-            everything_doubted()
+            store.doubt_all()
             raise StaleWeightError(
                 "found a weight that was rewritten where PyTorch can't see it while a backward was still to come that "
                 "reads its old value: at least one call since used the old value too. Expected such writes after the "
@@ -81,30 +79,35 @@ class Report:
 
 
 class Recheck:
-    """Compares the copies of one set on one device with their weights, for as long as no buffer is replaced."""
+    """Compares the copies of one set on one device with their weights, for as long as no buffer is replaced.
 
-    def __init__(self, device: torch.device, members: Sequence[Copy], tables: dict[Any, Any]) -> None:
-        self.device, self._tables = device, tables
-        self._storages = [storages.storage_key(_buffer(copy)) for copy in members]
-        self._owners: Any = None
+    `places`: the indices of the weights of `members`. `idle`: tells if all their buffers may be written.
+    """
+
+    def __init__(
+        self, places: Sequence[int], members: Sequence[Copy], idle: Callable[[], bool], tables: dict[Any, Any]
+    ) -> None:
+        self._places, self._members, self._idle, self._tables = places, members, idle, tables
+        device = self.device = _buffer(members[0]).device
         self._workspace: dict[int, Any] = {}
         self._streams: set[int] = set()
-        if device not in _reports:
-            _reports[device] = Report(device)
+        if device not in store.reports:
+            store.reports[device] = Report(device)
 
-    def look(self, members: Sequence[Copy], weights: Sequence[Tensor], cast: Collection[Copy]) -> None:
-        """Compare before a call; `members` are the copies of `weights`, `cast` those that were cast in this call."""
-        report = _reports[self.device]
+    def look(self, weights: Sequence[Tensor], cast: Collection[Copy]) -> None:
+        """Compare before a call; `cast`: copies that were cast in this call."""
+        report = store.reports[self.device]
         report.check()
-        if all(copy in cast for copy in members):
+        if all(copy in cast for copy in self._members):
             return
-        free = self._idle(members)
-        tensors = list(map(_tensor, members))
+        free = self._idle()
+        weights = [weights[i] for i in self._places]
+        tensors = list(map(_tensor, self._members))
         stream = storages.current_stream(self.device) if weights[0].is_cuda else 0
-        launches = follow(members)
+        launches = follow(self._members)
         if stream not in self._streams:
             self._streams.add(stream)
-            keep_for_stream(members)
+            keep_for_stream(self._members)
             if report.made is not None:
                 report.made.wait()
         if free:
@@ -115,18 +118,6 @@ class Recheck:
             report.fetch(stream)
         for launch in launches:
             launch.record()
-
-    def _idle(self, members: Sequence[Copy]) -> bool:
-        """Return True if all buffers may be written. Only the owner counts are compared while they stay the same."""
-        tensors = list(map(_tensor, members))
-        users = list(map(storages.tensor_users, tensors)), list(map(storages.storage_users, self._storages))
-        owners = *users, list(map(sys.getrefcount, tensors))
-        del tensors  # `waited_for` counts Python references: these must not be among them
-        if owners != self._owners:
-            if any(copy.waited_for() and not copy.in_place for copy in members):
-                return False
-            self._owners = owners
-        return True
 
 
 def _buffer(copy: Copy) -> Tensor:

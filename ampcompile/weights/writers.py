@@ -21,23 +21,9 @@ from torch.overrides import has_torch_function_unary
 from ampcompile.torch_private import patches, storages
 from ampcompile.torch_private.storages import address
 
-from .memory import (
-    begin_epoch,
-    copied_memory_at,
-    copied_memory_of,
-    doubt_handed_out,
-    everything_doubted,
-    handed_out,
-    known_memory,
-    lock,
-    memories,
-    on_last_freed,
-    sets,
-    ticks,
-)
-from .ranges import covered, ranges
+from .store import store
 
-_running: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_ranges = store.ranges  # the list itself, for the hot path
 _get_data = storages.read_data
 _scripts: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
@@ -49,25 +35,19 @@ def _wrap_data(_: Any) -> property:
 def _hand_out_data(self: Tensor) -> Tensor:
     data = _get_data(self)
     try:
-        if bisect_right(ranges, at := address(data)) & 1:
-            _hand_out(at)
+        if bisect_right(_ranges, at := address(data)) & 1:
+            store.hand_out(at)
     except (RuntimeError, TypeError):  # wrapped by a transform, without memory, or what a mode returned
         pass
     return data
 
 
-def _hand_out(at: int) -> None:
-    handed_out.append(at)
-    if len(handed_out) > 1000:
-        doubt_handed_out()
-
-
 def _assign_data(self: Tensor, value: Tensor) -> None:
-    memory = copied_memory_of(self)
+    memory = store.memory_of(self)
     if memory is None or not isinstance(value, Tensor) or storages.same_place(self, value):
         storages.write_data(self, value)
         return
-    with lock:  # the tensor must not move while another thread casts from its memory
+    with store.lock:  # the tensor must not move while another thread casts from its memory
         memory.forget(self)
         storages.write_data(self, value)
 
@@ -77,7 +57,7 @@ def _wrap_numpy(method: Callable[..., Any]) -> Callable[..., Any]:
     def numpy(self: Tensor, *, force: bool = False) -> Any:
         array = method(self, force=force) if force else method(self)
         try:
-            if bisect_right(ranges, at := address(self)) & 1 and type(holder := array.base) is Tensor:
+            if bisect_right(_ranges, at := address(self)) & 1 and type(holder := array.base) is Tensor:
                 _export(holder, at)
         except (AttributeError, RuntimeError, TypeError):
             pass
@@ -91,7 +71,7 @@ def _wrap_dlpack(export: Callable[..., Any]) -> Callable[..., Any]:
     def exporting(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         holder = self
         try:  # torch refuses tensors that require grad; `__torch_function__` handlers call this again
-            if covered(at := address(self)) and not self.requires_grad and not has_torch_function_unary(self):
+            if store.covers(at := address(self)) and not self.requires_grad and not has_torch_function_unary(self):
                 holder = storages.alias(self)
                 _export(holder, at)
         except (RuntimeError, TypeError):
@@ -102,8 +82,8 @@ def _wrap_dlpack(export: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _export(holder: Tensor, at: int) -> None:
-    if (memory := copied_memory_of(holder)) is None:
-        _hand_out(at)
+    if (memory := store.memory_of(holder)) is None:
+        store.hand_out(at)
     else:
         memory.export(holder)
 
@@ -113,10 +93,10 @@ def _wrap_mover(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(method)
     def moving(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if (memory := copied_memory_of(self)) is not None:
+        if (memory := store.memory_of(self)) is not None:
             memory.forget(self)
         result = method(self, *args, **kwargs)
-        if (memory := copied_memory_of(self)) is not None:
+        if (memory := store.memory_of(self)) is not None:
             memory.doubted()
         return result
 
@@ -131,7 +111,7 @@ def _wrap_writer(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
         try:
             return method(self, *args, **kwargs)
         finally:
-            if (memory := copied_memory_at(self)) is not None:
+            if (memory := store.memory_at(self)) is not None:
                 memory.written()
 
     return writing
@@ -146,10 +126,10 @@ def _wrap_storage_writer(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         finally:
             storage = getattr(self, "_untyped_storage", self)
-            if (memory := known_memory(storage._cdata)) is not None:
+            if (memory := store.memories.get(storage._cdata)) is not None:
                 memory.doubted()
-            elif covered(at := storage.data_ptr()):  # a slice of it, which has a key of its own
-                handed_out.append(at)
+            elif store.covers(at := storage.data_ptr()):  # a slice of it, which has a key of its own
+                store.handed_out.append(at)
 
     return writing
 
@@ -164,7 +144,7 @@ def _wrap_script_call(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(self, *args, **kwargs)
         finally:
             if takes_data:
-                everything_doubted()
+                store.doubt_all()
 
     return calling
 
@@ -173,7 +153,7 @@ def _wrap_region_exit(leave: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the exit of a region in which in-place operations raise no version."""
 
     def leaving(self: Any, *args: Any) -> Any:
-        everything_doubted()
+        store.doubt_all()
         return leave(self, *args)
 
     return leaving
@@ -184,9 +164,9 @@ def _wrap_swap(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tens
 
     def swapping(first: Tensor, second: Tensor) -> None:
         for tensor in (first, second):
-            if (memory := copied_memory_of(tensor)) is not None:
+            if (memory := store.memory_of(tensor)) is not None:
                 memory.forget_sharers()
-        for copy_set in list(sets):  # also those of memory that one of the tensors has left
+        for copy_set in list(store.sets):  # also those of memory that one of the tensors has left
             copy_set.forget()
         swap(first, second)
 
@@ -218,7 +198,7 @@ _WRAPS: dict[str, patches.Wrap] = {
 def watch() -> None:
     """Install what isn't installed yet: optimizer hooks for good, patches until the last copied weight is freed."""
     _hook_optimizers()
-    patches.install(patches.COPIES, _WRAPS, plan=on_last_freed.append)
+    patches.install(patches.COPIES, _WRAPS, plan=store.on_last_freed.append)
 
 
 @functools.cache
@@ -230,7 +210,7 @@ def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Mark every trainable weight written: sharded optimizers write other tensors than their parameters, too."""
     if torch.compiler.is_compiling():
         return _tick(optimizer)
-    _running.add(optimizer)
+    store.running.add(optimizer)
     _written_by(optimizer)
 
 
@@ -238,30 +218,25 @@ def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return _tick(optimizer)
     _written_by(optimizer)  # once more, for what another thread has cast meanwhile
-    _running.discard(optimizer)
+    store.running.discard(optimizer)
 
 
 def _written_by(optimizer: torch.optim.Optimizer) -> None:
-    copied = memories()
+    copied = store.watched()
     owned: set[int] = set()
     if not all(memory.trainable for memory in copied):
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        owned = {memory.key for memory in map(copied_memory_at, params) if memory is not None}
+        owned = {memory.key for memory in map(store.memory_at, params) if memory is not None}
     written = object()
     for memory in copied:
         if memory.trainable or memory.key in owned:
             memory.mark = written
-    begin_epoch()
+    store.begin_epoch()
 
 
 def _tick(optimizer: torch.optim.Optimizer) -> None:
     """Trace an operation into a compiled step that shows when it ran. Unfused optimizers raise versions anyway."""
     for group in optimizer.param_groups:
         if group.get("fused"):
-            ticks.add_(1)
+            store.ticks.add_(1)
             return
-
-
-def step_is_running() -> bool:
-    """Return True if an optimizer is in its step, or left it by an error: weights may have been written since."""
-    return bool(_running)

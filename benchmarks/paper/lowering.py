@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from ampcompile.compiler import backend, compiled_graph
 from ampcompile.compiler import lower as lowered_by_amp
 from ampcompile.config import Options
+from ampcompile.passes.graph import decision_of
 from benchmarks.paper.cases import CONVERTED, OPTIONS, STOCK
 from benchmarks.paper.counts import Counts, count
 
@@ -55,16 +56,16 @@ def counted(model: nn.Module, args: Sequence[Tensor], training: bool, peer: str,
 def _lower_as_amp(gm: GraphModule, fakes: Sequence[Any], options: Options) -> Counts:
     """Lower a graph; return the cost of refreshing its copies after the weights have changed: one launch for all."""
     no_copies = types.SimpleNamespace(copies=None)  # nothing runs, so no copies are made
-    with mock.patch.object(compiled_graph.weights, "bind", lambda *_, **__: no_copies):
+    with mock.patch.object(compiled_graph.weights, "Binding", lambda *_, **__: no_copies):
         rewritten = backend.rewrite(gm, fakes, options)
-        slots = [
-            node.meta["amp_copy"]
+        specs = [
+            spec
             for node in rewritten.graph.graph.find_nodes(op="placeholder")
-            if "amp_copy" in node.meta
+            if (spec := decision_of(node).copy) is not None
         ]
         lowered_by_amp.lower(rewritten.graph, fakes, options)
-    size = sum(fakes[slot.weight].numel() * (fakes[slot.weight].itemsize + slot.dtype.itemsize) for slot in slots)
-    return Counts("copies", min(len(slots), 1), {}, size, [("amp_cast", size)] if slots else [], 0, 0, 0, 0, {})
+    size = sum(fakes[spec.weight].numel() * (fakes[spec.weight].itemsize + spec.form.dtype.itemsize) for spec in specs)
+    return Counts("copies", min(len(specs), 1), {}, size, [("amp_cast", size)] if specs else [], 0, 0, 0, 0, {})
 
 
 def _captured(model: nn.Module, args: Sequence[Tensor]) -> tuple[GraphModule, list[Any]]:

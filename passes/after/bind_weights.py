@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.passes.analysis.aliasing import base_of
 from ampcompile.passes.analysis.commuting import CONVERT
-from ampcompile.passes.graph import graphs
+from ampcompile.passes.graph import graphs, note
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 
 
@@ -21,7 +21,7 @@ def _bind(gm: GraphModule) -> int:
         copies.add(copy)
         read = copy
         if copy.meta["val"].dtype != dtype:  # held as float32, for products that run in float32
-            copy.meta["amp_rounded"] = dtype
+            note(copy, rounded=dtype)
             with graph.inserting_before(node):
                 read = graph.call_function(CONVERT, (copy, dtype))
             read.meta = dict(node.meta)

@@ -24,7 +24,7 @@ from ampcompile.passes.analysis.commuting import CONVERT, rebuild, same_layout
 from ampcompile.passes.analysis.op_traits import ATTENTION_AFTER, CONVERSIONS_AFTER, PRODUCTS_AFTER, REARRANGES, has
 from ampcompile.passes.analysis.product_cost import is_small
 from ampcompile.passes.analysis.sizes import product_hint
-from ampcompile.passes.graph import graphs
+from ampcompile.passes.graph import decision_of, graphs
 from ampcompile.torch_private import dispatcher, tracing
 from ampcompile.torch_private.pytree import tree_leaves
 
@@ -118,7 +118,7 @@ def _widened(operand: Node) -> Node:
     while has(base.target, REARRANGES):
         path.insert(0, base)
         base = base.args[0]
-    if has(base.target, CONVERSIONS_AFTER) and base.args[0].meta.get("amp_rounded") is base.meta["val"].dtype:
+    if has(base.target, CONVERSIONS_AFTER) and decision_of(base.args[0]).rounded is base.meta["val"].dtype:
         return rebuild(path, base.args[0])
     return _converted(operand, WIDE)
 

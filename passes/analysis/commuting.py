@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from ampcompile.passes.graph import call_on_values
+from ampcompile.passes.graph import call_on_values, cast_of, note
 from ampcompile.torch_private.types import OpOverload
 
 from .op_traits import CHOOSES, MOVES, REPEATS, has, reads_bits
@@ -80,16 +79,16 @@ def rebuild(path: Sequence[Node], operand: Node) -> Node:
     for node in path:
         copy = node.graph.node_copy(node)
         copy.args = (operand, *node.args[1:])
-        copy.meta = {key: value for key, value in node.meta.items() if key != "amp_narrowed"}
-        copy.meta["val"] = call_on_values(copy)
+        copy.meta = {**node.meta, "val": call_on_values(copy)}
         operand = copy
     return operand
 
 
 def move_cast(cast: Node, operand: Node) -> Node:
     """Insert a copy of `cast` on `operand` at the graph's insertion point, keeping the record's number."""
+    record = cast_of(cast)
+    assert record is not None
     moved = operand.graph.create_node("call_function", CAST, (operand, cast.args[1]), name=cast.name)
-    record = cast.meta["amp_cast"]
-    moved.meta = {**cast.meta, "amp_cast": replace(record, fate=(*record.fate, "moved"))}
-    moved.meta["val"] = operand.meta["val"].to(cast.args[1])
+    moved.meta = {**cast.meta, "val": operand.meta["val"].to(cast.args[1])}
+    note(moved, cast=record.after("moved"))
     return moved

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ampcompile.dtypes import LOW, short_name
 from ampcompile.kernels import packed_linear
-from ampcompile.passes.graph import Decision, device_type_of, to_dtype
+from ampcompile.passes.graph import Decision, decision_of, device_type_of, to_dtype
 from ampcompile.torch_private import processor, pytree, tracing
 from ampcompile.torch_private.types import OpOverload, TorchDispatchMode
 
@@ -180,7 +180,7 @@ def estimate(gm: GraphModule, kept: Set[Node]) -> Estimate | None:
 
     `kept`: weights whose low copies are kept between calls. Bodies of higher-order ops are not counted.
     """
-    decided: dict[Node, Decision] = {node: node.meta["amp"] for node in gm.graph.nodes}
+    decided: dict[Node, Decision] = {node: decision_of(node) for node in gm.graph.nodes}
     casts = {(n, to) for d in decided.values() for n, to in d.operands.items() if n not in kept}
     lows = [to for d in decided.values() for to in d.operands.values() if to in LOW]
     if not lows:
@@ -198,10 +198,10 @@ def estimate(gm: GraphModule, kept: Set[Node]) -> Estimate | None:
             _run(node, decision)
             if counted.flops:
                 products += 1
-                numbers = sum(elements_hint(n.meta["amp"].result) or 0 for n in (node, *node.all_input_nodes))
+                numbers = sum(elements_hint(decision_of(n).result) or 0 for n in (node, *node.all_input_nodes))
                 seconds = [_seconds(device, dtype, counted.flops, numbers) for dtype in (torch.float32, low)]
                 wide, narrow = wide + seconds[0], narrow + seconds[1]
-                matrices = [n for n in node.all_input_nodes if n in differentiated and n.meta["amp"].result.dim() > 1]
+                matrices = [n for n in node.all_input_nodes if n in differentiated and decision_of(n).result.dim() > 1]
                 backward = [total + len(matrices) * each for total, each in zip(backward, seconds, strict=True)]
     moved = sum(_cast_seconds(device, decided[n]) for n, _ in casts)
     copies = {n for d in decided.values() for n, to in d.operands.items() if n in kept and to in LOW}
@@ -260,7 +260,7 @@ def _may_multiply(node: Node, decision: Decision) -> bool:
 
 def _run(node: Node, decision: Decision) -> None:
     def value(operand: Node) -> Any:
-        return to_dtype(operand.meta["amp"].result, decision.operands.get(operand))
+        return to_dtype(decision_of(operand).result, decision.operands.get(operand))
 
     args, kwargs = map_arg((node.args, node.kwargs), value)
     node.target(*args, **kwargs)

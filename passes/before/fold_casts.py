@@ -17,7 +17,7 @@ from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST, classify_movement, constants_survive, rebuild, same_layout
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.op_traits import CASTS, has
-from ampcompile.passes.graph import erase_unread, graphs
+from ampcompile.passes.graph import cast_of, erase_unread, graphs
 from ampcompile.torch_private import tracing
 
 
@@ -48,7 +48,7 @@ class FoldCasts:
         memory, folded = Aliases(gm.graph), 0
         recorded = recorded_by_autograd(gm.graph, self.gradients)
         for second in gm.graph.find_nodes(op="call_function", target=CAST):
-            if "amp_cast" in second.meta:
+            if cast_of(second):
                 folded += self._fold_one(gm.graph, second, memory, recorded)
         return folded
 
@@ -67,7 +67,7 @@ class FoldCasts:
                 second.replace_all_uses_with(rebuild(path, source))
             else:
                 second.update_arg(0, rebuild(path, source))
-        erase_unread([*([first] if "amp_cast" in first.meta else []), *path, *([second] if cancels else [])])
+        erase_unread([*([first] if cast_of(first) else []), *path, *([second] if cancels else [])])
         return True
 
     def _may_fold(self, first: Node, second: Node, path: list[Node], recorded: bool) -> bool:
@@ -76,7 +76,7 @@ class FoldCasts:
             return False
         # The gradient is cast C→B→A, which must equal C→A.
         exact = is_lossless(a, b) and (is_lossless(c, b) or not recorded)
-        return exact or (self.relaxed and "amp_cast" in first.meta)
+        return exact or (self.relaxed and cast_of(first) is not None)
 
 
 def _find_first_cast(second: Node, recorded: bool) -> tuple[Node | None, list[Node]]:

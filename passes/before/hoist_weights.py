@@ -9,8 +9,8 @@ A cast of a view of a weight becomes the same view of the copy.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +20,11 @@ from ampcompile.dtypes import LOW, short_name
 from ampcompile.passes.analysis.aliasing import aliased_operands, same_memory, written_operands
 from ampcompile.passes.analysis.commuting import CAST, rebuild
 from ampcompile.passes.analysis.op_traits import REARRANGES, has, reads_bits
-from ampcompile.passes.graph import Cast, erase_unread, placeholders
-from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
+from ampcompile.passes.graph import Cast, cast_of, erase_unread, note, placeholders
+from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import OpOverload
+from ampcompile.weights import CopySpec, Form
 
 # Higher-order ops whose bodies may read weights as operands, and the index of their first operand.
 _OPERANDS_FROM: dict[Any, int] = {
@@ -80,7 +81,7 @@ def _body(call: Node) -> GraphModule:
 
 def _narrows(cast: Node) -> bool:
     """True if a cast is one of ours, or the program's own that only narrows a wider type to a 16-bit one."""
-    if "amp_cast" in cast.meta:
+    if cast_of(cast) is not None:
         return True
     before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
     return len(cast.args) == 2 and not cast.kwargs and after in LOW and before.itemsize > after.itemsize
@@ -97,7 +98,6 @@ def _hoist(gm: GraphModule, weights: set[Node], copy_of: CopyOf) -> int:
     for cast in list(gm.graph.find_nodes(op="call_function", target=CAST)):
         weight, views = _look_through_views(cast)
         if weight in weights and _narrows(cast) and all(use == "read" for use in _uses(cast)):
-            cast.meta.setdefault("amp_cast", Cast("to", "the program casts this weight itself"))
             _replace(cast, weight, views, copy_of(weight, cast.args[1]))
             hoisted += 1
     calls: dict[GraphModule, list[Node]] = {}
@@ -118,7 +118,7 @@ def _hoist_in_body(body: GraphModule, sites: list[Node], weights: set[Node], cop
         if (weight, dtype) not in copies:
             outer_copies = [copy_of(outer, dtype) for outer in given[weight]]
             wide = outer_copies[0].meta["val"].dtype != dtype
-            copies[weight, dtype] = _new_input(body, weight, dtype, wide)
+            copies[weight, dtype] = _new_input(body, weight, Form(dtype, wide))
             for site, outer in zip(sites, outer_copies, strict=True):
                 site.args = (*site.args, outer)
         return copies[weight, dtype]
@@ -128,17 +128,13 @@ def _hoist_in_body(body: GraphModule, sites: list[Node], weights: set[Node], cop
 
 @dataclass(frozen=True)
 class HoistWeights:
-    """`is_weight(index, placeholder)`: whether a graph input is a weight whose copy may live across calls.
+    """`copied`: the weights whose copies can live across calls; True for those on trial, see `CopySpec`.
 
-    `is_registered`: whether a weight is a parameter or buffer; any other tensor may be refilled for each call, and its
-    copy is kept only after it has stayed the same for some calls. `wide`: the types whose products run in float32; a
-    copy in one of them holds its rounded numbers as float32, so that no call has to widen it.
-
-    The copies become the last inputs, each with its `Slot` in `node.meta["amp_copy"]`.
+    `wide`: the types whose products run in float32; a copy in one of them holds its rounded numbers as float32, so that
+    no call has to widen it. The copies become the last inputs, each with its `CopySpec` as its decision's `copy`.
     """
 
-    is_weight: Callable[[int, Node], bool]
-    is_registered: Callable[[int, Node], bool] = lambda index, node: True
+    copied: Mapping[Node, bool]
     wide: frozenset[torch.dtype] = frozenset()
     name = "hoist_weights"
     exact = True
@@ -146,27 +142,24 @@ class HoistWeights:
 
     def apply(self, gm: GraphModule) -> int:
         inputs = {node: index for index, node in enumerate(placeholders(gm))}
-        weights = {node for node, index in inputs.items() if self.is_weight(index, node)}
-        on_trial = {node for node in weights if not self.is_registered(inputs[node], node)}
-        copies: dict[Slot, Node] = {}
+        copies: dict[CopySpec, Node] = {}
 
         def copy_of(weight: Node, dtype: torch.dtype) -> Node:
             wide = dtype in self.wide and weight.meta["val"].device.type == "cpu"
-            slot = Slot(inputs[weight], dtype, wide=wide, on_trial=weight in on_trial)
-            if slot not in copies:
-                copies[slot] = _new_input(gm, weight, dtype, wide)
-                copies[slot].meta["amp_copy"] = slot
-            return copies[slot]
+            spec = CopySpec(inputs[weight], Form(dtype, wide), trial=self.copied[weight])
+            if spec not in copies:
+                copies[spec] = _new_input(gm, weight, spec.form)
+                note(copies[spec], copy=spec)
+            return copies[spec]
 
         with tracing.on_fakes_of(gm):
-            return _hoist(gm, weights, copy_of)
+            return _hoist(gm, set(self.copied), copy_of)
 
 
-def _new_input(gm: GraphModule, weight: Node, dtype: torch.dtype, wide: bool) -> Node:
+def _new_input(gm: GraphModule, weight: Node, form: Form) -> Node:
     with gm.graph.inserting_after(placeholders(gm)[-1]):
-        copy = gm.graph.placeholder(f"{weight.name}_{short_name(dtype)}")
-    held = torch.float32 if wide else dtype
-    copy.meta["val"] = torch.empty_like(weight.meta["val"], dtype=held, requires_grad=False)
+        copy = gm.graph.placeholder(f"{weight.name}_{short_name(form.dtype)}")
+    copy.meta["val"] = form.empty_like(weight.meta["val"])
     # Dynamo's mark of inputs whose address Inductor may rely on.
     copy.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
     copy._dynamo_source = None
@@ -174,10 +167,10 @@ def _new_input(gm: GraphModule, weight: Node, dtype: torch.dtype, wide: bool) ->
 
 
 def _replace(cast: Node, weight: Node, views: list[Node], copy: Node) -> None:
-    graph, record = cast.graph, cast.meta["amp_cast"]
+    graph, record = cast.graph, cast_of(cast) or Cast("to", "the program casts this weight itself")
     with graph.inserting_before(cast):
         new = graph.call_function(WEIGHT_COPY, (weight, copy, cast.args[1]))
-        value, fate = copy.meta["val"].to(cast.args[1]), (*record.fate, "hoisted")
-        new.meta = {**cast.meta, "val": value, "amp_cast": replace(record, fate=fate)}
+        new.meta = {**cast.meta, "val": copy.meta["val"].to(cast.args[1])}
+        note(new, cast=record.after("hoisted"))
         cast.replace_all_uses_with(rebuild(views, new))
     erase_unread([*views, cast])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -14,7 +15,18 @@ from ampcompile.dtypes import short_name
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.higher_order import HOPS
 from ampcompile.passes.analysis.schema import set_arguments
-from ampcompile.passes.graph import ENTER, EXIT, UNDECIDED, Cast, Decision, graphs, is_castable, op_name
+from ampcompile.passes.graph import (
+    ENTER,
+    EXIT,
+    UNDECIDED,
+    Cast,
+    Decision,
+    decision_of,
+    graphs,
+    is_castable,
+    note,
+    op_name,
+)
 from ampcompile.torch_private import pytree, tracing
 
 CLAMP = torch.ops.aten.clamp.default
@@ -37,11 +49,12 @@ class InsertCasts:
 
 def _insert_in(gm: GraphModule) -> int:
     casts = 0
+    narrowed: dict[Node, Node] = {}  # the value that other ops read instead of a result
     for node in list(gm.graph.nodes):
-        decision: Decision = node.meta["amp"]
+        decision = decision_of(node)
         if decision.result is not None and node.op != "output" and not isinstance(decision.result, torch.nn.Module):
             node.meta["val"] = decision.result
-        casts += _change_operands(node, decision)
+        casts += _change_operands(node, decision, narrowed)
         for attribute, body in decision.bodies.items():
             _call_copy(gm, node, attribute, body)
         if decision.regions is not None:
@@ -51,22 +64,22 @@ def _insert_in(gm: GraphModule) -> int:
         if decision.arguments:
             node.args, node.kwargs = set_arguments(node.target, node.args, node.kwargs, decision.arguments)
         if decision.narrow is not None:
-            casts += _narrow_results(node, decision, decision.narrow)
+            casts += _narrow_results(node, decision, decision.narrow, narrowed)
     for node in reversed(list(gm.graph.nodes)):
         if node.target is EXIT or node.target is ENTER:
             gm.graph.erase_node(node)
     return casts
 
 
-def _change_operands(node: Node, decision: Decision) -> int:
+def _change_operands(node: Node, decision: Decision, narrowed: Mapping[Node, Node]) -> int:
     changed: dict[Node, Node] = {}
     casts = 0
     for operand, largest in decision.clamps.items():
-        operand = _value_others_read(operand)
+        operand = narrowed.get(operand, operand)
         with node.graph.inserting_before(node):
             changed[operand] = node.graph.call_function(CLAMP, (operand, -largest, largest))
         changed[operand].meta = {**_origin(node), "val": operand.meta["val"]}
-    wanted = {_value_others_read(operand): dtype for operand, dtype in decision.operands.items()}
+    wanted = {narrowed.get(operand, operand): dtype for operand, dtype in decision.operands.items()}
 
     def cast(operand: Node) -> Node:
         """Insert one cast per use of an operand, so that the gradients of `x @ x` are summed in x's type."""
@@ -83,29 +96,23 @@ def _change_operands(node: Node, decision: Decision) -> int:
     return casts
 
 
-def _value_others_read(result: Node) -> Node:
-    """The value that other ops read: the result itself, or the cast that replaced it."""
-    return result.meta.get("amp_narrowed", result)
-
-
-def _narrow_results(node: Node, decision: Decision, dtype: torch.dtype) -> int:
+def _narrow_results(node: Node, decision: Decision, dtype: torch.dtype, narrowed: dict[Node, Node]) -> int:
     """Cast an op's results to `dtype`; only these casts read the float32 that the op itself computes."""
     several = isinstance(decision.result, tuple | list)
     results = [user for user in node.users if user.target is operator.getitem] if several else [node]
     node.meta["val"] = pytree.tree_map(lambda v: v.float() if is_castable(v) else v, decision.result)
-    results = [r for r in results if is_castable(r.meta["amp"].result)]
+    results = [r for r in results if is_castable(decision_of(r).result)]
     for result in results:
-        low: Decision = result.meta["amp"]
+        low = decision_of(result)
         with node.graph.inserting_after(result):
-            cast = _cast(result, result, dtype, f"{decision.because}; its result goes low again")
+            cast = _cast(result, result, dtype, "")
         result.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
         cast.args = (result, dtype)
         cast.meta["val"] = low.result
-        result.meta["amp_narrowed"] = cast
-        cast.meta["amp_cast"] = Cast(op_name(node.target), cast.meta["amp_cast"].because)
+        narrowed[result] = cast
+        note(cast, cast=Cast(op_name(node.target), f"{decision.because}; its result goes low again"))
         if several:
-            wide = low.result.float()
-            result.meta["amp"] = Decision(low.because, wide)
+            note(result, result=low.result.float())
     return len(results)
 
 
@@ -114,7 +121,7 @@ def _cast(node: Node, operand: Node, dtype: torch.dtype, because: str) -> Node:
     cast = node.graph.create_node("call_function", CAST, (operand, dtype), name=f"amp_cast_{short_name(dtype)}")
     cast.meta = _origin(node)
     cast.meta["val"] = operand.meta["val"].to(dtype)
-    cast.meta["amp_cast"] = Cast(op_name(node.target), because)
+    note(cast, cast=Cast(op_name(node.target), because))
     return cast
 
 

@@ -23,7 +23,7 @@ from ampcompile.passes.analysis.commuting import (
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.op_traits import is_elementwise
 from ampcompile.passes.analysis.sizes import is_smaller
-from ampcompile.passes.graph import graphs
+from ampcompile.passes.graph import cast_of, graphs
 from ampcompile.torch_private import tracing
 
 
@@ -44,7 +44,7 @@ class MoveCasts:
         memory, recorded = Aliases(gm.graph), recorded_by_autograd(gm.graph, self.gradients)
         moved = 0
         for cast in gm.graph.find_nodes(op="call_function", target=CAST):
-            if "amp_cast" in cast.meta:
+            if cast_of(cast):
                 moved += _move_up(gm.graph, cast, memory, recorded) or _move_down(gm.graph, cast, memory, recorded)
         return moved
 

@@ -20,9 +20,10 @@ from ampcompile.kernels.packed_linear import PACKED_LINEAR, LinearBlocks
 from ampcompile.passes.analysis.aliasing import lies_in_a_row
 from ampcompile.passes.analysis.product_cost import is_small
 from ampcompile.passes.analysis.sizes import product_hint
-from ampcompile.passes.graph import placeholders
-from ampcompile.passes.weight_copy import WEIGHT_COPY, Slot
+from ampcompile.passes.graph import decision_of, note, placeholders
+from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import tracing
+from ampcompile.weights import CopySpec
 
 LINEAR = torch.ops.aten.linear.default
 CONV = torch.ops.aten.conv2d.default
@@ -40,16 +41,16 @@ class PackedLayer(NamedTuple):
     """The operator's arguments after the bias."""
 
 
-def _linear(x: Tensor, weight: Tensor, slot: Slot) -> PackedLayer | None:
+def _linear(x: Tensor, weight: Tensor, spec: CopySpec) -> PackedLayer | None:
     return PackedLayer(PACKED_LINEAR, LinearBlocks()) if weight.dim() == 2 and min(weight.shape) >= SMALLEST else None
 
 
 def _conv(
-    x: Tensor, weight: Tensor, slot: Slot, stride: Any, padding: Any, dilation: Any, groups: Any
+    x: Tensor, weight: Tensor, spec: CopySpec, stride: Any, padding: Any, dilation: Any, groups: Any
 ) -> PackedLayer | None:
     one_channel = weight.shape[1] * groups == 1  # ATen takes any layout of one channel for a contiguous one
     numbers = [*stride, *padding, *dilation, groups]
-    if slot.wide or one_channel or x.dim() != 4 or not all(type(number) is int for number in numbers):
+    if spec.form.wide or one_channel or x.dim() != 4 or not all(type(number) is int for number in numbers):
         return None
     stride, padding, dilation = (tuple(each) * (2 // len(each)) for each in (stride, padding, dilation))
     sizes = tuple(size for size in map(product_hint, x.shape) if size is not None)
@@ -95,7 +96,7 @@ class PackWeights:
     fate = ""
 
     def apply(self, gm: GraphModule) -> int:
-        inputs: dict[Slot, Node] = {}
+        inputs: dict[CopySpec, Node] = {}
         layers = [node for op in LAYERS for node in gm.graph.find_nodes(op="call_function", target=op)]
         packed = 0
         with tracing.on_fakes_of(gm):
@@ -106,24 +107,25 @@ class PackWeights:
                 if not self.small and _is_small(*(node.meta["val"] for node in (x, read, layer))):
                     continue
                 weight, copy, _ = read.args
-                slot = copy.meta["amp_copy"]
-                new = LAYERS[layer.target](x.meta["val"], read.meta["val"], slot, *settings)
+                spec = decision_of(copy).copy
+                assert spec is not None
+                new = LAYERS[layer.target](x.meta["val"], read.meta["val"], spec, *settings)
                 if new is None:
                     continue
-                form = self._input(gm, inputs, copy, replace(slot, blocks=new.blocks))
+                form = self._input(gm, inputs, copy, replace(spec, blocks=new.blocks))
                 layer.target, layer.args, layer.kwargs = new.op, (x, weight, form, bias, *new.settings), {}
                 gm.graph.erase_node(read)
                 packed += 1
         for node in placeholders(gm):
-            if "amp_copy" in node.meta and not node.users:
+            if decision_of(node).copy is not None and not node.users:
                 gm.graph.erase_node(node)
         return packed
 
-    def _input(self, gm: GraphModule, inputs: dict[Slot, Node], copy: Node, slot: Slot) -> Node:
-        if slot not in inputs:
+    def _input(self, gm: GraphModule, inputs: dict[CopySpec, Node], copy: Node, spec: CopySpec) -> Node:
+        if spec not in inputs:
             with gm.graph.inserting_after(placeholders(gm)[-1]):
-                inputs[slot] = gm.graph.placeholder(f"{copy.name}_packed")
-            # An opaque tensor has no strides; until it is packed, the copy has the weight's.
-            inputs[slot].meta = {**copy.meta, "amp_copy": slot, "val": copy.meta["val"].contiguous()}
-            inputs[slot]._dynamo_source = None
-        return inputs[slot]
+                inputs[spec] = gm.graph.placeholder(f"{copy.name}_packed")
+            inputs[spec].meta = {**copy.meta, "val": spec.empty_like(copy.meta["val"])}
+            note(inputs[spec], copy=spec)
+            inputs[spec]._dynamo_source = None
+        return inputs[spec]

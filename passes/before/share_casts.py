@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
-from ampcompile.passes.graph import graphs
+from ampcompile.passes.graph import cast_of, graphs
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ShareCasts:
         shared = 0
         for cast in gm.graph.find_nodes(op="call_function", target=CAST):
             source = cast.args[0]
-            ours = "amp_cast" in cast.meta and cast not in recorded
+            ours = cast_of(cast) is not None and cast not in recorded
             if ours and not any(map(memory.is_written, (source, cast))) and not memory.is_visible_outside(cast):
                 original = first.setdefault((source, cast.args[1]), cast)
                 if original is not cast:

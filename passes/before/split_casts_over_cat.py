@@ -17,7 +17,7 @@ from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST, move_cast, same_layout
 from ampcompile.passes.analysis.op_traits import JOINS, has
 from ampcompile.passes.analysis.sizes import is_float_tensor
-from ampcompile.passes.graph import graphs
+from ampcompile.passes.graph import cast_of, graphs
 from ampcompile.torch_private import tracing
 
 
@@ -42,7 +42,7 @@ def _split_in(gm: GraphModule) -> int:
 
 def _narrows_a_whole(cast: Node) -> bool:
     whole = cast.args[0]
-    if "amp_cast" not in cast.meta or not isinstance(whole, Node) or len(whole.users) > 1:
+    if not cast_of(cast) or not isinstance(whole, Node) or len(whole.users) > 1:
         return False
     if not has(whole.target, JOINS) or not whole.args:
         return False

@@ -39,13 +39,14 @@ from ampcompile.passes.analysis import higher_order
 from ampcompile.passes.analysis.op_traits import CASTS, has, keeps_constants
 from ampcompile.passes.analysis.schema import set_arguments, writes
 from ampcompile.passes.graph import (
-    CONSTANT,
     ENTER,
     EXIT,
     Decision,
     Regions,
+    cast_of,
     changes_state,
     copy_graph,
+    decision_of,
     device_type_of,
     held_tensors,
     is_castable,
@@ -57,10 +58,9 @@ from ampcompile.policy import Policy
 from ampcompile.torch_private import pytree, tracing
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
-from .counts import lengths
 from .decisions import Call, decide
 from .dtype_memo import DtypeMemo, prefer_traced
-from .range_guards import guard
+from .range_guards import guard, lengths
 
 _BORN_KNOWN = frozenset({"aten", "prims", "prim", "ampcompile", "_c10d_functional", "c10d_functional"})
 HOPS = higher_order.HOPS
@@ -85,8 +85,8 @@ class _Walk:
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 decision = Decision("graph input", prefer_traced(node, next(arriving)))
-                if CONSTANT in node.meta:
-                    self.constants[node] = node.meta[CONSTANT]
+                if (constant := decision_of(node).constant) is not None:
+                    self.constants[node] = constant
             elif node.op == "get_attr":
                 decision = Decision("constant", self._constant(node))
             elif node.op == "output":
@@ -102,6 +102,8 @@ class _Walk:
                 decision = Decision("about no value")
             else:
                 decision = self._call(node)
+            if "amp" in node.meta:  # by capture, or by an earlier walk
+                decision = replace(decision, cast=cast_of(node), constant=decision_of(node).constant)
             node.meta["amp"] = decision
             self.values[node] = decision.result
         self.output = decision.result
@@ -241,4 +243,4 @@ class AssignPrecision:
         with tracing.on_fakes_of(gm), torch.no_grad():
             walk.run([node.meta["val"] for node in placeholders(gm)])
         walked = [walk, *(other for walks in walk.walks.values() for other in walks.values())]
-        return sum(bool(node.meta["amp"].operands) for w in walked for node in w.gm.graph.nodes)
+        return sum(bool(decision_of(node).operands) for w in walked for node in w.gm.graph.nodes)

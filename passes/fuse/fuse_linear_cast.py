@@ -19,7 +19,7 @@ from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST, rebuild
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.sizes import elements_hint, is_smaller
-from ampcompile.passes.graph import call_on_values, erase_unread, graphs, op_name
+from ampcompile.passes.graph import call_on_values, cast_of, erase_unread, graphs, op_name
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import is_traceable_wrapper_subclass
 
@@ -80,7 +80,7 @@ def _find_source(operand: Any, memory: Aliases) -> _Source | None:
     while is_view(operand) and operand.target not in _COPIES and len(operand.users) == 1:
         views.insert(0, operand)
         operand = operand.args[0]
-    if not isinstance(operand, Node) or operand.target is not CAST or "amp_cast" not in operand.meta:
+    if not isinstance(operand, Node) or operand.target is not CAST or not cast_of(operand):
         return None
     before = operand.args[0].meta["val"]
     plain = before.dtype is torch.float32 and not is_traceable_wrapper_subclass(before)

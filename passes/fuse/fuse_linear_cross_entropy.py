@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from ampcompile.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY, PIECE
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.sizes import elements_hint
-from ampcompile.passes.graph import erase_unread, graphs, op_name
+from ampcompile.passes.graph import cast_of, erase_unread, graphs, op_name
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import tracing
 
@@ -83,6 +83,6 @@ def _master_and_copy(read: Any) -> tuple[Any, Any]:
     """The tensor that receives the gradient, and the one to multiply with."""
     if isinstance(read, Node) and read.target is WEIGHT_COPY:
         return read.args[0], read.args[1] if is_low(read.args[1]) else read
-    if isinstance(read, Node) and read.target is CAST and "amp_cast" in read.meta:
+    if isinstance(read, Node) and read.target is CAST and cast_of(read):
         return read.args[0], read
     return read, read

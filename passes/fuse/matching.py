@@ -15,24 +15,10 @@ from ampcompile.kernels.usable import memory_of, usable
 from ampcompile.passes.analysis.commuting import classify_movement
 from ampcompile.passes.analysis.op_traits import FUSED_THROUGH, has
 from ampcompile.passes.base import Pass
-from ampcompile.passes.graph import call_on_values, graphs
+from ampcompile.passes.graph import Fusion, call_on_values, decision_of, graphs, note
 
-FUSION = "amp_fused"
-"""Key of a fused op's record in `node.meta`."""
 GRAPH_BEFORE_FUSION = "amp_unfused"
 """Key in `gm.meta` of the graph before fusing, for second derivatives: a fused op's backward has none."""
-
-
-@dataclass(frozen=True)
-class Fusion:
-    """The record of a fused op. `op`: the op that it replaces, as `aten.cross_entropy_loss`."""
-
-    family: str
-    op: str
-    saved: int
-    """Memory traffic saved against Inductor's own code, in bytes, forward and backward, with traced sizes."""
-    freed: int = 0
-    """Reduction of the memory held at one time, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +80,8 @@ def fuse(old: Node, op: Any, args: Sequence[Any], record: Fusion) -> Node:
     with graph.inserting_before(old):
         result = call = graph.call_function(op, tuple(args))
         values = call_on_values(call)
-        call.meta = {**inherited_meta, "val": values, FUSION: record}
+        call.meta = {**inherited_meta, "val": values}
+        note(call, fusion=record)
         if isinstance(values, tuple):
             result = graph.call_function(operator.getitem, (call, 0))
             result.meta = {**inherited_meta, "val": values[0]}
@@ -105,4 +92,6 @@ def fuse(old: Node, op: Any, args: Sequence[Any], record: Fusion) -> Node:
 def fusions(gm: GraphModule) -> Iterator[tuple[Node, Fusion]]:
     """Yield every fused op of a graph and its bodies, with its record."""
     for graph in graphs(gm):
-        yield from ((node, node.meta[FUSION]) for node in graph.graph.nodes if FUSION in node.meta)
+        for node in graph.graph.nodes:
+            if (fusion := decision_of(node).fusion) is not None:
+                yield node, fusion

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
-from ampcompile.weights.copies import copies
+from ampcompile.weights.store import store
 from benchmarks.models import GPT, GPTConfig
 from tests.compiling import HALF, LOW, error
 from tests.devices import DEVICES, waiting_for_nothing
@@ -135,7 +135,7 @@ def test_copies_are_refreshed_where_they_are(device: str, mode: str) -> None:
                 expected = model(tokens)
             exact = copy.deepcopy(model).double()(tokens)
         assert error([found], [exact]) < 1.15 * error([expected], [exact])
-        places.append([kept.tensor.data_ptr() for kept in copies.values() if kept.tensor is not None])
+        places.append([kept.tensor.data_ptr() for kept in store.copies.values() if kept.tensor is not None])
     if device == "cuda":  # a CPU's copies are packed for its products, in fresh memory
         assert places[0] and all(places[0] == later for later in places)
 

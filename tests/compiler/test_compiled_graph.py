@@ -12,7 +12,7 @@ from ampcompile.compiler.compiled_graph import CompiledGraph
 from ampcompile.config import Options
 from ampcompile.kernels.packed_conv import Blocks
 from ampcompile.kernels.packed_linear import LinearBlocks
-from ampcompile.passes.weight_copy import Slot
+from ampcompile.weights import CopySpec, Form
 from tests.compiling import LOW
 from tests.weights.writers import unseen
 
@@ -25,14 +25,14 @@ def test_a_graph_that_needs_nothing_is_installed_as_it_was_compiled() -> None:
     assert CompiledGraph(run_alone, Options()).installed() is run_alone
 
 
-def slot(weight: int, blocks: Blocks | None = None, on_trial: bool = False) -> Slot:
-    return Slot(weight=weight, dtype=LOW, blocks=blocks, on_trial=on_trial)
+def spec(weight: int, blocks: Blocks | None = None, trial: bool = False) -> CopySpec:
+    return CopySpec(weight, Form(LOW), blocks, trial)
 
 
 @pytest.mark.parametrize("read", [[1], [2, 1]])
 def test_a_graph_gets_its_copies_after_its_inputs(read: list[int]) -> None:
     inputs = torch.randn(2), nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(4))
-    run = CompiledGraph(lambda *args: args, Options(), [slot(i) for i in read])
+    run = CompiledGraph(lambda *args: args, Options(), [spec(i) for i in read])
     for _ in range(2):
         given = run(*inputs)
         assert given[:3] == inputs
@@ -44,7 +44,7 @@ def test_a_graph_gets_its_copies_after_its_inputs(read: list[int]) -> None:
 @pytest.mark.parametrize("replayed", [False, True])
 def test_copies_keep_their_addresses_where_cuda_graphs_replay(replayed: bool) -> None:
     weight = nn.Parameter(torch.randn(3))
-    run = CompiledGraph(lambda *args: args, Options(inductor=(("triton.cudagraphs", replayed),)), [slot(0)])
+    run = CompiledGraph(lambda *args: args, Options(inductor=(("triton.cudagraphs", replayed),)), [spec(0)])
     first = run(weight)[1]  # still held, as by a backward
     with torch.no_grad():
         weight.add_(1)
@@ -53,14 +53,14 @@ def test_copies_keep_their_addresses_where_cuda_graphs_replay(replayed: bool) ->
 
 def test_a_weight_on_trial_is_compared_first() -> None:
     tensor = torch.randn(3)
-    run = CompiledGraph(lambda *args: args[1], Options(), [slot(0, on_trial=True)])
+    run = CompiledGraph(lambda *args: args[1], Options(), [spec(0, trial=True)])
     for _ in range(3):
         unseen(tensor)[1] += 1
         assert torch.equal(run(tensor), tensor.to(LOW))
 
 
 def test_where_all_is_fake_the_copies_are_shapes() -> None:
-    run = CompiledGraph(lambda *args: args, Options(), [slot(0), slot(0, LinearBlocks())])
+    run = CompiledGraph(lambda *args: args, Options(), [spec(0), spec(0, LinearBlocks())])
     with FakeTensorMode():
         weight = torch.empty(4, 6).t().requires_grad_()
         _, strided, packed = run(weight)

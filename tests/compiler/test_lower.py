@@ -13,7 +13,7 @@ from ampcompile.compiler.lower import _inductor_config, lower
 from ampcompile.config import Options
 from ampcompile.kernels.packed_linear import LinearBlocks
 from ampcompile.passes import base, pipeline
-from ampcompile.passes.weight_copy import Slot
+from ampcompile.weights import CopySpec, Form
 from tests.compiling import LOW, amp, eager, gradients
 
 
@@ -86,10 +86,11 @@ def test_a_watch_sees_the_graph_as_it_comes_and_after_each_pass(gradients):
 def test_inductor_rounds_as_eager_does_unless_it_may_not(numerics: str, emulated: bool) -> None:
     gm = GraphModule({}, Graph())
     options = Options(numerics=numerics, inductor=(("max_autotune", True),))
-    config = _inductor_config(gm, options, [Slot(0, LOW)])
+    strided, packed = CopySpec(0, Form(LOW)), CopySpec(1, Form(LOW), LinearBlocks())
+    config = _inductor_config(gm, options, [strided])
     assert config["emulate_precision_casts"] is emulated and config["max_autotune"] is True
     assert "size_asserts" not in config
-    assert _inductor_config(gm, options, [Slot(0, LOW), Slot(1, LOW, LinearBlocks())])["size_asserts"] is False
+    assert _inductor_config(gm, options, [strided, packed])["size_asserts"] is False
     mine = Options(inductor=(("emulate_precision_casts", False),))
     assert _inductor_config(gm, mine, [])["emulate_precision_casts"] is False, "the user's own word is the last"
 

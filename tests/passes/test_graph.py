@@ -10,6 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ampcompile.passes.graph import (
     Regions,
     bodies,
+    cast_of,
     device_type_of,
     graphs,
     is_castable,
@@ -78,7 +79,7 @@ def test_where_a_node_came_from():
     model = nn.Sequential(Inner())
     run, recorder = amp(model)
     run(torch.randn(2, 4))
-    nodes = [n for n in recorder.graphs[0].graph.graph.nodes if n.op == "call_function" and "amp_cast" not in n.meta]
+    nodes = [n for n in recorder.graphs[0].graph.graph.nodes if n.op == "call_function" and not cast_of(n)]
     found = {(op_name(n.target), module_path(n)) for n in nodes}
     assert {("aten.linear", "0.layers.0"), ("aten.linear", "0.named.a"), ("aten.sin", "0")} <= found
     (sin,) = [n for n in nodes if n.target is aten.sin.default]

@@ -33,11 +33,11 @@ AFTER = [
     ],
 )
 def test_the_order(options: dict[str, str], names: list[str]) -> None:
-    passes = pipeline(Options.parse(options), Regions({}), lambda index, node: True)
+    passes = pipeline(Options.parse(options), Regions({}))
     assert [each.name for each in passes] == names
     with torch.no_grad():
-        inference = pipeline(Options.parse(options), Regions({}), lambda index, node: True)
-        asserting = pipeline(Options.parse({**options, "size_asserts": True}), Regions({}), lambda index, node: True)
+        inference = pipeline(Options.parse(options), Regions({}))
+        asserting = pipeline(Options.parse({**options, "size_asserts": True}), Regions({}))
     assert [each.name for each in inference if each.name not in names] == ([] if options else PACKED)
     assert [each.name for each in asserting] == names, "a packed tensor has no strides"
     # The only pass that rounds is the one that says so.
@@ -65,13 +65,13 @@ def test_after_differentiation_only_gradients_change_their_digits() -> None:
 
 
 def test_a_pass_bears_the_name_of_its_file() -> None:
-    passes = pipeline(Options(), Regions({}), lambda index, node: True)
+    passes = pipeline(Options(), Regions({}))
     for each in (*passes, *fusion(Options(), "cuda"), *after(frozenset({torch.float16})), *replay()):
         assert type(each).__module__.endswith(f".{each.name}")
 
 
 def test_every_pass_states_what_became_of_the_casts_it_takes_away() -> None:
-    passes = pipeline(Options(), Regions({}), lambda index, node: True)
+    passes = pipeline(Options(), Regions({}))
     fates = {each.name: each.fate for each in (*passes, *fusion(Options(), "cuda"), *after(), *replay()) if each.fate}
     fused = {each.name: "fused" for each in fusion(Options(), "cuda")}
     assert fates == fused | {

@@ -13,7 +13,7 @@ from ampcompile.dtypes import short_name
 from ampcompile.passes.base import Pass, run_passes
 from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.decide.assign_precision import AssignPrecision
-from ampcompile.passes.graph import graphs
+from ampcompile.passes.graph import cast_of, graphs
 from ampcompile.policy import Policy
 from tests.compiling import LOW, same_bits
 from tests.passes.captured import captured, on
@@ -28,7 +28,7 @@ def inserted(f: Callable[..., Any], *args: Tensor, dtype: torch.dtype = LOW, pol
 
 def ours(gm: GraphModule) -> list[Node]:
     """The casts that we inserted and that are still there."""
-    return [node for graph in graphs(gm) for node in graph.graph.nodes if "amp_cast" in node.meta]
+    return [node for graph in graphs(gm) for node in graph.graph.nodes if cast_of(node)]
 
 
 def spelled(gm: GraphModule) -> list[str]:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from ampcompile import weights
 from ampcompile.scaler.grad_scaler import GradScaler
-from ampcompile.weights import binding as weights
 from tests.devices import waiting_for_nothing
 from tests.scaler.cases import assert_close, fill, scaled
+from tests.weights.bindings import bind
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(513, 1027), (7,), (64, 64, 3, 3), (), (100_003,)]
@@ -64,7 +65,7 @@ def test_training_equals_torchs_without_a_sync(kind, how):
 def test_an_iteration_is_four_launches_and_allocates_nothing():
     params = weights_on()
     optimizer, scaler = torch.optim.AdamW(params), scaled(device="cuda")
-    binding = weights.bind([torch.bfloat16] * len(params))
+    binding = bind([torch.bfloat16] * len(params))
     copies = binding.copies(params)
     fill(params, 0, 2.0**16)
     for _ in range(3):

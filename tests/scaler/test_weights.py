@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from ampcompile.weights import binding as weights
+from ampcompile import weights
 from tests.scaler.cases import assert_equal, fill, scaled
+from tests.weights.bindings import bind
 from tests.weights.writers import unseen
 
 KINDS = {
@@ -22,7 +23,7 @@ def made(dtypes=(torch.bfloat16, torch.float16)):
     """Parameters, and a binding that reads each in each type."""
     params = [nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(3, 5).t())]
     slots = [param for param in params for _ in dtypes]
-    return params, slots, weights.bind(list(dtypes) * len(params))
+    return params, slots, bind(list(dtypes) * len(params))
 
 
 def addresses(copies) -> list[int]:
@@ -54,7 +55,7 @@ def test_after_a_fused_step_nothing_is_cast(kind, enabled):
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies_in_both_types_are_right_after_a_write_without_a_trace_and_a_skipped_step(kind):
     params, slots, binding = made()
-    slots, binding = slots[:3], weights.bind([torch.bfloat16, torch.float16, torch.float16])  # none of the last weight
+    slots, binding = slots[:3], bind([torch.bfloat16, torch.float16, torch.float16])  # none of the last weight
     versions = [copy._version for copy in binding.copies(slots)]
     optimizer, scaler = KINDS[kind](params), scaled()
     casts = weights.weight_stats().casts

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from ampcompile.weights import census as weights_census
+from ampcompile.weights import freshness
 
 
 @pytest.fixture(scope="module", autouse=True)
 def searches_are_unlimited() -> Iterator[None]:
     """Whatever time they have taken."""
-    share, weights_census._SHARE = weights_census._SHARE, 1e9
+    share, freshness._SHARE = freshness._SHARE, 1e9
     yield
-    weights_census._SHARE = share
+    freshness._SHARE = share

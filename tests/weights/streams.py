@@ -16,6 +16,8 @@ from torch import Tensor
 from ampcompile.torch_private import storages
 from ampcompile.weights import copies, gpu
 from ampcompile.weights.sample import SampledAddresses
+from ampcompile.weights.spec import Form
+from ampcompile.weights.store import store
 
 Launch = Callable[[], object]
 
@@ -162,7 +164,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     def keep(tensor: Tensor, stream: int) -> None:
         played.kept.setdefault(tensor.data_ptr(), set()).add(stream)
 
-    def empty(form: copies.Form, weight: Tensor) -> Tensor:
+    def empty_like(form: Form, weight: Tensor) -> Tensor:
         return torch.full_like(weight, torch.nan, dtype=form.dtype)
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -172,8 +174,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: played.captured is not None)
     monkeypatch.setattr(storages, "current_stream", lambda device: played.here)
     monkeypatch.setattr(copies, "places", lambda weight: SampledAddresses(nothing, nothing))
-    monkeypatch.setattr(copies.Form, "empty", empty)
+    monkeypatch.setattr(Form, "empty_like", empty_like)
     monkeypatch.setattr(copies, "cast_many_", kernels.cast_many_)
     monkeypatch.setattr(gpu, "recheck_", kernels.recheck_)
-    monkeypatch.setattr(gpu, "_reports", {})
+    monkeypatch.setattr(store, "reports", {})
     return played

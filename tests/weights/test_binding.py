@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ampcompile.errors import WeightsError
-from ampcompile.weights.binding import bind, free_copies, hoistable, invalidate, weight_stats
+from ampcompile.weights.store import free_copies, invalidate, weight_stats
 from tests.threads import running
+from tests.weights.bindings import bind
 from tests.weights.writers import unsampled, unseen
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -352,30 +353,11 @@ def test_layouts() -> None:
         torch.randn(5, 3, dtype=torch.float64),
     ):
         binding = bind([BF16])
-        assert hoistable(weight)
         for _ in range(2):
             (got,) = binding.copies([weight])
             assert torch.equal(got, weight.to(BF16))
             assert got.stride() == weight.stride()
             weight.add_(1)
-
-
-def test_what_is_not_hoistable() -> None:
-    with torch.inference_mode():
-        inference = torch.randn(3)
-    for tensor in (
-        torch.randn(1, 3).expand(4, 3),
-        torch.randn(4, 6)[:, ::2],
-        torch.eye(3).to_sparse(),
-        torch.ones(3, dtype=torch.int64),
-        torch.randn(3).as_subclass(type("Sub", (Tensor,), {})),
-        torch.empty(3, device="meta"),
-        inference,
-        3.0,
-        None,
-    ):
-        assert not hoistable(tensor)
-    assert hoistable(nn.Parameter(torch.randn(3)))
 
 
 def test_invalidate_takes_models_parameters_and_lists() -> None:

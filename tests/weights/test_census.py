@@ -9,25 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from ampcompile.weights import census, memory
-from ampcompile.weights.census import unexplained
-from ampcompile.weights.memory import Memory, memories, memory_of
-from ampcompile.weights.ranges import set_ranges
+from ampcompile.weights import freshness
+from ampcompile.weights.freshness import Memory, memory_of, unexplained
+from ampcompile.weights.store import store
 
 
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.collect()  # weights of other tests
-    monkeypatch.setattr(census, "_budget", census._MOST)
-    monkeypatch.setattr(census, "_budget_at", time.monotonic())
+    monkeypatch.setattr(store, "search_seconds", freshness._MOST)
+    monkeypatch.setattr(store, "searched_at", time.monotonic())
     yield
-    set_ranges(())
+    store.set_ranges(())
 
 
 def known(weight: Tensor) -> Memory:
     found = memory_of(weight)
     found.admit(weight)
-    set_ranges((each.begin, each.end) for each in memories())
+    store.set_ranges((each.begin, each.end) for each in store.watched())
     return found
 
 
@@ -81,7 +80,7 @@ def test_only_an_unknown_sharer_that_lasts_is_warned_of_and_once(
 ) -> None:
     found = known(weight := torch.randn(3, 4))
     for seconds, warnings in (60.0, 0), (0.0, 1):
-        monkeypatch.setattr(census, "_LASTS", (8, seconds))
+        monkeypatch.setattr(freshness, "_LASTS", (8, seconds))
         for calls in (1, 7, 7, 30):  # another thread's are over soon
             passing = torch.nn.functional.linear(torch.randn(2, 4, requires_grad=True), weight)
             for _ in range(calls):
@@ -97,12 +96,12 @@ def test_objects_of_old_are_searched_while_there_is_time(monkeypatch: pytest.Mon
     found = known(weight)
     kept = [weight.view(4)]
     gc.collect()  # all that is left is of old
-    monkeypatch.setattr(census, "_budget", -1.0)
+    monkeypatch.setattr(store, "search_seconds", -1.0)
     assert unexplained([found], [weight.detach()]) == [found]
-    monkeypatch.setattr(census, "_budget", 0.5)
+    monkeypatch.setattr(store, "search_seconds", 0.5)
     assert unexplained([found], [weight.detach()]) == []
-    assert census._budget < 0.5, "the search is counted"
-    assert memory.memory_of(kept[0]) is found and len(found.sharers) == 2
+    assert store.search_seconds < 0.5, "the search is counted"
+    assert memory_of(kept[0]) is found and len(found.sharers) == 2
 
 
 @pytest.mark.parametrize(("seconds", "searched"), [(41.0, True), (39.0, False)])
@@ -113,25 +112,27 @@ def test_searches_may_take_a_twentieth_of_the_process_s_time(
     found = known(weight)
     kept = [weight.view(4)]
     gc.collect()
-    monkeypatch.setattr(census, "_budget", -2.0)
-    monkeypatch.setattr(census, "_budget_at", time.monotonic() - seconds)
+    monkeypatch.setattr(store, "search_seconds", -2.0)
+    monkeypatch.setattr(store, "searched_at", time.monotonic() - seconds)
     assert unexplained([found], [weight.detach()]) == ([] if searched else [found])
     del kept
 
 
 def test_no_more_than_a_second_of_searches_is_saved_up(monkeypatch: pytest.MonkeyPatch) -> None:
     found = known(weight := torch.randn(4))
-    monkeypatch.setattr(census, "_budget_at", time.monotonic() - 1e6)
+    monkeypatch.setattr(store, "searched_at", time.monotonic() - 1e6)
     passing = torch.nn.functional.linear(torch.randn(2, 4, requires_grad=True), weight)
-    assert unexplained([found], [weight.detach()]) == [found] and census._budget < census._MOST
+    assert unexplained([found], [weight.detach()]) == [found] and store.search_seconds < freshness._MOST
     del passing
 
 
 def test_without_time_for_a_search_what_arrays_may_hold_stays_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     value = torch.from_numpy(np.zeros(4, np.float32))
     found = known(weight := torch.nn.Parameter(value))
-    monkeypatch.setattr(census, "_budget", -1.0)
-    monkeypatch.setattr(census, "_with_hidden_holders", lambda tensors: pytest.fail("searched") if tensors else set())
+    monkeypatch.setattr(store, "search_seconds", -1.0)
+    monkeypatch.setattr(
+        freshness, "_with_hidden_holders", lambda tensors: pytest.fail("searched") if tensors else set()
+    )
     assert unexplained([found], [weight.detach()]) == [found]
     assert len(found.sharers) == 1 and not found.exported
     del value

@@ -8,19 +8,10 @@ from torch import Tensor, nn
 
 from ampcompile.kernels.packed_linear import LinearBlocks, available
 from ampcompile.weights import copies as copies_module
-from ampcompile.weights import memory
-from ampcompile.weights.copies import (
-    TRIAL,
-    Copy,
-    Form,
-    Weight,
-    cast_passes,
-    copies_of,
-    copy_of,
-    interrupted,
-    recover,
-    refresh,
-)
+from ampcompile.weights.copies import TRIAL, Copy, copies_of, copy_of, refresh
+from ampcompile.weights.freshness import Memory
+from ampcompile.weights.spec import Form
+from ampcompile.weights.store import store
 
 BF16, F16 = Form(torch.bfloat16), Form(torch.float16)
 WIDE = Form(torch.bfloat16, wide=True)
@@ -35,13 +26,13 @@ def made(weight: Tensor, form: Form = BF16) -> Copy:
     return copy
 
 
-def cast(copy: Copy, weight: Tensor, doubtful: Iterable[memory.Memory] = ()) -> int:
+def cast(copy: Copy, weight: Tensor, doubtful: Iterable[Memory] = ()) -> int:
     """Refresh a copy that is read in the weight's strides; how many passes that took."""
-    before = cast_passes()
+    before = store.passes
     with torch.no_grad():
-        written = refresh([(copy, Weight(id(weight), weight), True)], set(doubtful), {})
-    assert written == ({copy} if cast_passes() > before else set())
-    return cast_passes() - before
+        written = refresh([(copy, weight, True)], set(doubtful), {})
+    assert written == ({copy} if store.passes > before else set())
+    return store.passes - before
 
 
 def right(copy: Copy, weight: Tensor) -> bool:
@@ -172,10 +163,10 @@ def test_a_pass_that_was_interrupted_leaves_nothing_fresh(monkeypatch: pytest.Mo
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(copies_module, "cast_many_", fails)
         cast(copy, weight)
-    assert interrupted() and not copy.fresh(None)
-    recover()
-    assert not interrupted() and not copy.fresh(None)
-    assert cast(copy, weight) == 1 and copy.fresh(None) and right(copy, weight) and not interrupted()
+    assert store.casting and not copy.fresh(None)
+    store.casting = False
+    assert not store.casting and not copy.fresh(None)
+    assert cast(copy, weight) == 1 and copy.fresh(None) and right(copy, weight) and not store.casting
 
 
 @pytest.mark.parametrize("form", [BF16, WIDE])

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ampcompile.weights import memory
-from ampcompile.weights.copies import Form, Weight, copy_of, refresh
+from ampcompile.weights.copies import copy_of, refresh
 from ampcompile.weights.copy_set import CopySet
+from ampcompile.weights.freshness import memory_of
+from ampcompile.weights.spec import Form
+from ampcompile.weights.store import store
 from tests.weights.writers import unsampled
 
 BF16 = torch.bfloat16
@@ -16,15 +18,14 @@ BF16 = torch.bfloat16
 
 def made(weights: list[Tensor]) -> CopySet:
     """A set of fresh copies, as a binding makes it."""
-    now = memory.write_epoch()
+    now = store.write_epoch()
     members = [copy_of(weight, Form(BF16)) for weight in weights]
     for copy, weight in zip(members, weights, strict=True):
         copy.memory.admit(weight)
     for copy in members:
         copy.memory.examine()
-    held = [Weight(id(weight), weight) for weight in weights]
-    refresh([(copy, weight, True) for copy, weight in zip(members, held, strict=True)], (), {})
-    return CopySet(held, members, [None] * len(weights), now, None, {})
+    refresh([(copy, weight, True) for copy, weight in zip(members, weights, strict=True)], (), {})
+    return CopySet(list(map(id, weights)), weights, members, [None] * len(weights), now, None, {})
 
 
 def weights() -> list[Tensor]:
@@ -34,9 +35,9 @@ def weights() -> list[Tensor]:
 WRITES: dict[str, Callable[[list[Tensor]], object]] = {
     "by torch": lambda found: found[1].add_(1),
     "by numpy, where a sample looks": lambda found: found[1].numpy().__setitem__(0, 9.0),
-    "reported": lambda found: memory.memory_of(found[0]).written(),
-    "doubted": lambda found: memory.memory_of(found[0]).doubted(),
-    "by an alias that was handed out": lambda found: memory.handed_out.append(found[0].data_ptr()),
+    "reported": lambda found: memory_of(found[0]).written(),
+    "doubted": lambda found: memory_of(found[0]).doubted(),
+    "by an alias that was handed out": lambda found: store.handed_out.append(found[0].data_ptr()),
     "by a tensor that nobody knows": lambda found: found.append(found[0].view(-1)),
 }
 
@@ -74,7 +75,7 @@ def test_a_weight_that_moved_or_is_another_is_not_fresh() -> None:
 def test_a_known_sharer_that_no_graph_of_ours_reads(act: Callable[[list[Tensor]], object]) -> None:
     found = [torch.randn(40, 30), torch.randn(7)]
     sharer = [found[0].data]  # which has a version of its own
-    shared = memory.memory_of(found[0])  # lives as long as somebody knows it
+    shared = memory_of(found[0])  # lives as long as somebody knows it
     shared.admit(sharer[0])
     known = made(found)
     assert known.fresh(found)

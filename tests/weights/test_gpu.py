@@ -11,9 +11,11 @@ import torch.nn.functional as F
 
 from ampcompile.errors import StaleWeightError
 from ampcompile.weights import copies, copy_set, gpu
-from ampcompile.weights.binding import Binding, bind, free_copies, weight_stats
+from ampcompile.weights.binding import Binding
 from ampcompile.weights.sample import SampledAddresses
+from ampcompile.weights.store import free_copies, store, weight_stats
 from tests.devices import waiting_for_nothing
+from tests.weights.bindings import bind
 from tests.weights.writers import unseen
 
 BF16 = torch.bfloat16
@@ -24,12 +26,13 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """CPU memory treated as a GPU's: the host can't look into it, a kernel compares."""
 
     def rechecks(self, weights):
-        return [(range(len(weights)), gpu.Recheck(torch.device("cpu"), self.members, self.tables))]
+        places, idle = range(len(weights)), copies.IdleCheck(self.members)
+        return [gpu.Recheck(places, self.members, idle, self.tables)]
 
     monkeypatch.setattr(copy_set.CopySet, "_find_rechecks", rechecks)
     monkeypatch.setattr(copies, "places", lambda weight: SampledAddresses(np.empty(0, np.int64), np.empty(0, np.int64)))
     yield
-    gpu._reports.clear()
+    store.reports.clear()
 
 
 def write_unseen(param: torch.Tensor) -> None:
@@ -97,7 +100,7 @@ def test_one_write_raises_once_however_late_its_report_arrives() -> None:
     params, binding = setting()
     x = torch.randn(3, 8, dtype=BF16, requires_grad=True)
     loss = F.linear(x, binding.copies(params)[0]).sum()
-    (report,) = gpu._reports.values()
+    (report,) = store.reports.values()
     for _ in range(2):
         write_unseen(params[0])
         binding.copies(params)

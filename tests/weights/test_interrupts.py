@@ -16,9 +16,9 @@ import torch.nn as nn
 
 from ampcompile import weights
 from ampcompile.torch_private import patches
-from ampcompile.weights.binding import Binding, bind, free_copies, invalidate
-from ampcompile.weights.lending import lend
-from ampcompile.weights.memory import lock
+from ampcompile.weights.binding import Binding, lend
+from ampcompile.weights.store import free_copies, invalidate, store
+from tests.weights.bindings import bind
 from tests.weights.searching import searches_are_unlimited as searches_are_unlimited
 from tests.weights.writers import unsampled, unseen
 
@@ -28,7 +28,7 @@ OURS = (str(Path(weights.__file__).parent) + os.sep, patches.__file__)
 
 def swallowed(frame: FrameType | None) -> bool:
     """Whether Python swallows what is raised in a frame: it was called where an object was freed."""
-    callbacks = ("__del__", "_storage_freed", "_forget_ranges_with_the_last")
+    callbacks = ("__del__", "_storage_freed", "forget_with_the_last")
     while frame is not None and frame.f_code.co_filename.startswith(OURS):
         if frame.f_code.co_name in callbacks:
             return True
@@ -60,8 +60,8 @@ def interrupted(at: int, act: Callable[[], object]) -> bool:
         sys.settrace(before)
         torch.set_grad_enabled(True)  # `no_grad` itself doesn't survive every interrupt
         torch._C._set_torch_function_state(torch_function)  # nor does what disables it
-        while lock._is_owned():  # tracing interrupts between a `with` block and its exit, where no signal does
-            lock.release()
+        while store.lock._is_owned():  # tracing interrupts between a `with` block and its exit, where no signal does
+            store.lock.release()
     return lines >= at
 
 
@@ -205,7 +205,7 @@ def test_signals_at_any_time() -> None:
                     torch.set_grad_enabled(True)  # `no_grad` itself doesn't survive every interrupt
             except (KeyboardInterrupt, RuntimeError):  # swap_tensors refuses tensors that a broken-off call still holds
                 interrupts += 1
-            assert not lock._is_owned()
+            assert not store.lock._is_owned()
             invalidate(case.weights)  # an act that was broken off reported nothing
             case.check()
     finally:

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from ampcompile.kernels.packed_conv import ConvBlocks
 from ampcompile.kernels.packed_linear import LinearBlocks, available
-from ampcompile.weights.binding import Binding, bind, free_copies, weight_stats
-from ampcompile.weights.copies import copies_of
-from ampcompile.weights.packing import PAYS, Packed
+from ampcompile.weights.binding import Binding
+from ampcompile.weights.copies import PAYS, Packed, copies_of
+from ampcompile.weights.store import free_copies, weight_stats
+from tests.weights.bindings import bind
 
 pytestmark = pytest.mark.skipif(not available(torch.bfloat16), reason="this CPU's oneDNN has no bfloat16 products")
 BF16 = torch.bfloat16

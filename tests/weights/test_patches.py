@@ -21,9 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompile.torch_private import storages
 from ampcompile.torch_private.patches import COPIES
-from ampcompile.weights.binding import Binding, bind, weight_stats
+from ampcompile.weights.binding import Binding
+from ampcompile.weights.store import weight_stats
 from tests.scaler.cases import iterate, params_with, scaled
 from tests.threads import running
+from tests.weights.bindings import bind
 from tests.weights.searching import searches_are_unlimited as searches_are_unlimited
 from tests.weights.writers import unsampled
 

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompile.kernels.packed_linear import LinearBlocks, available
-from ampcompile.weights import binding as weights_binding
 from ampcompile.weights import copies as weights_copies
-from ampcompile.weights.binding import Binding, bind, free_copies, weight_stats
-from ampcompile.weights.memory import begin_epoch, memory_of
-from ampcompile.weights.packing import PAYS
+from ampcompile.weights.binding import Binding
+from ampcompile.weights.copies import PAYS
+from ampcompile.weights.freshness import memory_of
+from ampcompile.weights.store import free_copies, store, weight_stats
+from tests.weights.bindings import bind
 from tests.weights.searching import searches_are_unlimited as searches_are_unlimited
 from tests.weights.writers import unsampled, unseen
 
@@ -66,7 +67,7 @@ UPDATES: dict[str, Callable[[Case], object]] = {
     "a fused optimizer": fused,
     "a buffer that a weight is cut out of": lambda case: case.flat.add_(1),
     "an update and an unseen write": lambda case: (case.update(), unseen(case.weights[0]).__setitem__(0, 7.0)),
-    "nothing, and a new epoch": lambda case: begin_epoch(),
+    "nothing, and a new epoch": lambda case: store.begin_epoch(),
 }
 
 
@@ -241,10 +242,10 @@ def test_dispatch_modes_see_no_cast_of_ours() -> None:
 def test_while_an_optimizer_steps_nothing_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case()
     case.look()
-    monkeypatch.setattr(weights_binding.writers, "step_is_running", lambda: True)
+    monkeypatch.setattr(store, "running", {object()})
     for _ in range(2):
         unseen(case.weights[0])[unsampled(case.weights[0])] += 1  # as its kernels write
-        begin_epoch()
+        store.begin_epoch()
         assert case.look()
 
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.nn as nn
 
-from ampcompile.weights.binding import bind, weight_stats
 from ampcompile.weights.sample import FEWEST, MOST, RUN, STRIDE, Sample, SampledAddresses, places
+from ampcompile.weights.store import weight_stats
+from tests.weights.bindings import bind
 from tests.weights.writers import unseen
 
 BF16 = torch.bfloat16

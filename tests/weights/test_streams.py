@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from ampcompile.errors import StaleWeightError
-from ampcompile.weights import copies, gpu
-from ampcompile.weights.binding import Binding, bind, free_copies, weight_stats
+from ampcompile.weights import gpu
+from ampcompile.weights.binding import Binding, lend
 from ampcompile.weights.copy_set import CopySet
-from ampcompile.weights.lending import lend
-from ampcompile.weights.memory import memory_of
+from ampcompile.weights.freshness import memory_of
+from ampcompile.weights.store import free_copies, store, weight_stats
+from tests.weights.bindings import bind
 from tests.weights.streams import Streams, rounded, streams, words
 
 __all__ = ["streams"]
@@ -282,4 +283,4 @@ def test_copies_that_a_captured_step_writes_stay_where_they_are(streams: Streams
     assert [copy.data_ptr() for copy in bind([torch.bfloat16] * 2).copies(model.params)] == places
     memory = weakref.ref(model.params[0].untyped_storage())
     model.params.clear()
-    assert memory() is None and weight_stats().copies == 0 and not copies._captured
+    assert memory() is None and weight_stats().copies == 0 and not store.captured

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ampcompile.kernels.packed_linear import LinearBlocks, available
 from ampcompile.weights import copies as weights_copies
-from ampcompile.weights.binding import bind, free_copies, invalidate
 from ampcompile.weights.copy_set import CopySet
+from ampcompile.weights.store import free_copies, invalidate
 from tests.threads import running
+from tests.weights.bindings import bind
 
 BF16 = torch.bfloat16
 ACTS: dict[str, Callable[[nn.Parameter], object]] = {

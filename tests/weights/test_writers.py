@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from ampcompile.weights import writers as writers_module
-from ampcompile.weights.binding import Binding, bind, invalidate, weight_stats
+from ampcompile.weights.binding import Binding
 from ampcompile.weights.copies import Copy
-from ampcompile.weights.memory import ticks
+from ampcompile.weights.store import invalidate, store, weight_stats
+from tests.weights.bindings import bind
 from tests.weights.searching import searches_are_unlimited as searches_are_unlimited
 from tests.weights.writers import EXACT, EXPORTS, SAMPLED, Net, read, unsampled
 
@@ -161,7 +162,7 @@ def test_a_compiled_step_ticks_where_it_begins_and_ends_if_it_raises_no_version(
     hook: Callable[..., None], fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, fused=fused)
-    before = ticks._version
+    before = store.ticks._version
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     hook(optimizer)
-    assert ticks._version == before + fused and not writers_module.step_is_running()
+    assert store.ticks._version == before + fused and not store.running

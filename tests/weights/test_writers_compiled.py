@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ampcompile.weights.binding import weight_stats
 from ampcompile.weights.copies import TRIAL
+from ampcompile.weights.store import weight_stats
 from tests.weights.searching import searches_are_unlimited as searches_are_unlimited
 from tests.weights.writers import EXACT, SAMPLED, Net
 

@@ -13,6 +13,7 @@ from torch.amp import custom_bwd, custom_fwd
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ampcompile.passes.analysis.higher_order import HOPS
+from ampcompile.passes.graph import cast_of
 from tests.compiling import (
     HIGH,
     LOW,
@@ -236,7 +237,7 @@ def bodies_of(recorder):
 
 
 def casts(gm):
-    return sum("amp_cast" in node.meta for node in gm.graph.nodes)
+    return sum(cast_of(node) is not None for node in gm.graph.nodes)
 
 
 def test_a_shared_body_decided_for_other_dtypes_is_copied_and_the_first_kept():

@@ -9,7 +9,7 @@ import torch
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.before.fold_casts import FoldCasts, is_cast
-from ampcompile.passes.graph import Cast
+from ampcompile.passes.graph import Cast, note
 from tests.compiling import HALF, HIGH, LOW, amp, eager, same_bits
 from tests.passes.captured import captured, settled
 from tests.passes.tidied import inserted, ours, spelled, tidied
@@ -54,7 +54,8 @@ def test_a_chain_is_folded_if_and_only_if_that_is_exact(chain):
     exact = same_bits(rounded(rounded(values, second), third), rounded(values, third))
     gm = settled(captured(lambda x: x.to(second).to(third) * 1, torch.ones(3, dtype=first), dtype=None))
     inner, outer = [node for node in gm.graph.nodes if is_cast(node)]
-    inner.meta["amp_cast"] = outer.meta["amp_cast"] = Cast("aten.mul", "a test")  # as if both were ours
+    for cast in (inner, outer):
+        note(cast, cast=Cast("aten.mul", "a test"))  # as if both were ours
     assert FoldCasts(gradients=False).apply(gm) == exact
     assert exact == is_lossless(first, second)
     assert (len([node for node in gm.graph.nodes if is_cast(node)])) == 2 - exact * (1 + (first == third))

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ampcompile.passes.before.hoist_weights import CAST, HoistWeights
+from ampcompile.passes.graph import cast_of, decision_of, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from tests.passes.rewriting import count, rewritten
 
@@ -59,10 +60,11 @@ def test_fires(case: str) -> None:
     forward, reads, copies = FIRES[case]
     (graph,) = rewritten(Block(forward), torch.randn(3, 8))
     assert count(graph, WEIGHT_COPY) == reads
-    assert sum("amp_copy" in n.meta for n in graph.graph.graph.find_nodes(op="placeholder")) == copies
+    assert sum(decision_of(n).copy is not None for n in graph.graph.graph.find_nodes(op="placeholder")) == copies
     for node in graph.graph.graph.find_nodes(op="call_function", target=WEIGHT_COPY):
-        assert node.meta["amp_cast"].fate == ("inserted", "hoisted")
-    assert HoistWeights(lambda index, node: node.name != "l_x_").apply(graph.graph) == 0, "idempotent"
+        assert cast_of(node).fate == ("inserted", "hoisted")
+    copied = {node: False for node in placeholders(graph.graph) if node.name != "l_x_"}
+    assert HoistWeights(copied).apply(graph.graph) == 0, "idempotent"
 
 
 def expanded(m: Any, x: Tensor) -> Tensor:
@@ -218,6 +220,6 @@ def test_weights_and_copies_are_static_for_inductor() -> None:
     inputs = graph.graph.graph.find_nodes(op="placeholder")
     _, static = _try_get_metadata_from_dynamo(graph.graph, {}.keys(), len(inputs), full_args_descs=[])
     names = {inputs[i].name for i in static}
-    assert {n.name for n in inputs if "amp_copy" in n.meta} <= names
+    assert {n.name for n in inputs if decision_of(n).copy} <= names
     assert {n.name for n in inputs if "parameters" in n.name or "buffer" in n.name} <= names
     assert "l_x_" not in names

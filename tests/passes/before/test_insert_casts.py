@@ -9,7 +9,7 @@ from torch import nn
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.before.insert_casts import CAST, InsertCasts
 from ampcompile.passes.decide.assign_precision import AssignPrecision
-from ampcompile.passes.graph import ENTER, EXIT, module_path, source_line
+from ampcompile.passes.graph import ENTER, EXIT, cast_of, module_path, source_line
 from ampcompile.policy import Policy
 from tests.compiling import HALF, HIGH, LOW, amp, eager, same_bits, text
 from tests.passes.captured import captured, on
@@ -23,7 +23,7 @@ def act(gm, decide=DECIDE):
 
 
 def casts(gm):
-    return [node for node in gm.graph.nodes if "amp_cast" in node.meta]
+    return [node for node in gm.graph.nodes if cast_of(node)]
 
 
 def before(x, w):
@@ -74,7 +74,7 @@ def test_casts_are_per_use_and_say_where_they_come_from():
     found = casts(gm)
     assert [n.target for n in found] == [CAST] * 5
     assert len({n.args[0] for n in found}) == 3  # the weight and the bias twice each, in one graph
-    records = [n.meta["amp_cast"] for n in found]
+    records = [cast_of(n) for n in found]
     assert {r.op for r in records} == {"aten.linear"} and {r.fate for r in records} == {("inserted",)}
     assert all("lower_precision_fp" in r.because for r in records)
     assert all("test_insert_casts.py" in source_line(n) for n in found)

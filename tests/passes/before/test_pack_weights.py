@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ampcompile.kernels.packed_conv import PACKED_CONV, ConvBlocks
 from ampcompile.kernels.packed_linear import PACKED_LINEAR, LinearBlocks, available
 from ampcompile.passes.before.pack_weights import PackWeights
+from ampcompile.passes.graph import decision_of
 from ampcompile.passes.weight_copy import WEIGHT_COPY
-from ampcompile.weights.packing import PAYS
+from ampcompile.weights.copies import PAYS
 from tests.compiling import same_bits
 from tests.passes.rewriting import count, rewritten
 
@@ -33,8 +34,8 @@ def packed(module: nn.Module, *args: Tensor, **options: Any) -> tuple[int, list[
     """How many layers read packed weights, and what the copies are packed for. Small products aren't left out."""
     (graph,) = rewritten(module, *args, **{"lower": "inductor", "products": "torch"} | options)
     inputs = graph.graph.graph.find_nodes(op="placeholder")
-    slots = [node.meta["amp_copy"] for node in inputs if "amp_copy" in node.meta]
-    return count(graph, PACKED_LINEAR) + count(graph, PACKED_CONV), [slot.blocks for slot in slots]
+    specs = [spec for node in inputs if (spec := decision_of(node).copy)]
+    return count(graph, PACKED_LINEAR) + count(graph, PACKED_CONV), [spec.blocks for spec in specs]
 
 
 def test_fires_where_no_gradient_is_wanted() -> None:

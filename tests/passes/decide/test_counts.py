@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ampcompile
-from ampcompile.passes.decide.counts import lengths
+from ampcompile.passes.decide.range_guards import lengths
 from tests.compiling import HALF, HIGH, LOW, amp, eager, same_bits
 from tests.passes.captured import captured
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ampcompile.kernels import usable
 from ampcompile.passes.fuse import matching
+from ampcompile.passes.graph import note
 from tests.passes.captured import captured, settled
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -38,6 +39,7 @@ def test_a_bodys_fusions_are_found() -> None:
     inner = [g for g in matching.graphs(graph) if g is not graph]
     assert len(inner) == 1
     node = inner[0].graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default)[0]
-    node.meta[matching.FUSION] = record = matching.Fusion("linear", "aten.exp", 8)
+    record = matching.Fusion("linear", "aten.exp", 8)
+    note(node, fusion=record)
     assert list(matching.fusions(graph)) == [(node, record)]
     assert usable.usable()

@@ -2,17 +2,21 @@
 
 Every tensor on a weight's storage is a sharer, and every sharer may write. PyTorch counts those that hold the storage;
 we watch the version counters of those that we track. A copy counts as fresh only while all sharers are tracked and no
-counter moved. With one untracked sharer, the weight is compared or cast at every call until that sharer is freed or
-found. A writer that holds no reference, such as code with a raw pointer, is detected by a sample at best.
+counter moved. With one untracked sharer, which a walk of Python's heap doesn't find either, the weight is compared or
+cast at every call until that sharer is freed or found. A writer that holds no reference, such as code with a raw
+pointer, is detected by a sample at best.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
+import gc
+import logging
+import sys
+import time
 import weakref
-from bisect import bisect_left
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,52 +24,15 @@ from torch import Tensor
 
 from ampcompile.torch_private import storages
 
-from .ranges import covered, set_ranges
+from .store import store
 
-lock = threading.RLock()
-"""Held while the records of weights and copies change."""
-
-sets: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Every `CopySet`."""
-_memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
-on_last_freed: list[Callable[[], None]] = []
-"""Called once, when no memory with copies is left."""
-handed_out: list[int] = []
-"""Addresses in copied memory of aliases with version counters of their own, as `.data` returns."""
-ticks = torch.zeros(1, dtype=torch.int64)
-"""Written by optimizer steps that were compiled with their hooks: its version shows that one ran."""
-_ticks_seen = ticks._version
-_epoch = object()
-
-
-def write_epoch() -> object:
-    """A token, the same object until a write to a weight's memory is reported or an alias is handed out."""
-    global _ticks_seen
-    if ticks._version != _ticks_seen:
-        for memory in memories():
-            if memory.trainable:
-                memory.written()
-        _ticks_seen = ticks._version
-    if handed_out:
-        doubt_handed_out()
-    return _epoch
-
-
-def begin_epoch() -> None:
-    """Replace the epoch: every call has to examine its weights again."""
-    global _epoch
-    _epoch = object()
-
-
-def doubt_handed_out() -> None:
-    """Doubt the memory that aliases were handed out for: it may have been written through them."""
-    with lock:
-        addresses = sorted(handed_out)
-        for memory in memories():
-            first = bisect_left(addresses, memory.begin)
-            if first < len(addresses) and addresses[first] < memory.end:
-                memory.doubted()
-        del handed_out[: len(addresses)]
+_SHARE = 0.05
+"""Share of the process's time that searches of the whole heap may take."""
+_MOST = 1.0
+"""Seconds of search time saved up at most: else a day's share would go into consecutive slow calls."""
+_LASTS = 8, 5.0
+"""Calls in a row, and seconds, after which an unknown sharer is no passing one, such as another thread's call makes."""
+_log = logging.getLogger("ampcompile")
 
 
 class Sharer:
@@ -98,18 +65,18 @@ class Memory:
         self.unexplained, self.since = 0, 0.0  # calls in a row with untracked sharers, and the time of the first
         self.reported = False  # the log says that they last
         self.step_open = False  # a fused step of ours is writing here, or began to and failed
-        weakref.finalize(self, _forget_ranges_with_the_last).atexit = False
+        weakref.finalize(self, store.forget_with_the_last).atexit = False
         self.copies: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def written(self) -> None:
         """Record a write to this memory."""
         self.mark = object()
-        begin_epoch()
+        store.begin_epoch()
 
     def doubted(self) -> None:
         """Record a possible write to this memory."""
         self.doubt = object()
-        begin_epoch()
+        store.begin_epoch()
 
     def admit(self, weight: Tensor) -> Sharer | None:
         """Track a tensor that a graph reads; None if it has no version counter. A new one may have written before."""
@@ -173,7 +140,7 @@ class Memory:
             self.mark = object()
         self.examine()
         self.step_open = True
-        begin_epoch()
+        store.begin_epoch()
 
     def close_step(self) -> bool:
         """Record that a step has written the memory. Returns True if no untracked sharer may have written it too."""
@@ -212,77 +179,89 @@ def _storage_freed(memory: weakref.ref[Memory], _: object) -> None:
     if (record := memory()) is not None:
         for copy in list(record.copies):
             copy.free(gone=True)
-        if _memories.get(record.key) is record:
-            del _memories[record.key]
-        _forget_ranges_with_the_last()
-
-
-class _IfFree:
-    """Takes the lock if no other thread holds it. Both methods are C functions: no signal can leave the lock taken.
-
-    `as` gives True if it is held; if not, leaving raises RuntimeError.
-    """
-
-    __enter__ = staticmethod(functools.partial(lock.acquire, blocking=False))
-    __exit__ = staticmethod(lock.__exit__)
-
-
-def _forget_ranges_with_the_last() -> None:
-    taken = False
-    try:
-        with _IfFree() as taken:
-            if taken and all(memory() is None for memory in _memories.valuerefs()):
-                set_ranges(())
-                for copy_set in list(sets):  # they may track weights that moved to memory which nothing watches now
-                    copy_set.forget()
-                while on_last_freed:
-                    on_last_freed.pop()()
-    except RuntimeError:
-        if taken:
-            raise  # else another thread is making copies
+        if store.memories.get(record.key) is record:
+            del store.memories[record.key]
+        store.forget_with_the_last()
 
 
 def memory_of(tensor: Tensor) -> Memory:
     """Return the one record of the tensor's storage; it is made if there is none."""
-    if (record := known_memory(storages.storage_key(tensor))) is None or record.storage() is None:
+    if (record := store.memories.get(storages.storage_key(tensor))) is None or record.storage() is None:
         record = Memory(tensor)
-        _memories[record.key] = record
+        store.memories[record.key] = record
     return record
 
 
-def known_memory(storage: int) -> Memory | None:
-    """Return the record of a storage, if there is one."""
-    return _memories.get(storage)
+def unexplained(memories: Sequence[Memory], aliases: Sequence[Tensor]) -> list[Memory]:
+    """Return those of `memories`, one for each of the caller's aliases, that have sharers which the search can't find.
+
+    The search finds sharers that are tensors in Python: kept views, a state_dict, the flat buffer of an optimizer.
+    Walking a heap of a million objects takes a tenth of a second, so the time for it is limited: beyond the limit only
+    recently made objects are searched, and weights are cast at each call. Memory that NumPy or DLPack exported isn't
+    searched for: nobody has a tensor there whose version could be watched.
+    """
+    counts = {memory: 0 for memory in memories}
+    for memory in memories:
+        counts[memory] += 1
+    unresolved = [memory for memory in counts if memory.examine(counts[memory])]
+    start = time.monotonic()
+    store.search_seconds = min(_MOST, store.search_seconds + _SHARE * (start - store.searched_at))
+    for generation in range(3 if store.search_seconds > 0 else 2):
+        if not (unsearched := [memory for memory in unresolved if memory.examine(counts[memory]) != memory.exports()]):
+            break
+        _admit_tensors(gc.get_objects(generation), unsearched, set(map(id, aliases)))
+    unresolved = [memory for memory in unresolved if memory.examine(counts[memory])]
+    store.searched_at = time.monotonic()
+    store.search_seconds -= store.searched_at - start
+    for memory in unresolved:
+        _warn_if_it_lasts(memory, start)
+    return unresolved
 
 
-def known_storages() -> set[int]:
-    """Keys of the storages that may have copies."""
-    return set(_memories)
+def _warn_if_it_lasts(memory: Memory, now: float) -> None:
+    if not memory.unexplained:
+        memory.since = now
+    memory.unexplained += 1
+    if memory.unexplained >= _LASTS[0] and now - memory.since >= _LASTS[1] and not memory.reported:
+        memory.reported = True
+        _log.warning(
+            "a weight of %d bytes is compared or cast at every call: something that isn't known shares its memory "
+            "and may write there (a NumPy array, a view that C++ code or a pending backward keeps, another process)",
+            memory.end - memory.begin,
+        )
 
 
-def memories() -> list[Memory]:
-    """Records of all storages that have copies."""
-    return [memory for ref in _memories.valuerefs() if (memory := ref()) is not None]
+def _admit_tensors(objects: list[object], memories: Iterable[Memory], own: set[int]) -> None:
+    """Track the tensors among `objects` that share one of `memories`, except those that arrays hold."""
+    ids = {memory.key: own.union(memory.exported, (sharer.key for sharer in memory.sharers)) for memory in memories}
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor) and kind is not storages.Exported}
+    tensors = [value for value in objects if type(value) in kinds and isinstance(value, Tensor)]
+    sharers = [
+        (tensor, memory)
+        for tensor in tensors
+        if (memory := store.memory_at(tensor)) is not None and id(tensor) not in ids.get(memory.key, (id(tensor),))
+    ]
+    doubtful = {id(tensor): tensor for tensor, _ in sharers if storages.may_be_in_arrays(tensor)}
+    if store.search_seconds <= 0:  # no time left to search for their holders: they stay untracked
+        sharers = [(tensor, memory) for tensor, memory in sharers if id(tensor) not in doubtful]
+        doubtful = {}
+    arrays = _with_hidden_holders(list(doubtful.values()))
+    for tensor, memory in sharers:
+        if id(tensor) in arrays:
+            memory.exported[id(tensor)] = storages.TensorHandle(tensor)
+        else:
+            memory.admit(tensor)
 
 
-def everything_doubted() -> None:
-    """Record that any weight may have been written."""
-    for memory in memories():
-        memory.doubted()
-
-
-def copied_memory_at(tensor: Tensor) -> Memory | None:
-    """Return the record of a tensor's storage, if there is one; cheap for tensors outside copied memory."""
-    try:
-        return copied_memory_of(tensor) if covered(storages.address(tensor)) else None
-    except RuntimeError:  # wrapped by a transform, or without memory: nothing there was copied
-        return None
-
-
-def copied_memory_of(tensor: Tensor) -> Memory | None:
-    """Return the same record, also if the storage was resized and has other addresses now."""
-    try:
-        with storages.NoTorchFunction():
-            return _memories.get(storages.storage_key(tensor))
-    except RuntimeError:
-        return None
+def _with_hidden_holders(tensors: list[Tensor]) -> set[int]:
+    """Return the ids of tensors with a holder that Python's collector doesn't show: an array, or a local variable."""
+    if not tensors:
+        return set()
+    tensors.append(torch.empty(0))  # for comparison: nothing else holds it
+    objects, visible = gc.get_objects(), Counter[int]()
+    references = list(map(sys.getrefcount, tensors))
+    watched = set(map(id, tensors)).__contains__
+    for start in range(0, len(objects), 10_000):
+        visible.update(filter(watched, map(id, gc.get_referents(*objects[start : start + 10_000]))))
+    hidden = [count - visible[id(tensor)] for tensor, count in zip(tensors, references, strict=True)]
+    return {id(tensor) for tensor, count in zip(tensors, hidden, strict=True) if count > hidden[-1]}

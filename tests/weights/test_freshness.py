@@ -9,20 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampcompile.weights.memory import (
-    Memory,
-    copied_memory_at,
-    copied_memory_of,
-    everything_doubted,
-    handed_out,
-    lock,
-    memories,
-    memory_of,
-    on_last_freed,
-    ticks,
-    write_epoch,
-)
-from ampcompile.weights.ranges import ranges, set_ranges
+from ampcompile.weights.freshness import Memory, memory_of
+from ampcompile.weights.store import store
 from tests.threads import running
 
 
@@ -30,9 +18,9 @@ from tests.threads import running
 def nothing_left() -> Iterator[None]:
     gc.collect()  # weights of other tests
     yield
-    handed_out.clear()
-    on_last_freed.clear()
-    set_ranges(())
+    store.handed_out.clear()
+    store.on_last_freed.clear()
+    store.set_ranges(())
 
 
 def known(weight: Tensor) -> Memory:
@@ -44,10 +32,10 @@ def known(weight: Tensor) -> Memory:
 
 
 def changed(memory: Memory, act) -> tuple[bool, bool, bool]:
-    """Whether mark, doubt and the write_epoch are others after an act."""
-    before = write_epoch(), memory.mark, memory.doubt
+    """Whether mark, doubt and the write epoch are others after an act."""
+    before = store.write_epoch(), memory.mark, memory.doubt
     act()
-    now = write_epoch()
+    now = store.write_epoch()
     return memory.mark is not before[1], memory.doubt is not before[2], now is not before[0]
 
 
@@ -122,7 +110,7 @@ def test_reports_change_what_they_say() -> None:
     memory = known(weight := torch.randn(3))
     assert changed(memory, memory.written) == (True, False, True)
     assert changed(memory, memory.doubted) == (False, True, True)
-    assert changed(memory, everything_doubted) == (False, True, True)
+    assert changed(memory, store.doubt_all) == (False, True, True)
     assert changed(memory, lambda: memory.forget(weight)) == (False, True, True)
     assert not memory.sharers and not memory.weights
     memory.admit(weight)
@@ -141,17 +129,17 @@ def test_forgetting_one_sharer_keeps_the_others() -> None:
 @pytest.mark.parametrize(("offset", "doubts"), [(-1, False), (0, True), (47, True), (48, False)])
 def test_an_alias_that_was_handed_out_raises_a_doubt_where_it_lies(offset: int, doubts: bool) -> None:
     memory = known(weight := torch.randn(12))
-    assert changed(memory, lambda: handed_out.append(weight.data_ptr() + offset)) == (False, doubts, doubts)
-    assert not handed_out
+    assert changed(memory, lambda: store.handed_out.append(weight.data_ptr() + offset)) == (False, doubts, doubts)
+    assert not store.handed_out
 
 
 def test_a_compiled_step_has_written_what_is_trained() -> None:
     trained, frozen = nn.Parameter(torch.randn(3)), torch.randn(3)
     memory, other = known(trained), known(frozen)
     mark = other.mark
-    assert changed(memory, lambda: ticks.add_(1)) == (True, False, True)
+    assert changed(memory, lambda: store.ticks.add_(1)) == (True, False, True)
     assert other.mark is mark
-    assert changed(memory, write_epoch) == (False, False, False)
+    assert changed(memory, store.write_epoch) == (False, False, False)
 
 
 def test_during_a_step_nothing_is_fresh_and_its_end_tells_who_may_have_written() -> None:
@@ -170,32 +158,32 @@ def test_during_a_step_nothing_is_fresh_and_its_end_tells_who_may_have_written()
 
 
 def test_with_the_weight_its_record_goes_and_with_the_last_the_ranges() -> None:
-    assert not memories()
+    assert not store.watched()
     freed: list[str] = []
-    on_last_freed.append(lambda: freed.append("last"))
+    store.on_last_freed.append(lambda: freed.append("last"))
     weights = [torch.randn(3), torch.randn(3)]
     held = [known(weight) for weight in weights]
-    set_ranges((each.begin, each.end) for each in memories())
+    store.set_ranges((each.begin, each.end) for each in store.watched())
     del weights[0]
-    assert memories() == held[1:] and ranges and not freed
+    assert store.watched() == held[1:] and store.ranges and not freed
     weights.clear()
-    assert not memories() and not ranges and freed == ["last"] and not on_last_freed
+    assert not store.watched() and not store.ranges and freed == ["last"] and not store.on_last_freed
 
 
 def test_while_another_makes_copies_the_ranges_stay() -> None:
     memory = known(weight := torch.randn(3))
-    set_ranges([(memory.begin, memory.end)])
+    store.set_ranges([(memory.begin, memory.end)])
     holds, done = threading.Event(), threading.Event()
 
     def make_copies() -> None:
-        with lock:
+        with store.lock:
             holds.set()
             done.wait(60)
 
     with running(make_copies):
         holds.wait(60)
         del memory, weight
-        left = list(ranges)
+        left = list(store.ranges)
         done.set()
     assert left
 
@@ -203,10 +191,10 @@ def test_while_another_makes_copies_the_ranges_stay() -> None:
 def test_the_record_of_any_tensor_is_found_where_there_is_one() -> None:
     memory = known(weight := torch.randn(3))
     view, elsewhere = weight[1:], torch.randn(3)
-    assert copied_memory_of(view) is memory and copied_memory_of(elsewhere) is None
-    assert copied_memory_at(view) is None, "outside of the ranges"
-    set_ranges([(memory.begin, memory.end)])
-    assert copied_memory_at(view) is memory and copied_memory_at(elsewhere) is None
+    assert store.memory_of(view) is memory and store.memory_of(elsewhere) is None
+    assert store.memory_at(view) is None, "outside of the ranges"
+    store.set_ranges([(memory.begin, memory.end)])
+    assert store.memory_at(view) is memory and store.memory_at(elsewhere) is None
     without = torch.eye(3).to_sparse()
-    assert copied_memory_at(without) is None and copied_memory_of(without) is None
-    assert copied_memory_at(torch.from_numpy(np.ones(3))) is None
+    assert store.memory_at(without) is None and store.memory_of(without) is None
+    assert store.memory_at(torch.from_numpy(np.ones(3))) is None

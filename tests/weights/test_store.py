@@ -5,14 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from ampcompile.weights.ranges import covered, ranges, set_ranges
+from ampcompile.weights.store import store
 
 
 @pytest.fixture(autouse=True)
 def ranges_as_before() -> Iterator[None]:
-    before = list(ranges)
+    before = list(store.ranges)
     yield
-    ranges[:] = before
+    store.ranges[:] = before
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,13 @@ def ranges_as_before() -> Iterator[None]:
     ],
 )
 def test_extents_are_merged(extents: list[tuple[int, int]], ends: list[int]) -> None:
-    set_ranges(extents)
-    assert ranges == ends
+    store.set_ranges(extents)
+    assert store.ranges == ends
 
 
 def test_what_is_covered_is_what_an_extent_holds() -> None:
     for _ in range(50):
         extents = [(begin, begin + random.randrange(6)) for begin in random.choices(range(40), k=5)]
-        set_ranges(extents)
+        store.set_ranges(extents)
         for address in range(-1, 50):
-            assert bool(covered(address)) == any(begin <= address < end for begin, end in extents)
+            assert bool(store.covers(address)) == any(begin <= address < end for begin, end in extents)

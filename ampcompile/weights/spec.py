@@ -1,0 +1,62 @@
+"""The copies of weights that graphs want: of which weight, in which format; and which tensors can have a copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampcompile.kernels.packed_conv import Blocks
+from ampcompile.torch_private import storages
+
+_CLASSES = (Tensor, torch.nn.Parameter, storages.FakeTensor)
+
+
+class Form(NamedTuple):
+    """The format of a copy: values rounded to `dtype`, held in it or, if `wide`, as float32."""
+
+    dtype: torch.dtype
+    wide: bool = False
+
+    def empty_like(self, weight: Tensor) -> Tensor:
+        """An uninitialized buffer for a copy of `weight`, in its strides."""
+        held = torch.float32 if self.wide else self.dtype
+        return torch.empty_like(weight, dtype=held, requires_grad=False)
+
+
+@dataclass(frozen=True)
+class CopySpec:
+    """A copy that a graph reads as an input: the pass that hoists a cast wants it, a `Binding` keeps it up to date."""
+
+    weight: int
+    """The index of the weight among the graph's inputs."""
+    form: Form
+    blocks: Blocks | None = None
+    """The blocks it is packed in once that pays; None: strided as the weight."""
+    trial: bool = False
+    """True if the tensor is neither a parameter nor a registered buffer: its copy is kept only after the tensor has
+    stayed the same for some calls."""
+
+    def empty_like(self, weight: Tensor) -> Tensor:
+        """An uninitialized tensor as the graph is traced with it, for a fake weight too."""
+        copy = self.form.empty_like(weight)
+        return copy if self.blocks is None else copy.contiguous()  # an opaque tensor has no strides
+
+
+def hoistable(tensor: Any) -> bool:
+    """Return True if copies of a weight can be kept across calls; if not, it is cast in the graph.
+
+    It must be dense, on a CPU or CUDA device, of no subclass, have a version counter (inference tensors have none),
+    and not be a parameter that FSDP gathers temporarily.
+    """
+    return (
+        type(tensor) in _CLASSES
+        and tensor.layout == torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and tensor.is_floating_point()
+        and storages.is_dense(tensor)
+        and not tensor.is_inference()
+        and not storages.is_managed_by_fsdp(tensor)
+    )

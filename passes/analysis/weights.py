@@ -1,0 +1,36 @@
+"""Tell which inputs of a graph are weights, and which of these can have copies that live across calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ampcompile.passes.graph import placeholders
+from ampcompile.torch_private import dynamo_modules, tracing
+from ampcompile.weights import hoistable
+
+
+def find_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[Node, Any]:
+    """Return the inputs that are parameters, or that Dynamo marked as static: buffers, tensors held by attributes."""
+    return {
+        node: value
+        for node, value in zip(placeholders(gm), example_inputs, strict=True)
+        if isinstance(value, torch.nn.Parameter) or dynamo_modules.is_static(node)
+    }
+
+
+def find_copied_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[Node, bool]:
+    """Return the weights whose copies can live across calls; True for those on trial, see `CopySpec`.
+
+    A tensor whose sizes are symbols changes its layout from call to call, so it is cast in the graph. On a GPU so is a
+    tensor that is neither parameter nor registered buffer: the host would have to wait to learn if it was refilled.
+    """
+    copied = {}
+    for node, value in find_weights(gm, example_inputs).items():
+        trial = not isinstance(value, torch.nn.Parameter) and not dynamo_modules.is_registered(node)
+        if not (trial and value.is_cuda) and tracing.is_of_fixed_layout(node.meta["val"]) and hoistable(value):
+            copied[node] = trial
+    return copied
