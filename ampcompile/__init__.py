@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .compiler.methods import compile_methods
     from .policy import Policy
     from .rules import register_op
-    from .scaler import GradScaler
+    from .scaler import GradScaler, keep_masters
     from .weights import free_copies, invalidate, weight_stats
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "free_copies",
     "invalidate",
     "keep_fp32",
+    "keep_masters",
     "precision",
     "register_op",
     "weight_stats",
@@ -77,6 +78,7 @@ _LATER = {
     "Policy": "policy",
     "free_copies": "weights",
     "invalidate": "weights",
+    "keep_masters": "scaler",
     "register_op": "rules",
     "weight_stats": "weights",
 }
