@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .compiler.methods import compile_methods
     from .policy import Policy
     from .rules import register_op
-    from .scaler import GradScaler
+    from .scaler import GradScaler, keep_masters
     from .watching.watch import watch
     from .weights import free_copies, invalidate, weight_stats
 
@@ -64,6 +64,7 @@ __all__ = [
     "free_copies",
     "invalidate",
     "keep_fp32",
+    "keep_masters",
     "precision",
     "register_op",
     "watch",
@@ -79,6 +80,7 @@ _LATER = {
     "Policy": "policy",
     "free_copies": "weights",
     "invalidate": "weights",
+    "keep_masters": "scaler",
     "register_op": "rules",
     "watch": "watching.watch",
     "weight_stats": "weights",

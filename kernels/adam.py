@@ -49,7 +49,8 @@ def adam_(
 
     If `found_inf` isn't 0 nothing changes, step counts included; copies are cast from the weights either way.
     Both are one float32 element on the tensors' device, or None. `workspace` keeps a GPU's buffers between calls.
-    Moves 28 bytes a parameter with float32 gradients, 8 more for amsgrad, 2 more for a copy.
+    Moves 28 bytes a parameter with float32 gradients, 8 more for amsgrad, 2 more for a copy; as many for a 16-bit
+    parameter with a remainder, 24 with a random key, 32 with a master.
     """
     step_("adam", tensors, multiplier, found_inf, workspace)
 
@@ -65,7 +66,9 @@ def adam_reference_(tensors: AdamTensors, multiplier: Tensor | None = None, foun
         to.copy_(torch.where(skip != 0, to, value))
         return to
 
-    for i, (param, group) in enumerate(zip(t.params, (t.groups[g] for g in t.group_of), strict=True)):
+    t.count_step()
+    for i, group in enumerate(t.groups[g] for g in t.group_of):
+        param = t.read_weight(i)
         step = t.steps[i].double() + 1
         grad = t.grads[i].float() * (-factor if group.maximize else factor)
         value = param * (1 - group.lr * group.weight_decay) if group.decoupled_weight_decay else param
@@ -83,7 +86,4 @@ def adam_reference_(tensors: AdamTensors, multiplier: Tensor | None = None, foun
         write(t.exp_avg_sqs[i], square)
         if peak is not None:
             write(peak, largest)
-        write(param, value)
-        copy = t.copies[i]
-        if copy is not None:
-            copy.copy_(param)
+        t.write_weight(i, value, skip)

@@ -44,7 +44,8 @@ def sgd_(
 
     If `found_inf` isn't 0 nothing changes; copies are cast from the weights either way. Both are one float32
     element on the tensors' device, or None. `workspace` keeps a GPU's buffers between calls. Moves 12 bytes a
-    parameter with float32 gradients, 8 more for momentum, 2 more for a copy.
+    parameter with float32 gradients, 8 more for momentum, 2 more for a copy; as many for a 16-bit parameter with a
+    remainder, 8 with a random key, 16 with a master.
     """
     step_("sgd", tensors, multiplier, found_inf, workspace)
 
@@ -55,7 +56,9 @@ def sgd_reference_(tensors: SgdTensors, multiplier: Tensor | None = None, found_
     device = t.params[0].device
     skip = torch.zeros((), device=device) if found_inf is None else found_inf.reshape(())
     factor = torch.ones((), device=device) if multiplier is None else multiplier.reshape(())
-    for i, (param, group) in enumerate(zip(t.params, (t.groups[g] for g in t.group_of), strict=True)):
+    t.count_step()
+    for i, group in enumerate(t.groups[g] for g in t.group_of):
+        param = t.read_weight(i)
         update = t.grads[i].float() * (-factor if group.maximize else factor)
         if group.weight_decay != 0:
             update = update + group.weight_decay * param
@@ -64,7 +67,4 @@ def sgd_reference_(tensors: SgdTensors, multiplier: Tensor | None = None, found_
             momentum = group.momentum * buffer + (1 - group.dampening) * update
             update = update + group.momentum * momentum if group.nesterov else momentum
             buffer.copy_(torch.where(skip != 0, buffer, momentum))
-        param.copy_(torch.where(skip != 0, param, param - group.lr * update))
-        copy = t.copies[i]
-        if copy is not None:
-            copy.copy_(param)
+        t.write_weight(i, param - group.lr * update, skip)

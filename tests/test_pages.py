@@ -62,6 +62,7 @@ def watching() -> dict[str, Any]:
 
 
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
+    "docs/masters.md": training,
     "docs/scaler.md": training,
     "docs/watch.md": watching,
     "docs/weights.md": lambda: {"ampcompile": ampcompile, "model": nn.Linear(4, 4)},

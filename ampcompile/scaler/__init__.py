@@ -1,5 +1,6 @@
 """`ampcompile.GradScaler`: torch's, with a step of a few fused kernels that never waits for the host."""
 
 from .grad_scaler import GradScaler
+from .master_step import keep_masters
 
-__all__ = ["GradScaler"]
+__all__ = ["GradScaler", "keep_masters"]

@@ -21,8 +21,8 @@ from .conditions import (
     require_no_overlap,
     require_plain_tensors,
     require_state,
-    require_torchs_own_step,
 )
+from .masters import NARROW, Masters
 from .pending import Gradients
 from .steps import new_step, require_counts
 
@@ -54,35 +54,38 @@ class Validation(NamedTuple):
 
 
 def collect(
-    optimizer: Any, validations: dict[bool, Validation], only_grads: bool = False
+    optimizer: Any, validations: dict[bool, Validation], only_grads: bool = False, masters: Masters | None = None
 ) -> tuple[Gradients, dict[torch.device, AdamTensors | SgdTensors]]:
     """Collect the tensors of the fused step of `optimizer`: all gradients, and all tensors by device.
 
-    Raises `NotFusedError` if the step can't be fused. Creates the optimizer's state where it is missing, as its own
-    step would. `only_grads` is enough for a check. `validations` is kept between calls: tensors of the same kind and at
-    the same addresses as last time aren't validated again.
+    Raises `NotFusedError` if these tensors can't be. Creates the optimizer's state where it is missing, as its own step
+    would. `only_grads` is enough for a check. `validations` is kept between calls: tensors of the same kind and at the
+    same addresses as last time aren't validated again. `masters`: of an optimizer that keeps them.
     """
-    require_torchs_own_step(optimizer)
     family = SGD if isinstance(optimizer, torch.optim.SGD) else ADAM
     groups = optimizer.param_groups
     settings = [family.settings(group) for group in groups]
     params, grads, group_of = _with_grads(groups)
     if not grads:
         return Gradients([]), {}
-    states = {} if only_grads else _read(family, optimizer, params, group_of)
+    states = {} if only_grads else _known_states(family, masters, optimizer, params, group_of)
     rows = [grads] if only_grads else [grads, params]  # a check reads gradients alone
     tensors = _all_of(rows, states)
-    kind = [*map(family.kind, groups), group_of, amp_aware(optimizer)]
+    kind = [*map(family.kind, groups), group_of, amp_aware(optimizer), masters]
     last = validations.get(only_grads)
     if states is None or last is None or last.kind != kind or not last.guards.hold(tensors):
         last = None
-        require_right_tensors(optimizer, params, grads)
+        require_right_tensors(optimizer, params, grads, masters)
         if not only_grads:
             if family is ADAM:
-                require_counts(optimizer, {param.device for param in params})
+                require_counts(optimizer, {param.device for param in params}, own_step=masters is None)
+            if masters is not None:
+                masters.widen_states(optimizer)
             for param, index in zip(params, group_of, strict=True):
                 family.prepare(optimizer.state, param, groups[index])
-        states = {} if only_grads else family.read(optimizer, params, group_of)
+            if masters is not None:
+                masters.prepare(optimizer, params)
+        states = {} if only_grads else _read(family, masters, optimizer, params, group_of)
         tensors = _all_of(rows, states)
     addresses = list(map(Tensor.data_ptr, tensors))
     if last is None or last.addresses != addresses:
@@ -98,10 +101,13 @@ def collect(
     }
 
 
-def require_right_tensors(optimizer: Any, params: list[Tensor], grads: list[Tensor]) -> None:
+def require_right_tensors(
+    optimizer: Any, params: list[Tensor], grads: list[Tensor], masters: Masters | None = None
+) -> None:
     """Raise where the kernels can't take these weights and gradients."""
+    dtypes = (torch.float32,) if masters is None else (torch.float32, *NARROW)
     for param, grad in zip(params, grads, strict=True):
-        require_plain_tensors(param, grad)
+        require_plain_tensors(param, grad, dtypes)
     # torch unscales float16 gradients only inside fused optimizers; elsewhere torch raises an error.
     if not amp_aware(optimizer) and any(grad.dtype is torch.float16 for grad in grads):
         raise NotFusedError("gradients are float16")
@@ -125,11 +131,18 @@ def _with_grads(groups: Sequence[Group]) -> tuple[list[Tensor], list[Tensor], li
     return list(compress(params, present)), list(compress(grads, present)), list(compress(group_of, present))
 
 
-def _read(family: Family, optimizer: Any, params: list[Tensor], group_of: list[int]) -> dict[str, Any] | None:
+def _known_states(family: Family, masters: Masters | None, *of: Any) -> dict[str, Any] | None:
     try:
-        return family.read(optimizer, params, group_of)
+        return _read(family, masters, *of)
     except (KeyError, TypeError):  # some states don't exist yet
         return None
+
+
+def _read(
+    family: Family, masters: Masters | None, optimizer: Any, params: list[Tensor], group_of: list[int]
+) -> dict[str, Any]:
+    kept = {} if masters is None else masters.read(_states(optimizer.state, params), params)
+    return {**family.read(optimizer, params, group_of), **kept}
 
 
 def _all_of(rows: list[list[Tensor]], states: dict[str, Any] | None) -> list[Tensor]:
@@ -172,7 +185,7 @@ def _prepare_adam(states: Any, param: Tensor, group: Group) -> None:
     if not state:
         state["step"] = new_step(param, group)
         for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
-            state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            state[name] = torch.zeros_like(param, dtype=torch.float32)
     step = state.get("step")
     if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.numel() != 1:
         raise NotFusedError("its step counts aren't float32 tensors")
@@ -212,7 +225,7 @@ def _sgd_settings(group: Group) -> SgdGroup:
 def _prepare_sgd(states: Any, param: Tensor, group: Group) -> None:
     """Create a momentum of zeros, with which the first step equals torch's, or check the one there is."""
     assert param.grad is not None
-    mixed = param.grad.dtype != param.dtype and not group["fused"]  # torch's fused step raises
+    mixed = param.grad.dtype != param.dtype == torch.float32 and not group["fused"]  # torch's fused step raises
     if mixed and group["weight_decay"] and group["maximize"]:
         raise NotFusedError(f"torch decays weights in {param.grad.dtype}, the gradients' type")
     if group["momentum"] == 0:
@@ -223,7 +236,7 @@ def _prepare_sgd(states: Any, param: Tensor, group: Group) -> None:
             raise NotFusedError("a first step with dampening isn't like the others")
         if mixed and not group["weight_decay"]:
             raise NotFusedError(f"torch keeps momentum in {param.grad.dtype}, the gradients' type")
-        state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        state["momentum_buffer"] = torch.zeros_like(param, dtype=torch.float32)
     require_state(state["momentum_buffer"], param)
 
 

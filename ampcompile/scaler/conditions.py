@@ -23,11 +23,14 @@ class NotFusedError(Exception):
     """The reason that a step takes the generic path; never leaves the scaler."""
 
 
-def require_torchs_own_step(optimizer: Any) -> None:
-    """Raise unless the optimizer's step is that of torch's SGD, Adam or AdamW: no subclass, patch or hook."""
+def require_torchs_own_step(optimizer: Any, known_step: bool = False) -> None:
+    """Raise unless the optimizer's step is that of torch's SGD, Adam or AdamW: no subclass, patch or hook.
+
+    `known_step`: its step is a replacement of ours.
+    """
     if type(optimizer) not in OPTIMIZERS:
         raise NotFusedError(f"{type(optimizer).__name__} isn't torch's SGD, Adam or AdamW")
-    for layer in layers(optimizer.step):
+    for layer in () if known_step else layers(optimizer.step):
         code = getattr(layer, "__code__", None)
         if code is None or not code.co_filename.startswith(TORCH_OPTIM):
             raise NotFusedError(f"its step is wrapped by {layer}")
@@ -52,8 +55,11 @@ def layers(function: Any) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
-def require_plain_tensors(param: Tensor, grad: Tensor) -> None:
-    """Raise unless the kernels can read both: dense tensors of known types, weight and gradient of one layout."""
+def require_plain_tensors(param: Tensor, grad: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> None:
+    """Raise unless the kernels can read both: dense tensors of known types, weight and gradient of one layout.
+
+    `dtypes`: the parameter's.
+    """
     for name, tensor in (("parameter", param), ("gradient", grad)):
         if type(tensor) not in PLAIN:
             raise NotFusedError(f"a {name} is a {type(tensor).__name__}")
@@ -61,7 +67,7 @@ def require_plain_tensors(param: Tensor, grad: Tensor) -> None:
             raise NotFusedError(f"a {name} is {tensor.layout}")
         if tensor.is_neg() or tensor.is_inference():
             raise NotFusedError(f"a {name} is a negated view or an inference tensor")
-    if param.dtype is not torch.float32 or grad.dtype not in GRAD_DTYPES:
+    if param.dtype not in dtypes or grad.dtype not in GRAD_DTYPES:
         raise NotFusedError(f"a parameter is {param.dtype}, its gradient {grad.dtype}")
     if grad.device != param.device:
         raise NotFusedError("a gradient is on another device than its parameter")
@@ -113,10 +119,11 @@ def require_no_overlap(tensors: list[Tensor]) -> None:
         ends[device] = start + size
 
 
-def require_state(state: Any, param: Tensor) -> Tensor:
+def require_state(state: Any, param: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a tensor of the optimizer's state; raise unless it is as torch's optimizers make it."""
-    if type(state) is not Tensor or state.dtype != torch.float32 or state.device != param.device:
-        raise NotFusedError("its state isn't float32 tensors on the parameters' device")
+    if type(state) is not Tensor or state.dtype != dtype or state.device != param.device:
+        name = str(dtype).removeprefix("torch.")
+        raise NotFusedError(f"its state isn't {name} tensors on the parameters' device")
     if not same_layout(state, param):
         raise NotFusedError("its state has other strides than the parameters")
     return state

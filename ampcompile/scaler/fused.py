@@ -73,12 +73,15 @@ class FusedStep:
 def lend_copies(
     tensors: AdamTensors | SgdTensors, workspace: dict[str, Any]
 ) -> tuple[Loan, list[tuple[Tensor, Tensor]]]:
-    """Make the kernels write one copy of each weight; returns the loan, and the other copies, each with its weight."""
+    """Make the kernels write one copy of each float32 weight; returns the loan, and other copies with their weights."""
     tensors.copies = [None] * len(tensors.params)
     loan = lend(tensors.params, workspace, tensors.same)
+    others = []
     for i, copies in loan.tensors.items():  # laid out as the weight is
-        tensors.copies[i] = copies[0]
-    return loan, [(tensors.params[i], copy) for i, copies in loan.tensors.items() for copy in copies[1:]]
+        if tensors.kept[i] is None:
+            tensors.copies[i], *copies = copies
+        others += [(tensors.params[i], copy) for copy in copies]
+    return loan, others
 
 
 def any_set(found_infs: Iterable[Tensor]) -> Tensor | None:

@@ -15,9 +15,10 @@ from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 
 from .clip import clip_in_step, note_clipped, require_one_iteration, require_optimizer
 from .collect import amp_aware, collect
-from .conditions import NotFusedError
+from .conditions import NotFusedError, require_torchs_own_step
 from .fused import FusedStep, PerDevice
 from .generic import generic_step
+from .masters import masters_of
 from .pending import apply_pending, drop, factors, parameters
 from .records import Record, Records, has_grads
 from .skips import SkipWatch
@@ -173,7 +174,10 @@ class GradScaler(torch.amp.GradScaler):
     def _fused(self, optimizer: Any, record: Record, only_grads: bool = False) -> FusedStep | None:
         """Return the step as our kernels take it, or None if they can't."""
         try:
-            fused = FusedStep(optimizer, *collect(optimizer, record.validations, only_grads), record.workspaces)
+            masters = masters_of(optimizer)
+            require_torchs_own_step(optimizer, known_step=masters is not None)
+            tensors = collect(optimizer, record.validations, only_grads, masters)
+            fused = FusedStep(optimizer, *tensors, record.workspaces)
         except NotFusedError as reason:
             if record.fallback_reason != str(reason):
                 record.fallback_reason = str(reason)

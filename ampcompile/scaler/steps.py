@@ -29,10 +29,11 @@ def counts_on_device(group: Mapping[str, Any]) -> bool:
     return bool(group["fused"] or group["capturable"])
 
 
-def require_counts(optimizer: torch.optim.Optimizer, devices: Collection[torch.device]) -> None:
+def require_counts(optimizer: torch.optim.Optimizer, devices: Collection[torch.device], own_step: bool = True) -> None:
     """Allow counts that torch keeps on the CPU to be on these devices; raise ScalerError in a CUDA graph capture.
 
-    Once they are moved back, replays would go on counting in the tensors on the GPU.
+    Once they are moved back, replays would go on counting in the tensors on the GPU. `own_step`: the optimizer's step
+    is torch's, and has to find them on the CPU.
     """
     if all(map(counts_on_device, optimizer.param_groups)) or all(device.type == "cpu" for device in devices):
         return
@@ -41,7 +42,8 @@ def require_counts(optimizer: torch.optim.Optimizer, devices: Collection[torch.d
             f"found a CUDA graph capture of a step of {type(optimizer).__name__} that counts its steps on the CPU, "
             "expected one that counts on the GPU: make the optimizer with capturable=True or fused=True"
         )
-    lend_steps(optimizer)
+    if own_step:
+        lend_steps(optimizer)
 
 
 def lend_steps(optimizer: torch.optim.Optimizer) -> None:
@@ -53,7 +55,9 @@ def lend_steps(optimizer: torch.optim.Optimizer) -> None:
 
 @dynamo_marks.run_untraced
 def return_steps(optimizer: Any, *_: Any) -> None:
-    """Move all counts back to the device where torch keeps them."""
+    """Move all counts, if the optimizer has some, back to the device where torch keeps them."""
+    if isinstance(optimizer, torch.optim.SGD):
+        return
     params = [p for group in optimizer.param_groups if not counts_on_device(group) for p in group["params"]]
     states = [state for param in params if (state := optimizer.state.get(param)) and not state["step"].is_cpu]
     for device in {state["step"].device for state in states}:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+add_: Any = torch._foreach_add_
 copy_: Any = torch._foreach_copy_
 multiply_: Any = torch._foreach_mul_
 check_and_unscale_: Any = torch._amp_foreach_non_finite_check_and_unscale_

@@ -29,6 +29,23 @@ def pre_hooks(instance: Any) -> list[Hook]:
     return list(getattr(instance, "_optimizer_step_pre_hooks", {}).values())
 
 
+def replace_step(instance: Any, step: Hook, reduce: Hook) -> dict[str, Any]:
+    """Set a step on an optimizer, not on its class, that unscales and skips as torch's fused ones do; and `reduce`,
+    with which it is copied and pickled. Returns what `restore_step` sets again.
+    """
+    own = {"step": step, "__reduce_ex__": reduce, "_step_supports_amp_scaling": True}
+    before = {name: vars(instance)[name] for name in own if name in vars(instance)}
+    vars(instance).update(own)
+    return before
+
+
+def restore_step(instance: Any, before: dict[str, Any]) -> None:
+    """Remove what `replace_step` has set."""
+    for name in ("step", "__reduce_ex__", "_step_supports_amp_scaling"):
+        del vars(instance)[name]
+    vars(instance).update(before)
+
+
 def fresh_optimizer_states() -> dict[int, dict[str, Any]]:
     """`GradScaler._per_optimizer_states` as it is at the start of an iteration; pickles."""
     return defaultdict(grad_scaler._refresh_per_optimizer_state)

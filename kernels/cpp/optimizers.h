@@ -3,21 +3,18 @@
 #pragma once
 #include <cmath>
 
-#include "chunks.h"
+#include "masters.h"
 
-// Runs `update(begin, n)` over a chunk, block by block. A skipped step still casts the weights: afterwards the copy
-// equals them, whatever it held before.
-template <typename Update>
-void update_chunk(const Chunk& c, bool skip, int64_t param, int64_t copy, int64_t copy_dtype, Update update) {
+// Runs `update(weights, begin, n)` over a chunk, block by block. A skipped step still casts float32 weights: afterwards
+// the copy equals them, whatever it held before.
+template <typename Update> void update_chunk(const Chunk& c, bool skip, const Weight& w, Update update) {
+  float block[kBlock];
+  if (skip && w.dtype != 0) return;
   for (int64_t begin = c.begin; begin < c.end; begin += kBlock) {
     const int64_t n = std::min(kBlock, c.end - begin);
-    if (!skip) update(begin, n);
-    if (!copy) continue;
-    with_dtype(copy_dtype, [&](auto type) {
-      const float* from = at<float>(param, begin);
-      auto* to = at<decltype(type)>(copy, begin);
-      for (int64_t i = 0; i < n; ++i) narrow(from[i], to[i]);
-    });
+    float* weights = read_weights(w, begin, n, block);
+    if (!skip) update(weights, begin, n);
+    write_weights(w, begin, n, weights);
   }
 }
 

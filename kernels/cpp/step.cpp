@@ -25,20 +25,22 @@ void unscale(int64_t tensors, const int64_t* numel, const int64_t* grads, const 
   if (scale_in_place(tensors, numel, grads, dtypes, *multiplier, threads) || *multiplier == 0) *found_inf = 1;
 }
 
-// See `adam.adam_`. Rows: grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, step, copy.
+// See `adam.adam_`. Rows: grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, step, beside, checksums (see `Weight`).
 void adam(int64_t tensors, const int64_t* numel, const int64_t* table, const int64_t* grad_dtypes,
-          const int64_t* copy_dtypes, const int64_t* group_of, const AdamGroup* groups, const float* multiplier,
-          const float* found_inf, int threads) {
+          const int64_t* param_dtypes, const int64_t* beside_dtypes, const int64_t* group_of, const AdamGroup* groups,
+          const float* multiplier, const float* found_inf, int threads) {
   const int64_t *grad = table, *param = grad + tensors, *mean = param + tensors, *square = mean + tensors,
-                *peak = square + tensors, *step = peak + tensors, *copy = step + tensors;
+                *peak = square + tensors, *step = peak + tensors, *beside = step + tensors,
+                *checksums = beside + tensors;
   const bool skip = found_inf && *found_inf != 0;
   std::vector<AdamScalars> scalars;
   for (int64_t t = 0; t < tensors && !skip; ++t)
     scalars.emplace_back(groups[group_of[t]], *at<float>(step[t], 0) += 1, multiplier ? *multiplier : 1);
   for_each_chunk(chunks_of(tensors, numel), threads, [&](const Chunk& c, int64_t) {
     const int64_t t = c.tensor;
-    update_chunk(c, skip, param[t], copy[t], copy_dtypes[t], [&](int64_t begin, int64_t n) {
-      float *p = at<float>(param[t], begin), *m = at<float>(mean[t], begin), *v = at<float>(square[t], begin);
+    const Weight weight{param[t], param_dtypes[t], beside[t], beside_dtypes[t], checksums[t]};
+    update_chunk(c, skip, weight, [&](float* p, int64_t begin, int64_t n) {
+      float *m = at<float>(mean[t], begin), *v = at<float>(square[t], begin);
       with_dtype(grad_dtypes[t], [&](auto type) {
         const auto* g = at<decltype(type)>(grad[t], begin);
         if (peak[t]) adam_block<true>(scalars[t], g, p, m, v, at<float>(peak[t], begin), n);
@@ -48,20 +50,22 @@ void adam(int64_t tensors, const int64_t* numel, const int64_t* table, const int
   });
 }
 
-// See `sgd.sgd_`. Rows: grad, param, momentum_buffer, copy.
+// See `sgd.sgd_`. Rows: grad, param, momentum_buffer, beside, checksums (see `Weight`).
 void sgd(int64_t tensors, const int64_t* numel, const int64_t* table, const int64_t* grad_dtypes,
-         const int64_t* copy_dtypes, const int64_t* group_of, const SgdGroup* groups, const float* multiplier,
-         const float* found_inf, int threads) {
-  const int64_t *grad = table, *param = grad + tensors, *buffer = param + tensors, *copy = buffer + tensors;
+         const int64_t* param_dtypes, const int64_t* beside_dtypes, const int64_t* group_of, const SgdGroup* groups,
+         const float* multiplier, const float* found_inf, int threads) {
+  const int64_t *grad = table, *param = grad + tensors, *buffer = param + tensors, *beside = buffer + tensors,
+                *checksums = beside + tensors;
   const bool skip = found_inf && *found_inf != 0;
   for_each_chunk(chunks_of(tensors, numel), threads, [&](const Chunk& c, int64_t) {
     const int64_t t = c.tensor;
     const SgdScalars scalars(groups[group_of[t]], multiplier ? *multiplier : 1);
-    update_chunk(c, skip, param[t], copy[t], copy_dtypes[t], [&](int64_t begin, int64_t n) {
+    const Weight weight{param[t], param_dtypes[t], beside[t], beside_dtypes[t], checksums[t]};
+    update_chunk(c, skip, weight, [&](float* p, int64_t begin, int64_t n) {
       with_dtype(grad_dtypes[t], [&](auto type) {
         const auto* g = at<decltype(type)>(grad[t], begin);
-        if (buffer[t]) sgd_block<true>(scalars, g, at<float>(param[t], begin), at<float>(buffer[t], begin), n);
-        else sgd_block<false>(scalars, g, at<float>(param[t], begin), nullptr, n);
+        if (buffer[t]) sgd_block<true>(scalars, g, p, at<float>(buffer[t], begin), n);
+        else sgd_block<false>(scalars, g, p, nullptr, n);
       });
     });
   });

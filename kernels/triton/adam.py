@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tables
-from .step import launch, refresh
+from .step import launch, read_weights, refresh, write_weights
 
 
 @triton.jit(do_not_specialize=["tensor_count"])
@@ -26,12 +26,13 @@ def amp_adam_prepare(
 ):
     """Count the step unless it is skipped, and compute in float64 the scalars of each tensor's update.
 
-    words: sizes, groups, seven rows of addresses (grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, step, copy),
-    then the seven float64 settings of each group.
+    words: sizes, groups, eight rows of addresses (grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, step, beside,
+    checksums), then the seven float64 settings of each group. `beside` the parameters: their copies, or what
+    `ampcompile.kernels.masters` keeps.
     """
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = tensor < tensor_count
-    settings = words + (2 + 7) * tensor_count + 7 * tl.load(words + tensor_count + tensor, mask=valid, other=0)
+    settings = words + (2 + 8) * tensor_count + 7 * tl.load(words + tensor_count + tensor, mask=valid, other=0)
     lr = tl.load(settings, mask=valid, other=0).to(tl.float64, bitcast=True)
     beta1 = tl.load(settings + 1, mask=valid, other=0).to(tl.float64, bitcast=True)
     beta2 = tl.load(settings + 2, mask=valid, other=0).to(tl.float64, bitcast=True)
@@ -63,13 +64,25 @@ def amp_adam_prepare(
 
 
 @triton.jit
-def update(scalars, grad, param, mean, square, peak, copy, offset, mask, AMSGRAD: tl.constexpr, COPY: tl.constexpr):
-    """Update a block of elements; `mask` is None if the block is full."""
+def update(
+    scalars,
+    grad,
+    weights,
+    mean,
+    square,
+    peak,
+    start,
+    mask,
+    AMSGRAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Update a block of elements; `mask` is None if the block is full. `weights`: see `read_weights`."""
     factor, l2, keep, beta2, new_mean, new_square, step_size, root_correction, epsilon = scalars
+    offset = start + tl.arange(0, BLOCK)
     # Four elements a thread for 16-bit tensors too: then threads don't exchange elements.
     offset4 = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
     g = tl.load(grad + offset4, mask=mask).to(tl.float32) * factor
-    p = tl.load(param + offset, mask=mask)
+    p = read_weights(weights, offset, mask)
     m = tl.load(mean + offset, mask=mask)
     v = tl.load(square + offset, mask=mask)
     g = tl.where(l2 != 0.0, g + l2 * p, g)
@@ -80,10 +93,9 @@ def update(scalars, grad, param, mean, square, peak, copy, offset, mask, AMSGRAD
         largest = tl.maximum(tl.load(peak + offset, mask=mask), v, propagate_nan=tl.PropagateNan.ALL)
         tl.store(peak + offset, largest, mask=mask)
     p = p * keep - tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(largest), root_correction) + epsilon)
-    tl.store(param + offset, p, mask=mask)
+    write_weights(weights, start, offset, p, mask)
     tl.store(mean + offset, m, mask=mask)
     tl.store(square + offset, v, mask=mask)
-    refresh(copy, offset4, p, mask, COPY)
 
 
 @triton.jit(do_not_specialize=["tensor_count"])
@@ -94,7 +106,8 @@ def amp_adam(
     found_inf,
     tensor_count,
     GRAD: tl.constexpr,
-    COPY: tl.constexpr,
+    PARAM: tl.constexpr,
+    BESIDE: tl.constexpr,
     AMSGRAD: tl.constexpr,
     HAS_FOUND_INF: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -110,16 +123,17 @@ def amp_adam(
     mean_at = tl.load(row + 2 * tensor_count)
     square_at = tl.load(row + 3 * tensor_count)
     peak_at = tl.load(row + 4 * tensor_count)
-    copy_at = tl.load(row + 6 * tensor_count)
-    grad, param = grad_at.to(tl.pointer_type(GRAD)), param_at.to(tl.pointer_type(tl.float32))
+    beside_at = tl.load(row + 6 * tensor_count)
+    grad, param = grad_at.to(tl.pointer_type(GRAD)), param_at.to(tl.pointer_type(PARAM))
     mean, square = mean_at.to(tl.pointer_type(tl.float32)), square_at.to(tl.pointer_type(tl.float32))
     peak = peak_at.to(tl.pointer_type(tl.float32))
-    copy = copy_at.to(tl.pointer_type(COPY))
+    beside = beside_at.to(tl.pointer_type(BESIDE))
+    checksums = tl.load(row + 7 * tensor_count).to(tl.pointer_type(tl.int32))
     skip = False
     if HAS_FOUND_INF:
         skip = tl.load(found_inf) != 0.0
     whole = begin + CHUNK <= size
-    aligned = ((grad_at | param_at | mean_at | square_at | peak_at | copy_at) & 15) == 0
+    aligned = ((grad_at | param_at | mean_at | square_at | peak_at | beside_at) & 15) == 0
     tensor_scalars = scalars + 9 * tensor
     h = (
         tl.load(tensor_scalars),
@@ -133,21 +147,21 @@ def amp_adam(
         tl.load(tensor_scalars + 8),
     )
     if skip:
-        if COPY.primitive_bitwidth == 16:
+        if PARAM.primitive_bitwidth == 32 and BESIDE.primitive_bitwidth == 16:
             for i in range(0, CHUNK, BLOCK):
                 offset = begin + i + tl.arange(0, BLOCK)
-                refresh(copy, offset, tl.load(param + offset, mask=offset < size), offset < size, COPY)
+                refresh(beside, offset, tl.load(param + offset, mask=offset < size), offset < size, BESIDE)
     elif whole & aligned:
         # The hints apply to these pointers only, and only to pointers: a cast from an integer loses them.
-        grad, param, copy = tl.multiple_of(grad, 16), tl.multiple_of(param, 16), tl.multiple_of(copy, 16)
+        grad, param, beside = tl.multiple_of(grad, 16), tl.multiple_of(param, 16), tl.multiple_of(beside, 16)
         mean, square, peak = tl.multiple_of(mean, 16), tl.multiple_of(square, 16), tl.multiple_of(peak, 16)
         for i in range(0, CHUNK, BLOCK):
-            offset = begin + i + tl.arange(0, BLOCK)
-            update(h, grad, param, mean, square, peak, copy, offset, None, AMSGRAD, COPY)
+            update(h, grad, (param, beside, checksums), mean, square, peak, begin + i, None, AMSGRAD, BLOCK)
     else:
         for i in range(0, CHUNK, BLOCK):
-            offset = begin + i + tl.arange(0, BLOCK)
-            update(h, grad, param, mean, square, peak, copy, offset, offset < size, AMSGRAD, COPY)
+            start = begin + i
+            mask = start + tl.arange(0, BLOCK) < size
+            update(h, grad, (param, beside, checksums), mean, square, peak, start, mask, AMSGRAD, BLOCK)
 
 
 def step_(

@@ -9,24 +9,24 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tables
-from .step import launch, refresh
+from .step import launch, read_weights, refresh, write_weights
 
 
 @triton.jit
-def update(scalars, grad, param, buffer, copy, offset, mask, MOMENTUM: tl.constexpr, COPY: tl.constexpr):
-    """Update a block of elements; `mask` is None if the block is full."""
+def update(scalars, grad, weights, buffer, start, mask, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr):
+    """Update a block of elements; `mask` is None if the block is full. `weights`: see `read_weights`."""
     factor, lr, momentum, new_buffer, nesterov, weight_decay = scalars
+    offset = start + tl.arange(0, BLOCK)
     offset4 = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
     g = tl.load(grad + offset4, mask=mask).to(tl.float32) * factor
-    p = tl.load(param + offset, mask=mask)
+    p = read_weights(weights, offset, mask)
     g = tl.where(weight_decay != 0.0, g + weight_decay * p, g)
     if MOMENTUM:
         b = momentum * tl.load(buffer + offset, mask=mask) + new_buffer * g
         tl.store(buffer + offset, b, mask=mask)
         g = tl.where(nesterov, g + momentum * b, b)
     p -= lr * g
-    tl.store(param + offset, p, mask=mask)
-    refresh(copy, offset4, p, mask, COPY)
+    write_weights(weights, start, offset, p, mask)
 
 
 @triton.jit(do_not_specialize=["tensor_count"])
@@ -37,7 +37,8 @@ def amp_sgd(
     found_inf,
     tensor_count,
     GRAD: tl.constexpr,
-    COPY: tl.constexpr,
+    PARAM: tl.constexpr,
+    BESIDE: tl.constexpr,
     MOMENTUM: tl.constexpr,
     HAS_MULTIPLIER: tl.constexpr,
     HAS_FOUND_INF: tl.constexpr,
@@ -46,21 +47,22 @@ def amp_sgd(
 ):
     """Update one chunk of one tensor per program.
 
-    words: sizes, groups, four rows of addresses (grad, param, momentum_buffer, copy), then the six float64
-    settings of each group.
+    words: sizes, groups, five rows of addresses (grad, param, momentum_buffer, beside, checksums: see
+    `amp_adam_prepare`), then the six float64 settings of each group.
     """
     tensor = tl.load(chunks + 2 * tl.program_id(0))
     begin = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
     size = tl.load(words + tensor)
     group = tl.load(words + tensor_count + tensor)
-    settings = (words + 6 * tensor_count + 6 * group).to(tl.pointer_type(tl.float64), bitcast=True)
+    settings = (words + 7 * tensor_count + 6 * group).to(tl.pointer_type(tl.float64), bitcast=True)
     row = words + 2 * tensor_count + tensor
     grad_at = tl.load(row)
     param_at = tl.load(row + tensor_count)
     buffer_at = tl.load(row + 2 * tensor_count)
-    copy_at = tl.load(row + 3 * tensor_count)
-    grad, param = grad_at.to(tl.pointer_type(GRAD)), param_at.to(tl.pointer_type(tl.float32))
-    buffer, copy = buffer_at.to(tl.pointer_type(tl.float32)), copy_at.to(tl.pointer_type(COPY))
+    beside_at = tl.load(row + 3 * tensor_count)
+    grad, param = grad_at.to(tl.pointer_type(GRAD)), param_at.to(tl.pointer_type(PARAM))
+    buffer, beside = buffer_at.to(tl.pointer_type(tl.float32)), beside_at.to(tl.pointer_type(BESIDE))
+    checksums = tl.load(row + 4 * tensor_count).to(tl.pointer_type(tl.int32))
     factor = tl.full([], 1.0, tl.float32)
     if HAS_MULTIPLIER:
         factor = tl.load(multiplier)
@@ -76,23 +78,23 @@ def amp_sgd(
     if HAS_FOUND_INF:
         skip = tl.load(found_inf) != 0.0
     whole = begin + CHUNK <= size
-    aligned = ((grad_at | param_at | buffer_at | copy_at) & 15) == 0
+    aligned = ((grad_at | param_at | buffer_at | beside_at) & 15) == 0
     if skip:
-        if COPY.primitive_bitwidth == 16:
+        if PARAM.primitive_bitwidth == 32 and BESIDE.primitive_bitwidth == 16:
             for i in range(0, CHUNK, BLOCK):
                 offset = begin + i + tl.arange(0, BLOCK)
-                refresh(copy, offset, tl.load(param + offset, mask=offset < size), offset < size, COPY)
+                refresh(beside, offset, tl.load(param + offset, mask=offset < size), offset < size, BESIDE)
     elif whole & aligned:
         # The hints apply to these pointers only, and only to pointers: a cast from an integer loses them.
         grad, param = tl.multiple_of(grad, 16), tl.multiple_of(param, 16)
-        buffer, copy = tl.multiple_of(buffer, 16), tl.multiple_of(copy, 16)
+        buffer, beside = tl.multiple_of(buffer, 16), tl.multiple_of(beside, 16)
         for i in range(0, CHUNK, BLOCK):
-            offset = begin + i + tl.arange(0, BLOCK)
-            update(h, grad, param, buffer, copy, offset, None, MOMENTUM, COPY)
+            update(h, grad, (param, beside, checksums), buffer, begin + i, None, MOMENTUM, BLOCK)
     else:
         for i in range(0, CHUNK, BLOCK):
-            offset = begin + i + tl.arange(0, BLOCK)
-            update(h, grad, param, buffer, copy, offset, offset < size, MOMENTUM, COPY)
+            start = begin + i
+            mask = start + tl.arange(0, BLOCK) < size
+            update(h, grad, (param, beside, checksums), buffer, start, mask, MOMENTUM, BLOCK)
 
 
 def step_(

@@ -1,4 +1,4 @@
-"""Shared code of the optimizers' steps: writing the weights' 16-bit copies, and launching the kernels."""
+"""Shared code of the optimizers' steps: reading and writing weights, and launching the kernels."""
 
 from typing import Any
 
@@ -11,7 +11,9 @@ from . import tables
 
 BLOCK = 512  # with 4 warps: 4 elements of each tensor a thread, one 16-byte access
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+TYPES |= {torch.int16: tl.int16, torch.int64: tl.int64}
 NO_COPY = tl.float32
+SPAN = tl.constexpr(tables.SPAN)
 
 
 @triton.jit
@@ -21,6 +23,81 @@ def refresh(copy, offset, weight, mask, COPY: tl.constexpr):
         return
     if copy.to(tl.int64) != 0:
         tl.store(copy + offset, weight.to(COPY), mask=mask)
+
+
+@triton.jit
+def read_weights(weights, offset, mask):
+    """The float32 values of a block of weights: parameters, what is beside them (a copy, or what
+    `ampcompile.kernels.masters` keeps), and checksums.
+    """
+    param, beside, checksums = weights
+    offset4 = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
+    if param.dtype.element_ty == tl.float32:
+        values = tl.load(param + offset, mask=mask)
+    elif beside.dtype.element_ty == tl.float32:
+        values, master = tl.load(param + offset4, mask=mask).to(tl.float32), tl.load(beside + offset, mask=mask)
+        values = tl.where(master.to(param.dtype.element_ty).to(tl.float32) == values, master, values)
+    else:
+        bits = tl.load(param + offset4, mask=mask).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        low = bits * 0
+        if beside.dtype.element_ty == tl.int16:
+            known = tl.load(checksums + offset4 // SPAN, mask=mask) == checksums_of(bits, mask)
+            low = tl.where(known, tl.load(beside + offset4, mask=mask).to(tl.int32) & 0xFFFF, 0)
+        values = ((bits - (low >> 15)) << 16 | low).to(tl.float32, bitcast=True)
+    return values
+
+
+@triton.jit
+def write_weights(weights, start, offset, weight, mask):
+    """Write new values of a block of weights, and what belongs beside their parameters."""
+    param, beside, checksums = weights
+    offset4 = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
+    if param.dtype.element_ty == tl.float32:
+        tl.store(param + offset, weight, mask=mask)
+        refresh(beside, offset4, weight, mask, beside.dtype.element_ty)
+    elif beside.dtype.element_ty == tl.float32:
+        tl.store(beside + offset, weight, mask=mask)
+        tl.store(param + offset4, weight.to(param.dtype.element_ty), mask=mask)
+    else:
+        bits = weight.to(tl.int32, bitcast=True)
+        bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # a carry into the sign would give a zero
+        if beside.dtype.element_ty == tl.int64:
+            high = (bits + random_bits(beside, start, offset.shape[0])) >> 16
+        else:
+            high = (bits + 0x8000) >> 16
+            tl.store(beside + offset4, bits.to(tl.int16), mask=mask)
+            first = offset % SPAN == 0
+            tl.store(
+                checksums + offset // SPAN,
+                checksums_of(high & 0xFFFF, mask),
+                mask=first if mask is None else first & mask,
+            )
+        tl.store(param + offset4, high.to(tl.int16).to(param.dtype.element_ty, bitcast=True), mask=mask)
+
+
+@triton.jit
+def checksums_of(bits, mask):
+    """int32: for each of the block's parameters the checksum of its span, in which what the mask leaves out counts as
+    0; see `ampcompile.kernels.masters`.
+    """
+    if mask is not None:
+        bits = tl.where(mask, bits, 0)
+    count: tl.constexpr = bits.shape[0]
+    factor = (tl.arange(0, count) % SPAN).to(tl.uint32) * 0x9E3779B1
+    factor = (factor ^ (factor >> 15)) * 0x85EBCA6B | 1
+    spans = tl.reshape(bits * factor.to(tl.int32, bitcast=True), [count // SPAN, SPAN])
+    return tl.reshape(tl.broadcast_to(tl.sum(spans, 1, keep_dims=True), [count // SPAN, SPAN]), [count])
+
+
+@triton.jit
+def random_bits(key, start, COUNT: tl.constexpr):
+    """int32: see `ampcompile.kernels.masters.random_bits`."""
+    group = start // 4 + tl.arange(0, COUNT // 4)
+    low = group.to(tl.uint32)
+    step, parameter = tl.load(key + 2).to(tl.uint32), tl.load(key + 1).to(tl.uint32)
+    a, b, c, d = tl.philox(tl.load(key), low, (group >> 32).to(tl.uint32), low * 0 + step, low * 0 + parameter)
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [COUNT])
+    return (words & 0xFFFF).to(tl.int32)
 
 
 def launch(
@@ -37,8 +114,8 @@ def launch(
 
     `optional`: the kernel's constant for the optional state. Another pointer stands in for one that is None.
     """
-    for grad, copy, state, chosen in table.kinds:
-        pieces = tables.chunks(table.numels, chosen, table.device, workspace)
+    for kind in table.kinds:
+        pieces = tables.chunks(table.numels, kind.chosen, table.device, workspace)
         if pieces.shape[0]:
             kernel[(pieces.shape[0],)](
                 words,
@@ -46,13 +123,14 @@ def launch(
                 words if factors is None else factors,
                 words if found_inf is None else found_inf,
                 len(table.numels),
-                GRAD=TYPES[grad],
-                COPY=NO_COPY if copy is None else TYPES[copy],
+                GRAD=TYPES[kind.grad],
+                PARAM=TYPES[kind.param],
+                BESIDE=NO_COPY if kind.beside is None else TYPES[kind.beside],
                 HAS_FOUND_INF=found_inf is not None,
                 CHUNK=tables.CHUNK,
                 BLOCK=BLOCK,
                 num_warps=4,
                 enable_fp_fusion=True,
-                **{optional: state},
+                **{optional: kind.has_state},
                 **constants,
             )

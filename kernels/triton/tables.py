@@ -14,7 +14,8 @@ from ampcompile.torch_private import storages
 
 CHUNK = 8192
 """Elements of a program's chunk: few enough that tails waste little, many enough that a table entry costs nothing."""
-
+SPAN = 128
+"""16-bit parameters of one checksum, in C++ too: a warp of a GPU adds up that many without a barrier."""
 
 SPARES = 4
 """Steps of one optimizer that a CUDA graph can hold: host memory can't be pinned during its capture."""
@@ -24,6 +25,19 @@ _captured: list[Tensor] = []
 """Tables that captured CUDA graphs read. Never freed: destruction of a graph can't be observed."""
 
 
+class Kind(NamedTuple):
+    """The tensors of one launch."""
+
+    grad: torch.dtype
+    param: torch.dtype
+    beside: torch.dtype | None
+    """The type of copies, or of what is kept beside 16-bit parameters"""
+    has_state: bool
+    """They have the optimizer's optional state."""
+    chosen: np.ndarray
+    """Their indices"""
+
+
 class StepTable(NamedTuple):
     """Sizes, addresses and types of a step's tensors; all but `kinds` and `device` are int64 arrays."""
 
@@ -31,11 +45,10 @@ class StepTable(NamedTuple):
     numels: np.ndarray
     group_of: np.ndarray
     addresses: np.ndarray
-    """Rows: gradients, parameters, the optimizer's states, copies; 0 for None"""
-    codes: tuple[np.ndarray, np.ndarray]
-    """The types of gradients and of copies, as codes of the C++ kernels"""
-    kinds: list[tuple[torch.dtype, torch.dtype | None, bool, np.ndarray]]
-    """Tensors of each launch: type of gradients, type of copies, whether they have the optional state, indices."""
+    """Rows: gradients, parameters, the optimizer's states, what is beside the parameters, checksums; 0 for None"""
+    codes: tuple[np.ndarray, np.ndarray, np.ndarray]
+    """The types of gradients, of parameters and of what is beside them, as codes of the C++ kernels"""
+    kinds: list[Kind]
 
 
 class Words:

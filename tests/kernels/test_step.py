@@ -14,7 +14,7 @@ from ampcompile.kernels.sgd import SgdGroup, sgd_, sgd_reference_
 from ampcompile.kernels.step import table_of
 from tests.kernels.test_adam import GROUPS as ADAM_GROUPS
 from tests.kernels.test_sgd import GROUPS as SGD_GROUPS
-from tests.scaler.cases import GRAD_DTYPES, adam_tensors, assert_close, assert_equal, sgd_tensors
+from tests.scaler.cases import GRAD_DTYPES, adam_tensors, assert_close, assert_equal, sgd_tensors, with_masters
 
 GROUPS = [AdamGroup(0.01, 0.9, 0.99, 1e-3, 0.1, True, False)]
 
@@ -24,13 +24,14 @@ def test_the_table_says_where_everything_lies() -> None:
     tensors.copies = [None, torch.empty(5, dtype=torch.bfloat16), None]
     table = table_of(tensors, {})
     assert table.numels.tolist() == [3, 5, 63] and table.group_of.tolist() == [0, 0, 0]
-    grads, params, means, squares, peaks, steps, copies = table.addresses
+    grads, params, means, squares, peaks, steps, copies, checksums = table.addresses
     for row, those in ((grads, tensors.grads), (params, tensors.params), (steps, tensors.steps)):
         assert row.tolist() == [tensor.data_ptr() for tensor in those]
     assert means[1] == tensors.exp_avgs[1].data_ptr() and squares[1] == tensors.exp_avg_sqs[1].data_ptr()
     assert peaks[0] == 0 != peaks[1] and copies.tolist() == [0, tensors.copies[1].data_ptr(), 0]
+    assert not checksums.any()
     kinds = [(*kind, chosen.tolist()) for *kind, chosen in table.kinds]
-    usual = torch.float16, torch.bfloat16
+    usual = torch.float16, torch.float32, torch.bfloat16
     assert kinds == [(*usual, False, [0]), (*usual, True, [1, 2])], "one without a copy goes with the others"
 
 
@@ -45,7 +46,21 @@ def test_it_is_built_once_for_the_same_tensors_and_copies() -> None:
     moved = replace(tensors, copies=[None if c is None else c.clone() for c in tensors.copies])
     assert not np.array_equal(table_of(moved, workspace).addresses, table.addresses)
     retyped = replace(tensors, copies=[None if c is None else c.view(torch.bfloat16) for c in tensors.copies])
-    assert table_of(retyped, workspace).codes[1].tolist() != table.codes[1].tolist()
+    assert table_of(retyped, workspace).codes[2].tolist() != table.codes[2].tolist()
+
+
+def test_what_keeps_the_precision_of_16_bit_parameters_is_beside_them() -> None:
+    tensors = adam_tensors(GROUPS, sizes=(3, 5, 200))
+    tensors.copies[0] = torch.empty(3, dtype=torch.float16)
+    masters = with_masters(tensors, "remainder")
+    masters.params[0], masters.kept[0], masters.checksums[0] = tensors.params[0], None, None
+    masters.copies[0] = tensors.copies[0]
+    table = table_of(masters, {})
+    assert table.addresses[6].tolist() == [t.data_ptr() for t in (tensors.copies[0], *masters.kept[1:])]
+    assert table.addresses[7].tolist() == [0, *(t.data_ptr() for t in masters.checksums[1:])]
+    assert {(kind.param, kind.beside): kind.chosen.tolist() for kind in table.kinds if kind.has_state} == {
+        (torch.bfloat16, torch.int16): [1, 2]
+    }
 
 
 def test_settings_may_be_tensors_and_the_learning_rate_one_on_a_gpu() -> None:

@@ -1,14 +1,18 @@
 """What the tests of the scaler share: optimizers to step, odd tensors for the kernels, comparisons."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ampcompile.kernels.adam import AdamGroup, AdamTensors
+from ampcompile.kernels.masters import write_master
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors
+from ampcompile.kernels.triton.tables import SPAN
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.compiling import bits
 
@@ -61,6 +65,24 @@ def sgd_tensors(
         copies=[torch.full_like(p, torch.nan, dtype=torch.bfloat16) if i % 2 else None for i, p in enumerate(params)],
         group_of=[i % len(groups) for i in range(len(params))],
     )
+
+
+Tensors = TypeVar("Tensors", AdamTensors, SgdTensors)
+
+
+def with_masters(tensors: Tensors, how: str, dtype: torch.dtype = torch.bfloat16) -> Tensors:
+    """The same tensors, but 16-bit parameters that keep the precision of the float32 ones; no copies."""
+    sizes = tuple(p.numel() for p in tensors.params[:-1])
+    params, n = odd_tensors(dtype, sizes), len(tensors.params)
+    kept: list[Tensor] = [torch.tensor([2**40 + 7, number, 5]) for number in range(n)]
+    checksums: list[Tensor | None] = [None] * n
+    if how != "stochastic":
+        kept = [t.to(torch.int16) if how == "remainder" else t for t in odd_tensors(sizes=sizes)]
+    if how == "remainder":
+        checksums = [torch.zeros(-(-p.numel() // SPAN), dtype=torch.int32) for p in params]
+    for param, beside, sums, master in zip(params, kept, checksums, tensors.params, strict=True):
+        write_master(param, beside, sums, master)
+    return replace(deepcopy(tensors), params=params, kept=kept, checksums=checksums, copies=[None] * n)
 
 
 def assert_equal(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 from ampcompile import weights
+from ampcompile.kernels.masters import read_master
 from ampcompile.scaler.grad_scaler import GradScaler
+from ampcompile.scaler.master_step import keep_masters
 from tests.devices import waiting_for_nothing
-from tests.scaler.cases import assert_close, fill, scaled
+from tests.scaler.cases import assert_close, assert_equal, fill, scaled
 from tests.weights.bindings import bind
 
 pytestmark = pytest.mark.gpu
@@ -60,6 +62,40 @@ def test_training_equals_torchs_without_a_sync(kind, how):
         results.append((params, scaler.state_dict()))
     assert_close(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["remainder", "float32"])
+def test_16_bit_parameters_have_the_bits_of_float32_masters(kind, how):
+    narrow = [nn.Parameter(param.detach().bfloat16()) for param in weights_on()]
+    wide = [nn.Parameter(param.detach().float()) for param in narrow]
+    optimizers = [KINDS[kind](params) for params in (narrow, wide)]
+    masters = keep_masters(optimizers[0], how)
+    scalers = [scaled(device="cuda") for _ in optimizers]
+    for seed in range(6):
+        fill(narrow, seed, 2.0**16, math.nan if seed == 2 else None)
+        for param, weight in zip(narrow, wide, strict=True):
+            weight.grad = param.grad.float()
+        for scaler, optimizer in zip(scalers, optimizers, strict=True):
+            with waiting_for_nothing("cuda"):
+                iteration(scaler, optimizer)
+    states = [optimizers[0].state[param] for param in narrow]
+    weights = [read_master(p, *masters.kept(state)) for p, state in zip(narrow, states, strict=True)]
+    assert_equal([weight.detach() for weight in weights], [weight.detach() for weight in wide])
+
+
+def test_random_rounding_has_the_bits_of_the_cpus():
+    results = []
+    for device in ("cpu", "cuda"):
+        params = [nn.Parameter(torch.ones(n, dtype=torch.bfloat16, device=device)) for n in (100_003, 7, 8192)]
+        optimizer = torch.optim.SGD(params, lr=1.0)
+        keep_masters(optimizer, "stochastic", seed=2**35 + 1)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.full_like(param, -0.3 * 2**-7)
+            optimizer.step()
+        results.append([param.detach().cpu() for param in params])
+    assert_equal(*results)
 
 
 def test_an_iteration_is_four_launches_and_allocates_nothing():

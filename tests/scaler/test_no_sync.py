@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompile.scaler.collect import amp_aware
 from ampcompile.scaler.grad_scaler import GradScaler
+from ampcompile.scaler.master_step import keep_masters
 from tests.scaler.cases import KINDS, scaled
 
 ASKING = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "masked_select", "unique"}
@@ -66,6 +67,20 @@ def test_an_iteration_asks_nothing(how, index):
             flags = scaler.last_step_skipped, scaler.step_skipped(optimizer)
             scaler.update()
         assert all(flag.item() == (how != "disabled" and not math.isfinite(bad)) for flag in flags)
+
+
+@pytest.mark.parametrize("how", ["remainder", "float32", "stochastic"])
+@pytest.mark.parametrize("scaler", [GradScaler, torch.amp.GradScaler, None])
+def test_a_step_of_16_bit_parameters_asks_nothing(how, scaler):
+    params = [nn.Parameter(torch.randn(3, 4).bfloat16()) for _ in range(3)]
+    optimizer = torch.optim.AdamW(params)
+    keep_masters(optimizer, how)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        scaling = scaled(scaler) if scaler else None
+        with asking_nothing():
+            scaling.step(optimizer) if scaling else optimizer.step()
 
 
 @pytest.mark.parametrize("kind", KINDS[3:])

@@ -14,6 +14,7 @@ MARKS = {
     "_boxed_call",
     "_dynamo_marked_constant",
     "_dynamo_source",
+    "_opt_called",
     "_param_name_to_source",
     "_torchdynamo_inline",
     "_torchdynamo_wrapper_id",

@@ -15,7 +15,8 @@ def check(capability: int) -> None:
     types = (tl.float32, tl.float16, tl.bfloat16)
     for grad, copy, state in pairs(types, types, [False, True]):  # the state: of AMSGrad, of momentum
         wide = int(grad == tl.float32)  # gradients of 16 bits are read 8 bytes at a time beside float32 state
-        both = {"GRAD": grad, "COPY": copy, "HAS_FOUND_INF": True, "CHUNK": 8192, "BLOCK": 512}
+        weights = {"PARAM": tl.float32, "BESIDE": copy}
+        both = {"GRAD": grad, **weights, "HAS_FOUND_INF": True, "CHUNK": 8192, "BLOCK": 512}
         code = compiled(
             adam.amp_adam,
             {**TABLES, "scalars": "*fp32", "found_inf": "*fp32"},
@@ -39,6 +40,9 @@ def check(capability: int) -> None:
         assert code.count("ld.global*.v4.") == 1 + state + wide
         assert code.count("st.global*.v4.") == 1 + state
         assert code.count("bar.sync") == code.stack == 0 and code.registers <= 64
+    narrow = [(tl.bfloat16, tl.int16), (tl.bfloat16, tl.float32), (tl.float16, tl.float32), (tl.bfloat16, tl.int64)]
+    for grad, (param, beside) in pairs(types, narrow):
+        check_masters(capability, grad, param, beside)
     for grad in types:
         blocks = {"GRAD": grad, "CHUNK": 8192, "BLOCK": 1024}
         code = compiled(unscale.amp_unscale, {**TABLES, **FLAGS}, blocks, capability)
@@ -75,3 +79,21 @@ def check(capability: int) -> None:
         warps=1,
     )
     assert prepare.stack == update.stack == 0
+
+
+def check_masters(capability: int, grad: tl.dtype, param: tl.dtype, beside: tl.dtype) -> None:
+    """16-bit parameters and remainders are moved 8 bytes at a time; a checksum crosses warps only to be stored."""
+    constants = {"GRAD": grad, "PARAM": param, "BESIDE": beside, "HAS_FOUND_INF": True, "CHUNK": 8192, "BLOCK": 512}
+    wide, remainder = int(grad == tl.float32), int(beside == tl.int16)
+    for kernel, types, states, moments in (
+        (adam.amp_adam, {"scalars": "*fp32", "found_inf": "*fp32"}, {"AMSGRAD": False}, 2),
+        (sgd.amp_sgd, FLAGS, {"MOMENTUM": True, "HAS_MULTIPLIER": True}, 1),
+    ):
+        code = compiled(kernel, {**TABLES, **types}, {**constants, **states}, capability)
+        master = int(beside == tl.float32)
+        assert code.count("ld.global*.v4.") == moments + wide + master
+        assert code.count("ld.global*.v2.") == 1 - wide + 1 + remainder
+        assert code.count("st.global*.v4.") == moments + master
+        assert code.count("st.global*.v2.") == 1 + remainder
+        assert code.shared == 16 * remainder and code.count("bar.sync") == 4 * remainder  # in blocks and in tails
+        assert code.stack == 0 and code.registers <= (104 if remainder else 64)

@@ -24,6 +24,7 @@ from ampcompile.scaler import fused as scaler_fused
 from ampcompile.scaler import grad_scaler as scaler
 from ampcompile.scaler import unscale as scaler_unscale
 from tests.kernels.test_adam import GROUPS as ADAM_GROUPS
+from tests.kernels.test_masters import HOWS, check_step, weights_of
 from tests.kernels.test_sgd import GROUPS as SGD_GROUPS
 from tests.pairs import pairs
 from tests.scaler.cases import GRAD_DTYPES, adam_tensors, assert_close, assert_equal, odd_tensors, sgd_tensors
@@ -47,6 +48,7 @@ def launching(module):
     """A module's step as the public function takes it."""
 
     def step(t, multiplier=None, found_inf=None, workspace=None):
+        t.count_step()
         workspace = {} if workspace is None else workspace
         lrs, settings = [group.lr for group in t.groups], group_values(t.groups)
         module.step_(table_of(t, workspace), settings, lrs, multiplier, found_inf, workspace)
@@ -200,6 +202,29 @@ def test_sgd(dtype):
     assert_close(ours.momentum_buffers, reference.momentum_buffers)
     assert_equal(ours.grads, before)
     assert_copies(ours.params, ours.copies)
+
+
+@pytest.mark.parametrize(("how", "dtype"), [case for case in HOWS if case != ("float32", torch.bfloat16)])
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_16_bit_parameters(name, how, dtype, monkeypatch):
+    """Steps, checksums and random bits; a chunk is two spans here. Masters of bfloat16 are cast as copies are."""
+    monkeypatch.setattr(tables, "CHUNK", 2 * tables.SPAN)
+    monkeypatch.setattr(steps, "BLOCK", tables.SPAN)
+    sizes = (0, 1, tables.SPAN, tables.SPAN + 1, 2 * tables.SPAN, 5 * tables.SPAN + 3)
+    make, groups, step = {"adam": (adam_tensors, ADAM_GROUPS, adam_), "sgd": (sgd_tensors, SGD_GROUPS, sgd_)}[name]
+    for grad_dtype in GRAD_DTYPES:
+        ours = check_step(step, make(groups[:3], grad_dtype, sizes=sizes), how, dtype)
+        for param in ours.params:
+            param[:7] = 3.0
+        before = deepcopy(ours)
+        step(ours, torch.tensor(math.nan), torch.tensor(1.0))
+        for kind in ("params", "checksums", *ours.STATES):
+            assert_equal(getattr(ours, kind), getattr(before, kind))
+        wide = replace(before, params=weights_of(before), kept=[None] * len(sizes) + [None])
+        step(ours)
+        step(wide)
+        if how != "stochastic":
+            assert_equal(weights_of(ours), wide.params)
 
 
 @pytest.mark.parametrize("found_inf", [1.0, 2.0, -1.0, math.nan])

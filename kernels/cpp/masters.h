@@ -1,0 +1,108 @@
+// Weights as an update reads and writes them: float32, or 16-bit parameters and what is kept beside each; see masters.py.
+#pragma once
+#include "chunks.h"
+
+constexpr int64_t kRemainder = 3, kKey = 4;  // in `native.DTYPE_CODES`: int16 and int64
+constexpr int64_t kSpan = 128;               // parameters of a checksum; it divides a block
+
+// A row of the table: beside a float32 parameter its 16-bit copy, if any; beside a 16-bit one its remainder with
+// checksums, its float32 master, or the key of its random bits.
+struct Weight { int64_t param, dtype, beside, beside_dtype, checksums; };
+
+struct Factors {
+  uint32_t of[kSpan]{};
+  constexpr Factors() {
+    for (uint32_t i = 0; i < kSpan; ++i) {
+      const uint32_t mixed = i * 0x9E3779B1u;
+      of[i] = (mixed ^ mixed >> 15) * 0x85EBCA6Bu | 1;
+    }
+  }
+};
+constexpr Factors kFactors;
+
+inline uint32_t checksum(const uint16_t* param, int64_t n) {
+  uint32_t sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += param[i] * kFactors.of[i];
+  return sum;
+}
+
+template <typename Body> void for_each_span(int64_t n, Body body) {
+  for (int64_t begin = 0; begin < n; begin += kSpan) body(begin, std::min(kSpan, n - begin));
+}
+
+// Philox 4x32-10: 32 random bits for each element, four from each counter.
+inline void random_words(const int64_t* key, int64_t begin, int64_t n, uint32_t* words) {
+  for (int64_t i = 0; i < (n + 3) / 4; ++i) {
+    const uint64_t group = uint64_t(begin / 4 + i);
+    uint32_t c0 = uint32_t(group), c1 = uint32_t(group >> 32), c2 = uint32_t(key[2]), c3 = uint32_t(key[1]);
+    uint32_t k0 = uint32_t(key[0]), k1 = uint32_t(uint64_t(key[0]) >> 32);
+    for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+      const uint64_t a = uint64_t(0xD2511F53u) * c0, b = uint64_t(0xCD9E8D57u) * c2;
+      c0 = uint32_t(b >> 32) ^ c1 ^ k0, c1 = uint32_t(b), c2 = uint32_t(a >> 32) ^ c3 ^ k1, c3 = uint32_t(a);
+    }
+    words[4 * i] = c0, words[4 * i + 1] = c1, words[4 * i + 2] = c2, words[4 * i + 3] = c3;
+  }
+}
+
+// A master counts where it rounds to the parameter; elsewhere the parameter was written since.
+template <typename Low> void follow_parameter(const Low* param, float* master, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    Low rounded;
+    narrow(master[i], rounded);
+    master[i] = widen(rounded) == widen(param[i]) ? master[i] : widen(param[i]);
+  }
+}
+
+// The float32 weights of at most a block: in `block`, or the master itself.
+inline float* read_weights(const Weight& w, int64_t begin, int64_t n, float* block) {
+  if (w.dtype == 0) return at<float>(w.param, begin);
+  if (w.beside_dtype == 0) {
+    float* master = at<float>(w.beside, begin);
+    if (w.dtype == 1) follow_parameter(at<Half>(w.param, begin), master, n);
+    else follow_parameter(at<BFloat16>(w.param, begin), master, n);
+    return master;
+  }
+  const uint16_t *param = at<uint16_t>(w.param, begin), *remainder = at<uint16_t>(w.beside, begin);
+  for_each_span(n, [&](int64_t first, int64_t size) {
+    const bool known = w.beside_dtype == kRemainder &&
+                       *at<uint32_t>(w.checksums, (begin + first) / kSpan) == checksum(param + first, size);
+    for (int64_t i = first; i < first + size; ++i) {
+      const uint32_t low = known ? remainder[i] : 0;
+      block[i] = bits<float>((param[i] - (low >> 15)) << 16 | low);
+    }
+  });
+  return block;
+}
+
+template <typename Low> void round_to(const float* from, int64_t n, Low* to) {
+  for (int64_t i = 0; i < n; ++i) narrow(from[i], to[i]);
+}
+
+// Writes the parameters, and beside them what `weights`, as `read_weights` returned them, doesn't hold yet.
+inline void write_weights(const Weight& w, int64_t begin, int64_t n, const float* weights) {
+  if (w.beside_dtype < kRemainder) {
+    const int64_t dtype = w.dtype == 0 ? w.beside_dtype : w.dtype, low = w.dtype == 0 ? w.beside : w.param;
+    if (low) with_dtype(dtype, [&](auto type) { round_to(weights, n, at<decltype(type)>(low, begin)); });
+    return;
+  }
+  const auto bits_of = [&](int64_t i) {  // a carry into the sign would make a zero of some NaN
+    const uint32_t wide = bits<uint32_t>(weights[i]);
+    return (wide & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : wide;
+  };
+  uint16_t* param = at<uint16_t>(w.param, begin);
+  if (w.beside_dtype == kKey) {
+    uint32_t words[kBlock];
+    random_words(at<int64_t>(w.beside, 0), begin, n, words);
+    for (int64_t i = 0; i < n; ++i) param[i] = uint16_t((bits_of(i) + (words[i] & 0xffff)) >> 16);
+    return;
+  }
+  uint16_t* remainder = at<uint16_t>(w.beside, begin);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t wide = bits_of(i);
+    param[i] = uint16_t((wide + 0x8000) >> 16);
+    remainder[i] = uint16_t(wide);
+  }
+  for_each_span(n, [&](int64_t first, int64_t size) {
+    *at<uint32_t>(w.checksums, (begin + first) / kSpan) = checksum(param + first, size);
+  });
+}

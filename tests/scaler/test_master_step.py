@@ -1,0 +1,435 @@
+"""Steps of 16-bit parameters equal those of float32 masters beside them, through scalers, checkpoints and copies."""
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampcompile
+from ampcompile.errors import ScalerError
+from ampcompile.kernels import native
+from ampcompile.kernels.masters import write_master
+from ampcompile.kernels.triton.tables import SPAN
+from ampcompile.scaler.masters import masters_of
+from tests.scaler.cases import assert_close, assert_equal
+
+SHAPES = ((33, 7), (128,), (1,), (5, 1025), (2, 3, 4, 2))
+KINDS: dict[str, Callable[..., Any]] = {
+    "SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "Adam": lambda params: torch.optim.Adam(params, 0.01, weight_decay=0.1, amsgrad=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, 0.01, fused=True),
+}
+HOWS = ("remainder", "float32", "stochastic")
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def parameters(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    params[-1].data = params[-1].data.contiguous(memory_format=torch.channels_last)
+    return params
+
+
+def wide_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [nn.Parameter(p.detach().float()) for p in params]
+
+
+def fill(seed: int, *lists: list[nn.Parameter], scale: float = 1.0, bad: float | None = None) -> None:
+    """The same gradients for all, each in its parameter's type."""
+    generator = torch.Generator().manual_seed(seed)
+    for params in zip(*lists, strict=True):
+        grad = torch.randn(params[0].shape, generator=generator).bfloat16() * scale
+        if bad is not None:
+            grad.view(-1)[-1] = bad
+        for param in params:
+            param.grad = torch.empty_like(param).copy_(grad)
+
+
+def masters(optimizer: Any) -> list[Tensor]:
+    """The float32 weights of its parameters."""
+    from ampcompile.kernels.masters import read_master
+
+    kept, params = masters_of(optimizer), optimizer.param_groups[0]["params"]
+    assert kept is not None
+    return [read_master(param.detach(), *kept.kept(optimizer.state[param])) for param in params]
+
+
+def rounded(weights: list[Tensor], how: str) -> list[Tensor]:
+    """Parameters as the reference casts its float32 masters."""
+    if how == "float32":
+        return [weight.bfloat16() for weight in weights]
+    params = [torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights]
+    for param, weight in zip(params, weights, strict=True):
+        remainder = torch.empty_like(param, dtype=torch.int16)
+        write_master(param, remainder, torch.empty(-(-param.numel() // SPAN)).int(), weight.detach())
+    return params
+
+
+def run(optimizer: Any, wide: Any, steps: range, clip: bool = True, found: Any = ampcompile.GradScaler) -> None:
+    """Steps of both by scalers, of which one finds an overflow."""
+    params, weights = optimizer.param_groups[0]["params"], wide.param_groups[0]["params"]
+    scalers = found("cpu", init_scale=64.0), ampcompile.GradScaler("cpu", init_scale=64.0)
+    for i in steps:
+        for scaler in scalers:
+            scaler.scale(torch.ones(()))
+        scale = scalers[0].get_scale()
+        assert scale == scalers[1].get_scale()
+        fill(i, params, weights, scale=scale, bad=torch.inf if i % 5 == 2 else None)
+        for scaler, each in zip(scalers, (optimizer, wide), strict=True):
+            if clip:
+                scaler.clip_grad_norm_(each, 1.0)
+            scaler.step(each)
+            scaler.update()
+
+
+@kinds
+@pytest.mark.parametrize("how", ["remainder", "float32"])
+@pytest.mark.parametrize("clip", [False, True])
+def test_they_train_as_float32_masters_beside_them_and_go_on_so_from_a_checkpoint(
+    kind: str, how: str, clip: bool
+) -> None:
+    params = parameters()
+    optimizer, wide = KINDS[kind](params), KINDS[kind](weights := wide_of(params))
+    ampcompile.keep_masters(optimizer, how)
+    run(optimizer, wide, range(8), clip)
+    assert_equal(masters(optimizer), [w.detach() for w in weights])
+    assert_equal([p.detach() for p in params], rounded(weights, how))
+    file = io.BytesIO()
+    torch.save({"model": params, "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    for order in ((0, 1), (1, 0)):
+        others = parameters(1)
+        resumed = KINDS[kind](others)
+        ampcompile.keep_masters(resumed, how)
+        for which in order:
+            if which == 0:
+                for param, value in zip(others, saved["model"], strict=True):
+                    param.data.copy_(value.data)
+            else:
+                resumed.load_state_dict(copy.deepcopy(saved["optimizer"]))  # torch shares step counts
+        assert_equal(masters(resumed), [w.detach() for w in weights])
+        wides = KINDS[kind](beside := [nn.Parameter(w.detach().clone()) for w in weights])
+        wides.load_state_dict(copy.deepcopy(wide.state_dict()))
+        run(resumed, wides, range(8, 12), clip)
+        assert_equal(masters(resumed), [w.detach() for w in beside])
+
+
+@kinds
+def test_without_a_scaler_and_with_torchs_it_is_the_same(kind: str) -> None:
+    results = []
+    for way in ("alone", "torch", "disabled"):
+        params = parameters()
+        optimizer, wide = KINDS[kind](params), KINDS[kind](weights := wide_of(params))
+        ampcompile.keep_masters(optimizer)
+        if way == "torch":
+            run(optimizer, wide, range(4), clip=False, found=torch.amp.GradScaler)
+            assert_equal(masters(optimizer), [w.detach() for w in weights])
+            continue
+        scaler = ampcompile.GradScaler("cpu", enabled=False)
+        for i in range(4):
+            fill(i, params)
+            optimizer.step() if way == "alone" else scaler.step(optimizer)
+        results.append(masters(optimizer))
+    assert_equal(*results)
+
+
+@kinds
+@pytest.mark.parametrize("how", HOWS)
+def test_torchs_own_optimizer_takes_the_step_where_the_kernels_cant(
+    kind: str, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ampcompile")
+    results = []
+    for kernels in (True, False):
+        params = parameters()
+        optimizer = KINDS[kind](params)
+        ampcompile.keep_masters(optimizer, how)
+        monkeypatch.setattr(native, "available", lambda kernels=kernels: kernels)
+        scaler = ampcompile.GradScaler("cpu", init_scale=8.0)
+        for i in range(3):
+            fill(i, params, scale=8.0, bad=torch.nan if i == 1 else None)
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            scaler.update(8.0)
+        results.append((masters(optimizer), optimizer.state[params[0]].keys()))
+    assert caplog.text.count("on float32 masters is torch's: no C++ compiler works here") == 1
+    if how != "stochastic":  # there a difference in the last bit may round the other way
+        assert_close(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+def test_sparse_gradients_and_dampening_are_torchs_too() -> None:
+    table = nn.Embedding(7, 3, sparse=True).bfloat16()
+    wide = nn.Embedding(7, 3, sparse=True)
+    wide.weight.data.copy_(table.weight.data)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.001, momentum=0.5, dampening=0.1) for each in (table, wide)]
+    ampcompile.keep_masters(optimizers[0])
+    for _ in range(3):
+        for each, optimizer in zip((table, wide), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(torch.tensor([1, 2, 2])).sum().backward()
+            optimizer.step()
+    assert_equal(masters(optimizers[0]), [wide.weight.detach()])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p: p.data.mul_(1.5),
+        lambda p: torch.from_dlpack(p.detach()).mul_(1.5),
+        lambda p: nn.Module.load_state_dict(as_module(p), {"p": p.detach() * 1.5}),
+        lambda p: torch.no_grad()(p.copy_)(p * 1.5),
+        lambda p: setattr(p, "data", p.data * 1.5),
+    ],
+    ids=["data", "dlpack", "load_state_dict", "copy_", "set data"],
+)
+@pytest.mark.parametrize("how", ["remainder", "float32"])
+def test_what_anyone_writes_counts_as_it_is_and_the_same_bits_change_nothing(how: str, write: Any) -> None:
+    params = parameters()
+    optimizer = KINDS["AdamW"](params)
+    ampcompile.keep_masters(optimizer, how)
+    fill(0, params)
+    optimizer.step()
+    before = masters(optimizer)
+    averaged = [param.detach().clone() for param in params]
+    for param in params:  # as an evaluation of averaged weights does
+        param.data.mul_(0.5)
+    for param, value in zip(params, averaged, strict=True):
+        param.data.copy_(value)
+    assert_equal(masters(optimizer), before)
+    for param in params:
+        write(param)
+    assert_equal(masters(optimizer), [param.detach().float() for param in params])
+    wide = KINDS["AdamW"](weights := wide_of(params))
+    wide.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    fill(1, params, weights)
+    optimizer.step()
+    ampcompile.GradScaler(enabled=False).step(wide)
+    assert_equal(masters(optimizer), [w.detach() for w in weights])
+
+
+def as_module(param: nn.Parameter) -> nn.Module:
+    module = nn.Module()
+    module.p = param
+    return module
+
+
+@kinds
+@pytest.mark.parametrize("how", HOWS)
+def test_copies_and_pickles_step_as_the_optimizer_does(kind: str, how: str) -> None:
+    params = parameters()
+    optimizer = KINDS[kind](params)
+    ampcompile.keep_masters(optimizer, how, seed=5)
+    fill(0, params)
+    optimizer.step()
+    fill(1, params)
+    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    optimizer.step()
+    for other in copies:
+        fill(1, others := other.param_groups[0]["params"])
+        other.step()
+        assert_equal([p.detach() for p in others], [p.detach() for p in params])
+        assert_equal(masters(other), masters(optimizer))
+
+
+@kinds
+def test_torchs_optimizer_reads_the_saved_state_and_gives_it_back(kind: str) -> None:
+    params = parameters()
+    optimizer = KINDS[kind](params)
+    handle = ampcompile.keep_masters(optimizer)
+    fill(0, params)
+    optimizer.step()
+    plain = KINDS[kind](others := [nn.Parameter(p.detach().clone()) for p in params])
+    plain.load_state_dict(optimizer.state_dict())
+    fill(1, others)
+    plain.step()
+    assert all(param.isfinite().all() for param in others)
+    before = optimizer.state[params[0]]["remainder"].clone()
+    optimizer.load_state_dict(plain.state_dict())
+    assert_equal(masters(optimizer)[:1], [params[0].detach().float()]), "what torch made of remainders is none"
+    fill(1, params)
+    optimizer.step()
+    assert optimizer.state[params[0]]["remainder"].dtype == before.dtype
+    handle.remove()
+    assert type(optimizer).step is optimizer.step.__func__ and masters_of(optimizer) is None
+    assert {value.dtype for name, value in optimizer.state[params[0]].items() if name != "step"} == {torch.bfloat16}
+    fill(2, params)
+    optimizer.step()
+    assert pickle.loads(pickle.dumps(optimizer)).step.__func__ is type(optimizer).step
+
+
+def test_state_that_torch_made_goes_on_in_float32() -> None:
+    params = parameters()
+    optimizer = torch.optim.AdamW(params, 0.01)
+    fill(0, params)
+    optimizer.step()
+    moments = [optimizer.state[param]["exp_avg"].float() for param in params]
+    ampcompile.keep_masters(optimizer)
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert_close([optimizer.state[param]["exp_avg"] for param in params], [0.9 * moment for moment in moments])
+
+
+@pytest.mark.parametrize("first", ["scheduler", "masters"])
+@pytest.mark.filterwarnings("error")
+def test_schedulers_hooks_and_closures_work_as_ever(first: str) -> None:
+    params = parameters()
+    optimizer, seen = torch.optim.SGD(params, 1.0), []
+    if first == "scheduler":
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    handle = ampcompile.keep_masters(optimizer)
+    if first == "masters":
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    for lr in (1.0, 0.5):
+        before = masters(optimizer) if seen else [p.detach().float() for p in params]
+
+        def closure() -> str:
+            for param in params:
+                param.grad = torch.ones_like(param)
+            return "loss"
+
+        assert optimizer.step(closure) == "loss"
+        assert_equal(masters(optimizer), [weight - lr for weight in before])
+        scheduler.step()
+    assert seen == ["before", "after"] * 2
+    handle.remove()
+    optimizer.step()
+
+
+def test_parameters_of_several_types_and_gradients_of_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    wide = [nn.Parameter(torch.randn(50, generator=generator)) for _ in range(3)]
+    params = [
+        nn.Parameter(p.detach().to(d))
+        for p, d in zip(wide, (torch.bfloat16, torch.float32, torch.float16), strict=True)
+    ]
+    wide = wide_of(params)
+    if hasattr(params[0], "grad_dtype"):
+        params[0].grad_dtype = torch.float32
+    optimizer, reference = (torch.optim.AdamW(each, 0.01) for each in (params, wide))
+    ampcompile.keep_masters(optimizer, "float32")
+    scalers = [ampcompile.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+    for _ in range(3):
+        for scaler, each, held in zip(scalers, (optimizer, reference), (params, wide), strict=True):
+            for i, param in enumerate(held):
+                grad = torch.randn(50, generator=torch.Generator().manual_seed(i))
+                grad = grad.half().float() if i == 2 else grad
+                param.grad = grad.to(getattr(param, "grad_dtype", None) or param.dtype)
+                if i == 0 and param.grad.dtype == torch.bfloat16:
+                    wide[0].grad = param.grad.float()
+            scaler.scale(torch.ones(()))
+            scaler.step(each)
+            scaler.update()
+    state = optimizer.state[params[1]]
+    assert "master_param" not in state and params[1].dtype == torch.float32
+    weights = [optimizer.state[params[i]]["master_param"] for i in (0, 2)]
+    assert_equal([weights[1], params[1].detach()], [wide[2].detach(), wide[1].detach()])
+    if hasattr(params[0], "grad_dtype"):
+        assert_equal([weights[0]], [wide[0].detach()])
+    assert_equal([params[0].detach(), params[2].detach()], [weights[0].bfloat16(), weights[1].half()])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])  # beside parameters of bfloat16 the latter is a copy
+def test_a_compiled_model_of_bfloat16_reads_the_parameters_of_the_latest_step(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1)).bfloat16()
+    options: dict[str, Any] = {"lower": "aot_eager", "dtype": dtype}
+    compiled = torch.compile(model, backend="amp", options=options)
+    checked = torch.compile(model, backend="amp", options={**options, "weights": "every_call"})
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), 1e-4), ampcompile.GradScaler("cpu", init_scale=8.0)
+    ampcompile.keep_masters(optimizer)
+    x = torch.randn(32, 8).bfloat16()
+    losses = []
+    for i in range(40):
+        loss = (compiled(x).float() - x.float().sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        if i % 2:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        losses.append(loss.item())
+        assert torch.equal(compiled(x), checked(x))
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.ci
+@kinds
+def test_a_thousand_steps_of_random_shapes(kind: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [torch.randint(1, 70, (n,), generator=generator).tolist() for n in (1, 2, 2, 3)]
+    params = [nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in shapes]
+    optimizer, wide = KINDS[kind](params), KINDS[kind](weights := wide_of(params))
+    ampcompile.keep_masters(optimizer)
+    run(optimizer, wide, range(1000))
+    assert_equal(masters(optimizer), [w.detach() for w in weights])
+    assert_equal([p.detach() for p in params], rounded(weights, "remainder"))
+
+
+def test_updates_too_small_for_a_bfloat16_add_up() -> None:
+    moved = {}
+    for how in (None, *HOWS):
+        param = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+        optimizer = torch.optim.SGD([param], 2**-12)
+        if how is not None:
+            ampcompile.keep_masters(optimizer, how)
+        for _ in range(64):
+            param.grad = torch.full_like(param, -1.0)
+            optimizer.step()
+        moved[how] = param.float().mean().item() - 1
+    assert moved[None] == 0 and moved["remainder"] == moved["float32"] == 2**-6
+    assert abs(moved["stochastic"] - 2**-6) < 2**-10
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "text"),
+    [
+        (lambda: KINDS["SGD"](parameters()), "half", "expected one of 'remainder', 'float32', 'stochastic'"),
+        (
+            lambda: torch.optim.RMSprop(parameters()),
+            "remainder",
+            "of type RMSprop; expected torch's SGD, Adam or AdamW",
+        ),
+        (lambda: torch.optim.Adam(parameters(), differentiable=True), "remainder", "found differentiable=True"),
+        (lambda: KINDS["SGD"](parameters(dtype=torch.float32)), "remainder", "found no 16-bit parameter"),
+        (
+            lambda: KINDS["SGD"](parameters(dtype=torch.float16)),
+            "remainder",
+            "Parameter of torch.float16 with how='remainder'",
+        ),
+        (lambda: kept(KINDS["SGD"](parameters())), "remainder", "keeps masters already"),
+    ],
+)
+def test_what_is_impossible_is_refused(make: Callable[[], Any], how: str, text: str) -> None:
+    with pytest.raises(ScalerError, match=text):
+        ampcompile.keep_masters(make(), how)
+
+
+def kept(optimizer: Any) -> Any:
+    ampcompile.keep_masters(optimizer)
+    return optimizer
+
+
+def test_parameters_that_join_later_are_kept_or_refused() -> None:
+    optimizer = kept(KINDS["SGD"](parameters()))
+    optimizer.add_param_group({"params": [late := nn.Parameter(torch.ones(3).bfloat16())]})
+    late.grad = torch.ones_like(late)
+    optimizer.step()
+    assert optimizer.state[late]["remainder"].any()
+    optimizer.add_param_group({"params": [half := nn.Parameter(torch.ones(3).half())]})
+    half.grad = torch.ones_like(half)
+    with pytest.raises(ScalerError, match="float16 with how='remainder'"):
+        optimizer.step()
+    assert half.eq(1).all()
