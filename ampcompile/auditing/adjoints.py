@@ -78,7 +78,7 @@ class Adjoints:
             return exact
         operands = [leaf for leaf in pytree.tree_leaves(arguments) if is_floating(leaf)]
         errors = [_error(rounded[i], results[i]) for i in at]
-        lossy = any(bool(error.any()) for error in errors)
+        lossy, overflows = (any(bool(test(error)) for error in errors) for test in (Tensor.any, _has_infinity))
         elements = sum(value.numel() for value in [*operands, *(results[i] for i in at)])
         low = rounded[at[0]].dtype in LOW
         is_cast = has(node.target, CONVERSIONS_AFTER)
@@ -87,7 +87,7 @@ class Adjoints:
         if has(node.target, PRODUCTS_AFTER) or is_attention(node.target):
             for source in sources:
                 source.readers.add(place.module)
-        elif sources and not is_cast:
+        elif sources and not is_cast and not overflows:  # an overflow is prevented where it is
             origins = frozenset[str]().union(*(source.origins for source in sources))
         rounding = Rounding(place, low, elements, origins, is_cast=is_cast)
         if lossy:
@@ -130,7 +130,7 @@ class _Op:
             return
         result, norm = self.adjoints.result, self.adjoints.norm
         added = sum(
-            math.inf if error.isinf().any() else float((error.abs() * adjoint.abs() / norm).square().sum())
+            math.inf if _has_infinity(error) else float((error.abs() * adjoint.abs() / norm).square().sum())
             for error, adjoint in zip(self.errors, adjoints, strict=True)
         )
         squares = self.rounding.squares
@@ -173,6 +173,10 @@ class _Followed(torch.autograd.Function):
     def backward(ctx: Any, *adjoints: Tensor) -> Any:
         ctx.op.note(adjoints)
         return None, None, None, *ctx.op.pull_back(ctx.needs_input_grad[3:], adjoints)
+
+
+def _has_infinity(error: Tensor) -> Tensor:
+    return error.isinf().any()
 
 
 def _error(mixed: Tensor, exact: Tensor) -> Tensor:

@@ -104,8 +104,8 @@ def compare(a: Recording | str | Path, b: Recording | str | Path) -> Comparison:
         )
     first = _first_difference(runs[0].steps, runs[1].steps, pairs)
     results = {f"{name} in {run}": why for run, r in zip("ab", runs, strict=True) for name, why in _astray(r).items()}
-    only = [len(run.steps) - len(pairs) for run in runs]
-    return Comparison(first, results, len(pairs), *only, (runs[0].about, runs[1].about))
+    only_a, only_b = (len(run.steps) - len(pairs) for run in runs)
+    return Comparison(first, results, len(pairs), only_a, only_b, (runs[0].about, runs[1].about))
 
 
 def _pair(a: Sequence[Step], b: Sequence[Step]) -> dict[int, int]:

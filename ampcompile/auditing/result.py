@@ -88,7 +88,7 @@ class Audit:
         assert self.call is not None
         return self.call.sensitivities()
 
-    def suggest(self, tolerance: float, trials: int = 20, progress: Callable[[str], None] | None = None) -> Policy:
+    def suggest(self, tolerance: float, trials: int = 60, progress: Callable[[str], None] | None = None) -> Policy:
         """Return a policy that keeps few modules in float32 so that `error` is at most `tolerance`, as measured.
 
         Runs the call once for `sensitivities`, then audits at most `trials` policies: mostly one or two, more where

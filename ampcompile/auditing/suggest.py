@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 VERIFIED = 2
 """Audits of sets that are predicted to meet the tolerance; then the search goes on by bisection."""
+MISLED = 1.25
+"""A set that should meet the tolerance and is so many times above it says that predictions are wrong."""
 MARGIN = 0.95
 """Share of the tolerance that is used up by what is predicted."""
 
@@ -35,9 +37,7 @@ def suggest(audit: Audit, tolerance: float, trials: int, progress: Callable[[str
         )
     if audit.error <= tolerance:
         return audit.policy
-    search = _Search(audit, tolerance, trials, progress)
-    search.run()
-    return search.policy()
+    return _Search(audit, tolerance, trials, progress).run()
 
 
 class _Search:
@@ -52,19 +52,21 @@ class _Search:
         self.modules = {op.module for op in audit.ops} | {r.place.module for r in sensitivities.roundings}
         self.sets = list(give_up_one_by_one(sensitivities.roundings, self.modules))
         self.predicted = [sensitivities.error(kept) for kept in self.sets]
+        self.errors = {frozenset[str](): audit.error}  # measured, by the modules kept
         self.meets, self.fails = 0, len(self.sets) - 1  # the last that meets the tolerance, and the first that doesn't
-        self.measured = {self.fails: audit.error}
 
-    def run(self) -> None:
-        """Move `meets` and `fails` towards each other. Raises AuditError if nothing meets the tolerance."""
+    def run(self) -> Policy:
+        """Return a policy that meets the tolerance. Raises AuditError if none does."""
+        misled = False
         while True:
-            tried = len(self.measured) - 1
-            if self.meets in self.measured and (self.fails - self.meets == 1 or tried in (VERIFIED, self.trials)):
-                return
+            tried = len(self.errors) - 1
+            met = self.sets[self.meets] in self.errors
+            if met and (self.fails - self.meets == 1 or tried in (VERIFIED, self.trials)):
+                break
             place = self._predict() if tried < VERIFIED else (self.meets + self.fails) // 2
-            if tried + 1 == self.trials and self.meets not in self.measured:
+            if tried + 1 == self.trials and not met:
                 place = 0
-            error = self.measured[place] = self._measure(place)
+            error = self._measure(self.sets[place])
             if error <= self.tolerance:
                 self.meets = place
             elif place == 0:
@@ -73,30 +75,46 @@ class _Search:
                     f"{self.tolerance:.2g}. Ask for a tolerance above that: no choice of modules is better."
                 )
             else:
-                self.fails = place
+                self.fails, misled = place, misled or error > MISLED * self.tolerance
+        kept = self.sets[self.meets]
+        return self._policy(self._shrink(sorted(kept)) if misled and "" not in kept else kept)
 
     def _predict(self) -> int:
         """Return the last place at which the tolerance should be met, as predictions have proved right so far."""
         limit = (MARGIN * self.tolerance) ** 2
         (low, at_low), (high, at_high) = (
-            (self.predicted[i] ** 2, self.measured.get(i, 0.0) ** 2) for i in (self.meets, self.fails)
+            (self.predicted[i] ** 2, self.errors.get(self.sets[i], 0.0) ** 2) for i in (self.meets, self.fails)
         )
         if at_low < min(limit, at_high) and at_high < math.inf and low < high < math.inf:  # squares add up
             limit = low + (high - low) * (limit - at_low) / (at_high - at_low)
-        first = self.meets + (self.meets in self.measured)
+        first = self.meets + (self.sets[self.meets] in self.errors)
         return next((i for i in range(self.fails - 1, first, -1) if self.predicted[i] ** 2 <= limit), first)
 
-    def _measure(self, place: int) -> float:
-        assert self.audit.call is not None
-        error = self.audit.call.with_policy(self.policy(place)).audit(local=False).error
-        kept = len(self.sets[place])
-        self.progress(f"{kept} module{'s' * (kept != 1)} in float32: error {error:.2g}")
-        return math.inf if math.isnan(error) else error
+    def _shrink(self, chosen: list[str]) -> list[str]:
+        """Drop modules that aren't needed, since predictions were wrong: halves, then quarters, then single modules."""
+        size = len(chosen) // 2
+        while size:
+            start = 0
+            while start < len(chosen):
+                fewer = chosen[:start] + chosen[start + size :]
+                if fewer and len(self.errors) <= self.trials and self._measure(frozenset(fewer)) <= self.tolerance:
+                    chosen = fewer
+                else:
+                    start += size
+            size //= 2
+        return chosen
 
-    def policy(self, place: int | None = None) -> Policy:
-        """Return the audit's policy with a set of modules in float32; default: the one that was found."""
-        kept = self.sets[self.meets if place is None else place]
-        paths = ["*"] if "" in kept or kept == self.modules else _with_parents(sorted(kept), self.modules - {""})
+    def _measure(self, kept: frozenset[str]) -> float:
+        assert self.audit.call is not None
+        if kept not in self.errors:
+            error = self.audit.call.with_policy(self._policy(kept)).audit(local=False).error
+            self.errors[kept] = math.inf if math.isnan(error) else error
+            self.progress(f"{len(kept)} module{'s' * (len(kept) != 1)} in float32: error {error:.2g}")
+        return self.errors[kept]
+
+    def _policy(self, kept: Collection[str]) -> Policy:
+        """Return the audit's policy with these modules in float32."""
+        paths = ["*"] if "" in kept or set(kept) == self.modules else _with_parents(sorted(kept), self.modules - {""})
         overrides = tuple((path, "fp32") for path in paths)
         return replace(self.audit.policy, modules=self.audit.policy.modules + overrides)
 

@@ -143,7 +143,7 @@ def main(names: Sequence[str]) -> None:
         torch.manual_seed(0)
         subject = build(name)
         answer = suggest(subject)
-        found = sorted(ratios(subject, modules=12, inputs=8))
+        found = sorted(ratios(subject, modules=8, inputs=8))
         within = sum(1 / 3 <= ratio <= 3 for ratio in found)
         print(
             f"| {name} | {answer.tolerance:.1e} | {answer.error:.1e} | {answer.audits} | {answer.kept} of "

@@ -13,7 +13,9 @@ from ampcompile.auditing import adjoints
 from ampcompile.auditing.adjoints import Rounding
 from ampcompile.auditing.records import Place
 from ampcompile.auditing.result import Audit
+from ampcompile.auditing.sensitivities import add_up, worst
 from tests.auditing.models import Block, mean_square
+from tests.auditing.test_audit import checkpointed, chosen, in_place
 
 HALF = torch.float16
 
@@ -141,3 +143,20 @@ def test_more_directions_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     few = totals(audit)
     monkeypatch.setattr(adjoints, "PROBES", 64)
     assert totals(audit) == pytest.approx(few, rel=0.1)
+
+
+@pytest.mark.parametrize("f", [in_place, checkpointed, chosen])
+def test_writes_checkpoints_and_branches_are_followed(f: Callable[..., Tensor]) -> None:
+    x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    audit = ampcompile.audit(f)(x, w)
+    found = audit.sensitivities()
+    assert worst(add_up(found.roundings)) == pytest.approx(audit.error, rel=0.9)
+    assert list(found.unfollowed) == []
+
+
+def test_sensitivities_of_a_call_without_gradients() -> None:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            audit = ampcompile.audit(model)(x)
+            assert totals(audit)["output 0"] == pytest.approx(audit.outputs[0], rel=0.5)

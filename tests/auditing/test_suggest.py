@@ -97,10 +97,10 @@ def test_three_audits_answer(name: str) -> None:
 def test_where_predictions_fail_bisection_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12))), torch.randn(16, 8)
     audit = ampcompile.audit(model, backward=False)(x)
-    monkeypatch.setattr(Sensitivities, "error", lambda self, kept=frozenset(): 1e-9 * (13 - len(kept)))
+    monkeypatch.setattr(Sensitivities, "error", lambda self, kept=frozenset(): 1e-9)
     told: list[str] = []
     policy = audit.suggest(audit.error / 4, progress=told.append)
-    assert 2 < len(told) <= 7
+    assert 2 < len(told) <= 60
     assert ampcompile.audit(model, backward=False, policy=policy)(x).error <= audit.error / 4
 
 
