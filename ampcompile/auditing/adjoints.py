@@ -95,7 +95,7 @@ class Adjoints:
             sources = [rounding] if low else []
         op = _Op(self, node, arguments, mixed, at, errors if lossy else (), rounding)
         values = [results[i] + error.nan_to_num(0, 0, 0) for i, error in zip(at, errors, strict=True)]
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.enable_grad():
             followed = _Followed.apply(op, values, self._start, *operands)
         for i, value in zip(at, followed, strict=True):
             self._sources[value] = sources

@@ -14,7 +14,7 @@ import torch
 
 from ampcompile.errors import AuditError
 
-from .recording import Recording, Returned, Step, distance
+from .recording import Recording, Step, distance
 from .records import Place
 
 SAME = 1e-6
@@ -87,9 +87,9 @@ def compare(a: Recording | str | Path, b: Recording | str | Path) -> Comparison:
     Ops are paired by direction, module, name and shape. Two paired ops differ if their dtypes do, if the runs in
     float64 do (then they compute something else, or read other numbers), if one rounds more than the other, or if one
     has become less exact on the way, through an op that the other run doesn't have. Errors may be four times those of
-    the other run, plus half a unit of the result's dtype, plus four units of float32 times the root of a sum's length:
-    another order of sums is no difference. A result of a compiled call differs if it is as much further from float64
-    than that of its ops. Raises AuditError for a file that is no recording, and for runs without a common op.
+    the other run, plus half a unit of a 16-bit result, or four units of float32 times the root of a sum's length, so
+    that another order of sums is no difference. A result of a compiled call differs if it is as much further from
+    float64 than that of its ops. Raises AuditError for a file that is no recording, and for runs without a common op.
 
     >>> a = ampcompile.record(model, lower="aot_eager")(x)
     >>> ampcompile.compare(a, ampcompile.record(model, lower="aot_eager", policy="module *=fp32")(x)).first.why
@@ -173,13 +173,9 @@ def _cause(a: Sequence[Step], b: Sequence[Step], pairs: Mapping[int, int], i: in
 def _astray(run: Recording) -> dict[str, str]:
     """Results of a compiled call that are further from float64 than those of its ops, and how far."""
     worst = max((s.from_start or 0.0 for s in run.steps), default=0.0)
-    return {
-        name: f"{r.call:.1e} from float64, by its ops {r.ops:.1e}"
-        for name, r in run.results.items()
-        if _is_astray(r, worst)
-    }
-
-
-def _is_astray(result: Returned, worst: float) -> bool:
-    expected = max(result.ops, worst if result.elements < FEW else 0.0)
-    return result.call > FACTOR * expected + FEW * _EPS_OF_SUMS
+    found = {}
+    for name, result in run.results.items():
+        expected = max(result.ops, worst if result.elements < FEW else 0.0)
+        if result.call > FACTOR * expected + FEW * _EPS_OF_SUMS:
+            found[name] = f"{result.call:.1e} from float64, by its ops {result.ops:.1e}"
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -78,9 +79,11 @@ def _call(
         return target(args[0], args[1], False)  # its flag converts a 16-bit operand to float32
     if differentiable and target is aten.detach.default:
         return args[0].view_as(args[0])  # errors don't stop there
+    if differentiable and target is aten.copy.default:
+        return args[1].expand_as(args[0])
     if differentiable and target is aten.threshold_backward.default:
         return _backward_of_kink(args[0], args[1], args[2], mixed.dtype)
-    if differentiable and ("norm" in op_name(target) or op_name(target).endswith("_backward")):
+    if differentiable and re.search("norm|_backward$", op_name(target)):
         return joint_graphs.decomposition(target)(*args, **kwargs)
     return target(*args, **kwargs)
 

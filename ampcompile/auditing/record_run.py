@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -69,25 +68,25 @@ def _about(call: Call) -> dict[str, str]:
 
 def _results_of_call(call: Call, compiled: Any) -> dict[str, Tensor]:
     """Return outputs, and gradients of parameters, of the call as `compiled`, or else compiled anew, or run eagerly."""
-    backend = _Backend(call.options)
-    parameters = named_parameters(call.f, call.args, call.kwargs)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(preserve_state(call.f, call.args, call.kwargs))
+    with preserve_state(call.f, call.args, call.kwargs):
         joint_graphs.start_from(call.random_state)
-        if compiled is None or call.settings.eager:
-            stack.enter_context(uncompiled(call.f))
-            compiled = call.f
-        if compiled is call.f and not call.settings.eager:
-            stack.enter_context(dynamo_caches.dynamo_as_it_was(backend))
-            compiled = torch.compile(call.f, backend=backend, dynamic=call.dynamic)
-        with contextlib.ExitStack() as region:
-            if call.settings.eager:
-                region.enter_context(autocast_for(device_of_arguments(call.args, call.kwargs), call.options))
-            result = compiled(*call.args, **call.kwargs)
+        result = _run(call, compiled)
         call.backward(result, lambda loss: loss)
         leaves = [leaf for leaf in pytree.tree_leaves(result) if is_floating(leaf)]
         found = {f"output {i}": leaf.detach() for i, leaf in enumerate(leaves)}
+        parameters = named_parameters(call.f, call.args, call.kwargs)
         return found | {f"gradient of {name}": p.grad for name, p in parameters if p.grad is not None}
+
+
+def _run(call: Call, compiled: Any) -> Any:
+    if call.settings.eager:
+        with uncompiled(call.f), autocast_for(device_of_arguments(call.args, call.kwargs), call.options):
+            return call.f(*call.args, **call.kwargs)
+    if compiled is not None:
+        return compiled(*call.args, **call.kwargs)
+    backend = _Backend(call.options)
+    with dynamo_caches.dynamo_as_it_was(backend), uncompiled(call.f):
+        return torch.compile(call.f, backend=backend, dynamic=call.dynamic)(*call.args, **call.kwargs)
 
 
 @dataclass(frozen=True)
@@ -97,10 +96,9 @@ class _Backend:
     options: Options
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        graph = (
-            gm if compiled_functions.is_backward(example_inputs) else rewrite(gm, example_inputs, self.options).graph
-        )
-        return lower(graph, example_inputs, self.options)
+        if not compiled_functions.is_backward(example_inputs):
+            gm = rewrite(gm, example_inputs, self.options).graph
+        return lower(gm, example_inputs, self.options)
 
     def amp_options(self, **_: Any) -> Options:
         return self.options

@@ -104,11 +104,10 @@ class Call:
         """Run the call and differentiate its outputs and gradients with respect to what each op rounds."""
         adjoints = Adjoints(self.settings.against)
         session = Session(self.settings.against, True, False, adjoints)
-        outputs = self.run(session)
-        adjoints.differentiate(
-            {f"output {i}": [exact] for i, (_, exact) in enumerate(outputs)}
-            | {"gradients": [exact for _, exact in session.gradients.values()]}
-        )
+        with_gradients = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
+            results = {f"output {i}": [exact] for i, (_, exact) in enumerate(self.run(session))}
+            adjoints.differentiate(results | {"gradients": [exact for _, exact in session.gradients.values()]})
         return Sensitivities(adjoints.roundings, sorted(adjoints.unfollowed))
 
     def run(self, session: Session) -> list[tuple[Tensor, Tensor]]:
