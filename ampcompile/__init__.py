@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .auditing.audit import audit
+from .auditing.audit import audit, record
 from .errors import (
     AmpError,
     AmpWarning,
@@ -29,6 +29,7 @@ from .explaining.explain import explain
 from .precision import keep_fp32, precision
 
 if TYPE_CHECKING:
+    from .auditing.compare import compare
     from .compiler.export import export
     from .compiler.methods import compile_methods
     from .policy import Policy
@@ -58,6 +59,7 @@ __all__ = [
     "StaleWeightError",
     "WeightsError",
     "audit",
+    "compare",
     "compile_methods",
     "explain",
     "export",
@@ -66,6 +68,7 @@ __all__ = [
     "keep_fp32",
     "keep_masters",
     "precision",
+    "record",
     "register_op",
     "watch",
     "weight_stats",
@@ -75,6 +78,7 @@ __all__ = [
 # can't be, since the import of the module would bind its name to it.
 _LATER = {
     "GradScaler": "scaler",
+    "compare": "auditing.compare",
     "compile_methods": "compiler.methods",
     "export": "compiler.export",
     "Policy": "policy",

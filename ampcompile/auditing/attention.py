@@ -21,7 +21,7 @@ def is_attention(target: Any) -> bool:
 def attention(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any) -> tuple[Any, ...] | None:
     """Compute `op` on these operands, in their own precision; results beside attention itself are those of `mixed`.
 
-    None with dropout: only the fused kernel knows its mask.
+    None with dropout: only the fused kernel knows its mask. Differentiable where gradients are enabled.
     """
     arguments = arguments_by_name(op, args, kwargs)
     if arguments.get("dropout_p"):
@@ -31,9 +31,11 @@ def attention(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mix
     gradient = next((arguments[name] for name in ("grad_out", "grad_out_") if name in arguments), None)
     if gradient is None:
         return (_compute_attention(arguments, *operands), *mixed[1:])
+    twice = torch.is_grad_enabled()
     with torch.enable_grad():
-        inner = [operand.detach().requires_grad_() for operand in operands]
-        gradients = torch.autograd.grad(_compute_attention(arguments, *inner), inner, gradient)
+        inner = [operand if operand.requires_grad else operand.detach().requires_grad_() for operand in operands]
+        result = _compute_attention(arguments, *inner)
+        gradients = torch.autograd.grad(result, inner, gradient, create_graph=twice)
     return (*gradients[: len(mixed)], *mixed[len(gradients) :])
 
 

@@ -1,4 +1,4 @@
-"""Measure how wrong a mixed run is, and where: `ampcompile.audit(f)(*args)`."""
+"""Measure how wrong a mixed run is, and where: `ampcompile.audit(f)(*args)`; record it, to compare it with another."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from ampcompile.explaining.explain import Awaiting, refuse_arguments
 
 if TYPE_CHECKING:
+    from .recording import Recording
     from .result import Audit
 
 
@@ -42,3 +43,32 @@ def audit(
 
     run = make_auditor(f, Settings(against, loss, backward, cumulative), options, mode, dynamic)
     return Awaiting(f, run, "ampcompile.audit")
+
+
+def record(
+    f: Callable[..., Any],
+    *arguments: Any,
+    eager: bool = False,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    backward: bool = True,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    **options: Any,
+) -> Callable[..., Recording]:
+    """Record one call: `record(f)(*args, **kwargs)` returns a `Recording` to save, and to `compare` with another.
+
+    The call runs twice: op by op, as `audit` runs it against float64, and as compiled, for the results of the compiled
+    call itself. If `f` is compiled and no options are given, that is `f` as it is. `eager`: the ops and results of
+    eager autocast instead. The other arguments are those of `audit`; gradients, buffers and random states are restored
+    afterwards. Raises what `f` raises, OptionError and AuditError.
+
+    >>> ampcompile.record(model, lower="aot_eager")(x).save("run.json")
+    >>> ampcompile.compare("run.json", ampcompile.record(model, eager=True)(x)).agree
+    True
+    """
+    refuse_arguments("ampcompile.record", arguments)
+    from .record_run import make_recorder
+    from .recorder import Settings
+
+    run = make_recorder(f, Settings(torch.float64, loss, backward, True, eager), options, mode, dynamic)
+    return Awaiting(f, run, "ampcompile.record")

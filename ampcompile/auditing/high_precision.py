@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,16 +10,17 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from ampcompile.dtypes import LOW
 from ampcompile.passes.analysis.op_traits import COPIES_AFTER, draws_random_numbers, has, is_view, reads_bits
 from ampcompile.passes.analysis.schema import arguments_by_name
-from ampcompile.passes.graph import copy_graph
-from ampcompile.torch_private import pytree
+from ampcompile.passes.graph import copy_graph, op_name
+from ampcompile.torch_private import joint_graphs, pytree
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from .attention import attention, is_attention
 
 aten = torch.ops.aten
-_REFUSED = (RuntimeError, NotImplementedError, TypeError, ValueError)  # raised by kernels for unsupported dtypes
+REFUSED = (RuntimeError, NotImplementedError, TypeError, ValueError)  # raised by kernels for unsupported dtypes
 _OUT_DTYPE = {aten.mm.dtype: aten.mm.default, aten.addmm.dtype: aten.addmm.default, aten.bmm.dtype: aten.bmm.default}
 _SOFTMAX = (aten._softmax.default, aten._log_softmax.default)
 
@@ -35,25 +37,33 @@ def to_high_precision(value: Any, dtype: torch.dtype) -> Any:
 
 
 def compute_in_high_precision(
-    node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any, dtype: torch.dtype
+    node: Node,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mixed: Any,
+    dtype: torch.dtype,
+    differentiable: bool = False,
 ) -> Any:
     """Compute a node on operands in high precision, laid out as `mixed`, its result in the mixed run.
 
-    None if no kernel can. An op that doesn't support `dtype` runs in float32.
+    None if no kernel can. An op that doesn't support `dtype` runs in float32. `differentiable`: norms and
+    backwards run as simpler ops, since torch differentiates neither the statistics of norms nor all backwards.
     """
     for attempt in dict.fromkeys((dtype, torch.float32)):
         try:
             high_args, high_kwargs = to_high_precision(_retype((args, kwargs), attempt), attempt)
-            result = _call(node, high_args, high_kwargs, mixed, attempt)
+            result = _call(node, high_args, high_kwargs, mixed, attempt, differentiable)
         except torch.OutOfMemoryError:
             raise
-        except _REFUSED:
+        except REFUSED:
             continue
         return None if result is None else _lay_out_as(to_high_precision(result, dtype), mixed)
     return None
 
 
-def _call(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any, dtype: torch.dtype) -> Any:
+def _call(
+    node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any, dtype: torch.dtype, differentiable: bool
+) -> Any:
     target: Any = node.target
     if target is aten.native_dropout.default:
         scale = 1 / (1 - args[1]) if args[2] is not False and args[1] < 1 else 1.0
@@ -67,7 +77,28 @@ def _call(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any,
         return _OUT_DTYPE[target](**{name: value for name, value in arguments.items() if name != "out_dtype"})
     if target in _SOFTMAX:
         return target(args[0], args[1], False)  # its flag converts a 16-bit operand to float32
+    if differentiable and target is aten.detach.default:
+        return args[0].view_as(args[0])  # errors don't stop there
+    if differentiable and target is aten.copy.default:
+        return args[1].expand_as(args[0])
+    if differentiable and target is aten.threshold_backward.default:
+        return _backward_of_kink(args[0], args[1], args[2], mixed.dtype)
+    if differentiable and re.search("norm|_backward$", op_name(target)):
+        return joint_graphs.decomposition(target)(*args, **kwargs)
     return target(*args, **kwargs)
+
+
+def _backward_of_kink(gradient: Tensor, operand: Tensor, threshold: float, dtype: torch.dtype) -> Tensor:
+    """Compute the gradient of a ReLU, differentiable as if the operand were known up to a rounding alone.
+
+    What a rounding does there isn't its size times a derivative: it sends an operand to the other side of the kink,
+    or not. The derivative given to each is the root of that probability, over the size of such a rounding.
+    """
+    rounding = torch.finfo(dtype if dtype in LOW else torch.bfloat16).eps / 2
+    size = rounding * operand.detach().square().mean().sqrt() + torch.finfo(operand.dtype).tiny
+    crosses = torch.special.erfc((operand.detach() - threshold).abs() / size / 2**0.5) / 2
+    slope = gradient.detach() * crosses.sqrt() / size
+    return gradient * (operand > threshold) + (operand - operand.detach()) * slope
 
 
 def _retype(arguments: Any, dtype: torch.dtype) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,10 @@ from ampcompile.policy import Policy
 
 from . import suggest, table
 from .records import ModuleNumbers, OpNumbers, Place, group_by_module
+from .sensitivities import Sensitivities
+
+if TYPE_CHECKING:
+    from .recorder import Call
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Audit:
     Only those above 0; in outputs and gradients, infinities that both runs have don't count.
     """
     policy: Policy = Policy()  # noqa: RUF009
-    with_policy: Callable[[Policy, bool], Audit] | None = None
+    call: Call | None = field(default=None, repr=False, compare=False)
+    """What was audited, to run it again."""
 
     @property
     def modules(self) -> list[ModuleNumbers]:
@@ -74,12 +79,21 @@ class Audit:
             )
         return next(filter(math.isnan, errors), max(errors))
 
-    def suggest(self, tolerance: float, trials: int = 60, progress: Callable[[str], None] | None = None) -> Policy:
-        """Return a policy that keeps as few modules as possible in float32 so that `error` is at most `tolerance`.
+    def sensitivities(self) -> Sensitivities:
+        """Predict what the roundings of each module add to the errors of outputs and gradients, by kind of op.
 
-        Audits the call again, at most `trials` times; `progress` gets a line on each. With enough trials, no single
-        module of the result can be left out. Raises AuditError if everything in float32 doesn't meet the tolerance,
-        and for a tolerance that is no number above 0.
+        Runs the call once more, in high precision from the mixed run's numbers, and differentiates that run: this
+        takes the memory of a run in float64 that keeps the operands of all ops, and the time of several backwards.
+        """
+        assert self.call is not None
+        return self.call.sensitivities()
+
+    def suggest(self, tolerance: float, trials: int = 60, progress: Callable[[str], None] | None = None) -> Policy:
+        """Return a policy that keeps few modules in float32 so that `error` is at most `tolerance`, as measured.
+
+        Runs the call once for `sensitivities`, then audits at most `trials` policies: mostly one or two, more where
+        predictions fail. `progress` gets a line on each. Raises AuditError if everything in float32 doesn't meet the
+        tolerance, and for a tolerance that is no number above 0.
         """
         return suggest.suggest(self, tolerance, trials, progress or (lambda _: None))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -9,12 +11,16 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from ampcompile.dtypes import short_name
+from ampcompile.passes.analysis.op_traits import draws_random_numbers
 from ampcompile.passes.graph import module_path, name_modules, op_name, source_line
 from ampcompile.torch_private import joint_graphs, pytree
 from ampcompile.torch_private.storages import is_dense
 
+from .adjoints import Adjoints
 from .high_precision import compute_in_high_precision, is_floating, rounds, to_high_precision
 from .numbers import measure, squares
+from .recording import Step, fingerprint
 from .records import OpNumbers, Place
 
 
@@ -22,10 +28,20 @@ class Session:
     """One audited call, through which its graphs pass each other the exact run's values.
 
     `cumulative`: True if there is an exact run. `local`: True if each op also runs alone, and is recorded.
+    `adjoints`: with them the exact run goes on from the mixed run's numbers, and is differentiated. `steps`: a list to
+    add a record of each op to.
     """
 
-    def __init__(self, against: torch.dtype, cumulative: bool, local: bool) -> None:
+    def __init__(
+        self,
+        against: torch.dtype,
+        cumulative: bool,
+        local: bool,
+        adjoints: Adjoints | None = None,
+        steps: list[Step] | None = None,
+    ) -> None:
         self.against, self.cumulative, self.local = against, cumulative, local
+        self.adjoints, self.steps = adjoints, steps
         self.ran = False  # True once a graph has run
         self.ops: list[OpNumbers] = []
         self.unmeasured: set[str] = set()
@@ -41,8 +57,14 @@ class Session:
         exact = self.find_exact(value) if isinstance(value, Tensor) else None
         return to_high_precision(value, self.against) if exact is None else exact
 
+    @torch.enable_grad()
     def find_exact(self, value: Tensor) -> Tensor | None:
-        """Return the exact run's value of what a graph made, or of a view of that; None of what no graph made."""
+        """Return the exact run's value of what a graph made, or of a view of that; None of what no graph made.
+
+        AOTAutograd returns views as other tensors with the same memory.
+        """
+        if value not in self.exact:
+            value = next((made for made in self.returned if _layout(made) == _layout(value)), value)
         base = value._base
         if base is None or value in self.exact or base not in self.exact or not is_dense(base):
             return self.exact.get(value)
@@ -57,6 +79,7 @@ class Session:
             if name is not None and is_floating(value) and not value.isfinite().all():
                 self.not_finite[f"input {name}"] = 1 - float(value.isfinite().double().mean())
 
+    @torch.enable_grad()
     def add_gradient(self, name: str, mixed: Tensor, exact: Tensor) -> None:
         """Add a gradient of an input; an input that several graphs use has several."""
         mixed = to_high_precision(mixed, self.against)
@@ -79,6 +102,10 @@ class _Saved:
         return all(self.memory.get(name) == _memory(value) for name, value in values.items() if name in self.memory)
 
 
+def _layout(value: Tensor) -> tuple[Any, ...]:
+    return value.data_ptr(), value.dtype, value.shape, value.stride()
+
+
 def _memory(value: Any) -> int | None:
     return value.data_ptr() if isinstance(value, Tensor) and value.numel() else None
 
@@ -92,7 +119,7 @@ def interpreters(
     """
 
     def forward(gm: GraphModule) -> joint_graphs.Run:
-        run = _PairedRun(gm, session, names, backward=False)
+        run = _PairedRun(gm, session, names, backward=False, inputs=inputs)
 
         def forward_run(args: list[Any]) -> Any:
             session.ran = True
@@ -143,8 +170,17 @@ def interpreters(
 class _PairedRun:
     """Runs one functional graph in mixed precision and in the exact run, and compares every op."""
 
-    def __init__(self, gm: GraphModule, session: Session, names: dict[str, str], backward: bool) -> None:
+    def __init__(
+        self,
+        gm: GraphModule,
+        session: Session,
+        names: dict[str, str],
+        backward: bool,
+        inputs: Sequence[str | None] = (),
+    ) -> None:
         self.gm, self.session = gm, session
+        self.inputs = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False))
+        self.steps: dict[Node, tuple[int, ...]] = {}  # the numbers of the recorded steps that a value comes from
         self.outputs: list[Any] = pytree.tree_leaves(gm.graph.output_node().args[0])
         with name_modules(names):
             self.places = {n: _place_of(n, backward) for n in gm.graph.nodes if n.op == "call_function"}
@@ -165,6 +201,9 @@ class _PairedRun:
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 values[node], exact_values[node] = next(inputs), next(exact_inputs, None)
+                if self.session.steps is not None and self.inputs.get(node) and isinstance(values[node], Tensor):
+                    place = Place(f"input {self.inputs[node]}", "", "", False)
+                    self._add_step(node, place, [values[node]], exact_values[node], (0.0, 0.0))
             elif node.op == "get_attr":
                 values[node] = _attribute(self.gm, str(node.target))
                 exact_values[node] = to_high_precision(values[node], self.session.against)
@@ -189,8 +228,12 @@ class _PairedRun:
         if session.cumulative:
             exact_args, exact_kwargs = map_arg((node.args, node.kwargs), exact_values.__getitem__)
             exact = self._compute_high(node, exact_args, exact_kwargs, result)
+            if session.adjoints is not None and exact is not None:
+                exact = session.adjoints.follow(node, self.places[node], result, (exact_args, exact_kwargs), exact)
         if session.local and rounds(node, result):
             self._record(node, result, self._compute_high(node, args, kwargs, result), exact)
+        elif session.steps is not None:
+            self.steps[node] = self._operands(node)
         if session.cumulative and exact is None:
             exact = to_high_precision(result, session.against)
         return result, exact
@@ -209,7 +252,27 @@ class _PairedRun:
         place = self.places[node]
         if alone is None and any(map(_is_floating_node, node.all_input_nodes)):
             self.session.unmeasured.add(place.op)
-        self.session.ops.append(OpNumbers(place, mixed[0].dtype, measure(mixed, local, cumulative)))
+        numbers = measure(mixed, local, cumulative)
+        self.session.ops.append(OpNumbers(place, mixed[0].dtype, numbers))
+        if self.session.steps is not None:
+            known = draws_random_numbers(node.target) or not any(map(_is_floating_node, node.all_input_nodes))
+            errors = (0.0 if alone is None and known else numbers.local, numbers.cumulative)
+            self._add_step(node, place, mixed, mixed[0] if cumulative is None else cumulative[0], errors)
+
+    def _add_step(
+        self, node: Node, place: Place, mixed: list[Tensor], exact: Tensor, errors: tuple[float | None, float | None]
+    ) -> None:
+        """Add an input, or an op with its results, to the recorded steps."""
+        assert self.session.steps is not None
+        sizes = sorted(n.meta["val"].numel() for n in node.all_input_nodes if _is_floating_node(n))[-2:]
+        length = (prod(sizes) / max(mixed[0].numel(), 1)) ** (1 / max(len(sizes), 1))
+        dtype, shape = short_name(mixed[0].dtype), tuple(mixed[0].shape)
+        step = Step(place, dtype, shape, fingerprint(exact), *errors, max(length, 1.0), self._operands(node))
+        self.steps[node] = (len(self.session.steps),)
+        self.session.steps.append(step)
+
+    def _operands(self, node: Node) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(number for n in node.all_input_nodes for number in self.steps.get(n, ())))
 
 
 def _place_of(node: Node, backward: bool) -> Place:

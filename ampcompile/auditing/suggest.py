@@ -1,20 +1,26 @@
-"""Find the fewest modules to keep in float32: bisect modules, ordered by the errors they add, then drop some."""
+"""Find few modules to keep in float32: those that are predicted to do, verified by audits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
 
-from .numbers import error_or_zero
-from .records import group_by_module
+from .sensitivities import enclosing, give_up_one_by_one
 
 if TYPE_CHECKING:
     from .result import Audit
+
+VERIFIED = 2
+"""Audits of sets that are predicted to meet the tolerance; then the search goes on by bisection."""
+MISLED = 1.25
+"""A set that should meet the tolerance and is so many times above it says that predictions are wrong."""
+MARGIN = 0.95
+"""Share of the tolerance that is used up by what is predicted."""
 
 
 def suggest(audit: Audit, tolerance: float, trials: int, progress: Callable[[str], None]) -> Policy:
@@ -31,92 +37,94 @@ def suggest(audit: Audit, tolerance: float, trials: int, progress: Callable[[str
         )
     if audit.error <= tolerance:
         return audit.policy
-    search = _Search(audit, tolerance, trials, progress)
-    everything = search.policy(["*"])
-    if not search.meets(["*"]):
-        raise AuditError(
-            f"found a relative error of {search.errors[everything]:.2g} with everything in float32; expected at most "
-            f"{tolerance:.2g}. Ask for a tolerance above that: no choice of modules is better."
-        )
-    chosen = _shrink(_prefix(_suspects(audit), search.meets), search.meets)
-    if chosen is None:  # ops outside of modules decide
-        return everything
-    spelled = _with_parents(chosen, {op.module for op in audit.ops if op.module})
-    return search.policy(spelled if search.meets(spelled) else chosen)
+    return _Search(audit, tolerance, trials, progress).run()
 
 
 class _Search:
-    """Audits under policies, each once, and no more than `trials`."""
+    """A search along a row of sets of modules, each inside the one before, for the last that meets the tolerance.
+
+    Where the errors predicted for them prove right it takes one audit or two, else it goes on by bisection.
+    """
 
     def __init__(self, audit: Audit, tolerance: float, trials: int, progress: Callable[[str], None]) -> None:
         self.audit, self.tolerance, self.trials, self.progress = audit, tolerance, trials, progress
-        self.errors: dict[Policy, float] = {}
+        sensitivities = audit.sensitivities()
+        self.modules = {op.module for op in audit.ops} | {r.place.module for r in sensitivities.roundings}
+        self.sets = list(give_up_one_by_one(sensitivities.roundings, self.modules))
+        self.predicted = [sensitivities.error(kept) for kept in self.sets]
+        self.errors = {frozenset[str](): audit.error}  # measured, by the modules kept
+        self.meets, self.fails = 0, len(self.sets) - 1  # the last that meets the tolerance, and the first that doesn't
 
-    def policy(self, paths: Sequence[str]) -> Policy:
-        """Return the audit's policy with these modules in float32."""
-        overrides = tuple((path, "fp32") for path in sorted(paths))
-        return replace(self.audit.policy, modules=self.audit.policy.modules + overrides)
-
-    def meets(self, paths: Sequence[str]) -> bool:
-        """Return True if the error is error_or_zero to be within the tolerance with these modules in float32."""
-        policy = self.policy(paths)
-        if policy not in self.errors:
-            if len(self.errors) >= self.trials:
-                return False
-            assert self.audit.with_policy is not None
-            error = self.audit.with_policy(policy, False).error
-            self.errors[policy] = math.inf if math.isnan(error) else error
-            self.progress(f"{len(paths)} module{'s' * (len(paths) != 1)} in float32: error {error:.2g}")
-        return self.errors[policy] <= self.tolerance
-
-
-def _suspects(audit: Audit) -> list[str]:
-    """Modules that call ops, the worst first, by the sum of the squares of their ops' own relative errors."""
-
-    def added(module: str) -> float:
-        return sum(error_or_zero(op.numbers.local) ** 2 for op in audit.ops if op.module == module)
-
-    return sorted((m.module for m in group_by_module(audit.ops) if m.module), key=added, reverse=True)
-
-
-def _prefix(suspects: list[str], meets: Callable[[Sequence[str]], bool]) -> list[str] | None:
-    """Return the shortest prefix of a list that meets the tolerance, by bisection; None if the whole doesn't."""
-    if not meets(suspects):
-        return None
-    low, high = 0, len(suspects)  # `high` of them meet it, `low` don't
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if meets(suspects[:middle]) else (middle, high)
-    return suspects[:high]
-
-
-def _shrink(chosen: list[str] | None, meets: Callable[[Sequence[str]], bool]) -> list[str] | None:
-    """Drop modules that `chosen` doesn't need: halves of it, then quarters, then single modules."""
-    if chosen is None:
-        return None
-    size = len(chosen) // 2
-    while size:
-        start = 0
-        while start < len(chosen):
-            fewer = chosen[:start] + chosen[start + size :]
-            if fewer and meets(fewer):
-                chosen = fewer
+    def run(self) -> Policy:
+        """Return a policy that meets the tolerance. Raises AuditError if none does."""
+        misled = False
+        while True:
+            tried = len(self.errors) - 1
+            met = self.sets[self.meets] in self.errors
+            if met and (self.fails - self.meets == 1 or tried in (VERIFIED, self.trials)):
+                break
+            place = self._predict() if tried < VERIFIED else (self.meets + self.fails) // 2
+            if tried + 1 == self.trials and not met:
+                place = 0
+            error = self._measure(self.sets[place])
+            if error <= self.tolerance:
+                self.meets = place
+            elif place == 0:
+                raise AuditError(
+                    f"found a relative error of {error:.2g} with everything in float32; expected at most "
+                    f"{self.tolerance:.2g}. Ask for a tolerance above that: no choice of modules is better."
+                )
             else:
-                start += size
-        size //= 2
-    return chosen
+                self.fails, misled = place, misled or error > MISLED * self.tolerance
+        kept = self.sets[self.meets]
+        return self._policy(self._shrink(sorted(kept)) if misled and "" not in kept else kept)
+
+    def _predict(self) -> int:
+        """Return the last place at which the tolerance should be met, as predictions have proved right so far."""
+        limit = (MARGIN * self.tolerance) ** 2
+        (low, at_low), (high, at_high) = (
+            (self.predicted[i] ** 2, self.errors.get(self.sets[i], 0.0) ** 2) for i in (self.meets, self.fails)
+        )
+        if at_low < min(limit, at_high) and at_high < math.inf and low < high < math.inf:  # squares add up
+            limit = low + (high - low) * (limit - at_low) / (at_high - at_low)
+        first = self.meets + (self.sets[self.meets] in self.errors)
+        return next((i for i in range(self.fails - 1, first, -1) if self.predicted[i] ** 2 <= limit), first)
+
+    def _shrink(self, chosen: list[str]) -> list[str]:
+        """Drop modules that aren't needed, since predictions were wrong: halves, then quarters, then single modules."""
+        size = len(chosen) // 2
+        while size:
+            start = 0
+            while start < len(chosen):
+                fewer = chosen[:start] + chosen[start + size :]
+                if fewer and len(self.errors) <= self.trials and self._measure(frozenset(fewer)) <= self.tolerance:
+                    chosen = fewer
+                else:
+                    start += size
+            size //= 2
+        return chosen
+
+    def _measure(self, kept: frozenset[str]) -> float:
+        assert self.audit.call is not None
+        if kept not in self.errors:
+            error = self.audit.call.with_policy(self._policy(kept)).audit(local=False).error
+            self.errors[kept] = math.inf if math.isnan(error) else error
+            self.progress(f"{len(kept)} module{'s' * (len(kept) != 1)} in float32: error {error:.2g}")
+        return self.errors[kept]
+
+    def _policy(self, kept: Collection[str]) -> Policy:
+        """Return the audit's policy with these modules in float32."""
+        paths = ["*"] if "" in kept or set(kept) == self.modules else _with_parents(sorted(kept), self.modules - {""})
+        overrides = tuple((path, "fp32") for path in paths)
+        return replace(self.audit.policy, modules=self.audit.policy.modules + overrides)
 
 
 def _with_parents(chosen: list[str], modules: set[str]) -> list[str]:
     """Return the same modules in fewer paths: if all inside a module were chosen, its path replaces theirs."""
     paths = set(chosen)
-    parents = {path.rpartition(".")[0] for path in _ancestors(paths)} - {""}
+    parents = {outer for path in paths for outer in enclosing(path)} - {""}
     for parent in sorted(parents, key=lambda path: path.count("."), reverse=True):
         inside = {module for module in modules if module == parent or module.startswith(f"{parent}.")}
         if inside and all(any(m == p or m.startswith(f"{p}.") for p in paths) for m in inside):
             paths = {p for p in paths if not p.startswith(f"{parent}.")} | {parent}
     return sorted(paths)
-
-
-def _ancestors(paths: set[str]) -> set[str]:
-    return {".".join(parts[:n]) for path in paths for parts in [path.split(".")] for n in range(1, len(parts) + 1)}

@@ -52,7 +52,7 @@ def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, wa
     `watch(pass, graph)` is called after each pass.
     """
     if reason := left_to_autocast.find_reason(gm):
-        return _leave(gm, example_inputs, options, reason)
+        return leave(gm, example_inputs, options, reason)
     names = module_names(current_call.callable)
     if options.policy.modules:
         dynamo_modules.guard_modules_of_frame(gm, names)
@@ -60,7 +60,7 @@ def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, wa
         return _rewrite(gm, example_inputs, options, watch)
 
 
-def _leave(gm: GraphModule, example_inputs: Sequence[Any], options: Options, reason: str) -> Rewritten:
+def leave(gm: GraphModule, example_inputs: Sequence[Any], options: Options, reason: str) -> Rewritten:
     """Leave a graph to autocast, and report it."""
     left_to_autocast.warn_of_policy(reason, options.policy)
     gm.meta[LEFT] = reason

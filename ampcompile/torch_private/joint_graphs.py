@@ -57,6 +57,13 @@ def name_backward_nodes(graph: torch.fx.Graph) -> None:
             node.meta.setdefault("nn_module_stack", node.meta["fwd_nn_module_stack"])
 
 
+def decomposition(op: Any) -> Any:
+    """Return the function that computes an op by simpler ones, by torch's table; the op itself if there is none."""
+    from torch._decomp import decomposition_table
+
+    return decomposition_table.get(op, op)
+
+
 def by_tensor() -> WeakTensorKeyDictionary:
     """A dictionary with tensors as keys, by identity, that keeps none of them alive."""
     return WeakTensorKeyDictionary()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
-from ampcompile.auditing.recorder import _mean_squares, _tensor_names
+from ampcompile.auditing.recorder import _mean_squares, named_parameters
 from ampcompile.errors import AuditError, OptionError
 
 HALF = torch.float16
@@ -20,7 +20,7 @@ def test_without_a_loss_the_mean_squares_of_all_results_are_differentiated() -> 
 
 def test_gradients_have_the_names_of_parameters_also_of_modules_among_the_arguments() -> None:
     first, second = nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 1, bias=False))
-    names = _tensor_names(first, (torch.ones(1), [second]), {})
+    names = {id(parameter): name for name, parameter in named_parameters(first, (torch.ones(1), [second]), {})}
     assert names == {id(first.weight): "weight", id(first.bias): "bias", id(second[0].weight): "0.weight"}
 
 

@@ -9,25 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
-from ampcompile.auditing.suggest import _prefix, _shrink, _with_parents
+from ampcompile.auditing.sensitivities import Sensitivities
+from ampcompile.auditing.suggest import _with_parents
 from ampcompile.errors import AuditError
-from tests.tiny_models import build
-
-
-class Cancels(nn.Module):
-    """Rounds its input badly: what is left is the difference of large numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(8, 8)
-        nn.init.ones_(self.wide.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.wide(x + 100) - 800
-
-
-def sensitive() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(Cancels(), nn.Tanh()), nn.Linear(8, 8), nn.Linear(8, 8))
+from tests.auditing.predictions import MODELS, build, ratios, sensitive, suggest
+from tests.tiny_models import build as build_tiny
 
 
 def test_the_module_that_matters_is_kept_and_no_other() -> None:
@@ -74,21 +60,21 @@ def test_dropout_draws_the_same_under_every_policy() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), torch.randn(64, 8)
     audit = ampcompile.audit(model)(x)
     torch.rand(3)
-    assert audit.with_policy is not None
-    assert audit.with_policy(audit.policy, True).outputs == audit.outputs
+    assert audit.call is not None
+    assert audit.call.audit().outputs == audit.outputs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5", "resnet"])
 def test_what_is_suggested_meets_the_tolerance(name: str) -> None:
-    model, inputs = build(name)
+    model, inputs = build_tiny(name)
 
     def loss(out: Any) -> Tensor:
         return out.logits.float().square().mean()
 
     audit = ampcompile.audit(model, loss=loss)(**inputs)
     tolerance = audit.error / 2
-    policy = audit.suggest(tolerance, trials=12)  # 9 of them are the bisection
+    policy = audit.suggest(tolerance)
     again = ampcompile.audit(model, loss=loss, policy=str(policy))(**inputs)
     assert again.error <= tolerance
     modules = {op.module for op in audit.ops}
@@ -98,19 +84,30 @@ def test_what_is_suggested_meets_the_tolerance(name: str) -> None:
     assert {op.dtype for op in computing if op.module in kept and not op.backward} == {torch.float32}
 
 
-def meets_with(needed: set[str]) -> Any:
-    return lambda paths: needed <= set(paths)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_three_audits_answer(name: str) -> None:
+    subject = build(name)
+    answer = suggest(subject)
+    assert answer.error <= answer.tolerance and answer.audits <= 3 and 0 < answer.kept < answer.modules
+    found = ratios(subject, modules=4, inputs=2)
+    assert sum(1 / 4 <= ratio <= 4 for ratio in found) >= len(found) - 1
 
 
-def test_bisection_finds_the_shortest_beginning() -> None:
-    suspects = list("abcdefgh")
-    assert _prefix(suspects, meets_with({"c"})) == ["a", "b", "c"]
-    assert _prefix(suspects, meets_with({"z"})) is None
+def test_where_predictions_fail_bisection_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12))), torch.randn(16, 8)
+    audit = ampcompile.audit(model, backward=False)(x)
+    monkeypatch.setattr(Sensitivities, "error", lambda self, kept=frozenset(): 1e-9)
+    told: list[str] = []
+    policy = audit.suggest(audit.error / 4, progress=told.append)
+    assert 2 < len(told) <= 60
+    assert ampcompile.audit(model, backward=False, policy=policy)(x).error <= audit.error / 4
 
 
-def test_what_can_be_spared_is_dropped() -> None:
-    assert _shrink(list("abcdefgh"), meets_with({"c", "h"})) == ["c", "h"]
-    assert _shrink(["a"], meets_with({"a"})) == ["a"]
+def test_results_that_are_views_are_compared_themselves() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 4, 8)
+    audit = ampcompile.audit(model, policy="module 1=fp32")(x)
+    assert len(audit.outputs) == 1, "a product in float32, viewed as three dimensions"
 
 
 def test_a_parent_stands_for_all_its_modules() -> None:

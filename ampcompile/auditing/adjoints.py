@@ -1,0 +1,188 @@
+"""First-order error analysis: the error an op's rounding adds to a result is its own error times the result's adjoint.
+
+The run in high precision goes on from the mixed run's numbers, and is differentiated: each op is an autograd function,
+whose backward reads off what the op's rounding adds to the result that is differentiated. As in CHEF-FP (Vassiliev et
+al., 2023) and ADAPT (Menon et al., 2018), but that the error is measured, not bounded by a formula.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ampcompile.dtypes import LOW
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, has
+from ampcompile.torch_private import joint_graphs, pytree
+
+from .attention import is_attention
+from .high_precision import REFUSED, compute_in_high_precision, is_floating
+from .records import Place
+
+PROBES = 8
+"""Random directions in which each result is differentiated."""
+
+
+@dataclass
+class Rounding:
+    """The rounding of one op's results in the mixed run, and what it adds to the results of the run."""
+
+    place: Place
+    low: bool
+    """True if the results are in 16 bits."""
+    elements: int
+    """Of operands and results."""
+    origins: frozenset[str]
+    """Modules whose products make the op compute in 16 bits: its own, or of an op that takes what arrives, theirs."""
+    readers: set[str] = field(default_factory=set)
+    """Modules with products that read the results: kept in float32 they don't round them again."""
+    squares: dict[str, float] = field(default_factory=dict)
+    """Expected squared error that it adds, over the squared norm, by result; infinite where it overflowed."""
+    is_cast: bool = False
+
+    @property
+    def modules(self) -> frozenset[str] | None:
+        """The modules that must all be in float32 for this rounding not to happen; None if it is in float32 anyway."""
+        if not self.low:
+            return None
+        return frozenset(self.readers if self.is_cast and self.readers else {*self.origins, *self.readers})
+
+
+class Adjoints:
+    """One run in high precision that goes on from the mixed run's numbers, with the roundings of all its ops."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.roundings: list[Rounding] = []
+        self.unfollowed: set[str] = set()  # ops that have no derivative: what comes before them seems to add nothing
+        self.result, self.norm = "", 1.0  # that is differentiated now
+        self._sources = joint_graphs.by_tensor()  # the roundings that a value holds unchanged
+        self._start = torch.zeros(
+            (), dtype=dtype, requires_grad=True
+        )  # an operand of all ops, so that none is left out
+
+    def follow(self, node: Node, place: Place, mixed: Any, arguments: Any, exact: Any) -> Any:
+        """Return an op's result in the mixed run, in high precision, and remember how to differentiate it.
+
+        `arguments` are what this method returned for the op's operands, and `exact` is the op's result on them.
+        """
+        results, spec = pytree.tree_flatten(exact)
+        rounded = pytree.tree_leaves(mixed)
+        at = [i for i, value in enumerate(results) if is_floating(value)]
+        if not at:
+            return exact
+        operands = [leaf for leaf in pytree.tree_leaves(arguments) if is_floating(leaf)]
+        errors = [_error(rounded[i], results[i]) for i in at]
+        lossy, overflows = (any(bool(test(error)) for error in errors) for test in (Tensor.any, _has_infinity))
+        elements = sum(value.numel() for value in [*operands, *(results[i] for i in at)])
+        low = rounded[at[0]].dtype in LOW
+        is_cast = has(node.target, CONVERSIONS_AFTER)
+        sources = [source for operand in operands for source in self._sources.get(operand, ())]
+        origins = frozenset({place.module})
+        if has(node.target, PRODUCTS_AFTER) or is_attention(node.target):
+            for source in sources:
+                source.readers.add(place.module)
+        elif sources and not is_cast and not overflows:  # an overflow is prevented where it is
+            origins = frozenset[str]().union(*(source.origins for source in sources))
+        rounding = Rounding(place, low, elements, origins, is_cast=is_cast)
+        if lossy:
+            self.roundings.append(rounding)
+            sources = [rounding] if low else []
+        op = _Op(self, node, arguments, mixed, at, errors if lossy else (), rounding)
+        values = [results[i] + error.nan_to_num(0, 0, 0) for i, error in zip(at, errors, strict=True)]
+        with torch.enable_grad():
+            followed = _Followed.apply(op, values, self._start, *operands)
+        for i, value in zip(at, followed, strict=True):
+            self._sources[value] = sources
+            results[i] = value
+        return pytree.tree_unflatten(results, spec)
+
+    def differentiate(self, results: Mapping[str, Sequence[Tensor]]) -> None:
+        """Add to each rounding what it adds to each of these, as a mean over random directions."""
+        generator = torch.Generator().manual_seed(0)
+        for self.result, values in results.items():
+            differentiable = [value for value in values if value.requires_grad and value.numel()]
+            self.norm = math.sqrt(sum(float(value.detach().abs().square().sum()) for value in values))
+            for _ in range(PROBES if differentiable and self.norm else 0):
+                signs = [torch.randint(2, v.shape, generator=generator).mul(2).sub(1).to(v) for v in differentiable]
+                torch.autograd.grad(differentiable, [self._start], signs, retain_graph=True, allow_unused=True)
+
+
+@dataclass(frozen=True)
+class _Op:
+    adjoints: Adjoints
+    node: Node
+    arguments: Any
+    mixed: Any
+    floating: Sequence[int]
+    """Which of its results are floating."""
+    errors: Sequence[Tensor]
+    rounding: Rounding
+
+    def note(self, adjoints: Sequence[Tensor]) -> None:
+        """Add what the rounding adds in one direction, the elements' errors taken as independent of each other."""
+        if not self.errors:
+            return
+        result, norm = self.adjoints.result, self.adjoints.norm
+        added = sum(
+            math.inf if _has_infinity(error) else float((error.abs() * adjoint.abs() / norm).square().sum())
+            for error, adjoint in zip(self.errors, adjoints, strict=True)
+        )
+        squares = self.rounding.squares
+        squares[result] = squares.get(result, 0.0) + added / PROBES
+
+    def pull_back(self, needed: Sequence[bool], adjoints: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the adjoints of the operands, None where there is none, computing the op once more."""
+        leaves, spec = pytree.tree_flatten(self.arguments)
+        at = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
+        for i, need in zip(at, needed, strict=True):
+            leaves[i] = leaves[i].detach().requires_grad_(need)
+        pulled: list[Tensor | None] = [None] * len(at)
+        try:
+            with torch.enable_grad():
+                args, kwargs = pytree.tree_unflatten(leaves, spec)
+                again = compute_in_high_precision(
+                    self.node, args, kwargs, self.mixed, self.adjoints.dtype, differentiable=True
+                )
+            results = [pytree.tree_leaves(again)[i] for i in self.floating] if again is not None else []
+            pairs = [pair for pair in zip(results, adjoints, strict=False) if pair[0].requires_grad]
+            if pairs:
+                wanted = [leaves[i] for i in at if leaves[i].requires_grad]
+                found = torch.autograd.grad([r for r, _ in pairs], wanted, [a for _, a in pairs], allow_unused=True)
+                waiting = iter(found)
+                pulled = [next(waiting) if need else None for need in needed]
+        except REFUSED:
+            self.adjoints.unfollowed.add(self.rounding.place.op)
+        return pulled
+
+
+class _Followed(torch.autograd.Function):
+    """An op as autograd sees it. Its backward computes the op again, so that only operands are held."""
+
+    @staticmethod
+    def forward(ctx: Any, op: _Op, values: list[Tensor], start: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
+        ctx.op = op
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *adjoints: Tensor) -> Any:
+        ctx.op.note(adjoints)
+        return None, None, None, *ctx.op.pull_back(ctx.needs_input_grad[3:], adjoints)
+
+
+def _has_infinity(error: Tensor) -> Tensor:
+    return error.isinf().any()
+
+
+def _error(mixed: Tensor, exact: Tensor) -> Tensor:
+    """Return what an op's rounding added to each element, infinite where it overflowed.
+
+    Where the mixed run had lost its operands already, it is what rounding the result alone would add.
+    """
+    rounded = torch.where(mixed.isfinite(), mixed, exact.to(mixed.dtype)).to(exact.dtype)
+    return torch.where(exact.isfinite(), rounded - exact, 0)
