@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 # These rooms don't affect compiled graphs: they use the compiler, or work around a graph.
-_WITHOUT = frozenset({"auditing", "command_line", "explaining", "records", "scaler", "weights"})
+_WITHOUT = frozenset({"auditing", "command_line", "explaining", "records", "scaler", "watching"})
 
 
 def cache_key(emulated: Set[torch.dtype], small: bool = False) -> str:
