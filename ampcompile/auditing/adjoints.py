@@ -1,14 +1,14 @@
 """First-order error analysis: the error an op's rounding adds to a result is its own error times the result's adjoint.
 
 The run in high precision goes on from the mixed run's numbers, and is differentiated: each op is an autograd function,
-whose backward reads off what the op's rounding adds to the result that is differentiated. As in CHEF-FP (Vassiliev et
-al., 2023) and ADAPT (Menon et al., 2018), but that the error is measured, not bounded by a formula.
+whose backward reads off what the op's rounding adds to the result that is differentiated. As in CHEF-FP and ADAPT, but
+that the error is measured, not bounded by a formula.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,11 +46,16 @@ class Rounding:
     is_cast: bool = False
 
     @property
-    def modules(self) -> frozenset[str] | None:
-        """The modules that must all be in float32 for this rounding not to happen; None if it is in float32 anyway."""
+    def modules(self) -> frozenset[str]:
+        """Modules that prevent the rounding if all of them are in float32; none do if it is in float32 anyway."""
         if not self.low:
-            return None
+            return frozenset()
         return frozenset(self.readers if self.is_cast and self.readers else {*self.origins, *self.readers})
+
+    def happens(self, kept: Set[str]) -> bool:
+        """Return True if it happens while these modules are in float32; an op that takes what arrives may be in one."""
+        prevented = self.modules - self.origins if self.place.module in kept else self.modules
+        return not self.low or not prevented <= kept
 
 
 class Adjoints:
@@ -62,9 +67,8 @@ class Adjoints:
         self.unfollowed: set[str] = set()  # ops that have no derivative: what comes before them seems to add nothing
         self.result, self.norm = "", 1.0  # that is differentiated now
         self._sources = joint_graphs.by_tensor()  # the roundings that a value holds unchanged
-        self._start = torch.zeros(
-            (), dtype=dtype, requires_grad=True
-        )  # an operand of all ops, so that none is left out
+        # An operand of all ops: autograd would leave out those that read only what is taken as exact.
+        self._start = torch.zeros((), dtype=dtype, requires_grad=True)
 
     def follow(self, node: Node, place: Place, mixed: Any, arguments: Any, exact: Any) -> Any:
         """Return an op's result in the mixed run, in high precision, and remember how to differentiate it.
@@ -142,23 +146,27 @@ class _Op:
         at = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
         for i, need in zip(at, needed, strict=True):
             leaves[i] = leaves[i].detach().requires_grad_(need)
-        pulled: list[Tensor | None] = [None] * len(at)
+        none: list[Tensor | None] = [None] * len(at)
         try:
             with torch.enable_grad():
                 args, kwargs = pytree.tree_unflatten(leaves, spec)
                 again = compute_in_high_precision(
                     self.node, args, kwargs, self.mixed, self.adjoints.dtype, differentiable=True
                 )
-            results = [pytree.tree_leaves(again)[i] for i in self.floating] if again is not None else []
-            pairs = [pair for pair in zip(results, adjoints, strict=False) if pair[0].requires_grad]
-            if pairs:
-                wanted = [leaves[i] for i in at if leaves[i].requires_grad]
-                found = torch.autograd.grad([r for r, _ in pairs], wanted, [a for _, a in pairs], allow_unused=True)
-                waiting = iter(found)
-                pulled = [next(waiting) if need else None for need in needed]
+            if again is None:
+                return none
+            results = [pytree.tree_leaves(again)[i] for i in self.floating]
+            pairs = [pair for pair in zip(results, adjoints, strict=True) if pair[0].requires_grad]
+            if not pairs:
+                return none
+            wanted = [leaves[i] for i in at if leaves[i].requires_grad]
+            found = iter(torch.autograd.grad([r for r, _ in pairs], wanted, [a for _, a in pairs], allow_unused=True))
+            return [next(found) if need else None for need in needed]
+        except torch.OutOfMemoryError:
+            raise
         except REFUSED:
             self.adjoints.unfollowed.add(self.rounding.place.op)
-        return pulled
+            return none
 
 
 class _Followed(torch.autograd.Function):

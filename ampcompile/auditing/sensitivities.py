@@ -29,7 +29,7 @@ class Sensitivity:
     result: str
     """That result: `output 0`, or `gradients` for all of them together."""
     share: float
-    """Of the squared error that all roundings add to that result; the shares for one result add up to 1."""
+    """Of the squared error that all roundings add to that result."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Sensitivities:
 
     def error(self, kept: Set[str] = frozenset()) -> float:
         """Predict `Audit.error` with these modules (paths of modules that call ops) in float32; NaN if it can't."""
-        return worst(add_up(r for r in self.roundings if r.modules is None or not r.modules <= kept))
+        return worst(add_up(rounding for rounding in self.roundings if rounding.happens(kept)))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -101,7 +101,7 @@ def give_up_one_by_one(roundings: Sequence[Rounding], modules: Set[str]) -> Iter
     harmful: dict[str, list[Rounding]] = {module: [] for module in modules}
     elements = dict.fromkeys(modules, 0)
     for rounding in roundings:
-        for module in rounding.modules or ():
+        for module in rounding.modules:
             harmful[module].append(rounding)
         if rounding.low:
             elements[rounding.place.module] += rounding.elements
@@ -116,7 +116,7 @@ def give_up_one_by_one(roundings: Sequence[Rounding], modules: Set[str]) -> Iter
         kept.difference_update(going[cheapest])
         new = [r for module in going[cheapest] for r in harmful[module] if id(r) not in happening]
         happening.update(map(id, new))
-        for module in {other for rounding in new for other in rounding.modules or ()}:
+        for module in {other for rounding in new for other in rounding.modules}:
             error[module] = sum(_harm(r) for r in harmful[module] if id(r) not in happening)
         yield frozenset(kept)
 

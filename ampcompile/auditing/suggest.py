@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 VERIFIED = 2
 """Audits of sets that are predicted to meet the tolerance; then the search goes on by bisection."""
 MISLED = 1.25
-"""A set that should meet the tolerance and is so many times above it says that predictions are wrong."""
+"""If the first set, which should meet the tolerance, is so many times above it, predictions are wrong."""
 MARGIN = 0.95
 """Share of the tolerance that is used up by what is predicted."""
 
@@ -75,7 +75,7 @@ class _Search:
                     f"{self.tolerance:.2g}. Ask for a tolerance above that: no choice of modules is better."
                 )
             else:
-                self.fails, misled = place, misled or error > MISLED * self.tolerance
+                self.fails, misled = place, misled or (tried == 0 and error > MISLED * self.tolerance)
         kept = self.sets[self.meets]
         return self._policy(self._shrink(sorted(kept)) if misled and "" not in kept else kept)
 

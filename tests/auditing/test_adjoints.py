@@ -132,9 +132,11 @@ def test_a_rounding_goes_only_if_all_that_round_the_value_again_are_kept() -> No
 
 def test_a_rounding_in_float32_goes_with_no_module() -> None:
     place, origins = Place("aten.mm", "a", "", False), frozenset("a")
-    assert Rounding(place, False, 1, origins).modules is None
+    assert Rounding(place, False, 1, origins).modules == set() and Rounding(place, False, 1, origins).happens({"a"})
     assert Rounding(place, True, 1, origins, {"b", "c"}, is_cast=True).modules == {"b", "c"}
     assert Rounding(place, True, 1, origins, is_cast=True).modules == {"a"}
+    passing = Rounding(place, True, 1, frozenset({"b"}), {"c"})
+    assert [passing.happens(set(kept)) for kept in ("bc", "ac", "c", "b")] == [False, False, True, True]
 
 
 def test_more_directions_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
