@@ -20,7 +20,7 @@ from ampcompile import dtypes
 from ampcompile.dtypes import FLOATS
 from ampcompile.torch_private import regions
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload, is_traceable_wrapper_subclass
-from ampcompile.weights import CopySpec
+from ampcompile.weights.spec import CopySpec
 
 Precision = torch.dtype | None  # the low-precision dtype of a region; None where autocast is off
 ENTER = regions.ENTER_AUTOCAST

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-# These rooms don't affect compiled graphs: they use the compiler, or work around a graph.
-_WITHOUT = frozenset({"auditing", "command_line", "explaining", "records", "scaler", "watching"})
+# These rooms don't affect compiled graphs: they use the compiler, or work around a graph. Of `weights`, `spec` does.
+_WITHOUT = frozenset({"auditing", "command_line", "explaining", "records", "scaler", "watching", "weights"})
 
 
 def cache_key(emulated: Set[torch.dtype], small: bool = False) -> str:
@@ -34,7 +34,8 @@ def covered_files() -> list[Path]:
     folders = [Path(folder) for room in rooms if room is not None for folder in room.submodule_search_locations or ()]
     own = Path(__file__).parents[1]
     folders += [folder for folder in own.iterdir() if folder.is_dir() and folder.name not in _WITHOUT]
-    return sorted({*own.glob("*.py"), *(path for folder in folders for path in _sources(folder))})
+    files = {*own.glob("*.py"), own / "weights" / "spec.py"}
+    return sorted(files.union(*map(_sources, folders)))
 
 
 def key_of(files: Iterable[Path]) -> str:

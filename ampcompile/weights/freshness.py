@@ -239,7 +239,7 @@ def _admit_tensors(objects: list[object], memories: Iterable[Memory], own: set[i
     sharers = [
         (tensor, memory)
         for tensor in tensors
-        if (memory := store.memory_at(tensor)) is not None and id(tensor) not in ids.get(memory.key, (id(tensor),))
+        if (memory := store.find_in_ranges(tensor)) is not None and id(tensor) not in ids.get(memory.key, (id(tensor),))
     ]
     doubtful = {id(tensor): tensor for tensor, _ in sharers if storages.may_be_in_arrays(tensor)}
     if store.search_seconds <= 0:  # no time left to search for their holders: they stay untracked

@@ -94,18 +94,18 @@ class CopyStore:
         """Records of all storages that have copies."""
         return [memory for ref in self.memories.valuerefs() if (memory := ref()) is not None]
 
-    def memory_at(self, tensor: Tensor) -> Memory | None:
-        """Return the record of a tensor's storage, if there is one; cheap for tensors outside copied memory."""
-        try:
-            return self.memory_of(tensor) if self.covers(storages.address(tensor)) else None
-        except RuntimeError:  # wrapped by a transform, or without memory: nothing there was copied
-            return None
-
-    def memory_of(self, tensor: Tensor) -> Memory | None:
-        """Return the same record, also if the storage was resized and has other addresses now."""
+    def find(self, tensor: Tensor) -> Memory | None:
+        """Return the record of a tensor's storage, if copies were made from it."""
         try:
             with storages.NoTorchFunction():
                 return self.memories.get(storages.storage_key(tensor))
+        except RuntimeError:  # wrapped by a transform, or without memory: nothing there was copied
+            return None
+
+    def find_in_ranges(self, tensor: Tensor) -> Memory | None:
+        """Return the same record, unless the storage was resized and moved; cheap for tensors outside the ranges."""
+        try:
+            return self.find(tensor) if self.covers(storages.address(tensor)) else None
         except RuntimeError:
             return None
 
@@ -225,7 +225,7 @@ def free_copies(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) ->
 
 def _copied_with(model_or_params: Any) -> tuple[set[Memory], list[CopySet]]:
     """Return the copied memory of these tensors and of all tensors that a set reads with them, and those sets."""
-    copied = {memory for tensor in _tensors(model_or_params) if (memory := store.memory_at(tensor)) is not None}
+    copied = {memory for tensor in _tensors(model_or_params) if (memory := store.find_in_ranges(tensor)) is not None}
     sets = [copy_set for copy_set in list(store.sets) if not copied.isdisjoint(copy_set.memories)]
     return copied.union(*(copy_set.memories for copy_set in sets)), sets
 

@@ -23,7 +23,7 @@ from ampcompile.torch_private.storages import address
 
 from .store import store
 
-_ranges = store.ranges  # the list itself, for the hot path
+_ranges, _ticks = store.ranges, store.ticks  # the objects themselves: for the hot path, and as Dynamo traces them
 _get_data = storages.read_data
 _scripts: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
@@ -43,7 +43,7 @@ def _hand_out_data(self: Tensor) -> Tensor:
 
 
 def _assign_data(self: Tensor, value: Tensor) -> None:
-    memory = store.memory_of(self)
+    memory = store.find(self)
     if memory is None or not isinstance(value, Tensor) or storages.same_place(self, value):
         storages.write_data(self, value)
         return
@@ -82,7 +82,7 @@ def _wrap_dlpack(export: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _export(holder: Tensor, at: int) -> None:
-    if (memory := store.memory_of(holder)) is None:
+    if (memory := store.find(holder)) is None:
         store.hand_out(at)
     else:
         memory.export(holder)
@@ -93,10 +93,10 @@ def _wrap_mover(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(method)
     def moving(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if (memory := store.memory_of(self)) is not None:
+        if (memory := store.find(self)) is not None:
             memory.forget(self)
         result = method(self, *args, **kwargs)
-        if (memory := store.memory_of(self)) is not None:
+        if (memory := store.find(self)) is not None:
             memory.doubted()
         return result
 
@@ -111,7 +111,7 @@ def _wrap_writer(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
         try:
             return method(self, *args, **kwargs)
         finally:
-            if (memory := store.memory_at(self)) is not None:
+            if (memory := store.find_in_ranges(self)) is not None:
                 memory.written()
 
     return writing
@@ -164,7 +164,7 @@ def _wrap_swap(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tens
 
     def swapping(first: Tensor, second: Tensor) -> None:
         for tensor in (first, second):
-            if (memory := store.memory_of(tensor)) is not None:
+            if (memory := store.find(tensor)) is not None:
                 memory.forget_sharers()
         for copy_set in list(store.sets):  # also those of memory that one of the tensors has left
             copy_set.forget()
@@ -226,7 +226,7 @@ def _written_by(optimizer: torch.optim.Optimizer) -> None:
     owned: set[int] = set()
     if not all(memory.trainable for memory in copied):
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        owned = {memory.key for memory in map(store.memory_at, params) if memory is not None}
+        owned = {memory.key for memory in map(store.find_in_ranges, params) if memory is not None}
     written = object()
     for memory in copied:
         if memory.trainable or memory.key in owned:
@@ -238,5 +238,5 @@ def _tick(optimizer: torch.optim.Optimizer) -> None:
     """Trace an operation into a compiled step that shows when it ran. Unfused optimizers raise versions anyway."""
     for group in optimizer.param_groups:
         if group.get("fused"):
-            store.ticks.add_(1)
+            _ticks.add_(1)
             return

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.passes.graph import placeholders
 from ampcompile.torch_private import dynamo_modules, tracing
-from ampcompile.weights import hoistable
+from ampcompile.weights.spec import hoistable
 
 
 def find_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[Node, Any]:

@@ -24,7 +24,7 @@ from ampcompile.passes.graph import Cast, cast_of, erase_unread, note, placehold
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import OpOverload
-from ampcompile.weights import CopySpec, Form
+from ampcompile.weights.spec import CopySpec, Form
 
 # Higher-order ops whose bodies may read weights as operands, and the index of their first operand.
 _OPERANDS_FROM: dict[Any, int] = {

@@ -23,7 +23,7 @@ from ampcompile.passes.analysis.sizes import product_hint
 from ampcompile.passes.graph import decision_of, note, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import tracing
-from ampcompile.weights import CopySpec
+from ampcompile.weights.spec import CopySpec
 
 LINEAR = torch.ops.aten.linear.default
 CONV = torch.ops.aten.conv2d.default

@@ -191,10 +191,10 @@ def test_while_another_makes_copies_the_ranges_stay() -> None:
 def test_the_record_of_any_tensor_is_found_where_there_is_one() -> None:
     memory = known(weight := torch.randn(3))
     view, elsewhere = weight[1:], torch.randn(3)
-    assert store.memory_of(view) is memory and store.memory_of(elsewhere) is None
-    assert store.memory_at(view) is None, "outside of the ranges"
+    assert store.find(view) is memory and store.find(elsewhere) is None
+    assert store.find_in_ranges(view) is None, "outside of the ranges"
     store.set_ranges([(memory.begin, memory.end)])
-    assert store.memory_at(view) is memory and store.memory_at(elsewhere) is None
+    assert store.find_in_ranges(view) is memory and store.find_in_ranges(elsewhere) is None
     without = torch.eye(3).to_sparse()
-    assert store.memory_at(without) is None and store.memory_of(without) is None
-    assert store.memory_at(torch.from_numpy(np.ones(3))) is None
+    assert store.find_in_ranges(without) is None and store.find(without) is None
+    assert store.find_in_ranges(torch.from_numpy(np.ones(3))) is None
