@@ -22,6 +22,7 @@ from .errors import (
     PrecisionError,
     RuleError,
     ScalerError,
+    ShardingError,
     StaleWeightError,
     WeightsError,
 )
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .policy import Policy
     from .rules import register_op
     from .scaler import GradScaler
+    from .sharding import shard_policy
     from .weights import free_copies, invalidate, weight_stats
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "PrecisionError",
     "RuleError",
     "ScalerError",
+    "ShardingError",
     "StaleWeightError",
     "WeightsError",
     "audit",
@@ -65,6 +68,7 @@ __all__ = [
     "keep_fp32",
     "precision",
     "register_op",
+    "shard_policy",
     "weight_stats",
 ]
 
@@ -78,6 +82,7 @@ _LATER = {
     "free_copies": "weights",
     "invalidate": "weights",
     "register_op": "rules",
+    "shard_policy": "sharding",
     "weight_stats": "weights",
 }
 

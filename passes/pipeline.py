@@ -50,10 +50,11 @@ def pipeline(
     regions: Regions,
     is_weight: IsWeight,
     is_registered: IsWeight = lambda index, node: True,
+    is_gathered: IsWeight = lambda index, node: False,
 ) -> tuple[Pass, ...]:
     """Passes on the captured graph: decide dtypes, insert casts, tidy them, and hoist those of weights.
 
-    `regions` is the autocast state around the graph. `is_weight`, `is_registered`: see `HoistWeights`.
+    `regions` is the autocast state around the graph. `is_weight`, `is_registered`, `is_gathered`: see `HoistWeights`.
     """
     gradients = torch.is_grad_enabled()
     passes: tuple[Pass, ...] = (
@@ -66,7 +67,7 @@ def pipeline(
     if options.weights == "cached":
         # Needs all casts in their final places: those that still read a weight are the weight's own.
         emulated = options.emulated()
-        passes += (HoistWeights(is_weight, is_registered, emulated),)
+        passes += (HoistWeights(is_weight, is_registered, is_gathered, emulated),)
         asserting = dict(options.inductor).get("size_asserts")  # of strides, which an opaque tensor hasn't
         if options.lower == "inductor" and not gradients and not asserting:
             held = {each: torch.float32 if each in emulated else each for each in LOW}

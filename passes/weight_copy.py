@@ -23,6 +23,8 @@ class Slot:
     on_trial: bool = False
     """True if the tensor is neither a parameter nor a registered buffer: its copy is kept only after the tensor has
     stayed the same for some calls."""
+    gathered: bool = False
+    """True if the copy isn't kept: FSDP gathers the weight for each call, and its low-precision numbers with it."""
 
 
 @torch.library.custom_op("ampcompile::weight_copy", mutates_args=())

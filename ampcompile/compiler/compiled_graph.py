@@ -12,7 +12,7 @@ from torch import Tensor
 from ampcompile import weights
 from ampcompile.config import Options
 from ampcompile.passes.weight_copy import Slot
-from ampcompile.torch_private import tracing
+from ampcompile.torch_private import storages, tracing
 
 from .call_state import current_call
 from .double_backward import DoubleBackward
@@ -25,7 +25,8 @@ class CompiledGraph:
     `slots`: copies of weights, appended to the inputs, up to date. `second`: stores the inputs of each call, so that
     gradients can be differentiated again. `written`: inputs that the graph writes to without a version bump; their
     copies are stale afterwards. `leaving`: results that were widened for the outermost callable; if another frame
-    called the graph, they are cast back, without loss.
+    called the graph, they are cast back, without loss. `sharded`: some inputs are weights that FSDP gathers under a
+    shard policy.
     """
 
     def __init__(
@@ -36,20 +37,30 @@ class CompiledGraph:
         second: DoubleBackward | None = None,
         written: Sequence[int] = (),
         leaving: LeavingResults | None = None,
+        sharded: bool = False,
     ) -> None:
         self._compiled, self._slots, self._written, self._leaving = compiled, slots, written, leaving
         self._call = None if second is None else second.call
-        self._weights = [slot.weight for slot in slots]
-        self._binding = _bind(slots, options) if slots else None
+        kept = [slot for slot in slots if not slot.gathered]
+        self._weights = [slot.weight for slot in kept]
+        self._binding = _bind(kept, options) if kept else None
+        self._sharded = sharded
 
     def installed(self) -> Callable[..., Any]:
         """Return the callable to install: the compiled code itself if a call has nothing to do but run it."""
-        needed = self._binding is not None or self._call is not None or self._written or self._leaving is not None
+        needed = self._slots or self._call is not None or self._written or self._leaving is not None
+        if self._sharded:
+            return self._unseen_by_weights
         return self if needed else self._compiled
+
+    def _unseen_by_weights(self, *args: Any) -> Any:
+        """Run the graph once; what the compiled code reads of sharded weights was noted when it was compiled."""
+        with storages.NoTorchFunction():
+            return self(*args)
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph once."""
-        inputs, call = args if self._binding is None else (*args, *self._copies(args)), self._call
+        inputs, call = (*args, *self._copies(args)) if self._slots else args, self._call
         try:
             if call is not None:
                 call.inputs = inputs
@@ -62,10 +73,13 @@ class CompiledGraph:
         return results if self._leaving is None else self._leave(results, self._leaving)
 
     def _copies(self, args: Sequence[Any]) -> Sequence[Tensor]:
-        assert self._binding is not None
         if tracing.fakes_only():  # Dynamo's DDP splitter computes the inputs of the next part on fakes
             return [_fake_copy(args[slot.weight], slot) for slot in self._slots]
-        return self._binding.copies([args[i] for i in self._weights])
+        copies = [] if self._binding is None else self._binding.copies([args[i] for i in self._weights])
+        if not self._sharded:
+            return copies
+        kept = iter(copies)
+        return [args[s.weight].gather.rounded_numbers(args[s.weight]) if s.gathered else next(kept) for s in self._slots]
 
     def _leave(self, results: Sequence[Any], leaving: LeavingResults) -> Sequence[Any]:
         if tracing.fakes_only():

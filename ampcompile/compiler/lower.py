@@ -17,6 +17,7 @@ from ampcompile.passes.analysis.aliasing import inputs_written_below_autograd, r
 from ampcompile.passes.base import Pass, Watch, run_passes
 from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
 from ampcompile.passes.weight_copy import Slot
+from ampcompile.sharding.weight import ShardedWeight
 from ampcompile.torch_private import autocast, compiled_functions, lowering
 
 from .cache_key import cache_key
@@ -37,11 +38,12 @@ def lower(
     and after each later pass (`aot_eager` only).
     """
     leaving = find_still_leaving(gm)
+    sharded = any(type(value) is ShardedWeight for value in example_inputs)
     if LEFT in gm.meta:
         tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
         written = tensors if reads_data(gm) else []
         return CompiledGraph(
-            lower_as_made(gm, example_inputs, options), options, written=written, leaving=leaving
+            lower_as_made(gm, example_inputs, options), options, written=written, leaving=leaving, sharded=sharded
         ).installed()
     copies = [node for node in gm.graph.find_nodes(op="placeholder") if "amp_copy" in node.meta]
     slots = [node.meta["amp_copy"] for node in copies]
@@ -49,7 +51,9 @@ def lower(
     lowering.forget_output_values(gm)
     written = inputs_written_below_autograd(gm)
     if options.lower == "eager":
-        return CompiledGraph(exclude_autocast(gm), options, slots, written=written, leaving=leaving).installed()
+        return CompiledGraph(
+            exclude_autocast(gm), options, slots, written=written, leaving=leaving, sharded=sharded
+        ).installed()
     emulated, small = options.emulated(), options.widens_small()
     passes = partial(_on_joint_graph, pipeline.after(emulated, small))
     rewritten = None
@@ -66,7 +70,7 @@ def lower(
             compiled = lowering.inductor(gm, inputs, config, partial(passes, None), key, decompositions())
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
     usable = None if second is None or second.refusal else second
-    return CompiledGraph(compiled, options, slots, usable, written, leaving).installed()
+    return CompiledGraph(compiled, options, slots, usable, written, leaving, sharded).installed()
 
 
 def _convolve_channels_last(x: Any, *rest: Any) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ from ampcompile.config import Options
 from ampcompile.records.casts import CastRecord, GraphRecord, cast_of_result
 from ampcompile.records.totals import eager_totals
 from ampcompile.records.watch import JointWatcher, Watcher
+from ampcompile.sharding.weight import gathers_of
 from ampcompile.torch_private import compiled_functions, dynamo_caches, structured_trace
 from ampcompile.torch_private.patches import uncompiled
 
@@ -44,7 +45,7 @@ def make_explainer(f: Any, options: dict[str, Any], mode: str | None, dynamic: b
         recording_casts = casting(lambda tensors: cast_together(tensors, cast))
         with dynamo_caches.dynamo_as_it_was(backend), preserve_state(f, args, kwargs), uncompiled(f), recording_casts:
             torch.compile(f, backend=backend, dynamic=dynamic)(*args, **kwargs)
-        return Report(graphs, results)
+        return Report(graphs, results, gathers_of(f))
 
     return explained
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ampcompile.records.casts import CastRecord, FusionRecord, GraphRecord, OpRecord
 from ampcompile.records.totals import Total
+from ampcompile.sharding.weight import GatherRecord
 
 from . import html, table
 
@@ -20,6 +21,8 @@ class Report:
     graphs: Sequence[GraphRecord]
     results: Sequence[CastRecord] = ()
     """The casts of the call's results that aren't part of a graph."""
+    gathers: Sequence[GatherRecord] = ()
+    """How FSDP gathers each weight under a shard policy; see `ampcompile.shard_policy`."""
 
     @property
     def code(self) -> str:
@@ -86,4 +89,4 @@ class Report:
         Path(path).write_text(html.page(self.graphs, self._changes(), self.unknown_ops, self.results), encoding="utf-8")
 
     def __str__(self) -> str:
-        return table.render(self.graphs, self.unknown_ops, self._changes(), self.results)
+        return table.render(self.graphs, self.unknown_ops, self._changes(), self.results, self.gathers)

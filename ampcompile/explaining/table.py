@@ -12,6 +12,7 @@ from rich.table import Table
 from ampcompile.dtypes import short_name
 from ampcompile.records.casts import CastRecord, GraphRecord, OpRecord
 from ampcompile.records.totals import Total
+from ampcompile.sharding.weight import GatherRecord
 
 from .text import human_bytes, table_of, text_of
 
@@ -21,6 +22,7 @@ def render(
     unknown: Sequence[str],
     totals: Sequence[Total],
     results: Sequence[CastRecord] = (),
+    gathers: Sequence[GatherRecord] = (),
     width: int | None = None,
 ) -> str:
     """The table of all graphs, at most `width` columns wide (default: the terminal's)."""
@@ -42,6 +44,8 @@ def render(
     if totals:
         parts += ["", _total_table(totals)]
     parts.append(_summary([*(cast for graph in graphs for cast in graph.casts), *results]))
+    if gathers:
+        parts += ["", _gather_table(gathers)]
     parts += [str(graph.estimate) for graph in graphs if graph.estimate is not None and graph.estimate.products]
     if any(graph.fusions for graph in graphs):
         parts.append(_fusion_line(graphs))
@@ -111,6 +115,13 @@ def _total_table(totals: Sequence[Total]) -> Table:
     table = table_of(["conversions between floating dtypes in one call"], ["times", "bytes"])
     for total in totals:
         table.add_row(total.stage, str(total.casts), human_bytes(total.bytes))
+    return table
+
+
+def _gather_table(gathers: Sequence[GatherRecord]) -> Table:
+    table = table_of(["weight", "gathered as", "because"], ["bytes saved"])
+    for gather in gathers:
+        table.add_row(gather.weight, gather.gathered_as, gather.because, human_bytes(gather.bytes_saved))
     return table
 
 

@@ -126,19 +126,33 @@ def _hoist_in_body(body: GraphModule, sites: list[Node], weights: set[Node], cop
     return _hoist(body, {p for p, outer in given.items() if weights.issuperset(outer)}, inner_copy)
 
 
+def other_reads(weight: Node) -> Iterator[Node]:
+    """Yield what reads a weight, an input of a graph, otherwise than through copies; look into bodies."""
+    for user in weight.users:
+        if user.target in _OPERANDS_FROM:
+            inner, first = placeholders(_body(user)), _OPERANDS_FROM[user.target]
+            for i, argument in enumerate(user.args):
+                if argument is weight:
+                    yield from other_reads(inner[i - first])
+        elif user.target is not WEIGHT_COPY:
+            yield user
+
+
 @dataclass(frozen=True)
 class HoistWeights:
     """`is_weight(index, placeholder)`: whether a graph input is a weight whose copy may live across calls.
 
     `is_registered`: whether a weight is a parameter or buffer; any other tensor may be refilled for each call, and its
-    copy is kept only after it has stayed the same for some calls. `wide`: the types whose products run in float32; a
-    copy in one of them holds its rounded numbers as float32, so that no call has to widen it.
+    copy is kept only after it has stayed the same for some calls. `is_gathered`: whether FSDP gathers a weight, and its
+    low-precision numbers with it. `wide`: the types whose products run in float32; a copy in one of them holds its
+    rounded numbers as float32, so that no call has to widen it.
 
     The copies become the last inputs, each with its `Slot` in `node.meta["amp_copy"]`.
     """
 
     is_weight: Callable[[int, Node], bool]
     is_registered: Callable[[int, Node], bool] = lambda index, node: True
+    is_gathered: Callable[[int, Node], bool] = lambda index, node: False
     wide: frozenset[torch.dtype] = frozenset()
     name = "hoist_weights"
     exact = True
@@ -151,8 +165,9 @@ class HoistWeights:
         copies: dict[Slot, Node] = {}
 
         def copy_of(weight: Node, dtype: torch.dtype) -> Node:
-            wide = dtype in self.wide and weight.meta["val"].device.type == "cpu"
-            slot = Slot(inputs[weight], dtype, wide=wide, on_trial=weight in on_trial)
+            gathered = self.is_gathered(inputs[weight], weight)
+            wide = dtype in self.wide and weight.meta["val"].device.type == "cpu" and not gathered
+            slot = Slot(inputs[weight], dtype, wide=wide, on_trial=weight in on_trial, gathered=gathered)
             if slot not in copies:
                 copies[slot] = _new_input(gm, weight, dtype, wide)
                 copies[slot].meta["amp_copy"] = slot

@@ -70,8 +70,8 @@ def _arguments(layer: Node) -> list[Any]:
 def _packable(read: object, dtypes: frozenset[torch.dtype]) -> bool:
     if not isinstance(read, Node) or read.target is not WEIGHT_COPY or len(read.users) > 1:
         return False
-    copy = read.meta["val"]
-    return copy.device.type == "cpu" and copy.dtype in dtypes
+    copy, slot = read.meta["val"], read.args[1].meta["amp_copy"]
+    return not slot.gathered and copy.device.type == "cpu" and copy.dtype in dtypes
 
 
 def _readable(bias: Node | None, weight: Node) -> bool:
