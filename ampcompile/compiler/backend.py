@@ -16,13 +16,11 @@ from ampcompile import weights
 from ampcompile.config import Options
 from ampcompile.passes.analysis.product_cost import estimate, is_emulated
 from ampcompile.passes.base import Applied, Watch, run_passes
-from ampcompile.passes.before.hoist_weights import other_reads
 from ampcompile.passes.capture.capture import capture
 from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
 from ampcompile.passes.graph import Regions, is_static, name_modules, placeholders
 from ampcompile.passes.pipeline import fusion, pipeline
-from ampcompile.passes.weight_copy import Slot
 from ampcompile.records import logs
 from ampcompile.sharding.weight import ShardedWeight
 from ampcompile.torch_private import autocast, compiled_functions, dynamo_modules, tracing
@@ -66,9 +64,6 @@ def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, wa
 def _leave(gm: GraphModule, example_inputs: Sequence[Any], options: Options, reason: str) -> Rewritten:
     """Leave a graph to autocast, and report it."""
     left_to_autocast.warn_of_policy(reason, options.policy)
-    for value in example_inputs:
-        if type(value) is ShardedWeight:
-            value.gather.read_in_float32("a graph that is left to autocast")
     gm.meta[LEFT] = reason
     if current_call.graphs is not None:
         current_call.graphs.add(gm)
@@ -115,7 +110,6 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
             watch,
         ),
     ]
-    _note_readers(graph, example_inputs)
     if fuse := fusion(options, device_type):
         if torch.is_grad_enabled():
             graph.meta[GRAPH_BEFORE_FUSION] = copy_with_bodies(graph)
@@ -177,18 +171,6 @@ def _registered_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], boo
 def _gathered_test(example_inputs: Sequence[Any]) -> Callable[[int, Node], bool]:
     """Return a test if a graph input is a weight that FSDP gathers under a shard policy."""
     return lambda index, node: type(example_inputs[index]) is ShardedWeight
-
-
-def _note_readers(graph: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Tell weights that FSDP gathers under a shard policy what a rewritten graph reads of them."""
-    inputs = placeholders(graph)
-    for node, value in zip(inputs, example_inputs, strict=False):
-        if type(value) is ShardedWeight and (reader := next(other_reads(node), None)) is not None:
-            value.gather.read_in_float32(f"a compiled graph, by {reader.target}")
-    for node in inputs[len(example_inputs) :]:
-        slot: Slot = node.meta["amp_copy"]
-        if slot.gathered:
-            example_inputs[slot.weight].gather.rounded_to.add(slot.dtype)
 
 
 def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:

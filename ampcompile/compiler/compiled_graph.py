@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ class CompiledGraph:
     `slots`: copies of weights, appended to the inputs, up to date. `second`: stores the inputs of each call, so that
     gradients can be differentiated again. `written`: inputs that the graph writes to without a version bump; their
     copies are stale afterwards. `leaving`: results that were widened for the outermost callable; if another frame
-    called the graph, they are cast back, without loss. `sharded`: some inputs are weights that FSDP gathers under a
-    shard policy.
+    called the graph, they are cast back, without loss. `sharded`: inputs that are weights which FSDP gathers under a
+    shard policy, and who reads them in float32; empty: only copies are read.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class CompiledGraph:
         second: DoubleBackward | None = None,
         written: Sequence[int] = (),
         leaving: LeavingResults | None = None,
-        sharded: bool = False,
+        sharded: Mapping[int, str] | None = None,
     ) -> None:
         self._compiled, self._slots, self._written, self._leaving = compiled, slots, written, leaving
         self._call = None if second is None else second.call
         kept = [slot for slot in slots if not slot.gathered]
         self._weights = [slot.weight for slot in kept]
         self._binding = _bind(kept, options) if kept else None
-        self._sharded = sharded
+        self._sharded = sharded or {}
 
     def installed(self) -> Callable[..., Any]:
         """Return the callable to install: the compiled code itself if a call has nothing to do but run it."""
@@ -54,7 +54,10 @@ class CompiledGraph:
         return self if needed else self._compiled
 
     def _unseen_by_weights(self, *args: Any) -> Any:
-        """Run the graph once; what the compiled code reads of sharded weights was noted when it was compiled."""
+        """Run the graph once. Sharded weights, which notice all readers, are told of its readers beforehand."""
+        for i, reader in self._sharded.items():
+            if reader:
+                args[i].gather.read_in_float32(reader)
         with storages.NoTorchFunction():
             return self(*args)
 
@@ -79,7 +82,10 @@ class CompiledGraph:
         if not self._sharded:
             return copies
         kept = iter(copies)
-        return [args[s.weight].gather.rounded_numbers(args[s.weight]) if s.gathered else next(kept) for s in self._slots]
+        return [
+            args[slot.weight].gather.rounded_numbers(args[slot.weight], slot.dtype) if slot.gathered else next(kept)
+            for slot in self._slots
+        ]
 
     def _leave(self, results: Sequence[Any], leaving: LeavingResults) -> Sequence[Any]:
         if tracing.fakes_only():

@@ -15,7 +15,9 @@ from ampcompile.kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_a
 from ampcompile.passes import pipeline
 from ampcompile.passes.analysis.aliasing import inputs_written_below_autograd, reads_data
 from ampcompile.passes.base import Pass, Watch, run_passes
+from ampcompile.passes.before.hoist_weights import other_reads
 from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
+from ampcompile.passes.graph import op_name, placeholders
 from ampcompile.passes.weight_copy import Slot
 from ampcompile.sharding.weight import ShardedWeight
 from ampcompile.torch_private import autocast, compiled_functions, lowering
@@ -38,7 +40,7 @@ def lower(
     and after each later pass (`aot_eager` only).
     """
     leaving = find_still_leaving(gm)
-    sharded = any(type(value) is ShardedWeight for value in example_inputs)
+    sharded = _find_readers(gm, example_inputs)
     if LEFT in gm.meta:
         tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
         written = tensors if reads_data(gm) else []
@@ -71,6 +73,16 @@ def lower(
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
     usable = None if second is None or second.refusal else second
     return CompiledGraph(compiled, options, slots, usable, written, leaving, sharded).installed()
+
+
+def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, str]:
+    """Return who in a graph reads each weight that FSDP gathers under a shard policy in float32; empty: only copies."""
+    weights = {i: node for i, node in enumerate(placeholders(gm)[: len(example_inputs)])}
+    weights = {i: node for i, node in weights.items() if type(example_inputs[i]) is ShardedWeight}
+    if LEFT in gm.meta:
+        return dict.fromkeys(weights, "a graph that is left to autocast")
+    readers = {i: next(other_reads(node), None) for i, node in weights.items()}
+    return {i: "" if reader is None else f"{op_name(reader.target)} in a compiled graph" for i, reader in readers.items()}
 
 
 def _convolve_channels_last(x: Any, *rest: Any) -> tuple[Any, ...]:

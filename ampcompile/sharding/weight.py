@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ampcompile.dtypes import short_name
 from ampcompile.errors import ShardingError
-from ampcompile.torch_private import pytree, tracing
+from ampcompile.torch_private import pytree, storages, tracing
 
 STAYS, UNKNOWN, NARROW = range(3)
 """A rank's votes; the least counts."""
@@ -97,12 +97,15 @@ class Gather:
                 "Between steps, ampcompile.shard_policy(model, dtype=torch.float32) takes all back to float32."
             )
 
-    def rounded_numbers(self, unsharded: Tensor) -> Tensor:
+    def rounded_numbers(self, unsharded: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight in 16 bits, for a compiled graph."""
-        if self.reader and not self.narrow:  # who reads it may write it
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                return unsharded.detach().to(self.dtype)
-        return self.param.narrow_numbers(self.dtype)
+        self.rounded_to.add(dtype)
+        if self.narrow and dtype != self.dtype:
+            self.read_in_float32(f"a compiled graph that rounds it to {short_name(dtype)}")
+        if self.narrow or not (self.reader or self.rounded_to - {dtype}):
+            return self.param.narrow_numbers(dtype)
+        with torch.no_grad(), storages.NoTorchFunction():  # whoever else reads it may write it
+            return unsharded.detach().to(dtype)
 
     @property
     def module(self) -> str:
@@ -133,7 +136,7 @@ class ShardedWeight(nn.Parameter):
             for value in pytree.arg_tree_leaves(*args, **(kwargs or {})):
                 if type(value) is ShardedWeight:
                     value.gather.read_in_float32(f"{_name(func)} in eager code")
-        with torch._C.DisableTorchFunctionSubclass():
+        with storages.NoTorchFunction():
             return func(*args, **(kwargs or {}))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from torch._dynamo import eval_frame
+from torch._dynamo.guards import GuardBuilder
 
 from .patches import SHARDED_WEIGHTS, Wrap, install
 
@@ -25,6 +26,7 @@ def see_as_parameters(subclass: type[Tensor], found: Callable[[Tensor], None]) -
         def wrap_tensor(self: Any, value: Any) -> Any:
             if type(value) is subclass and not _is_ours(self.tx.output.compiler_fn):
                 found(value)
+                self.install_guards(GuardBuilder.ID_MATCH)  # other modules of the class may not share the graph unseen
             return original(self, value)
 
         return wrap_tensor

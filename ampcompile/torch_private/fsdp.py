@@ -38,6 +38,13 @@ class SwitchableParam(FSDPParam):
             attach(param._unsharded_param)
         return param
 
+    def init_dtype_attrs(self, mp_policy: Any) -> None:
+        """Called by FSDP before a gather that the user asks for: the dtype stays."""
+        dtype = self.param_dtype if self.outputs else None
+        super().init_dtype_attrs(mp_policy)
+        if dtype is not None:
+            self.param_dtype = dtype
+
     def init_unsharded_param(self) -> None:
         """Called by FSDP when it has gathered."""
         super().init_unsharded_param()
