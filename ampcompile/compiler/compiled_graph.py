@@ -57,7 +57,7 @@ class CompiledGraph:
         """Run the graph once. Sharded weights, which notice all readers, are told of its readers beforehand."""
         for i, reader in self._sharded.items():
             if reader:
-                args[i].gather.read_in_float32(reader)
+                args[i].gathering.read_in_float32(reader)
         with storages.NoTorchFunction():
             return self(*args)
 
@@ -83,7 +83,7 @@ class CompiledGraph:
             return copies
         kept = iter(copies)
         return [
-            args[slot.weight].gather.rounded_numbers(args[slot.weight], slot.dtype) if slot.gathered else next(kept)
+            args[slot.weight].gathering.rounded_numbers(args[slot.weight], slot.dtype) if slot.gathered else next(kept)
             for slot in self._slots
         ]
 

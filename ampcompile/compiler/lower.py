@@ -82,7 +82,9 @@ def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, s
     if LEFT in gm.meta:
         return dict.fromkeys(weights, "a graph that is left to autocast")
     readers = {i: next(other_reads(node), None) for i, node in weights.items()}
-    return {i: "" if reader is None else f"{op_name(reader.target)} in a compiled graph" for i, reader in readers.items()}
+    return {
+        i: "" if reader is None else f"{op_name(reader.target)} in a compiled graph" for i, reader in readers.items()
+    }
 
 
 def _convolve_channels_last(x: Any, *rest: Any) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from ampcompile.policy import Policy
 from ampcompile.torch_private import fsdp
 from ampcompile.torch_private.dynamo_weights import see_as_parameters
 
-from .weight import Gather, GatherRecord, ShardedWeight, policies
+from .weight import Gather, GatherRecord, ShardedWeight, roots
 
 EARLY = 8
 """Calls of forward that begin with a vote; later those whose number is a power of two."""
@@ -29,7 +29,7 @@ EARLY = 8
 class ShardPolicy:
     """How the weights below one or more roots are gathered. `str` is a table of them."""
 
-    def __init__(self, roots: list[_Root]) -> None:
+    def __init__(self, roots: list[Root]) -> None:
         self._roots = roots
 
     def records(self) -> list[GatherRecord]:
@@ -48,13 +48,14 @@ class ShardPolicy:
         return "\n".join([*lines, f"{self.bytes_saved:,} bytes saved by each rank's gathers of all weights"])
 
 
-class _Root:
+class Root:
     """One root: its weights, and the hook before its forward in which the ranks vote."""
 
     def __init__(self, module: nn.Module) -> None:
         self.gathers = [_gather(name, param, group) for name, param, group in fsdp.params_of(module)]
         self.module, self.calls = module, 0
         module.register_forward_pre_hook(torch.compiler.disable(self.before_forward), prepend=True)
+        roots.add(self)
 
     def choose(self, dtype: torch.dtype, policy: Policy) -> None:
         """Take all back to float32, and decide anew."""
@@ -68,10 +69,6 @@ class _Root:
             gather.settled = bool(gather.kept)
         self.calls = 0
 
-    def records(self) -> list[GatherRecord]:
-        """How each weight is gathered now."""
-        return [gather.record() for gather in self.gathers]
-
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Vote, in some of the calls."""
         if not fsdp.at_rest(module):  # a checkpoint computes it again
@@ -83,6 +80,8 @@ class _Root:
         for gather in self.gathers:
             if not gather.settled:
                 open_questions[gather.param.mesh].append(gather)
+        if open_questions:
+            fsdp.reshard(module)  # after an evaluation FSDP keeps a root's own weights
         for mesh, gathers in open_questions.items():
             votes = torch.tensor([gather.vote() for gather in gathers], device=mesh.device_type)
             for dim in range(mesh.ndim):
@@ -97,6 +96,10 @@ def _gather(name: str, param: Any, group: Any) -> Gather:
     if not gather.kept:
         gather.param = fsdp.SwitchableParam.adopt(param, group, gather.attach)
     return gather
+
+
+def _note_another_backend(weight: Any) -> None:
+    weight.gathering.read_in_float32("another backend's graph")
 
 
 def shard_policy(model: nn.Module, dtype: torch.dtype | None = None, policy: Policy | None = None) -> ShardPolicy:
@@ -115,23 +118,23 @@ def shard_policy(model: nn.Module, dtype: torch.dtype | None = None, policy: Pol
     A reader in float32 that appears after the switch gets a ShardingError, on each rank that runs it. Raises
     ShardingError if `model` contains no module that was given to `fully_shard`, or is in the middle of a step.
 
-    >>> for block in model.blocks:
-    ...     block.compile(backend="amp")
-    ...     fully_shard(block)
-    >>> decided = ampcompile.shard_policy(fully_shard(model), dtype=torch.bfloat16)
+    >>> def shard(model):
+    ...     for block in model.blocks:
+    ...         block.compile(backend="amp")
+    ...         fully_shard(block)
+    ...     return ampcompile.shard_policy(fully_shard(model), dtype=torch.bfloat16)
     """
-    roots = fsdp.roots(model)
-    if not roots:
+    if not (modules := fsdp.roots(model)):
         raise ShardingError(
             f"found no FSDP2 module in {type(model).__name__}, expected one: call ampcompile.shard_policy(model) after "
             "torch.distributed.fsdp.fully_shard(model)."
         )
     if dtype is not None and dtype not in (*LOW, torch.float32):
         raise ShardingError(f"shard_policy got dtype={dtype}; expected torch.bfloat16, torch.float16 or torch.float32.")
-    see_as_parameters(ShardedWeight, lambda weight: weight.gather.read_in_float32("another backend's graph"))  # type: ignore[attr-defined]
-    for root in roots:
-        if root not in policies:
-            policies[root] = _Root(root)
-        device_type = next((g.param.mesh.device_type for g in policies[root].gathers if g.param is not None), "cpu")
-        policies[root].choose(dtype or torch.get_autocast_dtype(device_type), policy or Policy())
-    return ShardPolicy([policies[root] for root in roots])
+    see_as_parameters(ShardedWeight, _note_another_backend)
+    known = {root.module: root for root in roots}
+    chosen = [known.get(module) or Root(module) for module in modules]
+    for root in chosen:
+        device_type = next((gather.param.mesh.device_type for gather in root.gathers if gather.param), "cpu")
+        root.choose(dtype or torch.get_autocast_dtype(device_type), policy or Policy())
+    return ShardPolicy(chosen)

@@ -18,10 +18,10 @@ from ampcompile.dtypes import short_name
 from ampcompile.errors import ShardingError
 from ampcompile.torch_private import pytree, storages, tracing
 
-STAYS, UNKNOWN, NARROW = range(3)
+STAYS, UNKNOWN, LOW = range(3)
 """A rank's votes; the least counts."""
-policies: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""The `ShardPolicy` of each root."""
+roots: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Each `Root`, for as long as its module lives."""
 
 _VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}  # properties that give access to the numbers
 _METADATA = {
@@ -51,45 +51,45 @@ class Gather:
         self.kept = ""  # why the user's policy, or FSDP, keeps it in float32
         self.reader = ""  # the first who reads it in float32
         self.rounded_to: set[torch.dtype] = set()  # by compiled graphs
-        self.narrow = self.settled = False
+        self.is_low = self.settled = False
 
     def attach(self, unsharded: nn.Parameter) -> None:
         """Make readers of the unsharded parameter known."""
         if type(unsharded) is not ShardedWeight:
             unsharded.__class__ = ShardedWeight
-            unsharded.gather = self  # type: ignore[attr-defined]
+            unsharded.gathering = self  # type: ignore[attr-defined]
 
     def vote(self) -> int:
         """Return what this rank knows: the weight stays float32, or may be gathered in 16 bits from now on."""
         if self.kept or self.reader or self.rounded_to - {self.dtype}:
             return STAYS
         busy = torch.is_inference_mode_enabled() or not self.param.idle()
-        return NARROW if self.rounded_to and not busy else UNKNOWN
+        return LOW if self.rounded_to and not busy else UNKNOWN
 
     def settle(self, vote: int) -> None:
         """Do what all ranks have agreed on."""
         self.settled = vote != UNKNOWN
-        if vote == NARROW:
+        if vote == LOW:
             self.param.switch(self.dtype)
-            self.narrow = True
+            self.is_low = True
         elif vote == STAYS and not (self.kept or self.reader or self.rounded_to - {self.dtype}):
             self.reader = "another rank"
 
     def widen(self) -> None:
         """Gather in float32 again. Raises ShardingError if the weight is in use."""
-        if self.narrow and not self.param.idle():
+        if self.is_low and not self.param.idle():
             raise ShardingError(
                 f"found {self.name} in use, expected no forward or backward under way: call ampcompile.shard_policy "
                 "between steps, after backward or before the first forward."
             )
-        if self.narrow:
+        if self.is_low:
             self.param.switch(None)
-        self.narrow = self.settled = False
+        self.is_low = self.settled = False
 
     def read_in_float32(self, reader: str) -> None:
         """Note a reader that needs the weight in float32. Raises ShardingError if it isn't there."""
         self.reader = self.reader or reader
-        if self.narrow:
+        if self.is_low:
             raise ShardingError(
                 f"found {self.name} gathered in {short_name(self.dtype)}, because only compiled graphs that round it "
                 f"read it so far; expected no reader in float32, as {reader} is. Keep it in float32 from the start, by "
@@ -100,10 +100,10 @@ class Gather:
     def rounded_numbers(self, unsharded: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight in 16 bits, for a compiled graph."""
         self.rounded_to.add(dtype)
-        if self.narrow and dtype != self.dtype:
+        if self.is_low and dtype != self.dtype:
             self.read_in_float32(f"a compiled graph that rounds it to {short_name(dtype)}")
-        if self.narrow or not (self.reader or self.rounded_to - {dtype}):
-            return self.param.narrow_numbers(dtype)
+        if self.is_low or not (self.reader or self.rounded_to - {dtype}):
+            return self.param.low_numbers(dtype)
         with torch.no_grad(), storages.NoTorchFunction():  # whoever else reads it may write it
             return unsharded.detach().to(dtype)
 
@@ -114,28 +114,28 @@ class Gather:
 
     def record(self) -> GatherRecord:
         """Return how the weight is gathered now."""
-        if self.narrow:
+        if self.is_low:
             size = self.param._orig_size.numel() * (torch.float32.itemsize - self.dtype.itemsize)
             return GatherRecord(self.name, short_name(self.dtype), "compiled graphs round it before they read it", size)
         because = self.kept or (f"read in float32 by {self.reader}" if self.reader else "no graph has read it yet")
         if not self.kept and not self.reader and self.rounded_to:
             others = ", ".join(sorted(map(short_name, self.rounded_to - {self.dtype})))
-            because = f"read in {others} too" if others else "the ranks haven't agreed yet"
+            because = f"compiled graphs round it to {others}" if others else "the ranks haven't agreed yet"
         return GatherRecord(self.name, "f32", because, 0)
 
 
 class ShardedWeight(nn.Parameter):
-    """A weight while it is gathered. Metadata is free; whoever reads its numbers in eager code is known by `gather`."""
+    """A weight while it is gathered. Metadata is free; who reads its numbers in eager code is noted by `gathering`."""
 
-    gather: Gather
+    gathering: Gather
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function on the plain tensor, after telling `gather` of readers."""
+        """Run the function on the plain tensor, after telling `gathering` of readers."""
         if _reads_numbers(func) and not tracing.is_compiling():
             for value in pytree.arg_tree_leaves(*args, **(kwargs or {})):
                 if type(value) is ShardedWeight:
-                    value.gather.read_in_float32(f"{_name(func)} in eager code")
+                    value.gathering.read_in_float32(f"{_name(func)} in eager code")
         with storages.NoTorchFunction():
             return func(*args, **(kwargs or {}))
 
@@ -155,6 +155,5 @@ def _name(func: Any) -> str:
 def gathers_of(module: Any) -> list[GatherRecord]:
     """How the weights inside a module, or a bound method's module, are gathered; empty without a shard policy."""
     module = getattr(module, "__self__", module)
-    if not policies or not isinstance(module, nn.Module):
-        return []
-    return [record for inner in module.modules() if inner in policies for record in policies[inner].records()]
+    modules = set(module.modules()) if roots and isinstance(module, nn.Module) else ()
+    return [gather.record() for root in roots if root.module in modules for gather in root.gathers]

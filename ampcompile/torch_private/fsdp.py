@@ -14,85 +14,92 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 
 from . import storages
 
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+
 
 class SwitchableParam(FSDPParam):
-    """A parameter of FSDP2 whose gathers can be switched between its own dtype and a 16-bit one.
+    """A parameter of FSDP2 whose gathers can be switched between its own dtype and a 16-bit one, `low`.
 
     The parameter that modules get, the unsharded one, keeps its dtype. While gathers are in 16 bits it has no memory,
-    so that nobody reads rounded numbers from it: they are in `narrow_numbers`. `attach` is called with the unsharded
+    so that nobody reads rounded numbers from it: they are in `low_numbers`. `attach` is called with the unsharded
     parameter after each gather.
     """
 
     attach: Callable[[nn.Parameter], None]
     group: Any
+    low: torch.dtype | None
+    numbers: Tensor | None
+    """The unsharded numbers in 16 bits."""
     outputs: dict[torch.dtype | None, list[Tensor]]
-    """Memory for gathers in each dtype; None: in the parameter's own."""
-    narrow: Tensor | None
+    """Memory for gathers in the dtypes that aren't gathered in now."""
 
     @classmethod
     def adopt(cls, param: Any, group: Any, attach: Callable[[nn.Parameter], None]) -> SwitchableParam:
         """Make one of FSDP's parameters switchable."""
         param.__class__ = cls
-        param.group, param.attach, param.outputs, param.narrow = group, attach, {}, None
+        param.group, param.attach, param.low, param.numbers, param.outputs = group, attach, None, None, {}
         if hasattr(param, "_unsharded_param"):
             attach(param._unsharded_param)
         return param
 
     def init_dtype_attrs(self, mp_policy: Any) -> None:
-        """Called by FSDP before a gather that the user asks for: the dtype stays."""
-        dtype = self.param_dtype if self.outputs else None
+        """Called by FSDP before its first gather, and before those that the user asks for."""
         super().init_dtype_attrs(mp_policy)
-        if dtype is not None:
-            self.param_dtype = dtype
+        self.param_dtype = self.low
 
     def init_unsharded_param(self) -> None:
         """Called by FSDP when it has gathered."""
         super().init_unsharded_param()
         self.attach(self._unsharded_param)
         with torch.inference_mode(False), torch.no_grad():
-            if self.param_dtype is None:
-                if self.narrow is not None:
-                    self._fill(self.narrow)
-            elif self.narrow is None or _memory(self.narrow) != _memory(self.all_gather_outputs[0]):
-                output, sizes, strides = self.all_gather_outputs[0], self._orig_size, self._contiguous_orig_stride
-                self.narrow = output.as_strided(sizes, strides, storage_offset=0)
+            if self.low is None:
+                if self.numbers is not None:
+                    self._fill(self.numbers)
+            elif self.numbers is None or not _share(self.numbers, self.all_gather_outputs[0]):
+                self.numbers = self._shaped(self.all_gather_outputs[0])
 
-    def narrow_numbers(self, dtype: torch.dtype) -> Tensor:
+    def low_numbers(self, dtype: torch.dtype) -> Tensor:
         """The unsharded numbers in a 16-bit dtype, in memory that FSDP frees and fills along with the parameter's."""
-        if self.narrow is None:
+        if self.numbers is None:
             with torch.inference_mode(False), torch.no_grad():
-                output = self.all_gather_outputs[0]
-                self.narrow = torch.empty(self._orig_size, dtype=dtype, device=output.device)
-                self._unsharded_inner_tensors.append(self.narrow)
-                self._fill(self.narrow)
-        return self.narrow
+                device = self.all_gather_outputs[0].device
+                self.numbers = torch.empty(self._orig_size, dtype=dtype, device=device)
+                self._unsharded_inner_tensors.append(self.numbers)
+                self._fill(self.numbers)
+        return self.numbers
 
-    def _fill(self, narrow: Tensor) -> None:
-        alloc_storage(narrow)
-        wide = self.all_gather_outputs[0].as_strided(self._orig_size, self._contiguous_orig_stride, storage_offset=0)
-        with torch.autograd._unsafe_preserve_version_counter(narrow):
-            narrow.copy_(wide)
+    def _fill(self, numbers: Tensor) -> None:
+        alloc_storage(numbers)
+        with torch.autograd._unsafe_preserve_version_counter(numbers):  # it is what a backward has saved
+            numbers.copy_(self._shaped(self.all_gather_outputs[0]))
+
+    def _shaped(self, output: Tensor) -> Tensor:
+        return output.as_strided(self._orig_size, self._contiguous_orig_stride, storage_offset=0)
 
     def to_sharded_post_forward(self) -> None:
         """Called by FSDP to shard over fewer ranks until backward: modules get the float32 shards meanwhile."""
         super().to_sharded_post_forward()
-        if self.param_dtype is not None:
+        if self.low is not None:
             self._setattr_on_modules(self.sharded_param)
 
     def idle(self) -> bool:
         """Return True if the parameter is sharded, no gather is under way, and no backward waits for its numbers."""
         if self.sharded_state != ShardedState.SHARDED or self.group._all_gather_result is not None:
             return False
-        held = [(output, 2) for output in self.all_gather_outputs if self.param_dtype is None]
-        if self.narrow is not None:
-            held.append((self.narrow, 1 if self.param_dtype is None else 2))
-        return all(_holders(tensor) == expected for tensor, expected in held)
+        if self.low is None and any(_holders(output) > 2 for output in self.all_gather_outputs):
+            return False
+        if self.numbers is None:
+            return True
+        # A backward holds the tensor itself, or a view of it.
+        users, unused = storages.tensor_users(self.numbers), storages.tensor_users(torch.empty(0))
+        return users == unused and _holders(self.numbers) == (1 if self.low is None else 2)
 
     def switch(self, dtype: torch.dtype | None) -> None:
         """Gather in a 16-bit dtype from now on, or in the parameter's own: None. Only while it is idle."""
-        self.outputs[self.param_dtype] = self.all_gather_outputs
+        self.outputs[self.low] = self.all_gather_outputs
         self.all_gather_outputs = self.outputs.pop(dtype, [])
-        self.param_dtype, self.narrow, self._unsharded_inner_tensors = dtype, None, []
+        self.low = self.param_dtype = dtype
+        self.numbers, self._unsharded_inner_tensors = None, []
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -100,8 +107,8 @@ class SwitchableParam(FSDPParam):
         return self.mesh_info.mesh
 
 
-def _memory(tensor: Tensor) -> int:
-    return storages.storage_address(tensor)
+def _share(one: Tensor, other: Tensor) -> bool:
+    return storages.storage_address(one) == storages.storage_address(other)
 
 
 def _holders(tensor: Tensor) -> int:
@@ -141,7 +148,8 @@ def params_of(root: nn.Module) -> Iterator[tuple[str, Any, Any]]:
                 seen.add(id(group))
                 for param in group.fsdp_params:
                     info = param._module_info
-                    yield f"{names[info.module]}.{info.param_name}".lstrip("."), param, group
+                    path = [*names[info.module].split("."), info.param_name]
+                    yield ".".join(part for part in path if part and part not in _WRAPPERS), param, group
 
 
 def why_not(param: Any) -> str:

@@ -159,7 +159,18 @@ COPIES = Group(
         Patch("torch._C._swap_tensor_impl", "refuses tensors with weak references, as we have them"),
     ),
 )
-TABLE = (COMPILED_CALLS, REGIONS, TRACING, LOWERING, SCHEDULING, ONE_GRAPH, EXPLAINING, SHARDED_WEIGHTS, OPTIMIZER_HOOKS, COPIES)
+TABLE = (
+    COMPILED_CALLS,
+    REGIONS,
+    TRACING,
+    LOWERING,
+    SCHEDULING,
+    ONE_GRAPH,
+    EXPLAINING,
+    SHARDED_WEIGHTS,
+    OPTIMIZER_HOOKS,
+    COPIES,
+)
 
 Wrap = Callable[[Any], Any]
 """Makes the replacement of an attribute from its original."""
