@@ -1,7 +1,7 @@
 """FSDP2 with 16-bit gathers: torchrun --standalone --nproc-per-node 2 -m examples.recipes.fsdp2
 
-The same training twice: with weights gathered in float32, and in 16 bits where every reader rounds them first. It prints
-how each weight is gathered, and whether the weights are the same to the bit.
+The same training twice: with weights gathered in float32, and in 16 bits where every reader rounds them first. It
+prints how each weight is gathered, and whether the weights are the same to the bit.
 """
 
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import ampcompile
 from examples.recipes import digits
@@ -56,7 +57,7 @@ def train(device_type: str, in_16_bits: bool) -> tuple[list[Tensor], str]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [p.full_tensor() for p in model.parameters()], str(policy)
+    return [p.full_tensor() for p in model.parameters() if isinstance(p, DTensor)], str(policy)
 
 
 def main() -> None:
