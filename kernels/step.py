@@ -34,7 +34,7 @@ class StepTensors:
     copies: list[Tensor | None] = field(default_factory=list)
     """float16 or bfloat16, written with the new weight; None for weights without a copy, and for 16-bit parameters"""
     kept: list[Tensor | None] = field(default_factory=list)
-    """What keeps the precision of 16-bit parameters: see `masters`; None for float32 ones. May be empty, as the next"""
+    """The precision that 16-bit parameters lack: see `masters`; None for float32 ones. May be empty, as the next"""
     checksums: list[Tensor | None] = field(default_factory=list)
     """Those of parameters with remainders; else None"""
     group_of: list[int] = field(default_factory=list)

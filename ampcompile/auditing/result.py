@@ -43,7 +43,7 @@ class Audit:
     """
     policy: Policy = Policy()  # noqa: RUF009
     call: Call | None = field(default=None, repr=False, compare=False)
-    """What was audited, to run it again."""
+    """The audited callable, to run it again."""
 
     @property
     def modules(self) -> list[ModuleNumbers]:
