@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompile.scaler.grad_scaler import GradScaler
+from ampcompile.scaler.master_step import keep_masters
 from tests.ranks import join, leave
 from tests.scaler.cases import assert_close
 
@@ -106,6 +107,28 @@ def check_unscaled(make, mesh=None) -> None:
     optimizers[0].step()  # torch's own goes on from there
 
 
+def check_masters() -> None:
+    """Steps of 16-bit shards whose optimizer keeps masters are torch's, as precise as those of whole parameters."""
+    nets = [model().bfloat16(), model().bfloat16()]
+    fully_shard(nets[0])
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
+    masters = [keep_masters(optimizer, "float32") for optimizer in optimizers]
+    scaler = GradScaler("cpu", enabled=False)
+    for i in range(4):
+        torch.manual_seed(i)
+        x = torch.randn(4, 6, dtype=torch.bfloat16)
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            net.zero_grad()
+            net(x).square().mean().backward()
+            scaler.step(optimizer)
+    assert masters[0].reason == "a parameter is a DTensor" and masters[1].reason is None
+    ours, theirs = (
+        [full(optimizer.state[param]["master_param"]) for param in net.parameters()]
+        for net, optimizer in zip(nets, optimizers, strict=True)
+    )
+    assert_close(ours, theirs)
+
+
 if __name__ == "__main__":
     join()
     for kind, how in (("AdamW", "clip_grad_norm_"), ("SGD", "step"), ("RMSprop", "unscale_")):
@@ -117,4 +140,5 @@ if __name__ == "__main__":
         check_unscaled(lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True), mesh)
         check_unscaled(lambda params: torch.optim.Adam(params, lr=0.01, fused=True), mesh)
         check_unscaled(lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9), mesh)
+    check_masters()
     leave()
