@@ -22,6 +22,7 @@ from .errors import (
     PrecisionError,
     RuleError,
     ScalerError,
+    ShardingError,
     StaleWeightError,
     WeightsError,
 )
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .policy import Policy
     from .rules import register_op
     from .scaler import GradScaler, keep_masters
+    from .sharding import shard_policy
     from .watching.watch import watch
     from .weights import free_copies, invalidate, weight_stats
 
@@ -56,6 +58,7 @@ __all__ = [
     "PrecisionError",
     "RuleError",
     "ScalerError",
+    "ShardingError",
     "StaleWeightError",
     "WeightsError",
     "audit",
@@ -70,6 +73,7 @@ __all__ = [
     "precision",
     "record",
     "register_op",
+    "shard_policy",
     "watch",
     "weight_stats",
 ]
@@ -86,6 +90,7 @@ _LATER = {
     "invalidate": "weights",
     "keep_masters": "scaler",
     "register_op": "rules",
+    "shard_policy": "sharding",
     "watch": "watching.watch",
     "weight_stats": "weights",
 }

@@ -124,6 +124,15 @@ class WeightsError(AmpError, TypeError):
     """
 
 
+class ShardingError(AmpError, RuntimeError):
+    """`ampcompile.shard_policy` can't do what it was asked, or a weight that is gathered in 16 bits is read in float32.
+
+    >>> ampcompile.shard_policy(model)
+    Traceback (most recent call last):
+    ampcompile.errors.ShardingError: found no FSDP2 module in Linear, expected one: ...
+    """
+
+
 class MethodError(AmpError, ValueError):
     """`ampcompile.compile_methods` was given a name that isn't that of a method it can compile.
 

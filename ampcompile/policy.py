@@ -95,6 +95,10 @@ class Policy:
         """Return the rule of an op called in the module at `module_path`; None: it runs in whatever dtype arrives."""
         return self._override(op, module_path) or rules.rule_for(op, device_type)
 
+    def keeps_fp32(self, module_path: str) -> bool:
+        """Return True if all that computes in the module at `module_path` runs in float32."""
+        return _last_match(self.modules, _and_ancestors(module_path))[1] == "fp32"
+
     def needs_decomposition(self, op: OpOverload, device_type: str, module_path: str = "") -> bool:
         """Return True if an op must be decomposed, because there are rules for ops inside it, not for it."""
         if self._override(op, module_path) is not None:

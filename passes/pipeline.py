@@ -46,11 +46,14 @@ from .graph import Regions
 
 
 def pipeline(
-    options: Options, regions: Regions, copied: Mapping[Node, bool] = MappingProxyType({})
+    options: Options,
+    regions: Regions,
+    copied: Mapping[Node, bool] = MappingProxyType({}),
+    gathered: frozenset[Node] = frozenset(),
 ) -> tuple[Pass, ...]:
     """Passes on the captured graph: decide dtypes, insert casts, tidy them, and hoist those of weights.
 
-    `regions` is the autocast state around the graph. `copied`: see `HoistWeights`.
+    `regions` is the autocast state around the graph. `copied`, `gathered`: see `HoistWeights`.
     """
     gradients = torch.is_grad_enabled()
     passes: tuple[Pass, ...] = (
@@ -63,7 +66,7 @@ def pipeline(
     if options.weights == "cached":
         # Needs all casts in their final places: those that still read a weight are the weight's own.
         emulated = options.emulated()
-        passes += (HoistWeights(copied, emulated),)
+        passes += (HoistWeights(copied, emulated, gathered),)
         asserting = dict(options.inductor).get("size_asserts")  # of strides, which an opaque tensor hasn't
         if options.lower == "inductor" and not gradients and not asserting:
             held = {each: torch.float32 if each in emulated else each for each in LOW}

@@ -27,7 +27,7 @@ LAW = [
     {"kernels"},
     {"weights", "rules"},
     {"policy", "scaler", "precision"},
-    {"config"},
+    {"config", "sharding"},
     {"passes.graph", "passes.verify", "passes.base", "passes.weight_copy", "passes.watch_op"},
     {"passes.analysis"},
     {"passes.capture", "passes.decide", "passes.before", "passes.fuse", "passes.after", "passes.replay"},

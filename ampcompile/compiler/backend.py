@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.config import Options
 from ampcompile.passes.analysis.product_cost import estimate, is_emulated
-from ampcompile.passes.analysis.weights import find_copied_weights
+from ampcompile.passes.analysis.weights import find_copied_weights, find_gathered_weights
 from ampcompile.passes.base import Applied, Watch, run_passes
 from ampcompile.passes.capture.capture import capture
 from ampcompile.passes.decide.assign_precision import AssignPrecision
@@ -97,11 +97,13 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
         graph.meta[LEAVING] = find_leaving(gm, graph)
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(autocast.autocast_states())
-    copied = find_copied_weights(graph, example_inputs) if options.weights == "cached" else {}
-    _warn_of_emulation(graph, options, regions, set(copied), device_type)
+    copied, gathered = dict[Node, bool](), frozenset[Node]()
+    if options.weights == "cached":
+        copied, gathered = find_copied_weights(graph, example_inputs), find_gathered_weights(graph, example_inputs)
+    _warn_of_emulation(graph, options, regions, {*copied, *gathered}, device_type)
     logged = logs.watcher(example_inputs)
     watch = logs.watch_both(watch, None if logged is None else logged.watch)
-    history = [captured, *run_passes(pipeline(options, regions, copied), graph, watch)]
+    history = [captured, *run_passes(pipeline(options, regions, copied, gathered), graph, watch)]
     if fuse := fusion(options, device_type):
         if torch.is_grad_enabled():
             graph.meta[GRAPH_BEFORE_FUSION] = copy_with_bodies(graph)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ampcompile import weights
 from ampcompile.config import Options
-from ampcompile.torch_private import tracing
+from ampcompile.torch_private import storages, tracing
 from ampcompile.weights import CopySpec
 
 from .call_state import current_call
@@ -24,6 +24,8 @@ class CompiledGraph:
     gradients can be differentiated again. `written`: inputs that the graph writes to without a version bump; their
     copies are stale afterwards. `leaving`: results that were widened for the outermost callable; if another frame
     called the graph, they are cast back, without loss. `watched`: keeps the magnitudes that the graph returns last.
+    `sharded`: inputs that are weights which FSDP gathers under a shard policy, and who reads them in float32; empty:
+    only copies are read.
     """
 
     def __init__(
@@ -35,22 +37,35 @@ class CompiledGraph:
         written: Sequence[int] = (),
         leaving: LeavingResults | None = None,
         watched: WatchedGraph | None = None,
+        sharded: Mapping[int, str] | None = None,
     ) -> None:
         self._compiled, self._specs, self._written, self._leaving = compiled, specs, written, leaving
         self._watched = watched
         self._call = None if second is None else second.call
+        self._sharded = sharded or {}
         # CUDA graphs record addresses, so copies must always be refreshed in place.
         in_place = dict(options.inductor).get("triton.cudagraphs", False)
-        self._binding = weights.Binding(specs, in_place) if specs else None
+        kept = [spec for spec in specs if not spec.gathered]
+        self._binding = weights.Binding(kept, in_place) if kept else None
 
     def installed(self) -> Callable[..., Any]:
         """Return the callable to install: the compiled code itself if a call has nothing to do but run it."""
+        if self._sharded:
+            return self._unseen_by_weights
         needed = (self._binding, self._call, self._written or None, self._leaving, self._watched)
         return self if any(each is not None for each in needed) else self._compiled
 
+    def _unseen_by_weights(self, *args: Any) -> Any:
+        """Run the graph once. Sharded weights, which notice all readers, are told of its readers beforehand."""
+        for i, reader in self._sharded.items():
+            if reader:
+                args[i].gathering.read_in_float32(reader)
+        with storages.NoTorchFunction():
+            return self(*args)
+
     def __call__(self, *args: Any) -> Any:
         """Run the graph once."""
-        inputs, call = args if self._binding is None else (*args, *self._copies(args)), self._call
+        inputs, call = (*args, *self._copies(args)) if self._specs else args, self._call
         if self._watched is not None:
             inputs = (*inputs, self._watched.slots)
         try:
@@ -69,10 +84,13 @@ class CompiledGraph:
         return results if self._leaving is None else self._leave(results, self._leaving)
 
     def _copies(self, args: Sequence[Any]) -> Sequence[Any]:
-        assert self._binding is not None
         if tracing.fakes_only():  # Dynamo's DDP splitter computes the inputs of the next part on fakes
             return [spec.empty_like(args[spec.weight]) for spec in self._specs]
-        return self._binding.copies(args)
+        copies = [] if self._binding is None else self._binding.copies(args)
+        if not self._sharded:
+            return copies
+        kept = iter(copies)
+        return [_rounded(args[spec.weight], spec) if spec.gathered else next(kept) for spec in self._specs]
 
     def _leave(self, results: Sequence[Any], leaving: LeavingResults) -> Sequence[Any]:
         if tracing.fakes_only():
@@ -81,3 +99,7 @@ class CompiledGraph:
             current_call.widened = leaving.all
             return results
         return [result.to(leaving.dtype) if i in leaving.indices else result for i, result in enumerate(results)]
+
+
+def _rounded(weight: Any, spec: CopySpec) -> Any:
+    return weight.gathering.rounded_numbers(weight, spec.form.dtype)

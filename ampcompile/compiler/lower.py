@@ -16,8 +16,10 @@ from ampcompile.kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_a
 from ampcompile.passes import pipeline
 from ampcompile.passes.analysis.aliasing import inputs_written_below_autograd, reads_data
 from ampcompile.passes.base import Pass, Watch, run_passes
+from ampcompile.passes.before.hoist_weights import other_reads
 from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
-from ampcompile.passes.graph import decision_of, placeholders
+from ampcompile.passes.graph import decision_of, op_name, placeholders
+from ampcompile.sharding.weight import ShardedWeight
 from ampcompile.torch_private import autocast, compiled_functions, lowering
 from ampcompile.weights import CopySpec
 
@@ -41,11 +43,12 @@ def lower(
     and after each later pass (`aot_eager` only).
     """
     leaving = find_still_leaving(gm)
+    sharded = _find_readers(gm, example_inputs)
     if LEFT in gm.meta:
         tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
         written = tensors if reads_data(gm) else []
         return CompiledGraph(
-            lower_as_made(gm, example_inputs, options), options, written=written, leaving=leaving
+            lower_as_made(gm, example_inputs, options), options, written=written, leaving=leaving, sharded=sharded
         ).installed()
     copies = [(node, spec) for node in placeholders(gm) if (spec := decision_of(node).copy) is not None]
     specs = [spec for _, spec in copies]
@@ -53,7 +56,9 @@ def lower(
     lowering.forget_output_values(gm)
     written = inputs_written_below_autograd(gm)
     if options.lower == "eager":
-        return CompiledGraph(exclude_autocast(gm), options, specs, written=written, leaving=leaving).installed()
+        return CompiledGraph(
+            exclude_autocast(gm), options, specs, written=written, leaving=leaving, sharded=sharded
+        ).installed()
     emulated, small, watched = options.emulated(), options.widens_small(), None
     if options.watch:
         watched = _watched(gm, inputs)
@@ -73,7 +78,19 @@ def lower(
             compiled = lowering.inductor(gm, inputs, config, partial(passes, None), key, decompositions())
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
     usable = None if second is None or second.refusal else second
-    return CompiledGraph(compiled, options, specs, usable, written, leaving, watched).installed()
+    return CompiledGraph(compiled, options, specs, usable, written, leaving, watched, sharded).installed()
+
+
+def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, str]:
+    """Return who in a graph reads each weight that FSDP gathers under a shard policy in float32; empty: only copies."""
+    weights = {i: node for i, node in enumerate(placeholders(gm)[: len(example_inputs)])}
+    weights = {i: node for i, node in weights.items() if type(example_inputs[i]) is ShardedWeight}
+    if LEFT in gm.meta:
+        return dict.fromkeys(weights, "a graph that is left to autocast")
+    readers = {i: next(other_reads(node), None) for i, node in weights.items()}
+    return {
+        i: "" if reader is None else f"{op_name(reader.target)} in a compiled graph" for i, reader in readers.items()
+    }
 
 
 def _watched(gm: GraphModule, inputs: Sequence[Any]) -> WatchedGraph:

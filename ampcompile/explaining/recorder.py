@@ -24,6 +24,7 @@ from ampcompile.config import Options
 from ampcompile.records.casts import CastRecord, GraphRecord, cast_of_result
 from ampcompile.records.totals import eager_totals
 from ampcompile.records.watch import JointWatcher, Watcher
+from ampcompile.sharding.weight import gathers_of
 from ampcompile.torch_private import compiled_functions, dynamo_attempts, dynamo_caches, structured_trace
 from ampcompile.torch_private.patches import uncompiled
 
@@ -53,9 +54,9 @@ def make_explainer(f: Any, options: dict[str, Any], mode: str | None, dynamic: b
                 compiled(*args, **kwargs)
         eager = times.records({op.module for graph in graphs for op in graph.ops})
         broken = map(dynamo_attempts.in_short, dynamo_attempts.reasons_since(before))
-        elsewhere = [reason for reason in broken if not any(reason in graph.reason for graph in graphs)]
+        breaks = [reason for reason in broken if not any(reason in graph.reason for graph in graphs)]
         about = f"{named(f)}; ampcompile {version('ampcompile')}, torch {torch.__version__}; {date.today()}"
-        return Report(graphs, results, eager, elsewhere, about)
+        return Report(graphs, results, eager=eager, breaks=breaks, about=about, gathers=gathers_of(f))
 
     return explained
 

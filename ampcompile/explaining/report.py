@@ -14,6 +14,7 @@ import torch
 from ampcompile.dtypes import short_name
 from ampcompile.records.casts import CastRecord, FusionRecord, GraphRecord, OpRecord
 from ampcompile.records.totals import Total
+from ampcompile.sharding.weight import GatherRecord
 
 from . import html, table
 from .eager_modules import EagerRecord
@@ -35,6 +36,8 @@ class Report:
     """Why Dynamo gave up code that comes before a graph, or all of it."""
     about: str = ""
     """The callable, the versions and the date."""
+    gathers: Sequence[GatherRecord] = ()
+    """How FSDP gathers each weight under a shard policy; see `ampcompile.shard_policy`."""
 
     @property
     def code(self) -> str:
@@ -112,6 +115,7 @@ class Report:
             for graph in self.graphs
         ]
         lists = {name: [_plain(each) for each in getattr(self, name)] for name in ("results", "eager", "totals")}
+        lists["gathers"] = [gather._asdict() for gather in self.gathers]
         texts = {"about": self.about, "breaks": [*self.breaks], "unknown_ops": self.unknown_ops}
         return {**texts, "graphs": graphs, **lists}
 

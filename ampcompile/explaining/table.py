@@ -13,6 +13,7 @@ from rich.table import Table
 from ampcompile.dtypes import short_name
 from ampcompile.records.casts import CastRecord, FusionRecord, GraphRecord, OpRecord
 from ampcompile.records.totals import EAGER_BACKWARD, EAGER_FORWARD, JOINT, Total
+from ampcompile.sharding.weight import GatherRecord
 
 from .text import human_bytes, table_of, text_of
 
@@ -45,6 +46,8 @@ def render(report: Report, width: int | None = None) -> str:
     if report.totals:
         parts += ["", _total_table(report.changes)]
     parts.append(_summary(report.casts))
+    if report.gathers:
+        parts += ["", _gather_table(report.gathers)]
     several = len(graphs) > 1
     for index, graph in enumerate(graphs):
         if graph.estimate is not None and graph.estimate.products:
@@ -121,6 +124,13 @@ def _total_table(totals: Sequence[Total]) -> Table:
     table = table_of(["conversions between floating dtypes in one call"], ["times", "bytes"])
     for total in totals:
         table.add_row(total.stage, str(total.casts), human_bytes(total.bytes))
+    return table
+
+
+def _gather_table(gathers: Sequence[GatherRecord]) -> Table:
+    table = table_of(["weight", "gathered as", "because"], ["bytes saved"])
+    for gather in gathers:
+        table.add_row(gather.weight, gather.gathered_as, gather.because, human_bytes(gather.bytes_saved))
     return table
 
 

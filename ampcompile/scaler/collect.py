@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ampcompile.kernels.adam import AdamGroup, AdamTensors
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors
+from ampcompile.torch_private import dtensors
 from ampcompile.torch_private.tensor_guards import TensorGuards
 
 from .conditions import (
@@ -55,8 +56,11 @@ class Validation(NamedTuple):
 
 def collect(
     optimizer: Any, validations: dict[bool, Validation], only_grads: bool = False, masters: Masters | None = None
-) -> tuple[Gradients, dict[torch.device, AdamTensors | SgdTensors]]:
-    """Collect the tensors of the fused step of `optimizer`: all gradients, and all tensors by device.
+) -> tuple[Gradients, dict[torch.device, AdamTensors | SgdTensors], list[Tensor]]:
+    """Collect the tensors of the fused step of `optimizer`: all gradients, all tensors by device, all DTensors.
+
+    Of DTensors the first two are the local parts: each rank updates its own. A check of them would have to ask the
+    other ranks, and is left to torch, as are steps of DTensors with masters.
 
     Raises `NotFusedError` if these tensors can't be. Creates the optimizer's state where it is missing, as its own step
     would. `only_grads` is enough for a check. `validations` is kept between calls: tensors of the same kind and at the
@@ -65,27 +69,33 @@ def collect(
     family = SGD if isinstance(optimizer, torch.optim.SGD) else ADAM
     groups = optimizer.param_groups
     settings = [family.settings(group) for group in groups]
-    params, grads, group_of = _with_grads(groups)
+    weights, grads, group_of = _with_grads(groups)
     if not grads:
-        return Gradients([]), {}
-    states = {} if only_grads else _known_states(family, masters, optimizer, params, group_of)
+        return Gradients([]), {}, []
+    params, sharded = weights, not only_grads and masters is None and dtensors.includes(weights)
+    states = {} if only_grads else _known_states(family, masters, optimizer, weights, group_of)
+    if sharded:
+        params, grads = local(weights, weights), local(grads, weights)
+        states = states and _local_states(states, weights)
     rows = [grads] if only_grads else [grads, params]  # a check reads gradients alone
     tensors = _all_of(rows, states)
-    kind = [*map(family.kind, groups), group_of, amp_aware(optimizer), masters]
+    kind = [*map(family.kind, groups), group_of, amp_aware(optimizer), sharded, masters]
     last = validations.get(only_grads)
     if states is None or last is None or last.kind != kind or not last.guards.hold(tensors):
         last = None
-        require_right_tensors(optimizer, params, grads, masters)
+        require_right_tensors(params, grads, allow_fp16=amp_aware(optimizer) and not sharded, masters=masters)
         if not only_grads:
             if family is ADAM:
                 require_counts(optimizer, {param.device for param in params}, own_step=masters is None)
             if masters is not None:
                 masters.widen_states(optimizer)
-            for param, index in zip(params, group_of, strict=True):
-                family.prepare(optimizer.state, param, groups[index])
+            for weight, index in zip(weights, group_of, strict=True):
+                family.prepare(optimizer.state, weight, groups[index])
             if masters is not None:
-                masters.prepare(optimizer, params)
-        states = {} if only_grads else _read(family, masters, optimizer, params, group_of)
+                masters.prepare(optimizer, weights)
+        states = {} if only_grads else _read(family, masters, optimizer, weights, group_of)
+        if sharded:
+            states = _local_states(states, weights)
         tensors = _all_of(rows, states)
     addresses = list(map(Tensor.data_ptr, tensors))
     if last is None or last.addresses != addresses:
@@ -95,21 +105,33 @@ def collect(
         guards = TensorGuards(tensors) if last is None else last.guards
         last = validations[only_grads] = Validation(kind, guards, addresses, _places(params))
     lists = {"params": params, "grads": grads, "group_of": group_of, **states}
-    return Gradients(grads, addresses[: len(grads)]), {
+    work = {
         device: family.tensors(settings, **(lists if len(places) == len(params) else _chosen(lists, places)), same=last)
         for device, places in last.devices.items()
     }
+    return Gradients(grads, addresses[: len(grads)]), work, weights if sharded else []
+
+
+def local(tensors: Sequence[Any], weights: Sequence[Tensor]) -> list[Any]:
+    """Return this rank's parts of gradients, states or the weights themselves."""
+    if (parts := dtensors.local_parts(tensors, weights)) is None:
+        raise NotFusedError("a gradient or a state isn't distributed over the ranks as its parameter is")
+    return parts
+
+
+def _local_states(states: dict[str, Any], weights: Sequence[Tensor]) -> dict[str, Any]:
+    return {name: local(row, row if name == "steps" else weights) for name, row in states.items()}
 
 
 def require_right_tensors(
-    optimizer: Any, params: list[Tensor], grads: list[Tensor], masters: Masters | None = None
+    params: list[Tensor], grads: list[Tensor], allow_fp16: bool, masters: Masters | None = None
 ) -> None:
     """Raise where the kernels can't take these weights and gradients."""
     dtypes = (torch.float32,) if masters is None else (torch.float32, *NARROW)
     for param, grad in zip(params, grads, strict=True):
         require_plain_tensors(param, grad, dtypes)
     # torch unscales float16 gradients only inside fused optimizers; elsewhere torch raises an error.
-    if not amp_aware(optimizer) and any(grad.dtype is torch.float16 for grad in grads):
+    if not allow_fp16 and any(grad.dtype is torch.float16 for grad in grads):
         raise NotFusedError("gradients are float16")
     require_kernels({param.device.type for param in params})
     require_no_overlap(params)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ampcompile.kernels import native
-from ampcompile.torch_private import optimizers
+from ampcompile.torch_private import dtensors, optimizers
 
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 PLAIN = (torch.nn.Parameter, Tensor)
@@ -121,6 +121,9 @@ def require_no_overlap(tensors: list[Tensor]) -> None:
 
 def require_state(state: Any, param: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a tensor of the optimizer's state; raise unless it is as torch's optimizers make it."""
+    if (parts := dtensors.local_parts([state, param], [param, param])) is None:
+        raise NotFusedError("its state isn't distributed over the ranks as the parameters are")
+    state, param = parts
     if type(state) is not Tensor or state.dtype != dtype or state.device != param.device:
         name = str(dtype).removeprefix("torch.")
         raise NotFusedError(f"its state isn't {name} tensors on the parameters' device")

@@ -23,6 +23,8 @@ class FusedStep:
     optimizer: torch.optim.Optimizer
     grads: Gradients
     work: dict[torch.device, AdamTensors | SgdTensors]
+    distributed: list[Tensor]
+    """The weights if some are DTensors, of which `work` has the local parts."""
     workspaces: dict[torch.device, dict[str, Any]]
     """The buffers that the kernels keep between steps."""
 
@@ -66,6 +68,7 @@ class FusedStep:
                 for param, copy in others:
                     copy.copy_(param)
                 loan.wrote()
+            torch.autograd.graph.increment_version(self.distributed)
         if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
 

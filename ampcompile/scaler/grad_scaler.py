@@ -158,6 +158,8 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("step() has already been called since the last update().")
         result = None
         fused = self._fused(optimizer, record) if plain else None
+        if fused is not None and fused.distributed and state["stage"] is OptState.READY:
+            self.unscale_(optimizer)  # which asks all ranks for overflows
         if fused is not None and fused.work and (state["stage"] is OptState.READY or state["found_inf_per_device"]):
             multipliers = factors(optimizer, fused.grads)
             if state["stage"] is OptState.READY:

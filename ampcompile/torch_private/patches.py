@@ -117,6 +117,18 @@ EXPLAINING = Group(
         Patch("torch.nn.Module._compiled_call_impl", "one module's, which `compile()` set: it is compiled anew"),
     ),
 )
+SHARDED_WEIGHTS = Group(
+    "sharded weights",
+    when="when `shard_policy` is called",
+    undone="never: only our own class of weights is seen otherwise",
+    patches=(
+        Patch("torch._dynamo.variables.builder.infer_subclass_type", "Dynamo traces the class as a plain parameter"),
+        Patch(
+            "torch._dynamo.variables.builder.VariableBuilder.wrap_tensor",
+            "notices when another backend compiles a weight that FSDP gathers in 16 bits",
+        ),
+    ),
+)
 OPTIMIZER_HOOKS = Group(
     "optimizer hooks",
     when="when the first copy of a weight is made",
@@ -147,7 +159,18 @@ COPIES = Group(
         Patch("torch._C._swap_tensor_impl", "refuses tensors with weak references, as we have them"),
     ),
 )
-TABLE = (COMPILED_CALLS, REGIONS, TRACING, LOWERING, SCHEDULING, ONE_GRAPH, EXPLAINING, OPTIMIZER_HOOKS, COPIES)
+TABLE = (
+    COMPILED_CALLS,
+    REGIONS,
+    TRACING,
+    LOWERING,
+    SCHEDULING,
+    ONE_GRAPH,
+    EXPLAINING,
+    SHARDED_WEIGHTS,
+    OPTIMIZER_HOOKS,
+    COPIES,
+)
 
 Wrap = Callable[[Any], Any]
 """Makes the replacement of an attribute from its original."""

@@ -83,6 +83,11 @@ def is_of_fixed_layout(fake: torch.Tensor) -> bool:
     return all(isinstance(number, int) for number in (*fake.shape, *fake.stride(), fake.storage_offset()))
 
 
+def is_compiling() -> bool:
+    """Return True in this thread while Dynamo traces a frame, and while its graphs are compiled."""
+    return TracingContext.try_get() is not None
+
+
 def fakes_only() -> bool:
     """Return True if all computation is on fake tensors now. About 0.1 us."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

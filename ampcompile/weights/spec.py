@@ -38,6 +38,8 @@ class CopySpec:
     trial: bool = False
     """True if the tensor is neither a parameter nor a registered buffer: its copy is kept only after the tensor has
     stayed the same for some calls."""
+    gathered: bool = False
+    """True if the copy isn't kept: FSDP gathers the weight for each call, and its low-precision numbers with it."""
 
     def empty_like(self, weight: Tensor) -> Tensor:
         """An uninitialized tensor as the graph is traced with it, for a fake weight too."""

@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.passes.graph import placeholders
+from ampcompile.sharding.weight import ShardedWeight
 from ampcompile.torch_private import dynamo_modules, tracing
 from ampcompile.weights.spec import hoistable
 
@@ -34,3 +35,12 @@ def find_copied_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[
         if not (trial and value.is_cuda) and tracing.is_of_fixed_layout(node.meta["val"]) and hoistable(value):
             copied[node] = trial
     return copied
+
+
+def find_gathered_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> frozenset[Node]:
+    """Return the weights that FSDP gathers under a shard policy, and their low-precision numbers with them."""
+    return frozenset(
+        node
+        for node, value in find_weights(gm, example_inputs).items()
+        if type(value) is ShardedWeight and tracing.is_of_fixed_layout(node.meta["val"])
+    )

@@ -126,16 +126,30 @@ def _hoist_in_body(body: GraphModule, sites: list[Node], weights: set[Node], cop
     return _hoist(body, {p for p, outer in given.items() if weights.issuperset(outer)}, inner_copy)
 
 
+def other_reads(weight: Node) -> Iterator[Node]:
+    """Yield what reads a weight, an input of a graph, otherwise than through copies; look into bodies."""
+    for user in weight.users:
+        if user.target in _OPERANDS_FROM:
+            inner, first = placeholders(_body(user)), _OPERANDS_FROM[user.target]
+            for i, argument in enumerate(user.args):
+                if argument is weight:
+                    yield from other_reads(inner[i - first])
+        elif user.target is not WEIGHT_COPY:
+            yield user
+
+
 @dataclass(frozen=True)
 class HoistWeights:
     """`copied`: the weights whose copies can live across calls; True for those on trial, see `CopySpec`.
 
-    `wide`: the types whose products run in float32; a copy in one of them holds its rounded numbers as float32, so that
-    no call has to widen it. The copies become the last inputs, each with its `CopySpec` as its decision's `copy`.
+    `wide`: the types whose products run in float32; a kept copy in one of them holds its rounded numbers as float32, so
+    that no call has to widen it. `gathered`: the weights that FSDP gathers for each call, and their low-precision
+    numbers with them. The copies become the last inputs, each with its `CopySpec` as its decision's `copy`.
     """
 
     copied: Mapping[Node, bool]
     wide: frozenset[torch.dtype] = frozenset()
+    gathered: frozenset[Node] = frozenset()
     name = "hoist_weights"
     exact = True
     fate = "hoisted"
@@ -145,15 +159,16 @@ class HoistWeights:
         copies: dict[CopySpec, Node] = {}
 
         def copy_of(weight: Node, dtype: torch.dtype) -> Node:
-            wide = dtype in self.wide and weight.meta["val"].device.type == "cpu"
-            spec = CopySpec(inputs[weight], Form(dtype, wide), trial=self.copied[weight])
+            gathered = weight in self.gathered
+            wide = dtype in self.wide and weight.meta["val"].device.type == "cpu" and not gathered
+            spec = CopySpec(inputs[weight], Form(dtype, wide), trial=self.copied.get(weight, False), gathered=gathered)
             if spec not in copies:
                 copies[spec] = _new_input(gm, weight, spec.form)
                 note(copies[spec], copy=spec)
             return copies[spec]
 
         with tracing.on_fakes_of(gm):
-            return _hoist(gm, set(self.copied), copy_of)
+            return _hoist(gm, {*self.copied, *self.gathered}, copy_of)
 
 
 def _new_input(gm: GraphModule, weight: Node, form: Form) -> Node:

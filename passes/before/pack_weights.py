@@ -109,6 +109,8 @@ class PackWeights:
                 weight, copy, _ = read.args
                 spec = decision_of(copy).copy
                 assert spec is not None
+                if spec.gathered:
+                    continue
                 new = LAYERS[layer.target](x.meta["val"], read.meta["val"], spec, *settings)
                 if new is None:
                     continue

@@ -1,5 +1,7 @@
 """A call of a compiled graph gives it copies of weights, up to date, and marks those of what it writes as stale."""
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from ampcompile.compiler.compiled_graph import CompiledGraph
 from ampcompile.config import Options
 from ampcompile.kernels.packed_conv import Blocks
 from ampcompile.kernels.packed_linear import LinearBlocks
+from ampcompile.sharding.weight import Gather
 from ampcompile.weights import CopySpec, Form
 from tests.compiling import LOW
 from tests.weights.writers import unseen
@@ -102,3 +105,20 @@ def test_of_what_a_graph_for_any_number_of_rows_writes_below_autograd_only_tenso
         with torch.autocast("cpu"):
             expected = f(x, w)
         assert torch.equal(run(x, w), expected)
+
+
+def test_copies_of_gathered_weights_stand_in_order_among_those_that_are_kept() -> None:
+    first, last = nn.Parameter(torch.randn(2)), nn.Parameter(torch.randn(3))
+    layer, gather = nn.Linear(4, 3), Gather("weight")
+    numbers = torch.randn(3, 4).to(LOW)
+    gather.param = SimpleNamespace(low_numbers=lambda dtype: numbers)
+    gather.attach(layer.weight)
+    specs = [spec(0), replace(spec(1), gathered=True), spec(2)]
+    run = CompiledGraph(lambda *args: args, Options(), specs, sharded={1: ""}).installed()
+    given = run(first, layer.weight, last)
+    assert given[4] is numbers and gather.rounded_to == {LOW} and not gather.reader
+    for kept, weight in ((given[3], first), (given[5], last)):
+        assert torch.equal(kept, weight.detach().to(LOW))
+    run = CompiledGraph(lambda *args: args, Options(), specs, sharded={1: "aten.mul in a compiled graph"}).installed()
+    run(first, layer.weight, last)
+    assert gather.reader == "aten.mul in a compiled graph"

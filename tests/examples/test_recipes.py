@@ -1,6 +1,8 @@
 """Every recipe trains compiled as it does eagerly, in flat memory, with a number of graphs that stops growing."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -64,3 +66,11 @@ def test_by_inductor_too(capsys):
     compare(RECIPES["several_models"], steps=4)
     lines = [line for line in capsys.readouterr().out.splitlines() if "% apart" in line]
     assert len(lines) == 2 and all(float(line.split()[1]) < 1.0 for line in lines)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch was built without torch.distributed")
+def test_two_processes_gather_16_bits_and_get_the_same_weights():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    run = subprocess.run([*command, "examples.recipes.fsdp2"], capture_output=True, text=True, timeout=300)
+    assert "the same weights as with float32 gathers" in run.stdout, run.stdout + run.stderr
+    assert "0.up.weight" in run.stdout and "bf16       32,768" in run.stdout, run.stdout

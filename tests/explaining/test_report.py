@@ -1,6 +1,7 @@
 """A report of several graphs: what each tells is put together in order, and sums are sums of all."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from ampcompile.explaining.report import Report
 from ampcompile.records.casts import FusionRecord, OpRecord
 from ampcompile.records.totals import Total
+from ampcompile.sharding.weight import GatherRecord
 from tests.explaining.made_up import cast, graph
 
 
@@ -55,7 +57,9 @@ def test_it_is_saved_as_a_page_and_printed_as_a_table(tmp_path: Path) -> None:
 
 def test_it_is_short_in_a_debugger_and_plain_data_for_other_programs() -> None:
     assert repr(REPORT) == "<ampcompile report: 2 graphs, 4 ops, 3 casts>"
-    data = json.loads(json.dumps(REPORT.as_dict()))
+    gathers = [GatherRecord("a.weight", "bf16", "compiled graphs round it", 2048)]
+    data = json.loads(json.dumps(replace(REPORT, gathers=gathers).as_dict()))
+    assert data["gathers"] == [gathers[0]._asdict()]
     assert [[op["op"] for op in each["ops"]] for each in data["graphs"]] == [["b.b", "a.a"], ["a.a", "c.c"]]
     assert data["graphs"][0]["casts"][0]["dtype_to"] == "bf16" and data["graphs"][1]["fusions"][0]["saved"] == 8
     assert data["totals"][0] == {"stage": "first", "casts": 4, "bytes": 30} and data["unknown_ops"] == ["a.a", "b.b"]

@@ -7,6 +7,7 @@ from ampcompile.explaining.report import Report
 from ampcompile.explaining.table import render
 from ampcompile.records.casts import FusionRecord, OpRecord
 from ampcompile.records.totals import EAGER_BACKWARD, EAGER_FORWARD, Total
+from ampcompile.sharding.weight import GatherRecord
 from tests.explaining.made_up import cast, graph
 
 HOISTED = ("inserted", "hoisted")
@@ -64,10 +65,13 @@ def test_breaks_totals_and_fusions_are_told() -> None:
     layer, loss = (FusionRecord(family, "aten.x", "m", "model.py:1", 1024, 512) for family in families)
     first = graph("cpu in bf16")(reason="a call that Dynamo can't trace", fusions=(layer, layer))
     second = graph("cpu in bf16")(fusions=(loss,), totals=(Total("insert_casts", 5, 2048),))
-    report = Report([first, second], eager=[EagerRecord("rnn", "LSTM", "/x/rnn.py:7", 0.25)], breaks=["no way"])
+    gathers = [GatherRecord("a.weight", "bf16", "graphs round it", 2048)]
+    eager = [EagerRecord("rnn", "LSTM", "/x/rnn.py:7", 0.25)]
+    report = Report([first, second], eager=eager, breaks=["no way"], gathers=gathers)
     lines = render(report, width=100).splitlines()
     assert "graph break before a graph: no way" in lines
     assert any(line.split() == ["rnn", "LSTM", "rnn.py:7", "25%"] for line in lines)
+    assert any(line.split()[:2] == ["a.weight", "bf16"] and line.split()[-2:] == ["2.0", "KiB"] for line in lines)
     assert "graph break after graph 0: a call that Dynamo can't trace" in lines
     assert (
         "fused: 2 linear, 1 linear_cross_entropy; by count 3.0 KiB less moved in one call, 1.5 KiB less held" in lines

@@ -5,10 +5,12 @@ import math
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompile.scaler.grad_scaler import GradScaler
+from ampcompile.scaler.master_step import keep_masters
 from tests.ranks import join, leave
 from tests.scaler.cases import assert_close
 
@@ -74,6 +76,57 @@ def check(wrapper: str, kind: str, how: str) -> None:
     expected = model()
     plain(expected, optimizers[kind](expected.parameters(), lr=0.01), how == "clip_grad_norm_")
     assert_close([full(param) for param in net.parameters()], [param.detach() for param in expected.parameters()])
+    reason = scaler._records[optimizer].fallback_reason
+    assert (reason is None) is (kind != "RMSprop"), reason
+
+
+def check_unscaled(make, mesh=None) -> None:
+    """Without scaling, and with weights that only some ranks have a part of: the steps of torch on whole weights."""
+    nets = [model(), model()]
+    for layer in nets[0]:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(nets[0], mesh=mesh)
+    optimizers = [make(net.parameters()) for net in nets]
+    scaler = GradScaler("cpu", enabled=False)
+    for i in range(4):
+        torch.manual_seed(i)
+        x = torch.randn(4, 6)
+        for net in nets:
+            net.zero_grad()
+            net(x).square().mean().backward()
+        versions = [param._version for param in nets[0].parameters()]
+        scaler.step(optimizers[0])
+        optimizers[1].step()
+        assert all(param._version > before for param, before in zip(nets[0].parameters(), versions, strict=True))
+    assert scaler._records[optimizers[0]].fallback_reason is None
+    assert_close([full(param) for param in nets[0].parameters()], [param.detach() for param in nets[1].parameters()])
+    ours, theirs = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    for key in theirs:
+        assert_close([full(v) for v in ours[key].values()], [v for v in theirs[key].values()])
+    optimizers[0].step()  # torch's own goes on from there
+
+
+def check_masters() -> None:
+    """Steps of 16-bit shards whose optimizer keeps masters are torch's, as precise as those of whole parameters."""
+    nets = [model().bfloat16(), model().bfloat16()]
+    fully_shard(nets[0])
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
+    masters = [keep_masters(optimizer, "float32") for optimizer in optimizers]
+    scaler = GradScaler("cpu", enabled=False)
+    for i in range(4):
+        torch.manual_seed(i)
+        x = torch.randn(4, 6, dtype=torch.bfloat16)
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            net.zero_grad()
+            net(x).square().mean().backward()
+            scaler.step(optimizer)
+    assert masters[0].reason == "a parameter is a DTensor" and masters[1].reason is None
+    ours, theirs = (
+        [full(optimizer.state[param]["master_param"]) for param in net.parameters()]
+        for net, optimizer in zip(nets, optimizers, strict=True)
+    )
+    assert_close(ours, theirs)
 
 
 if __name__ == "__main__":
@@ -82,4 +135,10 @@ if __name__ == "__main__":
         print(kind, how)
         check("fsdp", kind, how)
     check("ddp", "AdamW", "clip_grad_norm_")  # whose gradients are plain tensors
+    meshes = [None] if dist.get_world_size() == 2 else [init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))]
+    for mesh in meshes:
+        check_unscaled(lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True), mesh)
+        check_unscaled(lambda params: torch.optim.Adam(params, lr=0.01, fused=True), mesh)
+        check_unscaled(lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9), mesh)
+    check_masters()
     leave()

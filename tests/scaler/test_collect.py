@@ -195,7 +195,7 @@ def test_tensors_of_two_devices_are_collected_apart(monkeypatch: pytest.MonkeyPa
     params = params_with(1.0, 2.0, 3.0)
     places = {torch.device("cuda", 0): [0, 2], torch.device("cuda", 1): [1]}
     monkeypatch.setattr(collecting, "_places", lambda params: places)
-    grads, work = collect(torch.optim.AdamW(params), {})
+    grads, work, _ = collect(torch.optim.AdamW(params), {})
     assert grads.addresses == [param.grad.data_ptr() for param in params], "in the order of the parameters"
     assert list(work) == list(places)
     for device, chosen in places.items():

@@ -81,7 +81,7 @@ def test_gradients_on_several_devices_are_unscaled_and_clipped_by_their_norm_tog
     devices = torch.device("cpu"), torch.device("cpu", 0)  # one device under two names
     grads = {device: torch.tensor([8 * n]) for device, n in zip(devices, (3.0, 4.0), strict=True)}
     work = {device: SgdTensors([], grads=[grad]) for device, grad in grads.items()}
-    step = FusedStep(None, Gradients(list(grads.values())), work, {device: {} for device in devices})
+    step = FusedStep(None, Gradients(list(grads.values())), work, [], {device: {} for device in devices})
     found_infs, factors, norm = step.check(torch.tensor(4.0), {devices[1]: torch.tensor(0.5)}, max_norm)
     whole = math.hypot(6, 4)  # of 24 / 4 and 32 / 4 * 0.5
     clip = min(1, 2.5 / whole) if max_norm == 2.5 else 1

@@ -67,6 +67,20 @@ def test_fires(case: str) -> None:
     assert HoistWeights(copied).apply(graph.graph) == 0, "idempotent"
 
 
+def test_copies_of_gathered_weights_are_never_wide() -> None:
+    (graph,) = rewritten(Block(lambda m, x: x @ m.frozen + x @ m.buffer), torch.randn(3, 8), weights="every_call")
+    frozen, buffer = (
+        next(node for node in placeholders(graph.graph) if name in node.name) for name in ("frozen", "buffer")
+    )
+    hoist = HoistWeights({buffer: True}, frozenset({torch.bfloat16}), frozenset({frozen}))
+    assert hoist.apply(graph.graph) == 2
+    specs = [spec for node in placeholders(graph.graph) if (spec := decision_of(node).copy)]
+    assert sorted((spec.gathered, spec.form.wide, spec.trial) for spec in specs) == [
+        (False, True, True),
+        (True, False, False),
+    ]
+
+
 def expanded(m: Any, x: Tensor) -> Tensor:
     return torch.bmm(x.expand(2, 3, 8), m.frozen.expand(2, 8, 8))
 

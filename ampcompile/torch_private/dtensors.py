@@ -1,0 +1,37 @@
+"""This rank's parts of DTensors, which `to_local` gives in a hundred times the time. Private."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def includes(tensors: Sequence[Any]) -> bool:
+    """Return True if one of them is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and module.DTensor in map(type, tensors)
+
+
+def local_parts(tensors: Sequence[Any], weights: Sequence[Tensor]) -> list[Any] | None:
+    """Return this rank's parts of the tensors, plain tensors and None as they are.
+
+    None if one isn't distributed as its weight is, or is waiting to be summed over ranks.
+    """
+    parts = []
+    for tensor, weight in zip(tensors, weights, strict=True):
+        spec, wanted = getattr(tensor, "_spec", None), getattr(weight, "_spec", None)
+        if tensor is not None and spec is not wanted and not _alike(spec, wanted):
+            return None
+        if spec is not None and any(placement.is_partial() for placement in spec.placements):
+            return None
+        parts.append(tensor if spec is None else tensor._local_tensor)
+    return parts
+
+
+def _alike(spec: Any, other: Any) -> bool:
+    if spec is None or other is None:
+        return False
+    return spec.mesh == other.mesh and spec.placements == other.placements

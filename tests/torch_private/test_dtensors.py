@@ -1,0 +1,34 @@
+"""A rank's parts of DTensors are handed out where they are distributed as their weights are."""
+
+import pytest
+import torch
+
+if not torch.distributed.is_available():
+    pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from ampcompile.torch_private import dtensors
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_parts_are_those_of_tensors_that_are_distributed_alike(mesh):
+    plain, part = torch.ones(3), torch.ones(3)
+    sharded, like, whole, unsummed = (
+        DTensor.from_local(part, mesh, [placement], run_check=False)
+        for placement in (Shard(0), Shard(0), Replicate(), Partial())
+    )
+    assert dtensors.includes([plain, sharded]) and not dtensors.includes([plain])
+    first, second, third = dtensors.local_parts([sharded, plain, None], [like, plain, like])
+    assert first.data_ptr() == part.data_ptr() and type(first) is torch.Tensor and second is plain and third is None
+    for tensor, weight in ((whole, sharded), (plain, sharded), (sharded, plain), (unsummed, unsummed)):
+        assert dtensors.local_parts([tensor], [weight]) is None
