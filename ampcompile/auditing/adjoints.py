@@ -30,13 +30,12 @@ PROBES = 8
 
 @dataclass
 class Rounding:
-    """The rounding of one op's results in the mixed run, and what it adds to the results of the run."""
+    """The rounding of one result of an op in the mixed run, and what it adds to the results of the run."""
 
     place: Place
     low: bool
-    """True if the results are in 16 bits."""
+    """True if it is in 16 bits."""
     elements: int
-    """Of operands and results."""
     origins: frozenset[str]
     """Modules whose products make the op compute in 16 bits: its own, or of an op that takes what arrives, theirs."""
     readers: set[str] = field(default_factory=set)
@@ -83,8 +82,6 @@ class Adjoints:
         operands = [leaf for leaf in pytree.tree_leaves(arguments) if is_floating(leaf)]
         errors = [_error(rounded[i], results[i]) for i in at]
         lossy, overflows = (any(bool(test(error)) for error in errors) for test in (Tensor.any, _has_infinity))
-        elements = sum(value.numel() for value in [*operands, *(results[i] for i in at)])
-        low = rounded[at[0]].dtype in LOW
         is_cast = has(node.target, CONVERSIONS_AFTER)
         sources = [source for operand in operands for source in self._sources.get(operand, ())]
         origins = frozenset({place.module})
@@ -93,16 +90,15 @@ class Adjoints:
                 source.readers.add(place.module)
         elif sources and not is_cast and not overflows:  # an overflow is prevented where it is
             origins = frozenset[str]().union(*(source.origins for source in sources))
-        rounding = Rounding(place, low, elements, origins, is_cast=is_cast)
+        roundings = [Rounding(place, rounded[i].dtype in LOW, results[i].numel(), origins, is_cast=is_cast) for i in at]
         if lossy:
-            self.roundings.append(rounding)
-            sources = [rounding] if low else []
-        op = _Op(self, node, arguments, mixed, at, errors if lossy else (), rounding)
+            self.roundings += roundings
+        op = _Op(self, node, place, arguments, mixed, at, errors if lossy else (), roundings)
         values = [results[i] + error.nan_to_num(0, 0, 0) for i, error in zip(at, errors, strict=True)]
         with torch.enable_grad():
             followed = _Followed.apply(op, values, self._start, *operands)
-        for i, value in zip(at, followed, strict=True):
-            self._sources[value] = sources
+        for i, value, rounding in zip(at, followed, roundings, strict=True):
+            self._sources[value] = sources if not lossy else [rounding] if rounding.low else []
             results[i] = value
         return pytree.tree_unflatten(results, spec)
 
@@ -121,24 +117,20 @@ class Adjoints:
 class _Op:
     adjoints: Adjoints
     node: Node
+    place: Place
     arguments: Any
     mixed: Any
     floating: Sequence[int]
     """Which of its results are floating."""
     errors: Sequence[Tensor]
-    rounding: Rounding
+    roundings: Sequence[Rounding]
 
     def note(self, adjoints: Sequence[Tensor]) -> None:
         """Add what the rounding adds in one direction, the elements' errors taken as independent of each other."""
-        if not self.errors:
-            return
         result, norm = self.adjoints.result, self.adjoints.norm
-        added = sum(
-            math.inf if _has_infinity(error) else float((error.abs() * adjoint.abs() / norm).square().sum())
-            for error, adjoint in zip(self.errors, adjoints, strict=True)
-        )
-        squares = self.rounding.squares
-        squares[result] = squares.get(result, 0.0) + added / PROBES
+        for rounding, error, adjoint in zip(self.roundings, self.errors, adjoints, strict=False):  # no errors: exact
+            added = math.inf if _has_infinity(error) else float((error.abs() * adjoint.abs() / norm).square().sum())
+            rounding.squares[result] = rounding.squares.get(result, 0.0) + added / PROBES
 
     def pull_back(self, needed: Sequence[bool], adjoints: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the adjoints of the operands, None where there is none, computing the op once more."""
@@ -165,7 +157,7 @@ class _Op:
         except torch.OutOfMemoryError:
             raise
         except REFUSED:
-            self.adjoints.unfollowed.add(self.rounding.place.op)
+            self.adjoints.unfollowed.add(self.place.op)
             return none
 
 

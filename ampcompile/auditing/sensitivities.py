@@ -96,7 +96,7 @@ def give_up_one_by_one(roundings: Sequence[Rounding], modules: Set[str]) -> Iter
     """Yield sets of modules to keep in float32: all, then without the one that spares most for its error, and so on.
 
     A path stands for all inside it, so a module is kept only while all inside it are; the module "" is the whole. What
-    a module costs is one, and its share of the 16-bit elements read and written.
+    a module costs is one, and its share of the 16-bit elements written.
     """
     harmful: dict[str, list[Rounding]] = {module: [] for module in modules}
     elements = dict.fromkeys(modules, 0)
