@@ -77,9 +77,9 @@ class Adjoints:
         results, spec = pytree.tree_flatten(exact)
         rounded = pytree.tree_leaves(mixed)
         at = [i for i, value in enumerate(results) if is_floating(value)]
-        if not at:
-            return exact
         operands = [leaf for leaf in pytree.tree_leaves(arguments) if is_floating(leaf)]
+        if all(any(results[i] is operand for operand in operands) for i in at):  # or there is none
+            return exact
         errors = [_error(rounded[i], results[i]) for i in at]
         lossy, overflows = (any(bool(test(error)) for error in errors) for test in (Tensor.any, _has_infinity))
         is_cast = has(node.target, CONVERSIONS_AFTER)
