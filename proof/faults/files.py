@@ -66,7 +66,7 @@ def no_cache_folder() -> int:
 
 
 def corrupt_cache() -> int:
-    """Cut off or overwrite the files of the cache folder."""
+    """Files of the cache folder are cut off, or overwritten."""
     trials = 0
     with TemporaryDirectory() as folder:
         _run(TRAIN, {"AMPCOMPILE_CACHE_DIR": folder})
