@@ -60,7 +60,7 @@ def lower(
             exclude_autocast(gm), options, specs, written=written, leaving=leaving, sharded=sharded
         ).installed()
     emulated, small, watched = options.emulated(), options.widens_small(), None
-    if options.watch:
+    if options.watch and placeholders(gm):
         watched = _watched(gm, inputs)
         inputs.append(watched.slots)
     passes = partial(_on_joint_graph, pipeline.after(emulated, small, None if watched is None else watched.values))

@@ -47,7 +47,8 @@ class OutOfRange:
     before: float | None
     """The magnitude in the call before; None in the first call."""
     bound: float | None
-    """No exact number can be larger: of a cast, what it reads; of a product, by its factors; None if unknown."""
+    """No exact number can be larger: of a cast, what it reads; of a product, by its factors, what is added to it aside.
+    None if unknown."""
 
     @property
     def held_by(self) -> list[str]:
@@ -160,7 +161,8 @@ def _bound(value: WatchedValue, index: int, magnitudes: Sequence[float], f: Any)
     if value.kind == "cast":
         return magnitudes[index]
     factors = [magnitudes[i] for i in value.operands]
-    if len(factors) == 1 and (weight := _weight_of(value.module, f)) is not None:
+    weight = _weight_of(value.module, f) if len(factors) == 1 and value.input_factor else None
+    if weight is not None and weight.shape in (value.input_factor, value.input_factor[::-1]):
         factors.append(float(weight.detach().abs().max()))
     return value.length * factors[0] * factors[1] if value.length and len(factors) == 2 else None
 

@@ -55,6 +55,8 @@ class WatchedValue:
     """Indices of the watched values that it reads, among those of its direction; of a product, of its two factors."""
     length: int = 0
     """Terms of each sum of a product; 0 if unknown, and for other ops."""
+    input_factor: tuple[int, ...] = ()
+    """The shape of a product's factor that is an input of the graph, as a weight's copy is; forward alone."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,8 @@ def _is_of_softmax(node: Node) -> bool:
 def _describe(node: Node, backward: bool, index: dict[Node, int], lines: dict[Any, Node]) -> WatchedValue:
     kind, factors = _kind(node), _factors(node)
     near = node if source_line(node) else lines.get(node.meta.get("seq_nr"), node)
-    read = (_origin(each, index) for each in (factors or node.all_input_nodes))
+    read = [_origin(each, index) for each in (factors or node.all_input_nodes)]
+    given = [each for each, origin in zip(factors, read, strict=False) if origin.op == "placeholder"]
     return WatchedValue(
         kind=kind,
         op=op_name(node.target),
@@ -138,6 +141,7 @@ def _describe(node: Node, backward: bool, index: dict[Node, int], lines: dict[An
         dtype=short_name(node.meta["val"].dtype),
         operands=tuple(index[each] for each in read if each in index),
         length=_length(node, factors) if len(factors) == 2 else 0,
+        input_factor=tuple(given[0].meta["val"].shape) if len(given) == 1 and not backward else (),
     )
 
 

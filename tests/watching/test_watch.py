@@ -102,6 +102,27 @@ def test_a_fault_in_backward() -> None:
     assert "backward" in str(first) and first.before is not None
 
 
+def test_a_bound_takes_the_weight_for_a_factor_in_forward_alone() -> None:
+    net = Net(lambda h, fault: h.half() * fault.half())
+    with torch.no_grad():
+        net.last.weight.fill_(2.0)
+    report = trained(net, {FAULT_AT: 1e4}).report()
+    first = report.first
+    assert first is not None and first.at.value.op == "aten.addmm" and first.at.value.module == "last", str(report)
+    assert first.held_by == ["bfloat16", "float32"] and first.bound is not None and 65504 < first.bound < 32 * 65504 * 3
+    values = [each.value for each in report.last if each.value.kind == "product"]
+    assert {each.input_factor != () for each in values if each.backward} == {False}, (
+        "saved by forward, or an activation"
+    )
+    assert {each.input_factor != () for each in values if not each.backward} == {True}
+
+
+def test_a_graph_without_inputs() -> None:
+    options = {"watch": True, "lower": "aot_eager"}
+    ones = torch.compile(lambda: torch.ones(2, 2) @ torch.ones(2, 2), backend="amp", options=options)
+    assert ones().eq(2).all() and ampcompile.watch(ones).report().first is None
+
+
 def test_masks_and_nothing_wrong() -> None:
     masked = lambda h, _: h + F.softmax(h.masked_fill(h > 0, float("-inf")).clamp(-1e30), 0)  # noqa: E731
     report = trained(Net(masked), {}).report()
