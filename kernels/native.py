@@ -42,9 +42,9 @@ FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping
 FLAGS += ["-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
 
 
-def available() -> bool:
+def available(source: str = "step") -> bool:
     """True if the C++ kernels can be used here; builds them at the first call (seconds, once per machine)."""
-    return library() is not None
+    return library(source) is not None
 
 
 def cache_folder() -> Path:
@@ -58,25 +58,25 @@ def cache_folder() -> Path:
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The loaded library, or None if it can't be built; logs the reason."""
+def library(source: str = "step") -> ctypes.CDLL | None:
+    """The loaded library of `cpp/{source}.cpp`, or None if it can't be built; logs the reason."""
     compilers = [os.environ.get("CXX"), "g++", "clang++", "c++"]
     compiler = next((path for name in compilers if name and (path := shutil.which(name))), None)
     if compiler is None:
         log.warning("no C++ compiler found ($CXX, g++, clang++, c++): torch's own CPU kernels are used instead")
         return None
     try:
-        return ctypes.CDLL(str(build(compiler)))
+        return ctypes.CDLL(str(build(compiler, source)))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         log.warning("the C++ kernels can't be built, torch's own CPU kernels are used instead: %s", reason)
         return None
 
 
-def build(compiler: str) -> Path:
-    """Build the shared library from `cpp/` with `compiler`, or take it from the cache; return its path."""
+def build(compiler: str, source: str = "step") -> Path:
+    """Build the library of `cpp/{source}.cpp` with `compiler`, or take it from the cache; return its path."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
-    parts = [version, *FLAGS, *processor(), *(path.read_text() for path in sorted(SOURCES.iterdir()))]
+    parts = [source, version, *FLAGS, *processor(), *(path.read_text() for path in sorted(SOURCES.iterdir()))]
     target = cache_folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.so"
     if ours_alone(target.parent) and is_right(target):
         return target
@@ -84,7 +84,7 @@ def build(compiler: str) -> Path:
     with locked(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as folder:
         if not is_right(target):  # another process may have built it meanwhile
             built = Path(folder, target.name)
-            command = [compiler, *FLAGS, str(SOURCES / "step.cpp"), "-o", str(built)]
+            command = [compiler, *FLAGS, str(SOURCES / f"{source}.cpp"), "-o", str(built)]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
             with built.open("ab") as file:
                 file.write(hashlib.sha256(built.read_bytes()).digest())
@@ -146,7 +146,7 @@ def processor() -> list[str]:
 
 
 def call(name: str, tensors: int, *arrays: torch.Tensor | np.ndarray | None) -> None:
-    """Call a function of the library on `tensors` many tensors, with torch's number of threads.
+    """Call a function of the step's library on `tensors` many tensors, with torch's number of threads.
 
     `arrays` are passed by address, None as a null pointer. All must stay alive and contiguous.
     """
@@ -157,6 +157,19 @@ def call(name: str, tensors: int, *arrays: torch.Tensor | np.ndarray | None) -> 
     function.restype = None
     addresses = [a if a is None else a.data_ptr() if isinstance(a, torch.Tensor) else a.ctypes.data for a in arrays]
     function(tensors, *addresses, torch.get_num_threads())
+
+
+@functools.cache
+def function(name: str, arguments: int, keeps_gil: bool = False) -> Any:
+    """A function of the library of weights that takes integers, addresses among them; None if it can't be built.
+
+    `keeps_gil`: no other thread of Python runs meanwhile. That costs less, and is meant for microseconds.
+    """
+    if (loaded := library("weights")) is None:
+        return None
+    found = getattr(ctypes.PyDLL(loaded._name) if keeps_gil else loaded, name)
+    found.argtypes, found.restype = [ctypes.c_int64] * arguments, None
+    return found
 
 
 def group_values(groups: Sequence[Any]) -> np.ndarray:

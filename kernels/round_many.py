@@ -23,12 +23,13 @@ def round_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], dtypes: Seq
     if not copies:
         return
     weights = [weight.float() for weight in weights]
-    if not native.available():
+    if (function := native.function("round_many", 6)) is None:
         round_many_reference_(copies, weights, dtypes)
         return
-    codes = np.array([native.DTYPE_CODES[dtype] for dtype in dtypes], dtype=np.int64)
-    native.call("round_many", len(copies), native.sizes(weights), native.addresses(weights, copies), codes)
+    sizes, codes = [copy.numel() for copy in copies], [native.DTYPE_CODES[dtype] for dtype in dtypes]
+    rows = np.array([sizes, *native.addresses(weights, copies), codes], dtype=np.int64)
     torch.autograd.graph.increment_version(list(copies))
+    function(len(copies), *(row.ctypes.data for row in rows), torch.get_num_threads())
 
 
 def round_many_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:

@@ -69,10 +69,8 @@ class Binding:
                 store.begin_epoch()
                 store.casting = False
             former = self._sets.get(ids)
-            if former is not None and not store.running:
-                with torch.no_grad(), dispatcher.without_modes():
-                    if former.renew(weights, store.write_epoch()):
-                        return former.forms()
+            if former is not None and not store.running and former.renew(weights, store.write_epoch()):
+                return former.forms()
             with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
                 if gpu.capturing(weights):
                     return cast_for_capture(list(map(storages.alias, weights)), self._forms)

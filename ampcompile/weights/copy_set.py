@@ -12,10 +12,11 @@ from itertools import accumulate, compress, pairwise
 from operator import attrgetter, gt, is_not, ne
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ampcompile.kernels.packed_conv import Blocks
-from ampcompile.torch_private import profiling, storages
+from ampcompile.torch_private import dispatcher, profiling, storages
 
 from . import gpu
 from .copies import Copy, IdleCheck, Packed, cast, cast_narrow, count_reads
@@ -99,7 +100,8 @@ class Renewal:
             copy.mark, copy.reads = None, 0
         with profiling.region("amp: refresh copies of weights"):
             if self._wide:
-                cast(list(zip(copies, weights, strict=True)), tables)
+                with torch.no_grad(), dispatcher.without_modes():
+                    cast(list(zip(copies, weights, strict=True)), tables)
             else:
                 cast_narrow(list(map(_tensor, copies)), weights, tables)
 

@@ -5,12 +5,15 @@ Reaching a place whose page and cache line aren't cached takes most of the time,
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from math import ceil, prod
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
+
+from ampcompile.kernels import native
 
 FEWEST = 4
 """Least number of places in each weight, its first and its last words among them."""
@@ -58,39 +61,24 @@ class Sample:
 
     def __init__(self, weights: Iterable[SampledAddresses]) -> None:
         runs, words = zip(*weights, strict=True) if (weights := list(weights)) else ((), ())
-        self._parts = [
-            _Windows(joined, size) for parts, size in ((runs, RUN), (words, 1)) if (joined := _join(parts)).size
-        ]
-        self.places = sum(len(part.offsets) for part in self._parts)
+        self._runs, self._words = _bytes_at(runs), _bytes_at(words)
+        self.places = len(self._runs) + len(self._words)
+        self._read = native.function("read_words", 5, keeps_gil=True) if self.places else None
+        self._copied = ctypes.create_string_buffer(_WORD * (RUN * len(self._runs) + len(self._words)))
+        rows = (len(self._runs), self._runs.ctypes.data, len(self._words), self._words.ctypes.data)
+        self._arguments = *rows, ctypes.addressof(self._copied)
 
     def read(self) -> bytes:
         """Return the words there now: first all runs, then all single words."""
-        if not self._parts:
-            return b""
-        return b"".join([part.memory[part.offsets].tobytes() for part in self._parts])
+        if self._read is None:
+            return self._read_without_compiler()
+        self._read(*self._arguments)
+        return self._copied.raw
+
+    def _read_without_compiler(self) -> bytes:
+        parts = (self._runs, RUN * _WORD), (self._words, _WORD)
+        return b"".join(ctypes.string_at(at, size) for addresses, size in parts for at in addresses.tolist())
 
 
-def _join(parts: Iterable[np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.empty(0, np.int64), *parts])
-
-
-class _Windows:
-    """Memory from the first to the last of some places as one array of overlapping items, few of which are read."""
-
-    def __init__(self, places: np.ndarray, words: int) -> None:
-        first = int(places.min())
-        self.offsets = places - first
-        self.memory = np.asarray(_Memory(first, int(self.offsets.max()) + 1, words))
-
-
-class _Memory:
-    """The base of an array. It must not refer to the array: Python's garbage collector sees no cycle through one."""
-
-    def __init__(self, first: int, items: int, words: int) -> None:
-        self.__array_interface__ = {
-            "data": (first * _WORD, True),
-            "shape": (items,),
-            "strides": (_WORD,),
-            "typestr": f"|V{words * _WORD}",
-            "version": 3,
-        }
+def _bytes_at(parts: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.empty(0, np.int64), *parts]) * _WORD

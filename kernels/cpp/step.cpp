@@ -71,22 +71,6 @@ void sgd(int64_t tensors, const int64_t* numel, const int64_t* table, const int6
   });
 }
 
-// See `round_many.round_many_`. Rows: weight, copy.
-void round_many(int64_t tensors, const int64_t* numel, const int64_t* table, const int64_t* dtypes, int threads) {
-  const int64_t *weight = table, *copy = weight + tensors;
-  for_each_chunk(chunks_of(tensors, numel), threads, [&](const Chunk& c, int64_t) {
-    with_dtype(dtypes[c.tensor], [&](auto rounded) {
-      const float* from = at<float>(weight[c.tensor], c.begin);
-      float* to = at<float>(copy[c.tensor], c.begin);
-      for (int64_t i = 0; i < c.end - c.begin; ++i) {
-        decltype(rounded) value;
-        narrow(from[i], value);
-        to[i] = widen(value);
-      }
-    });
-  });
-}
-
 // Whether `attention_backward` is made for this processor.
 int attention_available() { return AMPCOMPILE_BFLOAT16; }
 

@@ -375,7 +375,8 @@ def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
 
 @writer("the data of another")
 def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    target.data = program.random.choice(program.weights).data
+    # Of another shape, torch refuses the gradient of a later call while an earlier one waits for its backward.
+    target.data = program.random.choice([weight for weight in program.weights if weight.shape == target.shape]).data
 
 
 @writer("set_ to new memory")
