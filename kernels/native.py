@@ -9,7 +9,7 @@
   a process that was killed during a build (here a lock ends with its process);
 - takes 0.4 s to import before it can load a built library, 0.01 s here, and 20 s for a first build, 15 s here.
 
-These kernels take addresses and sizes: their build needs no headers or libraries of torch.
+These kernels take addresses and sizes: their build needs no headers or libraries of torch, but for `state.cpp`.
 """
 
 import ctypes
@@ -40,6 +40,9 @@ SOURCES = Path(__file__).with_name("cpp")
 # No flag lets the compiler assume finite numbers: these kernels must find infinities and NaNs.
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
+TORCH = Path(torch.__file__).parent
+# Only this library needs torch's headers, and the standard of C++ that they are written in.
+HEADERS = {"state": ["-std=c++20", "-w", f"-I{TORCH}/include", f"-L{TORCH}/lib", "-lc10"]}
 
 
 def available(source: str = "step") -> bool:
@@ -75,8 +78,9 @@ def library(source: str = "step") -> ctypes.CDLL | None:
 
 def build(compiler: str, source: str = "step") -> Path:
     """Build the library of `cpp/{source}.cpp` with `compiler`, or take it from the cache; return its path."""
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
-    parts = [source, version, *FLAGS, *processor(), *(path.read_text() for path in sorted(SOURCES.iterdir()))]
+    version, flags = _version(compiler), [*FLAGS, *HEADERS.get(source, ())]
+    torchs = torch.__version__ if source in HEADERS else ""
+    parts = [source, torchs, version, *flags, *processor(), *(path.read_text() for path in sorted(SOURCES.iterdir()))]
     target = cache_folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.so"
     if ours_alone(target.parent) and is_right(target):
         return target
@@ -84,13 +88,18 @@ def build(compiler: str, source: str = "step") -> Path:
     with locked(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as folder:
         if not is_right(target):  # another process may have built it meanwhile
             built = Path(folder, target.name)
-            command = [compiler, *FLAGS, str(SOURCES / f"{source}.cpp"), "-o", str(built)]
+            command = [compiler, str(SOURCES / f"{source}.cpp"), *flags, "-o", str(built)]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
             with built.open("ab") as file:
                 file.write(hashlib.sha256(built.read_bytes()).digest())
             built.chmod(0o700)
             built.replace(target)  # atomic, for processes on a file system without locks
     return target
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
 
 
 def private_folder() -> Path:

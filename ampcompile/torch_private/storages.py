@@ -26,6 +26,7 @@ read_data = _DATA.__get__  # `tensor.data` as torch does it
 DATA_DOC: str | None = _DATA.__doc__
 
 version = attrgetter("_version")
+tensor_address: Callable[[Tensor], int] = attrgetter("_cdata")  # of a tensor's C++ object
 # The number of a tensor's owners in C++: its Python object and every backward that saved it.
 tensor_users: Callable[[Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 # A tensor's `storage_key`, without making a Python object of the storage, which would hold it too.

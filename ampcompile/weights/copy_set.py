@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampcompile.kernels import unchanged as unchanged_in_cpp
 from ampcompile.kernels.packed_conv import Blocks
+from ampcompile.kernels.unchanged import Unchanged
 from ampcompile.torch_private import dispatcher, profiling, storages
 
 from . import gpu
@@ -116,6 +118,7 @@ class CopySet:
 
     _reads: tuple[tuple[Copy, Blocks | None], ...] = ()  # for `__del__`, if `__init__` fails
     _renewal: Renewal | None = None
+    _unchanged: Unchanged | None = None  # made at the first call after a cast
 
     def __init__(
         self,
@@ -165,9 +168,19 @@ class CopySet:
         self._users = [record.users() for record in self.memories]
 
     def fresh(self, weights: Sequence[Tensor]) -> bool:
-        """Return True if none of the weights, which the set was made of, was written. 0.2 us a weight."""
+        """Return True if none of the weights, which the set was made of, was written."""
         if self._epoch is not store.write_epoch() or store.casting:
             return False
+        if (unchanged := self._unchanged) is None and unchanged_in_cpp.available():
+            unchanged = self._unchanged = self._note_for_cpp()
+        if unchanged is None:
+            same = self._same_state(weights)
+        else:
+            same = unchanged(list(map(storages.tensor_address, weights)))
+        return same and not (self.rechecks and gpu.capturing(weights))
+
+    def _same_state(self, weights: Sequence[Tensor]) -> bool:
+        """`Unchanged` in Python, for machines without a compiler."""
         try:
             if self._versions != list(map(storages.version, weights)):
                 return False
@@ -179,7 +192,23 @@ class CopySet:
             and self._addresses == list(map(Tensor.data_ptr, weights))
             and self._others_versions == list(map(storages.version, self._others))
             and self.sample.read() == self.words
-            and not (self.rechecks and gpu.capturing(weights))
+        )
+
+    def _note_for_cpp(self) -> Unchanged:
+        sharers = *self._weight_sharers, *self._other_sharers
+        weights = [sharer.impl for sharer in self._weight_sharers]
+        return Unchanged(
+            tensors=[sharer.impl for sharer in sharers],
+            counters=[*weights, *(storages.tensor_address(counter) for counter in self._others)],
+            versions=[*self._versions, *self._others_versions],
+            weights=weights,
+            addresses=self._addresses,
+            storages=self._storages,
+            users=self._users,
+            runs=self.sample.runs,
+            words=self.sample.words,
+            sampled=self.words,
+            kept=(self._handles, self._others, self.memories),
         )
 
     def renew(self, weights: Sequence[Tensor], now: object) -> bool:
@@ -197,7 +226,10 @@ class CopySet:
             return False
         self._versions = list(map(_seen, self._weight_sharers))
         self._others_versions = list(map(_seen, self._other_sharers))
-        self.words, self._epoch = words, now
+        self.words = words
+        if self._unchanged is not None:
+            self._unchanged.note([*self._versions, *self._others_versions], words)
+        self._epoch = now
         return True
 
     def forms(self) -> list[Any]:
@@ -225,7 +257,7 @@ class CopySet:
 
     def forget(self) -> None:
         """Stop tracking the weights: the set isn't fresh any more."""
-        self._epoch = None
+        self._epoch = self._unchanged = None
         self._handles = self._weights = self._weight_sharers = self._other_sharers = []
         self._renewal = None  # it holds them too
 

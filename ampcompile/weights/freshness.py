@@ -38,10 +38,10 @@ _log = logging.getLogger("ampcompile")
 class Sharer:
     """A tensor on a weight's storage: a handle that tells whether it lives, and its counter, shared by its views."""
 
-    __slots__ = ("counter", "handle", "key", "seen")
+    __slots__ = ("counter", "handle", "impl", "key", "seen")
 
     def __init__(self, tensor: Tensor, counter: Tensor) -> None:
-        self.key, self.handle = id(tensor), storages.TensorHandle(tensor)
+        self.key, self.impl, self.handle = id(tensor), storages.tensor_address(tensor), storages.TensorHandle(tensor)
         self.counter, self.seen = counter, counter._version
 
 

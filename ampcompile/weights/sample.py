@@ -57,15 +57,18 @@ def places(weight: Tensor) -> SampledAddresses:
 
 
 class Sample:
-    """Reads the words at some places many times. The caller keeps the memory alive."""
+    """Reads the words at some places many times. The caller keeps the memory alive.
+
+    `runs` and `words`: addresses of runs of words, and of single words; int64.
+    """
 
     def __init__(self, weights: Iterable[SampledAddresses]) -> None:
         runs, words = zip(*weights, strict=True) if (weights := list(weights)) else ((), ())
-        self._runs, self._words = _bytes_at(runs), _bytes_at(words)
-        self.places = len(self._runs) + len(self._words)
+        self.runs, self.words = _bytes_at(runs), _bytes_at(words)
+        self.places = len(self.runs) + len(self.words)
         self._read = native.function("read_words", 5, keeps_gil=True) if self.places else None
-        self._copied = ctypes.create_string_buffer(_WORD * (RUN * len(self._runs) + len(self._words)))
-        rows = (len(self._runs), self._runs.ctypes.data, len(self._words), self._words.ctypes.data)
+        self._copied = ctypes.create_string_buffer(_WORD * (RUN * len(self.runs) + len(self.words)))
+        rows = (len(self.runs), self.runs.ctypes.data, len(self.words), self.words.ctypes.data)
         self._arguments = *rows, ctypes.addressof(self._copied)
 
     def read(self) -> bytes:
@@ -76,7 +79,7 @@ class Sample:
         return self._copied.raw
 
     def _read_without_compiler(self) -> bytes:
-        parts = (self._runs, RUN * _WORD), (self._words, _WORD)
+        parts = (self.runs, RUN * _WORD), (self.words, _WORD)
         return b"".join(ctypes.string_at(at, size) for addresses, size in parts for at in addresses.tolist())
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ampcompile.kernels import unchanged
 from ampcompile.weights.copies import copy_of, refresh
 from ampcompile.weights.copy_set import CopySet
 from ampcompile.weights.freshness import memory_of
@@ -14,6 +15,13 @@ from ampcompile.weights.store import store
 from tests.weights.writers import unsampled
 
 BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["C++", "Python"])
+def compared_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare states in C++, and as on a machine without a compiler."""
+    if not request.param:
+        monkeypatch.setattr(unchanged, "available", lambda: False)
 
 
 def made(weights: list[Tensor]) -> CopySet:
