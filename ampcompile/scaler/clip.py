@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError, ScalerError
@@ -79,3 +79,9 @@ def clip_in_step(
             "disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
     return norm
+
+
+def clip_values(params: list[Tensor], clip_value: float, foreach: bool | None) -> None:
+    """Clip each element of the gradients by torch's function; on a CPU in one pass, where its default takes two."""
+    one_pass = foreach is None and all(param.is_cpu for param in params)
+    nn.utils.clip_grad_value_(params, clip_value, False if one_pass else foreach)

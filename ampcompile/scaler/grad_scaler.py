@@ -14,7 +14,7 @@ from ampcompile.errors import ScalerError
 from ampcompile.kernels.update_scale import update_scale_
 from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 
-from .clip import clip_in_step, note_clipped, require_one_iteration, require_optimizer
+from .clip import clip_in_step, clip_values, note_clipped, require_one_iteration, require_optimizer
 from .collect import amp_aware, collect
 from .conditions import NotFusedError, require_torchs_own_step
 from .fused import FusedStep, PerDevice
@@ -104,9 +104,14 @@ class GradScaler(torch.amp.GradScaler):
         Raises RuntimeError after `step`, ClipError for new gradients without an `update` since the last clipping, and
         ScalerError for parameters in place of the optimizer.
         """
-        norm = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-        in_place = partial(nn.utils.clip_grad_norm_, **norm, foreach=foreach)
         in_step = partial(clip_in_step, max_norm=float(max_norm), error_if_nonfinite=error_if_nonfinite)
+        in_place = partial(
+            nn.utils.clip_grad_norm_,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            foreach=foreach,
+        )
         return self._clip("clip_grad_norm_", optimizer, in_place, in_step if float(norm_type) == 2 else None)
 
     @dynamo_marks.run_untraced
@@ -121,8 +126,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises RuntimeError after `step`, ClipError for new gradients without an `update` since the last clipping, and
         ScalerError for parameters in place of the optimizer.
         """
-        in_place = partial(nn.utils.clip_grad_value_, clip_value=clip_value, foreach=foreach)
-        self._clip("clip_grad_value_", optimizer, in_place)
+        self._clip("clip_grad_value_", optimizer, partial(clip_values, clip_value=clip_value, foreach=foreach))
 
     def _clip(
         self,

@@ -33,14 +33,17 @@ HOWS = {
 
 
 class ByHand:
-    """AdamW of torch's on float32 weights, which are rounded to the parameters: ties away from zero, or to even and
-    forgotten.
+    """AdamW on float32 weights, which are rounded to the parameters: ties away from zero, or to even and forgotten.
+
+    By the scaler's step of float32 parameters: torch's own rounds the last elements of a tensor otherwise than the
+    others.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], rate: float, forget: bool) -> None:
         self.params, self.forget = params, forget
         self.masters = [nn.Parameter(param.detach().float()) for param in params]
         self.optimizer = torch.optim.AdamW(self.masters, lr=rate, fused=True)
+        self.scaler = ampcompile.GradScaler("cpu", enabled=False)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -48,7 +51,7 @@ class ByHand:
         for param, master in zip(self.params, self.masters, strict=True):
             assert param.grad is not None
             master.grad = param.grad.float()
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
         for param, master in zip(self.params, self.masters, strict=True):
             if self.forget:
                 param.copy_(master)
@@ -132,8 +135,8 @@ PART = Part(
     "Parameters of 16 bits",
     f"""A small GPT and a UNet in bfloat16 train by AdamW for {DRAWS * STEPS} steps on the made-up data of the chapter
 before, run eagerly, with {SEEDS} seeds. The first row is the loss of the trained parameters on other data, computed in
-float32, where float32 masters lie beside them and ties are rounded away from zero, written by hand around torch's
-optimizer. The others are differences from it in thousandths, with the same initial weights and batches, and the
+float32, where float32 masters lie beside them and ties are rounded away from zero, written by hand around an
+optimizer of float32 weights. The others are differences from it in thousandths, with the same initial weights and batches, and the
 standard error of their mean. Remainders must give the bits of masters by hand: of each step's loss, and of all
 parameters.
 """,
