@@ -29,7 +29,7 @@ HOWS = {
     "nothing, torch's AdamW": "",
     "no bfloat16: all in float32": "",
 }
-"""What is beside the parameters → `how` of `keep_masters`."""
+"""The name of each way → `how` of `keep_masters`, empty without it."""
 
 
 class ByHand:
@@ -135,10 +135,10 @@ PART = Part(
     "Parameters of 16 bits",
     f"""A small GPT and a UNet in bfloat16 train by AdamW for {DRAWS * STEPS} steps on the made-up data of the chapter
 before, run eagerly, with {SEEDS} seeds. The first row is the loss of the trained parameters on other data, computed in
-float32, where float32 masters lie beside them and ties are rounded away from zero, written by hand around an
-optimizer of float32 weights. The others are differences from it in thousandths, with the same initial weights and batches, and the
-standard error of their mean. Remainders must give the bits of masters by hand: of each step's loss, and of all
-parameters.
+float32, where float32 masters lie beside them, ties are rounded away from zero, and all of it is written by hand around
+an optimizer of float32 weights. The others are differences from it in thousandths, with the same initial weights and
+batches, and the standard error of their mean. Remainders must give the bits of masters by hand: of each step's loss,
+and of all parameters.
 """,
     groups,
     run,
