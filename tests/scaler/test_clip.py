@@ -166,14 +166,14 @@ def broken_off(make, act=CLIP, kind=KINDS[0], places=50):
         assert at > places
 
 
-def stepped(before, max_norm):
+def stepped(before, limit, clip=nn.utils.clip_grad_norm_):
     """The parameters of a copy of an optimizer after torch's own clipping and step."""
     optimizer = deepcopy(before)  # without gradients
     for param, other in zip(params(optimizer), params(before), strict=True):
         param.grad = other.grad.clone()
     reference = scaled(torch.amp.GradScaler)
     reference.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(params(optimizer), max_norm)
+    clip(params(optimizer), limit)
     reference.step(optimizer)
     return params(optimizer)
 
@@ -305,6 +305,16 @@ def test_clipping_by_value_has_the_bits_of_torchs(kind, enabled, bad, foreach):
         assert number % 2 or any((grad.abs() == 0.5).any() for grad in mine)
     assert scaler.get_scale() == reference.get_scale()
     assert scaler.last_step_skipped.item() == (enabled and bad is not None)
+
+
+def test_clipping_by_value_that_was_broken_off_is_done_again():
+    def clip(scaler, optimizer):
+        scaler.clip_grad_value_(optimizer, 0.5)
+
+    for scaler, ours, torchs in broken_off(clip, clip, KINDS[1], places=10):
+        clip(scaler, ours)
+        scaler.step(ours)
+        assert_close(params(ours), stepped(torchs, 0.5, nn.utils.clip_grad_value_))
 
 
 @pytest.mark.parametrize("kind", KINDS)
