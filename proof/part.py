@@ -16,6 +16,7 @@ HOMES = {
     "inductor": "proof.ops.parts.INDUCTOR",
     "models": "proof.models.sweep.PART",
     "convergence": "proof.convergence.sweep.PART",
+    "masters": "proof.convergence.masters.PART",
     "fuzz": "proof.fuzz.sweep.PART",
     "faults": "proof.faults.sweep.PART",
     "dashboard": "proof.dashboard.sweep.PART",

@@ -40,6 +40,7 @@ def training() -> dict[str, Any]:
         "batches": [(torch.randn(5, 4), torch.randint(3, (5,)))],
         "compiled_model": torch.compile(model, backend="amp"),
         "loss_fn": nn.functional.cross_entropy,
+        "model": model,
         "optimizer": torch.optim.SGD(model.parameters()),
     }
 

@@ -1,11 +1,11 @@
-"""`GradScaler.clip_grad_norm_`: clipping, once per iteration, in the step or in place."""
+"""`GradScaler.clip_grad_norm_` and `clip_grad_value_`: clipping, of one iteration, in the step or in place."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError, ScalerError
@@ -14,29 +14,31 @@ from .fused import FusedStep
 from .pending import GradientMarks, drop, factors, gradients, pending, set_pending
 
 
-def require_optimizer(argument: Any) -> None:
-    """Raise if the argument is parameters, which torch's own function takes."""
+def require_optimizer(name: str, argument: Any) -> None:
+    """Raise if the first argument of the method `name` is parameters, which torch's own function takes."""
     if not hasattr(argument, "param_groups"):
+        second = {"clip_grad_norm_": "max_norm", "clip_grad_value_": "clip_value"}[name]
         raise ScalerError(
-            f"found {type(argument).__name__!r} as the first argument of clip_grad_norm_(), expected an optimizer, in "
-            "whose step the gradients are clipped: write scaler.clip_grad_norm_(optimizer, max_norm)"
+            f"found {type(argument).__name__!r} as the first argument of {name}(), expected an optimizer, whose "
+            f"gradients are unscaled and clipped: write scaler.{name}(optimizer, {second})"
         )
 
 
-def require_one_iteration(optimizer: Any, state: dict[str, Any] | None) -> None:
+def require_one_iteration(name: str, optimizer: Any, state: dict[str, Any] | None) -> None:
     """Raise where torch's `unscale_` would: after the step, and for gradients of another iteration.
 
-    `state`: the scaler's for this optimizer; None if it doesn't scale: then factors of other gradients are dropped.
+    `name`: the method that is called. `state`: the scaler's for this optimizer; None if it doesn't scale: then factors
+    of other gradients are dropped.
     """
     if state is None:
         if (hook := pending(optimizer)) is not None and (hook.over or not hook.gradients.match(gradients(optimizer))):
             hook.drop()
     elif state["stage"] is OptState.STEPPED:
-        raise RuntimeError("clip_grad_norm_() is being called after step().")
+        raise RuntimeError(f"{name}() is being called after step().")
     elif "clipped" in state and not state["clipped"].match(gradients(optimizer)):
         raise ClipError(
-            "found new gradients at a second clip_grad_norm_() on this optimizer since the last update(), expected one "
-            "clip_grad_norm_() for each iteration: call update() also where you leave out step()"
+            f"found new gradients at a second clipping of this optimizer's, by {name}(), since the last update(), "
+            "expected those of one iteration: call update() also where you leave out step()"
         )
 
 
@@ -77,3 +79,9 @@ def clip_in_step(
             "disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
     return norm
+
+
+def clip_values(params: list[Tensor], clip_value: float, foreach: bool | None) -> None:
+    """Clip each element of the gradients by torch's function; on a CPU in one pass, where its default takes two."""
+    one_pass = foreach is None and all(param.is_cpu for param in params)
+    nn.utils.clip_grad_value_(params, clip_value, False if one_pass else foreach)

@@ -60,7 +60,7 @@ def collect(
     """Collect the tensors of the fused step of `optimizer`: all gradients, all tensors by device, all DTensors.
 
     Of DTensors the first two are the local parts: each rank updates its own. A check of them would have to ask the
-    other ranks, and is left to torch, as are steps of DTensors with masters.
+    other ranks, and is left to torch.
 
     Raises `NotFusedError` if these tensors can't be. Creates the optimizer's state where it is missing, as its own step
     would. `only_grads` is enough for a check. `validations` is kept between calls: tensors of the same kind and at the
@@ -72,7 +72,7 @@ def collect(
     weights, grads, group_of = _with_grads(groups)
     if not grads:
         return Gradients([]), {}, []
-    params, sharded = weights, not only_grads and masters is None and dtensors.includes(weights)
+    params, sharded = weights, not only_grads and dtensors.includes(weights)
     states = {} if only_grads else _known_states(family, masters, optimizer, weights, group_of)
     if sharded:
         params, grads = local(weights, weights), local(grads, weights)
@@ -120,7 +120,8 @@ def local(tensors: Sequence[Any], weights: Sequence[Tensor]) -> list[Any]:
 
 
 def _local_states(states: dict[str, Any], weights: Sequence[Tensor]) -> dict[str, Any]:
-    return {name: local(row, row if name == "steps" else weights) for name, row in states.items()}
+    plain = ("steps", "checksums")
+    return {name: local(row, row if name in plain else weights) for name, row in states.items()}
 
 
 def require_right_tensors(

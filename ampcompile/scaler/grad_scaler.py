@@ -2,18 +2,19 @@
 
 import logging
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ScalerError
 from ampcompile.kernels.update_scale import update_scale_
 from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 
-from .clip import clip_in_step, note_clipped, require_one_iteration, require_optimizer
+from .clip import clip_in_step, clip_values, note_clipped, require_one_iteration, require_optimizer
 from .collect import amp_aware, collect
 from .conditions import NotFusedError, require_torchs_own_step
 from .fused import FusedStep, PerDevice
@@ -103,24 +104,53 @@ class GradScaler(torch.amp.GradScaler):
         Raises RuntimeError after `step`, ClipError for new gradients without an `update` since the last clipping, and
         ScalerError for parameters in place of the optimizer.
         """
-        require_optimizer(optimizer)
+        in_step = partial(clip_in_step, max_norm=float(max_norm), error_if_nonfinite=error_if_nonfinite)
+        in_place = partial(
+            nn.utils.clip_grad_norm_,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            foreach=foreach,
+        )
+        return self._clip("clip_grad_norm_", optimizer, in_place, in_step if float(norm_type) == 2 else None)
+
+    @dynamo_marks.run_untraced
+    @profiling.named("amp: GradScaler.clip_grad_value_")
+    def clip_grad_value_(
+        self, optimizer: torch.optim.Optimizer, clip_value: float, foreach: bool | None = None
+    ) -> None:
+        """Clip each element of the gradients of `optimizer`, unscaled, to between `-clip_value` and `clip_value`.
+
+        Call it once gradients are complete, instead of `unscale_` and `torch.nn.utils.clip_grad_value_`, of which it
+        has the bits: it looks for overflows first, and changes `.grad` in place. No host sync.
+        Raises RuntimeError after `step`, ClipError for new gradients without an `update` since the last clipping, and
+        ScalerError for parameters in place of the optimizer.
+        """
+        self._clip("clip_grad_value_", optimizer, partial(clip_values, clip_value=clip_value, foreach=foreach))
+
+    def _clip(
+        self,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        in_place: Callable[[list[Tensor]], Any],
+        in_step: Callable[[FusedStep, Tensor | None, dict[str, Any] | None], Tensor] | None = None,
+    ) -> Any:
+        """Clip an optimizer's gradients: `in_step` where there is that and the kernels can, else `in_place`."""
+        require_optimizer(name, optimizer)
         state: dict[str, Any] | None = None
         if self._enabled:
-            self._check_scale_growth_tracker("clip_grad_norm_")
+            self._check_scale_growth_tracker(name)
             state = self._per_optimizer_states[id(optimizer)]
-        require_one_iteration(optimizer, state)
+        require_one_iteration(name, optimizer, state)
         ready = state is not None and state["stage"] is OptState.READY
-        record = self._records[optimizer]
-        fused = self._fused(optimizer, record, only_grads=True) if float(norm_type) == 2 else None
+        fused = None if in_step is None else self._fused(optimizer, self._records[optimizer], only_grads=True)
         try:
-            if fused is not None:
-                scale, fresh = (self._scale, state) if ready else (None, None)
-                return clip_in_step(fused, scale, fresh, float(max_norm), error_if_nonfinite)
+            if fused is not None and in_step is not None:
+                return in_step(fused, self._scale, state) if ready else in_step(fused, None, None)
             if ready:
                 self.unscale_(optimizer)
             apply_pending(optimizer)
-            params = parameters(optimizer)
-            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+            return in_place(parameters(optimizer))
         finally:
             try:
                 note_clipped(optimizer, state, ready)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import ScalerError
-from ampcompile.kernels.masters import read_master, write_master
 from ampcompile.torch_private import dynamo_marks, optimizers
 
 from .collect import collect
@@ -48,6 +47,7 @@ def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, se
     masters.instead_of = optimizers.replace_step(optimizer, masters, masters.reduce)
     masters.hooks = [
         optimizer.register_state_dict_pre_hook(return_steps),
+        optimizer.register_state_dict_post_hook(masters.save_whole),
         optimizer.register_load_state_dict_pre_hook(masters.note_saved),
         optimizer.register_load_state_dict_post_hook(masters.restore_saved),
     ]
@@ -159,7 +159,7 @@ def _step_by_torch(optimizer: Any, masters: Masters, multiplier: Tensor | None) 
         weight = param.detach()
         if param.dtype in NARROW:
             masters.make(param, state, number)
-            weight = read_master(param, *masters.kept(state))
+            weight = masters.read_weight(weight, state)
         weight.grad = param.grad.to(weight.dtype)
         if multiplier is not None:
             weight.grad = weight.grad * multiplier.to(weight.device)
@@ -178,4 +178,4 @@ def _step_by_torch(optimizer: Any, masters: Masters, multiplier: Tensor | None) 
         if param.dtype in NARROW:
             if masters.how == "stochastic":
                 state["rounding_key"][2] += 1
-            write_master(param, *masters.kept(state), weight)
+            masters.write_weight(param, state, weight)

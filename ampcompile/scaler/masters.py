@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import ScalerError
+from ampcompile.kernels.masters import read_master, write_master
 from ampcompile.kernels.triton.tables import SPAN
+from ampcompile.torch_private import dtensors
 
 from .conditions import PLAIN, require_state
 from .pending import parameters
@@ -64,12 +66,26 @@ class Masters:
             if dtypes.get("remainder") != torch.int16 or dtypes.get("checksums") != torch.int32:
                 state["remainder"] = torch.zeros_like(param, dtype=torch.int16)
                 state["checksums"] = torch.zeros(_spans(param), dtype=torch.int32, device=param.device)
+                if dtypes.get("master_param") == torch.float32:
+                    _split(param.detach(), state, state.pop("master_param"))
         elif dtypes.get("rounding_key") != torch.int64:
             state["rounding_key"] = torch.tensor([self.seed, number, 0]).to(param.device, non_blocking=True)
 
     def kept(self, state: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Return what is kept beside a parameter, and the checksums of remainders."""
         return state[STATES[self.how][0]], state["checksums"] if self.how == "remainder" else None
+
+    def read_weight(self, param: Tensor, state: dict[str, Any]) -> Tensor:
+        """Return the float32 weights of a 16-bit parameter; of a DTensor, a DTensor."""
+        master = torch.empty_like(param, dtype=torch.float32)
+        parts = map(dtensors.local_part, (param, *self.kept(state)))
+        dtensors.local_part(master).copy_(read_master(*parts))
+        return master
+
+    def write_weight(self, param: Tensor, state: dict[str, Any], weight: Tensor) -> None:
+        """Round float32 weights to their parameter, and keep the rest beside it."""
+        write_master(*map(dtensors.local_part, (param, *self.kept(state), weight)))
+        torch.autograd.graph.increment_version(param)
 
     def read(self, states: Iterable[Any], params: Iterable[Tensor]) -> dict[str, list[Tensor | None]]:
         """Return the same of all parameters as a fused step takes it; fails if something is missing.
@@ -82,6 +98,14 @@ class Masters:
         ]
         return {"kept": [kept for kept, _ in rows], "checksums": [checksums for _, checksums in rows]}
 
+    def save_whole(self, optimizer: Any, saved: dict[str, Any]) -> None:
+        """Save whole masters of DTensors: others may load them on other ranks, where no checksum would be right."""
+        for number, param in _numbered(optimizer, saved):
+            state = saved["state"].get(number, {})
+            if "remainder" in state and dtensors.includes([param]):
+                others = {name: value for name, value in state.items() if name not in NAMES}
+                saved["state"][number] = {**others, "master_param": self.read_weight(param.detach(), state)}
+
     def note_saved(self, _: Any, saved: dict[str, Any]) -> None:
         """Remember what is being loaded: torch converts it to the parameters' type."""
         self.saved = saved
@@ -89,8 +113,7 @@ class Masters:
     def restore_saved(self, optimizer: Any) -> None:
         """Load the state of 16-bit parameters again, with its precision."""
         saved, self.saved = self.saved, {}
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        for number, param in zip(numbers, parameters(optimizer), strict=True):
+        for number, param in _numbered(optimizer, saved):
             for name, value in saved["state"].get(number, {}).items():
                 if param.dtype in NARROW and isinstance(value, Tensor) and name != "step":
                     dtype = torch.float32 if value.is_floating_point() else value.dtype
@@ -105,12 +128,29 @@ def masters_of(optimizer: Any) -> Masters | None:
 
 def require_kind(param: Tensor, how: str) -> None:
     """Raise unless a 16-bit parameter can be kept so."""
-    if how != "float32" and (param.dtype == torch.float16 or type(param) not in PLAIN):
+    plain = type(param) in PLAIN or (how == "remainder" and dtensors.includes([param]))
+    if how != "float32" and (param.dtype == torch.float16 or not plain):
         raise ScalerError(
             f"found a {type(param).__name__} of {param.dtype} with how={how!r}, expected plain tensors of bfloat16: "
             "how='float32' takes others"
         )
 
 
+def _split(param: Tensor, state: dict[str, Any], master: Tensor) -> None:
+    """Keep the remainders of a master that was loaded, where it rounds to its parameter."""
+    if (parts := dtensors.local_parts([param, master], [param, param])) is not None:
+        param, master = parts
+        beside = dtensors.local_part(state["remainder"]), state["checksums"]
+        write_master(rounded := torch.empty_like(param), *beside, master)
+        same = rounded.view(torch.int16) == param.view(torch.int16)
+        write_master(rounded, *beside, torch.where(same, master, param.float()))
+
+
 def _spans(param: Tensor) -> int:
-    return -(-param.numel() // SPAN)
+    return -(-dtensors.local_part(param).numel() // SPAN)
+
+
+def _numbered(optimizer: Any, saved: dict[str, Any]) -> Iterable[tuple[int, Tensor]]:
+    """The parameters with their numbers in what `state_dict` returned."""
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    return zip(numbers, parameters(optimizer), strict=True)

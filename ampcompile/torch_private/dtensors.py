@@ -15,6 +15,11 @@ def includes(tensors: Sequence[Any]) -> bool:
     return module is not None and module.DTensor in map(type, tensors)
 
 
+def local_part(tensor: Any) -> Any:
+    """Return this rank's part of a DTensor, and other tensors as they are."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def local_parts(tensors: Sequence[Any], weights: Sequence[Tensor]) -> list[Any] | None:
     """Return this rank's parts of the tensors, plain tensors and None as they are.
 

@@ -16,7 +16,16 @@ from proof.part import part
 from proof.results import of_part, verdicts
 
 pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore")]  # torch's deprecations, met on purpose
-SAMPLES = {"ops": 40, "mixed": 20, "in_place": 20, "inductor": 1, "models": 6, "convergence": 1, "fuzz": 1}
+SAMPLES = {
+    "ops": 40,
+    "mixed": 20,
+    "in_place": 20,
+    "inductor": 1,
+    "models": 6,
+    "convergence": 1,
+    "masters": 1,
+    "fuzz": 1,
+}
 
 
 @pytest.mark.parametrize("name", SAMPLES)

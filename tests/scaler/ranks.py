@@ -1,18 +1,25 @@
 """Run by test_distributed.py: what each rank does."""
 
 import math
+import os
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from ampcompile.kernels import native
 from ampcompile.scaler.grad_scaler import GradScaler
 from ampcompile.scaler.master_step import keep_masters
+from ampcompile.scaler.masters import masters_of
 from tests.ranks import join, leave
-from tests.scaler.cases import assert_close
+from tests.scaler.cases import assert_close, assert_equal
 
 
 def model() -> nn.Sequential:
@@ -107,26 +114,102 @@ def check_unscaled(make, mesh=None) -> None:
     optimizers[0].step()  # torch's own goes on from there
 
 
-def check_masters() -> None:
-    """Steps of 16-bit shards whose optimizer keeps masters are torch's, as precise as those of whole parameters."""
-    nets = [model().bfloat16(), model().bfloat16()]
-    fully_shard(nets[0])
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
-    masters = [keep_masters(optimizer, "float32") for optimizer in optimizers]
-    scaler = GradScaler("cpu", enabled=False)
-    for i in range(4):
+def masters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The float32 weights of a checkpoint, whole."""
+    kept = masters_of(optimizer)
+    assert kept is not None
+    params = optimizer.param_groups[0]["params"]
+    return [full(kept.read_weight(param.detach(), optimizer.state[param])) for param in params]
+
+
+def narrow(mesh=None) -> nn.Sequential:
+    net = model().bfloat16()
+    return fully_shard(net, mesh=mesh) if mesh else net
+
+
+def steps(numbers: range, *sides: tuple[nn.Module, torch.optim.Optimizer, GradScaler]) -> None:
+    """The same batch for all ranks, clipped by value; the third overflows if the scaler would see it."""
+    for i in numbers:
         torch.manual_seed(i)
         x = torch.randn(4, 6, dtype=torch.bfloat16)
-        for net, optimizer in zip(nets, optimizers, strict=True):
+        for net, optimizer, scaler in sides:
             net.zero_grad()
-            net(x).square().mean().backward()
+            scaler.scale(net(x * math.inf if i == 2 and scaler.is_enabled() else x).float().square().mean()).backward()
+            scaler.clip_grad_value_(optimizer, 1e-2)
             scaler.step(optimizer)
-    assert masters[0].reason == "a parameter is a DTensor" and masters[1].reason is None
-    ours, theirs = (
-        [full(optimizer.state[param]["master_param"]) for param in net.parameters()]
-        for net, optimizer in zip(nets, optimizers, strict=True)
-    )
-    assert_close(ours, theirs)
+            scaler.update()
+
+
+def check_masters(make, how: str, mesh, enabled: bool) -> None:
+    """Steps of 16-bit shards are fused, with the bits of those of whole parameters; torch's own are as precise."""
+    nets = [narrow(), narrow(mesh)]
+    optimizers = [make(net.parameters()) for net in nets]
+    kept = [keep_masters(optimizer, how) for optimizer in optimizers]
+    scalers = [GradScaler("cpu", 4.0, enabled=enabled) for _ in nets]
+    before = [param._version for param in nets[1].parameters()]
+    steps(range(5), *zip(nets, optimizers, scalers, strict=True))
+    assert all(param._version > version for param, version in zip(nets[1].parameters(), before, strict=True))
+    for scaler, optimizer in zip(scalers, optimizers, strict=True):
+        assert scaler._records[optimizer].fallback_reason is None
+    assert_equal([full(param) for param in nets[1].parameters()], [param.detach() for param in nets[0].parameters()])
+    assert_equal(masters(optimizers[1]), masters(optimizers[0]))
+    shard = (param := next(nets[1].parameters())).to_local().detach()
+    before = shard.clone()
+    shard.mul_(1 + dist.get_rank() / 2)  # what a rank writes counts as it is, and other shards keep their remainders
+    changed, (written, *_), (whole, *_) = full(param) != next(nets[0].parameters()), *map(masters, optimizers[::-1])
+    assert torch.equal(written, torch.where(changed, full(param).float(), whole)) and changed.any()
+    shard.copy_(before)
+    assert_equal(masters(optimizers[1]), masters(optimizers[0]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "available", lambda: False)
+        for each in (
+            *kept,
+            *(scaler._records[optimizer] for scaler, optimizer in zip(scalers, optimizers, strict=True)),
+        ):
+            each.validations.clear()
+        steps(range(5, 6), *zip(nets, optimizers, scalers, strict=True))
+        assert kept[1].reason == "no C++ compiler works here"
+    assert_close(masters(optimizers[1]), masters(optimizers[0]))  # torch's rounds a tensor's last elements otherwise
+    steps(range(6, 7), *zip(nets, optimizers, scalers, strict=True))
+    assert_close(masters(optimizers[1]), masters(optimizers[0]))
+
+
+def check_checkpoint(make, mesh, other, folder: Path) -> None:
+    """A checkpoint of shards goes on with its bits, on the same ranks and on others, whichever is loaded first."""
+    scaler, net = GradScaler("cpu", enabled=False), narrow(mesh)
+    optimizer = make(net.parameters())
+    keep_masters(optimizer)
+    steps(range(4), (net, optimizer, scaler))
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    names = {name for state in optimizer_state["state"].values() for name in state}
+    assert "master_param" in names and not names & {"remainder", "checksums"}
+    checkpoint.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    at_save = masters(optimizer)
+    assert not torch.equal(at_save[0], full(next(net.parameters())).float())
+    steps(range(4, 7), (net, optimizer, scaler))
+    for how, where, model_first in (
+        ("remainder", mesh, True),
+        ("remainder", other, False),
+        ("float32", other, False),
+        ("float32", None, False),
+    ):
+        again = narrow(where)
+        for param in again.parameters():
+            param.data.mul_(0.5)
+        resumed = make(again.parameters())
+        keep_masters(resumed, how)
+        states = dict(zip(("model", "optimizer"), get_state_dict(again, resumed), strict=True))
+        checkpoint.load(states, checkpoint_id=folder)
+        if model_first:
+            set_model_state_dict(again, states["model"])
+        set_optimizer_state_dict(again, resumed, states["optimizer"])
+        if not model_first:
+            set_model_state_dict(again, states["model"])
+        restored = [full(state["master_param"]) for state in resumed.state_dict()["state"].values()]
+        assert_equal(restored, at_save)
+        steps(range(4, 7), (again, resumed, scaler))
+        if how == "remainder":
+            assert_equal(masters(resumed), masters(optimizer))
 
 
 if __name__ == "__main__":
@@ -140,5 +223,17 @@ if __name__ == "__main__":
         check_unscaled(lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True), mesh)
         check_unscaled(lambda params: torch.optim.Adam(params, lr=0.01, fused=True), mesh)
         check_unscaled(lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9), mesh)
-    check_masters()
+    size, folder = dist.get_world_size(), Path(os.environ["RENDEZVOUS"]).parent
+    one = init_device_mesh("cpu", (size,))
+    other = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards"))
+    kinds = {
+        "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+        "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    }
+    for name, make in kinds.items():
+        for how in ("remainder", "float32"):
+            for enabled in (False, True):
+                print(name, how, enabled)
+                check_masters(make, how, one, enabled)
+        check_checkpoint(make, one, other, folder / name)
     leave()

@@ -1,4 +1,4 @@
-"""`clip_grad_norm_`: torch's unscale_ and clip_grad_norm_ in one call, folded into the step."""
+"""Clipping: torch's unscale_ and clip_grad_norm_ in one call, folded into the step; and clip_grad_value_, in place."""
 
 import math
 from contextlib import nullcontext, suppress
@@ -11,9 +11,10 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError, ScalerError
 from ampcompile.scaler.grad_scaler import GradScaler
+from ampcompile.scaler.master_step import keep_masters
 from proof.faults.injecting import raised_at
 from tests.pairs import pairs
-from tests.scaler.cases import KINDS, assert_close, params, params_with, scaled
+from tests.scaler.cases import KINDS, assert_close, assert_equal, params, params_with, scaled
 
 
 def twins(kind, sizes=(5, 7)):
@@ -165,14 +166,14 @@ def broken_off(make, act=CLIP, kind=KINDS[0], places=50):
         assert at > places
 
 
-def stepped(before, max_norm):
+def stepped(before, limit, clip=nn.utils.clip_grad_norm_):
     """The parameters of a copy of an optimizer after torch's own clipping and step."""
     optimizer = deepcopy(before)  # without gradients
     for param, other in zip(params(optimizer), params(before), strict=True):
         param.grad = other.grad.clone()
     reference = scaled(torch.amp.GradScaler)
     reference.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(params(optimizer), max_norm)
+    clip(params(optimizer), limit)
     reference.step(optimizer)
     return params(optimizer)
 
@@ -255,9 +256,108 @@ def test_after_a_clipping_in_place_that_was_broken_off_new_gradients_are_refused
             scaler.clip_grad_norm_(ours, 0.5)
 
 
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
 @pytest.mark.parametrize("parameters", [lambda o: iter(params(o)), params, lambda o: params(o)[0], lambda o: nn.ReLU()])
-def test_parameters_in_place_of_the_optimizer(parameters):
+def test_parameters_in_place_of_the_optimizer(parameters, clip):
     ours, _ = twins(KINDS[0])
     found = parameters(ours)
-    with pytest.raises(ScalerError, match=rf"^found '{type(found).__name__}' .*: write scaler.clip_grad_norm_\(optim"):
-        scaled().clip_grad_norm_(found, 1.0)
+    with pytest.raises(ScalerError, match=rf"^found '{type(found).__name__}' .*: write scaler.{clip}\(optim"):
+        getattr(scaled(), clip)(found, 1.0)
+
+
+# clip_grad_value_
+
+
+def by_value(scaler, optimizer, bad=None, foreach=None):
+    """Two iterations of one batch and of two; clipped by our method, or by torch's after `unscale_`."""
+    for i, batches in enumerate((1, 2)):
+        for param in params(optimizer):
+            param.grad = None
+        for batch in range(batches):
+            generator = torch.Generator().manual_seed(2 * i + batch)
+            for param in params(optimizer):
+                grad = torch.randn(param.shape, generator=generator) * scaler.get_scale()
+                (param * grad).sum().backward()
+        if bad is not None and i == 1:
+            params(optimizer)[1].grad[2] = bad
+        if isinstance(scaler, GradScaler):
+            assert scaler.clip_grad_value_(optimizer, 0.5, foreach) is None
+        else:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_value_(params(optimizer), 0.5, foreach)
+        yield [param.grad.clone() for param in params(optimizer)]
+        scaler.step(optimizer)
+        scaler.update()
+        yield [param.detach().clone() for param in params(optimizer)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "enabled", "bad", "foreach"),
+    pairs(KINDS, [False, True], [None, math.inf, -math.inf, math.nan], [None, False, True]),
+)
+def test_clipping_by_value_has_the_bits_of_torchs(kind, enabled, bad, foreach):
+    """Infinite gradients are clipped too, NaN stays; with scaling both skip that step."""
+    ours, torchs = twins(kind)
+    scaler, reference = (scaled(make, enabled=enabled) for make in (GradScaler, torch.amp.GradScaler))
+    sides = (by_value(scaler, ours, bad, foreach), by_value(reference, torchs, bad, foreach))
+    for number, (mine, theirs) in enumerate(zip(*sides, strict=True)):
+        (assert_close if number % 2 else assert_equal)(mine, theirs)
+        assert number % 2 or any((grad.abs() == 0.5).any() for grad in mine)
+    assert scaler.get_scale() == reference.get_scale()
+    assert scaler.last_step_skipped.item() == (enabled and bad is not None)
+
+
+def test_clipping_by_value_that_was_broken_off_is_done_again():
+    def clip(scaler, optimizer):
+        scaler.clip_grad_value_(optimizer, 0.5)
+
+    for scaler, ours, torchs in broken_off(clip, clip, KINDS[1], places=10):
+        clip(scaler, ours)
+        scaler.step(ours)
+        assert_close(params(ours), stepped(torchs, 0.5, nn.utils.clip_grad_value_))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("order", [("norm", "value"), ("value", "norm"), ("value", "value")])
+def test_both_clippings_apply_in_their_order(kind, order):
+    ours, torchs = twins(kind)
+    scaler, reference = scaled(), scaled(torch.amp.GradScaler)
+    reference.unscale_(torchs)
+    limits = iter((0.7, 0.3))
+    for which in order:
+        limit = next(limits)
+        getattr(scaler, f"clip_grad_{which}_")(ours, limit)
+        getattr(nn.utils, f"clip_grad_{which}_")(params(torchs), limit)
+    for each, optimizer in ((scaler, ours), (reference, torchs)):
+        each.step(optimizer)
+    assert_close(params(ours), params(torchs))
+
+
+def test_clipping_by_value_belongs_to_one_iteration_of_one_optimizer():
+    scaler, (ours, other) = scaled(), twins(KINDS[1])
+    with pytest.raises(AssertionError, match="Attempted clip_grad_value_ but _scale is None"):
+        GradScaler("cpu").clip_grad_value_(ours, 1.0)
+    scaler.clip_grad_value_(ours, 0.5)
+    assert all(param.grad.abs().max() > 2.0**10 for param in params(other))
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
+        scaler.unscale_(ours)
+    for param in params(ours):
+        param.grad = param.grad.clone()
+    with pytest.raises(ClipError, match=r"a second clipping .*, by clip_grad_value_\(\), .*call update\(\) also"):
+        scaler.clip_grad_value_(ours, 0.5)
+    scaler.step(ours)
+    with pytest.raises(RuntimeError, match=r"clip_grad_value_\(\) is being called after step\(\)"):
+        scaler.clip_grad_value_(ours, 0.5)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("how", ["remainder", "float32", "stochastic"])
+def test_clipping_by_value_of_16_bit_gradients_whose_optimizer_keeps_masters(how, enabled):
+    results = []
+    for make in (GradScaler, torch.amp.GradScaler):
+        torch.manual_seed(0)
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.randn(7).bfloat16()) for _ in range(2)], fused=True)
+        keep_masters(optimizer, how)
+        results.append([tensors for tensors in by_value(scaled(make, enabled=enabled), optimizer)])
+    for mine, theirs in zip(*results, strict=True):
+        assert_equal(mine, theirs)

@@ -107,7 +107,7 @@ class Twins:
         return self.waits(which) and clipping is not None and (clipping.apart or not clipping.changed)
 
     def refused(self, which: int, action: Callable[[], Any]) -> None:
-        with pytest.raises(ClipError, match=r"expected .*clip|clip_grad_norm_.* expected"):
+        with pytest.raises(ClipError, match=r"expected .*clip|clip_grad_\w+_.* expected"):
             action()
 
     def changed(self, which: int, apart: bool = False) -> None:
@@ -159,6 +159,12 @@ class Twins:
             self.changed(which)
 
     def our_clip(self, which: int, max_norm: float = 0.5, norm_type: float = 2.0, strict: bool = False) -> None:
+        self.our_clipping(which, "clip_grad_norm_", max_norm, norm_type, strict)
+
+    def our_clip_by_value(self, which: int, clip_value: float = 0.5) -> None:
+        self.our_clipping(which, "clip_grad_value_", clip_value)
+
+    def our_clipping(self, which: int, name: str, *arguments: float) -> None:
         """Ours in one call; torch's as that call replaces it."""
         scaler, optimizer, stage = self.stock.scaler, self.stock.optimizers[which], self.stock.stage(which)
         if (self.enabled and scaler._scale is None) or stage is OptState.STEPPED:
@@ -166,7 +172,7 @@ class Twins:
         clipping = self.clippings[which]
 
         def ours() -> Any:
-            return self.ours.scaler.clip_grad_norm_(self.ours.optimizers[which], max_norm, norm_type, strict)
+            return getattr(self.ours.scaler, name)(self.ours.optimizers[which], *arguments)
 
         again = clipping is not None and clipping.changed and (clipping.unscaled or self.waits(which))
         if self.enabled and again:
@@ -176,8 +182,7 @@ class Twins:
             self.fill(which, 2, None)  # ours starts anew from gradients that torch has clipped
         if stage is OptState.READY:
             scaler.unscale_(optimizer)
-        arguments = (self.stock.params(which), max_norm, norm_type, strict)
-        expected = self.stock.attempt(lambda _: torch.nn.utils.clip_grad_norm_(*arguments))
+        expected = self.stock.attempt(lambda side: getattr(torch.nn.utils, name)(side.params(which), *arguments))
         actual = self.ours.attempt(lambda _: ours())
         if isinstance(expected, torch.Tensor):
             torch.testing.assert_close(actual.to(expected.dtype), expected, rtol=1e-5, atol=0, equal_nan=True)
@@ -310,6 +315,7 @@ actions = st.one_of(
     st.tuples(st.just("torchs_clip"), which),
     st.tuples(st.just("our_clip"), *clips, st.booleans()),
     st.tuples(st.just("our_clip"), *clips, st.just(False)),
+    st.tuples(st.just("our_clip_by_value"), which, st.sampled_from([0.5, 2.0, math.inf])),
     st.tuples(st.just("step"), which, closures),
     st.tuples(st.just("own_step"), which),
     st.tuples(st.just("update"), st.sampled_from([None, None, None, None, 64.0, 3.0, torch.tensor(5.0), 2])),
@@ -343,7 +349,8 @@ def test_a_plain_training_loop(name: str) -> None:
     program: list[tuple[Any, ...]] = []
     for i in range(12):
         program += [("scale",), ("fill", 0, i, math.nan if i in (0, 5) else None)]
-        program += [[("unscale", 0), ("torchs_clip", 0)], [("our_clip", 0)], []][i % 3]
+        clip = [[("unscale", 0), ("torchs_clip", 0)], [("our_clip", 0)], [("our_clip_by_value", 0)], []]
+        program += clip[i % len(clip)]
         program += [("step", 0, ((), {})), ("step", 1, ((), {})), ("update", None)]
     run([name, "SGD"], {"growth_interval": 3}, program)
 

@@ -1,6 +1,7 @@
 """On a GPU: no host sync, few launches, the whole step in a CUDA graph, the numbers of torch, several devices."""
 
 import math
+from copy import deepcopy
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from ampcompile.scaler.grad_scaler import GradScaler
 from ampcompile.scaler.master_step import keep_masters
 from tests.devices import waiting_for_nothing
 from tests.scaler.cases import assert_close, assert_equal, fill, scaled
+from tests.scaler.test_no_sync import as_the_page_does, as_usual, batches_of, watched
 from tests.weights.bindings import bind
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +34,8 @@ def weights_on(device: str = "cuda") -> list[nn.Parameter]:
 def iteration(scaler, optimizer, how: str = "clip_grad_norm_") -> None:
     if how == "clip_grad_norm_":
         scaler.clip_grad_norm_(optimizer, 1.0)
+    elif how == "clip_grad_value_":
+        scaler.clip_grad_value_(optimizer, 0.5)
     elif how == "unscale_":
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
@@ -39,7 +43,7 @@ def iteration(scaler, optimizer, how: str = "clip_grad_norm_") -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", ["clip_grad_norm_", "unscale_", "step"])
+@pytest.mark.parametrize("how", ["clip_grad_norm_", "clip_grad_value_", "unscale_", "step"])
 def test_training_equals_torchs_without_a_sync(kind, how):
     results = []
     for make in (GradScaler, torch.amp.GradScaler):
@@ -57,6 +61,8 @@ def test_training_equals_torchs_without_a_sync(kind, how):
                     scaler.unscale_(optimizer)
                 if how == "clip_grad_norm_":
                     nn.utils.clip_grad_norm_(params, 1.0)
+                elif how == "clip_grad_value_":
+                    nn.utils.clip_grad_value_(params, 0.5)
                 scaler.step(optimizer)
                 scaler.update()
         results.append((params, scaler.state_dict()))
@@ -257,3 +263,16 @@ def test_ops_run_on_the_device_of_their_tensors():
     with torch.cuda.device(0):
         found = cross_entropy(logits, target)
     torch.testing.assert_close(found, cross_entropy_reference(logits, target))
+
+
+@pytest.mark.parametrize("bad", [(), (3, 7)])
+def test_the_pages_schedule_and_average_wait_for_nothing(bad):
+    model = nn.Linear(4, 3).cuda()
+    other = deepcopy(model)
+    batches = watched(batches_of(bad, "cuda"), waiting_for_nothing("cuda"))
+    found = as_the_page_does(model, batches, GradScaler())
+    rate, averaged = as_usual(other, batches_of(bad, "cuda"), torch.amp.GradScaler())
+    assert found["steps_taken"].item() == 8 - len(bad)
+    assert found["optimizer"].param_groups[0]["lr"].item() == pytest.approx(rate, rel=1e-6)
+    assert_close(list(model.parameters()), list(other.parameters()))
+    assert_close(list(found["averaged"].module.parameters()), list(averaged.module.parameters()))

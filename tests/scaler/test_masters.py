@@ -63,6 +63,26 @@ def test_saved_state_is_loaded_in_the_type_that_it_has() -> None:
     assert state["remainder"] is not saved["remainder"] and "step" not in state and not masters.saved
 
 
+def test_a_master_that_was_loaded_becomes_remainders_where_it_rounds_to_its_parameter() -> None:
+    optimizer, masters = optimizer_of(torch.bfloat16), Masters("remainder", 0)
+    (param,) = optimizer.param_groups[0]["params"]
+    master = torch.randn(13, 10).t()
+    master[:3, 0] = torch.tensor([-1e-45, 1 + 2**-8, torch.inf])
+    param.data.copy_(master)
+    param.data[:2, 0] = torch.tensor([0.0, 1 + 2**-7])  # another zero, and the tie as remainders round it
+    param.data[7:] *= 1.5
+    before = param.detach().clone()
+    state = optimizer.state[param] = {"master_param": master.clone()}
+    masters.prepare(optimizer, [param])
+    assert set(state) == set(STATES["remainder"])
+    expected = torch.where(torch.arange(10).unsqueeze(1) < 7, master, before.float())
+    expected[0, 0] = 0.0
+    assert_equal([masters.read_weight(param.detach(), state)], [expected])
+    assert_equal([param.detach()], [before])
+    masters.write_weight(param.detach(), state, master)
+    assert_equal([masters.read_weight(param.detach(), state)], [master])
+
+
 def test_who_keeps_masters_and_which_parameters_can_be_kept() -> None:
     optimizer = optimizer_of(torch.float16)
     assert masters_of(optimizer) is None and masters_of(object()) is None

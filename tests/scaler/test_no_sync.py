@@ -3,16 +3,19 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompile.scaler.collect import amp_aware
 from ampcompile.scaler.grad_scaler import GradScaler
 from ampcompile.scaler.master_step import keep_masters
-from tests.scaler.cases import KINDS, scaled
+from tests import pages
+from tests.scaler.cases import KINDS, assert_close, scaled
 
 ASKING = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "masked_select", "unique"}
 
@@ -46,7 +49,7 @@ def optimizers(params):
     yield torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:], "lr": 0.3}], maximize=True)
 
 
-@pytest.mark.parametrize("how", ["step", "unscale_", "clip_grad_norm_", "disabled"])
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip_grad_norm_", "clip_grad_value_", "disabled"])
 @pytest.mark.parametrize("index", range(6))
 def test_an_iteration_asks_nothing(how, index):
     params = [nn.Parameter(torch.randn(3, 4)) for _ in range(3)]
@@ -61,6 +64,8 @@ def test_an_iteration_asks_nothing(how, index):
             scaler.scale(loss)
             if how == "unscale_":
                 scaler.unscale_(optimizer)
+            elif how == "clip_grad_value_":
+                scaler.clip_grad_value_(optimizer, 0.5)
             elif how != "step":
                 scaler.clip_grad_norm_(optimizer, 1.0)
             scaler.step(optimizer)
@@ -102,6 +107,61 @@ def test_looking_out_for_many_skips_asks_nothing():
         with asking_nothing():
             scaler.step(optimizer)
             scaler.update()
+
+
+def batches_of(bad, device="cpu"):
+    """Batches of which some overflow."""
+    generator = torch.Generator().manual_seed(0)
+    for i in range(8):
+        x = torch.randn(5, 4, generator=generator)
+        yield (x * math.inf if i in bad else x).to(device), torch.randint(3, (5,), generator=generator).to(device)
+
+
+def watched(batches, watch):
+    """The batches, in a context that begins at the first and ends after the last."""
+    batches = list(batches)
+    with watch:
+        yield from batches
+
+
+def as_the_page_does(model, batches, scaler):
+    """The names that the page's Python leaves behind."""
+    (code,) = (block.code for block in pages.blocks("docs/scaler.md") if "AveragedModel" in block.code)
+    names = {"model": model, "batches": batches, "loss_fn": nn.functional.cross_entropy, "scaler": scaler}
+    exec(compile(code, "docs/scaler.md", "exec"), names)
+    return names
+
+
+def as_usual(model, batches, scaler):
+    """The same schedule and average with torch's scaler, which the host asks in each iteration."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+    averaged.update_parameters(model)
+    for x, y in batches:
+        optimizer.zero_grad()
+        scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        if not scaler.get_scale() < before:
+            schedule.step()
+            averaged.update_parameters(model)
+    return optimizer.param_groups[0]["lr"], averaged
+
+
+@pytest.mark.parametrize("bad", [(), (0, 1), (3, 7)])
+def test_the_pages_schedule_and_average_leave_out_skipped_steps_and_ask_nothing(bad):
+    model = nn.Linear(4, 3)
+    other = deepcopy(model)
+    found = as_the_page_does(model, watched(batches_of(bad), asking_nothing()), scaler=GradScaler("cpu"))
+    rate, averaged = as_usual(other, batches_of(bad), torch.amp.GradScaler("cpu"))
+    assert found["steps_taken"] == 8 - len(bad)
+    (group,) = found["optimizer"].param_groups
+    assert group["lr"].item() == pytest.approx(rate, rel=1e-6) and rate < 1e-3
+    assert_close(list(model.parameters()), list(other.parameters()))
+    assert_close(list(found["averaged"].module.parameters()), list(averaged.module.parameters()))
+    assert not torch.equal(found["averaged"].module.weight, model.weight)
 
 
 def test_the_counter_counts():

@@ -30,5 +30,6 @@ def test_parts_are_those_of_tensors_that_are_distributed_alike(mesh):
     assert dtensors.includes([plain, sharded]) and not dtensors.includes([plain])
     first, second, third = dtensors.local_parts([sharded, plain, None], [like, plain, like])
     assert first.data_ptr() == part.data_ptr() and type(first) is torch.Tensor and second is plain and third is None
+    assert dtensors.local_part(sharded).data_ptr() == part.data_ptr() and dtensors.local_part(plain) is plain
     for tensor, weight in ((whole, sharded), (plain, sharded), (sharded, plain), (unsummed, unsummed)):
         assert dtensors.local_parts([tensor], [weight]) is None
