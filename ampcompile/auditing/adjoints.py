@@ -26,6 +26,10 @@ from .records import Place
 
 PROBES = 8
 """Random directions in which each result is differentiated."""
+# They return whatever was in memory: it isn't rounded, and somebody overwrites it.
+_UNWRITTEN = frozenset(
+    f"aten::{name}" for name in ["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"]
+)
 
 
 @dataclass
@@ -34,7 +38,7 @@ class Rounding:
 
     place: Place
     low: bool
-    """True if it is in 16 bits."""
+    """True if its op computes in 16 bits: a result of it has them, as that of a norm whose weight has float32."""
     elements: int
     origins: frozenset[str]
     """Modules whose products make the op compute in 16 bits: its own, or of an op that takes what arrives, theirs."""
@@ -80,6 +84,8 @@ class Adjoints:
         operands = [leaf for leaf in pytree.tree_leaves(arguments) if is_floating(leaf)]
         if all(any(results[i] is operand for operand in operands) for i in at):  # or there is none
             return exact
+        if has(node.target, _UNWRITTEN):
+            return exact
         errors = [_error(rounded[i], results[i]) for i in at]
         lossy, overflows = (any(bool(test(error)) for error in errors) for test in (Tensor.any, _has_infinity))
         is_cast = has(node.target, CONVERSIONS_AFTER)
@@ -90,7 +96,8 @@ class Adjoints:
                 source.readers.add(place.module)
         elif sources and not is_cast and not overflows:  # an overflow is prevented where it is
             origins = frozenset[str]().union(*(source.origins for source in sources))
-        roundings = [Rounding(place, rounded[i].dtype in LOW, results[i].numel(), origins, is_cast=is_cast) for i in at]
+        low = any(rounded[i].dtype in LOW for i in at)
+        roundings = [Rounding(place, low, results[i].numel(), origins, is_cast=is_cast) for i in at]
         if lossy:
             self.roundings += roundings
         op = _Op(self, node, place, arguments, mixed, at, errors if lossy else (), roundings)
@@ -98,7 +105,7 @@ class Adjoints:
         with torch.enable_grad():
             followed = _Followed.apply(op, values, self._start, *operands)
         for i, value, rounding in zip(at, followed, roundings, strict=True):
-            self._sources[value] = sources if not lossy else [rounding] if rounding.low else []
+            self._sources[value] = sources if not lossy else [rounding] if low else []
             results[i] = value
         return pytree.tree_unflatten(results, spec)
 

@@ -73,7 +73,7 @@ def lower(
         else:
             lowering.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
             lowering.lower_as_call(PACKED_CONV, CONVOLVE, _convolve_channels_last)
-            config = _inductor_config(gm, options, specs)
+            config = _inductor_config(gm, options, specs, watched is not None)
             key = cache_key(emulated, small) if watched is None else str(uuid4())  # caches don't keep its values
             compiled = lowering.inductor(gm, inputs, config, partial(passes, None), key, decompositions())
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
@@ -111,8 +111,12 @@ def _on_joint_graph(passes: Sequence[Pass], watch: Watch | None, gm: GraphModule
     run_passes(passes, gm, watch)
 
 
-def _inductor_config(gm: GraphModule, options: Options, specs: Sequence[CopySpec]) -> dict[str, Any]:
+def _inductor_config(
+    gm: GraphModule, options: Options, specs: Sequence[CopySpec], watched: bool = False
+) -> dict[str, Any]:
     config: dict[str, Any] = {"emulate_precision_casts": options.numerics == "eager", **lowering.config_for_bodies(gm)}
     if any(spec.blocks is not None for spec in specs):
         config["size_asserts"] = False  # a packed tensor has no strides to assert
+    if watched:
+        config["reorder_for_locality"] = False  # it moves magnitudes behind all ops, away from what reads the values
     return config | dict(options.inductor)

@@ -49,6 +49,8 @@ class OutOfRange:
     bound: float | None
     """No exact number can be larger: of a cast, what it reads; of a product, by its factors, what is added to it aside.
     None if unknown."""
+    maybe_before: Sequence[WatchedValue] = ()
+    """Sampled values that it is computed from: the first number may be in a row of theirs that isn't read."""
 
     @property
     def held_by(self) -> list[str]:
@@ -58,10 +60,11 @@ class OutOfRange:
 
     def __str__(self) -> str:
         value = self.at.value
-        where = " ".join(filter(None, (value.module or "outside of modules", value.source)))
+        where = _where(value)
         direction = "backward" if value.backward else "forward"
         op = f"{value.op} {'to' if value.kind == 'cast' else 'in'} {value.dtype}"
         lines = [f"first number out of range: call {self.at.call}, {direction}, {where}: {op}"]
+        lines += [f"or before, in a row that isn't read: {_where(each)}: {each.op}" for each in self.maybe_before]
         if self.before is not None:
             lines.append(f"largest magnitude in the call before: {self.before:.6g}")
         if self.bound is None:
@@ -91,7 +94,7 @@ class WatchReport:
                 each.value.op,
                 each.value.dtype,
                 "backward" if each.value.backward else "forward",
-                f"{each.largest:.4g}",
+                f"{each.largest:.4g}{' (sampled)' * each.value.sampled}",
                 f"{each.share:.2g}",
             )
             for each in nearest
@@ -136,6 +139,10 @@ def watch(compiled: Callable[..., Any]) -> Watch:
     return Watch(how.original)
 
 
+def _where(value: WatchedValue) -> str:
+    return " ".join(filter(None, (value.module or "outside of modules", value.source)))
+
+
 def _first(graph: WatchedGraph, f: Any) -> Iterator[tuple[int, OutOfRange]]:
     for backward, ring in graph.rings.items():
         if (found := ring.first()) is None:
@@ -145,7 +152,19 @@ def _first(graph: WatchedGraph, f: Any) -> Iterator[tuple[int, OutOfRange]]:
         out = [i for i, value in enumerate(values) if not magnitudes[i] <= limit(value)]
         i = next((i for i in out if not any(operand in out for operand in values[i].operands)), out[0])
         at = Magnitude(values[i], call, magnitudes[i], int(ring.counts[i]))
-        yield time, OutOfRange(at, float(before[i]) if call > 1 else None, _bound(values[i], i, magnitudes, f))
+        maybe_before = _sampled_before(values, i)
+        bound = None if maybe_before else _bound(values[i], i, magnitudes, f)
+        yield time, OutOfRange(at, float(before[i]) if call > 1 else None, bound, maybe_before)
+
+
+def _sampled_before(values: Sequence[WatchedValue], index: int) -> list[WatchedValue]:
+    """The sampled values that a value reads, and those that these read."""
+    found, pending = dict[int, WatchedValue](), [*values[index].operands]
+    while pending:
+        if values[operand := pending.pop()].sampled and operand not in found:
+            found[operand] = values[operand]
+            pending += values[operand].operands
+    return [*found.values()]
 
 
 def _last(graph: WatchedGraph) -> Iterator[Magnitude]:

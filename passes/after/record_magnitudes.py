@@ -1,13 +1,15 @@
 """After differentiation: compute, in a watched graph, the magnitudes of values that may leave the range of their type.
 
 Those of forward become an output, those of backward the gradient of an input (see `passes.watch_op`).
-Inductor computes them in the kernels that compute or read the values; results of library products are read once more.
+Inductor computes them in the loops that compute or read the values. Of a large product that only library products read,
+a sample is read.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +27,14 @@ from ampcompile.passes.analysis.op_traits import (
     has,
     is_view,
 )
+from ampcompile.passes.analysis.readers import (
+    is_in_rows,
+    is_of_product,
+    maker,
+    operands_of,
+    place_of_magnitude,
+    readers_of,
+)
 from ampcompile.passes.graph import call_on_values, module_path, op_name, source_line
 from ampcompile.passes.watch_op import SLOTS, WATCHED
 from ampcompile.torch_private import joint_graphs, tracing
@@ -33,9 +43,17 @@ from ampcompile.torch_private.types import OpOverload
 ATEN = torch.ops.aten
 # They may make infinite numbers of finite ones: in any type, and in 16 bits, where sums and products of two may, too.
 _LEAVE_RANGE = frozenset(f"aten::{name}" for name in ["div", "reciprocal", "exp", "log", "pow", "rsqrt", "sqrt"])
+_SUMS_INTO = ["embedding_dense_backward", "index_add", "index_put", "_unsafe_index_put", "scatter_add"]
 _LEAVE_LOW_RANGE = _LEAVE_RANGE | frozenset(
-    f"aten::{name}" for name in ["add", "sub", "mul", "addcmul", "addcdiv", "sum", "mean", "cumsum", "prod", "square"]
+    f"aten::{name}"
+    for name in ["add", "sub", "mul", "addcmul", "addcdiv", "sum", "mean", "cumsum", "prod", "square", *_SUMS_INTO]
 )
+_EACH = 8
+"""Of a sampled value, each row is read whose number this divides."""
+_LARGE = 2**16
+"""Numbers of the smallest value that is sampled."""
+_PARTS = 8
+"""More tensors than these aren't looked for in a sum."""
 _KEEP_MAGNITUDE = CHOOSES_AFTER | CONVERSIONS_AFTER | COPIES_AFTER
 
 
@@ -55,6 +73,8 @@ class WatchedValue:
     """Indices of the watched values that it reads, among those of its direction; of a product, of its two factors."""
     length: int = 0
     """Terms of each sum of a product; 0 if unknown, and for other ops."""
+    sampled: bool = False
+    """True if every eighth row alone is read, as no kernel of ours or Inductor's reads the value."""
     input_factor: tuple[int, ...] = ()
     """The shape of a product's factor that is an input of the graph, as a weight's copy is; forward alone."""
 
@@ -76,14 +96,19 @@ class RecordMagnitudes:
         joint_graphs.name_backward_nodes(gm.graph)
         outputs = {bool(node.args[1]): node for node in gm.graph.find_nodes(op="call_function", target=WATCHED)}
         forward = _read_by_results(gm)
+        order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        products = [node for node in order if has(node.target, PRODUCTS_AFTER)]
         for direction, output in outputs.items():
-            own = (node for node in gm.graph.nodes if (node not in forward) == direction)
+            own = (node for node in order if (node not in forward) == direction)
             nodes = [node for node in own if _kind(node, direction)][:SLOTS]
             index, lines = {node: i for i, node in enumerate(nodes)}, _lines(gm)
-            self.values.extend(_describe(node, direction, index, lines) for node in nodes)
+            sampled = {node for node in nodes if _is_sampled(node, forward)}
+            self.values.extend(_describe(node, direction, index, lines, node in sampled) for node in nodes)
             if nodes:
-                with tracing.on_fakes_of(gm), gm.graph.inserting_before(gm.graph.output_node()):
-                    output.replace_all_uses_with(_Writer(gm.graph).magnitudes(nodes))
+                places = {node: place_of_magnitude(node, order, products) for node in nodes}
+                in_rows = {node for node in nodes if is_in_rows(_measured(node))}
+                with tracing.on_fakes_of(gm):
+                    output.replace_all_uses_with(_Writer(gm.graph, sampled, in_rows).magnitudes(places))
         return len(self.values)
 
 
@@ -110,11 +135,15 @@ def _kind(node: Node, backward: bool = False) -> str:
     low = value.dtype in LOW
     if has(node.target, CONVERSIONS_AFTER):
         return "cast" if low and node.all_input_nodes[0].meta["val"].itemsize > value.itemsize else ""
-    made = node.args[0] if node.target is operator.getitem else node  # some products have several results
-    if isinstance(made, Node) and has(made.target, PRODUCTS_AFTER):
+    if is_of_product(node):
         return "product" if low else ""  # where it is rounded later, the cast is watched
     leaves = has(node.target, _LEAVE_LOW_RANGE if low else frozenset() if backward else _LEAVE_RANGE)
-    return "op" if leaves and not _is_of_softmax(node) else ""
+    return "op" if leaves and not _is_of_softmax(node) and not _puts_parts_together(node) else ""
+
+
+def _measured(node: Node) -> Node:
+    """The value whose largest magnitude is recorded: of a cast, what it reads."""
+    return node.all_input_nodes[0] if _kind(node) == "cast" else node
 
 
 def _is_of_softmax(node: Node) -> bool:
@@ -127,10 +156,35 @@ def _is_of_softmax(node: Node) -> bool:
     return op_name(_origin(operands[0].all_input_nodes[-1], ()).target) == "aten.amax"
 
 
-def _describe(node: Node, backward: bool, index: dict[Node, int], lines: dict[Any, Node]) -> WatchedValue:
+def _puts_parts_together(node: Node) -> bool:
+    """True for a sum of few tensors that are zeros but at one index of a dimension, each at another.
+
+    The gradients of `unbind` are put together so: nothing is added to a number, and no partial sum is ever in memory.
+    """
+    pending, places = [node], []
+    while pending:
+        each = pending.pop()
+        if op_name(each.target) == "aten.add" and not each.kwargs and len(each.all_input_nodes) == 2:
+            pending += each.all_input_nodes
+        elif op_name(each.target) == "aten.select_scatter" and _is_zero(each.args[0]):
+            places.append(each.args[2:])
+        else:
+            return False
+        if len(pending) + len(places) > _PARTS:
+            return False
+    return len(set(places)) == len(places) and len({dim for dim, _ in places}) == 1
+
+
+def _is_zero(node: Any) -> bool:
+    return isinstance(node, Node) and op_name(node.target) == "aten.full" and node.args[1] == 0
+
+
+def _describe(
+    node: Node, backward: bool, index: dict[Node, int], lines: dict[Any, Node], sampled: bool
+) -> WatchedValue:
     kind, factors = _kind(node), _factors(node)
     near = node if source_line(node) else lines.get(node.meta.get("seq_nr"), node)
-    read = [_origin(each, index) for each in (factors or node.all_input_nodes)]
+    read = [_origin(each, index) for each in (factors or maker(node).all_input_nodes)]
     given = [each for each, origin in zip(factors, read, strict=False) if origin.op == "placeholder"]
     return WatchedValue(
         kind=kind,
@@ -141,6 +195,7 @@ def _describe(node: Node, backward: bool, index: dict[Node, int], lines: dict[An
         dtype=short_name(node.meta["val"].dtype),
         operands=tuple(index[each] for each in read if each in index),
         length=_length(node, factors) if len(factors) == 2 else 0,
+        sampled=sampled,
         input_factor=tuple(given[0].meta["val"].shape) if len(given) == 1 and not backward else (),
     )
 
@@ -155,6 +210,23 @@ def _origin(value: Node, watched: Container[Node]) -> Node:
     while value not in watched and (is_view(value.target) or has(value.target, _KEEP_MAGNITUDE)):
         value = value.all_input_nodes[0]
     return value
+
+
+def _is_sampled(value: Node, forward: Container[Node]) -> bool:
+    """True for a large product that only other watched products read: no kernel is there that could read it as well.
+
+    What is infinite or NaN in a row that isn't read makes their results so, unless attention masks it.
+    """
+    size = value.meta["val"].shape
+    if not is_of_product(value) or len(size) < 2 or not tracing.is_at_least(value.meta["val"].numel(), _LARGE):
+        return False
+    readers = [each for each in readers_of(value) if (each in forward) == (value in forward)]
+    return bool(readers) and tracing.is_at_least(size[-2], _EACH) and all(map(_is_watched_product, readers))
+
+
+def _is_watched_product(node: Node) -> bool:
+    results = [node, *(user for user in node.users if user.target is operator.getitem)]
+    return has(node.target, PRODUCTS_AFTER) and any(_kind(each) == "product" for each in results)
 
 
 _FACTORS = {"aten.mm": 0, "aten.bmm": 0, "aten.addmm": 1, "aten.baddbmm": 1, "aten.convolution": 0}
@@ -173,26 +245,41 @@ def _length(product: Node, factors: Sequence[Node]) -> int:
 
 @dataclass(frozen=True)
 class _Writer:
-    """Inserts calls at the insertion point of `graph`, with their fake values."""
+    """Inserts calls at the insertion point of `graph`, with their fake values.
+
+    Values in `sampled` aren't read whole; of those `in_rows`, each row is reduced first.
+    """
 
     graph: Graph
+    sampled: Container[Node]
+    in_rows: Container[Node]
 
-    def magnitudes(self, nodes: list[Node]) -> Node:
-        """The magnitudes of these values, [SLOTS] in float32, zeros behind those that there are."""
-        largest = [self._call(ATEN.unsqueeze.default, self._largest(node), 0) for node in nodes]
-        return self._call(
-            ATEN.constant_pad_nd.default, self._call(ATEN.cat.default, largest, 0), [0, SLOTS - len(nodes)]
-        )
+    def magnitudes(self, places: dict[Node, Node]) -> Node:
+        """The magnitudes of values, [SLOTS] in float32, zeros behind those that there are.
+
+        `places`: before which node each is computed.
+        """
+        largest = []
+        for node, place in places.items():
+            with self.graph.inserting_before(place):
+                largest.append(self._call(ATEN.unsqueeze.default, self._largest(node), 0))
+        with self.graph.inserting_before(self.graph.output_node()):
+            together = self._call(ATEN.cat.default, largest, 0)
+            return self._call(ATEN.constant_pad_nd.default, together, [0, SLOTS - len(places)])
 
     def _largest(self, node: Node) -> Node:
-        kind, operands = _kind(node), node.all_input_nodes
-        size = self._call(ATEN.abs.default, operands[0] if kind == "cast" else node)
+        read = _measured(node)
+        if node in self.sampled:
+            read = self._call(ATEN.slice.Tensor, read, -2, 0, sys.maxsize, _EACH)
+        size = self._call(ATEN.abs.default, read)
         value = size.meta["val"]
-        for operand in operands if kind != "product" else ():
+        for operand in operands_of(node) if not is_of_product(node) else ():
             if operand.meta["val"].shape == value.shape:
                 finite = self._call(ATEN.lt.Scalar, self._call(ATEN.abs.default, operand), math.inf)  # NaN isn't less
                 zero = self._call(ATEN.full.default, [], 0, dtype=value.dtype, device=value.device)
                 size = self._call(ATEN.where.self, finite, size, zero)
+        if node in self.in_rows:
+            size = self._call(ATEN.amax.default, size, [-1])
         largest = self._call(ATEN.amax.default, size)
         return largest if value.dtype == torch.float32 else self._call(CONVERT, largest, torch.float32)
 

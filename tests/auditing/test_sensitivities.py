@@ -82,3 +82,10 @@ def test_long_tables_say_what_they_leave_out() -> None:
 def test_without_low_precision_nothing_is_predicted() -> None:
     audit = ampcompile.audit(nn.Linear(4, 4), policy="module *=fp32", backward=False)(torch.randn(2, 4))
     assert audit.sensitivities().error() == pytest.approx(audit.error, rel=1) and audit.error < 1e-6
+
+
+def test_no_rounding_of_16_bits_is_left_with_everything_in_float32() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8))
+    audit = ampcompile.audit(model)(torch.randn(16, 8))
+    assert "aten.native_layer_norm_backward" in {op.op for op in audit.ops if op.dtype == torch.bfloat16}
+    assert audit.error > 1e-3 and audit.sensitivities().error({op.module for op in audit.ops}) < 1e-6

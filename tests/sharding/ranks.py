@@ -569,6 +569,21 @@ def told():
     other(batch(0).bfloat16())
 
 
+@case
+def watched():
+    """A watched graph computes its magnitudes beside 16-bit gathers, and changes no number."""
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    options = {"dtype": LOW, "lower": "aot_eager", "products": "torch", "watch": True}
+    run, decided = torch.compile(model, backend="amp", options=options), shard_policy(model, LOW)
+    losses, _ = train(run, model, 4)
+    same(losses + [full(p) for p in model.parameters()], expected(Model(), 4))
+    assert len(narrow(decided.records())) == 10, str(decided)
+    assert ampcompile.watch(run).report().first is None
+
+
 def of_four(f):
     WORLD_OF_FOUR.add(f.__name__)
     return case(f)

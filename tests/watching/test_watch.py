@@ -1,5 +1,6 @@
 """Faults planted in training loops: the watch names the first number out of range, and changes no number."""
 
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -58,14 +59,16 @@ FORWARD = {  # name: (what is between, the fault's value, what is named, what wo
 }
 
 
-def trained(model: nn.Module, faults: dict[int, float], scale: float = 1.0, **options: object) -> Watch:
-    """The watch over six steps with the fault in some of them."""
+def trained(
+    model: nn.Module, faults: dict[int, float], scale: float = 1.0, growth: int = 2000, **options: object
+) -> Watch:
+    """The watch over six steps with the fault in some of them; the scale grows after so many that weren't skipped."""
     torch.manual_seed(0)
     compiled = torch.compile(
         model, backend="amp", options={"dtype": torch.float16, "watch": True, "lower": "aot_eager", **options}
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = ampcompile.GradScaler("cpu", init_scale=scale)
+    scaler = ampcompile.GradScaler("cpu", init_scale=scale, growth_factor=64.0, growth_interval=growth)
     for call in range(1, 7):
         optimizer.zero_grad()
         scaler.scale(compiled(torch.randn(4, 16), torch.tensor(faults.get(call, 1.5))).square().mean()).backward()
@@ -84,6 +87,90 @@ def test_a_fault_in_forward(name: str) -> None:
     assert op in f"{first.at.value.op} to {first.at.value.dtype}", first
     assert first.before is not None and first.before < 1e3 and first.at.calls_out_of_range == 1
     assert held is None or f"{held} would have held it" in str(first)
+    lines, start = inspect.getsourcelines(between)
+    line = int(first.at.value.source.removeprefix(f"{__file__}:"))
+    assert start <= line < start + len(lines) or name == "a cast", "the line that reads it"
+
+
+class Part(nn.Module):
+    """A part of a network in a module of its own, with the layers that it needs."""
+
+    def __init__(self, compute: Callable[..., Tensor], *layers: nn.Module) -> None:
+        super().__init__()
+        self.compute, self.layers = compute, nn.ModuleList(layers)
+
+    def forward(self, h: Tensor, fault: Tensor) -> Tensor:
+        return self.compute(h, fault, *self.layers)
+
+
+def attention(h: Tensor, fault: Tensor) -> Tensor:
+    q, k = (h * 0 + fault).half(), (h * 0 + fault).half()
+    scores = q @ k.t()  # the fault
+    return scores.softmax(-1).half() @ h.half()
+
+
+def convolution(h: Tensor, fault: Tensor, conv: nn.Module) -> Tensor:
+    return conv((h.view(4, 2, 4, 4) * 0 + 1).half() * fault.half()).view(4, 32)  # the fault
+
+
+def norm(h: Tensor, fault: Tensor) -> Tensor:
+    h = h.half() * fault.half()
+    variance = h.square().mean(-1, keepdim=True)  # the fault
+    return h * (variance + 1).rsqrt()
+
+
+def recurrent(h: Tensor, fault: Tensor, cell: nn.Module) -> Tensor:
+    state = h * 0
+    for _ in range(3):
+        state = cell((h * 0 + 1) * fault, state)  # the fault
+    return state
+
+
+def zero_over_zero(h: Tensor, fault: Tensor) -> Tensor:
+    return h.float() - (fault - 7.0) / (fault - 7.0)  # the fault
+
+
+def running_sum(h: Tensor, fault: Tensor) -> Tensor:
+    return (h.half() * 0 + fault.half()).cumsum(-1)  # the fault
+
+
+def logarithm_of_softmax(h: Tensor, fault: Tensor) -> Tensor:
+    return (torch.arange(32) * -fault).softmax(0).log() + h  # the fault
+
+
+def embedding(h: Tensor, fault: Tensor, table: nn.Module) -> Tensor:
+    """The rows' gradients fit 16 bits, the sum of those of a row that is looked up 4096 times doesn't."""
+    rows = F.embedding(torch.zeros(4096, dtype=torch.int64), table.weight.half())  # the fault
+    return h.float() + Backward.apply(rows.float().mean(0), fault)
+
+
+PARTS = {  # name: (the part, its layer, the fault's value, the op that is named)
+    "attention scores": (attention, None, 300.0, "aten.mm"),
+    "a convolution": (convolution, lambda: nn.Conv2d(2, 2, 3, padding=1), 4e4, "aten.convolution"),
+    "a norm's variance": (norm, None, 1e4, "aten.pow"),
+    "a gated recurrent unit": (recurrent, lambda: nn.GRUCell(32, 32), 6e4, "aten.addmm"),
+    "0/0": (zero_over_zero, None, 7.0, "aten.div"),
+    "a running sum": (running_sum, None, 4e3, "aten.cumsum"),
+    "a logarithm of a softmax": (logarithm_of_softmax, None, 99.0, "aten.log"),
+    "an embedding's gradient": (embedding, lambda: nn.Embedding(2, 32), 1e9, "aten.embedding_dense_backward"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
+@pytest.mark.parametrize("name", PARTS)
+def test_a_fault_in_a_part(name: str) -> None:
+    compute, layer, fault, op = PARTS[name]
+    part = Part(compute, *([layer()] if layer else []))
+    for parameter in part.parameters():
+        nn.init.ones_(parameter)
+    lines, start = inspect.getsourcelines(compute)
+    line = next(start + i for i, line in enumerate(lines) if "# the fault" in line)
+    first = trained(Net(part), {FAULT_AT: fault}).report().first
+    assert first is not None
+    value = first.at.value
+    assert first.at.call == FAULT_AT and value.backward == op.endswith("_backward"), first
+    assert value.op == op and value.source == f"{__file__}:{line}", first
+    assert value.module.split(".")[0] == "between", first
 
 
 @pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
@@ -93,6 +180,15 @@ def test_a_gradient_that_a_scale_makes_too_large(lower: str) -> None:
     assert first.at.value.dtype == "f16"
 
 
+def test_a_gradient_that_a_growing_scale_makes_too_large() -> None:
+    net = Net(lambda h, _: h.relu())
+    first = trained(net, {}, scale=64.0, growth=1).report().first
+    assert first is not None and first.at.value.backward and first.at.call == 4 and first.before is not None
+    assert first.before < 65504 < first.at.largest and first.held_by == ["bfloat16", "float32"], first
+    line = inspect.getsourcelines(Net.forward)[1] + 3
+    assert first.at.value.source == f"{__file__}:{line}", "where float32 begins, whose gradient is narrowed"
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
 def test_a_fault_in_backward() -> None:
     net = Net(lambda h, fault: Backward.apply(h.half(), fault.half()))
@@ -100,6 +196,25 @@ def test_a_fault_in_backward() -> None:
     assert first is not None and first.at.value.backward and first.at.call == FAULT_AT
     assert first.at.value.op == "aten.mul"
     assert "backward" in str(first) and first.before is not None
+
+
+def test_a_fault_in_a_row_that_is_not_read_is_named_by_who_reads_it() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 256, bias=False), nn.Linear(256, 16)
+            nn.init.ones_(self.first.weight)
+
+        def forward(self, x: Tensor, fault: Tensor) -> Tensor:
+            rows = torch.where(torch.arange(512)[:, None] == 3, fault, 1.0).half().expand(512, 16)
+            return self.last(self.first(rows)).float() * x.mean()
+
+    report = trained(Rows(), {FAULT_AT: 6e4}).report()
+    first = report.first
+    assert first is not None and first.at.call == FAULT_AT and first.at.value.module == "last", report
+    assert [each.module for each in first.maybe_before] == ["first"] and first.bound is None
+    assert f"or before, in a row that isn't read: first {__file__}" in str(first)
+    assert "(sampled)" in str(report)
 
 
 def test_a_bound_takes_the_weight_for_a_factor_in_forward_alone() -> None:

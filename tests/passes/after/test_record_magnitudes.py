@@ -62,6 +62,29 @@ def test_convolutions_sum_over_channels_and_their_window() -> None:
     assert (values[-1].op, values[-1].length, values[-1].operands) == ("aten.convolution", 27, (0, 1))
 
 
+def test_a_large_product_that_only_products_read_is_sampled() -> None:
+    a = torch.ones(512, 128)
+    a[3] = 9.0
+    a[8] = 5.0
+    values, found, _ = recorded(lambda a, b: a.half() @ b.half() @ b.half(), a, torch.eye(128))
+    assert [value.sampled for value in values if value.kind == "product"] == [True, False]
+    assert (found[2], found[-1]) == (5.0, 9.0) and 2 in values[-1].operands
+    values, found, _ = recorded(lambda a, b: (a.half() @ b.half() @ b.half()).relu(), a[:64], torch.eye(128))
+    assert not any(value.sampled for value in values) and found[2] == 9.0, "small"
+    values, _, _ = recorded(lambda a, b: (a.half() @ b.half()).relu() @ b.half(), a, torch.eye(128))
+    assert not any(value.sampled for value in values), "a kernel reads it"
+
+
+def test_a_sum_of_gradients_of_unbind_is_no_sum() -> None:
+    def put_together(a: Tensor, b: Tensor, *at: int) -> Tensor:
+        zeros = torch.full((3, 2, 2), 0.0, dtype=HALF)
+        parts = [torch.select_scatter(zeros, each.half(), 0, i) for each, i in zip((a, b, a), at, strict=True)]
+        return parts[0] + parts[1] + parts[2]
+
+    assert [v.kind for v in recorded(lambda a, b: put_together(a, b, 0, 1, 2), A, B)[0]] == ["cast"] * 3
+    assert [v.op for v in recorded(lambda a, b: put_together(a, b, 0, 1, 1), A, B)[0]][3:] == ["aten.add"]
+
+
 def test_symbolic_sizes_and_empty_tensors() -> None:
     values, found, _ = recorded(lambda a, b: (a.new_empty(0, 2).half(), b.half()), A, B)
     assert len(values) == 1 and found == [4.0]

@@ -1,0 +1,81 @@
+"""Which ops read a value after differentiation, and in which loops of Inductor's: where to reduce it at no cost."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.fx import Node
+
+from .op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, has, is_elementwise, is_view
+
+
+def is_of_product(node: Node) -> bool:
+    """True for a result of a product."""
+    return has(maker(node).target, PRODUCTS_AFTER)
+
+
+def maker(node: Node) -> Node:
+    """The op of which a value is the result, or one of several."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
+
+
+def place_of_magnitude(value: Node, order: Mapping[Node, int], products: Sequence[Node]) -> Node:
+    """Return the node before which the magnitude of a value is computed: behind the product after its first reader.
+
+    By then Inductor has decided where the reader's numbers are written. It computes a magnitude in a loop that it knows
+    already, and that isn't far away. So its operands don't stay in memory for long, either.
+    """
+    first = min((order[reader] for reader in readers_of(value)), default=order[value])
+    product = next((each for each in products if order[each] >= first), None)
+    return value.graph.output_node() if product is None else product.next
+
+
+def readers_of(value: Node) -> list[Node]:
+    """The nodes that read a value, or a view of it."""
+    views = [user for user in value.users if is_view(user.target)]
+    return [user for user in value.users if user not in views] + [each for view in views for each in readers_of(view)]
+
+
+def is_in_rows(value: Node) -> bool:
+    """True if a value is computed, or a product read, row by row: in a loop over rows, with a number for each.
+
+    Inductor adds to such a loop what reduces its rows, and to others what reduces a whole tensor.
+    """
+    if is_of_product(value):
+        readers = readers_of(value)
+        readers += [each for reader in readers if has(reader.target, CONVERSIONS_AFTER) for each in readers_of(reader)]
+        return any(_reduces_rows(each) or _is_spread(each) for each in readers)
+    pending = [value] if value.meta["val"].dim() > 1 else []
+    while pending:
+        each = pending.pop()
+        if _is_spread(each):
+            return True
+        if has(each.target, CONVERSIONS_AFTER) or is_elementwise(each.target):
+            pending += [operand for operand in operands_of(each) if len(operand.users) == 1]  # not stored before
+    return False
+
+
+def _is_spread(node: Node) -> bool:
+    """True for an elementwise op that reads one number for each row, or for each column."""
+    if not is_elementwise(node.target):
+        return False
+    shape = node.meta["val"].shape
+    sizes = [operand.meta["val"].shape for operand in operands_of(node)]
+    return any(size != shape and size in ((*shape[:-1], 1), shape[-1:]) for size in sizes)
+
+
+def _reduces_rows(node: Node) -> bool:
+    """True if the first result of an op has one number for each row of its operand."""
+    operands, result = operands_of(node), node.meta.get("val")
+    result = result[0] if isinstance(result, tuple | list) and result else result
+    if not operands or not isinstance(result, torch.Tensor):
+        return False
+    rows = operands[0].meta["val"].shape[:-1]
+    return result.shape in (rows, (*rows, 1))
+
+
+def operands_of(node: Node) -> list[Node]:
+    """The tensors that an op reads; sizes aren't among them."""
+    return [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
