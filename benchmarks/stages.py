@@ -94,6 +94,11 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         make.__name__: partial(setup.call, kernel_cases.measure, make, setup.device) for make in published_cases.CASES
     }
     stepped = "tiny GPT 23M" if setup.tiny else "GPT 23M" if setup.plan == "cpu" else "GPT 124M"
+    large = "tiny GPT 124M" if setup.tiny else "GPT 124M"
+    peaks: Jobs = {
+        f"memory, {what}": partial(setup.call, scaler_step.peak, large, setup.device, masters)
+        for what, masters in (("float32", False), ("remainder", True))
+    }
     passes: Jobs = {"passes": partial(setup.call, pass_growth, (1, 3) if setup.tiny else (16, 32, 64, 128, 256))}
     small: dict[str, Jobs] = {"small": {}, "small-apart": {}}
     for model, what in product(MODELS if setup.plan == "cpu" else (), (STEP, CALL)):
@@ -103,7 +108,7 @@ def stages(setup: Setup) -> dict[str, Jobs]:
     return {
         **first,
         "kernels": kernels,
-        "scaler": {stepped: partial(setup.call, scaler_step.measure, stepped, setup.device)},
+        "scaler": {stepped: partial(setup.call, scaler_step.measure, stepped, setup.device), **peaks},
         **({"published": published} if setup.plan == "cuda" else {}),
         **racing,
         **(small if setup.plan == "cpu" else {}),
