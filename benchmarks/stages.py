@@ -96,7 +96,7 @@ def stages(setup: Setup) -> dict[str, Jobs]:
     stepped = "tiny GPT 23M" if setup.tiny else "GPT 23M" if setup.plan == "cpu" else "GPT 124M"
     large = "tiny GPT 124M" if setup.tiny else "GPT 124M"
     peaks: Jobs = {
-        f"memory, {what}": partial(setup.call, scaler_step.peak, large, setup.device, masters)
+        what: partial(setup.call, scaler_step.peak, large, setup.device, masters)
         for what, masters in (("float32", False), ("remainder", True))
     }
     passes: Jobs = {"passes": partial(setup.call, pass_growth, (1, 3) if setup.tiny else (16, 32, 64, 128, 256))}
@@ -108,11 +108,12 @@ def stages(setup: Setup) -> dict[str, Jobs]:
     return {
         **first,
         "kernels": kernels,
-        "scaler": {stepped: partial(setup.call, scaler_step.measure, stepped, setup.device), **peaks},
+        "scaler": {stepped: partial(setup.call, scaler_step.measure, stepped, setup.device)},
         **({"published": published} if setup.plan == "cuda" else {}),
         **racing,
         **(small if setup.plan == "cpu" else {}),
         "growth": passes | racing["growth"],
+        "memory": peaks,
         "compile": {compiling.name: partial(cold_and_warm, compiling, setup)},
         "import": {"import": import_time},
     }
