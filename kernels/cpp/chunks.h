@@ -59,8 +59,8 @@ template <typename T> inline T* at(int64_t address, int64_t offset) {
   return reinterpret_cast<T*>(address) + offset;
 }
 
-// Asks for what follows a block of a tensor. A processor that does so by itself does it late, and not over the end of a
-// page; by waiting only, as many numbers are on their way as its queue of instructions has room for.
+// Asks for what follows a block of a tensor. The processor's own prefetcher begins late and stops at the end of a page;
+// without it, as many lines are on their way as the queue of instructions holds.
 template <typename T> inline void fetch_ahead(const T* block) {
   const uintptr_t begin = reinterpret_cast<uintptr_t>(block) + kAhead;
   for (size_t line = 0; line < kBlock * sizeof(T); line += 64)
