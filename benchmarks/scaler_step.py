@@ -98,7 +98,7 @@ def kept(params: Params, how: str = "remainder", wide_grads: bool = False) -> Ca
     weights = [nn.Parameter(param.detach().bfloat16()) for param in params]
     for weight, param in zip(weights, params, strict=True):
         if wide_grads:
-            weight.grad_dtype = torch.float32  # type: ignore[attr-defined]
+            weight.grad_dtype = torch.float32
             weight.grad = param.grad
         else:
             weight.grad = (torch.randn_like(param) * 2.0**16).bfloat16()
