@@ -53,6 +53,12 @@ def times_faster(row: Row, other: Row) -> Spread:
     return spread(ratios(row, other))
 
 
+def of_bound(row: Row) -> float:
+    """The share of the speed that memory allows: the median over the rounds."""
+    pairs = zip(row.figures["seconds"], row.figures["bound_seconds"], strict=True)
+    return spread([bound / seconds for seconds, bound in pairs]).middle
+
+
 def rival(rows: dict[str, Row]) -> str | None:
     """Whom ours is compared with: Inductor under autocast, else the fastest peer that isn't ours."""
     ran = {name: row for name, row in rows.items() if not row.why and not name.startswith(AMP)}

@@ -94,6 +94,11 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         make.__name__: partial(setup.call, kernel_cases.measure, make, setup.device) for make in published_cases.CASES
     }
     stepped = "tiny GPT 23M" if setup.tiny else "GPT 23M" if setup.plan == "cpu" else "GPT 124M"
+    large = "tiny GPT 124M" if setup.tiny else "GPT 124M"
+    peaks: Jobs = {
+        what: partial(setup.call, scaler_step.peak, large, setup.device, masters)
+        for what, masters in (("float32", False), ("remainder", True))
+    }
     passes: Jobs = {"passes": partial(setup.call, pass_growth, (1, 3) if setup.tiny else (16, 32, 64, 128, 256))}
     small: dict[str, Jobs] = {"small": {}, "small-apart": {}}
     for model, what in product(MODELS if setup.plan == "cpu" else (), (STEP, CALL)):
@@ -108,6 +113,7 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         **racing,
         **(small if setup.plan == "cpu" else {}),
         "growth": passes | racing["growth"],
+        "memory": peaks,
         "compile": {compiling.name: partial(cold_and_warm, compiling, setup)},
         "import": {"import": import_time},
     }

@@ -43,6 +43,7 @@ TITLES = {
     "inference": "Inference",
     "training": "Training step",
     "scaler": "The step of GradScaler and optimizer",
+    "memory": "Memory of a training step",
     "compile": "Compile time",
     "import": "Import time",
     "small": "Small models",

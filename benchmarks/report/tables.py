@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.peers import AMP
-from benchmarks.records import Row, Spread, rival, spread, times_faster
+from benchmarks.records import Row, Spread, of_bound, rival, spread, times_faster
 
 Cell = Callable[[Row], str]
 
@@ -26,6 +26,7 @@ def case_table(rows: dict[str, Row], **more: Cell) -> str:
     columns: dict[str, Cell] = {
         "time": lambda row: duration(spread(row.figures["seconds"])),
         **more,
+        "of the bound": bound_share,
         "peak memory": figure("peak_bytes", lambda size: f"{size / 2**20:.0f} MiB"),
         "first compile": figure("compile_seconds", lambda seconds: f"{seconds:.1f} s"),
         "graphs": figure("graphs", str),
@@ -42,6 +43,11 @@ def case_table(rows: dict[str, Row], **more: Cell) -> str:
     used = {name: column for name, column in cells.items() if any(column)}
     peers = [f"**{peer}**" if peer.startswith(AMP) else peer for peer in ran]
     return table(["", *used], zip(peers, *used.values(), strict=True))
+
+
+def bound_share(row: Row) -> str:
+    """The share that a row reached of the speed that memory allows, where that was measured in its rounds."""
+    return f"{100 * of_bound(row):.0f} %" if "bound_seconds" in row.figures else ""
 
 
 def ratio(times: Spread) -> str:

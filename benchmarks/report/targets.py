@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.peers import AMP, BASELINE, BY_BLOCK, LIMIT, PEERS
-from benchmarks.records import Records, Row, rival, spread, times_faster
-from benchmarks.scaler_step import RECAST, STOCK
+from benchmarks.records import Records, Row, of_bound, rival, spread, times_faster
+from benchmarks.scaler_step import RECAST, REMAINDER, STOCK
 
 UNTIMED = "broken"
 """The stage that asks on tiny models whether everything runs: its times mean nothing."""
@@ -70,6 +70,12 @@ def _of_case(device: str, stage: str, case: str, rows: dict[str, Row]) -> Iterat
     if stage == "scaler":
         least, other = (1.3, STOCK) if device == "cpu" else (1.4, RECAST)
         yield from at_least(f"at least {{}} times as fast as {other}", least, other)
+        if "bound_seconds" in rows[AMP].figures:
+            share = of_bound(rows[AMP])
+            yield Target("at least 0.9 of the bound", case, share, share >= 0.9)
+        if {REMAINDER, RECAST} <= rows.keys():
+            time = 1 / times_faster(rows[REMAINDER], rows[RECAST]).middle
+            yield Target(f"with remainders, at most 0.9 of the time of {RECAST}", case, time, time <= 0.9)
     if stage == "compile":
         most = 1.10 if case.endswith("cold start") else 1.15
         longer = 1 / times_faster(rows[AMP], rows[BASELINE]).middle
@@ -98,7 +104,7 @@ def losses(records: Records) -> Iterator[Loss]:
     for stage in records.stages:
         for case, rows in records.cases(stage).items():
             for peer, row in rows.items():
-                if not peer.startswith(AMP) or PEERS[peer].unable(device):
+                if not peer.startswith(AMP) or (peer in PEERS and PEERS[peer].unable(device)):
                     continue
                 other = rival(rows)
                 if row.why:

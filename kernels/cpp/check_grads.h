@@ -20,8 +20,10 @@ inline double sum_of_squares(int64_t tensors, const int64_t* numel, const int64_
         lanes[lane] += product * product;
       };
       int64_t k = 0;
-      for (; k + 32 <= n; k += 32)
+      for (; k + 32 <= n; k += 32) {
+        if (k % kBlock == 0) fetch_ahead(g + k);
         for (int64_t lane = 0; lane < 32; ++lane) add(k, lane);
+      }
       for (int64_t lane = 0; k + lane < n; ++lane) add(k, lane);
       for (double lane : lanes) sums[i] += lane;
     });

@@ -3,7 +3,7 @@
 #include "chunks.h"
 
 constexpr int64_t kRemainder = 3, kKey = 4;  // in `native.DTYPE_CODES`: int16 and int64
-constexpr int64_t kSpan = 128;               // parameters of a checksum; it divides a block
+constexpr int64_t kSpan = kBlock;            // parameters of a checksum; `SPAN` in Python
 
 // A row of the table: beside a float32 parameter its 16-bit copy, if any; beside a 16-bit one its remainder with
 // checksums, its float32 master, or the key of its random bits.
@@ -26,22 +26,24 @@ inline uint32_t checksum(const uint16_t* param, int64_t n) {
   return sum;
 }
 
-template <typename Body> void for_each_span(int64_t n, Body body) {
-  for (int64_t begin = 0; begin < n; begin += kSpan) body(begin, std::min(kSpan, n - begin));
-}
-
-// Philox 4x32-10: 32 random bits for each element, four from each counter.
-inline void random_words(const int64_t* key, int64_t begin, int64_t n, uint32_t* words) {
-  for (int64_t i = 0; i < (n + 3) / 4; ++i) {
+// Philox 4x32-10: 32 random bits for each element of a block, four from each counter. The counters take every round
+// together, so that the compiler makes vectors of them.
+inline void random_words(const int64_t* key, int64_t begin, uint32_t* words) {
+  constexpr int64_t kCounters = kBlock / 4;
+  uint32_t c0[kCounters], c1[kCounters], c2[kCounters], c3[kCounters];
+  for (int64_t i = 0; i < kCounters; ++i) {
     const uint64_t group = uint64_t(begin / 4 + i);
-    uint32_t c0 = uint32_t(group), c1 = uint32_t(group >> 32), c2 = uint32_t(key[2]), c3 = uint32_t(key[1]);
-    uint32_t k0 = uint32_t(key[0]), k1 = uint32_t(uint64_t(key[0]) >> 32);
-    for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
-      const uint64_t a = uint64_t(0xD2511F53u) * c0, b = uint64_t(0xCD9E8D57u) * c2;
-      c0 = uint32_t(b >> 32) ^ c1 ^ k0, c1 = uint32_t(b), c2 = uint32_t(a >> 32) ^ c3 ^ k1, c3 = uint32_t(a);
-    }
-    words[4 * i] = c0, words[4 * i + 1] = c1, words[4 * i + 2] = c2, words[4 * i + 3] = c3;
+    c0[i] = uint32_t(group), c1[i] = uint32_t(group >> 32), c2[i] = uint32_t(key[2]), c3[i] = uint32_t(key[1]);
   }
+  uint32_t k0 = uint32_t(key[0]), k1 = uint32_t(uint64_t(key[0]) >> 32);
+  for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
+    for (int64_t i = 0; i < kCounters; ++i) {
+      const uint64_t a = uint64_t(0xD2511F53u) * c0[i], b = uint64_t(0xCD9E8D57u) * c2[i];
+      c0[i] = uint32_t(b >> 32) ^ c1[i] ^ k0, c1[i] = uint32_t(b);
+      c2[i] = uint32_t(a >> 32) ^ c3[i] ^ k1, c3[i] = uint32_t(a);
+    }
+  for (int64_t i = 0; i < kCounters; ++i)
+    words[4 * i] = c0[i], words[4 * i + 1] = c1[i], words[4 * i + 2] = c2[i], words[4 * i + 3] = c3[i];
 }
 
 // A master counts where it rounds to the parameter; elsewhere the parameter was written since.
@@ -55,22 +57,31 @@ template <typename Low> void follow_parameter(const Low* param, float* master, i
 
 // The float32 weights of at most a block: in `block`, or the master itself.
 inline float* read_weights(const Weight& w, int64_t begin, int64_t n, float* block) {
-  if (w.dtype == 0) return at<float>(w.param, begin);
+  if (w.dtype == 0) {
+    fetch_ahead(at<float>(w.param, begin));
+    if (w.beside) fetch_ahead(at<uint16_t>(w.beside, begin));
+    return at<float>(w.param, begin);
+  }
+  const uint16_t* param = at<uint16_t>(w.param, begin);
+  fetch_ahead(param);
   if (w.beside_dtype == 0) {
     float* master = at<float>(w.beside, begin);
+    fetch_ahead(master);
     if (w.dtype == 1) follow_parameter(at<Half>(w.param, begin), master, n);
     else follow_parameter(at<BFloat16>(w.param, begin), master, n);
     return master;
   }
-  const uint16_t *param = at<uint16_t>(w.param, begin), *remainder = at<uint16_t>(w.beside, begin);
-  for_each_span(n, [&](int64_t first, int64_t size) {
-    const bool known = w.beside_dtype == kRemainder &&
-                       *at<uint32_t>(w.checksums, (begin + first) / kSpan) == checksum(param + first, size);
-    for (int64_t i = first; i < first + size; ++i) {
-      const uint32_t low = known ? remainder[i] : 0;
-      block[i] = bits<float>((param[i] - (low >> 15)) << 16 | low);
-    }
-  });
+  if (w.beside_dtype == kKey) {
+    for (int64_t i = 0; i < n; ++i) block[i] = bits<float>(uint32_t(param[i]) << 16);
+    return block;
+  }
+  const uint16_t* remainder = at<uint16_t>(w.beside, begin);
+  fetch_ahead(remainder);
+  const uint32_t known = *at<uint32_t>(w.checksums, begin / kSpan) == checksum(param, n) ? 0xffff : 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t low = remainder[i] & known;
+    block[i] = bits<float>((param[i] - (low >> 15)) << 16 | low);
+  }
   return block;
 }
 
@@ -92,7 +103,7 @@ inline void write_weights(const Weight& w, int64_t begin, int64_t n, const float
   uint16_t* param = at<uint16_t>(w.param, begin);
   if (w.beside_dtype == kKey) {
     uint32_t words[kBlock];
-    random_words(at<int64_t>(w.beside, 0), begin, n, words);
+    random_words(at<int64_t>(w.beside, 0), begin, words);
     for (int64_t i = 0; i < n; ++i) param[i] = uint16_t((bits_of(i) + (words[i] & 0xffff)) >> 16);
     return;
   }
@@ -102,7 +113,5 @@ inline void write_weights(const Weight& w, int64_t begin, int64_t n, const float
     param[i] = uint16_t((wide + 0x8000) >> 16);
     remainder[i] = uint16_t(wide);
   }
-  for_each_span(n, [&](int64_t first, int64_t size) {
-    *at<uint32_t>(w.checksums, (begin + first) / kSpan) = checksum(param + first, size);
-  });
+  *at<uint32_t>(w.checksums, begin / kSpan) = checksum(param, n);
 }

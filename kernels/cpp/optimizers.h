@@ -53,6 +53,10 @@ struct AdamScalars {
 template <bool amsgrad, typename G>
 void adam_block(const AdamScalars& h, const G* __restrict g, float* __restrict p, float* __restrict m,
                 float* __restrict v, float* __restrict peak, int64_t n) {
+  fetch_ahead(g);
+  fetch_ahead(m);
+  fetch_ahead(v);
+  if (amsgrad) fetch_ahead(peak);
   for (int64_t i = 0; i < n; ++i) {
     float grad = widen(g[i]) * h.multiplier;
     if (h.l2 != 0) grad = multiply_add(h.l2, p[i], grad);
@@ -81,6 +85,8 @@ struct SgdScalars {
 
 template <bool momentum, typename G>
 void sgd_block(const SgdScalars& h, const G* __restrict g, float* __restrict p, float* __restrict buffer, int64_t n) {
+  fetch_ahead(g);
+  if (momentum) fetch_ahead(buffer);
   for (int64_t i = 0; i < n; ++i) {
     float grad = widen(g[i]) * h.multiplier;
     if (h.l2 != 0) grad = multiply_add(h.l2, p[i], grad);

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.peers import AMP
 from benchmarks.records import Row, spread
 from benchmarks.report import page as module
 from benchmarks.report.page import page
 from benchmarks.report.tables import duration
-from tests.benchmarks.made_up import records
+from benchmarks.scaler_step import CASE, RECAST, REMAINDER, STOCK
+from tests.benchmarks.made_up import records, rows
 
 pytest.importorskip("matplotlib")
 
@@ -46,6 +48,20 @@ def test_what_is_kept_and_missed(written: Any) -> None:
     assert "| no host sync | GPT 23M, 1x16 | 1 | **no** |" in text
 
 
+@pytest.mark.parametrize(("time", "kept"), [(1.0, "yes"), (1.2, "**no**")])
+def test_the_step_is_held_to_what_memory_allows(
+    time: float, kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAGE", tmp_path / "benchmarks.md")
+    found = records(tmp_path / "r.json")
+    ours = rows(CASE, {AMP: [time] * 3, REMAINDER: [time] * 3}, bound_seconds=[0.96, 0.95, 0.94])
+    found.add("scaler", "step", [*rows(CASE, {STOCK: [1.5] * 3, RECAST: [1.25] * 3}), *ours], minutes=1, commit="c")
+    text = page([found])
+    assert f"| at least 0.9 of the bound | {CASE} | {0.95 / time:.3g} | {kept} |" in text
+    assert f"| with remainders, at most 0.9 of the time of {RECAST} | {CASE} | {time / 1.25:.3g} | {kept} |" in text
+    assert f"| {100 * 0.95 / time:.0f} % |" in text
+
+
 def test_losses_are_listed_with_their_cause(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.report.targets.CAUSES", {r"^cpu training .*step$": "one cast too many"})
     text = written(amp=2.5)
@@ -57,8 +73,8 @@ def test_ours_failing_is_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "PAGE", tmp_path / "benchmarks.md")
     found = records(tmp_path / "r.json")
     unable = "on a CPU reduce-overhead is the default mode: all it adds is CUDA graphs"
-    rows = [Row("T5, 1x16", "amp", why="its process died"), Row("T5, 1x16", "amp, reduce-overhead", why=unable)]
-    found.add("architectures", "T5", rows, minutes=1, commit="c")
+    failed = [Row("T5, 1x16", "amp", why="its process died"), Row("T5, 1x16", "amp, reduce-overhead", why=unable)]
+    found.add("architectures", "T5", failed, minutes=1, commit="c")
     text = page([found])
     assert "| architectures, T5, 1x16: amp | doesn't run | its process died |" in text
     assert "reduce-overhead | doesn't run" not in text and f"- amp, reduce-overhead: {unable}" in text
