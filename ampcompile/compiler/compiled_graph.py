@@ -25,7 +25,7 @@ class CompiledGraph:
     copies are stale afterwards. `leaving`: results that were widened for the outermost callable; if another frame
     called the graph, they are cast back, without loss. `watched`: keeps the magnitudes that the graph returns last.
     `sharded`: inputs that are weights which FSDP gathers under a shard policy, and who reads them in float32; empty:
-    only copies are read.
+    only copies are read. `whole`: inputs that are weights which it reads otherwise than through copies.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class CompiledGraph:
         leaving: LeavingResults | None = None,
         watched: WatchedGraph | None = None,
         sharded: Mapping[int, str] | None = None,
+        whole: Sequence[int] = (),
     ) -> None:
         self._compiled, self._specs, self._written, self._leaving = compiled, specs, written, leaving
         self._watched = watched
@@ -46,7 +47,7 @@ class CompiledGraph:
         # CUDA graphs record addresses, so copies must always be refreshed in place.
         in_place = dict(options.inductor).get("triton.cudagraphs", False)
         kept = [spec for spec in specs if not spec.gathered]
-        self._binding = weights.Binding(kept, in_place) if kept else None
+        self._binding = weights.Binding(kept, in_place, whole) if kept else None
 
     def installed(self) -> Callable[..., Any]:
         """Return the callable to install: the compiled code itself if a call has nothing to do but run it."""

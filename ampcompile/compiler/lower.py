@@ -22,6 +22,7 @@ from ampcompile.passes.graph import decision_of, op_name, placeholders
 from ampcompile.sharding.weight import ShardedWeight
 from ampcompile.torch_private import autocast, compiled_functions, lowering
 from ampcompile.weights import CopySpec
+from ampcompile.weights.store import store
 
 from .cache_key import cache_key
 from .call_state import current_call
@@ -44,6 +45,7 @@ def lower(
     """
     leaving = find_still_leaving(gm)
     sharded = _find_readers(gm, example_inputs)
+    whole = _find_whole_reads(gm, example_inputs)
     if LEFT in gm.meta:
         tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
         written = tensors if reads_data(gm) else []
@@ -57,7 +59,7 @@ def lower(
     written = inputs_written_below_autograd(gm)
     if options.lower == "eager":
         return CompiledGraph(
-            exclude_autocast(gm), options, specs, written=written, leaving=leaving, sharded=sharded
+            exclude_autocast(gm), options, specs, written=written, leaving=leaving, sharded=sharded, whole=whole
         ).installed()
     emulated, small, watched = options.emulated(), options.widens_small(), None
     if options.watch and placeholders(gm):
@@ -78,7 +80,7 @@ def lower(
             compiled = lowering.inductor(gm, inputs, config, partial(passes, None), key, decompositions())
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
     usable = None if second is None or second.refusal else second
-    return CompiledGraph(compiled, options, specs, usable, written, leaving, watched, sharded).installed()
+    return CompiledGraph(compiled, options, specs, usable, written, leaving, watched, sharded, whole).installed()
 
 
 def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, str]:
@@ -91,6 +93,19 @@ def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, s
     return {
         i: "" if reader is None else f"{op_name(reader.target)} in a compiled graph" for i, reader in readers.items()
     }
+
+
+def _find_whole_reads(gm: GraphModule, example_inputs: Sequence[Any]) -> list[int]:
+    """Return which inputs are parameters that the graph reads otherwise than through copies, and remember them.
+
+    A graph with copies remembers them in its binding, for each set of weights that it is called with.
+    """
+    nodes = placeholders(gm)
+    params = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.nn.Parameter)]
+    whole = [i for i in params if LEFT in gm.meta or next(other_reads(nodes[i]), None) is not None]
+    if not any(decision_of(node).copy is not None for node in nodes):
+        store.note_whole_reads([example_inputs[i] for i in whole])
+    return whole
 
 
 def _watched(gm: GraphModule, inputs: Sequence[Any]) -> WatchedGraph:

@@ -112,6 +112,8 @@ class CopySet:
     `cast_many_`, for all its casts.
     """
 
+    whole_reads: frozenset[int] = frozenset()
+    """Storages of the weights that the graph reads in float32, in calls with this set."""
     _reads: tuple[tuple[Copy, Blocks | None], ...] = ()  # for `__del__`, if `__init__` fails
     _renewal: Renewal | None = None
 
@@ -167,18 +169,19 @@ class CopySet:
         if self._epoch is not store.write_epoch() or store.casting:
             return False
         try:
-            if self._versions != list(map(storages.version, weights)):
-                return False
-        except RuntimeError:  # an inference tensor where another tensor had been
+            return (
+                self._versions == list(map(storages.version, weights))
+                and True not in map(storages.TensorHandle.expired, self._handles)
+                and self._users == list(map(storages.storage_users, self._storages))
+                and self._addresses == list(map(Tensor.data_ptr, weights))
+                and self._others_versions == list(map(storages.version, self._others))
+                and self.sample.read() == self.words
+                and not (self.rechecks and gpu.capturing(weights))
+            )
+        except (
+            RuntimeError
+        ):  # an inference tensor where another tensor had been, or another thread released the weights
             return False
-        return (
-            True not in map(storages.TensorHandle.expired, self._handles)
-            and self._users == list(map(storages.storage_users, self._storages))
-            and self._addresses == list(map(Tensor.data_ptr, weights))
-            and self._others_versions == list(map(storages.version, self._others))
-            and self.sample.read() == self.words
-            and not (self.rechecks and gpu.capturing(weights))
-        )
 
     def renew(self, weights: Sequence[Tensor], now: object) -> bool:
         """Cast the written weights if nothing else changed; `now`: the `write_epoch` before. False: make a new set."""

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .copy_set import CopySet
     from .freshness import Memory
     from .gpu import Report
+    from .remains import Remains
     from .spec import Form
 
 
@@ -52,7 +53,21 @@ class CopyStore:
         self.ticks_seen = self.ticks._version
         self.running: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in their step, or left by an error
         self.on_last_freed: list[Callable[[], None]] = []  # called once, when no memory with copies is left
+        self.released: dict[int, Remains] = {}  # by id of the weight: what is left of weights without memory
+        self.released_epoch = object()  # another object after a weight was released, restored or freed
+        self.whole_reads: dict[int, Any] = {}  # of weights that graphs without copies read: see `whole_reads`
         self.search_seconds, self.searched_at = 1.0, time.monotonic()  # left for searches of the heap, and since when
+
+    def note_whole_reads(self, weights: Sequence[Tensor]) -> None:
+        """Note weights that a graph without copies reads."""
+        with self.lock:
+            self.whole_reads = {key: ref for key, ref in self.whole_reads.items() if not ref.expired()}
+            self.whole_reads |= whole_reads(weights)
+
+    def read_whole(self) -> set[int]:
+        """Keys of the storages that compiled graphs read otherwise than through copies."""
+        reads = [self.whole_reads, *(binding.whole_reads() for binding in list(self.bindings))]
+        return {key for each in reads for key, reference in each.items() if not reference.expired()}
 
     def write_epoch(self) -> object:
         """A token, the same object until a write to a weight's memory is reported or an alias is handed out."""
@@ -142,7 +157,7 @@ class CopyStore:
         taken = False
         try:
             with _IfFree() as taken:
-                if taken and all(memory() is None for memory in self.memories.valuerefs()):
+                if taken and not self.released and all(ref() is None for ref in self.memories.valuerefs()):
                     self.set_ranges(())
                     for copy_set in list(self.sets):  # they may track weights that moved to memory nothing watches now
                         copy_set.forget()
@@ -161,6 +176,12 @@ class _IfFree:
 
     __enter__ = staticmethod(functools.partial(CopyStore.lock.acquire, blocking=False))
     __exit__ = staticmethod(CopyStore.lock.__exit__)
+
+
+def whole_reads(weights: Iterable[Tensor]) -> dict[int, Any]:
+    """References to the storages of these weights by their keys; no other storage gets such a key."""
+    found = (tensor.untyped_storage() for tensor in weights if storages.place(tensor) is not None)
+    return {storage._cdata: storages.StorageWeakRef(storage) for storage in found}
 
 
 store = CopyStore()
