@@ -104,8 +104,8 @@ def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMaste
     ...     expected = compiled(x)
     ...     released = ampcompile.release_masters(model)
     ...     assert torch.equal(compiled(x), expected)
-    >>> released.bytes_freed
-    ...
+    >>> released.bytes_freed > 0
+    True
     >>> released.restore(checkpoint)
     """
     if not isinstance(model, nn.Module):
@@ -127,9 +127,9 @@ def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMaste
         found = {name: weight for name, weight in weights.items() if not reasons[name] and record_of(weight) is None}
         if not found and all(record_of(weight) is None for weight in weights.values()):
             raise ReleasedError(
-                f"found no weight of {type(model).__name__} that compiled graphs read in 16 bits, and only so; expected "
-                "one: call the compiled model first, with each shape, under torch.no_grad(), and keep no tensors on its "
-                "weights' memory, as a state dict does."
+                f"found no weight of {type(model).__name__} that compiled graphs read in 16 bits, and only so; "
+                "expected one: call the compiled model first, with each shape, under torch.no_grad(), and keep no "
+                "tensors on its weights' memory, as a state dict does."
             )
         _release(found)
         _refuse(model)

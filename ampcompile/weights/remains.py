@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ampcompile.dtypes import short_name
