@@ -101,7 +101,7 @@ def _find_whole_reads(gm: GraphModule, example_inputs: Sequence[Any]) -> list[in
     A graph with copies remembers them in its binding, for each set of weights that it is called with.
     """
     nodes = placeholders(gm)
-    params = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.nn.Parameter)]
+    params = [i for i, value in enumerate(example_inputs) if type(value) is torch.nn.Parameter]
     whole = [i for i in params if LEFT in gm.meta or next(other_reads(nodes[i]), None) is not None]
     if not any(decision_of(node).copy is not None for node in nodes):
         store.note_whole_reads([example_inputs[i] for i in whole])

@@ -99,8 +99,8 @@ class Binding:
         inputs: Sequence[Tensor],
         former: CopySet | MixedSet | None,
     ) -> list[Tensor]:
-        kept = [i for i, weight in enumerate(weights) if has_memory(weight)]
-        released = {i: slot_of(weights[i], self._specs[i]) for i in range(len(weights)) if i not in kept}
+        released = {i: slot_of(w, self._specs[i]) for i, w in enumerate(weights) if not has_memory(w)}
+        kept = [i for i in range(len(weights)) if i not in released]
         inner, cast = former.inner if isinstance(former, MixedSet) else former, set[Copy]()
         if kept:
             inner, cast = _examine(

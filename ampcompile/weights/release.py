@@ -209,6 +209,9 @@ class _Refusal:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
+        if not _has_released(module):  # restored by way of another module that has it
+            _allow(module)
+            return getattr(module, self._name)(*args, **kwargs)
         if self._name == "train" and not (args[0] if args else kwargs.get("mode", True)):
             return type(module).train(module, False)
         module.training = self._training  # which a wrapper may have set already
@@ -218,8 +221,12 @@ class _Refusal:
 
 def _refuse(model: nn.Module) -> None:
     for module in model.modules():
-        if any(record_of(weight) is not None for weight in module.parameters()):
+        if _has_released(module):
             vars(module).update({name: _Refusal(module, name) for name in _REFUSED})
+
+
+def _has_released(module: nn.Module) -> bool:
+    return any(record_of(weight) is not None for weight in module.parameters())
 
 
 def _allow(model: nn.Module) -> None:

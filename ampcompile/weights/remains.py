@@ -32,7 +32,6 @@ class Remains:
 
     def __init__(self, name: str, weight: Tensor, copies: Mapping[Form, Copy]) -> None:
         self.name, self.copies = name, copies
-        self.storages_held = [copy.memory for copy in copies.values()]
         key = id(weight)
         # A weak reference also keeps `swap_tensors` from giving this tensor another's content.
         self.weight = weakref.ref(weight, lambda _: forget(key))

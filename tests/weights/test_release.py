@@ -1,4 +1,4 @@
-"""Serving without float32 weights: the same bits from fewer bytes, an error for all that needs them, and the way back."""
+"""Serving without float32 weights: the same bits, fewer bytes, an error for all that needs them, and the way back."""
 
 import copy
 import ctypes
@@ -310,10 +310,10 @@ def test_graphs_that_need_the_weights_themselves_keep_them(options: dict[str, An
 def test_arguments_that_are_refused() -> None:
     model, x = layers()
     called(model, x)
-    with pytest.raises(ReleasedError, match="found 'list', expected a torch.nn.Module"):
+    with pytest.raises(ReleasedError, match="found 'list', expected"):
         ampcompile.release_masters([model[0].first.weight])
     model[1].first.weight._fsdp_flattened = True
-    with pytest.raises(ReleasedError, match="found 1.first.weight, which is sharded; expected plain parameters"):
+    with pytest.raises(ReleasedError, match=r"found 1\.first\.weight, which is sharded; expected plain parameters"):
         ampcompile.release_masters(model)
     assert not store.released and storages.has_memory(model[0].first.weight)
 
@@ -397,22 +397,24 @@ def test_a_backward_to_come_gets_its_gradients() -> None:
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
 
 
-def test_eager_code_between_graphs_is_kept_on_request() -> None:
+def test_eager_code_that_reads_a_weight_has_it_kept_on_request() -> None:
     class Broken(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
 
         def forward(self, x: Tensor) -> Tensor:
-            x = self.two(self.one(x))
-            torch._dynamo.graph_break()
-            return x + float(self.two.weight[0, 0].sum())
+            return self.scaled(self.two(self.one(x)))
+
+        @torch.compiler.disable
+        def scaled(self, x: Tensor) -> Tensor:
+            return x * self.two.weight.sum()
 
     model, x = Broken(), torch.randn(4, 64)
     compiled, checkpoint = called(model, x), saved(model)
     expected = run(compiled, x)
     released = ampcompile.release_masters(model)
-    with pytest.raises(RuntimeError, match="found a read or write of two.weight by other code"):
+    with pytest.raises(RuntimeError, match=r"found a read or write of two\.weight by other code"):
         run(compiled, x)
     released.restore(checkpoint)
     assert torch.equal(run(compiled, x), expected)
@@ -425,7 +427,8 @@ def test_equal_blocks_that_share_a_graph() -> None:
     for layer in model:
         layer.compile(backend="amp", options={"lower": "aot_eager"})
     with torch.no_grad():
-        expected = [[layer(x) for layer in model] for _ in range(4)][0]
+        for _ in range(4):
+            expected = [layer(x) for layer in model]
         ampcompile.release_masters(model[:2])
         assert all(torch.equal(layer(x), y) for layer, y in zip(model, expected, strict=True))
         model[2].first.weight.add_(1)
@@ -454,6 +457,7 @@ def test_a_thread_that_calls_meanwhile_gets_right_results() -> None:
     with running(call, call):
         try:
             for _ in range(50):
+                assert torch.equal(run(compiled, x), expected)
                 ampcompile.release_masters(model).restore(checkpoint)
         finally:
             over.set()
