@@ -25,7 +25,7 @@ def serve(way: str, model: str = "GPT 124M") -> tuple[int, int, int]:
     network, inputs = build(model, 1, 16, False)
     network.to(DEVICE, torch.bfloat16 if peer.precision == "converted" else None)
     run = peer.compiled(network, torch.bfloat16)
-    call = inference(run, [value.to(DEVICE) for value in inputs], lambda: peer.around(DEVICE, torch.bfloat16))
+    call = inference(run, tuple(value.to(DEVICE) for value in inputs), lambda: peer.around(DEVICE, torch.bfloat16))
     for _ in range(4):
         result = call()
     if way == RELEASED:

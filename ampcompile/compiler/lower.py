@@ -21,7 +21,7 @@ from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
 from ampcompile.passes.graph import decision_of, op_name, placeholders
 from ampcompile.sharding.weight import ShardedWeight
 from ampcompile.torch_private import autocast, compiled_functions, lowering
-from ampcompile.weights import CopySpec
+from ampcompile.weights import CopySpec, hoistable
 from ampcompile.weights.store import store
 
 from .cache_key import cache_key
@@ -96,12 +96,12 @@ def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, s
 
 
 def _find_whole_reads(gm: GraphModule, example_inputs: Sequence[Any]) -> list[int]:
-    """Return which inputs are parameters that the graph reads otherwise than through copies, and remember them.
+    """Return which inputs are parameters that the graph reads otherwise than through copies.
 
-    A graph with copies remembers them in its binding, for each set of weights that it is called with.
+    They are remembered here for a graph without copies; for another one by its binding, in each call with new weights.
     """
     nodes = placeholders(gm)
-    params = [i for i, value in enumerate(example_inputs) if type(value) is torch.nn.Parameter]
+    params = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.nn.Parameter) and hoistable(value)]
     whole = [i for i in params if LEFT in gm.meta or next(other_reads(nodes[i]), None) is not None]
     if not any(decision_of(node).copy is not None for node in nodes):
         store.note_whole_reads([example_inputs[i] for i in whole])

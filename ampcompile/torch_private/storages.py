@@ -38,7 +38,7 @@ storage_users = torch._C._storage_Use_Count  # the number of holders of the stor
 TensorHandle: Any = torch._C._WeakTensorRef  # type: ignore[attr-defined]
 
 NoTorchFunction = torch._C.DisableTorchFunction  # modes of the user don't see what happens inside
-has_memory: Callable[[Tensor], bool] = torch._C._has_storage  # type: ignore[attr-defined]
+has_memory: Callable[[Tensor], bool] = torch._C._has_storage
 address: Any = torch._C._data_address  # type: ignore[attr-defined]  # where a tensor's storage begins; no mode sees it, no copy-on-write ends by it
 
 

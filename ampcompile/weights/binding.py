@@ -40,7 +40,7 @@ class Binding:
     def __init__(self, specs: Sequence[CopySpec], in_place: bool = False, whole: Sequence[int] = ()) -> None:
         self._specs, self._in_place, self._whole = specs, in_place, whole
         self._indices = [spec.weight for spec in specs]
-        self._sets: dict[tuple[int, ...], CopySet | MixedSet] = {}  # by the ids of the weights
+        self._sets: dict[tuple[int, ...], CopySet] = {}  # by the ids of the weights
         store.bindings.add(self)
         self._sweep_at = 8
 
@@ -62,7 +62,7 @@ class Binding:
         """The weights that the graph reads otherwise than through copies, in its calls so far: see `whole_reads`."""
         return {key: ref for copy_set in list(self._sets.values()) for key, ref in copy_set.whole_reads.items()}
 
-    def _look(self, copy_set: CopySet | MixedSet, weights: Sequence[Tensor], before: object) -> list[Tensor]:
+    def _look(self, copy_set: CopySet, weights: Sequence[Tensor], before: object) -> list[Tensor]:
         with store.lock:
             if store.buffers is before:
                 copy_set.look(weights, frozenset())
@@ -93,24 +93,26 @@ class Binding:
         ]
 
     def _look_at_all(
-        self,
-        ids: tuple[int, ...],
-        weights: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        former: CopySet | MixedSet | None,
+        self, ids: tuple[int, ...], weights: Sequence[Tensor], inputs: Sequence[Tensor], former: CopySet | None
     ) -> list[Tensor]:
+        now = store.write_epoch()
         released = {i: slot_of(w, self._specs[i]) for i, w in enumerate(weights) if not has_memory(w)}
-        kept = [i for i in range(len(weights)) if i not in released]
-        inner, cast = former.inner if isinstance(former, MixedSet) else former, set[Copy]()
-        if kept:
-            inner, cast = _examine(
-                [ids[i] for i in kept],
-                [weights[i] for i in kept],
-                [self._specs[i] for i in kept],
-                self._in_place,
-                inner,
-            )
-        copy_set = MixedSet(released, kept, inner) if released or inner is None else inner
+        places = [i for i in range(len(weights)) if i not in released]
+        specs, blocks = [self._specs[i] for i in places], [self._specs[i].blocks for i in places]
+        aliases = [storages.alias(weights[i]) for i in places]  # they keep the memory if another thread assigns `.data`
+        members = [copy_of(alias, spec.form) for alias, spec in zip(aliases, specs, strict=True)]
+        for copy, place, spec in zip(members, places, specs, strict=True):
+            copy.in_place |= self._in_place
+            if spec.trial and copy.tensor is None and not copy.packed:
+                copy.trial = TRIAL
+            copy.memory.admit(weights[place])
+        store.set_ranges((memory.begin, memory.end) for memory in store.watched())
+        watch()  # after `copy_of`: another memory freed meanwhile isn't the last, so the patches stay
+        before = former if former is not None and former.members == members else None
+        tables = before.tables if before else {}
+        cast = refresh(zip(members, aliases, blocks, strict=True), _doubtful(members, aliases), tables)
+        content = [ids[i] for i in places], aliases, members, blocks, now, before, tables
+        copy_set = MixedSet(released, places, *content) if released else CopySet(*content)
         copy_set.whole_reads = former.whole_reads if former else whole_reads(inputs[i] for i in self._whole)
         if former is None:
             self._make_room()
@@ -125,26 +127,6 @@ class Binding:
                 if copy_set.gone():
                     del self._sets[ids]
             self._sweep_at = 2 * len(self._sets) + 8
-
-
-def _examine(
-    ids: Sequence[int], weights: Sequence[Tensor], specs: Sequence[CopySpec], in_place: bool, former: CopySet | None
-) -> tuple[CopySet, set[Copy]]:
-    """Return a set of fresh copies of these weights, and those of them that were cast for it."""
-    now = store.write_epoch()
-    aliases = list(map(storages.alias, weights))  # they keep the memory if another thread assigns `.data`
-    members = [copy_of(alias, spec.form) for alias, spec in zip(aliases, specs, strict=True)]
-    for copy, weight, spec in zip(members, weights, specs, strict=True):
-        copy.in_place |= in_place
-        if spec.trial and copy.tensor is None and not copy.packed:
-            copy.trial = TRIAL
-        copy.memory.admit(weight)
-    store.set_ranges((memory.begin, memory.end) for memory in store.watched())
-    watch()  # after `copy_of`: another memory freed meanwhile isn't the last, so the patches stay
-    before = former if former is not None and former.members == members else None
-    tables, blocks = before.tables if before else {}, [spec.blocks for spec in specs]
-    cast = refresh(zip(members, aliases, blocks, strict=True), _doubtful(members, aliases), tables)
-    return CopySet(ids, aliases, members, blocks, now, before, tables), cast
 
 
 def _doubtful(members: Sequence[Copy], aliases: Sequence[Tensor]) -> set[Memory]:

@@ -7,7 +7,7 @@ casts the written weights, and keeps the set. Anything else is left to a whole r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, compress, pairwise
 from operator import attrgetter, gt, is_not, ne
 from typing import Any
@@ -112,8 +112,8 @@ class CopySet:
     `cast_many_`, for all its casts.
     """
 
-    whole_reads: frozenset[int] = frozenset()
-    """Storages of the weights that the graph reads in float32, in calls with this set."""
+    whole_reads: Mapping[int, Any] = {}
+    """The weights that the graph reads otherwise than through copies, in calls with this set: see `whole_reads`."""
     _reads: tuple[tuple[Copy, Blocks | None], ...] = ()  # for `__del__`, if `__init__` fails
     _renewal: Renewal | None = None
 

@@ -6,7 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,32 +23,17 @@ _REFUSED = ("train", "_apply", "state_dict", "_load_from_state_dict")
 """Methods of modules that read or write weights, or call for it; `.to()`, `.half()` and the like use `_apply`."""
 
 
-class MasterRecord(NamedTuple):
-    """One weight: its name, the bytes of float32 numbers freed, and why it was kept; empty if it was released."""
-
-    weight: str
-    bytes_freed: int
-    kept_because: str
-
-
 class ReleasedMasters:
-    """What was released of a model, and the way back. `str` is a table."""
+    """The weights that were released and kept, and the way back. `str` lists those that stayed in float32.
 
-    def __init__(self, model: nn.Module, records: list[MasterRecord]) -> None:
-        self._model, self._records = model, records
+    `bytes_freed`: of float32 numbers. `kept`: why each weight that is still in float32 is, by its name.
+    """
 
-    def records(self) -> list[MasterRecord]:
-        """What became of each weight."""
-        return self._records
-
-    @property
-    def bytes_freed(self) -> int:
-        """Bytes of float32 numbers that were freed."""
-        return sum(record.bytes_freed for record in self._records)
+    def __init__(self, model: nn.Module, bytes_freed: int, kept: dict[str, str]) -> None:
+        self._model, self.bytes_freed, self.kept = model, bytes_freed, kept
 
     def __str__(self) -> str:
-        width = max((len(record.weight) for record in self._records), default=0)
-        lines = [f"{r.weight:{width}} {r.bytes_freed:>13,} {r.kept_because}".rstrip() for r in self._records]
+        lines = [f"{name} is kept in float32: {because}" for name, because in self.kept.items()]
         return "\n".join([*lines, f"{self.bytes_freed:,} bytes freed"])
 
     def restore(self, checkpoint: Mapping[str, Tensor] | str | PathLike[str]) -> None:
@@ -58,16 +43,18 @@ class ReleasedMasters:
         released, so that the model is that of one checkpoint. Raises ReleasedError, and changes nothing, if a released
         weight isn't there in its shape; else what `load_state_dict` raises.
         """
-        if not isinstance(checkpoint, Mapping):
-            checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-        numbers = {name.removeprefix("_orig_mod."): value for name, value in checkpoint.items()}
+        loaded = checkpoint
+        if not isinstance(loaded, Mapping):
+            loaded = torch.load(loaded, map_location="cpu", weights_only=True, mmap=True)
+        numbers = {name.removeprefix("_orig_mod."): value for name, value in loaded.items()}
         released = {name: weight for name, weight in self._model.named_parameters() if record_of(weight) is not None}
         for name, weight in released.items():
-            found = getattr(numbers.get(name), "shape", "nothing")
-            if found != weight.shape:
+            shape = tuple(getattr(numbers.get(name), "shape", ()))
+            if name not in numbers or shape != weight.shape:
                 raise ReleasedError(
-                    f"found {_shape(found)} under {name!r} in the checkpoint, expected {_shape(weight.shape)}: pass "
-                    f"what state_dict() of {type(self._model).__name__} gave before release_masters."
+                    f"found {f'a tensor of {shape}' if name in numbers else 'nothing'} under {name!r} in the "
+                    f"checkpoint, expected a tensor of {tuple(weight.shape)}: pass what state_dict() of "
+                    f"{type(self._model).__name__} gave before release_masters."
                 )
         with store.lock, torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
             masters = {
@@ -133,8 +120,8 @@ def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMaste
             )
         _release(found)
         _refuse(model)
-    sizes = {name: 0 if reasons[name] else weight.numel() * weight.itemsize for name, weight in weights.items()}
-    return ReleasedMasters(model, [MasterRecord(name, sizes[name], reasons[name]) for name in weights])
+    freed = sum(weight.numel() * weight.itemsize for name, weight in weights.items() if not reasons[name])
+    return ReleasedMasters(model, freed, {name: because for name, because in reasons.items() if because})
 
 
 def _reasons_to_keep(weights: Mapping[str, Tensor], kept_names: Iterable[str]) -> dict[str, str]:
@@ -234,7 +221,3 @@ def _allow(model: nn.Module) -> None:
         for name in _REFUSED:
             if isinstance(vars(module).get(name), _Refusal):
                 del vars(module)[name]
-
-
-def _shape(shape: Any) -> str:
-    return shape if isinstance(shape, str) else f"a tensor of {tuple(shape)}"

@@ -64,53 +64,41 @@ def slot_of(weight: Tensor, spec: CopySpec) -> Any:
     raise ReleasedError(refusal(f"a graph that reads {name} as {dtype}, in a layout that no graph read before"))
 
 
-class MixedSet:
-    """What one graph reads of some weights: of the released ones fixed tensors, of the others a set of copies.
+class MixedSet(CopySet):
+    """The tensors that a graph reads of some weights: fixed ones of those released, copies of the others.
 
-    `released`: the slots by the weights' places; `places`: those of the other weights, which `inner` is made of.
+    `released`: the slots by the weights' places; `places`: those of the others, which `content` describes.
     """
 
-    whole_reads: Mapping[int, Any]
-
-    def __init__(self, released: Mapping[int, Any], places: Sequence[int], inner: CopySet | None) -> None:
-        self.places, self.inner = places, inner if places else None
-        self._released, self._epoch = released, store.released_epoch
-
-    @property
-    def rechecks(self) -> Sequence[Any]:
-        """The comparisons on GPUs."""
-        return self.inner.rechecks if self.inner is not None else ()
-
-    def _still_released(self, weights: Sequence[Tensor]) -> bool:
-        return self._epoch is store.released_epoch and True not in map(
-            storages.has_memory, map(weights.__getitem__, self._released)
-        )
+    def __init__(self, released: Mapping[int, Any], places: Sequence[int], *content: Any) -> None:
+        self._fixed, self._places, self._released_epoch = released, places, store.released_epoch
+        super().__init__(*content)
 
     def fresh(self, weights: Sequence[Tensor]) -> bool:
         """Return True if the released weights are as they were left, and none of the others was written."""
-        inner = self.inner
-        return self._still_released(weights) and (inner is None or inner.fresh(self._kept(weights)))
+        return self._as_left(weights) and super().fresh(self._others_of(weights))
 
     def renew(self, weights: Sequence[Tensor], now: object) -> bool:
-        """Cast the written weights if nothing else changed, as `CopySet.renew` does."""
-        inner = self.inner
-        return self._still_released(weights) and (inner is None or inner.renew(self._kept(weights), now))
+        """Cast the written weights if nothing else changed."""
+        return self._as_left(weights) and super().renew(self._others_of(weights), now)
 
     def look(self, weights: Sequence[Tensor], cast: Collection[Copy]) -> None:
-        """Look for unreported writes, as `CopySet.look` does."""
-        if self.inner is not None:
-            self.inner.look(self._kept(weights), cast)
+        """Look for unreported writes to the others."""
+        super().look(self._others_of(weights), cast)
 
     def forms(self) -> list[Any]:
         """The tensors that the graph reads in this call."""
-        tensors = {place: slot.tensor for place, slot in self._released.items()}
-        if self.inner is not None:
-            tensors |= zip(self.places, self.inner.forms(), strict=True)
+        tensors = {place: slot.tensor for place, slot in self._fixed.items()}
+        tensors |= zip(self._places, super().forms(), strict=True)
         return [tensors[place] for place in range(len(tensors))]
 
     def gone(self) -> bool:
-        """Return True if a weight was freed."""
-        return self._epoch is not store.released_epoch or (self.inner is not None and self.inner.gone())
+        """Return True if a weight was freed, or one was released or restored since."""
+        return self._released_epoch is not store.released_epoch or super().gone()
 
-    def _kept(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        return list(map(weights.__getitem__, self.places))
+    def _as_left(self, weights: Sequence[Tensor]) -> bool:
+        released = map(weights.__getitem__, self._fixed)
+        return self._released_epoch is store.released_epoch and True not in map(storages.has_memory, released)
+
+    def _others_of(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        return list(map(weights.__getitem__, self._places))

@@ -103,7 +103,7 @@ def test_calls_keep_their_bits_and_only_what_graphs_read_stays(name: str, lower:
     released = ampcompile.release_masters(compiled)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert all(torch.equal(run(compiled, x), expected) for _ in range(3))
-    kept = {record.weight for record in released.records() if record.kept_because}
+    kept = released.kept.keys()
     assert kept == FLOAT32[name] == {n for n, p in model.named_parameters() if storages.has_memory(p)}
     in_float32 = sum(p.nbytes for n, p in model.named_parameters() if n in kept)
     assert released.bytes_freed == whole - in_float32
@@ -211,8 +211,8 @@ def test_a_second_call_gives_the_way_back_too_and_releases_the_rest() -> None:
     model, x = layers()
     checkpoint, compiled = saved(model), called(model, x)
     first = ampcompile.release_masters(model, keep=["0.first.weight", "1"])
-    because = {record.weight: record.kept_because for record in first.records()}
-    assert because["0.first.weight"] == because["1.second.bias"] == "asked for" and because["0.second.weight"] == ""
+    assert first.kept["0.first.weight"] == first.kept["1.second.bias"] == "asked for"
+    assert "0.second.weight" not in first.kept and "1.second.bias is kept in float32: asked for" in str(first)
     expected = autocast(model[1], x)
     with pytest.raises(ReleasedError, match="found keep='head', expected the name of a weight or module"):
         ampcompile.release_masters(model, keep="head")
@@ -260,8 +260,8 @@ def test_what_cannot_be_proven_is_kept(holder: str) -> None:
     expected = run(compiled, x)
     hold, because = HOLDERS[holder]
     held = hold(model)
-    kept = {record.weight: record.kept_because for record in ampcompile.release_masters(model).records()}
-    assert kept["0.first.weight"] == because and not kept["1.first.weight"]
+    kept = ampcompile.release_masters(model).kept
+    assert kept["0.first.weight"] == because and "1.first.weight" not in kept
     assert torch.equal(run(compiled, x), expected)
     del held
 
@@ -273,8 +273,8 @@ def test_a_graph_that_reads_one_module_in_float32_and_another_in_16_bits() -> No
     with torch.no_grad():
         g = called(layer, x)
         expected = f(x, layer.weight)
-    records = ampcompile.release_masters(nn.ModuleList([layer, other])).records()
-    assert [bool(record.kept_because) for record in records] == [True, False, False, False]
+    kept = ampcompile.release_masters(nn.ModuleList([layer, other])).kept
+    assert kept == {"0.weight": "a compiled graph reads it in float32"}
     assert torch.equal(run(lambda x: f(x, layer.weight), x), expected) and run(g, x) is not None
 
 
@@ -420,6 +420,15 @@ def test_eager_code_that_reads_a_weight_has_it_kept_on_request() -> None:
     assert torch.equal(run(compiled, x), expected)
     ampcompile.release_masters(model, keep=["two.weight"])
     assert torch.equal(run(compiled, x), expected)
+
+
+def test_a_graph_of_any_size_takes_other_sizes() -> None:
+    model, x = layers()
+    compiled = called(model, x, dynamic=True)
+    expected = autocast(model, x[:3])
+    ampcompile.release_masters(model)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(run(compiled, x[:3]), expected)
 
 
 def test_equal_blocks_that_share_a_graph() -> None:
