@@ -10,6 +10,7 @@ from ampcompile import weights
 from ampcompile.config import Options
 from ampcompile.torch_private import storages, tracing
 from ampcompile.weights import CopySpec
+from ampcompile.weights.store import store, whole_reads
 
 from .call_state import current_call
 from .double_backward import DoubleBackward
@@ -41,7 +42,7 @@ class CompiledGraph:
         whole: Sequence[int] = (),
     ) -> None:
         self._compiled, self._specs, self._written, self._leaving = compiled, specs, written, leaving
-        self._watched = watched
+        self._watched, self._whole = watched, whole
         self._call = None if second is None else second.call
         self._sharded = sharded or {}
         # CUDA graphs record addresses, so copies must always be refreshed in place.
@@ -49,12 +50,22 @@ class CompiledGraph:
         kept = [spec for spec in specs if not spec.gathered]
         self._binding = weights.Binding(kept, in_place, whole) if kept else None
 
-    def installed(self) -> Callable[..., Any]:
-        """Return the callable to install: the compiled code itself if a call has nothing to do but run it."""
+    def installed(self, inputs: Sequence[Any] = ()) -> Callable[..., Any]:
+        """Return the callable to install: the compiled code itself if a call has nothing to do but run it.
+
+        `inputs`: those that the graph was compiled for.
+        """
+        if self._whole and self._binding is None:
+            self._whole_reads = whole_reads(inputs[i] for i in self._whole)
+            store.without_copies.add(self)
         if self._sharded:
             return self._unseen_by_weights
-        needed = (self._binding, self._call, self._written or None, self._leaving, self._watched)
+        needed = (self._binding, self._call, self._written or None, self._whole or None, self._leaving, self._watched)
         return self if any(each is not None for each in needed) else self._compiled
+
+    def whole_reads(self) -> dict[int, Any]:
+        """The weights that a graph without copies was compiled for, as `Binding.whole_reads` tells of others."""
+        return self._whole_reads
 
     def _unseen_by_weights(self, *args: Any) -> Any:
         """Run the graph once. Sharded weights, which notice all readers, are told of its readers beforehand."""

@@ -22,7 +22,6 @@ from ampcompile.passes.graph import decision_of, op_name, placeholders
 from ampcompile.sharding.weight import ShardedWeight
 from ampcompile.torch_private import autocast, compiled_functions, lowering
 from ampcompile.weights import CopySpec, hoistable
-from ampcompile.weights.store import store
 
 from .cache_key import cache_key
 from .call_state import current_call
@@ -50,8 +49,13 @@ def lower(
         tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
         written = tensors if reads_data(gm) else []
         return CompiledGraph(
-            lower_as_made(gm, example_inputs, options), options, written=written, leaving=leaving, sharded=sharded
-        ).installed()
+            lower_as_made(gm, example_inputs, options),
+            options,
+            written=written,
+            leaving=leaving,
+            sharded=sharded,
+            whole=whole,
+        ).installed(example_inputs)
     copies = [(node, spec) for node in placeholders(gm) if (spec := decision_of(node).copy) is not None]
     specs = [spec for _, spec in copies]
     inputs = [*example_inputs, *(node.meta["val"] for node, _ in copies)]
@@ -60,7 +64,7 @@ def lower(
     if options.lower == "eager":
         return CompiledGraph(
             exclude_autocast(gm), options, specs, written=written, leaving=leaving, sharded=sharded, whole=whole
-        ).installed()
+        ).installed(example_inputs)
     emulated, small, watched = options.emulated(), options.widens_small(), None
     if options.watch and placeholders(gm):
         watched = _watched(gm, inputs)
@@ -80,7 +84,8 @@ def lower(
             compiled = lowering.inductor(gm, inputs, config, partial(passes, None), key, decompositions())
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
     usable = None if second is None or second.refusal else second
-    return CompiledGraph(compiled, options, specs, usable, written, leaving, watched, sharded, whole).installed()
+    graph = CompiledGraph(compiled, options, specs, usable, written, leaving, watched, sharded, whole)
+    return graph.installed(example_inputs)
 
 
 def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, str]:
@@ -96,16 +101,10 @@ def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, s
 
 
 def _find_whole_reads(gm: GraphModule, example_inputs: Sequence[Any]) -> list[int]:
-    """Return which inputs are parameters that the graph reads otherwise than through copies.
-
-    They are remembered here for a graph without copies; for another one by its binding, in each call with new weights.
-    """
+    """Return which inputs are parameters that the graph reads otherwise than through copies."""
     nodes = placeholders(gm)
     params = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.nn.Parameter) and hoistable(value)]
-    whole = [i for i in params if LEFT in gm.meta or next(other_reads(nodes[i]), None) is not None]
-    if not any(decision_of(node).copy is not None for node in nodes):
-        store.note_whole_reads([example_inputs[i] for i in whole])
-    return whole
+    return [i for i in params if LEFT in gm.meta or next(other_reads(nodes[i]), None) is not None]
 
 
 def _watched(gm: GraphModule, inputs: Sequence[Any]) -> WatchedGraph:

@@ -89,6 +89,14 @@ def write_data(tensor: Tensor, value: Tensor) -> None:
     _SET_DATA(tensor, value)
 
 
+_DISCARD = """
+#include <c10/core/TensorImpl.h>
+extern "C" void discard(c10::TensorImpl* tensor, const char* message) {
+  tensor->release_storage_and_set_meta_custom_data_ptr_error_msg_(std::string(message));
+}
+"""
+
+
 def discard_memory(tensor: Tensor, message: str) -> None:
     """Let go of a tensor's memory, and of nothing else: whoever reads or writes numbers gets a RuntimeError.
 
@@ -110,14 +118,6 @@ def memory_discarder() -> Callable[[Tensor, str], None]:
     discard = library.discard
     discard.argtypes, discard.restype = [ctypes.c_void_p, ctypes.c_char_p], None
     return lambda tensor, message: discard(tensor._cdata, message.encode())
-
-
-_DISCARD = """
-#include <c10/core/TensorImpl.h>
-extern "C" void discard(c10::TensorImpl* tensor, const char* message) {
-  tensor->release_storage_and_set_meta_custom_data_ptr_error_msg_(std::string(message));
-}
-"""
 
 
 class Exported(Tensor):

@@ -113,7 +113,7 @@ class Binding:
         cast = refresh(zip(members, aliases, blocks, strict=True), _doubtful(members, aliases), tables)
         content = [ids[i] for i in places], aliases, members, blocks, now, before, tables
         copy_set = MixedSet(released, places, *content) if released else CopySet(*content)
-        copy_set.whole_reads = former.whole_reads if former else whole_reads(inputs[i] for i in self._whole)
+        copy_set.whole_reads = former.whole_reads if former is not None else whole_reads(inputs[i] for i in self._whole)
         if former is None:
             self._make_room()
         self._sets[ids] = copy_set

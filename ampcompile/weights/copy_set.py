@@ -178,9 +178,7 @@ class CopySet:
                 and self.sample.read() == self.words
                 and not (self.rechecks and gpu.capturing(weights))
             )
-        except (
-            RuntimeError
-        ):  # an inference tensor where another tensor had been, or another thread released the weights
+        except RuntimeError:  # an inference tensor instead, or a weight that another thread has just released
             return False
 
     def renew(self, weights: Sequence[Tensor], now: object) -> bool:

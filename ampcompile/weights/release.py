@@ -81,7 +81,7 @@ def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMaste
     Afterwards `train()`, `state_dict`, `load_state_dict`, `.to()`, copies and pickles of the model, reads and writes of
     a released weight, and graphs that are compiled later raise an error: a ReleasedError, or torch's RuntimeError with
     the same text. `restore` of the result undoes it from a checkpoint; so does that of a second call's result, which
-    releases what can be released by then. Nothing else of the model may run in another thread meanwhile.
+    releases what can be released by then. No eager code of the model may run in another thread meanwhile.
 
     Raises ReleasedError, and changes nothing, if the model has weights that FSDP gathers or DTensors, or no weight that
     can be released.
@@ -128,10 +128,11 @@ def _reasons_to_keep(weights: Mapping[str, Tensor], kept_names: Iterable[str]) -
     """Return why each weight stays in float32; empty: it needn't."""
     read_whole, reasons, sharers = store.read_whole(), dict[str, str](), defaultdict[Any, list[str]](list)
     for name, weight in weights.items():
-        reasons[name] = "" if record_of(weight) is not None else _reason_to_keep(weight, read_whole)
-        if _is_within(name, kept_names):
-            reasons[name] = reasons[name] or "asked for"
-        elif not reasons[name] and record_of(weight) is None:
+        if record_of(weight) is not None:
+            reasons[name] = ""
+            continue
+        reasons[name] = "asked for" if _is_within(name, kept_names) else _reason_to_keep(weight, read_whole)
+        if not reasons[name]:
             sharers[copies_of(weight)[0].memory].append(name)
     for memory, names in sharers.items():
         if not memory.held_only_by(len(names)):
@@ -199,9 +200,11 @@ class _Refusal:
         if not _has_released(module):  # restored by way of another module that has it
             _allow(module)
             return getattr(module, self._name)(*args, **kwargs)
-        if self._name == "train" and not (args[0] if args else kwargs.get("mode", True)):
-            return type(module).train(module, False)
-        module.training = self._training  # which a wrapper may have set already
+        if self._name == "train":
+            if not (args[0] if args else kwargs.get("mode", True)):
+                self._training = False
+                return type(module).train(module, False)
+            module.training = self._training  # which a wrapper may have set already
         name = {"_apply": "to() or another conversion", "_load_from_state_dict": "load_state_dict"}.get(self._name)
         raise ReleasedError(refusal(f"a call of {name or self._name} of {type(module).__name__}"))
 

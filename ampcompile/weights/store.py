@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ class CopyStore:
         self.copies: weakref.WeakValueDictionary[tuple, Copy] = weakref.WeakValueDictionary()  # by place and form
         self.sets: weakref.WeakSet[CopySet] = weakref.WeakSet()
         self.bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
+        self.without_copies: weakref.WeakSet[Any] = weakref.WeakSet()  # compiled graphs that read weights as they are
         self.forms: list[Form] = []  # every form that a copy has been made in, in a fixed order
         self.captured: set[Copy] = set()  # copies that a captured CUDA graph writes: they keep their addresses
         self.reports: dict[torch.device, Report] = {}  # of unreported writes on GPUs
@@ -55,18 +56,11 @@ class CopyStore:
         self.on_last_freed: list[Callable[[], None]] = []  # called once, when no memory with copies is left
         self.released: dict[int, Remains] = {}  # by id of the weight: what is left of weights without memory
         self.released_epoch = object()  # another object after a weight was released, restored or freed
-        self.whole_reads: dict[int, Any] = {}  # of weights that graphs without copies read: see `whole_reads`
         self.search_seconds, self.searched_at = 1.0, time.monotonic()  # left for searches of the heap, and since when
-
-    def note_whole_reads(self, weights: Sequence[Tensor]) -> None:
-        """Note weights that a graph without copies reads."""
-        with self.lock:
-            self.whole_reads = {key: ref for key, ref in self.whole_reads.items() if not ref.expired()}
-            self.whole_reads |= whole_reads(weights)
 
     def read_whole(self) -> set[int]:
         """Keys of the storages that compiled graphs read otherwise than through copies."""
-        reads = [self.whole_reads, *(binding.whole_reads() for binding in list(self.bindings))]
+        reads = [reader.whole_reads() for reader in (*self.bindings, *self.without_copies)]
         return {key for each in reads for key, reference in each.items() if not reference.expired()}
 
     def write_epoch(self) -> object:

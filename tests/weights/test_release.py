@@ -266,6 +266,16 @@ def test_what_cannot_be_proven_is_kept(holder: str) -> None:
     del held
 
 
+def test_graphs_that_are_gone_keep_nothing() -> None:
+    model, x = layers()
+    called(model, x, weights="every_call")
+    torch._dynamo.reset()
+    gc.collect()
+    compiled = called(model, x)
+    assert ampcompile.release_masters(model).kept.keys() == FLOAT32["layers"]
+    assert compiled
+
+
 def test_a_graph_that_reads_one_module_in_float32_and_another_in_16_bits() -> None:
     layer, other = nn.Linear(64, 64), nn.Linear(64, 64)
     x = torch.randn(4, 64)
