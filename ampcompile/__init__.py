@@ -20,6 +20,7 @@ from .errors import (
     PassError,
     PolicyError,
     PrecisionError,
+    ReleasedError,
     RuleError,
     ScalerError,
     ShardingError,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from .scaler import GradScaler, keep_masters
     from .sharding import shard_policy
     from .watching.watch import watch
-    from .weights import free_copies, invalidate, weight_stats
+    from .weights import free_copies, invalidate, release_masters, weight_stats
 
 __all__ = [
     "AmpError",
@@ -56,6 +57,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "PrecisionError",
+    "ReleasedError",
     "RuleError",
     "ScalerError",
     "ShardingError",
@@ -73,6 +75,7 @@ __all__ = [
     "precision",
     "record",
     "register_op",
+    "release_masters",
     "shard_policy",
     "watch",
     "weight_stats",
@@ -90,6 +93,7 @@ _LATER = {
     "invalidate": "weights",
     "keep_masters": "scaler",
     "register_op": "rules",
+    "release_masters": "weights",
     "shard_policy": "sharding",
     "watch": "watching.watch",
     "weight_stats": "weights",

@@ -124,6 +124,17 @@ class WeightsError(AmpError, TypeError):
     """
 
 
+class ReleasedError(AmpError, RuntimeError):
+    """`ampcompile.release_masters` can't do what it was asked, or something needs float32 numbers that it freed.
+
+    Operations that read or write such a weight raise a RuntimeError of torch's with the same text.
+
+    >>> ampcompile.release_masters(nn.Linear(8, 8))
+    Traceback (most recent call last):
+    ampcompile.errors.ReleasedError: found no weight of Linear that compiled graphs read in 16 bits, ...
+    """
+
+
 class ShardingError(AmpError, RuntimeError):
     """`ampcompile.shard_policy` can't do what it was asked, or a weight that is gathered in 16 bits is read in float32.
 

@@ -66,7 +66,12 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/masters.md": training,
     "docs/scaler.md": training,
     "docs/watch.md": watching,
-    "docs/weights.md": lambda: {"ampcompile": ampcompile, "model": nn.Linear(4, 4)},
+    "docs/weights.md": lambda: {
+        "torch": torch,
+        "ampcompile": ampcompile,
+        "model": nn.Linear(4, 4),
+        "x": torch.ones(2, 4),
+    },
 }
 """What a page's Python takes for granted."""
 

@@ -10,6 +10,7 @@ from ampcompile import weights
 from ampcompile.config import Options
 from ampcompile.torch_private import storages, tracing
 from ampcompile.weights import CopySpec
+from ampcompile.weights.store import store, whole_reads
 
 from .call_state import current_call
 from .double_backward import DoubleBackward
@@ -25,7 +26,7 @@ class CompiledGraph:
     copies are stale afterwards. `leaving`: results that were widened for the outermost callable; if another frame
     called the graph, they are cast back, without loss. `watched`: keeps the magnitudes that the graph returns last.
     `sharded`: inputs that are weights which FSDP gathers under a shard policy, and who reads them in float32; empty:
-    only copies are read.
+    only copies are read. `whole`: inputs that are weights which it reads otherwise than through copies.
     """
 
     def __init__(
@@ -38,22 +39,33 @@ class CompiledGraph:
         leaving: LeavingResults | None = None,
         watched: WatchedGraph | None = None,
         sharded: Mapping[int, str] | None = None,
+        whole: Sequence[int] = (),
     ) -> None:
         self._compiled, self._specs, self._written, self._leaving = compiled, specs, written, leaving
-        self._watched = watched
+        self._watched, self._whole = watched, whole
         self._call = None if second is None else second.call
         self._sharded = sharded or {}
         # CUDA graphs record addresses, so copies must always be refreshed in place.
         in_place = dict(options.inductor).get("triton.cudagraphs", False)
         kept = [spec for spec in specs if not spec.gathered]
-        self._binding = weights.Binding(kept, in_place) if kept else None
+        self._binding = weights.Binding(kept, in_place, whole) if kept else None
 
-    def installed(self) -> Callable[..., Any]:
-        """Return the callable to install: the compiled code itself if a call has nothing to do but run it."""
+    def installed(self, inputs: Sequence[Any] = ()) -> Callable[..., Any]:
+        """Return the callable to install: the compiled code itself if a call has nothing to do but run it.
+
+        `inputs`: those that the graph was compiled for.
+        """
+        if self._whole and self._binding is None:
+            self._whole_reads = whole_reads(inputs[i] for i in self._whole)
+            store.without_copies.add(self)
         if self._sharded:
             return self._unseen_by_weights
-        needed = (self._binding, self._call, self._written or None, self._leaving, self._watched)
+        needed = (self._binding, self._call, self._written or None, self._whole or None, self._leaving, self._watched)
         return self if any(each is not None for each in needed) else self._compiled
+
+    def whole_reads(self) -> dict[int, Any]:
+        """The weights that a graph without copies was compiled for, as `Binding.whole_reads` tells of others."""
+        return self._whole_reads
 
     def _unseen_by_weights(self, *args: Any) -> Any:
         """Run the graph once. Sharded weights, which notice all readers, are told of its readers beforehand."""

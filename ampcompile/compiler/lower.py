@@ -21,7 +21,7 @@ from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
 from ampcompile.passes.graph import decision_of, op_name, placeholders
 from ampcompile.sharding.weight import ShardedWeight
 from ampcompile.torch_private import autocast, compiled_functions, lowering
-from ampcompile.weights import CopySpec
+from ampcompile.weights import CopySpec, hoistable
 
 from .cache_key import cache_key
 from .call_state import current_call
@@ -44,12 +44,18 @@ def lower(
     """
     leaving = find_still_leaving(gm)
     sharded = _find_readers(gm, example_inputs)
+    whole = _find_whole_reads(gm, example_inputs)
     if LEFT in gm.meta:
         tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
         written = tensors if reads_data(gm) else []
         return CompiledGraph(
-            lower_as_made(gm, example_inputs, options), options, written=written, leaving=leaving, sharded=sharded
-        ).installed()
+            lower_as_made(gm, example_inputs, options),
+            options,
+            written=written,
+            leaving=leaving,
+            sharded=sharded,
+            whole=whole,
+        ).installed(example_inputs)
     copies = [(node, spec) for node in placeholders(gm) if (spec := decision_of(node).copy) is not None]
     specs = [spec for _, spec in copies]
     inputs = [*example_inputs, *(node.meta["val"] for node, _ in copies)]
@@ -57,8 +63,8 @@ def lower(
     written = inputs_written_below_autograd(gm)
     if options.lower == "eager":
         return CompiledGraph(
-            exclude_autocast(gm), options, specs, written=written, leaving=leaving, sharded=sharded
-        ).installed()
+            exclude_autocast(gm), options, specs, written=written, leaving=leaving, sharded=sharded, whole=whole
+        ).installed(example_inputs)
     emulated, small, watched = options.emulated(), options.widens_small(), None
     if options.watch and placeholders(gm):
         watched = _watched(gm, inputs)
@@ -78,7 +84,8 @@ def lower(
             compiled = lowering.inductor(gm, inputs, config, partial(passes, None), key, decompositions())
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
     usable = None if second is None or second.refusal else second
-    return CompiledGraph(compiled, options, specs, usable, written, leaving, watched, sharded).installed()
+    graph = CompiledGraph(compiled, options, specs, usable, written, leaving, watched, sharded, whole)
+    return graph.installed(example_inputs)
 
 
 def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, str]:
@@ -91,6 +98,13 @@ def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, s
     return {
         i: "" if reader is None else f"{op_name(reader.target)} in a compiled graph" for i, reader in readers.items()
     }
+
+
+def _find_whole_reads(gm: GraphModule, example_inputs: Sequence[Any]) -> list[int]:
+    """Return which inputs are parameters that the graph reads otherwise than through copies."""
+    nodes = placeholders(gm)
+    params = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.nn.Parameter) and hoistable(value)]
+    return [i for i in params if LEFT in gm.meta or next(other_reads(nodes[i]), None) is not None]
 
 
 def _watched(gm: GraphModule, inputs: Sequence[Any]) -> WatchedGraph:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sys
 from collections.abc import Callable
 from operator import attrgetter
+from pathlib import Path
 from sys import getrefcount
 from typing import Any
 
@@ -37,6 +39,7 @@ storage_users = torch._C._storage_Use_Count  # the number of holders of the stor
 TensorHandle: Any = torch._C._WeakTensorRef  # type: ignore[attr-defined]
 
 NoTorchFunction = torch._C.DisableTorchFunction  # modes of the user don't see what happens inside
+has_memory: Callable[[Tensor], bool] = torch._C._has_storage
 address: Any = torch._C._data_address  # type: ignore[attr-defined]  # where a tensor's storage begins; no mode sees it, no copy-on-write ends by it
 
 
@@ -85,6 +88,37 @@ def place(tensor: Tensor) -> tuple[int, int] | None:
 def write_data(tensor: Tensor, value: Tensor) -> None:
     """`tensor.data = value` as torch does it."""
     _SET_DATA(tensor, value)
+
+
+_DISCARD = """
+#include <c10/core/TensorImpl.h>
+extern "C" void discard(c10::TensorImpl* tensor, const char* message) {
+  tensor->release_storage_and_set_meta_custom_data_ptr_error_msg_(std::string(message));
+}
+"""
+
+
+def discard_memory(tensor: Tensor, message: str) -> None:
+    """Let go of a tensor's memory, and of nothing else: whoever reads or writes numbers gets a RuntimeError.
+
+    Its metadata stays, so Dynamo's guards hold. `write_data` gives it memory again.
+    """
+    memory_discarder()(tensor, message)
+
+
+@functools.cache
+def memory_discarder() -> Callable[[Tensor, str], None]:
+    """The function that discards. Builds without CUDA don't export it: there it is compiled at first use (seconds)."""
+    if (exported := getattr(torch._C, "_set_storage_access_error_msg", None)) is not None:
+        return exported
+    from torch._inductor.codecache import CppCodeCache
+
+    folder = Path(torch.__file__).with_name("lib")
+    flags = (f"-L{folder}", *(["-Wl,--no-as-needed"] if sys.platform == "linux" else []), "-lc10")
+    library: Any = CppCodeCache.load(_DISCARD, extra_flags=flags)
+    discard = library.discard
+    discard.argtypes, discard.restype = [ctypes.c_void_p, ctypes.c_char_p], None
+    return lambda tensor, message: discard(tensor._cdata, message.encode())
 
 
 class Exported(Tensor):

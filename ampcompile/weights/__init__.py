@@ -1,6 +1,7 @@
 """Low-precision copies of weights: cast once per update, shared by all graphs, reused until a write is detected."""
 
 from .binding import Binding, Loan, lend
+from .release import release_masters
 from .spec import CopySpec, Form, hoistable
 from .store import free_copies, invalidate, weight_stats
 
@@ -13,5 +14,6 @@ __all__ = [
     "hoistable",
     "invalidate",
     "lend",
+    "release_masters",
     "weight_stats",
 ]

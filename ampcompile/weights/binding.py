@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from ampcompile.torch_private import dispatcher, storages
+from ampcompile.torch_private.storages import has_memory
 
 from . import gpu
 from .copies import TRIAL, Copy, cast, cast_for_capture, copies_of, copy_of, refresh
 from .copy_set import CopySet
 from .freshness import Memory, unexplained
+from .remains import MixedSet, slot_of
 from .spec import CopySpec
-from .store import store
+from .store import store, whole_reads
 from .writers import watch
 
 IndexedCopies = list[tuple[int, Copy]]  # by the indices of their weights in a step's parameters
@@ -31,13 +33,13 @@ class Binding:
     guards ensure; the tensor object and its address may change.
 
     `in_place`: copies keep their addresses, as replayed CUDA graphs need; a pending backward that saved a copy which
-    is then overwritten raises autograd's error.
+    is then overwritten raises autograd's error. `whole`: inputs that are weights which the graph reads otherwise than
+    through copies.
     """
 
-    def __init__(self, specs: Sequence[CopySpec], in_place: bool = False) -> None:
-        self._specs, self._in_place = specs, in_place
-        self._indices, self._blocks = [spec.weight for spec in specs], [spec.blocks for spec in specs]
-        self._forms = [spec.form for spec in specs]
+    def __init__(self, specs: Sequence[CopySpec], in_place: bool = False, whole: Sequence[int] = ()) -> None:
+        self._specs, self._in_place, self._whole = specs, in_place, whole
+        self._indices = [spec.weight for spec in specs]
         self._sets: dict[tuple[int, ...], CopySet] = {}  # by the ids of the weights
         store.bindings.add(self)
         self._sweep_at = 8
@@ -50,11 +52,15 @@ class Binding:
             before = store.buffers
             copy_set = self._sets.get(ids)
             if copy_set is None or not copy_set.fresh(weights):
-                return self._refresh(ids, weights)
+                return self._refresh(ids, weights, inputs)
             forms = self._look(copy_set, weights, before) if copy_set.rechecks else copy_set.forms()
             if store.buffers is before:
                 return forms
             del forms  # another thread frees or casts them: our references must not make them look in use
+
+    def whole_reads(self) -> dict[int, Any]:
+        """The weights that the graph reads otherwise than through copies, in its calls so far: see `whole_reads`."""
+        return {key: ref for copy_set in list(self._sets.values()) for key, ref in copy_set.whole_reads.items()}
 
     def _look(self, copy_set: CopySet, weights: Sequence[Tensor], before: object) -> list[Tensor]:
         with store.lock:
@@ -62,7 +68,7 @@ class Binding:
                 copy_set.look(weights, frozenset())
             return copy_set.forms()
 
-    def _refresh(self, ids: tuple[int, ...], weights: Sequence[Tensor]) -> list[Tensor]:
+    def _refresh(self, ids: tuple[int, ...], weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Renew or replace the set, and return what the graph reads; no other thread frees or casts it meanwhile."""
         with store.lock:
             if store.casting:  # the last pass was interrupted: its copies have no mark, so they are cast
@@ -73,24 +79,39 @@ class Binding:
                 return former.forms()
             with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
                 if gpu.capturing(weights):
-                    return cast_for_capture(list(map(storages.alias, weights)), self._forms)
-                return self._look_at_all(ids, weights, former)
+                    return self._cast_for_capture(weights)
+                return self._look_at_all(ids, weights, inputs, former)
 
-    def _look_at_all(self, ids: tuple[int, ...], weights: Sequence[Tensor], former: CopySet | None) -> list[Tensor]:
+    def _cast_for_capture(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        kept = [(weight, spec.form) for weight, spec in zip(weights, self._specs, strict=True) if has_memory(weight)]
+        forms = iter(cast_for_capture([storages.alias(weight) for weight, _ in kept], [form for _, form in kept]))
+        return [
+            next(forms) if has_memory(weight) else slot_of(weight, spec).tensor
+            for weight, spec in zip(weights, self._specs, strict=True)
+        ]
+
+    def _look_at_all(
+        self, ids: tuple[int, ...], weights: Sequence[Tensor], inputs: Sequence[Tensor], former: CopySet | None
+    ) -> list[Tensor]:
         now = store.write_epoch()
-        aliases = list(map(storages.alias, weights))  # they keep the memory if another thread assigns `.data`
-        members = list(map(copy_of, aliases, self._forms))
-        for copy, weight, spec in zip(members, weights, self._specs, strict=True):
+        released = {i: slot_of(w, self._specs[i]) for i, w in enumerate(weights) if not has_memory(w)}
+        places = [i for i in range(len(weights)) if i not in released]
+        specs, blocks = [self._specs[i] for i in places], [self._specs[i].blocks for i in places]
+        aliases = [storages.alias(weights[i]) for i in places]  # they keep the memory if another thread assigns `.data`
+        members = [copy_of(alias, spec.form) for alias, spec in zip(aliases, specs, strict=True)]
+        for copy, place, spec in zip(members, places, specs, strict=True):
             copy.in_place |= self._in_place
             if spec.trial and copy.tensor is None and not copy.packed:
                 copy.trial = TRIAL
-            copy.memory.admit(weight)
+            copy.memory.admit(weights[place])
         store.set_ranges((memory.begin, memory.end) for memory in store.watched())
         watch()  # after `copy_of`: another memory freed meanwhile isn't the last, so the patches stay
         before = former if former is not None and former.members == members else None
         tables = before.tables if before else {}
-        cast = refresh(zip(members, aliases, self._blocks, strict=True), _doubtful(members, aliases), tables)
-        copy_set = CopySet(ids, aliases, members, self._blocks, now, before, tables)
+        cast = refresh(zip(members, aliases, blocks, strict=True), _doubtful(members, aliases), tables)
+        content = [ids[i] for i in places], aliases, members, blocks, now, before, tables
+        copy_set = MixedSet(released, places, *content) if released else CopySet(*content)
+        copy_set.whole_reads = former.whole_reads if former is not None else whole_reads(inputs[i] for i in self._whole)
         if former is None:
             self._make_room()
         self._sets[ids] = copy_set

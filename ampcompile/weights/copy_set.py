@@ -7,7 +7,7 @@ casts the written weights, and keeps the set. Anything else is left to a whole r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, compress, pairwise
 from operator import attrgetter, gt, is_not, ne
 from typing import Any
@@ -116,6 +116,8 @@ class CopySet:
     `cast_many_`, for all its casts.
     """
 
+    whole_reads: Mapping[int, Any] = {}
+    """The weights that the graph reads otherwise than through copies, in calls with this set: see `whole_reads`."""
     _reads: tuple[tuple[Copy, Blocks | None], ...] = ()  # for `__del__`, if `__init__` fails
     _renewal: Renewal | None = None
     _unchanged: Unchanged | None = None  # made at the first call after a cast
@@ -182,17 +184,16 @@ class CopySet:
     def _same_state(self, weights: Sequence[Tensor]) -> bool:
         """`Unchanged` in Python, for machines without a compiler."""
         try:
-            if self._versions != list(map(storages.version, weights)):
-                return False
-        except RuntimeError:  # an inference tensor where another tensor had been
+            return (
+                self._versions == list(map(storages.version, weights))
+                and True not in map(storages.TensorHandle.expired, self._handles)
+                and self._users == list(map(storages.storage_users, self._storages))
+                and self._addresses == list(map(Tensor.data_ptr, weights))
+                and self._others_versions == list(map(storages.version, self._others))
+                and self.sample.read() == self.words
+            )
+        except RuntimeError:  # an inference tensor instead, or a weight that another thread has just released
             return False
-        return (
-            True not in map(storages.TensorHandle.expired, self._handles)
-            and self._users == list(map(storages.storage_users, self._storages))
-            and self._addresses == list(map(Tensor.data_ptr, weights))
-            and self._others_versions == list(map(storages.version, self._others))
-            and self.sample.read() == self.words
-        )
 
     def _note_for_cpp(self) -> Unchanged:
         sharers = *self._weight_sharers, *self._other_sharers

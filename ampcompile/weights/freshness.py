@@ -153,6 +153,10 @@ class Memory:
         """Number of users that the storage has if all its sharers are tracked."""
         return _held_by_python() + len(self.sharers)
 
+    def held_only_by(self, count: int) -> bool:
+        """Return True if the storage has no other users than so many tensors."""
+        return storages.storage_users(self.key) == _held_by_python() + count
+
     def forget(self, sharer: Tensor) -> None:
         """Stop tracking a sharer that is about to move, or to change its layout."""
         self.doubted()

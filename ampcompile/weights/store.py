@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .copy_set import CopySet
     from .freshness import Memory
     from .gpu import Report
+    from .remains import Remains
     from .spec import Form
 
 
@@ -39,6 +40,7 @@ class CopyStore:
         self.copies: weakref.WeakValueDictionary[tuple, Copy] = weakref.WeakValueDictionary()  # by place and form
         self.sets: weakref.WeakSet[CopySet] = weakref.WeakSet()
         self.bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
+        self.without_copies: weakref.WeakSet[Any] = weakref.WeakSet()  # compiled graphs that read weights as they are
         self.forms: list[Form] = []  # every form that a copy has been made in, in a fixed order
         self.captured: set[Copy] = set()  # copies that a captured CUDA graph writes: they keep their addresses
         self.reports: dict[torch.device, Report] = {}  # of unreported writes on GPUs
@@ -52,7 +54,14 @@ class CopyStore:
         self.ticks_seen = self.ticks._version
         self.running: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in their step, or left by an error
         self.on_last_freed: list[Callable[[], None]] = []  # called once, when no memory with copies is left
+        self.released: dict[int, Remains] = {}  # by id of the weight: what is left of weights without memory
+        self.released_epoch = object()  # another object after a weight was released, restored or freed
         self.search_seconds, self.searched_at = 1.0, time.monotonic()  # left for searches of the heap, and since when
+
+    def read_whole(self) -> set[int]:
+        """Keys of the storages that compiled graphs read otherwise than through copies."""
+        reads = [reader.whole_reads() for reader in (*self.bindings, *self.without_copies)]
+        return {key for each in reads for key, reference in each.items() if not reference.expired()}
 
     def write_epoch(self) -> object:
         """A token, the same object until a write to a weight's memory is reported or an alias is handed out."""
@@ -142,7 +151,7 @@ class CopyStore:
         taken = False
         try:
             with _IfFree() as taken:
-                if taken and all(memory() is None for memory in self.memories.valuerefs()):
+                if taken and not self.released and all(ref() is None for ref in self.memories.valuerefs()):
                     self.set_ranges(())
                     for copy_set in list(self.sets):  # they may track weights that moved to memory nothing watches now
                         copy_set.forget()
@@ -161,6 +170,12 @@ class _IfFree:
 
     __enter__ = staticmethod(functools.partial(CopyStore.lock.acquire, blocking=False))
     __exit__ = staticmethod(CopyStore.lock.__exit__)
+
+
+def whole_reads(weights: Iterable[Tensor]) -> dict[int, Any]:
+    """References to the storages of these weights by their keys; no other storage gets such a key."""
+    found = (tensor.untyped_storage() for tensor in weights if storages.place(tensor) is not None)
+    return {storage._cdata: storages.StorageWeakRef(storage) for storage in found}
 
 
 store = CopyStore()

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
+from ampcompile.errors import ReleasedError
 from ampcompile.torch_private import patches, storages
 from ampcompile.torch_private.storages import address
 
+from .remains import record_of, refusal
 from .store import store
 
 _ranges, _ticks = store.ranges, store.ticks  # the objects themselves: for the hot path, and as Dynamo traces them
@@ -43,6 +45,8 @@ def _hand_out_data(self: Tensor) -> Tensor:
 
 
 def _assign_data(self: Tensor, value: Tensor) -> None:
+    if store.released and (record := record_of(self)) is not None:
+        raise ReleasedError(refusal(f"new data for {record.name}"))
     memory = store.find(self)
     if memory is None or not isinstance(value, Tensor) or storages.same_place(self, value):
         storages.write_data(self, value)

@@ -17,6 +17,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import LOW, short_name
+from ampcompile.kernels.packed_conv import PACKED_CONV
+from ampcompile.kernels.packed_linear import PACKED_LINEAR
 from ampcompile.passes.analysis.aliasing import aliased_operands, same_memory, written_operands
 from ampcompile.passes.analysis.commuting import CAST, rebuild
 from ampcompile.passes.analysis.op_traits import REARRANGES, has, reads_bits
@@ -31,6 +33,8 @@ _OPERANDS_FROM: dict[Any, int] = {
     torch.ops.higher_order.tag_activation_checkpoint: 1,
     torch.ops.higher_order.invoke_subgraph: 2,
 }
+# Ops that name a weight at these arguments, but read its copy.
+_READS_COPY = {WEIGHT_COPY: [0], PACKED_LINEAR: [1], PACKED_CONV: [1]}
 
 
 def _look_through_views(cast: Node) -> tuple[Node, list[Node]]:
@@ -134,7 +138,7 @@ def other_reads(weight: Node) -> Iterator[Node]:
             for i, argument in enumerate(user.args):
                 if argument is weight:
                     yield from other_reads(inner[i - first])
-        elif user.target is not WEIGHT_COPY:
+        elif [i for i, argument in enumerate(user.args) if argument is weight] != _READS_COPY.get(user.target):
             yield user
 
 

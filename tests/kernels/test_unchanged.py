@@ -47,6 +47,7 @@ CHANGES: dict[str, Callable[[Noted], object]] = {
     "an address": lambda noted: setattr(noted.tensors[0], "data", torch.arange(4.0, 60.0)),
     "a user more": lambda noted: setattr(noted, "view", noted.base.view(8, 8)),
     "a tensor that is gone": lambda noted: noted.tensors.pop(),
+    "memory that is given out no more": lambda noted: storages.discard_memory(noted.tensors[0], "gone"),
     "the first word of a run": lambda noted: noted.write(0),
     "the last word of a run": lambda noted: noted.write(15),
     "the last word": lambda noted: noted.write(19),
