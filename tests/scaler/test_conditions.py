@@ -157,7 +157,7 @@ def test_an_lr_scheduler_and_our_own_hooks_are_no_reason(monkeypatch, caplog):
 
 
 def test_without_a_compiler_torchs_kernels_do_the_work(monkeypatch, caplog):
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "library", lambda *_: None)
     params = [weight(3)]
     params[0].grad = torch.full((3,), 2.0**16)
     scaler, optimizer = scaled(), torch.optim.AdamW(params, fused=True)
