@@ -39,3 +39,15 @@ function fillDetails(parts) {
 function rememberAddress(anchor) {
   if (anchor && location.protocol !== "about:") history.replaceState(null, "", anchor);
 }
+
+// Colours are the system's, light or dark; in the frame of a notebook those of what is behind the frame.
+function matchNotebook() {
+  let behind = frameElement;  // null in a window of its own
+  const background = () => getComputedStyle(behind).backgroundColor.match(/[\d.]+/g).map(Number);
+  while (behind && background()[3] === 0) behind = behind.parentElement;
+  if (!behind) return;
+  const [red, green, blue] = background();
+  document.documentElement.style.colorScheme = red + green + blue < 3 * 128 ? "dark" : "light";
+}
+
+matchNotebook();
