@@ -124,6 +124,7 @@ document.onkeydown = (event) => {
   next.element.focus();
   next.element.scrollIntoView({ block: "nearest" });
 };
+
 function chooseLinked() {
   const row = rows[/^#op(\d+)$/.exec(location.hash)?.[1]];
   if (row) choose(row, true);
