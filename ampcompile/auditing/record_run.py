@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from importlib.metadata import version
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.fx import GraphModule
 from ampcompile.compiler.ambient import autocast_for, device_of_arguments
 from ampcompile.compiler.backend import rewrite
 from ampcompile.compiler.lower import lower
+from ampcompile.compiler.unmatched import named
 from ampcompile.config import Options
 from ampcompile.explaining.preserve_state import preserve_state
 from ampcompile.explaining.recorder import uncompile
@@ -59,6 +61,8 @@ def _about(call: Call) -> dict[str, str]:
     device_type = device_of_arguments(call.args, call.kwargs)
     device = torch.cuda.get_device_name() if device_type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {
+        "callable": named(call.f),
+        "recorded": str(date.today()),
         "torch": torch.__version__,
         "ampcompile": version("ampcompile"),
         "machine": f"{platform.system()} {platform.machine()}, {device_type} {device}",

@@ -52,9 +52,9 @@ def _headlines(audit: Audit, lost: Sequence[Numbers]) -> list[str]:
         run = runs[lost[0].not_finite > 0, lost[0].not_finite_exact > 0]
         lines.append(f"first not finite: {_where(audit.first_not_finite)}, in {run}; {len(lost)} ops in all")
     if audit.outputs:
-        lines.append(f"relative error of the outputs: {', '.join(map(_error, audit.outputs))}")
+        lines.append(f"relative error of the outputs: {', '.join(map(error_text, audit.outputs))}")
     if audit.gradient_error is not None:
-        lines.append(f"relative error of all gradients together: {_error(audit.gradient_error)}")
+        lines.append(f"relative error of all gradients together: {error_text(audit.gradient_error)}")
     lines.append(f"first overflow: {_where(audit.first_overflow)}")
     lines.append(f"first flush to zero: {_where(audit.first_underflow)}")
     return lines
@@ -98,8 +98,8 @@ def _badness(numbers: Numbers) -> tuple[bool, float, float]:
 
 def _cells(numbers: Numbers) -> tuple[str, ...]:
     return (
-        _error(numbers.local),
-        _error(numbers.cumulative),
+        error_text(numbers.local),
+        error_text(numbers.cumulative),
         f"{numbers.largest:.1e}",
         _share(numbers.overflowed),
         _share(numbers.flushed),
@@ -108,7 +108,8 @@ def _cells(numbers: Numbers) -> tuple[str, ...]:
     )
 
 
-def _error(value: float | None) -> str:
+def error_text(value: float | None) -> str:
+    """Return an error as text; empty if it wasn't measured."""
     if value is None:
         return ""
     return "not finite" if math.isnan(value) else "infinite" if math.isinf(value) else f"{value:.1e}"

@@ -7,6 +7,7 @@ import linecache
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
+from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +21,30 @@ if TYPE_CHECKING:
 
 
 def page(report: Report) -> str:
-    """The page's text. It loads no other files, so it opens from a disk or an attachment."""
-    folder = files(__package__) / "page"
-    data = json.dumps(_data(report), separators=(",", ":"))
-    parts = {"data": data.replace("<", "\\u003c")}  # data inside a script element must not contain its end tag
+    """The page's text."""
+    return fill("page.html", __package__, _data(report))
 
-    def part(match: re.Match[str]) -> str:
-        return parts.get(match[1]) or (folder / match[1]).read_text(encoding="utf-8")
+
+def fill(name: str, package: str, data: Any) -> str:
+    """Return the page of this name in a package's folder `page`, with data as JSON and the files that it names in it.
+
+    Files are looked for there and then among those of this package, which all pages share. The text loads no other
+    files, so it opens from a disk or an attachment.
+    """
+    folders = [files(package) / "page", files(__package__) / "page"]
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    parts = {"data": text.replace("<", "\\u003c")}  # data inside a script element must not contain its end tag
+
+    def read(file: str) -> str:
+        return next(folder / file for folder in folders if (folder / file).is_file()).read_text(encoding="utf-8")
 
     # One substitution for all: inserted text may look like a placeholder itself.
-    return re.sub(r"/\*([a-z.]+)\*/", part, (folder / "page.html").read_text(encoding="utf-8"))
+    return re.sub(r"/\*([a-z.]+)\*/", lambda match: parts.get(match[1]) or read(match[1]), read(name))
+
+
+def frame(text: str) -> str:
+    """Return a page as an element of a notebook: in a frame, where neither its styles nor its names meet others."""
+    return f'<iframe srcdoc="{escape(text)}" style="width: 100%; height: 600px; border: 0"></iframe>'
 
 
 def _data(report: Report) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -120,7 +119,7 @@ class Report:
         return {**texts, "graphs": graphs, **lists}
 
     def _repr_html_(self) -> str:
-        return f'<iframe srcdoc="{escape(html.page(self))}" style="width: 100%; height: 600px; border: 0"></iframe>'
+        return html.frame(html.page(self))
 
     def __repr__(self) -> str:
         return f"<ampcompile report: {len(self.graphs)} graphs, {len(self.ops)} ops, {len(self.casts)} casts>"

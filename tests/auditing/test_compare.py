@@ -80,6 +80,7 @@ def test_a_dropped_cast_is_found() -> None:
     x, options = torch.randn(32, 16), {"policy": "module *=fp32"}
     comparison = ampcompile.compare(record(Net(half), x, **options), record(Net(), x, **options))
     assert first(comparison) == ("aten._to_copy", "", "a")
+    assert comparison.first is not None and comparison.rows[comparison.first.row].b is None
     assert comparison.first is not None and comparison.first.place.source.startswith(f"{__file__}:")
 
 
@@ -133,7 +134,10 @@ def test_files_compare_as_recordings_do(tmp_path: Path) -> None:
     b.save(str(tmp_path / "b.json"))
     comparison = ampcompile.compare(tmp_path / "a.json", str(tmp_path / "b.json"))
     assert comparison == ampcompile.compare(a, b)
-    assert json.loads(json.dumps(comparison.as_dict()))["first"]["place"]["module"] == "second.norm"
+    assert comparison.files == ("a.json", "b.json")
+    plain = json.loads(json.dumps(comparison.as_dict()))
+    assert plain["first"]["place"]["module"] == "second.norm"
+    assert plain["rows"][plain["first"]["row"]]["why"] == plain["first"]["why"]
 
 
 def test_runs_without_a_common_op_are_refused() -> None:

@@ -23,7 +23,8 @@ def test_ops_inputs_and_results_are_recorded_and_nothing_is_left_behind() -> Non
     weight = recording.steps[product.operands[-1]].operands
     assert (product.dtype, product.shape, product.length) == ("bf16", (4, 16), 8)
     assert [named[i] for i in weight] == ["input 0.up.weight"]
-    assert recording.about["run"] == "compiled" and recording.about["option lower"] == "aot_eager"
+    about = recording.about
+    assert (about["callable"], about["run"], about["option lower"]) == ("Sequential", "compiled", "aot_eager")
     assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True))
     assert torch.equal(random, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
 

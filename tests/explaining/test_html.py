@@ -205,6 +205,23 @@ def test_what_the_program_says_is_shown_not_run(tmp_path: Path) -> None:
 
 
 @in_a_browser
+@pytest.mark.parametrize("dark", [False, True])
+def test_reports_in_one_notebook_have_its_colours_and_leave_each_other_alone(
+    gpt: Report, tmp_path: Path, dark: bool
+) -> None:
+    frames = f"<div>{gpt._repr_html_()}</div>" * 2
+    background = "rgb(17, 17, 17)" if dark else "rgb(255, 255, 255)"
+    (tmp_path / "notebook.html").write_text(f'<body style="background: {background}">{frames}', encoding="utf-8")
+    with opened(tmp_path / "notebook.html", dark=not dark) as page:  # the system's colours aren't the notebook's
+        first, second = page.frames[1:]
+        first.click("[data-op=linear] .name")
+        assert first.inner_text("#details h2") == "linear" != second.inner_text("#details h2")
+        for frame in (first, second):
+            shown = frame.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert shown == ("rgb(18, 22, 27)" if dark else "rgb(255, 255, 255)")
+
+
+@in_a_browser
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_several_graphs_stand_below_one_another(tmp_path: Path) -> None:
     def f(x: Tensor) -> Tensor:

@@ -2,15 +2,7 @@
 
 function describe() {
   const parts = { op: ofOp, cast: ofCast, block: ofBlock, edge: ofEdge }[chosen?.kind] || ofReport;
-  const copy = make("button", "copy", "copy");
-  $("details").replaceChildren(copy, ...parts(chosen));
-  copy.onclick = () => navigator.clipboard.writeText($("details").innerText.replace(/^copy\s*/, "")).then(() => { copy.textContent = "copied"; });
-  $("details").scrollTop = 0;
-}
-
-function list(...entries) {
-  return make("dl", "", ...entries.filter(([, value]) => value && value.length !== 0)
-    .flatMap(([term, ...values]) => [make("dt", "", term), make("dd", "", ...values)]));
+  fillDetails(parts(chosen));
 }
 
 function source(place) {
@@ -83,7 +75,6 @@ function ofReport() {
     ...(busy.length ? [make("h3", "", "largest casts in every call"), ...largest(busy).map(castLink)] : [])];
 }
 
-const NAMES = { bf16: "bfloat16", f16: "float16", f32: "float32", f64: "float64" };
 draw();
 describe();
 chooseLinked();

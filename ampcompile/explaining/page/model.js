@@ -1,14 +1,11 @@
-"use strict";
 // The data as a tree of blocks and ops, and what a search leaves of it. Nothing here touches the page.
 
-const data = JSON.parse(document.getElementById("data").textContent);
 const text = (number) => data.texts[number];
 const casts = data.casts.map((cast, id) => ({ ...cast, kind: "cast", id, because: text(cast.because), readers: [] }));
 const running = (cast) => cast.runs;
 const size = (list) => list.reduce((sum, cast) => sum + cast.bytes, 0);
 const units = ["B", "KiB", "MiB", "GiB", "TiB"];
 const human = (n, unit = 0) => (n < 1024 || unit === 4 ? `${unit ? n.toFixed(1) : n} ${units[unit]}` : human(n / 1024, unit + 1));
-const unique = (list) => [...new Set(list)];
 
 const ops = [];
 const root = { kind: "block", key: "", path: "", items: [], ops: [], depth: -1, open: true };

@@ -1,24 +1,7 @@
 // What is drawn, and what a click does.
 
 const HEIGHT = 24;
-const $ = (id) => document.getElementById(id);
-const colour = (dtype) => `var(--${["bf16", "f16", "f32", "f64"].includes(dtype) ? dtype : "other"})`;
-const plain = (name) => name.replace(/^aten\./, "");
-const shape = (sizes) => sizes.join("\u00d7");
 let rows = [], drawn = [], chosen = null;
-
-function make(tag, cls, ...children) {
-  const element = document.createElement(tag);
-  if (cls) element.className = cls;
-  element.append(...children.filter((child) => child !== null && child !== ""));
-  return element;
-}
-
-function chip(dtype, tag = "span") {
-  const element = make(tag, "chip", dtype || "\u2013");
-  element.style.setProperty("--c", colour(dtype));
-  return element;
-}
 
 function draw() {
   const { rows: now, found } = visible();
@@ -116,7 +99,7 @@ const sameEdge = (edge) => chosen.kind === "edge" && edge.from === chosen.from &
 function choose(item, reveal) {
   chosen = item;
   describe();
-  remember(item);
+  rememberAddress(anchor(item));
   if (reveal) {
     const op = item.kind === "cast" ? item.readers[0] : item;
     if (!op) return mark();  // the cast of a result stands in no graph
@@ -127,11 +110,7 @@ function choose(item, reveal) {
   } else mark();
 }
 
-// The address names the row, so that it can be sent to somebody.
 const anchor = (item) => (item.kind === "op" || item.kind === "cast" ? `#${item.kind}${item.id}` : "");
-function remember(item) {
-  if (anchor(item) && location.protocol !== "about:") history.replaceState(null, "", anchor(item));
-}
 
 function chooseLinked() {
   const linked = /^#(op|cast)(\d+)$/.exec(location.hash);
