@@ -56,6 +56,18 @@ class Sensitivities:
                 rows.append(Sensitivity(module, op, math.sqrt(added[result]), result, share))
         return sorted(rows, key=lambda row: _sortable(row.error), reverse=True)
 
+    @property
+    def floor(self) -> float:
+        """Predicted `error` with all modules in float32: what no choice of modules takes away."""
+        return self.error({rounding.place.module for rounding in self.roundings})
+
+    def by_module(self) -> dict[str, dict[str, float]]:
+        """Squared errors that each module's roundings add to each result, over its squared norm."""
+        groups: dict[str, list[Rounding]] = defaultdict(list)
+        for rounding in self.roundings:
+            groups[rounding.place.module].append(rounding)
+        return {module: add_up(group) for module, group in groups.items()}
+
     def error(self, kept: Set[str] = frozenset()) -> float:
         """Predict `Audit.error` with these modules (paths of modules that call ops) in float32; NaN if it can't."""
         return worst(add_up(rounding for rounding in self.roundings if rounding.happens(kept)))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import linecache
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ampcompile.dtypes import short_name
 from ampcompile.records.casts import CastRecord, GraphRecord
@@ -19,10 +20,21 @@ if TYPE_CHECKING:
     from .report import Report
 
 
-def page(report: Report) -> str:
+class ErrorsByModule(Protocol):
+    """The part of an audit's `Sensitivities` that a page shows."""
+
+    @property
+    def floor(self) -> float:
+        """The error with all modules in float32."""
+
+    def by_module(self) -> dict[str, dict[str, float]]:
+        """Squared errors that each module adds to each result."""
+
+
+def page(report: Report, sensitivities: ErrorsByModule | None = None) -> str:
     """The page's text. It loads no other files, so it opens from a disk or an attachment."""
     folder = files(__package__) / "page"
-    data = json.dumps(_data(report), separators=(",", ":"))
+    data = json.dumps(_data(report) | {"added": _added(sensitivities)}, separators=(",", ":"))
     parts = {"data": data.replace("<", "\\u003c")}  # data inside a script element must not contain its end tag
 
     def part(match: re.Match[str]) -> str:
@@ -54,6 +66,20 @@ def _data(report: Report) -> dict[str, Any]:
         "lines": {source: line for source in sources if (line := _line(source))},
         "texts": list(texts.numbers),
     }
+
+
+def _added(sensitivities: ErrorsByModule | None) -> dict[str, Any] | None:
+    if sensitivities is None:
+        return None
+    modules = {
+        module: {result: _finite(square) for result, square in squares.items() if square}
+        for module, squares in sensitivities.by_module().items()
+    }
+    return {"floor": _finite(sensitivities.floor), "modules": modules}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no infinity
 
 
 class _Texts:

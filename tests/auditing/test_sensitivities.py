@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +42,14 @@ def test_what_is_left_with_some_modules_in_float32() -> None:
     assert FOUND.error({"a", "b"}) == 1.0
 
 
+def test_by_module_all_kinds_of_ops_together() -> None:
+    assert FOUND.by_module() == {
+        "a": {"output 0": 16.0, "gradients": 4.0},
+        "b": {"output 0": 5.0, "gradients": 1.25},
+    }
+    assert FOUND.floor == 1.0, "float32's own"
+
+
 def test_errors_that_nothing_bounds_are_kept_apart() -> None:
     found = Sensitivities([rounding("a", math.inf), rounding("b", math.nan), rounding("c", 1.0)])
     assert [row.module for row in found.rows][2] == "c"
@@ -72,6 +81,15 @@ def test_the_table_names_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = str(found).splitlines()
     assert lines[0].split() == ["module", "op", "of", "error", "share"] and lines[1].startswith("1.0.wide aten.addmm")
     assert max(map(len, lines)) <= 80
+
+
+def test_the_page_of_explain_holds_them_by_the_same_modules(tmp_path: Path) -> None:
+    model, x = sensitive(), torch.randn(16, 8)
+    found = ampcompile.audit(model, backward=False)(x).sensitivities()
+    report = ampcompile.explain(model)(x)
+    report.save(tmp_path / "amp.html", found)
+    assert f'"floor":{found.floor!r},' in (tmp_path / "amp.html").read_text(encoding="utf-8")
+    assert found.by_module().keys() <= {op.module for op in report.ops} | {""}
 
 
 def test_long_tables_say_what_they_leave_out() -> None:
