@@ -30,6 +30,11 @@ class Sensitivity:
     """That result: `output 0`, or `gradients` for all of them together."""
     share: float
     """Of the squared error that all roundings add to that result."""
+    keep: str = ""
+    """Policy that computes these ops in float32, and no other of the module, as `op softmax@blocks.3=fp32`.
+
+    Empty for casts, which go with the ops that read them, for backward, and for what is in float32 anyway.
+    """
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,9 @@ class Sensitivities:
             if any(added.values()):
                 result = max(added, key=lambda name: _sortable(added[name]))
                 share = added[result] / total[result] if math.isfinite(total[result]) else math.nan
-                rows.append(Sensitivity(module, op, math.sqrt(added[result]), result, share))
+                called = sorted({rounding.called for rounding in group if rounding.low} - {""})
+                keep = ", ".join(f"op {name}@{module}=fp32" for name in called)
+                rows.append(Sensitivity(module, op, math.sqrt(added[result]), result, share, keep))
         return sorted(rows, key=lambda row: _sortable(row.error), reverse=True)
 
     @property
