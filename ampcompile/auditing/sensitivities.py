@@ -31,9 +31,10 @@ class Sensitivity:
     share: float
     """Of the squared error that all roundings add to that result."""
     keep: str = ""
-    """Policy that computes these ops in float32, and no other of the module, as `op softmax@blocks.3=fp32`.
+    """Policy that computes these ops in float32, and no other kind in the module, as `op softmax@blocks.3=fp32`.
 
-    Empty for casts, which go with the ops that read them, for backward, and for what is in float32 anyway.
+    It is also about ops of that name in modules inside it. Empty for casts, which go with the ops that read them, for
+    backward, and for what is in float32 anyway.
     """
 
 

@@ -91,8 +91,8 @@ function addedBy(paths) {
 
 // From 0 at the noise floor to 1 at the largest, on a log scale.
 function heat({ error }) {
-  if (error <= coolest || !(error > 0)) return 0;
-  return error < hottest ? Math.log(error / coolest) / Math.log(hottest / coolest) : 1;
+  if (error === Infinity) return 1;
+  return error > coolest ? Math.log(error / coolest) / Math.log(hottest / coolest) : 0;
 }
 
 const filter = { words: [], casts: "", sorted: false, off: new Set() };
