@@ -2,7 +2,7 @@
 
 import difflib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -33,6 +33,7 @@ _CATEGORIES: dict[str, Category] = {
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Overrides = tuple[tuple[str, str], ...]
+Names = Collection[str]
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,10 @@ class Policy:
     """Overrides of the device's op table; `Policy()` is the table itself. A hashable value: `parse(str(p)) == p`.
 
     `ops`: (glob on op names, rule), as `("softmax*", "low")` or `("mylib::*", "fp32")`. A name without `::` is an aten
-    op; one without an overload stands for all of them. The rule is `"low"`, `"fp32"`, `"promote"` (operands in the
-    widest of their dtypes), `"fp32_inside"` (float32 inside, low precision out, as norms may want it), `"as_arrives"`
-    or `"default"`.
+    op; one without an overload stands for all of them. `("softmax@blocks.3", "fp32")` is about softmax inside the
+    module `blocks.3` alone; behind the `@` stands a glob on module paths. The rule is `"low"`, `"fp32"`, `"promote"`
+    (operands in the widest of their dtypes), `"fp32_inside"` (float32 inside, low precision out, as norms may want
+    it), `"as_arrives"` or `"default"`.
     `modules`: (glob on module paths as `named_modules` gives them, dtype), as `("encoder.*.norm", "fp32")`. The dtype
     is `"low"`, `"bf16"`, `"fp16"`, `"fp32"` or `"default"`. A path stands for all inside it; `*` matches dots too.
     There, every op that computes runs in that dtype, whatever its own rule.
@@ -97,7 +99,8 @@ class Policy:
 
     def keeps_fp32(self, module_path: str) -> bool:
         """Return True if all that computes in the module at `module_path` runs in float32."""
-        return _last_match(self.modules, _and_ancestors(module_path))[1] == "fp32"
+        paths = _and_ancestors(module_path)
+        return _last_match(self.modules, lambda glob: _matches(glob, paths))[1] == "fp32"
 
     def needs_decomposition(self, op: OpOverload, device_type: str, module_path: str = "") -> bool:
         """Return True if an op must be decomposed, because there are rules for ops inside it, not for it."""
@@ -109,19 +112,25 @@ class Policy:
         """Globs that match none of these op names (`aten::softmax.int`) or module paths, with the nearest ones."""
         ops = {name for op in op_names for name in _spellings(op)}
         modules = {path for module in module_paths for path in _and_ancestors(module)}
+        parts = [(glob, *part) for glob, _ in self.ops for part in _op_and_module(glob, ops, modules)]
+        parts += [(glob, glob, modules) for glob, _ in self.modules]
         return {
-            glob: difflib.get_close_matches(glob.replace("*", ""), sorted(names), cutoff=0.5)
-            for overrides, names in ((self.ops, ops), (self.modules, modules))
-            for glob, _ in overrides
-            if not any(fnmatchcase(name, glob) for name in names)
+            glob: difflib.get_close_matches(part.replace("*", ""), sorted(names), cutoff=0.5)
+            for glob, part, names in parts
+            if not _matches(part, names)
         }
 
     def _override(self, op: OpOverload, module_path: str) -> Rule | None:
-        for kind, overrides, names in (
-            ("module", self.modules, _and_ancestors(module_path)),
-            ("op", self.ops, _spellings(op.name())),
+        names, paths = _spellings(op.name()), _and_ancestors(module_path)
+
+        def concerns(glob: str) -> bool:
+            return all(_matches(part, those) for part, those in _op_and_module(glob, names, paths))
+
+        for kind, overrides, matches in (
+            ("module", self.modules, lambda glob: _matches(glob, paths)),
+            ("op", self.ops, concerns),
         ):
-            glob, value = _last_match(overrides, names)
+            glob, value = _last_match(overrides, matches)
             if value != "default" and computes(op):
                 return _rule(op, value, f"policy: {kind} {glob}={value}")
         return None
@@ -139,11 +148,18 @@ def _warn_of_where_it_pays() -> None:
     )
 
 
-def _last_match(overrides: Overrides, names: list[str]) -> tuple[str, str]:
-    for glob, value in reversed(overrides):
-        if any(fnmatchcase(name, glob) for name in names):
-            return glob, value
-    return "", "default"
+def _last_match(overrides: Overrides, matches: Callable[[str], bool]) -> tuple[str, str]:
+    return next((override for override in reversed(overrides) if matches(override[0])), ("", "default"))
+
+
+def _matches(glob: str, names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, glob) for name in names)
+
+
+def _op_and_module(glob: str, ops: Names, paths: Names) -> list[tuple[str, Names]]:
+    """Split `softmax@blocks.3` into its globs, each with the names of which it must match one."""
+    op, at, module = glob.partition("@")
+    return [(op, ops), (module, paths)] if at else [(op, ops)]
 
 
 def _rule(op: OpOverload, value: str, because: str) -> Rule:

@@ -55,6 +55,33 @@ def test_a_string_that_is_no_policy(text):
     )
 
 
+def test_an_op_in_a_module():
+    policy = Policy.parse("op softmax=low, op softmax@blocks.*=fp32, op *@head=fp32, op layer_norm@=low")
+    assert Policy.parse(str(policy)) == policy
+    assert [category(policy, SOFTMAX, path) for path in ("", "a", "blocks.3", "blocks.3.inner")] == [
+        "lower_precision_fp",
+        "lower_precision_fp",
+        "fp32",
+        "fp32",
+    ]
+    assert category(policy, LINEAR, "blocks.3") == category(Policy(), LINEAR)
+    assert category(policy, LINEAR, "head.inner") == "fp32" and category(policy, LINEAR, "header") != "fp32"
+    assert category(policy, NORM, "") == "lower_precision_fp", "outside of modules"
+    assert category(policy, NORM, "blocks.3") == category(Policy(), NORM)
+    assert category(Policy((("*norm", "fp32"),)), LINEAR, "norm") == category(Policy(), LINEAR), "it sees no module"
+    rule = policy.rule_for(SOFTMAX, "cuda", "blocks.3")
+    assert rule is not None and rule.because == "policy: op softmax@blocks.*=fp32"
+    assert category(Policy(policy.ops, (("blocks", "low"),)), SOFTMAX, "blocks.3") == "lower_precision_fp"
+
+
+def test_patterns_of_ops_in_modules_that_match_nothing():
+    policy = Policy.parse("op softmax@blocks.3=fp32, op softmax@block.3=fp32, op sofmax@blocks.3=fp32")
+    assert policy.unmatched(["aten::softmax.int"], ["blocks.3"]) == {
+        "softmax@block.3": ["blocks.3", "blocks"],
+        "sofmax@blocks.3": ["softmax", "softmax.int", "aten::softmax"],
+    }
+
+
 def test_an_entry_that_is_gone_warns_once_and_is_ignored():
     policy_module._warn_of_where_it_pays.cache_clear()
     expected = r"has the entry 'where it pays', .*; expected 'op <glob>=<rule>' .* explain's estimate .* enabled=False"

@@ -47,6 +47,8 @@ class Rounding:
     squares: dict[str, float] = field(default_factory=dict)
     """Expected squared error that it adds, over the squared norm, by result; infinite where it overflowed."""
     is_cast: bool = False
+    called: str = ""
+    """The op that the user called, as policies name it: `softmax` for `aten._softmax`; empty for casts and backward."""
 
     @property
     def modules(self) -> frozenset[str]:
@@ -97,7 +99,8 @@ class Adjoints:
         elif sources and not is_cast and not overflows:  # an overflow is prevented where it is
             origins = frozenset[str]().union(*(source.origins for source in sources))
         low = any(rounded[i].dtype in LOW for i in at)
-        roundings = [Rounding(place, low, results[i].numel(), origins, is_cast=is_cast) for i in at]
+        called = "" if is_cast or place.backward else _called(node)
+        roundings = [Rounding(place, low, results[i].numel(), origins, is_cast=is_cast, called=called) for i in at]
         if lossy:
             self.roundings += roundings
         op = _Op(self, node, place, arguments, mixed, at, errors if lossy else (), roundings)
@@ -180,6 +183,13 @@ class _Followed(torch.autograd.Function):
     def backward(ctx: Any, *adjoints: Tensor) -> Any:
         ctx.op.note(adjoints)
         return None, None, None, *ctx.op.pull_back(ctx.needs_input_grad[3:], adjoints)
+
+
+def _called(node: Node) -> str:
+    before = node.meta.get("from_node") or ()  # in the graph that AOTAutograd was given
+    namespace, dot, rest = before[0].target.partition(".") if before else ("", "", "")
+    name = rest.partition(".")[0]
+    return name if namespace == "aten" else f"{namespace}::{name}" if dot else ""
 
 
 def _has_infinity(error: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -88,14 +88,21 @@ class Audit:
         assert self.call is not None
         return self.call.sensitivities()
 
-    def suggest(self, tolerance: float, trials: int = 60, progress: Callable[[str], None] | None = None) -> Policy:
+    def suggest(
+        self,
+        tolerance: float,
+        trials: int = 60,
+        progress: Callable[[str], None] | None = None,
+        by: Literal["module", "op"] = "module",
+    ) -> Policy:
         """Return a policy that keeps few modules in float32 so that `error` is at most `tolerance`, as measured.
 
         Runs the call once for `sensitivities`, then audits at most `trials` policies: mostly one or two, more where
-        predictions fail. `progress` gets a line on each. Raises AuditError if everything in float32 doesn't meet the
-        tolerance, and for a tolerance that is no number above 0.
+        predictions fail. `progress` gets a line on each. With `by="op"` one more audit tries to keep only some kinds of
+        ops in those modules, as `op softmax@blocks.3=fp32`; where that doesn't do, modules are kept. Raises AuditError
+        if everything in float32 doesn't meet the tolerance, and for a tolerance that is no number above 0.
         """
-        return suggest.suggest(self, tolerance, trials, progress or (lambda _: None))
+        return suggest.suggest(self, tolerance, trials, progress or (lambda _: None), by)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

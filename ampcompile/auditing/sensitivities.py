@@ -30,6 +30,12 @@ class Sensitivity:
     """That result: `output 0`, or `gradients` for all of them together."""
     share: float
     """Of the squared error that all roundings add to that result."""
+    keep: str = ""
+    """Policy that computes these ops in float32, and no other kind in the module, as `op softmax@blocks.3=fp32`.
+
+    It is also about ops of that name in modules inside it. Empty for casts, which go with the ops that read them, for
+    backward, and for what is in float32 anyway.
+    """
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,22 @@ class Sensitivities:
             if any(added.values()):
                 result = max(added, key=lambda name: _sortable(added[name]))
                 share = added[result] / total[result] if math.isfinite(total[result]) else math.nan
-                rows.append(Sensitivity(module, op, math.sqrt(added[result]), result, share))
+                called = sorted({rounding.called for rounding in group if rounding.low} - {""})
+                keep = ", ".join(f"op {name}@{module}=fp32" for name in called)
+                rows.append(Sensitivity(module, op, math.sqrt(added[result]), result, share, keep))
         return sorted(rows, key=lambda row: _sortable(row.error), reverse=True)
+
+    @property
+    def floor(self) -> float:
+        """Predicted `error` with all modules in float32: what no choice of modules takes away."""
+        return self.error({rounding.place.module for rounding in self.roundings})
+
+    def by_module(self) -> dict[str, dict[str, float]]:
+        """Squared errors that each module's roundings add to each result, over its squared norm."""
+        groups: dict[str, list[Rounding]] = defaultdict(list)
+        for rounding in self.roundings:
+            groups[rounding.place.module].append(rounding)
+        return {module: add_up(group) for module, group in groups.items()}
 
     def error(self, kept: Set[str] = frozenset()) -> float:
         """Predict `Audit.error` with these modules (paths of modules that call ops) in float32; NaN if it can't."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
 
-from .sensitivities import enclosing, give_up_one_by_one
+from .adjoints import Rounding
+from .sensitivities import add_up, enclosing, give_up_one_by_one, worst
 
 if TYPE_CHECKING:
     from .result import Audit
@@ -23,13 +24,15 @@ MARGIN = 0.95
 """Share of the tolerance that is used up by what is predicted."""
 
 
-def suggest(audit: Audit, tolerance: float, trials: int, progress: Callable[[str], None]) -> Policy:
+def suggest(audit: Audit, tolerance: float, trials: int, progress: Callable[[str], None], by: str) -> Policy:
     """See `Audit.suggest`."""
     if not (isinstance(tolerance, int | float) and 0 < tolerance < math.inf and trials >= 1):
         raise AuditError(
             f"found suggest(tolerance={tolerance!r}, trials={trials!r}); expected a relative error above 0, such as "
             "1e-2, and at least one trial."
         )
+    if by not in ("module", "op"):
+        raise AuditError(f"found suggest(by={by!r}); expected 'module' or 'op'.")
     if math.isnan(audit.error):
         raise AuditError(
             "found outputs or gradients in which no number is finite in both runs; expected some to compare. "
@@ -37,7 +40,9 @@ def suggest(audit: Audit, tolerance: float, trials: int, progress: Callable[[str
         )
     if audit.error <= tolerance:
         return audit.policy
-    return _Search(audit, tolerance, trials, progress).run()
+    search = _Search(audit, tolerance, trials, progress)
+    kept, policy = search.run()
+    return (by == "op" and search.keep_ops_of(kept)) or policy
 
 
 class _Search:
@@ -49,14 +54,15 @@ class _Search:
     def __init__(self, audit: Audit, tolerance: float, trials: int, progress: Callable[[str], None]) -> None:
         self.audit, self.tolerance, self.trials, self.progress = audit, tolerance, trials, progress
         sensitivities = audit.sensitivities()
-        self.modules = {op.module for op in audit.ops} | {r.place.module for r in sensitivities.roundings}
-        self.sets = list(give_up_one_by_one(sensitivities.roundings, self.modules))
+        self.roundings = sensitivities.roundings
+        self.modules = {op.module for op in audit.ops} | {r.place.module for r in self.roundings}
+        self.sets = list(give_up_one_by_one(self.roundings, self.modules))
         self.predicted = [sensitivities.error(kept) for kept in self.sets]
         self.errors = {frozenset[str](): audit.error}  # measured, by the modules kept
         self.meets, self.fails = 0, len(self.sets) - 1  # the last that meets the tolerance, and the first that doesn't
 
-    def run(self) -> Policy:
-        """Return a policy that meets the tolerance. Raises AuditError if none does."""
+    def run(self) -> tuple[Collection[str], Policy]:
+        """Return modules to keep, and the policy, that meet the tolerance. Raises AuditError if none do."""
         misled = False
         while True:
             tried = len(self.errors) - 1
@@ -77,7 +83,32 @@ class _Search:
             else:
                 self.fails, misled = place, misled or (tried == 0 and error > MISLED * self.tolerance)
         kept = self.sets[self.meets]
-        return self._policy(self._shrink(sorted(kept)) if misled and "" not in kept else kept)
+        chosen = self._shrink(sorted(kept)) if misled and "" not in kept else kept
+        return chosen, self._policy(chosen)
+
+    def keep_ops_of(self, modules: Collection[str]) -> Policy | None:
+        """Return a policy that keeps some kinds of ops of those that these modules keep, if that is measured to do.
+
+        Those whose roundings add most, until the rest is predicted to do. A result that a product reads is rounded
+        there if not before, so keeping its op takes nothing away.
+        """
+        kinds: dict[str, list[Rounding]] = {}
+        for rounding in self.roundings:
+            if rounding.called and not rounding.readers and not rounding.happens(frozenset(modules)):
+                kinds.setdefault(f"{rounding.called}@{rounding.place.module}", []).append(rounding)
+        ops: list[str] = []
+        left = {id(rounding): rounding for rounding in self.roundings}
+        for kind in sorted(kinds, key=lambda kind: worst(add_up(kinds[kind])), reverse=True):
+            if worst(add_up(left.values())) <= MARGIN * self.tolerance:
+                break
+            ops.append(kind)
+            for rounding in kinds[kind]:
+                del left[id(rounding)]
+        enough = worst(add_up(left.values())) <= MARGIN * self.tolerance
+        if not ops or not enough or len(self.errors) > self.trials:
+            return None
+        policy = replace(self.audit.policy, ops=self.audit.policy.ops + tuple((op, "fp32") for op in ops))
+        return policy if self._audit(policy, f"{', '.join(ops)} in float32") <= self.tolerance else None
 
     def _predict(self) -> int:
         """Return the last place at which the tolerance should be met, as predictions have proved right so far."""
@@ -105,12 +136,16 @@ class _Search:
         return chosen
 
     def _measure(self, kept: frozenset[str]) -> float:
-        assert self.audit.call is not None
         if kept not in self.errors:
-            error = self.audit.call.with_policy(self._policy(kept)).audit(local=False).error
-            self.errors[kept] = math.inf if math.isnan(error) else error
-            self.progress(f"{len(kept)} module{'s' * (len(kept) != 1)} in float32: error {error:.2g}")
+            words = f"{len(kept)} module{'s' * (len(kept) != 1)} in float32"
+            self.errors[kept] = self._audit(self._policy(kept), words)
         return self.errors[kept]
+
+    def _audit(self, policy: Policy, words: str) -> float:
+        assert self.audit.call is not None
+        error = self.audit.call.with_policy(policy).audit(local=False).error
+        self.progress(f"{words}: error {error:.2g}")
+        return math.inf if math.isnan(error) else error
 
     def _policy(self, kept: Collection[str]) -> Policy:
         """Return the audit's policy with these modules in float32."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import linecache
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from html import escape
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ampcompile.dtypes import short_name
 from ampcompile.records.casts import CastRecord, GraphRecord
@@ -20,9 +21,20 @@ if TYPE_CHECKING:
     from .report import Report
 
 
-def page(report: Report) -> str:
+class ErrorsByModule(Protocol):
+    """The part of an audit's `Sensitivities` that a page shows."""
+
+    @property
+    def floor(self) -> float:
+        """The error with all modules in float32."""
+
+    def by_module(self) -> dict[str, dict[str, float]]:
+        """Squared errors that each module adds to each result."""
+
+
+def page(report: Report, sensitivities: ErrorsByModule | None = None) -> str:
     """The page's text."""
-    return fill("page.html", __package__, _data(report))
+    return fill("page.html", __package__, _data(report) | {"added": _added(sensitivities)})
 
 
 def fill(name: str, package: str, data: Any) -> str:
@@ -69,6 +81,20 @@ def _data(report: Report) -> dict[str, Any]:
         "lines": {source: line for source in sources if (line := _line(source))},
         "texts": list(texts.numbers),
     }
+
+
+def _added(sensitivities: ErrorsByModule | None) -> dict[str, Any] | None:
+    if sensitivities is None:
+        return None
+    modules = {
+        module: {result: _finite(square) for result, square in squares.items() if square}
+        for module, squares in sensitivities.by_module().items()
+    }
+    return {"floor": _finite(sensitivities.floor), "modules": modules}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no infinity
 
 
 class _Texts:

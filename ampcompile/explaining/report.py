@@ -99,9 +99,13 @@ class Report:
             if total.stage.startswith(always) or (total.casts, total.bytes) != (before.casts, before.bytes)
         ]
 
-    def save(self, path: str | Path) -> None:
-        """Write the report as a self-contained page: `report.save("amp.html")`."""
-        Path(path).write_text(html.page(self), encoding="utf-8")
+    def save(self, path: str | Path, sensitivities: html.ErrorsByModule | None = None) -> None:
+        """Write the report as a self-contained page: `report.save("amp.html")`.
+
+        `sensitivities` are those of an audit of the same call, `audit.sensitivities()`: each module is then coloured
+        by what its roundings add to the error.
+        """
+        Path(path).write_text(html.page(self, sensitivities), encoding="utf-8")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain data, graph by graph, with dtypes as `bf16`: for JSON."""

@@ -30,3 +30,25 @@ def planted(factor: float) -> nn.Module:
 
 def mean_square(y: Tensor) -> Tensor:
     return y.to(torch.promote_types(y.dtype, torch.float32)).square().mean()
+
+
+class Centred(nn.Module):
+    """What is left of a softmax without its mean is small beside its rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(x * 0.01).softmax(-1) - 1 / 8
+
+
+class Heads(nn.Module):
+    """Two that need float32 in one op, and one with that op that doesn't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.wide, self.plain = Centred(), Centred(), nn.Linear(8, 8), nn.Softmax(-1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.first(x), self.second(x), self.plain(self.wide(x))

@@ -24,5 +24,6 @@ def test_the_example_is_true(
     modules = [line.split()[:2] for line in found.splitlines()[8:14]]
     assert modules == [line.split()[:2] for line in printed.splitlines()[8:14]]
     assert str(names["policy"]) == "module energy=fp32"
+    assert names["audit"].sensitivities().rows[0].keep == "op square@energy=fp32"
     again = ampcompile.audit(names["model"], dtype=torch.float16, policy=names["policy"])(names["x"])
     assert again.error == pytest.approx(0.0013, rel=0.5)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import ampcompile
 from ampcompile.auditing.adjoints import Rounding
 from ampcompile.auditing.records import Place
 from ampcompile.auditing.sensitivities import Sensitivities, enclosing, give_up_one_by_one
+from tests.auditing.models import Heads
 from tests.auditing.predictions import sensitive
 
 
@@ -39,6 +41,14 @@ def test_rows_add_up_to_everything() -> None:
 def test_what_is_left_with_some_modules_in_float32() -> None:
     assert FOUND.error({"a"}) == math.sqrt(12), "what b reads is rounded there instead"
     assert FOUND.error({"a", "b"}) == 1.0
+
+
+def test_by_module_all_kinds_of_ops_together() -> None:
+    assert FOUND.by_module() == {
+        "a": {"output 0": 16.0, "gradients": 4.0},
+        "b": {"output 0": 5.0, "gradients": 1.25},
+    }
+    assert FOUND.floor == 1.0, "float32's own"
 
 
 def test_errors_that_nothing_bounds_are_kept_apart() -> None:
@@ -72,6 +82,35 @@ def test_the_table_names_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = str(found).splitlines()
     assert lines[0].split() == ["module", "op", "of", "error", "share"] and lines[1].startswith("1.0.wide aten.addmm")
     assert max(map(len, lines)) <= 80
+
+
+def test_the_page_of_explain_holds_them_by_the_same_modules(tmp_path: Path) -> None:
+    model, x = sensitive(), torch.randn(16, 8)
+    found = ampcompile.audit(model, backward=False)(x).sensitivities()
+    report = ampcompile.explain(model)(x)
+    report.save(tmp_path / "amp.html", found)
+    assert f'"floor":{found.floor!r},' in (tmp_path / "amp.html").read_text(encoding="utf-8")
+    assert found.by_module().keys() <= {op.module for op in report.ops} | {""}
+
+
+def test_an_op_is_kept_in_two_modules_and_nothing_else() -> None:
+    model, x = Heads(), torch.randn(16, 8)
+    audit = ampcompile.audit(model, backward=False)(x)
+    rows = audit.sensitivities().rows
+    assert {(row.module, row.op, row.keep) for row in rows[:2]} == {
+        ("first", "aten._softmax", "op softmax@first=fp32"),
+        ("second", "aten._softmax", "op softmax@second=fp32"),
+    }
+    assert {row.keep for row in rows if row.op == "aten._to_copy"} == {""}
+    products = {row.keep for row in rows if row.op == "aten.mm"}  # of layers without a bias
+    assert products == {"op linear@first.logits=fp32", "op linear@second.logits=fp32"}
+
+    policy = ", ".join(row.keep for row in rows[:2])
+    kept = ampcompile.audit(model, policy=policy, backward=False)(x)
+    assert audit.error > 0.05 and kept.error < 0.02
+    rounded = {(op.module, op.op) for op in kept.ops if op.dtype == torch.bfloat16}
+    assert {("first.logits", "aten.mm"), ("second.logits", "aten.mm"), ("plain", "aten._softmax")} <= rounded
+    assert not {("first", "aten._softmax"), ("second", "aten._softmax")} & rounded
 
 
 def test_long_tables_say_what_they_leave_out() -> None:

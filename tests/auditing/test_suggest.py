@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
+from ampcompile.auditing.recorder import Call
 from ampcompile.auditing.sensitivities import Sensitivities
 from ampcompile.auditing.suggest import _with_parents
 from ampcompile.errors import AuditError
+from tests.auditing.models import Heads
 from tests.auditing.predictions import MODELS, build, ratios, sensitive, suggest
 from tests.tiny_models import build as build_tiny
 
@@ -28,6 +31,36 @@ def test_the_module_that_matters_is_kept_and_no_other() -> None:
     for path, _ in policy.modules:
         fewer = ampcompile.Policy(modules=tuple(pair for pair in policy.modules if pair[0] != path))
         assert ampcompile.audit(model, backward=False, policy=fewer)(x).error > 0.02
+
+
+def test_ops_alone_are_kept_where_that_does() -> None:
+    model, x = Heads(), torch.randn(16, 8)
+    audit = ampcompile.audit(model, backward=False)(x)
+    told: list[str] = []
+    policy = audit.suggest(0.02, by="op", progress=told.append)
+    assert set(policy.ops) == {("softmax@first", "fp32"), ("softmax@second", "fp32")} and not policy.modules
+    assert 1 + len(told) <= 4 and "softmax@first" in told[-1]
+    assert ampcompile.audit(model, policy=policy, backward=False)(x).error <= 0.02
+    modules = audit.suggest(0.02)
+    assert not modules.ops and modules.modules
+
+
+def test_modules_are_kept_where_ops_alone_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = sensitive(), torch.randn(16, 8)
+    audit = ampcompile.audit(model, backward=False)(x)
+    assert audit.suggest(0.02, by="op") == audit.suggest(0.02), "what matters is a cast of an input"
+    heads = ampcompile.audit(Heads(), backward=False)(x)
+    measure = Call.audit
+    monkeypatch.setattr(
+        Call,
+        "audit",
+        lambda self, local: (
+            replace(measure(self, local=local), outputs=[1.0])
+            if "@" in str(self.options.policy)
+            else measure(self, local=local)
+        ),
+    )
+    assert heads.suggest(0.02, by="op").modules, "predicted to do, and measured not to"
 
 
 def test_nothing_is_kept_where_the_tolerance_is_met() -> None:
@@ -124,3 +157,5 @@ def test_nonsense_is_refused() -> None:
     for arguments in ((0,), (-1e-3,), (math.nan,), (math.inf,), ("1e-3",), (1e-3, 0)):
         with pytest.raises(AuditError, match="expected a relative error above 0"):
             audit.suggest(*arguments)
+    with pytest.raises(AuditError, match=r"by='layer'.*expected 'module' or 'op'"):
+        audit.suggest(1e-3, by="layer")  # type: ignore[arg-type]

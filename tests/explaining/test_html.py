@@ -1,8 +1,9 @@
 """The page in a real browser: what it shows, and what clicks, searches and filters do."""
 
+import math
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -184,6 +185,51 @@ def test_in_a_narrow_window_names_and_what_was_clicked_stay_in_sight(saved: Path
         page.set_viewport_size({"width": 1400, "height": 900})
         assert page.locator(".row").first.bounding_box()["x"] == 132
         page.wait_for_function("document.querySelector('.edge').getBBox().x > 64")  # curves move with the rows
+
+
+@dataclass(frozen=True)
+class Errors:
+    """What the modules of the GPT add, as an audit predicts it."""
+
+    floor: float = 1e-7
+
+    def by_module(self) -> dict[str, dict[str, float]]:
+        blocks: dict[str, dict[str, float]] = {f"blocks.{i}.qkv": {"gradients": 3e-6} for i in range(12)}
+        small, lost = {"output 0": 1e-16, "gradients": 0.0}, {"output 0": 0.0, "gradients": math.inf}
+        return blocks | {"blocks.0.mlp_in": {"output 0": 1e-6}, "norm": small, "head": lost, "": {"gradients": 1e-8}}
+
+
+@in_a_browser
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1400, 420])
+def test_modules_are_coloured_by_what_they_add_to_the_error(
+    gpt: Report, tmp_path: Path, width: int, dark: bool
+) -> None:
+    gpt.save(tmp_path / "amp.html", sensitivities=Errors())
+    with opened(tmp_path / "amp.html", width=width, height=1000, dark=dark) as page:
+        row = f"{ROWS}.find((row) => row.querySelector('.name')?.innerText === '%s')"
+        text, ground = f"{row}.querySelector('.added').innerText", f"getComputedStyle({row}).backgroundColor"
+        page.click("#close")
+        assert page.evaluate(text % "blocks") == "6.0e-3", "12 squares of 3e-6"
+        page.click("[data-module='blocks']")
+        page.click("[data-module='blocks.0']")
+        page.keyboard.press("Escape")
+        numbers = {name: page.evaluate(text % name) for name in ("qkv", "mlp_in", "norm", "head", "tokens")}
+        assert numbers == {"qkv": "1.7e-3", "mlp_in": "1.0e-3", "norm": "1.0e-8", "head": "not finite", "tokens": "0"}
+        colours = [page.evaluate(ground % name) for name in ("blocks", "qkv", "mlp_in", "norm")]
+        assert len(set(colours)) == 4 and colours[3] == "rgba(0, 0, 0, 0)", "below the noise floor"
+        assert page.evaluate(ground % "head") == page.evaluate(ground % "blocks"), "what isn't finite is at the top"
+        assert page.evaluate(f"{ROWS}.every((row) => row.scrollWidth <= row.clientWidth)")
+        panel = page.inner_text("#details")
+        assert "1.0e-7 noise floor" in panel and "6.0e-3 largest" in panel
+        assert page.locator("#details .added").all_inner_texts() == ["not finite"] + 11 * ["1.7e-3"]
+        page.click("[data-module='blocks.0']")
+        assert "adds 1.7e-3 to gradients" in page.inner_text("#details")
+
+
+@in_a_browser
+def test_without_an_audit_nothing_is_said_of_errors(page: "Page") -> None:
+    assert page.locator(".added, .heated, .scale").count() == 0 and "noise floor" not in page.inner_text("#details")
 
 
 def test_it_holds_no_address_and_forbids_loading(saved: Path) -> None:

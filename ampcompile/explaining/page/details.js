@@ -25,6 +25,7 @@ function ofOp(op) {
   return [make("h2", "", plain(op.op)),
     list(["dtype", op.dtype && chip(op.dtype)], ["why", op.because], ["line", op.source && source(op.source)], ["module", op.module],
       ["shape", shape(op.shape)], ["value", op.name],
+      ["error", op.added && adds(op.added)],
       ["reads", ...op.reads.map((read) => (read.from ? opLink(read.from) : make("div", "line", read.name)))],
       ["read by", ...unique(op.users).map(opLink)]),
     ...(op.casts.length ? [make("h3", "", "casts of what it reads"), ...op.casts.map(castLink)] : [])];
@@ -41,7 +42,7 @@ function ofCast(cast) {
 function ofBlock(b) {
   const inside = unique(b.ops.flatMap((op) => op.casts));
   const dtypes = unique(b.ops.map((op) => op.dtype)).sort();
-  return [make("h2", "", b.path), ...dtypes.map((dtype) => make("div", "line", chip(dtype), ` ${b.ops.filter((op) => op.dtype === dtype).length} ops`)),
+  return [make("h2", "", b.path), b.added ? make("div", "line", adds(b.added)) : "", ...dtypes.map((dtype) => make("div", "line", chip(dtype), ` ${b.ops.filter((op) => op.dtype === dtype).length} ops`)),
     make("h3", "", `${inside.length} casts, ${human(size(inside))}`), ...largest(inside, 40).map(castLink)];
 }
 
@@ -68,11 +69,31 @@ function ofReport() {
     make("p", "", `${casts.length} casts, ${human(size(casts))}; ${busy.length} of them run in every call, ${human(size(busy))}.`), table,
     ...(eager.length ? [make("h3", "", "runs eagerly, under autocast"), ...eager] : []),
     ...(data.backward.length ? [make("h3", "", `${data.backward.length} conversions in backward`), ...backward] : []),
+    ...(data.added ? [make("h3", "", "what each module's roundings add to the error"), ...ofErrors()] : []),
     make("h3", "", "legend"), ...legend,
     make("p", "dim", "Click a row, a cast or a diamond for its reason and its line; arrow keys move on, and open and close. Curves are values read " +
       "further down; thick ones with a diamond are cast on the way, the thicker the more bytes. A dashed cast doesn't run in every call."),
     ...(data.unknown.length ? [make("h3", "", "unknown to the policy"), make("p", "", data.unknown.join(", "))] : []),
     ...(busy.length ? [make("h3", "", "largest casts in every call"), ...largest(busy).map(castLink)] : [])];
+}
+
+// The scale, then the modules that add most by themselves, without those inside them.
+function ofErrors() {
+  const rows = Object.keys(data.added.modules).map((path) => ({ path, added: addedBy([path]) }))
+    .filter((row) => row.added.result).sort((a, b) => (b.added.error > a.added.error) - (b.added.error < a.added.error)).slice(0, 12);
+  if (!errors.length && !rows.length) return [make("p", "", "No module adds anything.")];
+  const ends = [`${scientific(coolest)} noise floor, all in float32`, `${scientific(hottest)} largest`];
+  const steps = Array.from({ length: 23 }, (_, i) => {
+    const step = make("i");
+    step.style.setProperty("--heat", i / 22);
+    return step;
+  });
+  const scale = errors.length ? [make("div", "scale", ...steps), make("div", "ends", ...ends.map((end) => make("span", "dim", end)))] : [];
+  return [...scale, ...rows.map(({ path, added }) => {
+    const op = ops.find((each) => each.module === path), children = [number(added), ` ${path || "outside of modules"} `, make("span", "dim", added.result)];
+    return op ? link(op, ...children) : make("div", "line", ...children);
+  }), make("p", "dim", "The number of a row is the relative error that the roundings in it add to the output or gradients that they harm most, " +
+    "forward and backward, predicted by an audit; a module's row stands for all inside it. The scale of its colour is logarithmic.")];
 }
 
 draw();

@@ -39,6 +39,11 @@ data.graphs.forEach((graph, number) => {
 });
 simplify(root);
 limit(60);
+// Rows that stand for modules, and what they add to the error, where an audit's sensitivities are known.
+const modules = data.added ? [...blocks, ...ops.filter((op) => op.label)] : [];
+modules.forEach((row) => { row.added = addedBy(unique((row.ops || [row]).map((op) => op.module))); });
+const errors = modules.map((row) => row.added.error).filter((error) => error > 0 && error < Infinity);
+const hottest = Math.max(...errors), coolest = data.added?.floor || Math.min(...errors);
 
 function block(parent, key, path) {
   const made = { kind: "block", key, path, items: [], ops: [], open: true };
@@ -69,6 +74,22 @@ function limit(most) {
   const closed = blocks.filter((b) => !b.open);
   const shallow = closed.find((b) => b.depth === Math.min(...closed.map((c) => c.depth)));
   if (shallow) shallow.open = true;
+}
+
+// Roundings are independent, so squares add up; named is the result that they harm most.
+function addedBy(paths) {
+  const sums = {};
+  paths.forEach((path) => Object.entries(data.added.modules[path] || {}).forEach(([result, square]) => {
+    sums[result] = (sums[result] || 0) + (square ?? Infinity);
+  }));
+  const square = Math.max(0, ...Object.values(sums));
+  return { error: Math.sqrt(square), result: Object.keys(sums).find((result) => sums[result] === square) };
+}
+
+// From 0 at the noise floor to 1 at the largest, on a log scale.
+function heat({ error }) {
+  if (error === Infinity) return 1;
+  return error > coolest ? Math.log(error / coolest) / Math.log(hottest / coolest) : 0;
 }
 
 const filter = { words: [], casts: "", sorted: false, off: new Set() };

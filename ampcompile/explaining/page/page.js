@@ -18,7 +18,21 @@ function placed(item, cls, ...children) {
   row.style.setProperty("--depth", depth);
   row.setAttribute("role", "treeitem");
   row.setAttribute("aria-level", depth + 1);
+  if (item.added) {
+    row.append(number(item.added));
+    row.classList.toggle("heated", heat(item.added) > 0);
+    row.style.setProperty("--heat", heat(item.added));
+  }
   return row;
+}
+
+const scientific = (error) => (error < Infinity ? error.toExponential(1) : "not finite");
+const adds = ({ error, result }) => (result ? `adds ${scientific(error)} to ${result}` : "adds nothing to the error");
+
+function number(added) {
+  const element = make("span", "added", added.result ? scientific(added.error) : "0");
+  element.title = adds(added);
+  return element;
 }
 
 function opRow(op) {
