@@ -1,4 +1,7 @@
-"""A fixed sample of each part, run anew; what is expected to fail still does."""
+"""A fixed sample of each part, run anew; what is expected to fail still does.
+
+That of "masters" takes a minute; `test_masters.py` has a short run of it.
+"""
 
 import random
 from contextlib import nullcontext
@@ -28,7 +31,9 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "masters")) for name in SAMPLES]
+)
 def test_a_sample_holds(name: str) -> None:
     for group in random.Random(0).sample(part(name).groups(False), SAMPLES[name]):
         for failure in part(name).run(group).failures:
