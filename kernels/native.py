@@ -9,7 +9,7 @@
   a process that was killed during a build (here a lock ends with its process);
 - takes 0.4 s to import before it can load a built library, 0.01 s here, and 20 s for a first build, 15 s here.
 
-These kernels take addresses and sizes: their build needs no headers or libraries of torch, but for `state.cpp`.
+These kernels take addresses and sizes: their build needs no headers or libraries of torch, but for `weights.cpp`.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping
 FLAGS += ["-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
 TORCH = Path(torch.__file__).parent
 # Only this library needs torch's headers, and the standard of C++ that they are written in.
-HEADERS = {"state": ["-std=c++20", "-w", f"-I{TORCH}/include", f"-L{TORCH}/lib", "-lc10"]}
+HEADERS = {"weights": ["-std=c++20", "-w", f"-I{TORCH}/include", f"-L{TORCH}/lib", "-lc10"]}
 
 
 def available(source: str = "step") -> bool:
@@ -169,16 +169,16 @@ def call(name: str, tensors: int, *arrays: torch.Tensor | np.ndarray | None) -> 
 
 
 @functools.cache
-def function(name: str, arguments: int, keeps_gil: bool = False) -> Any:
-    """A function of the library of weights that takes integers, addresses among them; None if it can't be built.
+def weights_function(name: str, arguments: int) -> Any:
+    """A function of the library of weights that takes and returns integers; None if it can't be built.
 
-    `keeps_gil`: no other thread of Python runs meanwhile. That costs less, and is meant for microseconds.
+    No other thread of Python runs meanwhile, unless the function allows it.
     """
     if (loaded := library("weights")) is None:
         return None
-    found = getattr(ctypes.PyDLL(loaded._name) if keeps_gil else loaded, name)
-    found.argtypes, found.restype = [ctypes.c_int64] * arguments, None
-    return found
+    function = getattr(ctypes.PyDLL(loaded._name), name)
+    function.argtypes, function.restype = [ctypes.c_int64] * arguments, ctypes.c_int64
+    return function
 
 
 def group_values(groups: Sequence[Any]) -> np.ndarray:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import profiling
+from ampcompile.torch_private import profiling, storages
 
-from . import native
+from . import cast_table
+from .cast_table import CastTable
 
 
 @profiling.named("amp: round_many_")
@@ -23,13 +23,11 @@ def round_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], dtypes: Seq
     if not copies:
         return
     weights = [weight.float() for weight in weights]
-    if (function := native.function("round_many", 6)) is None:
-        round_many_reference_(copies, weights, dtypes)
-        return
-    sizes, codes = [copy.numel() for copy in copies], [native.DTYPE_CODES[dtype] for dtype in dtypes]
-    rows = np.array([sizes, *native.addresses(weights, copies), codes], dtype=np.int64)
-    torch.autograd.graph.increment_version(list(copies))
-    function(len(copies), *(row.ctypes.data for row in rows), torch.get_num_threads())
+    if cast_table.available():
+        objects, begins = list(map(storages.tensor_address, weights)), [weight.data_ptr() for weight in weights]
+        if CastTable(copies, objects, begins, dtypes).cast(copies, [True] * len(copies)):
+            return
+    round_many_reference_(copies, weights, dtypes)
 
 
 def round_many_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:

@@ -5,8 +5,6 @@ It reads torch's objects in C++, by the headers that torch installs. 40 weights 
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,19 +13,9 @@ import numpy as np
 from . import native
 
 
-@functools.cache
-def _function() -> Any:
-    library = native.library("state")
-    if library is None:
-        return None
-    function = ctypes.PyDLL(library._name).unchanged  # no other thread of Python runs meanwhile
-    function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
-    return function
-
-
 def available() -> bool:
     """True if the library can be built here."""
-    return _function() is not None
+    return native.weights_function("unchanged", 1) is not None
 
 
 class Unchanged:
@@ -54,17 +42,27 @@ class Unchanged:
     ) -> None:
         groups = (tensors,), (counters, versions), (weights, addresses), (storages, users), (runs,), (words,)
         self._arrays = [[np.array(row, dtype=np.int64) for row in group] for group in groups]
-        self._weights, self._versions, self._kept = list(weights), self._arrays[1][1], kept
+        self._weights, self._kept = list(weights), kept
+        self._versions, self._sampled = self._arrays[1][1], np.frombuffer(sampled, np.uint8).copy()
         fields = (field for group in self._arrays for field in (len(group[0]), *(row.ctypes.data for row in group)))
-        self._state = np.array([*fields, 0], dtype=np.int64)  # a `State`
-        self._address, self._function = self._state.ctypes.data, _function()
-        self.note(versions, sampled)
-
-    def note(self, versions: Sequence[int], sampled: bytes) -> None:
-        """Note other versions and another sample."""
-        self._sampled = np.frombuffer(sampled, np.uint8)
-        self._versions[:], self._state[-1] = versions, self._sampled.ctypes.data
+        self._state = np.array([*fields, self._sampled.ctypes.data], dtype=np.int64)  # a `State`
+        self._address = self._state.ctypes.data
+        self._unchanged, self._read = native.weights_function("unchanged", 1), native.weights_function("read_state", 3)
+        self._found = self._versions.copy(), self._sampled.copy()
+        self._into = [found.ctypes.data for found in self._found]
 
     def __call__(self, weights: Sequence[int]) -> bool:
         """Return True if these are the weights, and all is as it was noted."""
-        return weights == self._weights and bool(self._function(self._address))
+        return weights == self._weights and bool(self._unchanged(self._address))
+
+    def read(self, weights: Sequence[int]) -> tuple[list[int], bytes] | None:
+        """Return the versions and the sample now; None if these aren't the weights, or anything else changed."""
+        if weights != self._weights or not self._read(self._address, *self._into):
+            return None
+        versions, sampled = self._found
+        return versions.tolist(), sampled.tobytes()
+
+    def note(self) -> None:
+        """Note what `read` returned last."""
+        for noted, found in zip((self._versions, self._sampled), self._found, strict=True):
+            noted[:] = found

@@ -245,11 +245,6 @@ def refresh(
     return set(written)
 
 
-def cast_narrow(buffers: Sequence[Tensor], weights: Sequence[Tensor], tables: dict[Any, Any]) -> None:
-    """Write weights into buffers of 16-bit types."""
-    cast_many_(buffers, weights, tables)
-
-
 def cast(stale: Sequence[tuple[Copy, Tensor]], tables: dict[Any, Any] | None = None) -> None:
     """Write weights into the buffers of their copies."""
     _cast([(copy.form, copy.tensor, weight) for copy, weight in stale if copy.tensor is not None], tables)

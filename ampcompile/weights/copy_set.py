@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, compress, pairwise
-from operator import attrgetter, gt, is_not, ne
+from operator import attrgetter, gt, is_not, ne, not_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampcompile.kernels import unchanged as unchanged_in_cpp
+from ampcompile.kernels import cast_table, unchanged
+from ampcompile.kernels.cast_table import CastTable
 from ampcompile.kernels.packed_conv import Blocks
 from ampcompile.kernels.unchanged import Unchanged
-from ampcompile.torch_private import dispatcher, profiling, storages
+from ampcompile.torch_private import profiling, storages
 
 from . import gpu
-from .copies import Copy, IdleCheck, Packed, cast, cast_narrow, count_reads
+from .copies import Copy, IdleCheck, Packed, count_reads
+from .freshness import Sharer
 from .sample import Sample
 from .store import store
 
@@ -31,81 +33,77 @@ _tensor, _words, _trainable = map(attrgetter, ("tensor", "words", "trainable"))
 
 
 class Renewal:
-    """Casts the written weights of one set, while their addresses and the sharers of their memory stay the same.
+    """Casts the written weights of one set of float32 weights, while the sharers of their memory stay the same.
 
-    Made when all copies are proven fresh. `copies`: each once, in the order of `sample`; `members`: that of each slot.
+    Made when all copies are proven fresh. `copies`: each once, in the order of `sample`; `members`: that of each slot;
+    `weights`: of each slot, with its address; `sharers`: all that may write, in the order of the versions for `renew`.
     """
 
-    def __init__(self, copies: Sequence[Copy], members: Sequence[Copy], sample: Sample) -> None:
-        self._copies, self._sample = copies, sample
-        first = {copy: i for i, copy in reversed(list(enumerate(members)))}
-        self._sources = [first[copy] for copy in copies]  # index of the weight that each is cast from
+    def __init__(
+        self,
+        copies: Sequence[Copy],
+        members: Sequence[Copy],
+        weights: Sequence[tuple[Sharer, int]],
+        sharers: Sequence[Sharer],
+    ) -> None:
+        self._copies, self._sharers = copies, sharers
         trainable = all(copy.memory.trainable for copy in members)  # which stays true
         self._slots = [] if trainable else [copy.memory for copy in members]
         self._memory_of = [copy.memory for copy in copies]
         ends = accumulate((len(copy.words) for copy in copies), initial=0)
         self._parts = [slice(begin, end) for begin, end in pairwise(ends)]
         self._memories = list(dict.fromkeys(self._memory_of))
-        self._rosters = list(map(_sharers, self._memories))
-        watched = [(sharer, memory) for memory in self._memories for sharer in memory.sharers]
-        self._sharers, self._shared = [sharer for sharer, _ in watched], [memory for _, memory in watched]
-        self._counters = [sharer.counter for sharer in self._sharers]
-        self._wide = any(copy.form.wide for copy in copies)
+        self._rosters, self._buffers = list(map(_sharers, self._memories)), list(map(_buffer, copies))
+        memory_of = {sharer: memory for memory in self._memories for sharer in memory.sharers}
+        self._shared = [memory_of[sharer] for sharer in sharers]
         self._idle = IdleCheck(copies)
+        weight_of = dict(zip(members, weights, strict=True))
+        objects = [weight_of[copy][0].impl for copy in copies]
+        begins, dtypes = [weight_of[copy][1] for copy in copies], [copy.form.dtype for copy in copies]
+        self._table = CastTable(list(map(_tensor, copies)), objects, begins, dtypes)
 
-    def renew(self, weights: Sequence[Tensor], tables: dict[Any, Any]) -> bytes | None:
-        """Cast the written weights. Returns the words that the sample had before; None if a whole refresh is needed.
+    def renew(self, weights: Sequence[Tensor], versions: Sequence[int], sampled: bytes) -> bool:
+        """Cast the written weights. Returns False if a whole refresh is needed.
 
-        The caller has checked that all weights and sharers are alive, and holds the lock.
+        `versions`: first those of the sharers; `sampled`: the sample after they were read. The caller has checked that
+        all weights and sharers are alive, and holds the lock.
         """
         copies, memories = self._copies, self._memories
         if (
             self._rosters != list(map(_sharers, memories))
+            or self._buffers != list(map(_buffer, copies))
             or (self._slots and True in map(gt, map(_requires_grad, weights), map(_trainable, self._slots)))
             or True in map(_open, memories)
             or any(map(_packed, copies))
         ):
-            return None
-        versions, written = list(map(storages.version, self._counters)), object()
-        moved = list(map(ne, map(_seen, self._sharers), versions))
+            return False
+        moved, written = list(map(ne, map(_seen, self._sharers), versions)), object()
         for memory in compress(self._shared, moved):
             memory.mark = written  # first: see `Memory.examine`
-        for sharer, version in compress(zip(self._sharers, versions, strict=True), moved):
+        for sharer, version in compress(zip(self._sharers, versions, strict=False), moved):
             sharer.seen = version
         marks, doubts = list(map(_mark, self._memory_of)), list(map(_doubt, self._memory_of))
-        sampled = self._sample.read()
         words = list(map(sampled.__getitem__, self._parts))
         stale = list(map(is_not, map(_mark, copies), marks))
-        if not all(stale):
-            fresh = [not is_stale for is_stale in stale]
-            states = zip(map(_doubt, copies), map(_words, copies), strict=True)
-            if list(compress(states, fresh)) != list(compress(zip(doubts, words, strict=True), fresh)):
-                return None
-            if not any(stale):
-                return sampled
-        if not self._idle():
-            return None
-        sources = list(map(weights.__getitem__, self._sources))
-        if not all(stale):
-            copies, sources, marks = (list(compress(row, stale)) for row in (copies, sources, marks))
-            doubts, words = list(compress(doubts, stale)), list(compress(words, stale))
-        self._cast(copies, sources, tables)
-        for copy, mark, doubt, part in zip(copies, marks, doubts, words, strict=True):
-            copy.doubt, copy.words = doubt, part
-            copy.mark = mark  # last, as in `note_cast`
-        store.end_pass()
-        return sampled
+        fresh = list(map(not_, stale))
+        known = compress(zip(map(_doubt, copies), map(_words, copies), strict=True), fresh)
+        if list(known) != list(compress(zip(doubts, words, strict=True), fresh)):
+            return False
+        if True in stale:
+            if not (self._idle() and self._cast(stale)):
+                return False
+            for copy, mark, doubt, part in compress(zip(copies, marks, doubts, words, strict=True), stale):
+                copy.doubt, copy.words = doubt, part
+                copy.mark = mark  # last, as in `note_cast`
+            store.end_pass()
+        return True
 
-    def _cast(self, copies: Sequence[Copy], weights: Sequence[Tensor], tables: dict[Any, Any]) -> None:
+    def _cast(self, stale: Sequence[bool]) -> bool:
         store.begin_pass()
-        for copy in copies:
+        for copy in compress(self._copies, stale):
             copy.mark, copy.reads = None, 0
         with profiling.region("amp: refresh copies of weights"):
-            if self._wide:
-                with torch.no_grad(), dispatcher.without_modes():
-                    cast(list(zip(copies, weights, strict=True)), tables)
-            else:
-                cast_narrow(list(map(_tensor, copies)), weights, tables)
+            return self._table.cast(list(map(_tensor, self._copies)), stale)
 
 
 class CopySet:
@@ -149,8 +147,10 @@ class CopySet:
         self._buffers = list(map(_buffer, members))
         kept = before is not None and before._buffers == self._buffers
         self.rechecks: list[gpu.Recheck] = before.rechecks if before and kept else self._find_rechecks(aliases)
-        if self._epoch is not None and not self.rechecks:  # made now: later, sharers may have come and gone
-            self._renewal = Renewal(in_order, members, self.sample)
+        if self._epoch is not None and not self.rechecks and _renewable(aliases, distinct):
+            self._unchanged = self._note_for_cpp()  # made now: later, sharers may have come and gone
+            weights = list(zip(self._weights, self._addresses, strict=True))
+            self._renewal = Renewal(in_order, members, weights, self._sharers)
         store.sets.add(self)
 
     def _note_state(self, ids: Sequence[int], now: object) -> None:
@@ -158,14 +158,11 @@ class CopySet:
         weight_sharers = [copy.memory.weights.get(key) for copy, key in zip(self.members, ids, strict=True)]
         proven = all(c.mark is c.memory.mark and c.doubt is c.memory.doubt for c in self.members)
         self._epoch = now if proven and None not in weight_sharers else None
-        self._weight_sharers = [sharer for sharer in weight_sharers if sharer is not None]
-        self._versions = list(map(_seen, self._weight_sharers))
-        sharers = [sharer for record in self.memories for sharer in record.sharers]
-        others = [sharer for sharer in sharers if sharer not in weight_sharers]
-        self._other_sharers = others
-        self._others, self._others_versions = [s.counter for s in others], [s.seen for s in others]
-        self._weights = [sharer.handle for sharer in self._weight_sharers]
-        self._handles = [sharer.handle for sharer in sharers]
+        self._sharers = [sharer for record in self.memories for sharer in record.sharers]
+        self._counters, self._versions = [s.counter for s in self._sharers], list(map(_seen, self._sharers))
+        self._weights = [sharer for sharer in weight_sharers if sharer is not None]
+        self._weights_versions = list(map(_seen, self._weights))
+        self._handles = [sharer.handle for sharer in self._sharers]
         self._storages = [record.key for record in self.memories]
         self._users = [record.users() for record in self.memories]
 
@@ -173,35 +170,34 @@ class CopySet:
         """Return True if none of the weights, which the set was made of, was written."""
         if self._epoch is not store.write_epoch() or store.casting:
             return False
-        if (unchanged := self._unchanged) is None and unchanged_in_cpp.available():
-            unchanged = self._unchanged = self._note_for_cpp()
-        if unchanged is None:
+        if self._unchanged is None and unchanged.available():
+            self._unchanged = self._note_for_cpp()
+        if self._unchanged is None:
             same = self._same_state(weights)
         else:
-            same = unchanged(list(map(storages.tensor_address, weights)))
+            same = self._unchanged(list(map(storages.tensor_address, weights)))
         return same and not (self.rechecks and gpu.capturing(weights))
 
     def _same_state(self, weights: Sequence[Tensor]) -> bool:
         """`Unchanged` in Python, for machines without a compiler."""
         try:
             return (
-                self._versions == list(map(storages.version, weights))
+                self._weights_versions == list(map(storages.version, weights))
+                and self._versions == list(map(storages.version, self._counters))
                 and True not in map(storages.TensorHandle.expired, self._handles)
                 and self._users == list(map(storages.storage_users, self._storages))
                 and self._addresses == list(map(Tensor.data_ptr, weights))
-                and self._others_versions == list(map(storages.version, self._others))
                 and self.sample.read() == self.words
             )
         except RuntimeError:  # an inference tensor instead, or a weight that another thread has just released
             return False
 
     def _note_for_cpp(self) -> Unchanged:
-        sharers = *self._weight_sharers, *self._other_sharers
-        weights = [sharer.impl for sharer in self._weight_sharers]
+        weights = [sharer.impl for sharer in self._weights]
         return Unchanged(
-            tensors=[sharer.impl for sharer in sharers],
-            counters=[*weights, *(storages.tensor_address(counter) for counter in self._others)],
-            versions=[*self._versions, *self._others_versions],
+            tensors=[sharer.impl for sharer in self._sharers],
+            counters=[*map(storages.tensor_address, self._counters), *weights],
+            versions=[*self._versions, *self._weights_versions],
             weights=weights,
             addresses=self._addresses,
             storages=self._storages,
@@ -209,28 +205,23 @@ class CopySet:
             runs=self.sample.runs,
             words=self.sample.words,
             sampled=self.words,
-            kept=(self._handles, self._others, self.memories),
+            kept=(self._handles, self._counters, self.memories),
         )
 
     def renew(self, weights: Sequence[Tensor], now: object) -> bool:
         """Cast the written weights if nothing else changed; `now`: the `write_epoch` before. False: make a new set."""
         if (
             self._renewal is None
+            or self._unchanged is None
             or self._packable != len(self._unpacked)  # a new set counts reads from the start
-            or True in map(storages.TensorHandle.expired, self._handles)
-            or self._users != list(map(storages.storage_users, self._storages))
-            or self._addresses != list(map(Tensor.data_ptr, weights))
+            or (found := self._unchanged.read(list(map(storages.tensor_address, weights)))) is None
         ):
             return False
         self._epoch = None  # first: another thread must not find a half-renewed set fresh
-        if (words := self._renewal.renew(weights, self.tables)) is None:
+        if not self._renewal.renew(weights, *found):
             return False
-        self._versions = list(map(_seen, self._weight_sharers))
-        self._others_versions = list(map(_seen, self._other_sharers))
-        self.words = words
-        if self._unchanged is not None:
-            self._unchanged.note([*self._versions, *self._others_versions], words)
-        self._epoch = now
+        self._unchanged.note()
+        self.words, self._epoch = found[1], now
         return True
 
     def forms(self) -> list[Any]:
@@ -259,7 +250,7 @@ class CopySet:
     def forget(self) -> None:
         """Stop tracking the weights: the set isn't fresh any more."""
         self._epoch = self._unchanged = None
-        self._handles = self._weights = self._weight_sharers = self._other_sharers = []
+        self._handles = self._weights = self._sharers = []
         self._renewal = None  # it holds them too
 
     def free(self) -> None:
@@ -270,8 +261,18 @@ class CopySet:
 
     def gone(self) -> bool:
         """Return True if a weight was freed, as an object or with its memory."""
-        return any(handle.expired() for handle in self._weights) or any(m.storage() is None for m in self.memories)
+        return any(sharer.handle.expired() for sharer in self._weights) or any(
+            m.storage() is None for m in self.memories
+        )
 
     def __del__(self) -> None:
         for copy, blocks in self._reads:
             copy.readers[blocks] -= 1
+
+
+def _renewable(weights: Sequence[Tensor], copies: Sequence[Copy]) -> bool:
+    """Return True if C++ can cast the weights again where their copies are."""
+    if any(copy.tensor is None for copy in copies):  # packed
+        return False
+    plain = all(weight.is_cpu and weight.dtype == torch.float32 for weight in weights)
+    return plain and cast_table.available() and unchanged.available()

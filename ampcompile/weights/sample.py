@@ -66,7 +66,7 @@ class Sample:
         runs, words = zip(*weights, strict=True) if (weights := list(weights)) else ((), ())
         self.runs, self.words = _bytes_at(runs), _bytes_at(words)
         self.places = len(self.runs) + len(self.words)
-        self._read = native.function("read_words", 5, keeps_gil=True) if self.places else None
+        self._read = native.weights_function("read_words", 5) if self.places else None
         self._copied = ctypes.create_string_buffer(_WORD * (RUN * len(self.runs) + len(self.words)))
         rows = (len(self.runs), self.runs.ctypes.data, len(self.words), self.words.ctypes.data)
         self._arguments = *rows, ctypes.addressof(self._copied)

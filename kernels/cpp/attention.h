@@ -71,7 +71,7 @@ class HeadBackward {
   void read_mask(const Mask& mask, int64_t key, int64_t keys, int64_t query, int64_t queries) {
     with_dtype(mask.dtype, [&](auto type) {
       const int64_t offset = mask.offset + key * mask.key_stride + query * mask.query_stride;
-      const auto* from = at<decltype(type)>(mask.address, offset);
+      const auto* from = pointer<decltype(type)>(mask.address, offset);
       for (int64_t i = 0; i < keys; ++i)
         for (int64_t j = 0; j < queries; ++j)
           added[i * kQueries + j] = widen(from[i * mask.key_stride + j * mask.query_stride]);

@@ -12,7 +12,7 @@ inline double sum_of_squares(int64_t tensors, const int64_t* numel, const int64_
   std::vector<double> sums(chunks.size());
   for_each_chunk(chunks, threads, [&](const Chunk& c, int64_t i) {
     with_dtype(dtypes[c.tensor], [&](auto type) {
-      const auto* g = at<decltype(type)>(grads[c.tensor], c.begin);
+      const auto* g = pointer<decltype(type)>(grads[c.tensor], c.begin);
       const int64_t n = c.end - c.begin;
       double lanes[32] = {};
       const auto add = [&](int64_t k, int64_t lane) {
@@ -41,7 +41,7 @@ inline bool scale_in_place(int64_t tensors, const int64_t* numel, const int64_t*
   std::vector<char> bad(chunks.size());
   for_each_chunk(chunks, threads, [&](const Chunk& c, int64_t i) {
     with_dtype(dtypes[c.tensor], [&](auto type) {
-      auto* g = at<decltype(type)>(grads[c.tensor], c.begin);
+      auto* g = pointer<decltype(type)>(grads[c.tensor], c.begin);
       const int64_t n = c.end - c.begin;
       uint32_t largest = 0;  // magnitudes order like their bits, infinity and NaN last
       const auto look = [&](float x) { largest = std::max(largest, bits<uint32_t>(x) & 0x7fffffff); };

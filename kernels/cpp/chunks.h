@@ -55,7 +55,7 @@ template <typename Body> void with_dtype(int64_t dtype, Body body) {
   else body(BFloat16{});
 }
 
-template <typename T> inline T* at(int64_t address, int64_t offset) {
+template <typename T> inline T* pointer(int64_t address, int64_t offset) {
   return reinterpret_cast<T*>(address) + offset;
 }
 

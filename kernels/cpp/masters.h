@@ -58,26 +58,26 @@ template <typename Low> void follow_parameter(const Low* param, float* master, i
 // The float32 weights of at most a block: in `block`, or the master itself.
 inline float* read_weights(const Weight& w, int64_t begin, int64_t n, float* block) {
   if (w.dtype == 0) {
-    fetch_ahead(at<float>(w.param, begin));
-    if (w.beside) fetch_ahead(at<uint16_t>(w.beside, begin));
-    return at<float>(w.param, begin);
+    fetch_ahead(pointer<float>(w.param, begin));
+    if (w.beside) fetch_ahead(pointer<uint16_t>(w.beside, begin));
+    return pointer<float>(w.param, begin);
   }
-  const uint16_t* param = at<uint16_t>(w.param, begin);
+  const uint16_t* param = pointer<uint16_t>(w.param, begin);
   fetch_ahead(param);
   if (w.beside_dtype == 0) {
-    float* master = at<float>(w.beside, begin);
+    float* master = pointer<float>(w.beside, begin);
     fetch_ahead(master);
-    if (w.dtype == 1) follow_parameter(at<Half>(w.param, begin), master, n);
-    else follow_parameter(at<BFloat16>(w.param, begin), master, n);
+    if (w.dtype == 1) follow_parameter(pointer<Half>(w.param, begin), master, n);
+    else follow_parameter(pointer<BFloat16>(w.param, begin), master, n);
     return master;
   }
   if (w.beside_dtype == kKey) {
     for (int64_t i = 0; i < n; ++i) block[i] = bits<float>(uint32_t(param[i]) << 16);
     return block;
   }
-  const uint16_t* remainder = at<uint16_t>(w.beside, begin);
+  const uint16_t* remainder = pointer<uint16_t>(w.beside, begin);
   fetch_ahead(remainder);
-  const uint32_t known = *at<uint32_t>(w.checksums, begin / kSpan) == checksum(param, n) ? 0xffff : 0;
+  const uint32_t known = *pointer<uint32_t>(w.checksums, begin / kSpan) == checksum(param, n) ? 0xffff : 0;
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t low = remainder[i] & known;
     block[i] = bits<float>((param[i] - (low >> 15)) << 16 | low);
@@ -93,25 +93,25 @@ template <typename Low> void round_to(const float* from, int64_t n, Low* to) {
 inline void write_weights(const Weight& w, int64_t begin, int64_t n, const float* weights) {
   if (w.beside_dtype < kRemainder) {
     const int64_t dtype = w.dtype == 0 ? w.beside_dtype : w.dtype, low = w.dtype == 0 ? w.beside : w.param;
-    if (low) with_dtype(dtype, [&](auto type) { round_to(weights, n, at<decltype(type)>(low, begin)); });
+    if (low) with_dtype(dtype, [&](auto type) { round_to(weights, n, pointer<decltype(type)>(low, begin)); });
     return;
   }
   const auto bits_of = [&](int64_t i) {  // a carry into the sign would make a zero of some NaN
     const uint32_t wide = bits<uint32_t>(weights[i]);
     return (wide & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : wide;
   };
-  uint16_t* param = at<uint16_t>(w.param, begin);
+  uint16_t* param = pointer<uint16_t>(w.param, begin);
   if (w.beside_dtype == kKey) {
     uint32_t words[kBlock];
-    random_words(at<int64_t>(w.beside, 0), begin, words);
+    random_words(pointer<int64_t>(w.beside, 0), begin, words);
     for (int64_t i = 0; i < n; ++i) param[i] = uint16_t((bits_of(i) + (words[i] & 0xffff)) >> 16);
     return;
   }
-  uint16_t* remainder = at<uint16_t>(w.beside, begin);
+  uint16_t* remainder = pointer<uint16_t>(w.beside, begin);
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t wide = bits_of(i);
     param[i] = uint16_t((wide + 0x8000) >> 16);
     remainder[i] = uint16_t(wide);
   }
-  *at<uint32_t>(w.checksums, begin / kSpan) = checksum(param, n);
+  *pointer<uint32_t>(w.checksums, begin / kSpan) = checksum(param, n);
 }

@@ -35,15 +35,15 @@ void adam(int64_t tensors, const int64_t* numel, const int64_t* table, const int
   const bool skip = found_inf && *found_inf != 0;
   std::vector<AdamScalars> scalars;
   for (int64_t t = 0; t < tensors && !skip; ++t)
-    scalars.emplace_back(groups[group_of[t]], *at<float>(step[t], 0) += 1, multiplier ? *multiplier : 1);
+    scalars.emplace_back(groups[group_of[t]], *pointer<float>(step[t], 0) += 1, multiplier ? *multiplier : 1);
   for_each_chunk(chunks_of(tensors, numel), threads, [&](const Chunk& c, int64_t) {
     const int64_t t = c.tensor;
     const Weight weight{param[t], param_dtypes[t], beside[t], beside_dtypes[t], checksums[t]};
     update_chunk(c, skip, weight, [&](float* p, int64_t begin, int64_t n) {
-      float *m = at<float>(mean[t], begin), *v = at<float>(square[t], begin);
+      float *m = pointer<float>(mean[t], begin), *v = pointer<float>(square[t], begin);
       with_dtype(grad_dtypes[t], [&](auto type) {
-        const auto* g = at<decltype(type)>(grad[t], begin);
-        if (peak[t]) adam_block<true>(scalars[t], g, p, m, v, at<float>(peak[t], begin), n);
+        const auto* g = pointer<decltype(type)>(grad[t], begin);
+        if (peak[t]) adam_block<true>(scalars[t], g, p, m, v, pointer<float>(peak[t], begin), n);
         else adam_block<false>(scalars[t], g, p, m, v, nullptr, n);
       });
     });
@@ -63,8 +63,8 @@ void sgd(int64_t tensors, const int64_t* numel, const int64_t* table, const int6
     const Weight weight{param[t], param_dtypes[t], beside[t], beside_dtypes[t], checksums[t]};
     update_chunk(c, skip, weight, [&](float* p, int64_t begin, int64_t n) {
       with_dtype(grad_dtypes[t], [&](auto type) {
-        const auto* g = at<decltype(type)>(grad[t], begin);
-        if (buffer[t]) sgd_block<true>(scalars, g, p, at<float>(buffer[t], begin), n);
+        const auto* g = pointer<decltype(type)>(grad[t], begin);
+        if (buffer[t]) sgd_block<true>(scalars, g, p, pointer<float>(buffer[t], begin), n);
         else sgd_block<false>(scalars, g, p, nullptr, n);
       });
     });
@@ -86,10 +86,10 @@ void attention_backward(int64_t batch_times_heads, const int64_t* sizes, const i
     for (int64_t i = 0; i < batch_times_heads; ++i) {
       const auto stride = [&](int t, int dim) { return strides[4 * t + dim]; };
       const auto offset = [&](int t) { return i / sizes[0] * stride(t, 0) + i % sizes[0] * stride(t, 1); };
-      const auto rows = [&](int t) { return Rows{at<BFloat16>(addresses[t], offset(t)), stride(t, 2)}; };
+      const auto rows = [&](int t) { return Rows{pointer<BFloat16>(addresses[t], offset(t)), stride(t, 2)}; };
       const Mask mask{addresses[9], *mask_dtype, offset(9), stride(9, 2), stride(9, 3)};
       backward.run({rows(0), rows(1), rows(2), rows(3), rows(4), rows(5), rows(6), rows(7),
-                    at<float>(addresses[8], offset(8)), stride(8, 2), mask});
+                    pointer<float>(addresses[8], offset(8)), stride(8, 2), mask});
     }
   }
 }

@@ -213,11 +213,15 @@ def test_signals_at_any_time() -> None:
     assert interrupts > 50
 
 
-def test_a_cast_that_fails_leaves_nothing_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("renewed", [True, False])
+def test_a_cast_that_fails_leaves_nothing_fresh(renewed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case()
     case.one(case.weights[0])
     with monkeypatch.context() as patch:
-        patch.setattr("ampcompile.weights.copies.cast_many_", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        if not renewed:
+            patch.setattr("ampcompile.weights.copy_set.CopySet.renew", lambda *_: False)
+        for cast in ("ampcompile.weights.copies.cast_many_", "ampcompile.weights.copy_set.CastTable.cast"):
+            patch.setattr(cast, lambda *_: (_ for _ in ()).throw(MemoryError()))
         for _ in range(2):
             with pytest.raises(MemoryError):
                 case.call()

@@ -10,8 +10,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampcompile.kernels import cast_table
+from ampcompile.kernels.cast_table import CastTable
 from ampcompile.kernels.packed_linear import LinearBlocks, available
-from ampcompile.weights import copies as weights_copies
 from ampcompile.weights.binding import Binding
 from ampcompile.weights.copies import PAYS
 from ampcompile.weights.freshness import memory_of
@@ -81,6 +82,32 @@ def test_after_an_update_the_set_goes_on(update: str, monkeypatch: pytest.Monkey
         with monkeypatch.context() as patch:
             patch.setattr(Binding, "_refresh", None)
             case.look()
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_without_a_compiler_all_is_looked_at(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cast_table, "available", lambda: False)
+    case = Case()
+    for _ in range(3):
+        case.look()
+        UPDATES[update](case)
+    case.look()
+
+
+def test_a_weight_that_another_thread_replaces_meanwhile_is_cast_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    cast = CastTable.cast
+
+    def replace(*args: Any) -> bool:
+        case.weights[0].data = torch.randn(20, 20)
+        return cast(*args)
+
+    case = Case()
+    case.look()
+    case.update()
+    with monkeypatch.context() as patch:
+        patch.setattr(CastTable, "cast", replace)
+        assert case.look(), "a new set"
+    case.look()
 
 
 def test_what_another_graph_has_cast_is_not_cast_again() -> None:
@@ -215,10 +242,11 @@ def test_a_write_while_it_is_cast_is_cast_in_the_next_call(
     case = Case()
     case.look()
     case.update()
-    cast = weights_copies.cast_many_
+    cast, writes = CastTable.cast, list[object]()
     with monkeypatch.context() as patch:
-        patch.setattr(weights_copies, "cast_many_", lambda *args: (cast(*args), write(case.weights[0])))
+        patch.setattr(CastTable, "cast", lambda *args: (cast(*args), writes.append(write(case.weights[0])))[0])
         case.binding.copies(case.read)
+    assert writes
     case.look()
 
 
