@@ -1,19 +1,21 @@
 """The stages of a run: named jobs, each of which gives rows and can be repeated alone."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 
 import torch
 
 from ampcompile.kernels import native
 from benchmarks import (
     kernel_cases,
+    loops,
     loss_cases,
     published_cases,
     scaler_step,
@@ -54,9 +56,11 @@ class Setup:
         with TemporaryDirectory() as folder:
             yield Path(shutil.copytree(self.seed, folder, dirs_exist_ok=True))
 
-    def call(self, function: Callable[..., list[Row]], *args: object) -> list[Row]:
+    def call(
+        self, function: Callable[..., list[Row]], *args: object, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> list[Row]:
         """The result of a function, called in a process of its own."""
-        with self.caches() as caches, apart(partial, function, *args, caches=caches) as other:
+        with self.caches() as caches, apart(partial, function, *args, caches=caches, environment=environment) as other:
             other.patience = WHOLE_JOB
             return other.ask("__call__")
 
@@ -104,6 +108,8 @@ def stages(setup: Setup) -> dict[str, Jobs]:
     for model, what in product(MODELS if setup.plan == "cpu" else (), (STEP, CALL)):
         small["small"][f"{model}: {what}"] = partial(setup.call, small_steps.measure, model, what)
         small["small-apart"][f"{model}: {what}"] = partial(small_steps.measure_apart, model, what, setup.caches)
+    clipped = [work for work in setup.works()["training"] if work.keeps_memory]
+    looped = {work.name: partial(setup.call, loops.measure, work, environment=work.environment) for work in clipped}
     first = {"broken": racing.pop("broken")} if setup.plan == "cuda" else {}
     return {
         **first,
@@ -111,7 +117,7 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         "scaler": {stepped: partial(setup.call, scaler_step.measure, stepped, setup.device)},
         **({"published": published} if setup.plan == "cuda" else {}),
         **racing,
-        **(small if setup.plan == "cpu" else {}),
+        **({**small, "loops": looped} if setup.plan == "cpu" else {}),
         "growth": passes | racing["growth"],
         "memory": peaks,
         "compile": {compiling.name: partial(cold_and_warm, compiling, setup)},

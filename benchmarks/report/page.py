@@ -10,7 +10,7 @@ from benchmarks.report.growth import facts
 from benchmarks.report.plot import draw, draw_summary
 from benchmarks.report.roofline import measured_limits
 from benchmarks.report.small import fill, small_table
-from benchmarks.report.tables import case_table, table, unable
+from benchmarks.report.tables import case_table, loops_table, table, unable
 from benchmarks.report.targets import losses, targets
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
@@ -47,6 +47,7 @@ TITLES = {
     "compile": "Compile time",
     "import": "Import time",
     "small": "Small models",
+    "loops": "The training step, loop by loop",
     "small-apart": "Small models, each peer in a process of its own",
     "growth": "Growth",
     "kernels": "Kernels",
@@ -78,6 +79,9 @@ def chapter(records: Records) -> Iterator[str]:
             yield small_table(cases)
         if stage == "kernels":
             yield f"{limits}\n"
+        if stage == "loops":
+            yield loops_table(cases)
+            continue
         for case, rows in cases.items():
             if stage != "growth" and set(rows) != {"torch"} and not all(row.why for row in rows.values()):
                 yield f"#### {case}\n"

@@ -1,6 +1,6 @@
 """Rows as Markdown tables: ratios first, absolute figures after them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from benchmarks.peers import AMP
 from benchmarks.records import Row, Spread, of_bound, rival, spread, times_faster
@@ -43,6 +43,16 @@ def case_table(rows: dict[str, Row], **more: Cell) -> str:
     used = {name: column for name, column in cells.items() if any(column)}
     peers = [f"**{peer}**" if peer.startswith(AMP) else peer for peer in ran]
     return table(["", *used], zip(peers, *used.values(), strict=True))
+
+
+def loops_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
+    """A line for each part of a step: its time, its calls, and the share of the speed that memory or units allow."""
+    parts = [(part, row) for part, rows in cases.items() for row in rows.values() if not row.why]
+    lines = [
+        [part, duration(spread(row.figures["seconds"])), str(row.figures["calls"]), bound_share(row)]
+        for part, row in parts
+    ]
+    return table(["", "time", "calls", "of the bound"], lines)
 
 
 def bound_share(row: Row) -> str:
