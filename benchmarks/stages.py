@@ -109,7 +109,7 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         small["small"][f"{model}: {what}"] = partial(setup.call, small_steps.measure, model, what)
         small["small-apart"][f"{model}: {what}"] = partial(small_steps.measure_apart, model, what, setup.caches)
     clipped = [work for work in setup.works()["training"] if work.keeps_memory]
-    looped = {work.name: partial(setup.call, loops.measure, work, environment=work.environment) for work in clipped}
+    looped: Jobs = {w.name: partial(setup.call, loops.measure, w, environment=w.environment) for w in clipped}
     first = {"broken": racing.pop("broken")} if setup.plan == "cuda" else {}
     return {
         **first,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from itertools import compress
 
@@ -38,8 +37,8 @@ class CastTable:
             [copy.itemsize for copy in copies],
         ]
         self._rows = np.array(rows, dtype=np.int64)
-        self._chosen = (ctypes.c_bool * len(copies))()
-        addresses = *(row.ctypes.data for row in self._rows), ctypes.addressof(self._chosen)
+        self._chosen = np.zeros(len(copies), dtype=np.bool_)
+        addresses = *(row.ctypes.data for row in self._rows), self._chosen.ctypes.data
         self._table = np.array([len(copies), *addresses], dtype=np.int64)  # a `Table`
         self._address, self._cast = self._table.ctypes.data, native.weights_function("cast_chosen", 2)
 
@@ -49,6 +48,6 @@ class CastTable:
         Reads 4 bytes an element, and writes 2 or 4. Other threads of Python run meanwhile. Returns False, and writes
         nothing, if a weight was freed or has other memory.
         """
-        self._chosen[:] = chosen  # type: ignore[assignment]
+        self._chosen[:] = chosen
         torch.autograd.graph.increment_version(list(compress(copies, chosen)))
         return bool(self._cast(self._address, torch.get_num_threads()))

@@ -64,5 +64,4 @@ class Unchanged:
 
     def note(self) -> None:
         """Note what `read` returned last."""
-        for noted, found in zip((self._versions, self._sampled), self._found, strict=True):
-            noted[:] = found
+        self._versions[:], self._sampled[:] = self._found
