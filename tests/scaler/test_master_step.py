@@ -17,6 +17,7 @@ from ampcompile.kernels import native
 from ampcompile.kernels.masters import write_master
 from ampcompile.kernels.triton.tables import SPAN
 from ampcompile.scaler.masters import masters_of
+from benchmarks.models import GPT, GPT_23M
 from tests.scaler.cases import assert_close, assert_equal
 
 SHAPES = ((33, 7), (128,), (1,), (5, 1025), (2, 3, 4, 2))
@@ -376,6 +377,42 @@ def test_a_thousand_steps_of_random_shapes(kind: str) -> None:
     run(optimizer, wide, range(1000))
     assert_equal(masters(optimizer), [w.detach() for w in weights])
     assert_equal([p.detach() for p in params], rounded(weights, "remainder"))
+
+
+@pytest.mark.slow
+@kinds
+def test_a_hundred_steps_of_a_gpt_and_a_checkpoint_in_the_middle(kind: str) -> None:
+    """Of 23 M parameters, whose gradients are those of its own losses; masters beside it take the same ones."""
+    torch.manual_seed(0)
+    model = GPT(GPT_23M).bfloat16()
+    optimizer, wide = KINDS[kind](list(model.parameters())), KINDS[kind](weights := wide_of(list(model.parameters())))
+    ampcompile.keep_masters(optimizer)
+    scalers = [ampcompile.GradScaler("cpu", init_scale=2.0**10, growth_interval=30) for _ in range(2)]
+    for i in range(100):
+        if i == 50:
+            file = io.BytesIO()
+            torch.save([model.state_dict(), optimizer.state_dict(), scalers[0].state_dict()], file)
+            file.seek(0)
+            saved = torch.load(file, weights_only=True)
+            model = GPT(GPT_23M).bfloat16()
+            optimizer = KINDS[kind](list(model.parameters()))
+            ampcompile.keep_masters(optimizer)
+            for each, state in zip((model, optimizer, scalers[0]), saved, strict=True):
+                each.load_state_dict(state)
+        tokens = torch.randint(GPT_23M.vocab, (1, 2), generator=torch.Generator().manual_seed(i))
+        optimizer.zero_grad()
+        loss = model(tokens, tokens) * (torch.inf if i % 20 == 7 else 1.0)
+        scalers[0].scale(loss).backward()
+        scalers[1].scale(torch.ones(()))
+        for weight, param in zip(weights, model.parameters(), strict=True):
+            weight.grad = None if param.grad is None else param.grad.float()
+        for scaler, each in zip(scalers, (optimizer, wide), strict=True):
+            scaler.clip_grad_norm_(each, 1.0)
+            scaler.step(each)
+            scaler.update()
+    assert scalers[0].state_dict() == scalers[1].state_dict()
+    assert_equal(masters(optimizer), [w.detach() for w in weights])
+    assert_equal([p.detach() for p in model.parameters()], rounded(weights, "remainder"))
 
 
 def test_updates_too_small_for_a_bfloat16_add_up() -> None:
