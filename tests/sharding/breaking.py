@@ -1,4 +1,4 @@
-"""Run by test_breaking.py: a training that saves after each step, in which rank 1 breaks off, and which others resume."""
+"""Run by test_breaking.py: a training that saves after each step, in which rank 1 breaks off, and which is resumed."""
 
 import datetime
 import json
@@ -59,7 +59,8 @@ class Training:
 
     def go(self):
         """The weights and the scale after the last step."""
-        for self.step in range(self.step, STEPS):
+        for step in range(self.step, STEPS):
+            self.step = step
             break_off(self.how, self.step, "forward")
             self.optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
@@ -83,9 +84,7 @@ class Training:
     def resume(self, folder):
         state = self.state()
         dcp.load(state, checkpoint_id=max(folder.iterdir()))
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.step = state["step"]
         return self
