@@ -3,7 +3,8 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-tools fuzz check lint format types docs matrix test-isa test-integrations mutations rooms \
+.PHONY: help demo test test-tools fuzz check lint format types docs matrix test-isa test-integrations test-distributed \
+	mutations rooms \
 	pictures proof paper bench bench-scripts test-gpu bench-gpu
 
 VENV := .venv/bin/python
@@ -97,6 +98,10 @@ test-isa: $(READY) ## the suite's core as on older CPUs: AVX2, AVX-512, all that
 
 test-integrations: $(INTEGRATIONS) ## amp in the loops of Accelerate, transformers, Lightning, PEFT and TRL
 	OMP_NUM_THREADS=1 $(PYTHON) $(PYTEST) $(TOGETHER) tests/integrations $(ARGS)
+
+test-distributed: $(READY) ## all tests of several processes: each way to share a model x whole, by block x loops
+	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PYTHON) $(PYTEST) -m "" tests/sharding tests/scaler/test_distributed.py \
+		tests/behaviour/test_distributed.py tests/behaviour/test_tensor_parallel.py $(ARGS)
 
 mutations: $(READY) ## whether the suite notices one wrong line, for each of the list that nobody tried
 	$(PYTHON) -m tests.mutations $(ARGS)

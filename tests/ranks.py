@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -44,10 +45,11 @@ def run_ranks(
     assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(outputs)[-4000:]
 
 
-def join() -> None:
-    """Makes this process one of the ranks."""
+def join(timeout: timedelta | None = None) -> None:
+    """Makes this process one of the ranks; `timeout`: how long one waits for another."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{os.environ['RENDEZVOUS']}", rank=rank, world_size=size)
+    meeting = f"file://{os.environ['RENDEZVOUS']}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timeout)
 
 
 def leave() -> None:

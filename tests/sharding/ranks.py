@@ -614,11 +614,12 @@ def resharded_to_two_ranks_until_backward():
     loss.backward()
 
 
-def main():
+def main(cases, of_four):
+    """The arguments are a folder, and which cases; without, all for so many ranks."""
     join()
     outcomes = {}
-    here = {n for n in CASES if (n in WORLD_OF_FOUR) == (dist.get_world_size() == 4)}
-    chosen = {name: run for name, run in CASES.items() if name in (sys.argv[2:] or here)}
+    here = {n for n in cases if (n in of_four) == (dist.get_world_size() == 4)}
+    chosen = {name: run for name, run in cases.items() if name in (sys.argv[2:] or here)}
     for name, run in chosen.items():
         torch._dynamo.reset()
         try:
@@ -639,4 +640,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(CASES, WORLD_OF_FOUR)

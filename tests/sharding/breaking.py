@@ -1,0 +1,130 @@
+"""Run by test_breaking.py: a training that saves after each step, in which rank 1 breaks off, and which is resumed."""
+
+import datetime
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from ampcompile import GradScaler, shard_policy
+from tests.ranks import join, leave
+from tests.sharding.ranks import Model, batch, full, loss_of, narrow, sharded
+
+TIMEOUT = 8.0  # seconds, of collectives
+STEPS = 5
+BREAKS = {"killed": (1, "forward"), "raises": (3, "block"), "silent": (3, "step")}
+"""Step and place: the other rank waits in a vote, in a gather, in the search for infinities."""
+FOLDER = Path(sys.argv[-1])
+
+
+def break_off(how, step, place):
+    """What becomes of rank 1."""
+    if BREAKS.get(how) != (step, place) or dist.get_rank() != 1:
+        return
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "raises":
+        raise ValueError("no such token")
+    while not told(how).exists():
+        time.sleep(0.1)
+    os._exit(0)
+
+
+def told(how):
+    """Where rank 0 notes the error that it got."""
+    return FOLDER / f"{how}.json"
+
+
+class Training:
+    def __init__(self, how=""):
+        self.how, self.step, self.model = how, 0, Model(self.through)
+        self.run = sharded(self.model, lower="eager", low=torch.float16)
+        self.decided = shard_policy(self.model, torch.float16)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+
+    def through(self, block, x):
+        if block is self.model.blocks[1]:
+            break_off(self.how, self.step, "block")
+        return block(x)
+
+    def go(self):
+        """The weights and the scale after the last step."""
+        for step in range(self.step, STEPS):
+            self.step = step
+            break_off(self.how, self.step, "forward")
+            self.optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                outputs = self.run(batch(self.step))
+            self.scaler.scale(loss_of(outputs)).backward()
+            del outputs
+            break_off(self.how, self.step, "step")
+            self.scaler.clip_grad_norm_(self.optimizer, 1.0)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            if self.how:
+                dcp.save(self.state(self.step + 1), checkpoint_id=FOLDER / self.how / str(self.step + 1))
+        assert self.scaler._records[self.optimizer].fallback_reason is None
+        assert len(narrow(self.decided.records())) == 10, str(self.decided)
+        return [*map(full, self.model.parameters()), torch.tensor(self.scaler.get_scale())]
+
+    def state(self, step=0):
+        weights, states = get_state_dict(self.model, self.optimizer)
+        return {"model": weights, "optimizer": states, "scaler": self.scaler.state_dict(), "step": step}
+
+    def resume(self, folder):
+        state = self.state()
+        dcp.load(state, checkpoint_id=max(folder.iterdir()))
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.step = state["step"]
+        return self
+
+
+def train(rank, how):
+    """What a rank does; rank 0 notes the error that it got."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "RENDEZVOUS": str(FOLDER / f"meeting_{how}")}
+    join(datetime.timedelta(seconds=TIMEOUT))
+    if how == "resumed":
+        wanted = Training().go()
+        for broken in BREAKS:
+            found = Training().resume(FOLDER / broken).go()
+            assert all(map(torch.equal, found, wanted)), broken
+        leave()
+    training = Training(how)
+    try:
+        training.go()
+    except Exception as error:
+        if rank == 1:
+            raise
+        told(how).write_text(json.dumps({"error": str(error), "step": training.step, "at": time.time()}))
+        os._exit(0)  # without a teardown, which needs the other rank
+
+
+def main():
+    """Each pair is forked: most of a new process's time would go to imports. Prints how the ranks ended."""
+    warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+    fork, ends = multiprocessing.get_context("fork"), {}
+    for how in (*BREAKS, "resumed"):
+        ranks = [fork.Process(target=train, args=(rank, how)) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(100)
+            rank.kill()
+            rank.join()
+        ends[how] = [rank.exitcode for rank in ranks]
+    (FOLDER / "ends.json").write_text(json.dumps(ends))
+
+
+if __name__ == "__main__":
+    main()

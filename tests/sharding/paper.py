@@ -1,0 +1,51 @@
+"""What a step sends, on paper: `python -m tests.sharding.paper` prints the table of docs/several_devices.md."""
+
+from math import prod
+
+RANKS = (8, 64, 512, 1024)
+LLAMA = {"8 B": (32, 4096, 14336), "70 B": (80, 8192, 28672)}  # layers, width, inner width
+VOCABULARY, KEYS = 128256, 1024
+WAYS = {
+    # bytes of a weight that all readers round, of others, of a gradient; gathers of each weight
+    "FSDP2": (4, 4, 4, 2),
+    "FSDP2 with `shard_policy`": (2, 4, 4, 2),
+    "FSDP2, `param_dtype=bfloat16, reduce_dtype=float32`": (2, 2, 4, 2),
+    "FSDP2, `param_dtype=bfloat16`": (2, 2, 2, 2),
+    "Megatron's distributed optimizer": (2, 2, 4, 1),
+}
+
+
+def shard(shape, ranks):
+    """How many numbers each rank holds of a weight, padded as FSDP2 pads."""
+    return -(-shape[0] // ranks) * prod(shape[1:])
+
+
+def llama(layers, width, inner):
+    """The shapes of the weights, and whether all who read one round it."""
+    block = [(width, width)] * 2 + [(KEYS, width)] * 2 + [(inner, width)] * 2 + [(width, inner)]
+    rounded = block * layers + [(VOCABULARY, width)]
+    return (
+        [(shape, True) for shape in rounded] + [((VOCABULARY, width), False)] + [((width,), False)] * (2 * layers + 1)
+    )
+
+
+def sent(weights, ranks, low, high, gradient, gathers):
+    """The bytes that each rank sends in a step: of rings, in which a shard passes all ranks but one."""
+    sizes = ((shard(shape, ranks), low if rounded else high) for shape, rounded in weights)
+    return (ranks - 1) * sum(numbers * (gathers * size + gradient) for numbers, size in sizes)
+
+
+def table():
+    """In GB."""
+    lines = ["| GB that each rank sends in a step, on ranks: | " + " | ".join(f"{n:,}" for n in RANKS) + " |"]
+    lines.append("|---|" + "--:|" * len(RANKS))
+    for name, sizes in LLAMA.items():
+        weights = llama(*sizes)
+        for way, numbers in WAYS.items():
+            found = " | ".join(f"{sent(weights, ranks, *numbers) / 1e9:.1f}" for ranks in RANKS)
+            lines.append(f"| {name}, {way} | {found} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,34 @@
+"""Every way to use several devices, whole and by block, in both 16-bit types, accumulated and resumed."""
+
+import json
+
+import pytest
+import torch
+
+if not torch.distributed.is_available():
+    pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
+
+from tests.ranks import run_ranks
+from tests.sharding import matrix
+
+SAMPLE = [
+    f"{kind}-{('whole', 'by_block')[i % 2]}-fp16-{('accumulated', 'resumed')[i // 2 % 2]}"
+    for i, kind in enumerate(matrix.KINDS)
+]
+"""With a scaler, which tests beside this file have for DDP and FSDP2 alone, and never with clipping."""
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(SAMPLE, id="sample", marks=pytest.mark.ci),
+        pytest.param([*matrix.CASES], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_combinations_train_as_eager_autocast_does(names, size, tmp_path):
+    chosen = [name for name in names if (name in matrix.WORLD_OF_FOUR) == (size == 4)]
+    run_ranks("tests.sharding.matrix", str(tmp_path), *chosen, folder=tmp_path, timeout=580, size=size)
+    found = json.loads((tmp_path / "outcomes.json").read_text())
+    wrong = {name: text for name, text in found.items() if text}
+    assert [*found] == chosen and not wrong, "\n".join([", ".join(wrong), *wrong.values()])
