@@ -4,8 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-tools fuzz check lint format types docs matrix test-isa test-integrations test-distributed \
-	mutations rooms \
-	pictures proof paper bench bench-scripts test-gpu bench-gpu
+	mutations rooms pictures proof paper bench bench-scripts test-gpu bench-gpu
 
 VENV := .venv/bin/python
 PYTHON := $(VENV)
