@@ -1,1 +1,5 @@
 """Kernels, one operation per file: public function, plain-torch reference, Triton version in `kernels/triton`."""
+
+from ampcompile.torch_private.sources import tell_sources
+
+tell_sources(__name__, __path__)

@@ -15,6 +15,13 @@ FREEZING = "Inductor + autocast, freezing"
 TEXT = (ROOT / "README.md").read_text()
 
 
+def test_the_first_screen_has_both_commands_and_losses_stand_before_the_comparison() -> None:
+    first = TEXT.splitlines()[:10]
+    assert all(any(line.startswith(f"make {target} ") for line in first) for target in ("demo", "test"))
+    order = ["## Quickstart", "## What to expect on your hardware", "\nWhere it loses", "## What it does that others"]
+    assert [*map(TEXT.index, order)] == sorted(map(TEXT.index, order))
+
+
 def test_its_python_runs_in_a_folder_of_its_own(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

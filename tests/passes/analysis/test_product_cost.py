@@ -52,6 +52,13 @@ def test_tiny_products_dont_pay_and_get_no_advice(machine, width, dtype, pays, m
     assert str(found).endswith("us longer" if not pays else end)
 
 
+def test_a_product_starts_as_fast_on_a_machine_that_others_use(monkeypatch):
+    """Two calls of three wait for another process, 20 ms each."""
+    waits = iter([0.02, 0.02, 2e-6] * 20)
+    monkeypatch.setattr(product_cost, "time_call", lambda device, call: next(waits))
+    assert product_cost.speed.__wrapped__("cpu", HIGH).start == 2e-6
+
+
 def three_linears():
     return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
 
