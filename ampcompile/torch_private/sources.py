@@ -13,6 +13,7 @@ from pathlib import Path
 
 def tell_sources(package: str, folders: Iterable[str]) -> None:
     """Tell the names of the modules that lie in a package's folders, those of its sub-packages aside."""
+    known: dict[str, str] = getattr(inspect, "modulesbyfile", {})  # undocumented: without it, the search stays
     for path in (path for folder in folders for path in Path(folder).absolute().glob("*.py")):
         if path.stem != "__init__":
-            inspect.modulesbyfile[str(path)] = f"{package}.{path.stem}"
+            known[str(path)] = f"{package}.{path.stem}"
