@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import profiling, storages
+from ampcompile.torch_private import profiling
 
-from . import cast_table
-from .cast_table import CastTable
+from . import unchanged
+from .renewal import round_all
 
 
 @profiling.named("amp: round_many_")
@@ -23,11 +23,10 @@ def round_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], dtypes: Seq
     if not copies:
         return
     weights = [weight.float() for weight in weights]
-    if cast_table.available():
-        objects, begins = list(map(storages.tensor_address, weights)), [weight.data_ptr() for weight in weights]
-        if CastTable(copies, objects, begins, dtypes).cast(copies, [True] * len(copies)):
-            return
-    round_many_reference_(copies, weights, dtypes)
+    if unchanged.available():
+        round_all([weight.data_ptr() for weight in weights], copies, dtypes)
+    else:
+        round_many_reference_(copies, weights, dtypes)
 
 
 def round_many_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:

@@ -42,26 +42,14 @@ class Unchanged:
     ) -> None:
         groups = (tensors,), (counters, versions), (weights, addresses), (storages, users), (runs,), (words,)
         self._arrays = [[np.array(row, dtype=np.int64) for row in group] for group in groups]
-        self._weights, self._kept = list(weights), kept
-        self._versions, self._sampled = self._arrays[1][1], np.frombuffer(sampled, np.uint8).copy()
+        self.weights, self._kept = list(weights), kept
+        self.versions, self.sampled = self._arrays[1][1], np.frombuffer(sampled, np.uint8).copy()
         fields = (field for group in self._arrays for field in (len(group[0]), *(row.ctypes.data for row in group)))
-        self._state = np.array([*fields, self._sampled.ctypes.data], dtype=np.int64)  # a `State`
-        self._address = self._state.ctypes.data
-        self._unchanged, self._read = native.weights_function("unchanged", 1), native.weights_function("read_state", 3)
-        self._found = self._versions.copy(), self._sampled.copy()
-        self._into = [found.ctypes.data for found in self._found]
+        self._state = np.array([*fields, self.sampled.ctypes.data], dtype=np.int64)
+        self.address = self._state.ctypes.data
+        """The address of the noted state, for C++: a `State`."""
+        self._unchanged = native.weights_function("unchanged", 1)
 
     def __call__(self, weights: Sequence[int]) -> bool:
         """Return True if these are the weights, and all is as it was noted."""
-        return weights == self._weights and bool(self._unchanged(self._address))
-
-    def read(self, weights: Sequence[int]) -> tuple[list[int], bytes] | None:
-        """Return the versions and the sample now; None if these aren't the weights, or anything else changed."""
-        if weights != self._weights or not self._read(self._address, *self._into):
-            return None
-        versions, sampled = self._found
-        return versions.tolist(), sampled.tobytes()
-
-    def note(self) -> None:
-        """Note what `read` returned last."""
-        self._versions[:], self._sampled[:] = self._found
+        return weights == self.weights and bool(self._unchanged(self.address))

@@ -153,7 +153,7 @@ class Loan:
         lent = [(i, copy) for i, copy in copies if copy.writable() and copy.fresh(None)]
         self.tensors: defaultdict[int, list[Tensor]] = defaultdict(list)
         for i, copy in lent:
-            copy.mark = None
+            copy.mark = 0
             if captured:
                 store.captured.add(copy)
             if not copy.form.wide and copy.tensor is not None:
@@ -176,7 +176,7 @@ class Loan:
                 (copy, weight)
                 for copy, buffer, weight in self._lent
                 # another thread may have cast it meanwhile, from weights of before the step
-                if copy.mark is None and copy.buffer is buffer
+                if not copy.mark and copy.buffer == buffer
             ]
             fresh = [(copy, weight) for copy, weight in written if copy.memory in proven]
             cast([(copy, weight) for copy, weight in fresh if copy.form.wide])

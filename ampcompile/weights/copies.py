@@ -5,6 +5,7 @@ A graph without gradients may read it packed in oneDNN's blocks, once that pays;
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ampcompile.kernels.cast_many import cast_many_
 from ampcompile.kernels.packed_conv import Blocks
+from ampcompile.kernels.renewal import CopyRecord
 from ampcompile.kernels.round_many import round_many_
 from ampcompile.torch_private import profiling, storages
 
@@ -34,33 +36,41 @@ PAYS = 3
 call is never packed, and no program pays more than twice the least possible."""
 
 
-class Copy:
+class Copy(CopyRecord):
     """A weight in low precision, shared by all graphs that read it; freed with its last graph or weight, or by `free`.
 
-    `mark` and `doubt` are the memory's at the last cast: if it has another object now, it may have been written since.
+    `mark` and `doubt` are the memory's at the last cast: if it has another number now, it may have been written since.
+    A mark of 0: the buffer's values are invalid. `buffer` is replaced with each allocation; 0: there is none.
     """
 
     def __init__(self, weight: Tensor, form: Form) -> None:
         self.memory: Memory = memory_of(weight)
         self.memory.copies.add(self)
         self.form = form
-        self.mark: object = None  # None: the buffer's values are invalid
-        self.doubt: object = None
         self.places = places(weight)
-        self.sample, self.words = Sample([self.places]), b""
+        self.sample = Sample([self.places])
+        self._words = ctypes.create_string_buffer(self.sample.nbytes)
+        self.words_address = ctypes.addressof(self._words)
         self.in_place = False
         self.launch: gpu.LastLaunch | None = None  # the last one that wrote or compared the buffer, on a GPU
         self.trial = 0
         self.readers: Counter[Blocks | None] = Counter()  # how many sets read it in which blocks, None: strided
-        self.reads = 0
-        self.buffer: object = None  # a token, replaced with each allocation
         self.tensor: Tensor | None = None  # strided as the weight; the only reference in Python while it is idle
         self.packed: dict[Blocks, Tensor] = {}  # the same values in oneDNN's blocks
+
+    @property
+    def words(self) -> bytes:
+        """The sample of the weight at the last cast."""
+        return self._words.raw
+
+    @words.setter
+    def words(self, words: bytes) -> None:
+        self._words.raw = words
 
     def _allocate(self, weight: Tensor) -> None:
         """Allocate a new buffer; a backward that saved the old one keeps it."""
         self.tensor = self.form.empty_like(weight)
-        self.buffer = object()
+        self.buffer = store.new_mark()
         self.streams: set[int] = set()  # which the allocator waits for before it reuses the memory
         self.storage = storages.storage_key(self.tensor)
         self._idle = self._owners()
@@ -81,12 +91,12 @@ class Copy:
 
     def _unwritten(self) -> bool:
         """Return True if no write since the cast is detected."""
-        return self.mark is self.memory.mark and self.sample.read() == self.words
+        return self.mark == self.memory.mark and self.sample.read() == self.words
 
     def fresh(self, blocks: Blocks | None) -> bool:
         """Return True if the copy is known to hold the weight's values, strided or in these blocks."""
         allocated = self.tensor is not None or blocks in self.packed
-        return allocated and self.doubt is self.memory.doubt and self._unwritten()
+        return allocated and self.doubt == self.memory.doubt and self._unwritten()
 
     def compare(self, weight: Tensor, doubtful: bool) -> bool:
         """Compare all bits of copy and weight if no write is detected; return True if they are equal.
@@ -101,22 +111,22 @@ class Copy:
         if not torch.equal(self.tensor.view(bits), rounded.view(bits)):
             return False
         self.trial = max(self.trial - 1, 0)
-        self.doubt = None if doubtful or self.trial else doubt
+        self.doubt = 0 if doubtful or self.trial else doubt
         return True
 
-    def prepare(self, weight: Tensor) -> tuple[object, object, bytes]:
+    def prepare(self, weight: Tensor) -> tuple[int, int, bytes]:
         """Make the buffer writable and mark it invalid. Returns the weight's state now, for `note_cast`."""
-        if self.doubt is not self.memory.doubt or not self._unwritten():
+        if self.doubt != self.memory.doubt or not self._unwritten():
             self.packed, self.reads = {}, 0
-        self.mark = None
+        self.mark = 0
         if not self.writable():
             self._allocate(weight)
         if self.trial:
             self.trial = TRIAL
         return self.memory.mark, self.memory.doubt, self.sample.read()
 
-    def note_cast(self, mark: object, doubt: object, sampled: bytes) -> None:
-        """Record that the buffer holds the weight's values at this mark and sample; `doubt` None: for this call."""
+    def note_cast(self, mark: int, doubt: int, sampled: bytes) -> None:
+        """Record that the buffer holds the weight's values at this mark and sample; `doubt` 0: for this call."""
         self.doubt, self.words = doubt, sampled
         self.mark = mark
 
@@ -131,6 +141,7 @@ class Copy:
             return
         with torch.inference_mode(False), torch.no_grad():
             self.packed[blocks] = blocks.pack(strided.contiguous())
+        self.buffer = store.new_mark()
         if all(read in self.packed for read, readers in self.readers.items() if readers):
             self.tensor = None
 
@@ -141,7 +152,8 @@ class Copy:
         elif self in store.captured:
             return
         store.change_buffers()
-        self.mark = self.buffer = self.tensor = None
+        self.mark = self.buffer = 0
+        self.tensor = None
         self.packed = {}
 
     def nbytes(self) -> int:
@@ -240,7 +252,7 @@ def refresh(
     cast(stale, tables)
     gpu.cast_done(written)
     for copy, (mark, doubt, sampled) in zip(written, states, strict=True):
-        copy.note_cast(mark, None if copy.trial or copy.memory in doubtful else doubt, sampled)
+        copy.note_cast(mark, 0 if copy.trial or copy.memory in doubtful else doubt, sampled)
     store.end_pass()
     return set(written)
 

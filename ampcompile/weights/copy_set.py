@@ -8,16 +8,15 @@ casts the written weights, and keeps the set. Anything else is left to a whole r
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate, compress, pairwise
-from operator import attrgetter, gt, is_not, ne, not_
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampcompile.kernels import cast_table, unchanged
-from ampcompile.kernels.cast_table import CastTable
+from ampcompile.kernels import unchanged
 from ampcompile.kernels.packed_conv import Blocks
+from ampcompile.kernels.renewal import CopyPlace, RenewalTable
 from ampcompile.kernels.unchanged import Unchanged
 from ampcompile.torch_private import profiling, storages
 
@@ -27,83 +26,56 @@ from .freshness import Sharer
 from .sample import Sample
 from .store import store
 
-_sharers, _open, _mark, _doubt = map(attrgetter, ("sharers", "step_open", "mark", "doubt"))
-_buffer, _seen, _packed, _requires_grad = map(attrgetter, ("buffer", "seen", "packed", "requires_grad"))
-_tensor, _words, _trainable = map(attrgetter, ("tensor", "words", "trainable"))
+_buffer, _seen, _tensor, _requires_grad = map(attrgetter, ("buffer", "seen", "tensor", "requires_grad"))
 
 
 class Renewal:
     """Casts the written weights of one set of float32 weights, while the sharers of their memory stay the same.
 
-    Made when all copies are proven fresh. `copies`: each once, in the order of `sample`; `members`: that of each slot;
-    `weights`: of each slot, with its address; `sharers`: all that may write, in the order of the versions for `renew`.
+    Made when all copies are proven fresh. `state`: of the set; `copies`: each once, in the order of its sample;
+    `members`: that of each slot; `weights`: of each slot, with its address; `sharers`: all that may write, in the order
+    of the state's versions.
     """
 
     def __init__(
         self,
+        state: Unchanged,
         copies: Sequence[Copy],
         members: Sequence[Copy],
         weights: Sequence[tuple[Sharer, int]],
         sharers: Sequence[Sharer],
     ) -> None:
-        self._copies, self._sharers = copies, sharers
-        trainable = all(copy.memory.trainable for copy in members)  # which stays true
-        self._slots = [] if trainable else [copy.memory for copy in members]
-        self._memory_of = [copy.memory for copy in copies]
-        ends = accumulate((len(copy.words) for copy in copies), initial=0)
-        self._parts = [slice(begin, end) for begin, end in pairwise(ends)]
-        self._memories = list(dict.fromkeys(self._memory_of))
-        self._rosters, self._buffers = list(map(_sharers, self._memories)), list(map(_buffer, copies))
-        memory_of = {sharer: memory for memory in self._memories for sharer in memory.sharers}
-        self._shared = [memory_of[sharer] for sharer in sharers]
+        self._state = state
+        # Weights that were never trained, and may be from now on: that some are stays true.
+        self._frozen = [i for i, copy in enumerate(members) if not copy.memory.trainable]
         self._idle = IdleCheck(copies)
         weight_of = dict(zip(members, weights, strict=True))
-        objects = [weight_of[copy][0].impl for copy in copies]
-        begins, dtypes = [weight_of[copy][1] for copy in copies], [copy.form.dtype for copy in copies]
-        self._table = CastTable(list(map(_tensor, copies)), objects, begins, dtypes)
+        memory_of = {sharer: copy.memory for copy in copies for sharer in copy.memory.sharers}
+        places = [
+            CopyPlace(
+                copy, copy.memory, weight_of[copy][0].impl, weight_of[copy][1], tensor, copy.form.dtype, len(copy.words)
+            )
+            for copy in copies
+            if (tensor := copy.tensor) is not None
+        ]
+        self._table = RenewalTable(state, sharers, [memory_of[sharer] for sharer in sharers], places)
 
-    def renew(self, weights: Sequence[Tensor], versions: Sequence[int], sampled: bytes) -> bool:
-        """Cast the written weights. Returns False if a whole refresh is needed.
-
-        `versions`: first those of the sharers; `sampled`: the sample after they were read. The caller has checked that
-        all weights and sharers are alive, and holds the lock.
-        """
-        copies, memories = self._copies, self._memories
-        if (
-            self._rosters != list(map(_sharers, memories))
-            or self._buffers != list(map(_buffer, copies))
-            or (self._slots and True in map(gt, map(_requires_grad, weights), map(_trainable, self._slots)))
-            or True in map(_open, memories)
-            or any(map(_packed, copies))
+    def renew(self, weights: Sequence[Tensor]) -> bool:
+        """Cast the written weights. Returns False if a whole refresh is needed. The caller holds the lock."""
+        if list(map(storages.tensor_address, weights)) != self._state.weights or any(
+            weights[i].requires_grad for i in self._frozen
         ):
             return False
-        moved, written = list(map(ne, map(_seen, self._sharers), versions)), object()
-        for memory in compress(self._shared, moved):
-            memory.mark = written  # first: see `Memory.examine`
-        for sharer, version in compress(zip(self._sharers, versions, strict=False), moved):
-            sharer.seen = version
-        marks, doubts = list(map(_mark, self._memory_of)), list(map(_doubt, self._memory_of))
-        words = list(map(sampled.__getitem__, self._parts))
-        stale = list(map(is_not, map(_mark, copies), marks))
-        fresh = list(map(not_, stale))
-        known = compress(zip(map(_doubt, copies), map(_words, copies), strict=True), fresh)
-        if list(known) != list(compress(zip(doubts, words, strict=True), fresh)):
+        if (stale := self._table.find_stale()) <= 0:
+            return not stale
+        if not self._idle():
             return False
-        if True in stale:
-            if not (self._idle() and self._cast(stale)):
-                return False
-            for copy, mark, doubt, part in compress(zip(copies, marks, doubts, words, strict=True), stale):
-                copy.doubt, copy.words = doubt, part
-                copy.mark = mark  # last, as in `note_cast`
-            store.end_pass()
-        return True
-
-    def _cast(self, stale: Sequence[bool]) -> bool:
         store.begin_pass()
-        for copy in compress(self._copies, stale):
-            copy.mark, copy.reads = None, 0
         with profiling.region("amp: refresh copies of weights"):
-            return self._table.cast(list(map(_tensor, self._copies)), stale)
+            if not self._table.cast():
+                return False
+        store.end_pass()
+        return True
 
 
 class CopySet:
@@ -150,13 +122,13 @@ class CopySet:
         if self._epoch is not None and not self.rechecks and _renewable(aliases, distinct):
             self._unchanged = self._note_for_cpp()  # made now: later, sharers may have come and gone
             weights = list(zip(self._weights, self._addresses, strict=True))
-            self._renewal = Renewal(in_order, members, weights, self._sharers)
+            self._renewal = Renewal(self._unchanged, in_order, members, weights, self._sharers)
         store.sets.add(self)
 
     def _note_state(self, ids: Sequence[int], now: object) -> None:
         """Record what must stay unchanged: the sharers of the weights' memory, and their versions."""
         weight_sharers = [copy.memory.weights.get(key) for copy, key in zip(self.members, ids, strict=True)]
-        proven = all(c.mark is c.memory.mark and c.doubt is c.memory.doubt for c in self.members)
+        proven = all(c.mark == c.memory.mark and c.doubt == c.memory.doubt for c in self.members)
         self._epoch = now if proven and None not in weight_sharers else None
         self._sharers = [sharer for record in self.memories for sharer in record.sharers]
         self._counters, self._versions = [s.counter for s in self._sharers], list(map(_seen, self._sharers))
@@ -210,18 +182,12 @@ class CopySet:
 
     def renew(self, weights: Sequence[Tensor], now: object) -> bool:
         """Cast the written weights if nothing else changed; `now`: the `write_epoch` before. False: make a new set."""
-        if (
-            self._renewal is None
-            or self._unchanged is None
-            or self._packable != len(self._unpacked)  # a new set counts reads from the start
-            or (found := self._unchanged.read(list(map(storages.tensor_address, weights)))) is None
-        ):
+        if self._renewal is None or self._packable != len(self._unpacked):  # a new set counts reads from the start
             return False
         self._epoch = None  # first: another thread must not find a half-renewed set fresh
-        if not self._renewal.renew(weights, *found):
+        if not self._renewal.renew(weights):
             return False
-        self._unchanged.note()
-        self.words, self._epoch = found[1], now
+        self._epoch = now
         return True
 
     def forms(self) -> list[Any]:
@@ -275,4 +241,4 @@ def _renewable(weights: Sequence[Tensor], copies: Sequence[Copy]) -> bool:
     if any(copy.tensor is None for copy in copies):  # packed
         return False
     plain = all(weight.is_cpu and weight.dtype == torch.float32 for weight in weights)
-    return plain and cast_table.available() and unchanged.available()
+    return plain and unchanged.available()

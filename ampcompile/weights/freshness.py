@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampcompile.kernels.renewal import MemoryRecord, SharerRecord
 from ampcompile.torch_private import storages
 
 from .store import store
@@ -35,20 +36,20 @@ _LASTS = 8, 5.0
 _log = logging.getLogger("ampcompile")
 
 
-class Sharer:
+class Sharer(SharerRecord):
     """A tensor on a weight's storage: a handle that tells whether it lives, and its counter, shared by its views."""
 
-    __slots__ = ("counter", "handle", "impl", "key", "seen")
+    __slots__ = ("counter", "handle", "impl", "key")
 
     def __init__(self, tensor: Tensor, counter: Tensor) -> None:
         self.key, self.impl, self.handle = id(tensor), storages.tensor_address(tensor), storages.TensorHandle(tensor)
         self.counter, self.seen = counter, counter._version
 
 
-class Memory:
+class Memory(MemoryRecord):
     """One storage that copies were cast from.
 
-    `mark` is replaced by a new object after each write, `doubt` after each possible write.
+    `mark` is replaced by a new number after each write, `doubt` after each possible write.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -57,8 +58,8 @@ class Memory:
         self._reserved = storages.StorageWeakRef(storage)  # no other storage gets the key
         self.storage = weakref.ref(storage, functools.partial(_storage_freed, weakref.ref(self)))
         self.begin, self.end = 0, 0  # its addresses
-        self.mark, self.doubt = object(), object()
-        self.sharers: list[Sharer] = []  # a new list whenever one is added or removed
+        self.mark, self.doubt = store.new_mark(), store.new_mark()
+        self.sharers = []
         self.weights: dict[int, Sharer] = {}  # those that graphs read, by id of the tensor
         self.exported: dict[int, Any] = {}  # handles, by id, of tensors that arrays and capsules hold: never tracked
         self.trainable = False
@@ -68,14 +69,23 @@ class Memory:
         weakref.finalize(self, store.forget_with_the_last).atexit = False
         self.copies: weakref.WeakSet[Any] = weakref.WeakSet()
 
+    @property
+    def sharers(self) -> list[Sharer]:
+        """The tensors whose writes are detected. A new list whenever one is added or removed."""
+        return self._sharers
+
+    @sharers.setter
+    def sharers(self, sharers: list[Sharer]) -> None:
+        self._sharers, self.roster = sharers, store.new_mark()
+
     def written(self) -> None:
         """Record a write to this memory."""
-        self.mark = object()
+        self.mark = store.new_mark()
         store.begin_epoch()
 
     def doubted(self) -> None:
         """Record a possible write to this memory."""
-        self.doubt = object()
+        self.doubt = store.new_mark()
         store.begin_epoch()
 
     def admit(self, weight: Tensor) -> Sharer | None:
@@ -84,7 +94,7 @@ class Memory:
         self.trainable |= weight.requires_grad
         sharer = self.weights.get(id(weight))
         if sharer is None or sharer.handle.expired():
-            self.doubt = object()
+            self.doubt = store.new_mark()
             if (counter := storages.counter_of(weight)) is None:
                 return None
             sharer = self.weights[id(weight)] = Sharer(weight, counter)
@@ -97,7 +107,7 @@ class Memory:
         begin, size = storage.data_ptr(), storage.nbytes()
         if (begin, begin + size) != (self.begin, self.end):
             self.begin, self.end = begin, begin + size
-            self.doubt = object()
+            self.doubt = store.new_mark()
 
     def examine(self, aliases: int = 0) -> int:
         """Detect writes through tracked sharers. Returns the number of others, whose writes aren't detected.
@@ -107,7 +117,9 @@ class Memory:
         any_freed = False
         for sharer in self.sharers:
             if sharer.seen != (now := sharer.counter._version):
-                self.mark = object()  # first: an interrupt here must not leave a write that was seen but not recorded
+                self.mark = (
+                    store.new_mark()
+                )  # first: an interrupt here must not leave a write that was seen but not recorded
                 sharer.seen = now
             any_freed |= sharer.handle.expired()
         if any_freed:
@@ -115,7 +127,7 @@ class Memory:
             self.weights = {key: sharer for key, sharer in self.weights.items() if not sharer.handle.expired()}
         unknown = storages.storage_users(self.key) - self.users() - aliases
         if unknown:  # one may have the counter of a sharer that was freed
-            self.doubt = object()
+            self.doubt = store.new_mark()
         else:
             self.unexplained = 0
         if unknown < 0:  # a sharer moved to another storage
@@ -137,7 +149,7 @@ class Memory:
     def open_step(self) -> None:
         """Begin a fused step: until `close_step` no copy counts as fresh. Detects earlier writes, as `examine` does."""
         if self.step_open:  # by a step that failed, and may have written before it raised a version
-            self.mark = object()
+            self.mark = store.new_mark()
         self.examine()
         self.step_open = True
         store.begin_epoch()

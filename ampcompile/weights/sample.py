@@ -67,7 +67,8 @@ class Sample:
         self.runs, self.words = _bytes_at(runs), _bytes_at(words)
         self.places = len(self.runs) + len(self.words)
         self._read = native.weights_function("read_words", 5) if self.places else None
-        self._copied = ctypes.create_string_buffer(_WORD * (RUN * len(self.runs) + len(self.words)))
+        self.nbytes = _WORD * (RUN * len(self.runs) + len(self.words))
+        self._copied = ctypes.create_string_buffer(self.nbytes)
         rows = (len(self.runs), self.runs.ctypes.data, len(self.words), self.words.ctypes.data)
         self._arguments = *rows, ctypes.addressof(self._copied)
 

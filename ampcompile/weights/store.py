@@ -6,6 +6,7 @@ It finds the record of a tensor's memory, the copies made from it, and the sets 
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import time
 import weakref
@@ -44,6 +45,7 @@ class CopyStore:
         self.forms: list[Form] = []  # every form that a copy has been made in, in a fixed order
         self.captured: set[Copy] = set()  # copies that a captured CUDA graph writes: they keep their addresses
         self.reports: dict[torch.device, Report] = {}  # of unreported writes on GPUs
+        self.new_mark = itertools.count(1).__next__  # a number that no mark had; C++ has negative ones of its own
         self.made = self.passes = 0  # copies made, and refresh passes that have cast something
         self.casting = False  # a pass has begun and not ended: the values of its copies are unknown
         self.buffers = object()  # another object before a buffer is freed, replaced or written

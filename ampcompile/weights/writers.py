@@ -231,7 +231,7 @@ def _written_by(optimizer: torch.optim.Optimizer) -> None:
     if not all(memory.trainable for memory in copied):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         owned = {memory.key for memory in map(store.find_in_ranges, params) if memory is not None}
-    written = object()
+    written = store.new_mark()
     for memory in copied:
         if memory.trainable or memory.key in owned:
             memory.mark = written

@@ -15,7 +15,7 @@ struct State {
   c10::TensorImpl* const* tensor;  // that must be alive
   int64_t counters;
   c10::TensorImpl* const* counter;
-  const int64_t* version;
+  int64_t* version;
   int64_t weights;
   c10::TensorImpl* const* weight;
   const int64_t* address;
@@ -26,7 +26,7 @@ struct State {
   const char* const* run;
   int64_t words;
   const char* const* word;
-  const char* sampled;
+  char* sampled;
 };
 
 int64_t address_of(const c10::TensorImpl& tensor) {
@@ -60,29 +60,100 @@ bool is_unwritten(const State& state) {
   return true;
 }
 
-void read(const State& state, int64_t* versions, char* sampled) {
-  for (int64_t i = 0; i < state.counters; ++i) versions[i] = state.counter[i]->version_counter().current_version();
+// Copies what versions and sample are now.
+void read(const State& state, int64_t* version, char* sampled) {
+  for (int64_t i = 0; i < state.counters; ++i) version[i] = state.counter[i]->version_counter().current_version();
+  // after the versions: a write that comes meanwhile is found in the next call
   for (int64_t i = 0; i < state.runs; ++i, sampled += 64) std::memcpy(sampled, state.run[i], 64);
   for (int64_t i = 0; i < state.words; ++i, sampled += 4) std::memcpy(sampled, state.word[i], 4);
 }
 
-// See `cast_table.CastTable`: float32 weights, and copies of `size` bytes an element.
-struct Table {
-  int64_t tensors;
-  c10::TensorImpl* const* weight;
-  const int64_t *from, *to, *numel, *dtype, *size;
-  const char* chosen;
+// What Python's objects begin with: see `records`.
+struct Sharer {
+  int64_t seen;
+};
+struct Memory {
+  int64_t mark, doubt, roster, step_open;
+};
+struct Copy {
+  int64_t mark, doubt, buffer, reads;
+  char* words;
 };
 
-void cast_chunk(const Table& table, const Chunk& c) {
-  const float* from = pointer<float>(table.from[c.tensor], c.begin);
+// Float32 numbers to be rounded, and results of `size` bytes an element.
+struct Casts {
+  int64_t tensors;
+  const int64_t *from, *to, *numel, *dtype, *size;
+};
+
+// See `renewal.RenewalTable`.
+struct Table {
+  State* state;
+  int64_t sharers;
+  Sharer* const* sharer;  // in the order of the state's versions
+  Memory* const* shared;
+  int64_t memories;
+  Memory* const* memory;
+  const int64_t* roster;
+  int64_t copies;
+  Copy* const* copy;  // in the order of the state's sample, of which each has `bytes` from `begin`
+  Memory* const* source;
+  const int64_t *buffer, *begin, *bytes;
+  c10::TensorImpl *const *weight, *const *tensor;
+  Casts casts;
+  int64_t *mark, *doubt;  // of each copy's memory when the copies were looked at
+  int64_t *stale, *version;
+  char* sampled;
+};
+
+// Notes what was read when the copies were looked at: they are fresh now.
+void note(const Table& table) {
+  const State& state = *table.state;
+  std::memcpy(state.version, table.version, state.counters * sizeof(int64_t));
+  std::memcpy(state.sampled, table.sampled, state.runs * 64 + state.words * 4);
+}
+
+bool is_as_noted(const Table& table) {
+  for (int64_t i = 0; i < table.memories; ++i)
+    if (table.memory[i]->roster != table.roster[i] || table.memory[i]->step_open) return false;
+  for (int64_t i = 0; i < table.copies; ++i)
+    if (table.copy[i]->buffer != table.buffer[i]) return false;
+  return true;
+}
+
+// Writes to one weight are written to all copies of its memory: each gets the same new mark. Python's marks are positive.
+void mark_written(const Table& table) {
+  static int64_t last = 0;
+  --last;
+  for (int64_t i = 0; i < table.sharers; ++i)  // all marks first: see `Memory.examine`
+    if (table.sharer[i]->seen != table.version[i]) table.shared[i]->mark = last;
+  for (int64_t i = 0; i < table.sharers; ++i) table.sharer[i]->seen = table.version[i];
+}
+
+int64_t find_stale(const Table& table) {
+  int64_t found = 0;
+  for (int64_t i = 0; i < table.copies; ++i) {
+    const Copy& copy = *table.copy[i];
+    table.mark[i] = table.source[i]->mark;
+    table.doubt[i] = table.source[i]->doubt;
+    table.stale[i] = copy.mark != table.mark[i];
+    found += table.stale[i];
+    const char* sampled = table.sampled + table.begin[i];
+    const auto same = [&] { return !std::memcmp(copy.words, sampled, table.bytes[i]); };
+    if (!table.stale[i] && !(copy.doubt == table.doubt[i] && same())) return -1;
+  }
+  return found;
+}
+
+void cast_chunk(const Casts& casts, const Chunk& c) {
+  const float* from = pointer<float>(casts.from[c.tensor], c.begin);
   const int64_t n = c.end - c.begin;
-  with_dtype(table.dtype[c.tensor], [&](auto value) {
-    if (table.size[c.tensor] == 2) {
-      auto* to = pointer<decltype(value)>(table.to[c.tensor], c.begin);
+  with_dtype(casts.dtype[c.tensor], [&](auto value) {
+    if (casts.size[c.tensor] == 2) {
+      auto* to = pointer<decltype(value)>(casts.to[c.tensor], c.begin);
       for (int64_t i = 0; i < n; ++i) narrow(from[i], to[i]);
     } else {
-      float* to = pointer<float>(table.to[c.tensor], c.begin);
+      float* to = pointer<float>(casts.to[c.tensor], c.begin);
       for (int64_t i = 0; i < n; ++i) {
         narrow(from[i], value);
         to[i] = widen(value);
@@ -91,29 +162,47 @@ void cast_chunk(const Table& table, const Chunk& c) {
   });
 }
 
-// Called with Python's lock, which it lets go while it casts; the weights' memory stays until it has done.
+// Called with Python's lock, which it lets go while it casts.
+template <typename Choose> void cast_chosen(const Casts& casts, int threads, Choose chosen) {
+  std::vector<Chunk> chunks = chunks_of(casts.tensors, casts.numel);
+  std::erase_if(chunks, [&](const Chunk& c) { return !chosen(c.tensor); });
+  void* const thread = PyEval_SaveThread();
+  for_each_chunk(chunks, threads, [&](const Chunk& c, int64_t) { cast_chunk(casts, c); });
+  PyEval_RestoreThread(thread);
+}
+
+// The weights' memory stays until it has done.
 bool cast(const Table& table, int threads) {
   std::vector<c10::Storage> held;
-  std::vector<Chunk> chunks = chunks_of(table.tensors, table.numel);
-  std::erase_if(chunks, [&](const Chunk& c) { return !table.chosen[c.tensor]; });
-  for (int64_t i = 0; i < table.tensors; ++i) {
-    if (!table.chosen[i]) continue;
+  for (int64_t i = 0; i < table.copies; ++i) {
+    if (!table.stale[i]) continue;
     const c10::TensorImpl* weight = table.weight[i];
-    if (c10::raw::intrusive_ptr::use_count(table.weight[i]) == 0 || address_of(*weight) != table.from[i])
+    if (c10::raw::intrusive_ptr::use_count(table.weight[i]) == 0 || address_of(*weight) != table.casts.from[i])
       return false;  // another thread has given it other memory
     held.push_back(weight->unsafe_storage());
   }
-  void* const thread = PyEval_SaveThread();
-  for_each_chunk(chunks, threads, [&](const Chunk& c, int64_t) { cast_chunk(table, c); });
-  PyEval_RestoreThread(thread);
+  for (int64_t i = 0; i < table.copies; ++i) {
+    if (!table.stale[i]) continue;
+    table.copy[i]->mark = table.copy[i]->reads = 0;
+    table.tensor[i]->bump_version();
+  }
+  cast_chosen(table.casts, threads, [&](int64_t i) { return table.stale[i]; });
+  for (int64_t i = 0; i < table.copies; ++i) {
+    if (!table.stale[i]) continue;
+    Copy& copy = *table.copy[i];
+    copy.doubt = table.doubt[i];
+    std::memcpy(copy.words, table.sampled + table.begin[i], table.bytes[i]);
+    copy.mark = table.mark[i];
+  }
+  note(table);
   return true;
 }
 
-template <typename Act> int64_t succeeds(Act act) {
+template <typename Act> int64_t guarded(int64_t failed, Act act) {
   try {
     return act();
   } catch (const std::exception&) {  // memory that a tensor doesn't give out any more
-    return 0;
+    return failed;
   }
 }
 }  // namespace
@@ -121,21 +210,29 @@ template <typename Act> int64_t succeeds(Act act) {
 extern "C" {
 
 int64_t unchanged(const State* state) {
-  return succeeds([&] { return is_in_place(*state) && is_unwritten(*state); });
+  return guarded(0, [&] { return is_in_place(*state) && is_unwritten(*state); });
 }
 
-// Writes what versions and sample are now, unless more than these may have changed: then it returns 0.
-int64_t read_state(const State* state, int64_t* versions, char* sampled) {
-  return succeeds([&] {
-    if (!is_in_place(*state)) return false;
-    read(*state, versions, sampled);  // versions first: a write that comes meanwhile is found in the next call
-    return true;
+// Marks what was written since, and returns how many copies are stale; -1 if anything else changed.
+int64_t find_stale_copies(const Table* table) {
+  return guarded(-1, [&]() -> int64_t {
+    if (!is_in_place(*table->state) || !is_as_noted(*table)) return -1;
+    read(*table->state, table->version, table->sampled);
+    mark_written(*table);
+    const int64_t stale = find_stale(*table);
+    if (!stale) note(*table);
+    return stale;
   });
 }
 
-// Casts the chosen weights; 0 if one isn't where the table says, and nothing was cast.
-int64_t cast_chosen(const Table* table, int64_t threads) {
-  return succeeds([&] { return cast(*table, int(threads)); });
+// Casts the weights whose copies were stale; 0 if one isn't where the table says, and nothing was cast.
+int64_t cast_stale(const Table* table, int64_t threads) {
+  return guarded(0, [&] { return cast(*table, int(threads)); });
+}
+
+int64_t cast_all(const Casts* casts, int64_t threads) {
+  cast_chosen(*casts, int(threads), [](int64_t) { return true; });
+  return 1;
 }
 
 // Copies the 64 bytes at each of `runs` addresses, then the 4 bytes at each of `words` addresses, to `out`.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ampcompile.kernels import cast_table
+from ampcompile.kernels import unchanged
 from ampcompile.kernels.round_many import round_many_, round_many_reference_
 from tests.compiling import same_bits
 
@@ -26,7 +26,7 @@ def test_equals_one_rounded_at_a_time(write, source, target):
 @pytest.mark.parametrize("built", [True, False])
 def test_dtypes_may_be_mixed_and_a_compiler_missing(monkeypatch, built):
     if not built:
-        monkeypatch.setattr(cast_table, "available", lambda: False)
+        monkeypatch.setattr(unchanged, "available", lambda: False)
     weights = [torch.tensor([torch.nan, -0.0, torch.inf, 1e-8, 65520.0, 3.3]) for _ in TARGETS]
     copies = poisoned(weights, torch.float32)
     round_many_(copies, weights, TARGETS)

@@ -68,23 +68,6 @@ def test_what_is_not_sampled_is_not_read_and_another_tensor_is_no_weight() -> No
     assert noted.unchanged(noted.impls) and not noted.unchanged(noted.impls[:1])
 
 
-def test_another_state_can_be_noted() -> None:
-    noted = Noted()
-    noted.base.add_(1)
-    versions = [tensor._version for tensor in noted.tensors]
-    assert noted.unchanged.read(noted.impls) == (versions, ctypes.string_at(noted.at, 80))
-    assert not noted.unchanged(noted.impls)
-    noted.unchanged.note()
-    assert noted.unchanged(noted.impls) and noted.unchanged.read(noted.impls[:1]) is None
-
-
-@pytest.mark.parametrize("change", ["an address", "a user more", "a tensor that is gone"])
-def test_where_more_changed_than_versions_and_words_nothing_is_read(change: str) -> None:
-    noted = Noted()
-    CHANGES[change](noted)
-    assert noted.unchanged.read(noted.impls) is None
-
-
 def test_a_tensor_without_versions_is_never_unchanged() -> None:
     with torch.inference_mode():
         inference = torch.zeros(3)

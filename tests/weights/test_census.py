@@ -56,7 +56,7 @@ def test_what_only_a_backward_holds_is_not_found() -> None:
     doubt = found.doubt
     for _ in range(2):
         assert unexplained([found, innocent], [weight.detach(), other.detach()]) == [found]
-    assert found.doubt is not doubt and len(found.sharers) == 1
+    assert found.doubt != doubt and len(found.sharers) == 1
     del waiting
     assert unexplained([found], [weight.detach()]) == []
 

@@ -89,7 +89,7 @@ def test_a_doubt_costs_a_comparison_and_keeps_the_buffer(form: Form) -> None:
     copy = made(weight := torch.randn(4), form)
     buffer = copy.buffer
     copy.memory.doubted()
-    assert cast(copy, weight) == 0 and copy.fresh(None) and copy.buffer is buffer
+    assert cast(copy, weight) == 0 and copy.fresh(None) and copy.buffer == buffer
     weight.data[1] = -weight.data[1]
     copy.words = copy.sample.read()  # as if the sample had missed it
     copy.memory.doubted()
@@ -141,7 +141,7 @@ def test_a_buffer_that_a_backward_waits_for_is_left_to_it() -> None:
     weight.add_(1)
     copy.memory.written()
     buffer = copy.buffer
-    assert cast(copy, weight) == 1 and right(copy, weight) and copy.buffer is not buffer
+    assert cast(copy, weight) == 1 and right(copy, weight) and copy.buffer != buffer
     waiting.sum().backward()
     assert x.grad is not None and torch.equal(x.grad, expected)
     del waiting

@@ -36,7 +36,7 @@ def changed(memory: Memory, act) -> tuple[bool, bool, bool]:
     before = store.write_epoch(), memory.mark, memory.doubt
     act()
     now = store.write_epoch()
-    return memory.mark is not before[1], memory.doubt is not before[2], now is not before[0]
+    return memory.mark != before[1], memory.doubt != before[2], now is not before[0]
 
 
 def test_a_storage_has_one_record_with_its_addresses() -> None:
@@ -52,10 +52,10 @@ def test_a_weight_is_admitted_once() -> None:
     memory = memory_of(weight)
     doubt = memory.doubt
     sharer = memory.admit(weight)
-    assert sharer is not None and memory.doubt is not doubt, "a new one may have written before"
+    assert sharer is not None and memory.doubt != doubt, "a new one may have written before"
     assert not memory.trainable
     doubt = memory.doubt
-    assert memory.admit(weight.requires_grad_()) is sharer and memory.doubt is doubt
+    assert memory.admit(weight.requires_grad_()) is sharer and memory.doubt == doubt
     assert memory.sharers == [sharer] and memory.weights == {id(weight): sharer} and memory.trainable
 
 
@@ -81,7 +81,7 @@ def test_whoever_shares_it_unknown_is_counted_and_raises_a_doubt() -> None:
     views = [weight.view(-1), weight.detach()]
     assert memory.examine(aliases=2) == 0
     before = memory.doubt
-    assert memory.examine() == 2 and memory.doubt is not before
+    assert memory.examine() == 2 and memory.doubt != before
     memory.admit(views[0])
     assert memory.examine() == 1
     views.clear()
@@ -103,7 +103,7 @@ def test_a_resized_storage_is_followed_and_doubted() -> None:
     weight.untyped_storage().resize_(4096)
     before = memory.doubt
     memory.admit(weight)
-    assert memory.end - memory.begin == 4096 and memory.begin == weight.data_ptr() and memory.doubt is not before
+    assert memory.end - memory.begin == 4096 and memory.begin == weight.data_ptr() and memory.doubt != before
 
 
 def test_reports_change_what_they_say() -> None:
@@ -138,7 +138,7 @@ def test_a_compiled_step_has_written_what_is_trained() -> None:
     memory, other = known(trained), known(frozen)
     mark = other.mark
     assert changed(memory, lambda: store.ticks.add_(1)) == (True, False, True)
-    assert other.mark is mark
+    assert other.mark == mark
     assert changed(memory, store.write_epoch) == (False, False, False)
 
 
@@ -150,7 +150,7 @@ def test_during_a_step_nothing_is_fresh_and_its_end_tells_who_may_have_written()
     assert memory.step_open
     assert changed(memory, memory.open_step) == (True, False, True), "a step that failed may have written"
     mark = memory.mark
-    assert memory.close_step() and not memory.step_open and memory.mark is not mark
+    assert memory.close_step() and not memory.step_open and memory.mark != mark
     view = weight.view(-1)
     memory.open_step()
     assert not memory.close_step() and not memory.step_open

@@ -220,7 +220,7 @@ def test_a_cast_that_fails_leaves_nothing_fresh(renewed: bool, monkeypatch: pyte
     with monkeypatch.context() as patch:
         if not renewed:
             patch.setattr("ampcompile.weights.copy_set.CopySet.renew", lambda *_: False)
-        for cast in ("ampcompile.weights.copies.cast_many_", "ampcompile.weights.copy_set.CastTable.cast"):
+        for cast in ("ampcompile.weights.copies.cast_many_", "ampcompile.weights.copy_set.RenewalTable.cast"):
             patch.setattr(cast, lambda *_: (_ for _ in ()).throw(MemoryError()))
         for _ in range(2):
             with pytest.raises(MemoryError):

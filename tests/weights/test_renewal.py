@@ -10,9 +10,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampcompile.kernels import cast_table
-from ampcompile.kernels.cast_table import CastTable
+from ampcompile.kernels import unchanged
 from ampcompile.kernels.packed_linear import LinearBlocks, available
+from ampcompile.kernels.renewal import RenewalTable
 from ampcompile.weights.binding import Binding
 from ampcompile.weights.copies import PAYS
 from ampcompile.weights.freshness import memory_of
@@ -86,7 +86,7 @@ def test_after_an_update_the_set_goes_on(update: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_without_a_compiler_all_is_looked_at(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cast_table, "available", lambda: False)
+    monkeypatch.setattr(unchanged, "available", lambda: False)
     case = Case()
     for _ in range(3):
         case.look()
@@ -95,7 +95,7 @@ def test_without_a_compiler_all_is_looked_at(update: str, monkeypatch: pytest.Mo
 
 
 def test_a_weight_that_another_thread_replaces_meanwhile_is_cast_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    cast = CastTable.cast
+    cast = RenewalTable.cast
 
     def replace(*args: Any) -> bool:
         case.weights[0].data = torch.randn(20, 20)
@@ -105,7 +105,7 @@ def test_a_weight_that_another_thread_replaces_meanwhile_is_cast_anew(monkeypatc
     case.look()
     case.update()
     with monkeypatch.context() as patch:
-        patch.setattr(CastTable, "cast", replace)
+        patch.setattr(RenewalTable, "cast", replace)
         assert case.look(), "a new set"
     case.look()
 
@@ -242,9 +242,9 @@ def test_a_write_while_it_is_cast_is_cast_in_the_next_call(
     case = Case()
     case.look()
     case.update()
-    cast, writes = CastTable.cast, list[object]()
+    cast, writes = RenewalTable.cast, list[object]()
     with monkeypatch.context() as patch:
-        patch.setattr(CastTable, "cast", lambda *args: (cast(*args), writes.append(write(case.weights[0])))[0])
+        patch.setattr(RenewalTable, "cast", lambda *args: (cast(*args), writes.append(write(case.weights[0])))[0])
         case.binding.copies(case.read)
     assert writes
     case.look()

@@ -1,0 +1,146 @@
+"""Find which copies of float32 weights are stale, and cast those again, in two calls of C++ (CPU).
+
+What is known of weights and copies stands in records that Python and C++ share: the first fields of the objects in
+`weights/`. So the cost of an update is that of its casts, and not of Python, weight by weight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import native
+from .unchanged import Unchanged
+
+
+class _Record(ctypes.Structure):
+    """An object whose first fields C++ reads and writes; equal to itself alone."""
+
+    __hash__ = object.__hash__
+
+
+class SharerRecord(_Record):
+    """`seen`: the version up to which writes are marked."""
+
+    _fields_: ClassVar = [("seen", ctypes.c_int64)]
+
+
+class MemoryRecord(_Record):
+    """`mark`, `doubt`: see `Memory`; `roster`: another number for other sharers; `step_open`: a step is writing."""
+
+    _fields_: ClassVar = [(name, ctypes.c_int64) for name in ("mark", "doubt", "roster", "step_open")]
+
+
+class CopyRecord(_Record):
+    """`mark`, `doubt`: see `Copy`; `buffer`: another number for another buffer; `reads`: before it is packed."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int64) for name in ("mark", "doubt", "buffer", "reads")),
+        ("words_address", ctypes.c_void_p),
+    ]
+
+
+@dataclass(frozen=True)
+class CopyPlace:
+    """One copy of a dense float32 weight: `weight` is the address of its C++ object, `begin` that of its numbers.
+
+    `tensor`: of the same shape and strides, in a 16-bit type, or in float32 for numbers of `dtype` held as float32.
+    `words`: how many bytes of the sample are the weight's.
+    """
+
+    record: CopyRecord
+    memory: MemoryRecord
+    weight: int
+    begin: int
+    tensor: Tensor
+    dtype: torch.dtype
+    words: int
+
+
+class RenewalTable:
+    """Where everything is that a renewal looks at. The caller keeps all objects and the memory of all C++ objects.
+
+    `state`: its first versions are those of the sharers, and its sample that of the copies, in their order. `shared`:
+    the memory of each sharer.
+    """
+
+    def __init__(
+        self,
+        state: Unchanged,
+        sharers: Sequence[SharerRecord],
+        shared: Sequence[MemoryRecord],
+        copies: Sequence[CopyPlace],
+    ) -> None:
+        memories = list(dict.fromkeys(copy.memory for copy in copies))
+        sizes = np.array([copy.words for copy in copies], dtype=np.int64)
+        groups = [
+            [_addresses(sharers), _addresses(shared)],
+            [_addresses(memories), [memory.roster for memory in memories]],
+            [
+                _addresses(copy.record for copy in copies),
+                _addresses(copy.memory for copy in copies),
+                [copy.record.buffer for copy in copies],
+                sizes.cumsum() - sizes,
+                sizes,
+                [copy.weight for copy in copies],
+                [copy.tensor._cdata for copy in copies],
+            ],
+            cast_rows([c.begin for c in copies], [c.tensor for c in copies], [c.dtype for c in copies]),
+        ]
+        rows = [np.array(group, dtype=np.int64) for group in groups]
+        marks = np.zeros((3, len(copies)), dtype=np.int64)  # marks, doubts, and which are stale
+        found = state.versions.copy(), state.sampled.copy()
+        self._kept = state, list(sharers), memories, [copy.record for copy in copies], rows, marks, found
+        counted = [field for group in rows for field in (group.shape[1], *(row.ctypes.data for row in group))]
+        fields = [state.address, *counted, *(row.ctypes.data for row in (*marks, *found))]
+        self._table = np.array(fields, dtype=np.int64)
+        self._address = self._table.ctypes.data
+        self._find = native.weights_function("find_stale_copies", 1)
+        self._cast = native.weights_function("cast_stale", 2)
+
+    def find_stale(self) -> int:
+        """Mark all memory that was written since, and return how many copies are stale; -1 if anything else changed.
+
+        If none is stale, the state is noted as unchanged from now on.
+        """
+        return self._find(self._address)
+
+    def cast(self) -> bool:
+        """Write the weights whose copies were stale, rounded to nearest, into their copies, and note the state.
+
+        Reads 4 bytes an element, and writes 2 or 4. Raises the versions of the copies. Other threads of Python run
+        meanwhile. Returns False, and writes nothing, if a weight was freed or has other memory.
+        """
+        return bool(self._cast(self._address, torch.get_num_threads()))
+
+
+def round_all(begins: Sequence[int], copies: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
+    """Write dense float32 numbers from these addresses, rounded to nearest, into tensors of such sizes and layouts.
+
+    Reads 4 bytes an element, and writes 2 or 4. Raises the versions of the copies.
+    """
+    rows = np.array(cast_rows(begins, copies, dtypes), dtype=np.int64)
+    torch.autograd.graph.increment_version(copies)
+    casts = np.array([len(copies), *(row.ctypes.data for row in rows)], dtype=np.int64)
+    native.weights_function("cast_all", 2)(casts.ctypes.data, torch.get_num_threads())
+
+
+def cast_rows(begins: Sequence[int], copies: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Sequence[int]]:
+    """What C++ reads of casts: addresses of numbers and results, their count, the type and bytes of a result."""
+    return [
+        begins,
+        [copy.data_ptr() for copy in copies],
+        [copy.numel() for copy in copies],
+        [native.DTYPE_CODES[dtype] for dtype in dtypes],
+        [copy.itemsize for copy in copies],
+    ]
+
+
+def _addresses(records: Iterable[ctypes.Structure]) -> list[int]:
+    return [ctypes.addressof(record) for record in records]
