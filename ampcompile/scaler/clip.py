@@ -15,12 +15,12 @@ from .pending import GradientMarks, drop, factors, gradients, pending, set_pendi
 
 
 def require_optimizer(name: str, argument: Any) -> None:
-    """Raise if the first argument of the method `name` is parameters, which torch's own function takes."""
+    """Raise if the first argument of the scaler's method `name` is parameters, as torch's clipping takes."""
     if not hasattr(argument, "param_groups"):
-        second = {"clip_grad_norm_": "max_norm", "clip_grad_value_": "clip_value"}[name]
+        second = {"clip_grad_norm_": ", max_norm", "clip_grad_value_": ", clip_value"}.get(name, "")
         raise ScalerError(
-            f"found {type(argument).__name__!r} as the first argument of {name}(), expected an optimizer, whose "
-            f"gradients are unscaled and clipped: write scaler.{name}(optimizer, {second})"
+            f"found {type(argument).__name__!r} as the first argument of {name}(), expected the optimizer of these "
+            f"gradients: write scaler.{name}(optimizer{second})"
         )
 
 

@@ -165,8 +165,10 @@ class GradScaler(torch.amp.GradScaler):
 
         Like `torch.amp.GradScaler.step`, but for SGD, Adam and AdamW the kernels decide, and `.grad` stays scaled
         unless `unscale_` was called. Passes arguments to `optimizer.step`, and returns its result. Raises RuntimeError
-        for a closure and for a second step without `update`, ClipError for gradients that changed since the clipping.
+        for a closure and for a second step without `update`, ClipError for gradients that changed since the clipping,
+        and ScalerError for parameters in place of the optimizer.
         """
+        require_optimizer("step", optimizer)
         record = self._records[optimizer]
         plain = not kwargs and all(arg is None for arg in args)
         if not self._enabled:
@@ -227,6 +229,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> PerDevice:
+        require_optimizer("unscale_", optimizer)
         return unscale_grads(optimizer, inv_scale, found_inf, allow_fp16, self._records[optimizer].workspaces)
 
     @dynamo_marks.run_untraced

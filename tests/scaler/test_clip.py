@@ -256,13 +256,13 @@ def test_after_a_clipping_in_place_that_was_broken_off_new_gradients_are_refused
             scaler.clip_grad_norm_(ours, 0.5)
 
 
-@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+@pytest.mark.parametrize("method", ["clip_grad_norm_", "clip_grad_value_", "unscale_", "step"])
 @pytest.mark.parametrize("parameters", [lambda o: iter(params(o)), params, lambda o: params(o)[0], lambda o: nn.ReLU()])
-def test_parameters_in_place_of_the_optimizer(parameters, clip):
+def test_parameters_in_place_of_the_optimizer(parameters, method):
     ours, _ = twins(KINDS[0])
     found = parameters(ours)
-    with pytest.raises(ScalerError, match=rf"^found '{type(found).__name__}' .*: write scaler.{clip}\(optim"):
-        getattr(scaled(), clip)(found, 1.0)
+    with pytest.raises(ScalerError, match=rf"^found '{type(found).__name__}' .*: write scaler.{method}\(optim"):
+        getattr(scaled(), method)(found, *[1.0] * method.startswith("clip"))
 
 
 # clip_grad_value_
