@@ -132,7 +132,7 @@ def round_all(begins: Sequence[int], copies: Sequence[Tensor], dtypes: Sequence[
 
 
 def cast_rows(begins: Sequence[int], copies: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Sequence[int]]:
-    """What C++ reads of casts: addresses of numbers and results, their count, the type and bytes of a result."""
+    """The rows that C++ reads of casts: addresses of numbers and results, their count, type and bytes of a result."""
     return [
         begins,
         [copy.data_ptr() for copy in copies],

@@ -27,6 +27,7 @@ from ampcompile.passes.after.widen_late import WidenLate
 from ampcompile.passes.after.widen_products import WidenProducts
 from ampcompile.passes.after.widen_weight_gradients import WidenWeightGradients
 from ampcompile.passes.after.write_for_products import WriteForProducts
+from ampcompile.passes.after.write_once import WriteOnce
 from ampcompile.passes.before.fold_casts import FoldCasts
 from ampcompile.passes.before.hoist_weights import HoistWeights
 from ampcompile.passes.before.insert_casts import InsertCasts
@@ -114,6 +115,7 @@ def after(
         DropRoundings(),
         RecomputeCasts(),  # marks the casts that are left
         SaveOldValues(),  # its marks override those that ask for recomputation
+        WriteOnce(),  # after all that replaces values: it marks where they are written
         *([RecordMagnitudes(watched)] if watched is not None else []),  # last: its reads must not change what others do
     )
 

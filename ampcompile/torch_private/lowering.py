@@ -14,6 +14,8 @@ from . import patches
 OnJointGraph = Callable[[torch.fx.GraphModule], Any]
 ROUNDS = "low_precision_pointwise_barrier"
 """Key in a node's `meta`: Inductor rounds the 16-bit operands of this elementwise op, and its result."""
+WRITTEN = "inductor_realize_to_strides"
+"""Key in a node's `meta`: Inductor writes its value to memory, and others read it there."""
 
 
 def stores_products() -> bool:

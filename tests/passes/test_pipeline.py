@@ -21,6 +21,7 @@ AFTER = [
     "drop_roundings",
     "recompute_casts",
     "save_old_values",
+    "write_once",
 ]
 
 

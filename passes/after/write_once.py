@@ -1,0 +1,56 @@
+"""Write a GELU once where a norm or another sum reads it, instead of computing it in each of their loops (CPU).
+
+A reduction and what is computed of its result are loops one after the other. Inductor computes their operand in each
+of them, unless it takes `exp`, `log` or `tanh`; but `erf`, with which GELU is computed, takes as long. A GELU before a
+layer norm was computed three times forward and twice backward: written once, in 16 bits, these kernels took 0.3 and
+0.6 of the time (64 x 1024 on an AMD EPYC core).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_elementwise
+from ampcompile.passes.graph import graphs
+from ampcompile.torch_private import lowering
+
+
+def _write_in(gm: GraphModule) -> int:
+    written = {_result(node) for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.erf.default)}
+    written = {node for node in written if node.meta["val"].device.type == "cpu" and _is_reduced(node)}
+    marked = [node for node in written if not node.meta.get(lowering.WRITTEN)]
+    for node in marked:
+        node.meta[lowering.WRITTEN] = True
+    return len(marked)
+
+
+def _result(node: Node) -> Node:
+    """Return the 16-bit value that alone is computed of a value, or the last before several are."""
+    while node.meta["val"].dtype == torch.float32 and len(node.users) == 1:
+        (user,) = node.users
+        if not (is_elementwise(user.target) or has(user.target, CONVERSIONS_AFTER)):
+            break
+        node = user
+    return node
+
+
+def _is_reduced(node: Node) -> bool:
+    """Return True if a reduction reads a value, or what it is widened to, and others read it too."""
+    widened = [user for user in node.users if has(user.target, CONVERSIONS_AFTER)]
+    readers = {*node.users, *(reader for cast in widened for reader in cast.users)}.difference(widened)
+    return len(readers) > 1 and any(torch.Tag.reduction in getattr(reader.target, "tags", ()) for reader in readers)
+
+
+@dataclass(frozen=True)
+class WriteOnce:
+    """Marks what `erf` gives and a reduction reads, for Inductor to write it to memory; returns its number."""
+
+    name = "write_once"
+    exact = True
+    fate = ""
+
+    def apply(self, gm: GraphModule) -> int:
+        return sum(map(_write_in, graphs(gm)))
