@@ -67,7 +67,10 @@ def test_a_mode_is_inductors_settings():
         ({"outputs": "fp32"}, r"option outputs='fp32': expected one of 'float32', 'autocast'"),
         ({"dynamic": 1}, r"option dynamic=1: expected True, False or None, as torch.compile's dynamic"),
         ({"fullgraph": "yes"}, r"option fullgraph='yes': expected True, False or None"),
-        ({"mode": "fast"}, r"mode='fast' is not a mode of torch.compile; .*max-autotune.* options=\{'mode': 'max-autotune', 'dtype'"),
+        (
+            {"mode": "fast"},
+            r"mode='fast' is not a mode of torch.compile; .*max-autotune.* options=\{'mode': 'max-autotune', 'dtype'",
+        ),
         ({"mod": "max-autotune"}, r"Did you mean 'mode'"),
         ({"policy": 3}, r"option policy=3: expected an ampcompile.Policy or its string form"),
         ({"dtpye": torch.float16}, r"option 'dtpye' is unknown. Did you mean 'dtype'"),
