@@ -23,32 +23,6 @@ def test_a_tensor_owns_its_memory_alone_or_with_a_base_that_nobody_holds(mode: t
     torch.vmap(lambda row: pytest.fail("it has no memory of its own") if storages.owns_memory(row * 2) else row)(weight)
 
 
-def test_a_counter_follows_writes_and_holds_no_memory() -> None:
-    x = torch.randn(4)
-    counter = storages.counter_of(x)
-    users = storages.storage_users(storages.storage_key(x))
-    assert counter is not None and counter.numel() == 0
-    before = counter._version
-    x.view(2, 2).add_(1)
-    assert counter._version == x._version == before + 1
-    del counter
-    assert storages.storage_users(storages.storage_key(x)) == users, "it was no user"
-
-
-def test_what_has_no_counter_gives_none() -> None:
-    with torch.inference_mode():
-        inference = torch.ones(2)
-    assert storages.counter_of(inference) is None and storages.counter_of(torch.eye(2).to_sparse()) is None
-
-
-def test_an_alias_stays_where_it_is_when_the_tensor_gets_other_data() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    alias = storages.alias(weight)
-    assert type(alias) is torch.Tensor and not alias.requires_grad and storages.same_place(weight, alias)
-    weight.data = torch.zeros(2)
-    assert alias.tolist() == [1, 1] and not storages.same_place(weight, alias)
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -65,29 +39,11 @@ def test_another_view_is_not_the_same_place(other) -> None:
     assert storages.same_place(x, x.detach()) and not storages.same_place(x, other(x))
 
 
-def test_place_is_none_without_memory() -> None:
-    x = torch.randn(4)
-    assert storages.place(x[1:]) == (storages.storage_key(x), x.data_ptr() + 4)
-    assert storages.place(torch.eye(2).to_sparse()) is None
-
-
 def test_parameters_that_fsdp_gathers_are_known() -> None:
     weight = nn.Parameter(torch.ones(2))
     assert not storages.is_managed_by_fsdp(weight)
     weight._fsdp_flattened = True
     assert storages.is_managed_by_fsdp(weight)
-
-
-def test_what_an_array_may_hold_is_a_plain_tensor_whose_storage_can_t_grow() -> None:
-    weight = nn.Parameter(torch.randn(3))
-    kept, viewed = weight.detach(), weight.data
-    view = viewed.view(3)
-    assert not storages.may_be_in_arrays(kept), "there was none"
-    array = kept.numpy()
-    assert (
-        type(array.base) is torch.Tensor and storages.may_be_in_arrays(array.base) and storages.may_be_in_arrays(kept)
-    )
-    assert not storages.may_be_in_arrays(weight) and not storages.may_be_in_arrays(viewed) and view._base is viewed
 
 
 def test_a_tensor_without_memory_keeps_all_but_its_numbers() -> None:
