@@ -117,7 +117,6 @@ UNTESTED = {
     "torch_private.dynamo_marks": "tests/test_precision.py and tests/behaviour/test_whole_steps.py",
     "torch_private.dynamo_modules": "tests/compiler/test_module_names.py and tests/passes/analysis/test_weights.py",
     "torch_private.foreach": "names alone: tests/scaler calls them",
-    "torch_private.joint_graphs": "tests/auditing/test_run.py",
     "torch_private.pytree": "names alone: without one of them nothing imports",
     "torch_private.regions": "names alone: tests/passes/capture/test_capture.py meets them",
     "torch_private.types": "names alone: without one of them nothing imports",
