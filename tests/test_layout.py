@@ -113,7 +113,6 @@ UNTESTED = {
     "kernels.triton": "in processes of their own, by tests/kernels/triton/test_families.py",
     "torch_private.compiled_functions": "tests/compiler/test_double_backward.py and test_left_to_autocast.py",
     "torch_private.dynamo_attempts": "tests/records/test_logs.py",
-    "torch_private.dynamo_caches": "tests/explaining/test_explain.py and tests/compiler/test_methods.py",
     "torch_private.dynamo_marks": "tests/test_precision.py and tests/behaviour/test_whole_steps.py",
     "torch_private.dynamo_modules": "tests/compiler/test_module_names.py and tests/passes/analysis/test_weights.py",
     "torch_private.foreach": "names alone: tests/scaler calls them",
