@@ -46,6 +46,18 @@ def test_parameters_that_fsdp_gathers_are_known() -> None:
     assert storages.is_managed_by_fsdp(weight)
 
 
+def test_what_an_array_may_hold_is_a_plain_tensor_whose_storage_can_t_grow() -> None:
+    weight = nn.Parameter(torch.randn(3))
+    kept, viewed = weight.detach(), weight.data
+    view = viewed.view(3)
+    assert not storages.may_be_in_arrays(kept), "there was none"
+    array = kept.numpy()
+    assert (
+        type(array.base) is torch.Tensor and storages.may_be_in_arrays(array.base) and storages.may_be_in_arrays(kept)
+    )
+    assert not storages.may_be_in_arrays(weight) and not storages.may_be_in_arrays(viewed) and view._base is viewed
+
+
 def test_a_tensor_without_memory_keeps_all_but_its_numbers() -> None:
     weight = nn.Parameter(torch.randn(4, 6).t())
     memory = storages.StorageWeakRef(weight.untyped_storage())
