@@ -13,6 +13,13 @@ from ampcompile.torch_private import dispatcher
 aten = torch.ops.aten
 
 
+def test_composite_ops_and_those_that_may_return_their_argument() -> None:
+    assert dispatcher.is_composite(aten.linear.default) and not dispatcher.is_composite(aten.mm.default)
+    assert dispatcher.may_return_argument(aten.to.dtype) and dispatcher.may_return_argument(aten.alias.default)
+    assert not dispatcher.may_return_argument(aten.mm.default)
+    assert not dispatcher.may_return_argument(aten.add_.Tensor), "it writes"
+
+
 def test_fakes_of_a_wrong_dtype_get_that_of_the_kernel() -> None:
     """The first half says that torch's fake kernel still differs from its real one."""
     op, (position,) = aten.native_group_norm_backward.default, dispatcher.FAKES_OF_WRONG_DTYPE.values()

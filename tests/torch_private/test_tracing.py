@@ -8,9 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from ampcompile.torch_private import tracing
+
+aten = torch.ops.aten
+
+
+def test_an_op_that_returns_its_argument_has_a_node_and_the_argument_keeps_its_own() -> None:
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = x.sin()
+        cast = h.float()
+        return cast.exp(), h.cos()
+
+    graph = tracing.trace_pre_dispatch(f, [torch.randn(3)], lambda op, args, kwargs: False).graph
+    nodes: dict[Any, Node] = {node.target: node for node in graph.nodes}
+    (cast,) = (node for target, node in nodes.items() if target in (aten.to.dtype, aten._to_copy.default))
+    assert nodes[aten.cos.default].args[0] is nodes[aten.sin.default]
+    assert nodes[aten.exp.default].args[0] is cast
 
 
 def test_a_user_s_hooks_see_nothing_of_what_is_computed_on_fakes() -> None:
