@@ -1,4 +1,4 @@
-"""Fake results in the dtypes of real ones, and ops that are defined where there is no Triton."""
+"""Ops that may return their argument, fakes in the dtypes of real results, and ops defined where there is no Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients are recognized, and storages held weakly keep their ids to themselves."""
+"""Hooks are listed, a step is put back, gradients are recognized, and storages held weakly keep their ids."""
 
 import gc
 import pickle

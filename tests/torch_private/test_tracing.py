@@ -1,4 +1,4 @@
-"""What is computed on fakes, unseen by the user, and the largest magnitude of a constant."""
+"""Every value has a node of its own, users see nothing of fakes, and the largest magnitude of a constant."""
 
 from __future__ import annotations
 
