@@ -26,7 +26,7 @@ def usable() -> bool:
         from .triton import probe
 
         if torch.cuda.is_available():
-            with tracing.computing_for_real():
+            with tracing.on_real_tensors():
                 probe.probe()
     except Exception as error:  # a broken installation may raise any error
         log.warning("Triton kernels can't be used, Inductor's own code is: %s: %s", type(error).__name__, error)

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampcompile.dtypes import LOW
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, has
-from ampcompile.torch_private import joint_graphs, pytree
+from ampcompile.torch_private import pytree
 
 from .attention import is_attention
 from .high_precision import REFUSED, compute_in_high_precision, is_floating
@@ -71,7 +72,7 @@ class Adjoints:
         self.roundings: list[Rounding] = []
         self.unfollowed: set[str] = set()  # ops that have no derivative: what comes before them seems to add nothing
         self.result, self.norm = "", 1.0  # that is differentiated now
-        self._sources = joint_graphs.by_tensor()  # the roundings that a value holds unchanged
+        self._sources = WeakTensorKeyDictionary()  # the roundings that a value holds unchanged
         # An operand of all ops: autograd would leave out those that read only what is taken as exact.
         self._start = torch.zeros((), dtype=dtype, requires_grad=True)
 

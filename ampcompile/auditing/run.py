@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampcompile.dtypes import short_name
 from ampcompile.passes.analysis.op_traits import draws_random_numbers
@@ -45,7 +46,7 @@ class Session:
         self.ran = False  # True once a graph has run
         self.ops: list[OpNumbers] = []
         self.unmeasured: set[str] = set()
-        self.exact = joint_graphs.by_tensor()  # the exact run's values, by those of the mixed run that left a graph
+        self.exact = WeakTensorKeyDictionary()  # the exact run's values, by those of the mixed run that left a graph
         self.returned: list[Tensor] = []  # by the graph that ran last
         self.pending: list[_Saved] = []  # forward runs whose backward hasn't run
         self.gradients: dict[str, tuple[Tensor, Tensor]] = {}  # mixed and exact, summed over all uses

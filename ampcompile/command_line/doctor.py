@@ -146,7 +146,7 @@ def _missing(cuda: bool) -> list[str]:
         gaps.append("no triton: Inductor needs it to compile for a GPU. Install the triton that fits this torch.")
     if not backends.backend_is_found():
         gaps.append('torch.compile(backend="amp") is not found: install the package with pip, entry points included.')
-    gaps += [f"{patch.what}: torch {torch.__version__} has no such thing to patch" for patch in patches.missing()]
+    gaps += [f"{what}: torch {torch.__version__} has no such thing to patch" for what in patches.missing()]
     return gaps
 
 

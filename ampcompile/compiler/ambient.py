@@ -99,10 +99,6 @@ def options_of(backend: Any) -> Options | None:
     return None if read is None else read(**getattr(backend, "kwargs", {}))
 
 
-def _is_ours(backend: Any) -> bool:
-    return options_of(backend) is not None
-
-
 def _shapes_and_breaks(backend: Any, dynamic: bool | None, fullgraph: bool) -> tuple[bool | None, bool]:
     """`dynamic` and `fullgraph` from our options, else from torch.compile's arguments. Raises OptionError."""
     options = options_of(backend)
@@ -231,8 +227,8 @@ def install() -> bool:
             {
                 "OptimizeContext.__call__": optimize_contexts.wrap_call(_wrap, _shapes_and_breaks),
                 "OutputGraph.compile_subgraph": frame_returns.watch_returns(widen_outputs.widen_returns),
-                "VariableBuilder.wrap_module": dynamo_modules.watch_inlined_modules(_is_ours, _warn_inside_another),
-                "OptimizedModule.__getattr__": dynamo_modules.watch_methods(_is_ours, eager_methods.watch),
+                "VariableBuilder.wrap_module": dynamo_modules.watch_inlined_modules(_warn_inside_another),
+                "OptimizedModule.__getattr__": dynamo_modules.watch_methods(eager_methods.watch),
             },
         )
         patches.install(

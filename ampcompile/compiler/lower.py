@@ -42,29 +42,24 @@ def lower(
     A graph that is left to autocast is lowered under autocast. `watch` is called with the graph after differentiation,
     and after each later pass (`aot_eager` only).
     """
-    leaving = find_still_leaving(gm)
-    sharded = _find_readers(gm, example_inputs)
-    whole = _find_whole_reads(gm, example_inputs)
+    graph = partial(
+        CompiledGraph,
+        options=options,
+        leaving=find_still_leaving(gm),
+        sharded=_find_readers(gm, example_inputs),
+        whole=_find_whole_reads(gm, example_inputs),
+    )
     if LEFT in gm.meta:
         tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
         written = tensors if reads_data(gm) else []
-        return CompiledGraph(
-            lower_as_made(gm, example_inputs, options),
-            options,
-            written=written,
-            leaving=leaving,
-            sharded=sharded,
-            whole=whole,
-        ).installed(example_inputs)
+        return graph(lower_as_made(gm, example_inputs, options), written=written).installed(example_inputs)
     copies = [(node, spec) for node in placeholders(gm) if (spec := decision_of(node).copy) is not None]
     specs = [spec for _, spec in copies]
     inputs = [*example_inputs, *(node.meta["val"] for node, _ in copies)]
     lowering.forget_output_values(gm)
     written = inputs_written_below_autograd(gm)
     if options.lower == "eager":
-        return CompiledGraph(
-            exclude_autocast(gm), options, specs, written=written, leaving=leaving, sharded=sharded, whole=whole
-        ).installed(example_inputs)
+        return graph(exclude_autocast(gm), specs=specs, written=written).installed(example_inputs)
     emulated, small, watched = options.emulated(), options.widens_small(), None
     if options.watch and placeholders(gm):
         watched = _watched(gm, inputs)
@@ -84,8 +79,7 @@ def lower(
             compiled = lowering.inductor(gm, inputs, config, partial(passes, None), key, decompositions())
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
     usable = None if second is None or second.refusal else second
-    graph = CompiledGraph(compiled, options, specs, usable, written, leaving, watched, sharded, whole)
-    return graph.installed(example_inputs)
+    return graph(compiled, specs=specs, second=usable, written=written, watched=watched).installed(example_inputs)
 
 
 def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, str]:

@@ -112,19 +112,16 @@ def _method(module: nn.Module, name: str) -> MethodType:
         near = difflib.get_close_matches(str(name), dir(kind), n=3)
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise MethodError(f"found {name!r}, expected the name of a method of {kind.__name__}.{hint}")
-    if hasattr(nn.Module, name):
-        raise MethodError(f"found {of}, a method of every torch.nn.Module; expected one that {kind.__name__} adds.")
     method = getattr(module, name)
-    if isinstance(method, nn.Module):
-        raise MethodError(f"found {of}, a module; expected a method: module.{name}.compile(backend='amp').")
     if dynamo_caches.how_compiled(method) is not None:
         raise MethodError(
             f"found {of} compiled already, expected it as its class defines it: `del module.{name}` undoes "
             "compile_methods."
         )
-    if not inspect.ismethod(method) or method.__self__ is not module or method.__func__ is not getattr(kind, name, 0):
+    its_own = inspect.ismethod(method) and method.__self__ is module and method.__func__ is getattr(kind, name, 0)
+    if not its_own or hasattr(nn.Module, name):
         raise MethodError(
             f"found {of}, a {type(method).__name__}; expected a method that the class defines for its objects. Compile "
-            "functions by torch.compile(function, backend='amp')."
+            f"modules by module.{name}.compile(backend='amp'), functions by torch.compile(function, backend='amp')."
         )
     return method

@@ -1,4 +1,4 @@
-"""One watched graph: the input that asks for its magnitudes, and the rings that keep them."""
+"""One watched graph: the input that asks for its magnitudes, and what is kept of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ampcompile.passes.graph import placeholders
 from ampcompile.passes.watch_op import SLOTS, WATCHED
 from ampcompile.torch_private import tracing
 
-from .magnitude_ring import Ring
+from .last_magnitudes import LastMagnitudes
 from .module_names import modules_of
 
 graphs: weakref.WeakSet[WatchedGraph] = weakref.WeakSet()
@@ -29,7 +29,7 @@ class WatchedGraph:
 
     def __init__(self, device: torch.device, of: Any) -> None:
         self.values: list[WatchedValue] = []
-        self.rings: dict[bool, Ring] = {}  # by direction: True for backward
+        self.kept: dict[bool, LastMagnitudes] = {}  # by direction: True for backward
         self._owners = [weakref.ref(owner) for owner in _owners(of)]
         self.slots = torch.zeros(SLOTS, device=device)
         """The input; its gradient is the magnitudes of backward."""
@@ -65,11 +65,11 @@ class WatchedGraph:
         magnitudes = magnitudes.detach()
         if magnitudes.device not in _clocks:
             _clocks[magnitudes.device] = torch.zeros(1, dtype=torch.int64, device=magnitudes.device)
-        if backward not in self.rings:
+        if backward not in self.kept:
             limits = [limit(value) for value in self.values_in(backward)]
             padded = limits + [0.0] * (SLOTS - len(limits))
-            self.rings[backward] = Ring(torch.tensor(padded, device=magnitudes.device))
-        self.rings[backward].write(magnitudes, _clocks[magnitudes.device])
+            self.kept[backward] = LastMagnitudes(torch.tensor(padded, device=magnitudes.device))
+        self.kept[backward].write(magnitudes, _clocks[magnitudes.device])
 
 
 def limit(value: WatchedValue) -> float:

@@ -12,6 +12,7 @@ import torch
 _INERT_DEVICE = "ipu"  # has autocast state, and no kernels in any torch build since 2.3
 
 
+autocast_off = torch._C._DisableAutocast  # a region with every Autocast dispatch key excluded
 is_available = functools.cache(torch.amp.is_autocast_available)  # for a device type; asked at every call
 
 
@@ -31,13 +32,6 @@ def autocast_nesting() -> int:
 def takes(device_type: str, dtype: torch.dtype) -> bool:
     """Return True if a region for a device may have a dtype; warns or raises as `torch.autocast` does. Cached."""
     return torch.autocast(device_type, dtype)._enabled
-
-
-@contextlib.contextmanager
-def autocast_off() -> Iterator[None]:
-    """Run with every Autocast dispatch key excluded."""
-    with torch._C._DisableAutocast():
-        yield
 
 
 @contextlib.contextmanager

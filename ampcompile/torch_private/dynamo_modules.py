@@ -11,7 +11,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-from .optimize_contexts import innermost_backend, pass_over
+from .optimize_contexts import is_ours, pass_over
 from .patches import Wrap
 
 
@@ -34,15 +34,15 @@ def _base(source: Any) -> Any:
     return source
 
 
-def watch_inlined_modules(is_ours: Callable[[Any], bool], tell: Callable[[str], None]) -> Wrap:
+def watch_inlined_modules(tell: Callable[[str], None]) -> Wrap:
     """A wrap of `VariableBuilder.wrap_module`, by which Dynamo traces through a module that was compiled.
 
-    It calls `tell(name)` if the module was compiled for a backend that `is_ours`.
+    It calls `tell(name)` if the module was compiled for our backend.
     """
 
     def wrap(original: Any) -> Any:
         def wrap_module(self: Any, value: Any) -> Any:
-            if type(value) is torch._dynamo.OptimizedModule and is_ours(innermost_backend(value.dynamo_ctx)):
+            if type(value) is torch._dynamo.OptimizedModule and is_ours(value.dynamo_ctx.callback):
                 tell(type(value._orig_mod).__qualname__)
             return original(self, value)
 
@@ -51,11 +51,11 @@ def watch_inlined_modules(is_ours: Callable[[Any], bool], tell: Callable[[str], 
     return wrap
 
 
-def watch_methods(is_ours: Callable[[Any], bool], watched: Callable[[str, MethodType], MethodType]) -> Wrap:
+def watch_methods(watched: Callable[[str, MethodType], MethodType]) -> Wrap:
     """A wrap of `OptimizedModule.__getattr__`, by which a compiled module returns attributes of the original one.
 
-    `watched(name, method)` is returned for a public method of a module that was compiled for a backend that
-    `is_ours`, by `torch.compile(module)` alone. Calls of a compiled module don't use it.
+    `watched(name, method)` is returned for a public method of a module that was compiled for our backend, by
+    `torch.compile(module)` alone. Calls of a compiled module don't use it.
     """
 
     def wrap(original: Any) -> Any:
@@ -66,7 +66,7 @@ def watch_methods(is_ours: Callable[[Any], bool], watched: Callable[[str, Method
             module: Any = value.__self__
             if module is not self._orig_mod or module._compiled_call_impl is not None:
                 return value
-            return watched(name, value) if is_ours(innermost_backend(self.dynamo_ctx)) else value
+            return watched(name, value) if is_ours(self.dynamo_ctx.callback) else value
 
         pass_over(get)
         return get

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch._dynamo import eval_frame
 from torch._dynamo.guards import GuardBuilder
 
+from .optimize_contexts import is_ours
 from .patches import SHARDED_WEIGHTS, Wrap, install
 
 
@@ -24,7 +24,7 @@ def see_as_parameters(subclass: type[Tensor], found: Callable[[Tensor], None]) -
 
     def watch(original: Any) -> Any:
         def wrap_tensor(self: Any, value: Any) -> Any:
-            if type(value) is subclass and not _is_ours(self.tx.output.compiler_fn):
+            if type(value) is subclass and not is_ours(self.tx.output.compiler_fn):
                 found(value)
                 self.install_guards(GuardBuilder.ID_MATCH)  # other modules of the class may not share the graph unseen
             return original(self, value)
@@ -33,8 +33,3 @@ def see_as_parameters(subclass: type[Tensor], found: Callable[[Tensor], None]) -
 
     wraps: dict[str, Wrap] = {"builder.infer_subclass_type": infer, "VariableBuilder.wrap_tensor": watch}
     install(SHARDED_WEIGHTS, wraps)
-
-
-def _is_ours(compiler_fn: Any) -> bool:
-    inner = eval_frame.innermost_backend(compiler_fn)
-    return hasattr(getattr(inner, "compiler_fn", inner), "amp_options")

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import autocast
 
@@ -62,11 +61,6 @@ def decomposition(op: Any) -> Any:
     from torch._decomp import decomposition_table
 
     return decomposition_table.get(op, op)
-
-
-def by_tensor() -> WeakTensorKeyDictionary:
-    """A dictionary with tensors as keys, by identity, that keeps none of them alive."""
-    return WeakTensorKeyDictionary()
 
 
 def random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -16,6 +16,12 @@ def innermost_backend(context: Any) -> Any:
     return eval_frame.innermost_backend(context.callback)
 
 
+def is_ours(backend: Any) -> bool:
+    """Return True if a backend, as Dynamo holds it, is ours."""
+    inner = eval_frame.innermost_backend(backend)
+    return hasattr(getattr(inner, "compiler_fn", inner), "amp_options")
+
+
 def wrap_call(
     wrap: Callable[[Any, Any, Any], Any], asked: Callable[[Any, bool | None, bool], tuple[bool | None, bool]]
 ) -> Wrap:

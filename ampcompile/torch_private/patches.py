@@ -13,151 +13,155 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .patch import Group, Patch
+_resolve = cache(resolve_name)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Patches that come and go together: why each is made, by the full name of what is changed."""
+
+    name: str
+    when: str
+    undone: str
+    patches: dict[str, str]
+
 
 COMPILED_CALLS = Group(
     "compiled calls",
     when="when the backend is loaded",
     undone="never: for other backends it changes nothing",
-    patches=(
-        Patch(
-            "torch._dynamo.eval_frame.OptimizeContext.__call__",
-            "what is compiled for our backend is called under autocast; torch has no public hook around calls",
+    patches={
+        "torch._dynamo.eval_frame.OptimizeContext.__call__": (
+            "what is compiled for our backend is called under autocast; torch has no public hook around calls"
         ),
-        Patch(
-            "torch._dynamo.output_graph.OutputGraph.compile_subgraph",
-            "shows what a frame returns before its graph is compiled, so that results leave in float32",
+        "torch._dynamo.output_graph.OutputGraph.compile_subgraph": (
+            "shows what a frame returns before its graph is compiled, so that results leave in float32"
         ),
-        Patch(
-            "torch._dynamo.variables.builder.VariableBuilder.wrap_module",
-            "notices when another backend compiles a module that was compiled for ours",
+        "torch._dynamo.variables.builder.VariableBuilder.wrap_module": (
+            "notices when another backend compiles a module that was compiled for ours"
         ),
-        Patch(
-            "torch._dynamo.eval_frame.OptimizedModule.__getattr__",
-            "notices other methods than `forward` of a module compiled for ours, which run eagerly",
+        "torch._dynamo.eval_frame.OptimizedModule.__getattr__": (
+            "notices other methods than `forward` of a module compiled for ours, which run eagerly"
         ),
-    ),
+    },
 )
 REGIONS = Group(
     "regions",
     when="when the backend is loaded",
     undone="never: what torch.autocast does stays the same",
-    patches=(
-        Patch("torch.amp.autocast_mode.autocast.__enter__", "shows which device a region is for, and who asks for it"),
-        Patch("torch.amp.autocast_mode.autocast.__exit__", "shows which region ends"),
-        Patch(
-            "torch.utils.checkpoint._get_autocast_kwargs",
-            "a checkpoint that begins where autocast is off, by no region, is recomputed under the same conditions",
+    patches={
+        "torch.amp.autocast_mode.autocast.__enter__": "shows which device a region is for, and who asks for it",
+        "torch.amp.autocast_mode.autocast.__exit__": "shows which region ends",
+        "torch.utils.checkpoint._get_autocast_kwargs": (
+            "a checkpoint that begins where autocast is off, by no region, is recomputed under the same conditions"
         ),
-    ),
+    },
 )
 TRACING = Group(
     "tracing",
     when="at the first call or graph for a device type",
     undone="never: outside of our calls it changes nothing",
-    patches=(
-        Patch(
-            "torch._ops.OpOverload.py_impl",
-            "registers kernels of ours: ops whose mixed dtypes eager autocast refuses promote them instead",
+    patches={
+        "torch._ops.OpOverload.py_impl": (
+            "registers kernels of ours: ops whose mixed dtypes eager autocast refuses promote them instead"
         ),
-        Patch("torch._subclasses.fake_impls.op_implementations_dict", "`_grouped_mm` of float32 and float16 traces"),
-    ),
+        "torch._subclasses.fake_impls.op_implementations_dict": "`_grouped_mm` of float32 and float16 traces",
+    },
 )
 LOWERING = Group(
     "lowering",
     when="before Inductor compiles a graph of ours",
     undone="never: only ops without a lowering get one",
-    patches=(Patch("torch._inductor.lowering.lowerings", "ops of ours, and torch's that our graphs keep whole"),),
+    patches={"torch._inductor.lowering.lowerings": "ops of ours, and torch's that our graphs keep whole"},
 )
 SCHEDULING = Group(
     "scheduling",
     when="before Inductor compiles a graph of ours",
     undone="never: what other backends compile becomes right too",
-    patches=(
-        Patch(
-            "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
-            "before 2.15 forgets which write comes before a read: on CPUs, gradients are read before they are summed",
+    patches={
+        "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body": (
+            "before 2.15 forgets which write comes before a read: on CPUs, gradients are read before they are summed"
         ),
-    ),
+    },
 )
 ONE_GRAPH = Group(
     "one graph",
     when="when a graph of ours is traced or compiled",
     undone="when that ends; on a compiled graph's own functions, when the graph is freed",
-    patches=(
-        Patch(
-            "torch._functorch._aot_autograd.runtime_wrappers.RuntimeWrapper.post_compile",
-            "shows which autograd functions AOTAutograd makes or loads",
+    patches={
+        "torch._functorch._aot_autograd.runtime_wrappers.RuntimeWrapper.post_compile": (
+            "shows which autograd functions AOTAutograd makes or loads"
         ),
-        Patch(
-            "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode.__torch_dispatch__",
-            "one trace's: takes apart composite ops without a rule; gives an op that returns its argument a node",
+        "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode.__torch_dispatch__": (
+            "one trace's: takes apart composite ops without a rule; gives an op that returns its argument a node"
         ),
-        Patch("torch.autograd.Function.forward", "one compiled graph's: keeps its inputs for a second backward"),
-        Patch(
-            "torch.autograd.Function.backward",
-            "one compiled graph's, and its `_backward_impl`: differentiates again, keeps what another backward reads",
+        "torch.autograd.Function.forward": "one compiled graph's: keeps its inputs for a second backward",
+        "torch.autograd.Function.backward": (
+            "one compiled graph's, and its `_backward_impl`: differentiates again, keeps what another backward reads"
         ),
-    ),
+    },
 )
 EXPLAINING = Group(
     "explaining",
     when="when `explain` or `audit` runs a call",
     undone="when the call returns",
-    patches=(
-        Patch("torch._dynamo.pgo._CODE_STATE", "Dynamo learns no sizes from the call"),
-        Patch("torch._dynamo.convert_frame._bytecode_hooks", "shows whose compiled code is to be dropped"),
-        Patch("torch._logging._internal.trace_log.handlers", "collects the graphs that torch's compilers show"),
-        Patch("torch.nn.Module._compiled_call_impl", "one module's, which `compile()` set: it is compiled anew"),
-    ),
+    patches={
+        "torch._dynamo.pgo._CODE_STATE": "Dynamo learns no sizes from the call",
+        "torch._dynamo.convert_frame._bytecode_hooks": "shows whose compiled code is to be dropped",
+        "torch._logging._internal.trace_log.handlers": "collects the graphs that torch's compilers show",
+        "torch.nn.Module._compiled_call_impl": "one module's, which `compile()` set: it is compiled anew",
+    },
 )
 SHARDED_WEIGHTS = Group(
     "sharded weights",
     when="when `shard_policy` is called",
     undone="never: only our own class of weights is seen otherwise",
-    patches=(
-        Patch("torch._dynamo.variables.builder.infer_subclass_type", "Dynamo traces the class as a plain parameter"),
-        Patch(
-            "torch._dynamo.variables.builder.VariableBuilder.wrap_tensor",
-            "notices when another backend compiles a weight that FSDP gathers in 16 bits",
+    patches={
+        "torch._dynamo.variables.builder.infer_subclass_type": "Dynamo traces the class as a plain parameter",
+        "torch._dynamo.variables.builder.VariableBuilder.wrap_tensor": (
+            "notices when another backend compiles a weight that FSDP gathers in 16 bits"
         ),
-    ),
+    },
 )
 OPTIMIZER_HOOKS = Group(
     "optimizer hooks",
     when="when the first copy of a weight is made",
     undone="never: without copies they do nothing",
-    patches=(
-        Patch("torch.optim.optimizer._global_optimizer_pre_hooks", "an optimizer is about to write its parameters"),
-        Patch("torch.optim.optimizer._global_optimizer_post_hooks", "an optimizer has written its parameters"),
-    ),
+    patches={
+        "torch.optim.optimizer._global_optimizer_pre_hooks": "an optimizer is about to write its parameters",
+        "torch.optim.optimizer._global_optimizer_post_hooks": "an optimizer has written its parameters",
+    },
 )
 _NO_VERSION = "writes without raising the version counter"
 COPIES = Group(
     "copies",
     when="when the first copy of a weight is made",
     undone="with the last copied weight",
-    patches=(
-        Patch("torch.Tensor.data", "gives out an alias with a version counter of its own"),
-        *(
-            Patch(f"torch.{name}", "gives out memory to write without a version counter")
-            for name in ("Tensor.numpy", "Tensor.__dlpack__", "utils.dlpack.to_dlpack", "to_dlpack")
+    patches={
+        "torch.Tensor.data": "gives out an alias with a version counter of its own",
+        **dict.fromkeys(
+            ("torch.Tensor.numpy", "torch.Tensor.__dlpack__", "torch.utils.dlpack.to_dlpack", "torch.to_dlpack"),
+            "gives out memory to write without a version counter",
         ),
-        Patch("torch.Tensor.set_", "shares another tensor's memory, not its version counter"),
-        *(Patch(f"torch.Tensor.{name}", _NO_VERSION) for name in ("apply_", "map_", "map2_")),
-        *(Patch(f"torch.UntypedStorage.{name}", _NO_VERSION) for name in ("__setitem__", "byteswap", "copy_", "fill_")),
-        Patch("torch.TypedStorage._setitem", _NO_VERSION),
-        Patch("torch._C.ScriptFunction.__call__", "takes `.data` in C++"),
-        Patch("torch._C.ScriptMethod.__call__", "takes `.data` in C++"),
-        Patch("torch._C._AutoDispatchBelowADInplaceOrView.__exit__", "operations inside raise no version counter"),
-        Patch("torch._C._swap_tensor_impl", "refuses tensors with weak references, as we have them"),
-    ),
+        "torch.Tensor.set_": "shares another tensor's memory, not its version counter",
+        **dict.fromkeys((f"torch.Tensor.{name}" for name in ("apply_", "map_", "map2_")), _NO_VERSION),
+        **dict.fromkeys(
+            (f"torch.UntypedStorage.{name}" for name in ("__setitem__", "byteswap", "copy_", "fill_")), _NO_VERSION
+        ),
+        "torch.TypedStorage._setitem": _NO_VERSION,
+        "torch._C.ScriptFunction.__call__": "takes `.data` in C++",
+        "torch._C.ScriptMethod.__call__": "takes `.data` in C++",
+        "torch._C._AutoDispatchBelowADInplaceOrView.__exit__": "operations inside raise no version counter",
+        "torch._C._swap_tensor_impl": "refuses tensors with weak references, as we have them",
+    },
 )
 TABLE = (
     COMPILED_CALLS,
@@ -182,23 +186,34 @@ _replaced: defaultdict[Group, list[tuple[Any, str, Any]]] = defaultdict(list)
 def install(
     group: Group, wraps: Mapping[str, Wrap], plan: Callable[[Callable[[], None]], object] = lambda undo: None
 ) -> None:
-    """Replace the attributes of a group, unless that was done: `wraps` has the wrap of each by its `place`.
+    """Replace the attributes of a group, unless that was done: `wraps` has the wrap of each by its place.
 
     `plan` gets the function that undoes it, once all are replaced. After an interrupt the next call starts afresh.
     Raises AttributeError or ImportError where this torch has no such attribute; nothing is replaced then.
     """
     if group in _installed:
         return
-    assert wraps.keys() == {patch.place for patch in group.patches}
+    assert wraps.keys() == set(map(place_of, group.patches))
     undo = partial(uninstall, group)
     undo()  # for what an interrupted call replaced
-    places = [(patch.owner, patch.name, wraps[patch.place]) for patch in group.patches]
+    places = [(*owner_and_name(what), wraps[place_of(what)]) for what in group.patches]
     originals = [getattr(owner, name) for owner, name, _ in places]
     for (owner, name, wrap), original in zip(places, originals, strict=True):
         _replaced[group].append((owner, name, vars(owner).get(name, _MISSING)))
         _replace(owner, name, wrap(original))
     plan(undo)
     _installed.add(group)
+
+
+def place_of(what: str) -> str:
+    """The names of owner and attribute, such as `Tensor.data`."""
+    return ".".join(what.split(".")[-2:])
+
+
+def owner_and_name(what: str) -> tuple[Any, str]:
+    """The object that holds what is patched, and its name there. Raises AttributeError or ImportError for none."""
+    owner, _, name = what.rpartition(".")
+    return _resolve(owner), name
 
 
 def is_installed(group: Group) -> bool:
@@ -230,9 +245,9 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
 @contextlib.contextmanager
 def replaced(place: str, wrap: Wrap) -> Iterator[None]:
     """Temporarily replace one attribute of the table."""
-    patch = next(patch for group in TABLE for patch in group.patches if patch.place == place)
-    with _restored(patch.owner, patch.name) as original:
-        _replace(patch.owner, patch.name, wrap(original))
+    owner, name = owner_and_name(next(what for group in TABLE for what in group.patches if place_of(what) == place))
+    with _restored(owner, name) as original:
+        _replace(owner, name, wrap(original))
         yield
 
 
@@ -311,13 +326,13 @@ def uncompiled(f: Any) -> Iterator[None]:
         yield
 
 
-def missing() -> list[Patch]:
-    """Return the patches whose place the installed torch lacks. Imports Dynamo and Inductor to look."""
+def missing() -> list[str]:
+    """Return the names of patches whose place the installed torch lacks. Imports Dynamo and Inductor to look."""
 
-    def is_there(patch: Patch) -> bool:
+    def is_there(what: str) -> bool:
         try:
-            return hasattr(patch.owner, patch.name)
+            return hasattr(*owner_and_name(what))
         except (AttributeError, ImportError):
             return False
 
-    return [patch for group in TABLE for patch in group.patches if not is_there(patch)]
+    return [what for group in TABLE for what in group.patches if not is_there(what)]

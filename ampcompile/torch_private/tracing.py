@@ -14,7 +14,6 @@ from torch._higher_order_ops.utils import reenter_make_fx
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import rebind_unbacked, statically_known_true
@@ -217,13 +216,6 @@ def on_fakes_of(gm: GraphModule) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def computing_for_real() -> Iterator[None]:
-    """Compute with real tensors, also inside a fake tensor mode."""
-    with unset_fake_temporarily():
-        yield
-
-
-@contextlib.contextmanager
 def on_real_tensors() -> Iterator[None]:
     """Compute for real in the midst of tracing, autocast and gradients off."""
     with _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad():
@@ -235,7 +227,7 @@ def largest_magnitude(constant: torch.Tensor) -> float:
 
     Also 0 for dtypes that torch doesn't compute with: no guard acts on them.
     """
-    with computing_for_real():
+    with on_real_tensors():
         try:
             magnitudes = constant.abs() if constant.is_complex() else constant.double().abs()
             finite = magnitudes[magnitudes.isfinite()]

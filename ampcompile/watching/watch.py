@@ -144,14 +144,14 @@ def _where(value: WatchedValue) -> str:
 
 
 def _first(graph: WatchedGraph, f: Any) -> Iterator[tuple[int, OutOfRange]]:
-    for backward, ring in graph.rings.items():
-        if (found := ring.first()) is None:
+    for backward, kept in graph.kept.items():
+        if (found := kept.first()) is None:
             continue
         (time, call, row), before = found
         values, magnitudes = graph.values_in(backward), row.tolist()
         out = [i for i, value in enumerate(values) if not magnitudes[i] <= limit(value)]
         i = next((i for i in out if not any(operand in out for operand in values[i].operands)), out[0])
-        at = Magnitude(values[i], call, magnitudes[i], int(ring.counts[i]))
+        at = Magnitude(values[i], call, magnitudes[i], int(kept.counts[i]))
         maybe_before = _sampled_before(values, i)
         bound = None if maybe_before else _bound(values[i], i, magnitudes, f)
         yield time, OutOfRange(at, float(before[i]) if call > 1 else None, bound, maybe_before)
@@ -168,10 +168,10 @@ def _sampled_before(values: Sequence[WatchedValue], index: int) -> list[WatchedV
 
 
 def _last(graph: WatchedGraph) -> Iterator[Magnitude]:
-    for backward, ring in graph.rings.items():
-        if (row := ring.last()) is not None:
+    for backward, kept in graph.kept.items():
+        if (row := kept.last()) is not None:
             values = graph.values_in(backward)
-            for value, largest, count in zip(values, row.magnitudes.tolist(), ring.counts.tolist(), strict=False):
+            for value, largest, count in zip(values, row.magnitudes.tolist(), kept.counts.tolist(), strict=False):
                 yield Magnitude(value, row.call, largest, int(count))
 
 

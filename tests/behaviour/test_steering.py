@@ -204,13 +204,6 @@ def test_float32_inside_and_nowhere_else(form: str) -> None:
     assert all(isinstance(cast.shape[0], str) for cast in report.casts if cast.of != "weight")
 
 
-@pytest.mark.parametrize("dtype", [LOW, HALF])
-def test_low_precision_inside_and_nowhere_else(dtype: torch.dtype) -> None:
-    model = Around(precision(dtype)(Inner()))
-    report = explained(model, dynamic=True, policy="module before=fp32, module after=fp32")
-    assert products(report) == [HIGH, dtype, dtype, dtype, HIGH]
-
-
 def test_registered_rules() -> None:
     @torch.library.custom_op("steered::mine", mutates_args=())
     def mine(x: Tensor, mask: Tensor) -> Tensor:
@@ -230,19 +223,6 @@ def test_registered_rules() -> None:
         assert (op.dtype, op.because) == (dtype, f"registered as {rule} with ampcompile.register_op")
     (op,) = [op for op in explained(f, policy="op steered::*=fp32").ops if op.op == "steered.mine"]
     assert op.dtype == HIGH, "a policy beats it"
-
-
-def test_rules_given_to_torch_itself() -> None:
-    @torch.library.custom_op("steered::of_torch", mutates_args=())
-    def of_torch(x: Tensor) -> Tensor:
-        return x * 2
-
-    of_torch.register_fake(torch.empty_like)
-    torch.library.register_autocast("steered::of_torch", "cpu", torch.float16)
-    for state in (None, True):
-        with torch.autocast("cpu", enabled=bool(state)) if state else torch.no_grad():
-            (op,) = explained(lambda x: of_torch(x)).ops
-        assert op.dtype == HALF and "torch.library.register_autocast" in op.because
 
 
 class Raised(torch.autograd.Function):

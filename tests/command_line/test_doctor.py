@@ -26,7 +26,7 @@ def test_doctor_measures_and_advises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "others use" not in text and "others use this machine (load 4000.0 on " in busy
     assert torch.__version__ in text and found["advice"][0] in text
     assert all(group.name in text and group.when in text for group in patches.TABLE)
-    assert "torch.Tensor.data" in [patch["what"] for group in found["patches"] for patch in group["patches"]]
+    assert any("torch.Tensor.data" in group["patches"] for group in found["patches"])
 
 
 @pytest.mark.parametrize(

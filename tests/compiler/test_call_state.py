@@ -1,37 +1,8 @@
-"""What a thread knows of the call of ours that it is in."""
+"""Results that no graph widens are widened by a function given for a while."""
 
 import torch
 
-import ampcompile.backend
-from ampcompile.compiler.call_state import CallState, casting, current_call
-from tests.threads import running
-
-
-def test_a_thread_knows_its_own_call_only() -> None:
-    state, seen = CallState(), []
-    state.callable, state.widens = print, True
-    with running(lambda: seen.append((state.callable, state.widens))):
-        pass
-    assert seen == [(None, False)] and state.callable is print
-
-
-def test_a_call_is_known_while_it_lasts() -> None:
-    seen = []
-
-    @torch._dynamo.disable
-    def look() -> None:
-        seen.append((current_call.callable, current_call.low_dtype, current_call.widens))
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        y = x + 1
-        look()
-        return y
-
-    compiled = torch.compile(f, backend="amp", options={"lower": "eager", "dtype": torch.bfloat16})
-    compiled(torch.ones(2))
-    assert seen == [(f, torch.bfloat16, True)]
-    assert (current_call.callable, current_call.low_dtype, current_call.widens) == (None, None, False)
-    assert ampcompile.backend.amp
+from ampcompile.compiler.call_state import casting, current_call
 
 
 def test_results_that_no_graph_widens_are_widened_by_a_given_function_for_a_while() -> None:

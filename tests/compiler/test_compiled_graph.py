@@ -17,7 +17,6 @@ from ampcompile.kernels.packed_linear import LinearBlocks
 from ampcompile.sharding.weight import Gather
 from ampcompile.weights import CopySpec, Form
 from tests.compiling import LOW
-from tests.weights.writers import unseen
 
 
 def run_alone(*args: Any) -> Any:
@@ -28,8 +27,8 @@ def test_a_graph_that_needs_nothing_is_installed_as_it_was_compiled() -> None:
     assert CompiledGraph(run_alone, Options()).installed() is run_alone
 
 
-def spec(weight: int, blocks: Blocks | None = None, trial: bool = False) -> CopySpec:
-    return CopySpec(weight, Form(LOW), blocks, trial)
+def spec(weight: int, blocks: Blocks | None = None) -> CopySpec:
+    return CopySpec(weight, Form(LOW), blocks)
 
 
 @pytest.mark.parametrize("read", [[1], [2, 1]])
@@ -52,14 +51,6 @@ def test_copies_keep_their_addresses_where_cuda_graphs_replay(replayed: bool) ->
     with torch.no_grad():
         weight.add_(1)
     assert (run(weight)[1].data_ptr() == first.data_ptr()) == replayed
-
-
-def test_a_weight_on_trial_is_compared_first() -> None:
-    tensor = torch.randn(3)
-    run = CompiledGraph(lambda *args: args[1], Options(), [spec(0, trial=True)])
-    for _ in range(3):
-        unseen(tensor)[1] += 1
-        assert torch.equal(run(tensor), tensor.to(LOW))
 
 
 def test_where_all_is_fake_the_copies_are_shapes() -> None:

@@ -164,24 +164,14 @@ def test_what_is_unpickled_has_the_methods_of_its_class() -> None:
     [
         ("decod", "found 'decod', expected the name of a method of Autoencoder. Did you mean 'decode'"),
         (["encode"], r"found \['encode'\], expected the name of a method"),
-        (
-            "forward",
-            r"expected another method: module.compile\(backend='amp'\) compiles forward",
-        ),
-        (
-            "state_dict",
-            "found 'state_dict' of Autoencoder, a method of every torch.nn.Module; expected one that Autoencoder adds",
-        ),
-        (
-            "encoder",
-            r"found 'encoder' of Autoencoder, a module; expected a method: module.encoder.compile\(backend='amp'\)",
-        ),
+        ("forward", r"expected another method: module.compile\(backend='amp'\) compiles forward"),
+        ("state_dict", "found 'state_dict' of Autoencoder, a method; expected a method that the class defines"),
+        ("encoder", r"found 'encoder' of Autoencoder, a Linear; .* module.encoder.compile\(backend='amp'\)"),
         ("compiled_by_its_class", "found 'compiled_by_its_class' of Autoencoder compiled already"),
         ("sample", "found 'sample' of Autoencoder compiled already, .*: `del module.sample` undoes"),
         ("size", "found 'size' of Autoencoder, a int; expected a method that the class defines"),
         ("helper", "found 'helper' of Autoencoder, a function; expected a method"),
         ("own", "found 'own' of Autoencoder, a function; expected a method"),
-        ("scale", "found 'scale' of Autoencoder, a Tensor; expected a method"),
     ],
 )
 def test_what_is_no_method_to_compile_is_refused(name: str, message: str) -> None:

@@ -34,8 +34,8 @@ def test_gradients_of_its_input_are_recorded_and_dropped() -> None:
     graph = WatchedGraph(torch.device("cpu"), nn.Linear(2, 2))
     graph.values.append(value("product", "f16"))
     (graph.slots * 3).sum().backward()
-    assert graph.slots.grad is None and list(graph.rings) == [True]
-    last = graph.rings[True].last()
+    assert graph.slots.grad is None and list(graph.kept) == [True]
+    last = graph.kept[True].last()
     assert last is not None and last.magnitudes[0] == 3
     del graph
     assert gc.collect() >= 0

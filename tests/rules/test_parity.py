@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch._ops import OpOverload
-from torch.fx import GraphModule, Interpreter
 from torch.utils import _pytree as pytree
 
 from ampcompile.rules.composite import CONTENTS
-from ampcompile.rules.table import composite_needs_decomposition, rule_for, table
+from ampcompile.rules.table import composite_needs_decomposition, table
 from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.dispatcher import op_named
 from tests.compiling import amp, draws, error
-from tests.devices import require_lstm
 from tests.op_calls import (
     LOW,
     Call,
@@ -28,7 +25,6 @@ from tests.op_calls import (
     is_real,
     sampled_calls,
     tensors_on,
-    trace,
     under_rule,
 )
 
@@ -106,36 +102,6 @@ def compare(call: Call, device: str) -> str:
 
 
 # Ops that run whole without gradients -------------------------------------------------------------------------------
-
-
-class ByRule(Interpreter):
-    """Runs a graph of pre-dispatch ops with autocast off and each op as its rule says."""
-
-    def __init__(self, traced: GraphModule, device: str) -> None:
-        super().__init__(traced)
-        self.device = device
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        rule = rule_for(target, self.device) if isinstance(target, OpOverload) else None
-        return under_rule(Call(target, args, kwargs), rule) if rule else super().call_function(target, args, kwargs)
-
-
-def taken_apart(device: str) -> list[OpOverload]:
-    ops = (op_named(name) for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
-    return [op for op in ops if composite_needs_decomposition(op, device)]
-
-
-def test_lstm_for_inference():
-    require_lstm()
-    lstm, x = torch.nn.LSTM(4, 5, bidirectional=True), torch.randn(3, 2, 4)
-    function = lambda *args: lstm(*args)[0]  # noqa: E731
-    with torch.no_grad(), autocast("cpu", True):
-        eager = function(x)
-        traced = trace(function, (x,), {}, taken_apart("cpu"))
-    with torch.no_grad(), autocast("cpu", False):
-        ours = ByRule(traced, "cpu").run(x)
-    assert ours.dtype == eager.dtype == LOW
-    assert torch.equal(ours, eager)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])

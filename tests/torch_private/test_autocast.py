@@ -12,18 +12,10 @@ from ampcompile.torch_private.autocast import (
     autocast_nesting,
     autocast_off,
     autocast_states,
-    is_available,
-    is_on,
     lowering_without_autocast,
     takes,
 )
 from proof.faults.injecting import raised_at
-
-
-def test_nesting_counts_regions_and_stays_as_it_is() -> None:
-    assert autocast_nesting() == autocast_nesting() == 0
-    with torch.autocast("cpu"), torch.autocast("cpu", enabled=False):
-        assert autocast_nesting() == autocast_nesting() == 2
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "maia"])
@@ -37,13 +29,6 @@ def test_the_state_of_every_device_is_told(device: str) -> None:
         torch.set_autocast_enabled(device, False)
     with torch.autocast("cpu", torch.float16):
         assert autocast_states()["cpu"] == (True, torch.float16)
-
-
-def test_meta_tensors_have_no_autocast() -> None:
-    assert not is_available("meta") and is_available("cpu")
-    with torch.autocast("cpu"):
-        assert is_on("cpu") and not is_on("meta")
-    assert not is_on("cpu")
 
 
 @pytest.mark.parametrize("without", [autocast_off, autocast_disabled, lowering_without_autocast])

@@ -1,44 +1,13 @@
-"""How a callable was compiled can be told, and Dynamo forgets what was compiled to be looked at."""
+"""Dynamo forgets what was compiled to be looked at."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ampcompile.torch_private import dynamo_caches, joint_graphs
+from ampcompile.torch_private import dynamo_caches
 from tests.compiling import Looking
-
-
-def sin(x: Tensor) -> Tensor:
-    return x.sin()
-
-
-class Compiled(nn.Linear):
-    def __init__(self, backend: Any) -> None:
-        super().__init__(2, 2)
-        self.compile(backend=backend, dynamic=False)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda backend: (sin, torch.compile(sin, backend=backend, dynamic=False)),
-        lambda backend: (model := nn.Linear(2, 2), torch.compile(model, backend=backend, dynamic=False)),
-        lambda backend: (model := Compiled(backend), model),
-    ],
-    ids=["function", "module", "module.compile"],
-)
-def test_what_torch_compile_was_given_is_told(make: Callable[[Any], tuple[Any, Any]]) -> None:
-    backend = Looking()
-    original, compiled = make(backend)
-    told = dynamo_caches.how_compiled(compiled)
-    assert told is not None and told.original is original and told.dynamic is False
-    assert dynamo_caches._innermost(told.backend) is backend
-    assert [dynamo_caches.how_compiled(f) for f in (sin, nn.ReLU(), 3)] == [None] * 3
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -77,25 +46,3 @@ def test_sizes_that_were_seen_meanwhile_are_not_learnt() -> None:
     torch.compile(f, backend=backend)(torch.ones(4))
     ((size,),) = backend.found
     assert size == 4 and type(size) is int
-
-
-def test_backward_is_lowered_with_forward() -> None:
-    """AOTAutograd compiles both before the first call, where it waits for a backward by itself."""
-    x = torch.randn(3, requires_grad=True)
-
-    def lowered() -> int:
-        graphs: list[Any] = []
-
-        def interpret(graph: torch.fx.GraphModule) -> Any:
-            graphs.append(graph)
-            return lambda args: torch.fx.Interpreter(graph).boxed_run(args)
-
-        gm = torch.fx.symbolic_trace(lambda x: (sin(x),))
-        joint_graphs.aot_interpreted(gm, [x], interpret, interpret)
-        return len(graphs)
-
-    assert lowered() == 1
-    with dynamo_caches.all_lowered_now():
-        assert torch._inductor.config.force_disable_caches
-        assert lowered() == 2
-    assert not torch._inductor.config.force_disable_caches

@@ -1,30 +1,16 @@
-"""What a frame computes and returns is known before its graph is compiled, and may be replaced there."""
+"""What a frame computes and returns is known before its graph is compiled, and what shares memory."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ampcompile.torch_private import frame_returns, patches
-from tests.compiling import Looking
-
-PLACE = "OutputGraph.compile_subgraph"
-
-
-def double(x: Tensor) -> Tensor:
-    return 2 * x
-
-
-def run(f: Any, *args: Any, act: Callable[[Any], None], backend: Any = "eager") -> Any:
-    """What `f` returns, compiled while `act(frame)` is called at the end of each of its frames."""
-    with patches.replaced(PLACE, frame_returns.watch_returns(act)):
-        return torch.compile(f, backend=backend)(*args)
 
 
 def computed(f: Any, *args: Any) -> tuple[int, bool]:
@@ -35,7 +21,8 @@ def computed(f: Any, *args: Any) -> tuple[int, bool]:
         tensors, all_of_them = frame_returns.computed_and_returned(frame, torch.float32)
         told.append((len(tensors), all_of_them))
 
-    run(f, *args, act=act)
+    with patches.replaced("OutputGraph.compile_subgraph", frame_returns.watch_returns(act)):
+        torch.compile(f, backend="eager")(*args)
     (only,) = told
     return only
 
@@ -82,60 +69,6 @@ def shares_memory(x: Tensor) -> Any:
 )
 def test_what_a_frame_computes_is_told_from_what_was_there_and_what_stays(f: Any, expected: tuple[int, bool]) -> None:
     assert computed(f, torch.randn(3)) == expected
-
-
-def test_after_a_graph_break_what_was_there_may_be_of_the_frame_before() -> None:
-    def breaks(x: Tensor) -> tuple[Tensor, Tensor]:
-        y = x.sin()
-        torch._dynamo.graph_break()
-        return y, x.cos()
-
-    names: list[str] = []
-    told: list[Any] = []
-
-    def act(frame: Any) -> None:
-        names.append(frame.f_code.co_name)
-        tensors, all_of_them = frame_returns.computed_and_returned(frame, torch.float32)
-        told.append((len(tensors), all_of_them))
-
-    run(breaks, torch.randn(3), act=act)
-    assert told == [(1, False)]
-    assert names[0].startswith(f"{frame_returns.RESUMED}breaks_at_")
-
-
-def test_results_are_replaced_each_once_with_a_note() -> None:
-    backend = Looking(lambda gm, _: [node.meta["amp_note"] for node in gm.graph.nodes if node.target is double])
-
-    def act(frame: Any) -> None:
-        tensors, _ = frame_returns.computed_and_returned(frame, torch.float32)
-        frame_returns.replace(frame, tensors, double, "a note")
-
-    def f(x: Tensor) -> Any:
-        y = x.sin()
-        return y, {"again": y, "other": x.cos()}
-
-    x = torch.randn(3)
-    first, others = run(f, x, act=act, backend=backend)
-    assert torch.equal(first, 2 * x.sin()) and others["again"] is first
-    assert torch.equal(others["other"], 2 * x.cos())
-    assert backend.found == [["a note"] * 2]
-
-
-def test_between_the_call_of_a_module_and_its_forward_stand_the_calls_that_are_listed() -> None:
-    import sys
-
-    frames: list[Any] = []
-
-    class Looks(nn.Module):
-        def forward(self) -> None:
-            frame = sys._getframe(1)
-            while frame.f_code is not here:
-                frames.append(frame.f_code)
-                frame = frame.f_back
-
-    here = sys._getframe().f_code
-    Looks()()
-    assert frames and set(frames) == {f.__code__ for f in frame_returns.CALLS_OF_MODULES}
 
 
 def test_memory_is_shared_by_views_and_told_of_fake_tensors_too() -> None:

@@ -103,25 +103,6 @@ def test_one_region_may_be_open_several_times() -> None:
     assert not disabled_by_user("cpu")
 
 
-def test_a_region_that_fails_has_ended() -> None:
-    with pytest.raises(KeyError), DISABLED():
-        raise KeyError
-    with pytest.raises(RuntimeError), DISABLED(), torch.autocast("no device"):
-        pass
-
-
-def test_a_generator_s_region_is_open_while_the_generator_is() -> None:
-    def generate() -> Iterator[None]:
-        with DISABLED():
-            yield
-
-    one, two = generate(), generate()
-    next(one), next(two)
-    del one
-    assert disabled_by_user("cpu")
-    del two
-
-
 def test_what_is_switched_off_by_hand_in_a_region_is_off_on_purpose() -> None:
     with ENABLED():
         torch.set_autocast_enabled("cpu", False)

@@ -1,74 +1,20 @@
-"""Every callable that torch.compile returns passes through one call, with its backend, `dynamic` and `fullgraph`."""
+"""What torch.compile was given survives a change, and what Dynamo looks at and steps over."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ampcompile.torch_private import dynamo_caches, optimize_contexts, patches
+from ampcompile.torch_private import optimize_contexts, patches
 from tests.compiling import Looking
-
-PLACE = "OptimizeContext.__call__"
 
 
 def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
     return gm.forward
-
-
-@pytest.fixture
-def wrapped() -> Iterator[list[tuple[Any, Any]]]:
-    """What is wrapped meanwhile, with its backend; it runs as before."""
-    seen: list[tuple[Any, Any]] = []
-
-    def wrap(backend: Any, fn: Any, compiled: Any) -> Any:
-        seen.append((getattr(backend, "compiler_fn", backend), fn))
-        return functools.wraps(compiled)(lambda *args: compiled(*args))
-
-    with patches.replaced(PLACE, optimize_contexts.wrap_call(wrap, lambda backend, dynamic, full: (dynamic, full))):
-        yield seen
-
-
-def test_functions_are_wrapped_with_their_backend(wrapped: list[tuple[Any, Any]]) -> None:
-    def f(x: Tensor) -> Tensor:
-        return x.sin()
-
-    compiled = torch.compile(f, backend=backend, mode=None)
-    assert wrapped == [(backend, f)]
-    x = torch.randn(3)
-    assert torch.equal(compiled(x), x.sin())
-    told = dynamo_caches.how_compiled(compiled)
-    assert told is not None and told.original is f
-
-
-def test_a_module_s_call_is_wrapped_and_it_is_not(wrapped: list[tuple[Any, Any]]) -> None:
-    model = nn.Linear(3, 2)
-    compiled = torch.compile(model, backend=backend)
-    assert isinstance(compiled, torch._dynamo.OptimizedModule)
-    assert [fn for _, fn in wrapped if isinstance(fn, nn.Module)] == [] and len(wrapped) == 1
-    x = torch.randn(4, 3)
-    assert torch.equal(compiled(x), model(x))
-
-
-@pytest.mark.parametrize(("dynamic", "symbols"), [(True, 1), (False, 0)])
-def test_dynamic_and_fullgraph_can_be_asked_for_instead(dynamic: bool, symbols: int) -> None:
-    seeing = Looking(lambda gm, inputs: sum(isinstance(value, torch.SymInt) for value in inputs))
-
-    def breaks(x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return x.sin()
-
-    asked = optimize_contexts.wrap_call(lambda backend, fn, compiled: compiled, lambda *_: (dynamic, True))
-    with patches.replaced(PLACE, asked):
-        smooth, broken = (torch.compile(f, backend=seeing) for f in (lambda x: x.sin(), breaks))
-    smooth(torch.ones(5))
-    assert seeing.found == [symbols]
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        broken(torch.ones(5))
 
 
 def test_other_settings_survive_the_change() -> None:
@@ -79,22 +25,10 @@ def test_other_settings_survive_the_change() -> None:
         return [True] * len(entries)
 
     asked = optimize_contexts.wrap_call(lambda backend, fn, compiled: compiled, lambda *_: (False, False))
-    with patches.replaced(PLACE, asked):
+    with patches.replaced("OptimizeContext.__call__", asked):
         compiled = torch.compile(lambda x: x.sin(), backend=backend, options={"guard_filter_fn": keep_all})
     compiled(torch.ones(5))
     assert guarded
-
-
-def test_a_function_that_is_passed_over_runs_as_it_is() -> None:
-    compiling: list[bool] = []
-
-    def noted(x: Tensor) -> Tensor:
-        compiling.append(torch.compiler.is_compiling())
-        return x.sin()
-
-    optimize_contexts.pass_over(noted)
-    torch.compile(noted, backend=backend)(torch.ones(2))
-    assert compiling == [False]
 
 
 def test_dynamo_looks_at_no_frame_while_its_callback_is_unset() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ampcompile.torch_private import patches
-from ampcompile.torch_private.patches import TABLE, Group, Patch
+from ampcompile.torch_private.patches import TABLE, Group
 
 PAGE = Path(__file__).parents[2] / "docs" / "patches.md"
 
@@ -27,8 +27,8 @@ class Thing(Base):
         return ["rest"]
 
 
-PLACES = tuple(Patch(f"{__name__}.Thing.{name}", "made up") for name in ("act", "rest"))
-WRAPS = {patch.place: lambda original: lambda self: ["ours", *original(self)] for patch in PLACES}
+PLACES = {f"{__name__}.Thing.{name}": "made up" for name in ("act", "rest")}
+WRAPS = {f"Thing.{name}": lambda original: lambda self: ["ours", *original(self)] for name in ("act", "rest")}
 
 
 @pytest.fixture
@@ -55,16 +55,14 @@ def test_a_group_is_installed_once_and_undone_as_a_whole(group: Group) -> None:
 
 @pytest.mark.parametrize("absent", ["Thing.sleep", "Nothing.act"])
 def test_where_a_place_is_missing_nothing_is_replaced(absent: str) -> None:
-    patch = Patch(f"{__name__}.{absent}", "made up")
-    lacking = Group("made up", "never", "never", (*PLACES, patch))
+    lacking = Group("made up", "never", "never", PLACES | {f"{__name__}.{absent}": "made up"})
     with pytest.raises((AttributeError, ImportError)):
-        patches.install(lacking, WRAPS | {patch.place: WRAPS[PLACES[0].place]})
+        patches.install(lacking, WRAPS | {absent: WRAPS["Thing.act"]})
     assert Thing().act() == ["act"] and Thing().rest() == ["rest"]
 
 
 def test_wraps_and_table_name_the_same_places(group: Group) -> None:
-    first, second = (patch.place for patch in PLACES)
-    for wraps in ({first: WRAPS[first]}, WRAPS | {"Thing.sleep": WRAPS[second]}):
+    for wraps in ({"Thing.act": WRAPS["Thing.act"]}, WRAPS | {"Thing.sleep": WRAPS["Thing.rest"]}):
         with pytest.raises(AssertionError):
             patches.install(group, wraps)
 
@@ -74,7 +72,7 @@ def test_what_a_failure_left_is_undone_first(group: Group) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        patches.install(group, WRAPS | {PLACES[1].place: fail})
+        patches.install(group, WRAPS | {"Thing.rest": fail})
     patches.install(group, WRAPS)
     assert Thing().act() == ["ours", "act"] and Thing().rest() == ["ours", "rest"]
 
@@ -89,7 +87,7 @@ def test_what_nobody_will_undo_does_not_count_as_installed(group: Group) -> None
 
 def test_one_attribute_replaced_for_a_while(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "TABLE", (*TABLE, group))
-    place = PLACES[1].place
+    place = "Thing.rest"
     with pytest.raises(ValueError), patches.replaced(place, WRAPS[place]):
         with patches.replaced(place, WRAPS[place]):
             assert Thing().rest() == ["ours", "ours", "rest"]
@@ -100,8 +98,8 @@ def test_one_attribute_replaced_for_a_while(group: Group, monkeypatch: pytest.Mo
 
 def test_the_installed_torch_has_every_place(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not patches.missing()
-    gone = [Patch("torch.Tensor.no_such_method", ""), Patch("torch.no_such_module.act", "")]
-    monkeypatch.setattr(patches, "TABLE", (group, Group("gone", "", "", tuple(gone))))
+    gone = ["torch.Tensor.no_such_method", "torch.no_such_module.act"]
+    monkeypatch.setattr(patches, "TABLE", (group, Group("gone", "", "", dict.fromkeys(gone, ""))))
     assert patches.missing() == gone
 
 
@@ -149,7 +147,7 @@ def page() -> str:
     """What docs/patches.md shows of the table."""
     parts = [(PAGE.read_text() if PAGE.exists() else "").partition("\n## ")[0]]
     for group in TABLE:
-        rows = [f"| `{patch.what}` | {patch.why} |" for patch in group.patches]
+        rows = [f"| `{what}` | {why} |" for what, why in group.patches.items()]
         parts.append(f"## {group.name}\n\nMade {group.when}, undone {group.undone}.\n")
         parts.append("\n".join(["| place | why |", "|---|---|", *rows]) + "\n")
     return "\n".join(parts)

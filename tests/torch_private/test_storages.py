@@ -23,32 +23,6 @@ def test_a_tensor_owns_its_memory_alone_or_with_a_base_that_nobody_holds(mode: t
     torch.vmap(lambda row: pytest.fail("it has no memory of its own") if storages.owns_memory(row * 2) else row)(weight)
 
 
-def test_a_counter_follows_writes_and_holds_no_memory() -> None:
-    x = torch.randn(4)
-    counter = storages.counter_of(x)
-    users = storages.storage_users(storages.storage_key(x))
-    assert counter is not None and counter.numel() == 0
-    before = counter._version
-    x.view(2, 2).add_(1)
-    assert counter._version == x._version == before + 1
-    del counter
-    assert storages.storage_users(storages.storage_key(x)) == users, "it was no user"
-
-
-def test_what_has_no_counter_gives_none() -> None:
-    with torch.inference_mode():
-        inference = torch.ones(2)
-    assert storages.counter_of(inference) is None and storages.counter_of(torch.eye(2).to_sparse()) is None
-
-
-def test_an_alias_stays_where_it_is_when_the_tensor_gets_other_data() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    alias = storages.alias(weight)
-    assert type(alias) is torch.Tensor and not alias.requires_grad and storages.same_place(weight, alias)
-    weight.data = torch.zeros(2)
-    assert alias.tolist() == [1, 1] and not storages.same_place(weight, alias)
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -63,12 +37,6 @@ def test_an_alias_stays_where_it_is_when_the_tensor_gets_other_data() -> None:
 def test_another_view_is_not_the_same_place(other) -> None:
     x = torch.randn(3, 3)
     assert storages.same_place(x, x.detach()) and not storages.same_place(x, other(x))
-
-
-def test_place_is_none_without_memory() -> None:
-    x = torch.randn(4)
-    assert storages.place(x[1:]) == (storages.storage_key(x), x.data_ptr() + 4)
-    assert storages.place(torch.eye(2).to_sparse()) is None
 
 
 def test_parameters_that_fsdp_gathers_are_known() -> None:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompile.torch_private import storages
-from ampcompile.torch_private.patches import COPIES
+from ampcompile.torch_private.patches import COPIES, owner_and_name
 from ampcompile.weights.binding import Binding
 from ampcompile.weights.store import weight_stats
 from tests.scaler.cases import iterate, params_with, scaled
@@ -34,7 +34,7 @@ MISSING = object()
 
 
 def what_is_patched() -> list[Any]:
-    return [vars(patch.owner).get(patch.name, MISSING) for patch in COPIES.patches]
+    return [vars(owner).get(name, MISSING) for owner, name in map(owner_and_name, COPIES.patches)]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a ring keeps: the last calls, the first out of range with the one before it, and how often each value was."""
+"""The last call is kept, the first out of range with the one before it, and how often each value was."""
 
 import math
 from typing import Any
@@ -7,33 +7,33 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampcompile.compiler.magnitude_ring import CALLS, Ring
+from ampcompile.compiler.last_magnitudes import LastMagnitudes
 
 
-def written(*calls: tuple[float, float]) -> Ring:
-    ring, clock = Ring(torch.tensor([10.0, 100.0])), torch.zeros(1, dtype=torch.int64)
+def written(*calls: tuple[float, float]) -> LastMagnitudes:
+    kept, clock = LastMagnitudes(torch.tensor([10.0, 100.0])), torch.zeros(1, dtype=torch.int64)
     for magnitudes in calls:
-        ring.write(torch.tensor(magnitudes), clock)
+        kept.write(torch.tensor(magnitudes), clock)
     assert clock.item() == len(calls)
-    return ring
+    return kept
 
 
 def test_nothing_out_of_range() -> None:
-    ring = written((1.0, 2.0), (10.0, 100.0))
-    assert ring.first() is None and ring.counts.tolist() == [0, 0]
-    last = ring.last()
+    kept = written((1.0, 2.0), (10.0, 100.0))
+    assert kept.first() is None and kept.counts.tolist() == [0, 0]
+    last = kept.last()
     assert last is not None and (last.call, last.time, last.magnitudes.tolist()) == (2, 2, [10, 100])
 
 
 def test_the_first_stays_with_the_call_before_it() -> None:
     for bad in (11.0, math.inf, math.nan):
-        ring = written((1.0, 2.0), (bad, 3.0), (4.0, 5.0), (bad, 6.0), *[(7.0, 8.0)] * 2 * CALLS)
-        found = ring.first()
+        kept = written((1.0, 2.0), (bad, 3.0), (4.0, 5.0), (bad, 6.0), *[(7.0, 8.0)] * 5)
+        found = kept.first()
         assert found is not None
         row, before = found
         assert (row.call, row.time, before.tolist()) == (2, 2, [1, 2])
         torch.testing.assert_close(row.magnitudes, torch.tensor([bad, 3.0]), equal_nan=True)
-        assert ring.counts.tolist() == [2, 0]
+        assert kept.counts.tolist() == [2, 0]
 
 
 def test_the_very_first_call() -> None:
@@ -41,12 +41,12 @@ def test_the_very_first_call() -> None:
     assert found is not None and found[0].call == 1
 
 
-def test_calls_of_several_rings_are_in_order() -> None:
+def test_calls_of_several_graphs_are_in_order() -> None:
     clock = torch.zeros(1, dtype=torch.int64)
-    rings = [Ring(torch.ones(1)) for _ in range(2)]
-    for ring in (rings[1], rings[0]):
-        ring.write(torch.full((1,), math.inf), clock)
-    times = [found[0].time for ring in rings if (found := ring.first()) is not None]
+    several = [LastMagnitudes(torch.ones(1)) for _ in range(2)]
+    for kept in (several[1], several[0]):
+        kept.write(torch.full((1,), math.inf), clock)
+    times = [found[0].time for kept in several if (found := kept.first()) is not None]
     assert times == [2, 1]
 
 
@@ -59,7 +59,7 @@ class Reads(TorchDispatchMode):
 
 
 def test_nothing_waits_for_the_device() -> None:
-    ring, clock = Ring(torch.ones(2)), torch.zeros(1, dtype=torch.int64)
+    kept, clock = LastMagnitudes(torch.ones(2)), torch.zeros(1, dtype=torch.int64)
     with Reads():
-        ring.write(torch.full((2,), math.inf), clock)
-    assert ring.first() is not None
+        kept.write(torch.full((2,), math.inf), clock)
+    assert kept.first() is not None
