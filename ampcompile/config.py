@@ -6,6 +6,7 @@ import difflib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -25,6 +26,8 @@ _CHOICES = {
 }
 FUSE_FAMILIES = ("linear", "linear_cross_entropy")
 """The families of fused kernels."""
+_GONE = ("cross_entropy", "norm", "softmax")
+"""Removed families: Inductor's own code does as much."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,7 @@ class Options:
         ours = {f.name for f in fields(cls)} - {"inductor"}
         values: dict[str, Any] = {}
         remaining = dict(options or {})
-        if (placement := remaining.pop("placement", "eager")) != "eager":
-            text = f"option placement={placement!r} is ignored, expected 'eager', the only value: leave the option out."
-            warnings.warn(text, AmpWarning, stacklevel=2)
+        _ignore_placement(remaining)
         inductor = _of_mode(remaining.pop("mode", mode))
         for key, value in remaining.items():
             if key in ours:
@@ -104,6 +105,25 @@ def _of_mode(mode: str | None) -> dict[str, Any]:
     return dict(modes[mode])
 
 
+def _ignore_placement(given: dict[str, Any]) -> None:
+    """Remove the option `placement`, which has one value left."""
+    value = given.pop("placement", "eager")
+    if value == "bytes":
+        _warn_gone("placement", value, "'eager', the default. It is ignored, and no op is moved: leave the option out.")
+    elif value != "eager":
+        raise OptionError(f"option placement={value!r}: expected 'eager', the only value; leave the option out.")
+
+
+@cache
+def _warn_gone(option: str, name: str, instead: str) -> None:
+    """Warn of a removed value, once per process: each graph's compilation reads the options."""
+    warnings.warn(
+        f"option {option} names {name!r}, which ampcompile no longer has; expected {instead}",
+        AmpWarning,
+        stacklevel=2,
+    )
+
+
 def _checked(key: str, value: Any) -> Any:
     if key == "policy" and isinstance(value, str):
         return Policy.parse(value)
@@ -120,6 +140,11 @@ def _checked(key: str, value: Any) -> Any:
             )
     elif key == "fuse":
         names = value.split("+") if isinstance(value, str) else [value]
+        if gone := [name for name in names if name in _GONE]:
+            families = ", ".join(map(repr, FUSE_FAMILIES))
+            for name in gone:
+                _warn_gone("fuse", name, f"some of {families}. It is ignored, as Inductor does as much: leave it out.")
+            return _checked(key, "+".join(name for name in names if name not in gone) or "none")
         if value not in ("auto", "none") and not all(name in FUSE_FAMILIES for name in names):
             families = ", ".join(map(repr, FUSE_FAMILIES))
             raise OptionError(f"option fuse={value!r}: expected 'auto', 'none', or some of {families}, joined by '+'.")

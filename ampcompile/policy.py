@@ -1,9 +1,11 @@
 """The user's overrides of precision, per op and per module path, on top of the device's table."""
 
 import difflib
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Self
 
 import torch
@@ -13,7 +15,7 @@ from ampcompile.passes.analysis.schema import arguments_of, computes
 from ampcompile.rules.table import Rule
 from ampcompile.torch_private.types import OpOverload
 
-from .errors import PolicyError
+from .errors import AmpWarning, PolicyError
 from .rules import table as rules
 from .rules.group import Category
 
@@ -78,6 +80,9 @@ class Policy:
         overrides: dict[str, list[tuple[str, str]]] = {"op": [], "module": []}
         entries = [entry.strip() for entry in text.split(",")] if text.strip() not in ("", "default") else []
         for entry in entries:
+            if entry == "where it pays":
+                _warn_of_where_it_pays()
+                continue
             kind, _, override = entry.partition(" ")
             glob, equals, value = override.partition("=")
             if kind not in overrides or not equals:
@@ -129,6 +134,18 @@ class Policy:
             if value != "default" and computes(op):
                 return _rule(op, value, f"policy: {kind} {glob}={value}")
         return None
+
+
+@cache
+def _warn_of_where_it_pays() -> None:
+    """Once a process: each graph's compilation reads the options."""
+    warnings.warn(
+        "a policy has the entry 'where it pays', which ampcompile no longer knows; expected 'op <glob>=<rule>' or "
+        "'module <glob>=<dtype>'. It is ignored: where explain's estimate says that a model won't gain, call it inside "
+        "torch.autocast(device_type, enabled=False), or keep modules of it in float32, as 'module head=fp32'.",
+        AmpWarning,
+        stacklevel=2,
+    )
 
 
 def _last_match(overrides: Overrides, matches: Callable[[str], bool]) -> tuple[str, str]:

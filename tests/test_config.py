@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ampcompile
+from ampcompile import config
 from ampcompile.config import Options
 from ampcompile.errors import AmpWarning, OptionError
 from ampcompile.policy import Policy
@@ -34,10 +35,38 @@ def test_ours_are_read_and_the_rest_goes_to_inductor():
     assert Options.parse({"fuse": "linear+linear_cross_entropy"}).fuse == "linear+linear_cross_entropy"
 
 
-def test_an_option_with_one_value_left_warns_of_others():
+@pytest.mark.parametrize("family", ["cross_entropy", "norm", "softmax"])
+def test_a_family_that_is_gone_warns_once_and_is_ignored(family):
+    config._warn_gone.cache_clear()
+    with pytest.warns(
+        AmpWarning,
+        match=f"fuse names '{family}', .*; expected some of 'linear', 'linear_cross_entropy'.*: leave it out",
+    ):
+        assert Options.parse({"fuse": family}).fuse == "none"
+    assert Options.parse({"fuse": family}).fuse == "none"  # a second warning would be an error
+    assert (
+        Options.parse({"fuse": f"{family}+linear"}).fuse == Options.parse({"fuse": f"linear+{family}"}).fuse == "linear"
+    )
+    with pytest.raises(OptionError, match=r"option fuse='norms'"):
+        Options.parse({"fuse": f"norms+{family}"})
+
+
+def test_each_family_that_is_gone_has_a_warning_of_its_own():
+    config._warn_gone.cache_clear()
+    with pytest.warns(AmpWarning) as found:
+        assert Options.parse({"fuse": "norm+linear+cross_entropy"}).fuse == "linear"
+    told = [str(each.message).split(",")[0] for each in found]
+    assert told == ["option fuse names 'norm'", "option fuse names 'cross_entropy'"]
+
+
+def test_an_option_that_is_gone_warns_once_of_a_value_that_meant_something():
+    config._warn_gone.cache_clear()
     assert Options.parse({"placement": "eager"}) == Options()
-    with pytest.warns(AmpWarning, match=r"placement='bytes' is ignored, expected 'eager', .*: leave the option out"):
+    with pytest.warns(AmpWarning, match=r"placement names 'bytes', .* expected 'eager', .*: leave the option out"):
         assert Options.parse({"placement": "bytes"}) == Options()
+    assert Options.parse({"placement": "bytes"}) == Options()  # a second warning would be an error
+    with pytest.raises(OptionError, match=r"placement='byte': expected 'eager'"):
+        Options.parse({"placement": "byte"})
 
 
 def test_a_mode_is_inductors_settings():
@@ -89,6 +118,13 @@ def test_an_error_says_found_expected_and_the_nearest_match(options, message):
 def test_a_dtype_may_be_a_name():
     for name in ("bf16", "bfloat16", "torch.bfloat16", "fp16", "f16", "half", "float16"):
         assert Options.parse({"dtype": name}).dtype == (torch.bfloat16 if "bf" in name else torch.float16)
+
+
+def test_an_unknown_mode_lists_the_modes():
+    with pytest.raises(
+        OptionError, match=r"mode='fast' is not a mode of torch.compile; expected one of .*max-autotune"
+    ):
+        Options.parse(mode="fast")
 
 
 def test_options_given_in_a_dict_are_told_how_they_are_given() -> None:
