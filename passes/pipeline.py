@@ -31,10 +31,8 @@ from ampcompile.passes.after.write_once import WriteOnce
 from ampcompile.passes.before.fold_casts import FoldCasts
 from ampcompile.passes.before.hoist_weights import HoistWeights
 from ampcompile.passes.before.insert_casts import InsertCasts
-from ampcompile.passes.before.move_casts import MoveCasts
 from ampcompile.passes.before.pack_weights import PackWeights
 from ampcompile.passes.before.share_casts import ShareCasts
-from ampcompile.passes.before.split_casts_over_cat import SplitCastsOverCat
 from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.fuse.fuse_linear_cast import FuseLinearCast
 from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy
@@ -60,9 +58,7 @@ def pipeline(
     passes: tuple[Pass, ...] = (
         AssignPrecision(options.policy, regions, options.range_guards),  # needs a captured graph with its fakes
         InsertCasts(),  # needs a decision on every node
-        SplitCastsOverCat(),  # before folding, which then finds parts that were widened
         FoldCasts(gradients, options.numerics == "relaxed"),  # needs all casts, ours and the user's
-        MoveCasts(gradients),  # after folding, which looks through the same ops
     )
     if options.weights == "cached":
         # Needs all casts in their final places: those that still read a weight are the weight's own.

@@ -48,7 +48,7 @@ class CastRecord:
     """Bytes read and written by the cast alone; symbolic sizes count as the sizes they were compiled for."""
     because: str
     fate: tuple[str, ...]
-    """The changes that passes made to it, in order: inserted, hoisted, shared, folded, moved, fused."""
+    """The changes that passes made to it, in order: inserted, hoisted, shared, folded, fused."""
     of: str
     """The kind of value cast: "weight", "input", "constant" or "activation"."""
 

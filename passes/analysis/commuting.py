@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ampcompile.passes.graph import call_on_values, cast_of, note
+from ampcompile.passes.graph import call_on_values
 from ampcompile.torch_private.types import OpOverload
 
 from .op_traits import CHOOSES, MOVES, REPEATS, has, reads_bits
@@ -82,13 +82,3 @@ def rebuild(path: Sequence[Node], operand: Node) -> Node:
         copy.meta = {**node.meta, "val": call_on_values(copy)}
         operand = copy
     return operand
-
-
-def move_cast(cast: Node, operand: Node) -> Node:
-    """Insert a copy of `cast` on `operand` at the graph's insertion point, keeping the record's number."""
-    record = cast_of(cast)
-    assert record is not None
-    moved = operand.graph.create_node("call_function", CAST, (operand, cast.args[1]), name=cast.name)
-    moved.meta = {**cast.meta, "val": operand.meta["val"].to(cast.args[1])}
-    note(moved, cast=record.after("moved"))
-    return moved

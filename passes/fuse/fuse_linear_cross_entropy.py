@@ -1,24 +1,33 @@
-"""Fuse a linear layer with the cross entropy that alone reads it: `kernels/linear_cross_entropy.py`."""
+"""Fuse a linear layer with the cross entropy that alone reads it: `kernels/linear_cross_entropy.py`.
+
+Between the two stand the cast of 16-bit logits to float32, ours or the user's, and views that leave rows whole.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from ampcompile.dtypes import LOW
 from ampcompile.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY, PIECE
+from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST
+from ampcompile.passes.analysis.op_traits import DROPS, KEEPS_ORDER, has
 from ampcompile.passes.analysis.sizes import elements_hint
-from ampcompile.passes.graph import cast_of, erase_unread, graphs, op_name
+from ampcompile.passes.graph import call_on_values, cast_of, erase_unread, graphs, op_name
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import tracing
 
-from .losses import Loss, keep_rows_whole, losses, repeat_views
 from .matching import Fusion, FusionCost, argument, fuse, is_low, is_view
 
-LINEAR = torch.ops.aten.linear.default
+aten = torch.ops.aten
+LOSS = aten.cross_entropy_loss.default
+_REDUCTIONS = ("none", "mean", "sum")
+_RESHAPED = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
 @dataclass(frozen=True)
@@ -37,26 +46,32 @@ class FuseLinearCrossEntropy:
 
     def apply(self, gm: GraphModule) -> int:
         with tracing.on_fakes_of(gm):
-            return sum(self._fuse(loss) for graph in graphs(gm) for loss in list(losses(graph)))
+            return sum(map(self._fuse_in, graphs(gm)))
 
-    def _fuse(self, loss: Loss) -> bool:
-        linear, path = _layer(loss)
-        if linear is None or not keep_rows_whole(path):
+    def _fuse_in(self, gm: GraphModule) -> int:
+        memory = Aliases(gm.graph)
+        return sum(self._fuse(loss, memory) for loss in gm.graph.find_nodes(op="call_function", target=LOSS))
+
+    def _fuse(self, loss: Node, memory: Aliases) -> bool:
+        linear, path = find_layer(loss.args[0])
+        if linear is None or memory.is_written(linear) or not _fits(loss) or not keep_rows_whole(path):
             return False
         x, weight, bias = linear.args[0], linear.args[1], argument(linear, 2, "bias")
         record = self._record(loss, linear)
         if record is None or not (is_low(x) and is_low(weight) and (bias is None or is_low(bias))):
             return False
-        with loss.node.graph.inserting_before(loss.node):
+        with loss.graph.inserting_before(loss):
             rows = repeat_views(path, x)
         (master, low), (master_bias, low_bias) = _master_and_copy(weight), _master_and_copy(bias)
-        arguments = (rows, master, master_bias, low, low_bias, loss.target, loss.weight, *loss.kind)
-        fuse(loss.node, LINEAR_CROSS_ENTROPY, arguments, record)
+        operands = rows, master, master_bias, low, low_bias, loss.args[1], argument(loss, 2, "weight")
+        reduction = _REDUCTIONS[argument(loss, 3, "reduction", 1)]
+        rest = argument(loss, 4, "ignore_index", -100), argument(loss, 5, "label_smoothing", 0.0)
+        fuse(loss, LINEAR_CROSS_ENTROPY, (*operands, reduction, *rest), record)
         reads = [node for node in (weight, bias) if isinstance(node, Node) and node.target is WEIGHT_COPY]
-        erase_unread([*reads, linear, *path, loss.node])
+        erase_unread([*reads, linear, *path, loss])
         return True
 
-    def _record(self, loss: Loss, linear: Node) -> Fusion | None:
+    def _record(self, loss: Node, linear: Node) -> Fusion | None:
         """The record of the fusion; None if fusing doesn't pay."""
         value = linear.meta["val"]
         sizes = [elements_hint(value), elements_hint(linear.args[1].meta["val"])]
@@ -67,16 +82,73 @@ class FuseLinearCrossEntropy:
             again, freed, moved = logits + 3 * weight * -(-logits // PIECE), max(0, logits - PIECE), 6 * logits
         if not self.cost.pays(value.device, -again, moved, freed):
             return None
-        return Fusion(self.family, f"{op_name(linear.target)}, {op_name(loss.node.target)}", -again, freed)
+        return Fusion(self.family, f"{op_name(linear.target)}, {op_name(loss.target)}", -again, freed)
 
 
-def _layer(loss: Loss) -> tuple[Node | None, list[Node]]:
-    """The linear layer of the logits, or None if it has other readers; and the views and the cast up to the loss."""
-    path, node = list(loss.path), loss.logits
-    while is_view(node) and len(node.users) == 1:
-        path.insert(0, node)
-        node = node.args[0]
-    return (node if node.target is LINEAR and len(node.users) == 1 else None), path
+def find_layer(value: Any) -> tuple[Node | None, list[Node]]:
+    """The linear layer of float32 logits, and the nodes from it up to them, in order: one cast, and views.
+
+    The layer is None if there is none, or if one of the nodes has another user, so that the logits are needed anyway.
+    """
+    path: list[Node] = []
+    while isinstance(value, Node) and len(value.users) == 1:
+        if value.target is aten.linear.default:
+            return (value if any(map(_is_upcast, path)) else None), path
+        if not (_is_upcast(value) or is_view(value)):
+            break
+        path.insert(0, value)
+        value = value.args[0]
+    return None, path
+
+
+def _is_upcast(node: Node) -> bool:
+    """True if a node only widens a 16-bit value to float32: our cast, or the user's."""
+    if node.target is not CAST:
+        return False
+    before, after = node.args[0].meta["val"], node.meta["val"]
+    same_place = before.layout is after.layout and before.device == after.device
+    return before.dtype in LOW and after.dtype is torch.float32 and same_place
+
+
+def _fits(loss: Node) -> bool:
+    """True for logits (rows, classes) and class indices."""
+    value, wanted, weight = loss.args[0].meta["val"], loss.args[1].meta["val"], argument(loss, 2, "weight")
+    of_indices = wanted.dtype is torch.int64 and wanted.dim() == 1
+    fixed = isinstance(value.shape[-1], int) and value.shape[-1] > 0
+    return value.dim() == 2 and of_indices and fixed and (weight is None or weight.meta["val"].dtype is torch.float32)
+
+
+def keep_rows_whole(path: Sequence[Node]) -> bool:
+    """True if views only choose and regroup whole rows of the last dimension, as `repeat_views` requires."""
+    return all(_is_upcast(node) or _keeps_rows_whole(node) for node in path)
+
+
+def _keeps_rows_whole(node: Node) -> bool:
+    before, after = node.args[0].meta["val"], node.meta["val"]
+    if before.shape[-1] is not after.shape[-1] and str(before.shape[-1]) != str(after.shape[-1]):
+        return False
+    if has(node.target, DROPS):
+        dim = argument(node, 1, "dim", 0)
+        return dim % before.dim() != before.dim() - 1
+    return has(node.target, KEEPS_ORDER)
+
+
+def repeat_views(path: Sequence[Node], operand: Node) -> Node:
+    """Apply the views of `path` in order to a 16-bit value of another width, without the cast. A view may have to copy.
+    All views must keep the last dimension as it is (`keep_rows_whole`)."""
+    width = operand.meta["val"].shape[-1]
+    for node in path:
+        if _is_upcast(node):
+            continue
+        copy = node.graph.node_copy(node)
+        rest = list(node.args[1:])
+        if node.target in _RESHAPED:
+            copy.target = aten.reshape.default
+            rest[0] = [*rest[0][:-1], width]
+        copy.args = (operand, *rest)
+        copy.meta = {**node.meta, "val": call_on_values(copy)}
+        operand = copy
+    return operand
 
 
 def _master_and_copy(read: Any) -> tuple[Any, Any]:

@@ -79,7 +79,7 @@ def test_a_click_tells_the_reason_and_the_line_or_the_casts_of_an_edge(page: "Pa
     assert cast.because in details and cast.source in details
     page.keyboard.press("Escape")
     stages = page.locator("#details td:first-child").all_inner_texts()
-    assert "hoist_weights" in stages and "move_casts" not in stages, "the totals, but of passes that changed nothing"
+    assert "hoist_weights" in stages and "fold_casts" not in stages, "the totals, but of passes that changed nothing"
     page.click("#close")
     page.click(".mark:not(.idle)")
     details = page.inner_text("#details")

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.before.fold_casts import FoldCasts
-from ampcompile.passes.before.move_casts import MoveCasts
 from ampcompile.passes.before.share_casts import ShareCasts
-from ampcompile.passes.before.split_casts_over_cat import SplitCastsOverCat
 from tests.compiling import HALF, LOW, same_bits
 from tests.passes.tidied import inserted, results
 
@@ -81,7 +79,7 @@ def test_the_same_bits_before_and_after(gradients, dynamic):
         except RuntimeError as error:  # autograd refuses: a value it needs was written into
             assert "in-place operation" in str(error) or "mul_" in str(error)
             return
-        passes = [SplitCastsOverCat(), FoldCasts(gradients), MoveCasts(gradients), ShareCasts(gradients)]
+        passes = [FoldCasts(gradients), ShareCasts(gradients)]
         rewrites += sum(done.rewrites for done in run_passes(passes, gm))
         assert same_bits(results(gm, inputs, gradients), before)
 

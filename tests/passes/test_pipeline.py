@@ -8,7 +8,7 @@ from ampcompile.kernels import packed_linear
 from ampcompile.passes.graph import Regions
 from ampcompile.passes.pipeline import after, fusion, pipeline, replay
 
-BASE = ["assign_precision", "insert_casts", "split_casts_over_cat", "fold_casts", "move_casts"]
+BASE = ["assign_precision", "insert_casts", "fold_casts"]
 PACKED = ["pack_weights"] if packed_linear.available(torch.bfloat16) else []
 AFTER = [
     "bind_weights",
@@ -76,9 +76,7 @@ def test_every_pass_states_what_became_of_the_casts_it_takes_away() -> None:
     fates = {each.name: each.fate for each in (*passes, *fusion(Options(), "cuda"), *after(), *replay()) if each.fate}
     fused = {each.name: "fused" for each in fusion(Options(), "cuda")}
     assert fates == fused | {
-        "split_casts_over_cat": "moved",
         "fold_casts": "folded",
-        "move_casts": "moved",
         "hoist_weights": "hoisted",
         "share_casts": "shared",
         "drop_casts": "folded",

@@ -12,12 +12,15 @@ from torch.nn import functional as F
 import ampcompile
 from ampcompile.kernels import linear_cross_entropy as kernel
 from ampcompile.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from ampcompile.passes.base import run_passes
 from ampcompile.passes.fuse import matching
-from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy
+from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy, keep_rows_whole
 from ampcompile.passes.fuse.matching import FusionCost
 from tests import tiny_models
-from tests.compiling import amp, error, gradients, training_errors
+from tests.compiling import HALF, LOW, amp, error, gradients, training_errors
+from tests.passes.captured import captured, settled
 from tests.passes.rewriting import count, rewritten
+from tests.passes.tidied import inserted
 
 ASKED = {"fuse": "linear_cross_entropy"}
 
@@ -115,28 +118,88 @@ def test_a_weight_that_was_updated_is_read_anew() -> None:
         optimizer.step()
 
 
-class Scaled(Head):
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.head(torch.tanh(self.embed(tokens)))
-        return F.cross_entropy((logits * 2).reshape(-1, 40).float(), tokens.reshape(-1))
+FUSE = FuseLinearCrossEntropy(FusionCost("linear_cross_entropy"))
 
 
-class Returned(Head):
-    def forward(self, tokens: Tensor) -> Any:
-        logits = self.head(torch.tanh(self.embed(tokens)))
-        return F.cross_entropy(logits.reshape(-1, 40), tokens.reshape(-1)), logits
+def classes(rows: int) -> Tensor:
+    return torch.arange(rows) % 5
 
 
-class Regrouped(Head):
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.head(torch.tanh(self.embed(tokens)))
-        return F.cross_entropy(logits.reshape(-1, 20), tokens.reshape(-1).repeat(2) % 20)
+FIRES = {  # of logits (3, 4, 5) of a linear layer
+    "the cast before the views": lambda h: F.cross_entropy(h.float().view(-1, 5), classes(12)),
+    "after them": lambda h: F.cross_entropy(h.reshape(-1, 5), classes(12)),
+    "between them": lambda h: F.cross_entropy(h[1:].float().flatten(0, 1)[:4], classes(4)),
+    "what can't be seen as rows in 16 bits": lambda h: F.cross_entropy(h[:, :-1].float().view(-1, 5), classes(9)),
+    "all arguments": lambda h: F.cross_entropy(
+        h.view(-1, 5), classes(12), torch.arange(1.0, 6.0), ignore_index=2, reduction="sum", label_smoothing=0.1
+    ),
+}
 
 
-@pytest.mark.parametrize("kind", [Scaled, Returned, Regrouped])
-def test_declines(kind: type[Head]) -> None:
-    (graph,) = rewritten(kind(), tokens(), **ASKED)
-    assert count(graph, LINEAR_CROSS_ENTROPY) == 0
+def read_twice(h: Tensor) -> Any:
+    wide = h.float()
+    return F.cross_entropy(wide.view(-1, 5), classes(12)), wide
+
+
+def written(h: Tensor) -> Any:
+    wide = h.float()
+    h.zero_()
+    return F.cross_entropy(wide.view(-1, 5), classes(12))
+
+
+DECLINES = {
+    "read twice": read_twice,
+    "returned": lambda h: (F.cross_entropy(h.view(-1, 5), classes(12)), h),
+    "written": written,
+    "scaled": lambda h: F.cross_entropy((h * 2).view(-1, 5), classes(12)),
+    "an addition in float32": lambda h: F.cross_entropy(h.float().view(-1, 5) + 1, classes(12)),
+    "float64": lambda h: F.cross_entropy(h.double().view(-1, 5), classes(12)),
+    "detached, which ends a gradient": lambda h: F.cross_entropy(h.float().detach().view(-1, 5), classes(12)),
+    "repeated, whose gradient is a sum": lambda h: F.cross_entropy(h[:1].expand(3, 4, 5).reshape(-1, 5), classes(12)),
+    "other numbers": lambda h: F.cross_entropy(h.float().view(torch.int32).float().view(-1, 5), classes(12)),
+    "other rows": lambda h: F.cross_entropy(h.mT.reshape(-1, 4), torch.arange(15) % 4),
+    "probabilities": lambda h: F.cross_entropy(h.view(-1, 5), torch.ones(12, 5)),
+    "more dimensions": lambda h: F.cross_entropy(h.mT, classes(12).view(3, 4)),
+    "one row": lambda h: F.cross_entropy(h[0, 0], torch.tensor(2)),
+}
+
+
+@pytest.mark.parametrize("dtype", [LOW, HALF])
+@pytest.mark.parametrize("name", FIRES)
+def test_fires_through_one_cast_and_views(name: str, dtype: torch.dtype) -> None:
+    x, w = torch.randn(3, 4, 16), torch.randn(5, 16)
+    gm = inserted(lambda x, w: FIRES[name](F.linear(x, w)), x, w, dtype=dtype)
+    before = gm(x, w)
+    assert run_passes([FUSE], gm)[0].rewrites == 1
+    torch.testing.assert_close(gm(x, w), before, rtol=1e-5, atol=0)
+    assert FUSE.apply(gm) == 0, "idempotent"
+
+
+@pytest.mark.parametrize("name", DECLINES)
+def test_declines(name: str) -> None:
+    gm = inserted(lambda x, w: DECLINES[name](F.linear(x, w)), torch.randn(3, 4, 16), torch.randn(5, 16))
+    before = str(gm.graph)
+    assert FUSE.apply(gm) == 0 and str(gm.graph) == before
+
+
+ROWS = {
+    "a slice": (lambda x: x[1:].reshape(-1, 5), True),
+    "a part": (lambda x: x[1].contiguous(), True),
+    "flattened": (lambda x: x.flatten(0, 1), True),
+    "flattened rows": (lambda x: x.flatten(1, 2), False),
+    "two rows in one": (lambda x: x[:4].reshape(-1, 10)[:, :5], False),
+    "columns": (lambda x: x.transpose(0, 2).reshape(-1, 5)[:, 1:], False),
+    "shorter rows": (lambda x: x[..., 1:].reshape(-1, 4), False),
+    # By size alone these would all be rows.
+    **{f"dimension {dim}": (lambda x, dim=dim: x.select(dim, 1), dim in (0, 1, -2)) for dim in (0, 1, 2, -1, -2)},
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_are_known_to_stay_whole(name: str) -> None:
+    f, whole = ROWS[name]
+    graph = settled(captured(lambda x: f(x).exp(), torch.randn(5, 5, 5), dtype=None)).graph
+    assert keep_rows_whole([node for node in graph.nodes if node.op == "call_function"][:-1]) == whole
 
 
 def test_by_itself_it_fires_where_logits_are_a_tenth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +210,7 @@ def test_by_itself_it_fires_where_logits_are_a_tenth_of_the_memory(monkeypatch: 
     monkeypatch.setattr(matching, "memory_of", lambda device: 5 * logits)
     assert cost.pays(cuda, -logits, 6 * logits, freed=logits)
     assert FuseLinearCrossEntropy(cost).apply(graph.graph) == 0, "not on the CPU"
-    assert FuseLinearCrossEntropy(FusionCost("linear_cross_entropy")).apply(graph.graph) == 1
-    assert FuseLinearCrossEntropy(FusionCost("linear_cross_entropy")).apply(graph.graph) == 0, "idempotent"
+    assert FUSE.apply(graph.graph) == 1
 
 
 def test_explain_shows_what_was_fused_what_it_costs_and_what_it_frees() -> None:
