@@ -41,6 +41,10 @@ class Cast:
     number: int = field(default_factory=itertools.count().__next__, compare=False)
     """Identifies the cast when `fate` grows, so that a reader can tell if the cast is still in the graph."""
 
+    def after(self, fate: str) -> Cast:
+        """The record of what a pass has made of the cast."""
+        return replace(self, fate=(*self.fate, fate))
+
 
 @dataclass(frozen=True)
 class Fusion:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -190,6 +190,6 @@ def _replace(cast: Node, weight: Node, views: list[Node], copy: Node) -> None:
     with graph.inserting_before(cast):
         new = graph.call_function(WEIGHT_COPY, (weight, copy, cast.args[1]))
         new.meta = {**cast.meta, "val": copy.meta["val"].to(cast.args[1])}
-        note(new, cast=replace(record, fate=(*record.fate, "hoisted")))
+        note(new, cast=record.after("hoisted"))
         cast.replace_all_uses_with(rebuild(views, new))
     erase_unread([*views, cast])

@@ -62,7 +62,7 @@ def _as_layer(node: Node) -> _Layer | None:
     if node.target is aten.linear.default:
         return _Layer(node.args[0], node.args[1], argument(node, 2, "bias"))
     if node.target in (aten.mm.default, aten.matmul.default):
-        return _Layer(node.args[0], node.args[1], transposed=True)
+        return _Layer(*node.args, transposed=True)
     if node.target is aten.addmm.default and node.kwargs.get("beta", 1) == node.kwargs.get("alpha", 1) == 1:
         bias, x, weight = node.args
         if bias.meta["val"].shape == weight.meta["val"].shape[1:]:
