@@ -7,6 +7,7 @@ bump. Products differ only in the order of their sums; the gradient of the weigh
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from ampcompile.kernels.linear_cast import LINEAR_CAST, ROWS_FEW, ROWS_SHARED
 from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST, rebuild
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
-from ampcompile.passes.analysis.sizes import elements_hint
+from ampcompile.passes.analysis.sizes import elements_hint, is_smaller
 from ampcompile.passes.graph import call_on_values, cast_of, erase_unread, graphs, op_name
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import is_traceable_wrapper_subclass
@@ -39,6 +40,8 @@ class _Layer:
     bias: Node | None = None
     transposed: bool = False
     """The operand is the transpose of the weight."""
+    swapped: bool = False
+    """The weight is the first operand: x and the result are transposed."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +60,18 @@ class _Source:
         return [self.cast, *self.views]
 
 
-def _as_layer(node: Node) -> _Layer | None:
-    """An op read as a layer; the second operand of a matrix product is the weight."""
+def _readings(node: Node) -> Iterator[_Layer]:
+    """Yield the ways to read an op as a layer; either operand of a matrix product may be the weight."""
     if node.target is aten.linear.default:
-        return _Layer(node.args[0], node.args[1], argument(node, 2, "bias"))
-    if node.target in (aten.mm.default, aten.matmul.default):
-        return _Layer(*node.args, transposed=True)
-    if node.target is aten.addmm.default and node.kwargs.get("beta", 1) == node.kwargs.get("alpha", 1) == 1:
-        bias, x, weight = node.args
-        if bias.meta["val"].shape == weight.meta["val"].shape[1:]:
-            return _Layer(x, weight, bias, transposed=True)
-    return None
+        yield _Layer(node.args[0], node.args[1], argument(node, 2, "bias"))
+    elif node.target in (aten.mm.default, aten.matmul.default):
+        first, second = node.args
+        yield _Layer(first, second, transposed=True)
+        yield _Layer(second, first, swapped=True)
+    elif node.target is aten.addmm.default and node.kwargs.get("beta", 1) == node.kwargs.get("alpha", 1) == 1:
+        bias, first, second = node.args
+        if bias.meta["val"].shape == second.meta["val"].shape[1:]:
+            yield _Layer(first, second, bias, transposed=True)
 
 
 def _find_source(operand: Any, memory: Aliases) -> _Source | None:
@@ -93,7 +97,8 @@ def _lies_in_memory(value: Node) -> bool:
 
 def _few_rows(layer: _Layer) -> bool:
     """True if static shapes show that the kernel is bound by the weight's bytes."""
-    rows = layer.x.meta["val"].shape[:-1]
+    shape = layer.x.meta["val"].shape
+    rows = shape[1:] if layer.swapped else shape[:-1]
     return all(isinstance(size, int) for size in rows) and math.prod(rows) <= ROWS_FEW
 
 
@@ -134,30 +139,45 @@ class FuseLinearCast:
         memory, recorded = Aliases(gm.graph), recorded_by_autograd(gm.graph, self.gradients)
         fused = 0
         for node in list(gm.graph.nodes):
-            layer = _as_layer(node)
-            if layer is None or not is_low(layer.x) or layer.x.meta["val"].dim() < 2:
-                continue
-            if layer.weight.meta["val"].dim() != 2 or (source := _find_source(layer.weight, memory)) is None:
-                continue
-            saved, moved = _count_bytes(layer, source, node, layer.x in recorded) or (None, None)
-            if self.cost.pays(node.meta["val"].device, saved if _few_rows(layer) else 0, moved):
-                record = Fusion(self.family, op_name(node.target), saved or 0)
-                _replace(node, layer, source, _find_source(layer.bias, memory), record)
-                fused += 1
+            for layer in _readings(node) if node.op == "call_function" else ():
+                source = self._match(layer, memory)
+                if source is None:
+                    continue
+                saved, moved = _count_bytes(layer, source, node, layer.x in recorded) or (None, None)
+                if self.cost.pays(node.meta["val"].device, saved if _few_rows(layer) else 0, moved):
+                    record = Fusion(self.family, op_name(node.target), saved or 0)
+                    _replace(node, layer, source, _find_source(layer.bias, memory), record)
+                    fused += 1
+                    break
         return fused
+
+    def _match(self, layer: _Layer, memory: Aliases) -> _Source | None:
+        if not is_low(layer.x) or layer.weight.meta["val"].dim() != 2:
+            return None
+        x, weight = layer.x.meta["val"], layer.weight.meta["val"]
+        # Of two plain matrices the larger one is the weight: its bytes can be saved.
+        if x.dim() < 2 or (layer.swapped and (x.dim() != 2 or is_smaller(weight, x))):
+            return None
+        return _find_source(layer.weight, memory)
 
 
 def _replace(node: Node, layer: _Layer, source: _Source, bias: _Source | None, record: Fusion) -> None:
     with node.graph.inserting_before(node):
         weight = rebuild(source.views, source.value)
-        weight = _transpose(weight) if layer.transposed else weight
+        weight = _call(aten.t.default, weight) if layer.transposed else weight
+        x = _call(aten.t.default, layer.x) if layer.swapped else layer.x
         full_bias = layer.bias if bias is None else rebuild(bias.views, bias.value)
-    fuse(node, LINEAR_CAST, (layer.x, weight, full_bias), record)
+    new = fuse(node, LINEAR_CAST, (x, weight, full_bias), record)
+    if layer.swapped:
+        with node.graph.inserting_before(node):
+            transposed = _call(aten.t.default, new)
+            result = _call(aten.contiguous.default, transposed)
+        new.replace_all_uses_with(result, delete_user_cb=lambda user: user is not transposed)
     erase_unread([*source.nodes, *([] if bias is None else bias.nodes), node])
 
 
-def _transpose(weight: Node) -> Node:
-    node = weight.graph.call_function(aten.t.default, (weight,))
-    node.meta = {key: weight.meta[key] for key in ("stack_trace", "nn_module_stack") if key in weight.meta}
+def _call(op: Any, operand: Node) -> Node:
+    node = operand.graph.call_function(op, (operand,))
+    node.meta = {key: operand.meta[key] for key in ("stack_trace", "nn_module_stack") if key in operand.meta}
     node.meta["val"] = call_on_values(node)
     return node

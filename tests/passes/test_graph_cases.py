@@ -82,14 +82,23 @@ def test_as_little_is_cast_as_expected_and_every_bit_is_eagers(name):
         assert same_bits(amp(f)[0](*args), eager(f, *args))
 
 
+def decided(f, *like, states):
+    """A function's graph with its casts, under autocast states, on fake inputs of these devices and dtypes."""
+    with torch._subclasses.FakeTensorMode():
+        args = [torch.randn(8, 8, device=device, dtype=dtype) for device, dtype in like]
+        gm = captured(f, *args, dtype=None)
+    run_passes([AssignPrecision(Policy(), Regions(states), range_guards=False), InsertCasts()], gm)
+    return gm
+
+
+GPU, CPU = ("cuda", HIGH), ("cpu", HIGH)
+
+
 def test_each_device_keeps_its_own_type():
     def f(x, w, v):
         return torch.mm(torch.mm(x.relu(), w).tanh().cpu(), v).relu()
 
-    with torch._subclasses.FakeTensorMode():
-        gm = captured(f, *(torch.randn(8, 8, device=device) for device in ("cuda", "cuda", "cpu")), dtype=None)
-    regions = Regions({"cuda": (True, HALF), "cpu": (True, LOW)})
-    run_passes([AssignPrecision(Policy(), regions, range_guards=False), InsertCasts()], gm)
+    gm = decided(f, GPU, GPU, CPU, states={"cuda": (True, HALF), "cpu": (True, LOW)})
     moved = "to:f32"  # `cpu()`, traced without autocast, keeps the type it had
     expected = f"relu:f32 to:f16 to:f16 mm:f16 tanh:f16 {moved} to:bf16 to:bf16 mm:bf16 relu:bf16"
     assert " ".join(spelled(gm)) == expected and len(ours(gm)) == 4
@@ -135,6 +144,17 @@ def test_a_regions_gradients_are_computed_as_its_forward():
         out.float().sum().backward()
         results.append([out.detach(), w.grad])
     assert same_bits(*results)
+
+
+def test_nothing_is_cast_across_a_collective():
+    def all_reduced(x, w):
+        total = torch.ops._c10d_functional.all_reduce((x[:1] * 1.5).expand(8, 8), "sum", "0")
+        return torch.mm(torch.ops._c10d_functional.wait_tensor(total), w) + torch.mm(total.relu(), w)
+
+    gm = decided(all_reduced, CPU, CPU, states={"cpu": (True, LOW)})
+    assert sum(done.rewrites for done in run_passes(TIDYING[:1], gm)) == 0
+    collectives = [op for op in spelled(gm) if op.startswith("_c10d")]
+    assert collectives and all(op.endswith(":f32") for op in collectives)
 
 
 def test_a_product_with_a_mask_reads_the_mask_itself():

@@ -62,6 +62,7 @@ FIRES = {
     "mm": (lambda x, w: torch.mm(x, w.cos()), (like(6, 20), like(20, 9)), 1),
     "matmul": (lambda x, w: x @ w.cos(), (like(2, 6, 20), like(20, 9)), 1),
     "addmm": (lambda x, w, b: torch.addmm(b, x, w.cos().t()), (like(6, 20), like(9, 20), like(9)), 1),
+    "weight first": (lambda x, w: (w.cos() @ x).view(-1), (like(20, 6), like(9, 20)), 1),
     "transposed": (lambda x, w: x @ w.cos().t(), (like(6, 20), like(9, 20)), 1),
     "views": (
         lambda x, w: x @ w.cos().view(4, 9, 20)[2].transpose(0, 1),
@@ -87,7 +88,6 @@ def in_place(x, w):
 
 
 DECLINES = {
-    "weight first": (lambda x, w: (w.cos() @ x.bfloat16()).view(-1), (like(20, 6), like(9, 20))),
     "the user's cast": (lambda x, w: x @ w.cos().bfloat16(), (like(6, 20).bfloat16(), like(20, 9))),
     "low already": (lambda x, w: x @ (w * 2), (like(6, 20), like(20, 9).bfloat16())),
     "written": (in_place, (like(6, 20), like(20, 9))),
