@@ -17,6 +17,7 @@ from .cross_entropy import (
     Coefficients,
     Kind,
     coefficients,
+    cross_entropy_reference,
     gradient,
     loss_of_rows,
     picked_logits,
@@ -43,17 +44,15 @@ def linear_cross_entropy(
     reduction: str = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`F.cross_entropy(F.linear(x, low_weight, low_bias).float(), target, ...)`, and each row's log-sum-exp.
-
-    Both results are float32: the loss, (rows,) if `reduction` is "none", else 0-dim; and the log-sum-exp in the two
-    parts of `row_sums`, without a gradient. A target out of range raises as `gather` does.
+    """`cross_entropy(F.linear(x, low_weight, low_bias), target, ...)`; see `kernels.cross_entropy` for the results.
 
     `x`: (rows, features), float16 or bfloat16, in which logits are rounded. `low_weight`: (classes, features), in that
     type; `low_bias`: (classes,). They are copies of `weight` and `bias`, or the same tensors. Gradients flow to
     `weight` and `bias`: summed over all rows in float32, then cast to their types.
     """
-    kind = Kind(reduction, ignore_index, label_smoothing)
+    kind = Kind(reduction, ignore_index, label_smoothing, z_loss)
     lse, picked, weighted = [], [], []
     for rows in _pieces(x, low_weight):
         logits = F.linear(x[rows], low_weight, low_bias)
@@ -72,17 +71,12 @@ def linear_cross_entropy_reference(
     bias: Tensor | None,
     low_weight: Tensor,
     low_bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
+    *rest: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`linear_cross_entropy` in plain torch, all logits at once, in the type of x if that is wider than float32."""
+    """`linear_cross_entropy` in plain torch, all logits at once."""
     logits = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    options: Any = {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    return F.cross_entropy(wide, target, class_weight, **options), row_sums(wide.detach(), None, False)[0]
+    return cross_entropy_reference(logits, *rest, **options)
 
 
 @linear_cross_entropy.register_fake
@@ -104,12 +98,13 @@ def linear_cross_entropy_backward(
     reduction: str,
     ignore_index: int,
     label_smoothing: float,
+    z_loss: float,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `x`, in its type, and of weight and bias, float32; empty if they aren't `wanted`."""
-    kind = Kind(reduction, ignore_index, label_smoothing)
+    kind = Kind(reduction, ignore_index, label_smoothing, z_loss)
     classes = low_weight.shape[0]
-    of_rows = coefficients(grad, target, class_weight, classes, kind)
+    of_rows = coefficients(grad, lse, target, class_weight, classes, kind)
     to_x, to_weight, to_bias = _gradients(x, low_weight, wanted)
     for rows in _pieces(x, low_weight):
         logits = F.linear(x[rows], low_weight, low_bias)
@@ -162,7 +157,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 10
+        return (None,) * 11
     wanted = list(ctx.needs_input_grad[:3])
     to_x, to_weight, to_bias = linear_cross_entropy_backward(grad, *ctx.saved_tensors, *ctx.kind, wanted)
     of_weight, of_bias = ctx.types
@@ -170,7 +165,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
         to_x if wanted[0] else None,
         to_weight.to(of_weight) if wanted[1] else None,
         to_bias.to(of_bias) if wanted[2] else None,
-        *[None] * 7,
+        *[None] * 8,
     )
 
 

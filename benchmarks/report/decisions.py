@@ -39,6 +39,7 @@ QUESTIONS = (
     *(
         Question(family, "kernels", case, AMP, COMPILED, 1.10, 1.10)
         for family, case in {
+            "cross_entropy": "cross entropy",
             "linear_cross_entropy": "linear layer, cross entropy",
             "linear, and auto's 16 rows": r"linear, weight cast, \d+ rows.*",
         }.items()

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import wrap_triton
 
 BLOCK = 4096
 """Logits that a program reads at a time, with `WARPS` warps: 32 bytes of 16-bit numbers a thread."""
@@ -126,7 +127,7 @@ def row_sums(logits: Tensor, weight: Tensor | None, weighted: bool) -> tuple[Ten
     lse = torch.empty((2, rows), dtype=torch.float32, device=logits.device)
     sums = torch.empty(rows, dtype=torch.float32, device=logits.device) if weighted else None
     weight = None if weight is None or not weighted else weight.float().contiguous()
-    amp_cross_entropy_sums[(rows,)](
+    wrap_triton(amp_cross_entropy_sums)[(rows,)](
         logits,
         lse if weight is None else weight,
         lse,

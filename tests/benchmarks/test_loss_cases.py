@@ -1,4 +1,4 @@
-"""The loss's row: who is timed on this machine, what is called the least to move, and why others can't run."""
+"""The losses' rows: who is timed on this machine, what is called the least to move, and why others can't run."""
 
 import torch
 
@@ -8,9 +8,11 @@ from benchmarks.peers import AMP
 
 
 def test_on_the_cpu_ours_runs_too_and_liger_says_why_not() -> None:
-    (layer,) = loss_kernels("cpu")
-    assert set(layer.candidates) == {COMPILED, AMP} and set(layer.unable) == {LIGER}
-    assert "GPU" in layer.unable[LIGER]
-    expected, found = (layer.candidates[name]() for name in (COMPILED, AMP))
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=1e-3)
+    alone, layer = loss_kernels("cpu")
+    for kernel in (alone, layer):
+        assert set(kernel.candidates) == {COMPILED, AMP} and set(kernel.unable) == {LIGER}
+        assert "GPU" in kernel.unable[LIGER]
+        expected, found = (kernel.candidates[name]() for name in (COMPILED, AMP))
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=1e-3)
+    assert alone.bytes == 3 * 2 * 256 * 1009
     assert layer.flops == 3 * 2 * 256 * 64 * 1009

@@ -42,7 +42,7 @@ X, LSE, TARGET = torch.ones(4, 6, dtype=LOW), torch.ones(2, 4), torch.zeros(4, d
 LAUNCHES: dict[str, Callable[[], object]] = {
     "cross_entropy.row_sums": lambda: row_sums(X, None, False),
     "cross_entropy.gradient_": lambda: linear_cross_entropy_backward(
-        torch.ones(()), X, X, None, TARGET, None, LSE, "mean", -100, 0.0, [True, False, False]
+        torch.ones(()), X, X, None, TARGET, None, LSE, "mean", -100, 0.0, 0.0, [True, False, False]
     ),
     "linear_cast.multiply": lambda: linear_cast(X, torch.ones(5, 6), None),
 }

@@ -41,6 +41,10 @@ def test_machine_code(family: str) -> None:
     python("-m", "tests.kernels.triton.compiling", family, TRITON_INTERPRET="0")
 
 
+def test_what_torch_traces_for_a_gpu() -> None:
+    python("-m", "tests.kernels.triton.traced_rows", TRITON_INTERPRET="0")
+
+
 def test_a_profile_shows_whose_kernels_they_are() -> None:
     functions = [node for tree in SOURCES for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     jitted = [f for f in functions if any("triton.jit" in ast.unparse(decorator) for decorator in f.decorator_list)]
