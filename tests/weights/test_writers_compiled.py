@@ -36,7 +36,8 @@ def compiled_net(lower: str, mode: str) -> Net:
             with torch.autocast("cpu", cache_enabled=False):
                 expected = forward(net, x, image)
         for ours, eagers in zip(found, expected, strict=True):
-            assert torch.equal(ours, eagers.float())
+            # Inductor's convolutions may round otherwise than eager's; a write changes a weight by 1 or more.
+            assert torch.allclose(ours, eagers.float(), *([2**-7, 2**-7] if lower == "inductor" else [0, 0]))
 
     net.look = look
     look()
