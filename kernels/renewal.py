@@ -90,17 +90,21 @@ class RenewalTable:
                 sizes,
                 [copy.weight for copy in copies],
                 [copy.tensor._cdata for copy in copies],
+                [id(copy.tensor) for copy in copies],
+                [copy.tensor.untyped_storage()._cdata for copy in copies],
             ],
             cast_rows([c.begin for c in copies], [c.tensor for c in copies], [c.dtype for c in copies]),
         ]
         rows = [np.array(group, dtype=np.int64) for group in groups]
-        marks = np.zeros((3, len(copies)), dtype=np.int64)  # marks, doubts, and which are stale
+        marks = np.zeros((6, len(copies)), dtype=np.int64)  # owners of three kinds, marks, doubts, and which are stale
         found = state.versions.copy(), state.sampled.copy()
         self._kept = state, list(sharers), memories, [copy.record for copy in copies], rows, marks, found
         counted = [field for group in rows for field in (group.shape[1], *(row.ctypes.data for row in group))]
         fields = [state.address, *counted, *(row.ctypes.data for row in (*marks, *found))]
         self._table = np.array(fields, dtype=np.int64)
         self._address = self._table.ctypes.data
+        self._owned_as_noted = native.weights_function("owned_as_noted", 1)
+        self._note_owners = native.weights_function("note_owners", 1)
         self._find = native.weights_function("find_stale_copies", 1)
         self._cast = native.weights_function("cast_stale", 2)
 
@@ -110,6 +114,14 @@ class RenewalTable:
         If none is stale, the state is noted as unchanged from now on.
         """
         return self._find(self._address)
+
+    def owned_as_noted(self) -> bool:
+        """Return True if each copy, which must be allocated, has as many owners as when `note_owners` was called."""
+        return bool(self._owned_as_noted(self._address))
+
+    def note_owners(self) -> None:
+        """Note how many owners each copy has: nobody else reads it now. They are counted in C++ and in Python."""
+        self._note_owners(self._address)
 
     def cast(self) -> bool:
         """Write the weights whose copies were stale, rounded to nearest, into their copies, and note the state.

@@ -68,8 +68,10 @@ class Renewal:
             return False
         if (stale := self._table.find_stale()) <= 0:
             return not stale
-        if not self._idle():
-            return False
+        if not self._table.owned_as_noted():
+            if not self._idle():
+                return False
+            self._table.note_owners()
         store.begin_pass()
         with profiling.region("amp: refresh copies of weights"):
             if not self._table.cast():

@@ -100,7 +100,10 @@ struct Table {
   Memory* const* source;
   const int64_t *buffer, *begin, *bytes;
   c10::TensorImpl *const *weight, *const *tensor;
+  const int64_t* const* object;  // of Python, which begins with the number of its owners
+  c10::StorageImpl* const* storage;
   Casts casts;
+  int64_t *tensor_owners, *object_owners, *storage_owners;  // when nobody else read the copies
   int64_t *mark, *doubt;  // of each copy's memory when the copies were looked at
   int64_t *stale, *version;
   char* sampled;
@@ -128,6 +131,15 @@ void mark_written(const Table& table) {
   for (int64_t i = 0; i < table.sharers; ++i)  // all marks first: see `Memory.examine`
     if (table.sharer[i]->seen != table.version[i]) table.shared[i]->mark = last;
   for (int64_t i = 0; i < table.sharers; ++i) table.sharer[i]->seen = table.version[i];
+}
+
+// Calls `act` with each number of owners, and where it is noted.
+template <typename Act> void for_owners(const Table& table, Act act) {
+  for (int64_t i = 0; i < table.copies; ++i) {
+    act(int64_t(c10::raw::intrusive_ptr::use_count(table.tensor[i])), table.tensor_owners[i]);
+    act(*table.object[i], table.object_owners[i]);
+    act(int64_t(c10::raw::intrusive_ptr::use_count(table.storage[i])), table.storage_owners[i]);
+  }
 }
 
 int64_t find_stale(const Table& table) {
@@ -223,6 +235,18 @@ int64_t find_stale_copies(const Table* table) {
     if (!stale) note(*table);
     return stale;
   });
+}
+
+// Has each copy as many owners as were noted?
+int64_t owned_as_noted(const Table* table) {
+  bool same = true;
+  for_owners(*table, [&](int64_t owners, int64_t noted) { same &= owners == noted; });
+  return same;
+}
+
+int64_t note_owners(const Table* table) {
+  for_owners(*table, [](int64_t owners, int64_t& noted) { noted = owners; });
+  return 1;
 }
 
 // Casts the weights whose copies were stale; 0 if one isn't where the table says, and nothing was cast.

@@ -94,6 +94,24 @@ def test_a_later_write_is_found_by_the_next_look(write_again: str) -> None:
     assert case.table.find_stale() == 1 and case.table.cast() and case.right(case.copies[0], case.weights[0])
 
 
+OWNERS: dict[str, Callable[[Tensor], object]] = {
+    "a reference in Python": lambda copy: copy,
+    "a view": lambda copy: copy[:1],
+    "a backward that saved it": lambda copy: copy * torch.ones((), requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_another_owner_of_a_copy_is_seen(owner: str) -> None:
+    case = Case()
+    case.table.note_owners()
+    assert case.table.owned_as_noted()
+    owns = OWNERS[owner](case.copies[0])
+    assert owns is not None and not case.table.owned_as_noted()
+    del owns
+    assert case.table.owned_as_noted()
+
+
 OTHERS: dict[str, Callable[[Case], object]] = {
     "other sharers": lambda case: setattr(case.memories[1], "roster", 3),
     "a step that is open": lambda case: setattr(case.memories[1], "step_open", True),
