@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampcompile.torch_private import dynamo_caches, joint_graphs
+from ampcompile.torch_private import dynamo_caches
 from tests.compiling import Looking
 
 
@@ -77,25 +77,3 @@ def test_sizes_that_were_seen_meanwhile_are_not_learnt() -> None:
     torch.compile(f, backend=backend)(torch.ones(4))
     ((size,),) = backend.found
     assert size == 4 and type(size) is int
-
-
-def test_backward_is_lowered_with_forward() -> None:
-    """AOTAutograd compiles both before the first call, where it waits for a backward by itself."""
-    x = torch.randn(3, requires_grad=True)
-
-    def lowered() -> int:
-        graphs: list[Any] = []
-
-        def interpret(graph: torch.fx.GraphModule) -> Any:
-            graphs.append(graph)
-            return lambda args: torch.fx.Interpreter(graph).boxed_run(args)
-
-        gm = torch.fx.symbolic_trace(lambda x: (sin(x),))
-        joint_graphs.aot_interpreted(gm, [x], interpret, interpret)
-        return len(graphs)
-
-    assert lowered() == 1
-    with dynamo_caches.all_lowered_now():
-        assert torch._inductor.config.force_disable_caches
-        assert lowered() == 2
-    assert not torch._inductor.config.force_disable_caches
