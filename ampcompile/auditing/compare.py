@@ -33,9 +33,7 @@ class Difference:
     """Its number among `Comparison.rows`."""
 
     def __str__(self) -> str:
-        where = f"{self.place.op}{' (backward)' if self.place.backward else ''} in {self.place.module or 'no module'}"
-        line = os.path.basename(self.place.source) or "unknown line"
-        return f"{where}, {line}{f', in {self.run} alone' if self.run else ''}: {self.why}"
+        return f"{self.place}{f', in {self.run} alone' if self.run else ''}: {self.why}"
 
 
 @dataclass(frozen=True)

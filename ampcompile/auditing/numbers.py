@@ -116,11 +116,6 @@ def ratio(distance: float, norm: float) -> float:
     return math.sqrt(distance / norm) if norm > 0 and math.isfinite(distance) else math.inf
 
 
-def error_or_zero(error: float | None) -> float:
-    """Return an error to sort and add by: 0 where nothing was compared."""
-    return 0.0 if error is None or math.isnan(error) else error
-
-
 def _finite_in_float32(exact: Tensor) -> Tensor:
     return exact.abs() <= _FLOAT32.max
 

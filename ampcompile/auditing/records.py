@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -12,43 +13,33 @@ from .numbers import Numbers, combine
 
 @dataclass(frozen=True)
 class Place:
-    """The place of an op: its name as `aten.mm`, the path of the module that calls it, the user's line."""
+    """The place of an op."""
 
     op: str
+    """Name of the op, as `aten.mm`; casts are `aten._to_copy`."""
     module: str
+    """Path of the module that calls the op, or whose op it differentiates; empty outside of modules."""
     source: str
+    """The user's line, `file:line`."""
     backward: bool
     """True if the op computes gradients."""
 
+    @property
+    def name(self) -> str:
+        """The op, and that it computes gradients if it does."""
+        return f"{self.op} (backward)" if self.backward else self.op
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.module or 'no module'}, {os.path.basename(self.source) or 'unknown line'}"
+
 
 @dataclass(frozen=True)
-class OpNumbers:
+class OpNumbers(Place):
     """One op of the mixed run, in the order in which they ran."""
 
-    place: Place
     dtype: torch.dtype
     """The dtype of its first floating result."""
     numbers: Numbers
-
-    @property
-    def op(self) -> str:
-        """Name of the op, as `aten.mm`; casts are `aten._to_copy`."""
-        return self.place.op
-
-    @property
-    def module(self) -> str:
-        """Path of the module that calls the op, or whose op it differentiates; empty outside of modules."""
-        return self.place.module
-
-    @property
-    def source(self) -> str:
-        """The user's line, `file:line`."""
-        return self.place.source
-
-    @property
-    def backward(self) -> bool:
-        """True if the op computes gradients."""
-        return self.place.backward
 
 
 @dataclass(frozen=True)

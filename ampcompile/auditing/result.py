@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -53,17 +53,17 @@ class Audit:
     @property
     def first_overflow(self) -> Place | None:
         """The first op that made an infinity or NaN out of finite numbers where float32 would not."""
-        return next((op.place for op in self.ops if op.numbers.overflowed), None)
+        return next((op for op in self.ops if op.numbers.overflowed), None)
 
     @property
     def first_not_finite(self) -> Place | None:
         """The first op with NaN in either run, or with an infinity in one alone; its operands may have some already."""
-        return next((op.place for op in self.ops if op.numbers.not_finite or op.numbers.not_finite_exact), None)
+        return next((op for op in self.ops if op.numbers.not_finite or op.numbers.not_finite_exact), None)
 
     @property
     def first_underflow(self) -> Place | None:
         """The first op that flushed a number to zero that float32 would have kept."""
-        return next((op.place for op in self.ops if op.numbers.flushed), None)
+        return next((op for op in self.ops if op.numbers.flushed), None)
 
     @property
     def error(self) -> float:
@@ -113,13 +113,17 @@ class Audit:
             "gradient_error": self.gradient_error,
             "gradients": dict(self.gradients),
             "not_finite": dict(self.not_finite),
-            "first_not_finite": asdict(self.first_not_finite) if self.first_not_finite else None,
-            "first_overflow": asdict(self.first_overflow) if self.first_overflow else None,
-            "first_underflow": asdict(self.first_underflow) if self.first_underflow else None,
+            "first_not_finite": self.first_not_finite and _place(self.first_not_finite),
+            "first_overflow": self.first_overflow and _place(self.first_overflow),
+            "first_underflow": self.first_underflow and _place(self.first_underflow),
             "unmeasured": list(self.unmeasured),
             "modules": [{"module": m.module, "ops": m.ops, **asdict(m.numbers)} for m in self.modules],
-            "ops": [{**asdict(o.place), "dtype": short_name(o.dtype), **asdict(o.numbers)} for o in self.ops],
+            "ops": [{**_place(o), "dtype": short_name(o.dtype), **asdict(o.numbers)} for o in self.ops],
         }
 
     def __str__(self) -> str:
         return table.render(self)
+
+
+def _place(op: Place) -> dict[str, Any]:
+    return {field.name: getattr(op, field.name) for field in fields(Place)}

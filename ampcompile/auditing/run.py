@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -206,7 +207,7 @@ class _PairedRun:
                     place = Place(f"input {self.inputs[node]}", "", "", False)
                     self._add_step(node, place, [values[node]], exact_values[node], (0.0, 0.0))
             elif node.op == "get_attr":
-                values[node] = _attribute(self.gm, str(node.target))
+                values[node] = attrgetter(str(node.target))(self.gm)
                 exact_values[node] = to_high_precision(values[node], self.session.against)
             elif node.op == "output":
                 break
@@ -254,7 +255,7 @@ class _PairedRun:
         if alone is None and any(map(_is_floating_node, node.all_input_nodes)):
             self.session.unmeasured.add(place.op)
         numbers = measure(mixed, local, cumulative)
-        self.session.ops.append(OpNumbers(place, mixed[0].dtype, numbers))
+        self.session.ops.append(OpNumbers(**vars(place), dtype=mixed[0].dtype, numbers=numbers))
         if self.session.steps is not None:
             known = draws_random_numbers(node.target) or not any(map(_is_floating_node, node.all_input_nodes))
             errors = (0.0 if alone is None and known else numbers.local, numbers.cumulative)
@@ -282,10 +283,3 @@ def _place_of(node: Node, backward: bool) -> Place:
 
 def _is_floating_node(node: Node) -> bool:
     return is_floating(node.meta.get("val"))
-
-
-def _attribute(gm: GraphModule, target: str) -> Any:
-    value: Any = gm
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value

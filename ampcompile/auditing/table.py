@@ -12,8 +12,8 @@ from rich.table import Table
 from ampcompile.dtypes import short_name
 from ampcompile.explaining.text import table_of, text_of
 
-from .numbers import Numbers, error_or_zero
-from .records import ModuleNumbers, OpNumbers, Place
+from .numbers import Numbers
+from .records import ModuleNumbers, OpNumbers
 
 if TYPE_CHECKING:
     from .result import Audit
@@ -50,21 +50,14 @@ def _headlines(audit: Audit, lost: Sequence[Numbers]) -> list[str]:
     if lost:
         runs = {(True, True): "both runs", (True, False): "the mixed run", (False, True): f"the {exact} run"}
         run = runs[lost[0].not_finite > 0, lost[0].not_finite_exact > 0]
-        lines.append(f"first not finite: {_where(audit.first_not_finite)}, in {run}; {len(lost)} ops in all")
+        lines.append(f"first not finite: {audit.first_not_finite}, in {run}; {len(lost)} ops in all")
     if audit.outputs:
         lines.append(f"relative error of the outputs: {', '.join(map(error_text, audit.outputs))}")
     if audit.gradient_error is not None:
         lines.append(f"relative error of all gradients together: {error_text(audit.gradient_error)}")
-    lines.append(f"first overflow: {_where(audit.first_overflow)}")
-    lines.append(f"first flush to zero: {_where(audit.first_underflow)}")
+    lines.append(f"first overflow: {audit.first_overflow or 'none'}")
+    lines.append(f"first flush to zero: {audit.first_underflow or 'none'}")
     return lines
-
-
-def _where(place: Place | None) -> str:
-    if place is None:
-        return "none"
-    backward = " (backward)" if place.backward else ""
-    return f"{place.op}{backward} in {place.module or 'no module'}, {os.path.basename(place.source) or 'unknown line'}"
 
 
 def _shorten(names: Sequence[str]) -> str:
@@ -86,14 +79,14 @@ def _op_table(ops: Sequence[OpNumbers], columns: Sequence[str], lost: Sequence[O
     """Make the table of the worst ops, below the first of `lost`: NaN in all that follow may come from there."""
     table = table_of(["op, the worst first", "module", "line", "dtype"], columns)
     for op in sorted(ops, key=lambda op: (op in lost[:1], _badness(op.numbers)), reverse=True)[:OPS]:
-        name = f"{op.op} (backward)" if op.backward else op.op
-        row = (name, op.module or "(none)", os.path.basename(op.source), short_name(op.dtype))
+        row = (op.name, op.module or "(none)", os.path.basename(op.source), short_name(op.dtype))
         table.add_row(*row, *_cells(op.numbers)[: len(columns)])
     return table
 
 
 def _badness(numbers: Numbers) -> tuple[bool, float, float]:
-    return numbers.overflowed > 0, numbers.flushed, error_or_zero(numbers.local)
+    local = numbers.local or 0.0
+    return numbers.overflowed > 0, numbers.flushed, 0.0 if math.isnan(local) else local
 
 
 def _cells(numbers: Numbers) -> tuple[str, ...]:

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from ampcompile.compiler.ambient import device_of_arguments
 from ampcompile.compiler.module_names import modules_of
@@ -23,7 +21,6 @@ from ampcompile.passes.analysis.product_cost import time_call
 from ampcompile.torch_private import pytree
 from ampcompile.weights import invalidate
 
-from .progress import lines
 from .target import Target
 
 ROUNDS = 5  # at least
@@ -59,62 +56,44 @@ class Results:
         return {**asdict(self), "candidates": [{**asdict(c), "median": c.median} for c in self.candidates]}
 
 
-class _Candidate:
-    def __init__(self, times: Times, call: Callable[[], Any], device: str) -> None:
-        self.times, self.call, self.device = times, call, device
-
-    def seconds(self, calls: int = 1) -> float:
-        def repeat() -> None:
-            for _ in range(calls):
-                self.call()
-
-        return time_call(self.device, repeat) / calls
-
-
 def bench(
-    target: Target, options: dict[str, Any], gradients: bool, seconds: float, console: Console | None = None
+    target: Target, options: dict[str, Any], gradients: bool, seconds: float, say: Callable[[str], None]
 ) -> Results:
-    """Time all candidates for about `seconds` in total, after compiling and warming up each."""
+    """Time all candidates for about `seconds` in total, after compiling and warming up each; `say` gets each step."""
     modules = list(modules_of(target.f))
     parameters = [p for module in modules for p in module.parameters()]
     device = parameters[0].device.type if parameters else device_of_arguments(target.args, target.kwargs)
     training = gradients and any(p.requires_grad for p in parameters) and all(m.training for m in modules)
     dtype = Options.parse(options).dtype or torch.get_autocast_dtype(device)
-    autocast = lambda: torch.autocast(device, dtype)  # noqa: E731
-    amp = torch.compile(target.f, backend="amp", options=options)
-    ways: tuple[tuple[str, Any, Callable[[], AbstractContextManager[Any]]], ...] = (
-        ("eager autocast", target.f, autocast),
-        ("Inductor with autocast", torch.compile(target.f), autocast),
-        ("amp", amp, nullcontext),
-    )
+    autocast = torch.autocast(device, dtype)
     step = _training_step if training else _inference
-
-    def changed() -> None:
-        for module in modules if training else ():
-            invalidate(module)
-
-    candidates = [_Candidate(Times(name), step(target, f, around, changed), device) for name, f, around in ways]
-    with preserve_state(target.f, target.args, target.kwargs), _progress(console) as progress:
-        _measure(candidates, seconds, progress)
-    work = "training" if training else "inference"
-    return Results(work, device, short_name(dtype), tuple(c.times for c in candidates))
+    candidates = {
+        "eager autocast": step(target, target.f, autocast),
+        "Inductor with autocast": step(target, torch.compile(target.f), autocast),
+        "amp": step(target, torch.compile(target.f, backend="amp", options=options), nullcontext()),
+    }
+    with preserve_state(target.f, target.args, target.kwargs):
+        times = _measure(candidates, device, seconds, say)
+    return Results("training" if training else "inference", device, short_name(dtype), times)
 
 
-def _inference(target: Target, f: Any, around: Any, changed: Any) -> Callable[[], Any]:
+def _inference(target: Target, f: Any, around: AbstractContextManager[Any]) -> Callable[[], Any]:
     def call() -> Any:
-        with torch.no_grad(), around():
+        with torch.no_grad(), around:
             return f(*target.args, **target.kwargs)
 
     return call
 
 
-def _training_step(target: Target, f: Any, around: Any, changed: Callable[[], Any]) -> Callable[[], None]:
-    leaves: list[torch.Tensor] = [t for m in modules_of(target.f) for t in m.parameters()]
+def _training_step(target: Target, f: Any, around: AbstractContextManager[Any]) -> Callable[[], None]:
+    modules = list(modules_of(target.f))
+    leaves: list[torch.Tensor] = [t for module in modules for t in module.parameters()]
     leaves += [t for t in pytree.arg_tree_leaves(*target.args, **target.kwargs) if isinstance(t, torch.Tensor)]
 
     def call() -> None:
-        changed()
-        with around():
+        for module in modules:
+            invalidate(module)
+        with around:
             result = f(*target.args, **target.kwargs)
             tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
             scalar = next((t for t in tensors if t.numel() == 1), None)
@@ -126,40 +105,34 @@ def _training_step(target: Target, f: Any, around: Any, changed: Callable[[], An
     return call
 
 
-def _measure(candidates: list[_Candidate], seconds: float, progress: Progress) -> None:
-    running = list(candidates)
-    task = progress.add_task("compiling", total=len(candidates))
+def _measure(
+    candidates: dict[str, Callable[[], Any]], device: str, seconds: float, say: Callable[[str], None]
+) -> tuple[Times, ...]:
+    def seconds_of(times: Times, calls: int) -> float:
+        def repeat() -> None:
+            for _ in range(calls):
+                candidates[times.name]()
 
-    def say(words: str) -> None:
-        progress.update(task, description=words)
-        if not progress.disable and not progress.console.is_terminal:
-            lines(progress.console)(words)
+        return time_call(device, repeat) / calls
 
-    for candidate in candidates:
-        say(f"compiling: {candidate.times.name}")
+    results = tuple(map(Times, candidates))
+    for times in results:
+        say(f"compiling: {times.name}")
         try:
-            candidate.times.first_call = candidate.seconds()
-            candidate.seconds(2)
+            times.first_call = seconds_of(times, 1)
+            seconds_of(times, 2)
         except Exception as error:  # any error of a compiler is that candidate's result
-            candidate.times.failed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            running.remove(candidate)
-        progress.advance(task)
-    if not running:
-        return
-    calls = max(1, round(ROUND / min(candidate.seconds() for candidate in running)))
-    say(f"measuring for {seconds:g} s")
-    progress.update(task, total=seconds, completed=0)
-    start, rounds = time.perf_counter(), 0
-    while rounds < ROUNDS or time.perf_counter() - start < seconds:
-        for candidate in running[:: -1 if rounds % 2 else 1]:
-            candidate.times.seconds.append(candidate.seconds(calls))
-        rounds += 1
-        progress.update(task, completed=time.perf_counter() - start)
-
-
-def _progress(console: Console | None) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn())
-    return Progress(*columns, console=console, transient=True, disable=console is None)
+            times.failed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    running = [times for times in results if not times.failed]
+    if running:
+        calls = max(1, round(ROUND / min(seconds_of(times, 1) for times in running)))
+        say(f"measuring for {seconds:g} s")
+        start, rounds = time.perf_counter(), 0
+        while rounds < ROUNDS or time.perf_counter() - start < seconds:
+            for times in running[:: -1 if rounds % 2 else 1]:
+                times.seconds.append(seconds_of(times, calls))
+            rounds += 1
+    return results
 
 
 def _ms(seconds: float) -> str:

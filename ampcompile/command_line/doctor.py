@@ -15,15 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ampcompile.dtypes import LOW, short_name
 from ampcompile.explaining.text import human_bytes, render_table
 from ampcompile.kernels import native, packed_linear
 from ampcompile.passes.analysis.product_cost import is_emulated, smallest_gaining_width, time_call
 from ampcompile.torch_private import backends, patches
-
-from .progress import saying
 
 PACKAGES = ("ampcompile", "torch", "triton", "numpy", "rich")
 _UNITS = {
@@ -40,7 +37,7 @@ _WIDTH = {"cpu": 1024, "cuda": 4096}
 ENOUGH = 0.5  # seconds for one product in one dtype: a dtype without units takes hundreds of times as long
 
 
-def examine(console: Console | None = None, rounds: int = 15) -> dict[str, Any]:
+def examine(rounds: int = 15) -> dict[str, Any]:
     """All findings, as plain values."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     versions = {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__}
@@ -49,8 +46,7 @@ def examine(console: Console | None = None, rounds: int = 15) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **versions},
         "devices": [_cpu(), *(_gpu(i) for i in range(torch.cuda.device_count()))],
     }
-    with saying(console or Console(quiet=True), "multiplying matrices"):
-        findings["products"] = [p for device in devices for p in _products(device, rounds)]
+    findings["products"] = [p for device in devices for p in _products(device, rounds)]
     findings["caches"] = {
         name: {"folder": str(folder), "bytes": _bytes(folder)}
         for name, folder in (("Inductor", backends.inductor_cache()), ("ampcompile", native.cache_folder()))

@@ -9,25 +9,23 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ampcompile.auditing.audit import audit
 from ampcompile.config import Options
-from ampcompile.dtypes import LOW_NAMES, short_name
+from ampcompile.dtypes import LOW_NAMES
 from ampcompile.errors import AmpError, CommandLineError
 from ampcompile.explaining.explain import explain
+from ampcompile.records.casts import plain
 
 from .bench import bench
 from .bench import table as bench_table
 from .doctor import examine
 from .doctor import table as doctor_table
-from .progress import lines, saying
 from .target import Target, load
 
 _TARGET = """PACKAGE.MODULE:FACTORY, or FILE.py:FACTORY, names a function without arguments that returns what to
@@ -42,14 +40,17 @@ Result = tuple[Any, Callable[[], str]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0, or 2 for an error of the user's."""
     arguments = _parser().parse_args(argv)
-    progress = Console(stderr=True)
     try:
-        value, text = arguments.command(arguments, progress)
+        value, text = arguments.command(arguments)
     except AmpError as error:
-        lines(progress)(f"error: {error}")
+        _say(f"error: {error}")
         return 2
-    print(json.dumps(value, default=_plain, indent=1) if arguments.json else text())
+    print(json.dumps(value, indent=1) if arguments.json else text())
     return 0
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,16 +90,16 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"policy": arguments.policy} | ({"dtype": arguments.dtype} if arguments.dtype else {})
 
 
-def _load(arguments: argparse.Namespace, progress: Console) -> Target:
+def _load(arguments: argparse.Namespace) -> Target:
     """Load the target, after checking all other arguments."""
     Options.parse(_options(arguments))
-    with saying(progress, f"loading {arguments.target}"):
-        try:
-            return load(arguments.target)
-        except AmpError:
-            raise
-        except Exception as error:  # the user's module or factory may raise any error
-            raise CommandLineError(_of_user(error, arguments.target)) from error
+    _say(f"loading {arguments.target}")
+    try:
+        return load(arguments.target)
+    except AmpError:
+        raise
+    except Exception as error:  # the user's module or factory may raise any error
+        raise CommandLineError(_of_user(error, arguments.target)) from error
 
 
 def _of_user(error: Exception, target: str) -> str:
@@ -119,56 +120,51 @@ def _positive(value: float, option: str, what: str) -> None:
         raise CommandLineError(f"found {option} {value:g}; expected {what} above 0, such as {option} 1e-2.")
 
 
-def _explain(arguments: argparse.Namespace, progress: Console) -> Result:
+def _explain(arguments: argparse.Namespace) -> Result:
     if arguments.html and (Path(arguments.html).is_dir() or not Path(arguments.html).parent.is_dir()):
         raise CommandLineError(
             f"can't write {arguments.html}; expected a file in a folder that exists. Make the folder."
         )
-    target = _load(arguments, progress)
-    with saying(progress, "explaining"):
-        report = explain(target.f, **_options(arguments))(*target.args, **target.kwargs)
+    target = _load(arguments)
+    _say("explaining")
+    report = explain(target.f, **_options(arguments))(*target.args, **target.kwargs)
     if arguments.html:
         report.save(arguments.html)
     return {
         "graphs": [{"precision": graph.precision, "break": graph.reason} for graph in report.graphs],
-        "casts": [asdict(cast) for cast in report.casts],
-        "ops": [asdict(op) for op in report.ops],
+        "casts": [plain(cast) for cast in report.casts],
+        "ops": [plain(op) for op in report.ops],
         "unknown_ops": report.unknown_ops,
-        "totals": [asdict(total) for total in report.totals],
+        "totals": [plain(total) for total in report.totals],
     }, lambda: str(report)
 
 
-def _audit(arguments: argparse.Namespace, progress: Console) -> Result:
+def _audit(arguments: argparse.Namespace) -> Result:
     if arguments.suggest is not None:
         _positive(arguments.suggest, "--suggest", "a relative error")
-    target = _load(arguments, progress)
-    against, backward = _AGAINST[arguments.against], not arguments.forward_only
-    with saying(progress, "auditing") as say:
-        run = audit(target.f, against=against, backward=backward, **_options(arguments))
-        result = run(*target.args, **target.kwargs)
-        if arguments.suggest is None:
-            return result.as_dict(), lambda: str(result)
-        policy = result.suggest(arguments.suggest, progress=lambda words: say(f"searching: {words}"))
-        after = audit(target.f, against=against, backward=backward, **_options(arguments) | {"policy": policy})
-        error = after(*target.args, **target.kwargs).error
+    target = _load(arguments)
+    _say("auditing")
+    settings = {"against": _AGAINST[arguments.against], "backward": not arguments.forward_only, **_options(arguments)}
+    result = audit(target.f, **settings)(*target.args, **target.kwargs)
+    if arguments.suggest is None:
+        return result.as_dict(), lambda: str(result)
+    policy = result.suggest(arguments.suggest, progress=lambda words: _say(f"searching: {words}"))
+    error = audit(target.f, **settings | {"policy": policy})(*target.args, **target.kwargs).error
     line = f"error {error:.2g}, at most {arguments.suggest:.2g}, with the policy\n{policy}"
     return {**result.as_dict(), "suggested": str(policy), "suggested_error": error}, lambda: f"{result}\n\n{line}"
 
 
-def _bench(arguments: argparse.Namespace, progress: Console) -> Result:
+def _bench(arguments: argparse.Namespace) -> Result:
     _positive(arguments.seconds, "--seconds", "a time")
-    target = _load(arguments, progress)
-    results = bench(target, _options(arguments), not arguments.forward_only, arguments.seconds, progress)
+    target = _load(arguments)
+    results = bench(target, _options(arguments), not arguments.forward_only, arguments.seconds, _say)
     return results.as_dict(), lambda: bench_table(results)
 
 
-def _doctor(arguments: argparse.Namespace, progress: Console) -> Result:
-    findings = examine(progress)
+def _doctor(arguments: argparse.Namespace) -> Result:
+    _say("multiplying matrices")
+    findings = examine()
     return findings, lambda: doctor_table(findings)
-
-
-def _plain(value: Any) -> Any:
-    return short_name(value) if isinstance(value, torch.dtype) else str(value)
 
 
 if __name__ == "__main__":

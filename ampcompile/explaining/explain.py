@@ -49,10 +49,8 @@ def explain(
 
     `f` is a module or function, compiled (the options it was compiled with are used) or not. Keywords are options of
     `torch.compile(f, backend="amp", options=...)`, `mode` and `dynamic`; they beat those that `f` was compiled with.
-    Nothing is lowered through Inductor, unless `lower="inductor"` is among the keywords: then `report.final_code` holds
-    the graphs from which Inductor generates code, and explaining takes as long as compiling. Code that is compiled
-    already stays. The call itself is a real one: gradients, buffers and random states are restored afterwards, but an
-    optimizer that steps inside `f` has stepped.
+    Nothing is lowered through Inductor, and code that is compiled already stays. The call itself is a real one:
+    gradients, buffers and random states are restored afterwards, but an optimizer that steps inside `f` has stepped.
     Raises the errors of `f`, and OptionError.
 
     >>> report = ampcompile.explain(model, dtype=torch.float16)(x)

@@ -6,10 +6,12 @@ import json
 import linecache
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
 from html import escape
 from importlib.resources import files
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ampcompile.dtypes import short_name
@@ -19,6 +21,10 @@ from .table import gain
 
 if TYPE_CHECKING:
     from .report import Report
+
+
+_Numbers = defaultdict[str, int]
+"""Numbers of texts that many records share."""
 
 
 class ErrorsByModule(Protocol):
@@ -60,7 +66,8 @@ def frame(text: str) -> str:
 
 
 def _data(report: Report) -> dict[str, Any]:
-    graphs, texts = report.graphs, _Texts()
+    graphs = report.graphs
+    texts: _Numbers = defaultdict(count().__next__)
     numbered = {number: cast for graph in graphs for number, cast in graph.numbered_casts.items()}
     index = {number: i for i, number in enumerate(numbered)}
     casts = [*numbered.values(), *report.results]  # those of results are outside of graphs
@@ -79,7 +86,7 @@ def _data(report: Report) -> dict[str, Any]:
         "eager": [asdict(each) for each in report.eager],
         "unknown": report.unknown_ops,
         "lines": {source: line for source in sources if (line := _line(source))},
-        "texts": list(texts.numbers),
+        "texts": list(texts),
     }
 
 
@@ -97,17 +104,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None  # JSON has no infinity
 
 
-class _Texts:
-    """Numbers texts that many records share."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
-
-    def __call__(self, text: str) -> int:
-        return self.numbers.setdefault(text, len(self.numbers))
-
-
-def _ops(graph: GraphRecord, index: dict[int, int], texts: _Texts) -> Iterator[dict[str, Any]]:
+def _ops(graph: GraphRecord, index: dict[int, int], texts: _Numbers) -> Iterator[dict[str, Any]]:
     """Yield the rows to draw: casts are listed with the operands of the ops that read them."""
     nodes = {node.name: node for node in graph.nodes}
     shown = [node for node in graph.nodes if node.kind in ("op", "output")]
@@ -124,17 +121,17 @@ def _ops(graph: GraphRecord, index: dict[int, int], texts: _Texts) -> Iterator[d
         yield {
             "name": node.name,
             "op": node.op or "returned",
-            "module": texts(node.module),
-            "source": texts(node.source),
+            "module": texts[node.module],
+            "source": texts[node.source],
             "dtype": node.dtype,
             "shape": node.shape,
-            "because": texts(node.because),
+            "because": texts[node.because],
             "reads": [read(name) for name in node.inputs if name in nodes],
         }
 
 
-def _cast(cast: CastRecord, texts: _Texts) -> dict[str, Any]:
-    fields = asdict(cast) | {"because": texts(cast.because), "runs": cast.runs}
+def _cast(cast: CastRecord, texts: _Numbers) -> dict[str, Any]:
+    fields = asdict(cast) | {"because": texts[cast.because], "runs": cast.runs}
     dtypes = {"from": short_name(fields.pop("dtype_from")), "to": short_name(fields.pop("dtype_to"))}
     return fields | dtypes
 

@@ -25,7 +25,7 @@ from ampcompile.records.casts import CastRecord, GraphRecord, cast_of_result
 from ampcompile.records.totals import eager_totals
 from ampcompile.records.watch import JointWatcher, Watcher
 from ampcompile.sharding.weight import gathers_of
-from ampcompile.torch_private import compiled_functions, dynamo_attempts, dynamo_caches, structured_trace
+from ampcompile.torch_private import compiled_functions, dynamo_attempts, dynamo_caches
 from ampcompile.torch_private.patches import uncompiled
 
 from .eager_modules import ForwardTimes
@@ -39,7 +39,7 @@ def make_explainer(f: Any, options: dict[str, Any], mode: str | None, dynamic: b
 
     def explained(*args: Any, **kwargs: Any) -> Report:
         graphs: list[GraphRecord] = []
-        backend = _recorder(chosen, graphs, through_inductor=options.get("lower") == "inductor")
+        backend = _recorder(chosen, graphs)
         results: list[CastRecord] = []
 
         def cast(result: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ def _definition(f: Any) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 
-def _recorder(options: Options, graphs: list[GraphRecord], through_inductor: bool) -> Callable[..., Any]:
+def _recorder(options: Options, graphs: list[GraphRecord]) -> Callable[..., Any]:
     """Return a backend that records every graph and runs it with torch's own kernels."""
     run_as = replace(options, lower="eager" if options.lower == "eager" else "aot_eager")
 
@@ -98,30 +98,10 @@ def _recorder(options: Options, graphs: list[GraphRecord], through_inductor: boo
         rewritten = rewrite(gm, example_inputs, run_as, watcher.watch)
         entry = watcher.record(gm, rewritten.graph, rewritten.history, reason)
         joint = JointWatcher()
-        with structured_trace.artifacts_of_this_compile() as artifacts:
-            compiled = lower(rewritten.graph, example_inputs, run_as, joint.watch)
-        final = _texts(artifacts, _PARTED) or entry.code
-        if through_inductor:
-            final = _texts(_lowered(gm, example_inputs, options), _LOWERED)
+        compiled = lower(rewritten.graph, example_inputs, run_as, joint.watch)
         totals = (*entry.totals, *joint.totals)
-        graphs.append(replace(entry, totals=totals, joint_casts=joint.casts, joint_code=joint.code, final_code=final))
+        graphs.append(replace(entry, totals=totals, joint_casts=joint.casts, joint_code=joint.code))
         return compiled
 
     record.amp_options = lambda **_: options  # type: ignore[attr-defined]
     return record
-
-
-_PARTED = ("aot_inference_graph", "aot_forward_graph", "aot_backward_graph")
-_LOWERED = ("inductor_post_grad_graph",)
-
-
-def _lowered(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> list[tuple[str, str]]:
-    """Compile a graph through Inductor for its artifacts of the structured trace; the compiled code is dropped."""
-    rewritten = rewrite(gm, example_inputs, options)
-    with dynamo_caches.all_lowered_now(), structured_trace.artifacts_of_this_compile() as artifacts:
-        lower(rewritten.graph, example_inputs, options)
-    return artifacts
-
-
-def _texts(artifacts: Sequence[tuple[str, str]], names: Sequence[str]) -> str:
-    return "\n\n".join(text.strip() for name, text in artifacts if name in names)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ampcompile.dtypes import short_name
-from ampcompile.records.casts import CastRecord, FusionRecord, GraphRecord, OpRecord
+from ampcompile.records.casts import CastRecord, FusionRecord, GraphRecord, OpRecord, plain
 from ampcompile.records.totals import Total
 from ampcompile.sharding.weight import GatherRecord
 
@@ -47,14 +44,6 @@ class Report:
     def joint_code(self) -> str:
         """Every graph after differentiation, forward and backward in one; empty with `lower="eager"`."""
         return self._code([graph.joint_code for graph in self.graphs])
-
-    @property
-    def final_code(self) -> str:
-        """Every graph as it runs: forward, and backward if there is one, as AOTAutograd partitions them.
-
-        With `explain(f, lower="inductor")`, the graphs from which Inductor generates code.
-        """
-        return self._code([graph.final_code for graph in self.graphs])
 
     def _code(self, texts: list[str]) -> str:
         titled = zip(count(), self.graphs, texts, strict=False)
@@ -112,12 +101,12 @@ class Report:
         graphs = [
             {"precision": graph.precision, "reason": graph.reason}
             | {
-                name: [_plain(each) for each in getattr(graph, name)]
+                name: [plain(each) for each in getattr(graph, name)]
                 for name in ("ops", "casts", "fusions", "joint_casts")
             }
             for graph in self.graphs
         ]
-        lists = {name: [_plain(each) for each in getattr(self, name)] for name in ("results", "eager", "totals")}
+        lists = {name: [plain(each) for each in getattr(self, name)] for name in ("results", "eager", "totals")}
         lists["gathers"] = [gather._asdict() for gather in self.gathers]
         texts = {"about": self.about, "breaks": [*self.breaks], "unknown_ops": self.unknown_ops}
         return {**texts, "graphs": graphs, **lists}
@@ -130,7 +119,3 @@ class Report:
 
     def __str__(self) -> str:
         return table.render(self)
-
-
-def _plain(record: Any) -> dict[str, Any]:
-    return {name: short_name(v) if isinstance(v, torch.dtype) else v for name, v in asdict(record).items()}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -22,9 +23,14 @@ if TYPE_CHECKING:
     from .report import Report
 
 
+Footnotes = defaultdict[str, int]
+"""Numbers of the reasons printed so far."""
+
+
 def render(report: Report, width: int | None = None) -> str:
     """The tables of all graphs, at most `width` columns wide (default: the terminal's); what was gained comes first."""
-    graphs, reasons, parts = report.graphs, _Footnotes(), list[str | Table]()
+    graphs, parts = report.graphs, list[str | Table]()
+    reasons: Footnotes = defaultdict(count(1).__next__)
     parts += [gain(report), ""]
     for index, graph in enumerate(graphs):
         parts.append(_headline(index, len(graphs), graph))
@@ -40,7 +46,7 @@ def render(report: Report, width: int | None = None) -> str:
         parts += [_eager_table(report.eager), ""]
     if report.results:
         parts += ["results of the call", _cast_table(report.results, reasons), ""]
-    parts += [f"[{number}] {text}" for text, number in reasons.numbers.items()]
+    parts += [f"[{number}] {text}" for text, number in reasons.items()]
     if unknown := report.unknown_ops:
         parts.append(f"unknown to the policy: {', '.join(unknown)} (ampcompile.register_op gives a rule)")
     if report.totals:
@@ -73,17 +79,13 @@ def gain(report: Report) -> str:
     return f"{theirs}; {ours.casts} here, {human_bytes(ours.bytes)}{weights}"
 
 
-class _Footnotes:
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
-
-    def __call__(self, text: str) -> str:
-        return str(self.numbers.setdefault(text, len(self.numbers) + 1)) if text else ""
+def _footnote(reason: str, reasons: Footnotes) -> str:
+    return str(reasons[reason]) if reason else ""
 
 
-def _headline(index: int, count: int, graph: GraphRecord) -> str:
+def _headline(index: int, graphs: int, graph: GraphRecord) -> str:
     counts = f", {len(graph.ops)} ops, {len(graph.casts)} casts" if not graph.left else ""
-    return f"graph {index} of {count}: {graph.precision}{counts}"
+    return f"graph {index} of {graphs}: {graph.precision}{counts}"
 
 
 def _layers(path: str) -> str:
@@ -91,7 +93,7 @@ def _layers(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
-def _cast_table(casts: Sequence[CastRecord], reasons: _Footnotes) -> Table:
+def _cast_table(casts: Sequence[CastRecord], reasons: Footnotes) -> Table:
     table = table_of(["cast for", "module", "line", "of", "dtypes", "shape", "fate"], ["times", "bytes", "why"])
     merged: dict[tuple[str, ...], list[CastRecord]] = {}
     for c in casts:
@@ -101,15 +103,15 @@ def _cast_table(casts: Sequence[CastRecord], reasons: _Footnotes) -> Table:
     for (op, layers, *rest, because), equal in merged.items():
         module = layers if len({c.module for c in equal}) > 1 else equal[0].module
         size = human_bytes(sum(c.bytes for c in equal))
-        table.add_row(op, module, *rest, str(len(equal)), size, reasons(because))
+        table.add_row(op, module, *rest, str(len(equal)), size, _footnote(because, reasons))
     return table
 
 
-def _op_table(ops: Sequence[OpRecord], reasons: _Footnotes) -> Table:
+def _op_table(ops: Sequence[OpRecord], reasons: Footnotes) -> Table:
     table = table_of(["op", "dtype"], ["times", "why"])
     rows = Counter((op.op, short_name(op.dtype) if op.dtype else "", op.because) for op in ops)
-    for (op, dtype, because), count in sorted(rows.items()):
-        table.add_row(op, dtype, str(count), reasons(because))
+    for (op, dtype, because), times in sorted(rows.items()):
+        table.add_row(op, dtype, str(times), _footnote(because, reasons))
     return table
 
 
@@ -143,6 +145,6 @@ def _summary(casts: Sequence[CastRecord]) -> str:
 
 
 def _fusion_line(fusions: Sequence[FusionRecord]) -> str:
-    families = ", ".join(f"{count} {family}" for family, count in Counter(f.family for f in fusions).items())
+    families = ", ".join(f"{times} {family}" for family, times in Counter(f.family for f in fusions).items())
     saved, freed = (human_bytes(sum(sizes)) for sizes in zip(*((f.saved, f.freed) for f in fusions), strict=True))
     return f"fused: {families}; by count {saved} less moved in one call, {freed} less held"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,13 +120,16 @@ class GraphRecord:
     """Forward and backward as one graph, after the passes on it; without gradients, forward alone."""
     left: bool = False
     """True if the graph is left to autocast: it then has no records of ops and casts."""
-    final_code: str = ""
-    """The graphs that run: those that AOTAutograd makes of it, or Inductor if `explain` lowers through it."""
 
     @property
     def casts(self) -> list[CastRecord]:
         """The casts in order."""
         return list(self.numbered_casts.values())
+
+
+def plain(record: Any) -> dict[str, Any]:
+    """Return a record as plain data, with dtypes as `bf16`: for JSON."""
+    return {name: short_name(v) if isinstance(v, torch.dtype) else v for name, v in asdict(record).items()}
 
 
 def inserted_casts(gm: GraphModule) -> Iterator[tuple[Node, Cast]]:

@@ -11,7 +11,6 @@ import gc
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ampcompile.passes.analysis.product_cost import Estimate
 from ampcompile.passes.base import Applied, Pass, Watch
 from ampcompile.torch_private import structured_trace
 
-from .casts import CastRecord, GraphRecord, OpRecord
+from .casts import CastRecord, GraphRecord, OpRecord, plain
 from .watch import Watcher
 
 log = logging.getLogger("ampcompile")
@@ -102,7 +101,7 @@ def log_graph(graph: GraphRecord) -> None:
         log.warning("unknown to the policy, run in what arrives: %s", ", ".join(unknown))
     structured_trace.trace_artifact("ampcompile_graph", "string", lambda: graph.code)
     structured_trace.trace_artifact(
-        "ampcompile_casts", "json", lambda: json.dumps([_plain(c) for c in graph.casts], indent=1)
+        "ampcompile_casts", "json", lambda: json.dumps([plain(c) for c in graph.casts], indent=1)
     )
 
 
@@ -128,7 +127,3 @@ def _of_cast(cast: CastRecord) -> str:
 
 def _where(record: OpRecord | CastRecord) -> str:
     return f" [{' '.join(filter(None, (record.module, record.source)))}]" if record.module or record.source else ""
-
-
-def _plain(record: CastRecord) -> dict[str, Any]:
-    return {name: str(v) if isinstance(v, torch.dtype) else v for name, v in asdict(record).items()}

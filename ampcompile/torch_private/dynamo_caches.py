@@ -83,14 +83,6 @@ def _forget(code: CodeType, backend: Callable[..., Any]) -> None:
         state.invalidate(entry, dead)
 
 
-@contextlib.contextmanager
-def all_lowered_now() -> Iterator[None]:
-    """Disable caches, as Inductor may show no graph of what it takes from one; compile backward with the forward."""
-    functorch, inductor = torch._functorch.config, torch._inductor.config
-    with inductor.patch(force_disable_caches=True), functorch.patch(force_non_lazy_backward_lowering=True):
-        yield
-
-
 def _innermost(backend: Any) -> Any:
     inner = eval_frame.innermost_backend(backend)
     return getattr(inner, "compiler_fn", inner)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -116,7 +115,6 @@ EXPLAINING = Group(
     patches={
         "torch._dynamo.pgo._CODE_STATE": "Dynamo learns no sizes from the call",
         "torch._dynamo.convert_frame._bytecode_hooks": "shows whose compiled code is to be dropped",
-        "torch._logging._internal.trace_log.handlers": "collects the graphs that torch's compilers show",
         "torch.nn.Module._compiled_call_impl": "one module's, which `compile()` set: it is compiled anew",
     },
 )
@@ -301,18 +299,6 @@ def watch_dynamo(hook: Any) -> Iterator[None]:
         pgo._CODE_STATE = copy.deepcopy(sizes)
         with convert_frame.register_bytecode_hook(hook):
             yield
-
-
-@contextlib.contextmanager
-def trace_handler(handler: logging.Handler) -> Iterator[None]:
-    """Temporarily add a handler to torch's structured trace."""
-    from torch._logging._internal import trace_log
-
-    trace_log.addHandler(handler)
-    try:
-        yield
-    finally:
-        trace_log.removeHandler(handler)
 
 
 @contextlib.contextmanager

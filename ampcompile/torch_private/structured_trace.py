@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch._logging import _internal
-
-from . import patches
 
 
 def traced() -> bool:
@@ -19,19 +15,3 @@ def traced() -> bool:
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
     """Add an artifact of the graph being compiled to the structured trace, if there is one."""
     _internal.trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload)
-
-
-@contextlib.contextmanager
-def artifacts_of_this_compile() -> Iterator[list[tuple[str, str]]]:
-    """Collect (name, text) of every artifact that torch's compilers offer to the structured trace meanwhile."""
-    artifacts: list[tuple[str, str]] = []
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            metadata, text = getattr(record, "metadata", {}), getattr(record, "payload", None)
-            name = metadata.get("artifact", {}).get("name") or next(iter(metadata), "")
-            if isinstance(text, str):
-                artifacts.append((name, text))
-
-    with patches.trace_handler(Collector()):
-        yield artifacts

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from ampcompile.auditing import adjoints
 from ampcompile.auditing.adjoints import Rounding
 from ampcompile.auditing.records import Place
 from ampcompile.auditing.result import Audit
-from ampcompile.auditing.sensitivities import add_up, worst
 from tests.auditing.models import Block, mean_square
 from tests.auditing.test_audit import checkpointed, chosen, in_place
 
@@ -28,12 +28,46 @@ def totals(audit: Audit) -> dict[str, float]:
     return {result: math.sqrt(square) for result, square in sums.items()}
 
 
-def test_errors_of_outputs_and_gradients_are_predicted() -> None:
-    model, x = nn.Sequential(Block(16), nn.GELU(), Block(16), nn.Linear(16, 16)), torch.randn(64, 16)
-    audit = ampcompile.audit(model, loss=mean_square)(x)
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def broken(x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    torch._dynamo.graph_break()
+    return torch.tanh(h) @ w
+
+
+def inputs(*shape: int) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(shape, requires_grad=True) for _ in range(2))
+
+
+CALLS: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], tuple[Tensor, ...]]]] = {
+    "blocks": (lambda: nn.Sequential(Block(16), nn.GELU(), Block(16), nn.Linear(16, 16)), lambda: inputs(64, 16)[:1]),
+    "ReLUs, which roundings flip": (
+        lambda: nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU()))),
+        lambda: (torch.randn(256, 64),),
+    ),
+    "attention": (lambda: attend, lambda: (*inputs(2, 4, 16, 8), torch.randn(2, 4, 16, 8, requires_grad=True))),
+    "a graph break": (lambda: broken, lambda: inputs(16, 16)),
+    "writes": (lambda: in_place, lambda: inputs(8, 8)),
+    "a checkpoint": (lambda: checkpointed, lambda: inputs(8, 8)),
+    "a branch": (lambda: chosen, lambda: inputs(8, 8)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", CALLS)
+def test_errors_of_outputs_and_gradients_are_predicted(name: str) -> None:
+    make, draw = CALLS[name]
+    audit = ampcompile.audit(make(), loss=mean_square)(*draw())
     predicted = totals(audit)
-    assert predicted["output 0"] == pytest.approx(audit.outputs[0], rel=0.4)
-    assert predicted["gradients"] == pytest.approx(audit.gradient_error, rel=0.6)
+    few = name in ("writes", "a checkpoint", "a branch")  # elements
+    assert predicted["output 0"] == pytest.approx(audit.outputs[0], rel=0.9 if few else 0.4)
+    assert predicted["gradients"] == pytest.approx(audit.gradient_error, rel=0.9 if few else 0.5)
+    found = audit.sensitivities()
+    assert not found.unfollowed
+    assert not any("empty" in rounding.place.op for rounding in found.roundings), "memory that nobody wrote"
 
 
 def test_one_rounding_adds_its_error_times_the_derivative() -> None:
@@ -71,35 +105,6 @@ def test_every_op_has_a_derivative(make: Callable[[], nn.Module]) -> None:
     low = [r for r in found.roundings if r.low]
     felt = {r.place for r in low if r.squares.get("gradients", 0) or r.squares.get("output 0", 0)}
     assert felt == {r.place for r in low}, "nobody reads some results of norms"
-
-
-def test_roundings_that_flip_a_relu_are_predicted() -> None:
-    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())]
-    audit = ampcompile.audit(nn.Sequential(*layers), loss=mean_square)(torch.randn(256, 64))
-    assert totals(audit)["gradients"] == pytest.approx(audit.gradient_error, rel=0.5)
-
-
-def test_attention_is_differentiated_forward_and_backward() -> None:
-    q, k, v = (torch.randn(2, 4, 16, 8, requires_grad=True) for _ in range(3))
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    audit = ampcompile.audit(attend)(q, k, v)
-    predicted = totals(audit)
-    assert predicted["output 0"] == pytest.approx(audit.outputs[0], rel=0.5)
-    assert predicted["gradients"] == pytest.approx(audit.gradient_error, rel=0.5)
-
-
-def test_errors_are_followed_over_a_graph_break() -> None:
-    def broken(x: Tensor, w: Tensor) -> Tensor:
-        h = x @ w
-        torch._dynamo.graph_break()
-        return torch.tanh(h) @ w
-
-    x, w = torch.randn(16, 16), torch.randn(16, 16)
-    audit = ampcompile.audit(broken, backward=False)(x, w)
-    assert totals(audit)["output 0"] == pytest.approx(audit.outputs[0], rel=0.5)
 
 
 def test_an_op_without_a_derivative_is_named() -> None:
@@ -147,16 +152,6 @@ def test_more_directions_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     few = totals(audit)
     monkeypatch.setattr(adjoints, "PROBES", 64)
     assert totals(audit) == pytest.approx(few, rel=0.1)
-
-
-@pytest.mark.parametrize("f", [in_place, checkpointed, chosen])
-def test_writes_checkpoints_and_branches_are_followed(f: Callable[..., Tensor]) -> None:
-    x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
-    audit = ampcompile.audit(f)(x, w)
-    found = audit.sensitivities()
-    assert worst(add_up(found.roundings)) == pytest.approx(audit.error, rel=0.9)
-    assert list(found.unfollowed) == []
-    assert not any("empty" in rounding.place.op for rounding in found.roundings), "memory that nobody wrote"
 
 
 def test_sensitivities_of_a_call_without_gradients() -> None:

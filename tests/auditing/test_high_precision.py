@@ -1,6 +1,5 @@
 """Ops again in high precision: operands in high precision, dtypes replaced, results laid out as the mixed ones."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,27 +32,16 @@ def test_every_floating_and_complex_tensor_is_raised_and_nothing_else() -> None:
     assert [value.dtype for value in found["b"]] == [torch.complex128, torch.int32]
 
 
-@pytest.mark.parametrize(
-    ("target", "draw"),
-    [
-        (aten._to_copy.default, lambda: (torch.randn(3, 4),)),
-        (aten.mm.default, lambda: (torch.randn(3, 4).to(LOW), torch.randn(4, 5).to(LOW))),
-        (aten.mm.dtype, lambda: (torch.randn(3, 4).to(LOW), torch.randn(4, 5).to(LOW), HIGH)),
-        (aten._softmax.default, lambda: (torch.randn(3, 4).to(HALF), -1, True)),
-    ],
-    ids=["_to_copy", "mm", "mm.dtype", "_softmax"],
-)
-def test_an_op_that_is_asked_for_a_dtype_computes_in_the_high_one(target: Any, draw: Callable[[], Any]) -> None:
-    args = draw()
-    kwargs = {"dtype": LOW} if target is aten._to_copy.default else {}
-    mixed = {
-        aten.mm.dtype: lambda: aten.mm.default(*args[:2]).float(),  # CPUs lack it
-        aten._softmax.default: lambda: torch.softmax(args[0].float(), -1),
-    }.get(target, lambda: target(*args, **kwargs))()
+@pytest.mark.parametrize("name", ["_to_copy", "mm", "mm.dtype", "_softmax"])
+def test_an_op_that_is_asked_for_a_dtype_computes_in_the_high_one(name: str) -> None:
+    x, y = torch.randn(3, 4).to(LOW), torch.randn(4, 5).to(LOW)
+    target, args, kwargs, mixed, exact = {
+        "_to_copy": (aten._to_copy.default, (x,), {"dtype": LOW}, x, x.double()),
+        "mm": (aten.mm.default, (x, y), {}, x @ y, x.double() @ y.double()),
+        "mm.dtype": (aten.mm.dtype, (x, y, HIGH), {}, (x @ y).float(), x.double() @ y.double()),  # CPUs lack it
+        "_softmax": (aten._softmax.default, (x.half(), -1, True), {}, x.softmax(-1).float(), x.double().softmax(-1)),
+    }[name]
     found = compute_in_high_precision(node(target), args, kwargs, mixed, WIDE)
-    operands = [arg.double() for arg in args if isinstance(arg, Tensor)]
-    exact = torch.softmax(operands[0], -1) if target is aten._softmax.default else operands[0]
-    exact = operands[0] @ operands[1] if len(operands) == 2 else exact
     assert found.dtype == WIDE
     torch.testing.assert_close(found, exact)
 
@@ -63,15 +51,10 @@ def test_dropout_takes_the_mask_that_was_drawn() -> None:
     mixed, (found, mask) = run_high(aten.native_dropout.default, x, 0.5, True)
     assert mask is mixed[1]
     torch.testing.assert_close(found, x.double() * mask * 2)
-    off = compute_in_high_precision(
-        node(aten.native_dropout.default), (x, 0.5, False), {}, (x, torch.ones(50).bool()), WIDE
-    )
-    torch.testing.assert_close(off[0], x.double())
-    assert (
-        compute_in_high_precision(node(aten.native_dropout.default), (x, 1.0, True), {}, (x * 0, x < -99), WIDE)[0]
-        .eq(0)
-        .all()
-    )
+    for p, training, drawn, exact in ((0.5, False, x > -99, x.double()), (1.0, True, x < -99, 0 * x.double())):
+        args = (x, p, training)
+        found = compute_in_high_precision(node(aten.native_dropout.default), args, {}, (x * drawn, drawn), WIDE)
+        torch.testing.assert_close(found[0], exact)
 
 
 def test_what_draws_or_reads_bits_has_no_second_run() -> None:

@@ -3,17 +3,11 @@
 import torch
 
 from ampcompile.auditing.numbers import Numbers
-from ampcompile.auditing.records import OpNumbers, Place, group_by_module
+from ampcompile.auditing.records import OpNumbers, group_by_module
 
 
 def op(module: str, local: float, backward: bool = False) -> OpNumbers:
-    place = Place("aten.mm", module, "model.py:3", backward)
-    return OpNumbers(place, torch.bfloat16, Numbers(local, None, 1.0, 0.0, 0.5, 2))
-
-
-def test_an_op_has_the_fields_of_its_place() -> None:
-    found = op("b", 0.1, backward=True)
-    assert (found.op, found.module, found.source, found.backward) == ("aten.mm", "b", "model.py:3", True)
+    return OpNumbers("aten.mm", module, "model.py:3", backward, torch.bfloat16, Numbers(local, None, 1.0, 0.0, 0.5, 2))
 
 
 def test_modules_stand_in_order_with_all_their_ops() -> None:

@@ -8,15 +8,13 @@ import pytest
 import torch
 
 from ampcompile.auditing.numbers import Numbers
-from ampcompile.auditing.records import OpNumbers, Place
+from ampcompile.auditing.records import OpNumbers
 from ampcompile.auditing.result import Audit
 from ampcompile.errors import AuditError
 
 
 def op(name: str, overflowed: float = 0.0, flushed: float = 0.0) -> OpNumbers:
-    return OpNumbers(
-        Place(name, "m", "model.py:3", False), torch.float16, Numbers(0.1, None, 2.0, overflowed, flushed, 8)
-    )
+    return OpNumbers(name, "m", "model.py:3", False, torch.float16, Numbers(0.1, None, 2.0, overflowed, flushed, 8))
 
 
 AUDIT = Audit(
@@ -27,6 +25,11 @@ AUDIT = Audit(
 def test_the_first_of_each_kind_is_told() -> None:
     assert AUDIT.first_overflow is not None and AUDIT.first_overflow.op == "both"
     assert AUDIT.first_underflow is not None and AUDIT.first_underflow.op == "flushes"
+    lost = replace(AUDIT.ops[0], numbers=Numbers(0.1, None, 2.0, 0.0, 0.0, 8, not_finite_exact=0.5))
+    found = replace(AUDIT, ops=[AUDIT.ops[1], lost], not_finite={"output 0": 0.5})
+    assert AUDIT.first_not_finite is None and found.first_not_finite is lost
+    told = found.as_dict()
+    assert (told["not_finite"], told["first_not_finite"]["op"]) == ({"output 0": 0.5}, "fine")
     fine = replace(AUDIT, ops=AUDIT.ops[:1])
     assert fine.first_overflow is None and fine.first_underflow is None
 
@@ -46,16 +49,6 @@ def test_an_error_of_which_nothing_is_known_is_no_small_error() -> None:
         assert math.isnan(audit.error)
         with pytest.raises(AuditError, match="found outputs or gradients in which no number is finite in both runs"):
             audit.suggest(0.1)
-
-
-def test_the_first_op_that_is_not_finite_is_told() -> None:
-    assert AUDIT.first_not_finite is None
-    lost = replace(AUDIT.ops[0], numbers=Numbers(0.1, None, 2.0, 0.0, 0.0, 8, not_finite_exact=0.5))
-    found = replace(AUDIT, ops=[AUDIT.ops[1], lost], not_finite={"output 0": 0.5})
-    assert found.first_not_finite is not None and found.first_not_finite.op == "fine"
-    told = found.as_dict()
-    assert (told["not_finite"], told["first_not_finite"]["op"]) == ({"output 0": 0.5}, "fine")
-    assert AUDIT.as_dict()["first_not_finite"] is None and AUDIT.as_dict()["not_finite"] == {}
 
 
 def test_json_holds_all_of_it() -> None:

@@ -42,16 +42,7 @@ def test_gradients_of_several_uses_are_summed_before_they_are_compared() -> None
     assert found["w"] == pytest.approx((9.0 + 4.0, 36.0)) and found["b"] == pytest.approx((1.0, 9.0))
 
 
-def test_each_op_alone_needs_no_second_run() -> None:
-    model, x = Block(), torch.randn(4, 8)
-    audit = ampcompile.audit(model, cumulative=False, against=torch.float32)(x)
-    assert audit.ops and all(op.numbers.cumulative is None for op in audit.ops)
-    assert any(op.numbers.local for op in audit.ops if op.backward)
-    with pytest.raises(AuditError, match="made with cumulative=False"):
-        _ = audit.error
-
-
-def test_each_op_alone_takes_the_memory_of_one_op(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_op_alone_needs_no_second_run_and_the_memory_of_one_op(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[weakref.ref[Tensor]] = []
     most = 0
 
@@ -64,7 +55,11 @@ def test_each_op_alone_takes_the_memory_of_one_op(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(audit_run, "compute_in_high_precision", watched)
     model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(4, 8)
-    ampcompile.audit(model, cumulative=False)(x)
+    audit = ampcompile.audit(model, cumulative=False, against=torch.float32)(x)
+    assert audit.ops and all(op.numbers.cumulative is None for op in audit.ops)
+    assert any(op.numbers.local for op in audit.ops if op.backward)
+    with pytest.raises(AuditError, match="made with cumulative=False"):
+        _ = audit.error
     assert len(held) > 100 and most == 0  # none is left when the next op begins
     ampcompile.audit(model)(x)
     assert most > 30

@@ -6,14 +6,14 @@ from dataclasses import replace
 import torch
 
 from ampcompile.auditing.numbers import Numbers
-from ampcompile.auditing.records import OpNumbers, Place
+from ampcompile.auditing.records import OpNumbers
 from ampcompile.auditing.result import Audit
 from ampcompile.auditing.table import MODULES, OPS, render
 
 
 def op(name: str, module: str, local: float | None = 0.001, overflowed: float = 0.0, flushed: float = 0.0) -> OpNumbers:
     numbers = Numbers(local, math.inf, 1234.5, overflowed, flushed, 100)
-    return OpNumbers(Place(name, module, "/home/me/model.py:7", name == "aten.mm"), torch.bfloat16, numbers)
+    return OpNumbers(name, module, "/home/me/model.py:7", name == "aten.mm", torch.bfloat16, numbers)
 
 
 def audit(*ops: OpNumbers, unmeasured: tuple[str, ...] = ()) -> Audit:
@@ -48,7 +48,7 @@ def test_what_is_not_finite_is_named_first() -> None:
     ]
     inputs = {f"input x{i}": 0.5 for i in range(5)}
     for first, run in zip(lost, ("the mixed run", "both runs", "the f64 run"), strict=True):
-        later = replace(first, place=replace(first.place, op="aten.sub"))
+        later = replace(first, op="aten.sub")
         text = render(replace(audit(large, first, later), not_finite=inputs), 160)
         assert text.splitlines()[1:3] == [
             "not finite: input x0 (50.0%), input x1 (50.0%), input x2 (50.0%) and 2 more",

@@ -27,14 +27,14 @@ def test_bench_times_every_candidate_and_leaves_no_gradients(monkeypatch: pytest
     model.register_forward_hook(lambda *_: seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))))
     monkeypatch.setattr(torch, "compile", _Eager)
     statistics = model[1].running_mean.clone()
-    results = bench(Target(model, (x,), {}), {}, True, seconds=0.01)
+    results = bench(Target(model, (x,), {}), {}, True, 0.01, print)
     assert results.work == "training" and results.dtype == "bf16"
     assert [c.name for c in results.candidates] == ["eager autocast", "Inductor with autocast", "amp"]
     assert all(len(c.seconds) >= cli_bench.ROUNDS and c.median > 0 and not c.failed for c in results.candidates)
     assert {(True, True), (True, False)} == set(seen)
     assert all(p.grad is None for p in model.parameters()) and torch.equal(statistics, model[1].running_mean)
     seen.clear()
-    assert bench(Target(model.eval(), (x,), {}), {}, True, seconds=0.01).work == "inference"
+    assert bench(Target(model.eval(), (x,), {}), {}, True, 0.01, print).work == "inference"
     assert {grad for grad, _ in seen} == {False}
 
 
@@ -44,7 +44,7 @@ def test_a_candidate_that_fails_says_so_and_the_others_go_on(monkeypatch: pytest
             raise RuntimeError("no compiler\nat all")
 
     monkeypatch.setattr(torch, "compile", Broken)
-    results = bench(Target(nn.Linear(8, 8), (torch.randn(4, 8),), {}), {}, True, seconds=0.01)
+    results = bench(Target(nn.Linear(8, 8), (torch.randn(4, 8),), {}), {}, True, 0.01, print)
     assert [c.failed for c in results.candidates] == ["", *["RuntimeError: no compiler"] * 2]
     assert "amp failed: RuntimeError: no compiler" in cli_bench.table(results).splitlines()
 

@@ -50,30 +50,6 @@ def test_audit_gives_numbers(shop: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "first overflow: aten.mul in no module" in out
 
 
-@pytest.mark.parametrize(
-    ("factory", "words"),
-    [
-        ("number", "returned a int; expected (model, args) or (model, args, kwargs)"),
-        ("four", "returned a tuple of 4; expected (model, args)"),
-        ("not_callable", "returned a int as model"),
-        ("one_tensor", "returned a Tensor as args"),
-        ("nothing", "expected one that it defines: model, function"),
-    ],
-)
-def test_a_factory_that_is_none_is_refused(
-    shop: str, factory: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["explain", f"{shop}:{factory}"]) == 2
-    captured = capsys.readouterr()
-    assert not captured.out and "\nerror: " in captured.err
-    assert words in captured.err
-
-
-def test_a_wrong_policy_is_an_error_of_one_line(shop: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["audit", f"{shop}:model", "--policy", "nonsense"]) == 2
-    assert "policy entry 'nonsense' is neither" in capsys.readouterr().err
-
-
 def test_the_module_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ampcompile"]
     shown = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=300, cwd=tmp_path, check=True)
@@ -90,6 +66,7 @@ def test_the_module_runs(tmp_path: Path) -> None:
             "can't write no/such/folder.html; expected a file",
         ),
         (("explain", "{shop}:breaks", "--policy", "nonsense"), "policy entry 'nonsense' is neither"),
+        (("explain", "{shop}:number"), "returned a int; expected (model, args) or (model, args, kwargs)"),
         (("explain", "{shop}:needs_arguments"), "can't be called without arguments"),
         (("explain", "{shop}:wrong_shape"), "returned a model that raises RuntimeError when it is called"),
     ],

@@ -159,7 +159,7 @@ def test_explain_and_the_log_say_it(caplog):
     why = "cpu in bf16, left to autocast: it computes with TwoTensor, which ampcompile doesn't rewrite"
     assert caplog.messages == [why]
     assert f" graph 0 of 1: {why}" in " ".join(str(report).split()), "on as many lines as the terminal asks for"
-    assert not report.casts and not report.ops and "bf16[8, 8]" in report.final_code
+    assert not report.casts and not report.ops
 
 
 def test_a_policy_that_is_not_followed_is_warned_of():

@@ -2,8 +2,6 @@
 
 import copy
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,18 +14,6 @@ from ampcompile.errors import OptionError
 
 # Dynamo asks every tensor that crosses a graph break for its gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
-# How the models below spell an op, where they don't name it.
-WRITTEN = {
-    "output": "return",
-    "linear": "self.",
-    "conv2d": "self.conv",
-    "batch_norm": "self.norm",
-    "add_": "self.norm",  # batches counted
-    "layer_norm": "self.norm",
-    "matmul": "@",
-    "add": "+",
-}
 
 
 class Attention(nn.Module):
@@ -91,26 +77,6 @@ def test_every_op_is_listed_with_its_dtype_and_every_cast_with_what_it_casts() -
         assert [c.op for c in ampcompile.explain(model)(x).casts] == ["aten.linear"] * 5
 
 
-@pytest.mark.parametrize(("make", "shape"), [(lambda: Attention(8), (2, 5, 8)), (ConvNet, (2, 3, 6, 6))])
-def test_every_field_is_filled(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
-    model = make()
-    report = ampcompile.explain(model)(torch.randn(shape))
-    paths = {name for name, _ in model.named_modules()}
-    lines = Path(__file__).read_text().splitlines()
-    assert report.casts
-    for record in (*report.casts, *report.ops):
-        assert record.op and record.because
-        assert record.module in paths
-        path, _, line = record.source.rpartition(":")
-        assert path == __file__
-        called = record.op.removeprefix("aten.")
-        assert WRITTEN.get(called, called) in lines[int(line) - 1]
-    for cast in report.casts:
-        assert cast.dtype_from != cast.dtype_to
-        assert cast.bytes > 0
-        assert cast.of in {"weight", "input", "activation"}
-
-
 def test_the_code_has_a_forward_per_graph_with_dtypes() -> None:
     def broken(x: Tensor) -> Tensor:
         y = x @ x
@@ -124,31 +90,19 @@ def test_the_code_has_a_forward_per_graph_with_dtypes() -> None:
     assert report.graphs[1].reason == ""
 
 
-def test_code_after_differentiation_and_as_it_is_run() -> None:
+def test_code_after_differentiation() -> None:
     model, x = three_layers(), torch.randn(2, 8)
     report = ampcompile.explain(model)(x)
     assert "aten.linear" in report.code and "aten.linear" not in report.joint_code
     assert report.joint_code.count("def forward") == 1 and "tangents_1" in report.joint_code
-    assert report.final_code.count("def forward") == 2, "forward and backward"
     (graph,) = report.graphs
     assert {cast.backward for cast in graph.joint_casts} == {True, False}
     assert len(graph.joint_casts) == report.totals[-1].casts and "aten.mm" in {cast.of for cast in graph.joint_casts}
-    assert "bf16[2, 8]" in report.joint_code and "bf16[2, 8]" in report.final_code
+    assert "bf16[2, 8]" in report.joint_code
     with torch.no_grad():
         report = ampcompile.explain(model)(x)
-    assert report.joint_code.count("def forward") == report.final_code.count("def forward") == 1
-    assert "tangents" not in report.joint_code
-    eager = ampcompile.explain(model, lower="eager")(x)
-    assert eager.joint_code == "" and eager.final_code == eager.code
-
-
-def test_code_as_inductor_lowers_it() -> None:
-    compiled = torch.compile(nn.Softmax(-1), backend="amp")
-    x = torch.randn(3, 5, requires_grad=True)
-    assert "prims.convert_element_type" not in ampcompile.explain(compiled)(x).final_code
-    for _ in range(2):  # whatever Inductor keeps
-        code = ampcompile.explain(compiled, lower="inductor")(x.bfloat16()).final_code
-        assert "prims.convert_element_type" in code and code.count("def forward") == 2
+    assert report.joint_code.count("def forward") == 1 and "tangents" not in report.joint_code
+    assert ampcompile.explain(model, lower="eager")(x).joint_code == ""
 
 
 def test_what_becomes_of_casts() -> None:
@@ -213,6 +167,7 @@ def test_the_options_of_a_compiled_function_are_used_and_keywords_beat_them() ->
     model = Outer(model)
     model.compile(backend="amp", options={"dtype": torch.float16, "outputs": "autocast"})
     assert {c.dtype_to for c in ampcompile.explain(model)(torch.randn(2, 8)).casts} == {torch.float16}
+    assert model._compiled_call_impl is not None, "as it was compiled"
     function = torch.compile(lambda x: x @ x, backend="amp", options={"dtype": torch.float16})
     assert ampcompile.explain(function)(torch.randn(4, 4)).ops[0].dtype == torch.float16
     with pytest.raises(OptionError, match="Did you mean 'dtype'"):
@@ -220,10 +175,8 @@ def test_the_options_of_a_compiled_function_are_used_and_keywords_beat_them() ->
 
 
 def test_symbolic_sizes_are_strings_and_count_as_traced() -> None:
-    report = ampcompile.explain(three_layers(), dynamic=True)(torch.randn(5, 8))
-    cast = report.casts[0]
-    assert isinstance(cast.shape[0], str) and cast.shape[1] == 8
-    assert cast.bytes == 5 * 8 * 6
+    cast = ampcompile.explain(three_layers(), dynamic=True)(torch.randn(5, 8)).casts[0]
+    assert isinstance(cast.shape[0], str) and cast.shape[1] == 8 and cast.bytes == 5 * 8 * 6
 
 
 def test_unknown_ops_are_named() -> None:
@@ -288,19 +241,6 @@ def test_what_is_compiled_stays_so_and_nothing_counts_as_a_recompilation(before:
     assert compiles(3) == (0 if before else 2)
     assert compiles(7) == 2
     assert compiles(8) == 0, "sizes are dynamic from the second on, as they would be without explaining"
-
-
-def test_what_the_function_raises_comes_through_and_everything_is_put_back() -> None:
-    model = three_layers()
-    model[0].weight.grad = torch.ones(8, 8)
-
-    def fails(x: Tensor) -> Tensor:
-        model(x).sum().backward()
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        ampcompile.explain(fails)(torch.randn(2, 8))
-    assert torch.equal(model[0].weight.grad, torch.ones(8, 8))
 
 
 def test_autocast_switched_off_around_the_call_is_told() -> None:

@@ -24,7 +24,6 @@ REPORT = Report(
         ),
         graph("cpu in f16", ops=(op("a.a", False), op("c.c")), casts={2: cast(op="aten.exp")})(
             code="def two",
-            final_code="def final",
             totals=(Total("first", 3, 20), Total("only here", 1, 1)),
             fusions=(FusionRecord("linear", "aten.linear", "m", "model.py:1", 8, 4),),
         ),
@@ -35,7 +34,6 @@ REPORT = Report(
 def test_each_text_stands_under_its_graph() -> None:
     assert REPORT.code == "# graph 0: cpu in bf16\ndef one\n\n# graph 1: cpu in f16\ndef two"
     assert REPORT.joint_code == "# graph 0: cpu in bf16\ndef joint"
-    assert REPORT.final_code == "# graph 1: cpu in f16\ndef final"
 
 
 def test_casts_ops_and_fusions_are_those_of_all_graphs_in_order() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
 import ampcompile
@@ -42,6 +43,15 @@ def same_keys(saved: Any, model: nn.Module) -> None:
     state = model.state_dict()
     assert set(saved) == set(state)
     assert all(saved[name].equal(state[name]) for name in saved)
+
+
+def compare_scalers(train: Callable[[Any], float], caplog: pytest.LogCaptureFixture) -> None:
+    """A scaler of ours ends as torch's does, after scales that overflowed; `train` takes it and returns the loss."""
+    caplog.set_level("INFO", logger="ampcompile")
+    scalers = [kind("cpu", init_scale=2.0**20, growth_interval=4) for kind in (GradScaler, ampcompile.GradScaler)]
+    theirs, ours = ((train(scaler), scaler.get_scale()) for scaler in scalers)
+    assert theirs == pytest.approx(ours) and ours[1] < 2.0**20
+    assert "generic path" not in caplog.text, "steps are fused"
 
 
 def compare_with_checkpoints(context: Callable[[], Any], backward: Callable[[Tensor], Any]) -> None:

@@ -129,7 +129,7 @@ def test_from_the_environment_without_importing_the_package(tmp_path: Path) -> N
             assert metadata["frame_id"] == 0
     assert "def forward" in artifacts["ampcompile_graph"] and "bf16[2, 4]" in artifacts["ampcompile_graph"]
     casts = json.loads(artifacts["ampcompile_casts"])
-    assert [cast["dtype_to"] for cast in casts] == ["torch.bfloat16"] * 3 + ["torch.float32"]
+    assert [cast["dtype_to"] for cast in casts] == ["bf16"] * 3 + ["f32"]
 
 
 class Recurrent(nn.Module):
@@ -146,13 +146,8 @@ def test_a_model_of_which_dynamo_makes_no_graph_is_named_once(caplog: pytest.Log
     run = torch.compile(Recurrent(), backend="amp", options={"lower": "eager"})
     for _ in range(2):
         run(torch.randn(3, 2, 4))
+    for _ in range(2):  # the second finds its graph made
+        compile_something()
     (line,) = [record.getMessage() for record in caplog.records if "no graph" in record.getMessage()]
     assert line.startswith("Dynamo made no graph of Recurrent, which runs eagerly under autocast: ")
     assert "RNN" in line or "Unsupported function call" in line
-
-
-def test_a_model_whose_graph_is_there_already_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "ampcompile")
-    for _ in range(2):
-        torch.compile(nn.Linear(4, 4), backend="amp", options={"lower": "eager"})(torch.randn(2, 4))
-    assert not [record for record in caplog.records if "no graph" in record.getMessage()]

@@ -1,13 +1,23 @@
-"""Artifacts that are offered to the structured trace are collected meanwhile, and only meanwhile."""
+"""Artifacts go to the structured trace while somebody writes one."""
 
-from ampcompile.torch_private.structured_trace import artifacts_of_this_compile, trace_artifact, traced
+import logging
+
+from torch._logging._internal import trace_log
+
+from ampcompile.torch_private.structured_trace import trace_artifact, traced
 
 
-def test_artifacts_are_collected_while_they_are_wanted() -> None:
+def test_artifacts_go_to_the_trace_while_there_is_one() -> None:
     trace_artifact("before", "string", lambda: "text of before")  # the first has torch look whether one is wanted
-    before = traced()
-    with artifacts_of_this_compile() as found:
+    before, found = traced(), list[logging.LogRecord]()
+    handler = logging.Handler()
+    handler.emit = found.append  # type: ignore[method-assign]
+    trace_log.addHandler(handler)
+    try:
         assert traced()
         trace_artifact("meanwhile", "string", lambda: "text of meanwhile")
-    trace_artifact("after", "string", lambda: "text of after")
-    assert found == [("meanwhile", "text of meanwhile")] and traced() == before
+    finally:
+        trace_log.removeHandler(handler)
+    artifacts = [(r.metadata["artifact"]["name"], r.payload) for r in found if "artifact" in r.metadata]
+    assert artifacts == [("meanwhile", "text of meanwhile")]
+    assert traced() == before

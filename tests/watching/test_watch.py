@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,22 +11,23 @@ from torch import Tensor, nn
 
 import ampcompile
 from ampcompile.errors import OptionError
-from ampcompile.watching.watch import Watch, WatchReport
+from ampcompile.watching.watch import Watch
 
 FAULT_AT = 3
 """The call, from 1 on, in which the fault is there."""
 
 
 class Net(nn.Module):
-    """Two linears with a part between them; `fault` multiplies what each case chooses."""
+    """Two linears with a part between them, which `fault` multiplies as each case chooses."""
 
-    def __init__(self, between: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, between: Callable[..., Tensor], *layers: nn.Module) -> None:
         super().__init__()
         self.first, self.last, self.between = nn.Linear(16, 32), nn.Linear(32, 16), between
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor, fault: Tensor) -> Tensor:
         h = self.first(x)
-        h = self.between(h, fault)  # the fault
+        h = self.between(h, fault, *self.layers)
         return self.last(h).float()
 
 
@@ -42,73 +44,7 @@ class Backward(torch.autograd.Function):
 
 
 def product(h: Tensor, fault: Tensor) -> Tensor:
-    return (h * 0 + fault) @ (torch.ones(32, 32) * fault)
-
-
-FORWARD = {  # name: (what is between, the fault's value, what is named, what would have held)
-    "multiplied in 16 bits": (lambda h, fault: h.half() * fault.half(), 6e4, "aten.mul", None),
-    "added in 16 bits": (lambda h, fault: h.half() + fault.half() + fault.half(), 6e4, "aten.add", None),
-    "squared": (lambda h, fault: (h.half() * fault.half()).square(), 500.0, "aten.", None),
-    "inf from a division": (lambda h, fault: h.float() / (fault - 7.0), 7.0, "aten.div", None),
-    "NaN from a root": (lambda h, fault: (h.float().abs() + 2 - fault).sqrt(), 1e3, "aten.sqrt", None),
-    "an exponential": (lambda h, fault: (h.float() + fault - 1).exp(), 200.0, "aten.exp", None),
-    "a logarithm": (lambda h, fault: (h.float().abs() + 2 - fault).log(), 1e3, "aten.log", None),
-    "a cast": (lambda h, fault: h.float() * fault, 1e7, "to f16", "bfloat16 and float32"),
-    "a product": (product, 200.0, "f", "bfloat16 and float32"),
-    "a sum in 16 bits": (lambda h, fault: h + (h.half() * 0 + fault.half()).sum(0), 4e4, "aten.sum", None),
-}
-
-
-def line_of(function: Callable[..., object], text: str) -> str:
-    """The place of the line that has the text."""
-    lines, start = inspect.getsourcelines(function)
-    return next(f"{__file__}:{start + i}" for i, line in enumerate(lines) if text in line)
-
-
-def trained(
-    model: nn.Module, faults: dict[int, float], scale: float = 1.0, growth: int = 2000, **options: object
-) -> Watch:
-    """The watch over six steps with the fault in some of them; the scale grows after so many that weren't skipped."""
-    torch.manual_seed(0)
-    compiled = torch.compile(
-        model, backend="amp", options={"dtype": torch.float16, "watch": True, "lower": "aot_eager", **options}
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = ampcompile.GradScaler("cpu", init_scale=scale, growth_factor=64.0, growth_interval=growth)
-    for call in range(1, 7):
-        optimizer.zero_grad()
-        scaler.scale(compiled(torch.randn(4, 16), torch.tensor(faults.get(call, 1.5))).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return ampcompile.watch(compiled)
-
-
-@pytest.mark.parametrize("name", FORWARD)
-def test_a_fault_in_forward(name: str) -> None:
-    between, fault, op, held = FORWARD[name]
-    report = trained(Net(between), {FAULT_AT: fault}).report()
-    assert report.first is not None, report
-    first = report.first
-    assert first.at.call == FAULT_AT and not first.at.value.backward
-    assert op in f"{first.at.value.op} to {first.at.value.dtype}", first
-    assert first.before is not None and first.before < 1e3 and first.at.calls_out_of_range == 1
-    assert held is None or f"{held} would have held it" in str(first)
-    lines, start = inspect.getsourcelines(between)
-    module, places = "", [f"{__file__}:{start + i}" for i in range(len(lines))]
-    if name == "a cast":
-        module, places = "last", [line_of(Net.forward, "self.last(h)")]  # who reads it
-    assert first.at.value.module == module and first.at.value.source in places, first
-
-
-class Part(nn.Module):
-    """A part of a network in a module of its own, with the layers that it needs."""
-
-    def __init__(self, compute: Callable[..., Tensor], *layers: nn.Module) -> None:
-        super().__init__()
-        self.compute, self.layers = compute, nn.ModuleList(layers)
-
-    def forward(self, h: Tensor, fault: Tensor) -> Tensor:
-        return self.compute(h, fault, *self.layers)
+    return (h * 0 + fault) @ (torch.ones(32, 32) * fault)  # the fault
 
 
 def attention(h: Tensor, fault: Tensor) -> Tensor:
@@ -152,31 +88,85 @@ def embedding(h: Tensor, fault: Tensor, table: nn.Module) -> Tensor:
     return h.float() + Backward.apply(rows.float().mean(0), fault)
 
 
-PARTS = {  # name: (the part, its layer, the fault's value, the op that is named)
-    "attention scores": (attention, None, 300.0, "aten.mm"),
-    "a convolution": (convolution, lambda: nn.Conv2d(2, 2, 3, padding=1), 4e4, "aten.convolution"),
-    "a norm's variance": (norm, None, 1e4, "aten.pow"),
-    "a gated recurrent unit": (recurrent, lambda: nn.GRUCell(32, 32), 6e4, "aten.addmm"),
-    "0/0": (zero_over_zero, None, 7.0, "aten.div"),
-    "a running sum": (running_sum, None, 4e3, "aten.cumsum"),
-    "a logarithm of a softmax": (logarithm_of_softmax, None, 99.0, "aten.log"),
-    "an embedding's gradient": (embedding, lambda: nn.Embedding(2, 32), 1e9, "aten.embedding_dense_backward"),
+@dataclass(frozen=True)
+class Case:
+    """A computation, the fault's value, the op that is named, and the layer that the computation takes."""
+
+    between: Callable[..., Tensor]
+    fault: float
+    op: str
+    layer: Callable[[], nn.Module] | None = None
+    held: str = ""
+
+
+CASES = {
+    "multiplied in 16 bits": Case(lambda h, fault: h.half() * fault.half(), 6e4, "aten.mul"),
+    "added in 16 bits": Case(lambda h, fault: h.half() + fault.half() + fault.half(), 6e4, "aten.add"),
+    "inf from a division": Case(lambda h, fault: h.float() / (fault - 7.0), 7.0, "aten.div"),
+    "NaN from a root": Case(lambda h, fault: (h.float().abs() + 2 - fault).sqrt(), 1e3, "aten.sqrt"),
+    "an exponential": Case(lambda h, fault: (h.float() + fault - 1).exp(), 200.0, "aten.exp"),
+    "a logarithm": Case(lambda h, fault: (h.float().abs() + 2 - fault).log(), 1e3, "aten.log"),
+    "a product": Case(product, 200.0, "aten.mm", held="bfloat16 and float32"),
+    "a sum in 16 bits": Case(lambda h, fault: h + (h.half() * 0 + fault.half()).sum(0), 4e4, "aten.sum"),
+    "attention scores": Case(attention, 300.0, "aten.mm"),
+    "a convolution": Case(convolution, 4e4, "aten.convolution", lambda: nn.Conv2d(2, 2, 3, padding=1)),
+    "a norm's variance": Case(norm, 1e4, "aten.pow"),
+    "a gated recurrent unit": Case(recurrent, 6e4, "aten.addmm", lambda: nn.GRUCell(32, 32)),
+    "0/0": Case(zero_over_zero, 7.0, "aten.div"),
+    "a running sum": Case(running_sum, 4e3, "aten.cumsum"),
+    "a logarithm of a softmax": Case(logarithm_of_softmax, 99.0, "aten.log"),
+    "an embedding's gradient": Case(embedding, 1e9, "aten.embedding_dense_backward", lambda: nn.Embedding(2, 32)),
 }
 
 
+def line_of(function: Callable[..., object], text: str) -> str:
+    """The place of the line that has the text."""
+    lines, start = inspect.getsourcelines(function)
+    return next(f"{__file__}:{start + i}" for i, line in enumerate(lines) if text in line)
+
+
+def trained(
+    model: nn.Module, faults: dict[int, float], scale: float = 1.0, growth: int = 2000, **options: object
+) -> Watch:
+    """The watch over six steps with the fault in some of them; the scale grows after so many that weren't skipped."""
+    torch.manual_seed(0)
+    compiled = torch.compile(
+        model, backend="amp", options={"dtype": torch.float16, "watch": True, "lower": "aot_eager", **options}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = ampcompile.GradScaler("cpu", init_scale=scale, growth_factor=64.0, growth_interval=growth)
+    for call in range(1, 7):
+        optimizer.zero_grad()
+        scaler.scale(compiled(torch.randn(4, 16), torch.tensor(faults.get(call, 1.5))).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return ampcompile.watch(compiled)
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
-@pytest.mark.parametrize("name", PARTS)
-def test_a_fault_in_a_part(name: str) -> None:
-    compute, layer, fault, op = PARTS[name]
-    part = Part(compute, *([layer()] if layer else []))
-    for parameter in part.parameters():
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_between_layers(name: str) -> None:
+    case = CASES[name]
+    layers = [case.layer()] if case.layer else []
+    for parameter in (parameter for layer in layers for parameter in layer.parameters()):
         nn.init.ones_(parameter)
-    first = trained(Net(part), {FAULT_AT: fault}).report().first
+    first = trained(Net(case.between, *layers), {FAULT_AT: case.fault}).report().first
     assert first is not None
-    value = first.at.value
-    assert first.at.call == FAULT_AT and value.backward == op.endswith("_backward"), first
-    assert value.op == op and value.source == line_of(compute, "# the fault"), first
-    assert value.module.split(".")[0] == "between", first
+    value, backward = first.at.value, case.op.endswith("_backward")
+    assert (first.at.call, value.op, value.backward) == (FAULT_AT, case.op, backward), first
+    assert first.before is not None and first.at.calls_out_of_range == 1
+    assert f"{case.held} would have held it" in str(first) or not case.held
+    lines, start = inspect.getsourcelines(case.between)
+    marked = [i for i, line in enumerate(lines) if "# the fault" in line] or range(len(lines))
+    assert value.source in [f"{__file__}:{start + i}" for i in marked], first
+    assert value.module == "" or value.module.startswith("layers.0"), first
+
+
+def test_a_fault_in_a_cast_is_named_by_who_reads_it() -> None:
+    first = trained(Net(lambda h, fault: h.float() * fault), {FAULT_AT: 1e7}).report().first
+    assert first is not None and first.at.call == FAULT_AT and first.at.value.kind == "cast"
+    assert (first.at.value.module, first.at.value.source) == ("last", line_of(Net.forward, "self.last(h)"))
+    assert "bfloat16 and float32 would have held it" in str(first)
 
 
 @pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
@@ -264,28 +254,18 @@ def test_no_bit_changes(lower: str) -> None:
         assert torch.equal(ours, plain)
 
 
-def test_calls_without_gradients_and_of_others() -> None:
+def test_calls_without_gradients_and_of_others_and_the_first_fault_is_kept() -> None:
     net, other = Net(lambda h, fault: h.half() * fault.half()), Net(lambda h, _: h)
     options = {"dtype": torch.float16, "watch": True, "lower": "aot_eager"}
     compiled, apart = (torch.compile(each, backend="amp", options=options) for each in (net, other))
     with torch.no_grad():
-        compiled(torch.randn(4, 16), torch.tensor(1.0))
-        compiled(torch.randn(4, 16), torch.tensor(6e4))
-        apart(torch.randn(4, 16), torch.tensor(1.0))
-    found, clean = (ampcompile.watch(each).report() for each in (compiled, apart))
-    assert found.first is not None and found.first.at.call == 2 and clean.first is None
-    assert {each.value.module for each in clean.last} >= {"first", "last"}
-
-
-def test_the_first_is_kept_however_many_calls_follow() -> None:
-    net = Net(lambda h, fault: h.half() * fault.half())
-    compiled = torch.compile(net, backend="amp", options={"dtype": torch.float16, "watch": True, "lower": "aot_eager"})
-    with torch.no_grad():
         for call in range(1, 60):
             compiled(torch.randn(4, 16), torch.tensor(6e4 if call in (FAULT_AT, 50) else 1.0))
-    report: WatchReport = ampcompile.watch(compiled).report()
-    assert report.first is not None and report.first.at.call == FAULT_AT
-    assert report.last[0].call == 59
+        apart(torch.randn(4, 16), torch.tensor(1.0))
+    found, clean = (ampcompile.watch(each).report() for each in (compiled, apart))
+    assert found.first is not None and found.first.at.call == FAULT_AT and found.last[0].call == 59
+    assert clean.first is None
+    assert {each.value.module for each in clean.last} >= {"first", "last"}
 
 
 def test_second_gradients_go_on_working() -> None:
