@@ -19,7 +19,7 @@ CAUSES: dict[str, str] = {
     "49 was written takes 0.1 ms of a call, and 0.2 ms more go to what that displaces in the processor's caches: "
     "with the question left out, ours is 1.03 times as fast. By block Dynamo and the question come ten times a call",
     r"cpu small .*: step": "the first call after an update proves which copies are out of date and casts them anew: "
-    "70 µs for six small weights in the midst of a step, where the processor's caches hold other things. Cast in the "
+    "40 µs for six small weights in the midst of a step, where the processor's caches hold other things. Cast in the "
     'graph, as with `weights="every_call"`, they take 3 to 20 µs',
     r"compile .* cold": 'our passes take 0.2 s; Inductor\'s code for roundings in registers (`numerics="eager"`) takes '
     "longer to compile than what it replaces",

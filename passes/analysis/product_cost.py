@@ -26,8 +26,8 @@ ENOUGH = 1.05  # times as fast: less is noise
 CALL = 50e-6  # seconds, roughly, that the host spends in any compiled call: a faster graph gets no advice
 # Host time that our backend adds to a call, and to the first call after an update of weights with kept copies:
 # see "Growth", "What freshness costs" and "Small models" in docs/benchmarks.md.
-CALL_OURS, CALL_WEIGHT = 5e-6, 0.3e-6  # seconds: each call, and for each copy
-UPDATE, UPDATE_WEIGHT = 15e-6, 1.5e-6  # seconds: each update, and each small weight; a large one takes its cast's time
+CALL_OURS, CALL_WEIGHT = 10e-6, 0.3e-6  # seconds: each call, and for each copy
+UPDATE, UPDATE_WEIGHT = 15e-6, 0.5e-6  # seconds: each update, and each small weight; a large one takes its cast's time
 # Widths of square products, and numbers that are cast. Up to a width of 16 torch doesn't pass 16-bit products to
 # oneDNN, which takes 6 times as long to start one.
 _SMALL, _LARGE, _COPIED = 32, 512, 1 << 22
