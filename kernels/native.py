@@ -22,6 +22,7 @@ import platform
 import shutil
 import stat
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -172,9 +173,9 @@ def call(name: str, tensors: int, *arrays: torch.Tensor | np.ndarray | None) -> 
 def weights_function(name: str, arguments: int) -> Any:
     """A function of the library of weights that takes and returns integers; None if it can't be built.
 
-    No other thread of Python runs meanwhile, unless the function allows it.
+    No other thread of Python runs meanwhile, unless the function allows it; so a Python without its lock has none.
     """
-    if (loaded := library("weights")) is None:
+    if sysconfig.get_config_var("Py_GIL_DISABLED") or (loaded := library("weights")) is None:
         return None
     function = getattr(ctypes.PyDLL(loaded._name), name)
     function.argtypes, function.restype = [ctypes.c_int64] * arguments, ctypes.c_int64

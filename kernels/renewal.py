@@ -116,7 +116,7 @@ class RenewalTable:
         return self._find(self._address)
 
     def owned_as_noted(self) -> bool:
-        """Return True if each copy, which must be allocated, has as many owners as when `note_owners` was called."""
+        """Return True if each copy has the same buffer, and as many owners as when `note_owners` was called."""
         return bool(self._owned_as_noted(self._address))
 
     def note_owners(self) -> None:
@@ -127,7 +127,7 @@ class RenewalTable:
         """Write the weights whose copies were stale, rounded to nearest, into their copies, and note the state.
 
         Reads 4 bytes an element, and writes 2 or 4. Raises the versions of the copies. Other threads of Python run
-        meanwhile. Returns False, and writes nothing, if a weight was freed or has other memory.
+        meanwhile. Returns False, and writes nothing, if a weight or copy was freed or has other memory.
         """
         return bool(self._cast(self._address, torch.get_num_threads()))
 

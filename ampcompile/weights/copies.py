@@ -69,8 +69,8 @@ class Copy(CopyRecord):
 
     def _allocate(self, weight: Tensor) -> None:
         """Allocate a new buffer; a backward that saved the old one keeps it."""
+        self.buffer = store.new_mark()  # first: C++ reads the old tensor while it has the old number
         self.tensor = self.form.empty_like(weight)
-        self.buffer = store.new_mark()
         self.streams: set[int] = set()  # which the allocator waits for before it reuses the memory
         self.storage = storages.storage_key(self.tensor)
         self._idle = self._owners()

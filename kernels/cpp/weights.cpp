@@ -185,6 +185,7 @@ template <typename Choose> void cast_chosen(const Casts& casts, int threads, Cho
 
 // The weights' memory stays until it has done.
 bool cast(const Table& table, int threads) {
+  if (!is_as_noted(table)) return false;  // another thread has freed a copy
   std::vector<c10::Storage> held;
   for (int64_t i = 0; i < table.copies; ++i) {
     if (!table.stale[i]) continue;
@@ -237,15 +238,15 @@ int64_t find_stale_copies(const Table* table) {
   });
 }
 
-// Has each copy as many owners as were noted?
+// Has each copy as many owners as were noted? A copy that was freed meanwhile, in Python, has another buffer.
 int64_t owned_as_noted(const Table* table) {
-  bool same = true;
-  for_owners(*table, [&](int64_t owners, int64_t noted) { same &= owners == noted; });
+  bool same = is_as_noted(*table);
+  if (same) for_owners(*table, [&](int64_t owners, int64_t noted) { same &= owners == noted; });
   return same;
 }
 
 int64_t note_owners(const Table* table) {
-  for_owners(*table, [](int64_t owners, int64_t& noted) { noted = owners; });
+  if (is_as_noted(*table)) for_owners(*table, [](int64_t owners, int64_t& noted) { noted = owners; });
   return 1;
 }
 
