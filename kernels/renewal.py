@@ -1,7 +1,7 @@
 """Find which copies of float32 weights are stale, and cast those again, in two calls of C++ (CPU).
 
-What is known of weights and copies stands in records that Python and C++ share: the first fields of the objects in
-`weights/`. So the cost of an update is that of its casts, and not of Python, weight by weight.
+Python and C++ share records of weights and copies, which are the first fields of the objects in `weights/`. So an
+update costs what its casts cost; no Python runs for each weight.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class _Record(ctypes.Structure):
 
 
 class SharerRecord(_Record):
-    """`seen`: the version up to which writes are marked."""
+    """`seen`: the sharer's version when writes through it were last recorded in its memory's mark."""
 
     _fields_: ClassVar = [("seen", ctypes.c_int64)]
 
 
 class MemoryRecord(_Record):
-    """`mark`, `doubt`: see `Memory`; `roster`: another number for other sharers; `step_open`: a step is writing."""
+    """`mark`, `doubt`, `step_open`: see `Memory`; `roster`: a number, replaced whenever its list of sharers is."""
 
     _fields_: ClassVar = [(name, ctypes.c_int64) for name in ("mark", "doubt", "roster", "step_open")]
 
 
 class CopyRecord(_Record):
-    """`mark`, `doubt`: see `Copy`; `buffer`: another number for another buffer; `reads`: before it is packed."""
+    """`mark`, `doubt`, `buffer`: see `Copy`; `reads`: how many since its values changed, until it is packed."""
 
     _fields_: ClassVar = [
         *((name, ctypes.c_int64) for name in ("mark", "doubt", "buffer", "reads")),
@@ -51,7 +51,7 @@ class CopyPlace:
     """One copy of a dense float32 weight: `weight` is the address of its C++ object, `begin` that of its numbers.
 
     `tensor`: of the same shape and strides, in a 16-bit type, or in float32 for numbers of `dtype` held as float32.
-    `words`: how many bytes of the sample are the weight's.
+    `sampled_bytes`: how many bytes of the state's sample are the weight's.
     """
 
     record: CopyRecord
@@ -60,14 +60,14 @@ class CopyPlace:
     begin: int
     tensor: Tensor
     dtype: torch.dtype
-    words: int
+    sampled_bytes: int
 
 
 class RenewalTable:
-    """Where everything is that a renewal looks at. The caller keeps all objects and the memory of all C++ objects.
+    """The addresses of all that a renewal reads and writes. The caller keeps all objects, and C++ objects' memory.
 
-    `state`: its first versions are those of the sharers, and its sample that of the copies, in their order. `shared`:
-    the memory of each sharer.
+    `state`: the first of its versions are those of `sharers`, and its sample is of the weights of `copies`, both in the
+    same order. `shared`: the memory of each sharer.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RenewalTable:
         copies: Sequence[CopyPlace],
     ) -> None:
         memories = list(dict.fromkeys(copy.memory for copy in copies))
-        sizes = np.array([copy.words for copy in copies], dtype=np.int64)
+        sizes = np.array([copy.sampled_bytes for copy in copies], dtype=np.int64)
         groups = [
             [_addresses(sharers), _addresses(shared)],
             [_addresses(memories), [memory.roster for memory in memories]],
@@ -120,7 +120,7 @@ class RenewalTable:
         return bool(self._owned_as_noted(self._address))
 
     def note_owners(self) -> None:
-        """Note how many owners each copy has: nobody else reads it now. They are counted in C++ and in Python."""
+        """Note how many owners each copy has, in C++ and in Python. Call it when all may be overwritten."""
         self._note_owners(self._address)
 
     def cast(self) -> bool:

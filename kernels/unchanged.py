@@ -21,9 +21,9 @@ def available() -> bool:
 class Unchanged:
     """Tells if tensors and storages, given by the addresses of their C++ objects, are as they were noted.
 
-    `tensors` must be alive, the version of each of `counters` and the address of each of `weights` that which follows,
-    each storage must have so many users, and `runs` of 64 bytes and `words` of 4 must hold `sampled`, in this order.
-    `kept`: objects that keep the memory of those C++ objects, and so live as long as this one.
+    They are if all of `tensors` are alive, the tensors in `counters` have these `versions`, the `weights` these
+    `addresses`, the `storages` these numbers of `users`, and the memory holds the bytes `sampled`: first 64 at each
+    address in `runs`, then 4 at each in `words`. `kept`: objects that keep the memory of those C++ objects.
     """
 
     def __init__(

@@ -25,8 +25,9 @@ class CompiledGraph:
     gradients can be differentiated again. `written`: inputs that the graph writes to without a version bump; their
     copies are stale afterwards. `leaving`: results that were widened for the outermost callable; if another frame
     called the graph, they are cast back, without loss. `watched`: keeps the magnitudes that the graph returns last.
-    `sharded`: inputs that are weights which FSDP gathers under a shard policy, and who reads them in float32; empty:
-    only copies are read. `whole`: inputs that are weights which it reads otherwise than through copies.
+    `sharded`: by the index of each weight that FSDP gathers under a shard policy, what in the graph reads it in
+    float32; empty: only its rounded numbers are read. `whole`: indices of the weights that the graph reads themselves,
+    not only copies of them.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class CompiledGraph:
         return self if any(each is not None for each in needed) else self._compiled
 
     def whole_reads(self) -> dict[int, Any]:
-        """The weights that a graph without copies was compiled for, as `Binding.whole_reads` tells of others."""
+        """The weights that a graph without copies was compiled for and reads: see the function `whole_reads`."""
         return self._whole_reads
 
     def _unseen_by_weights(self, *args: Any) -> Any:

@@ -75,7 +75,8 @@ def lower(
             lowering.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
             lowering.lower_as_call(PACKED_CONV, CONVOLVE, _convolve_channels_last)
             config = _inductor_config(gm, options, specs, watched is not None)
-            key = cache_key(emulated, small) if watched is None else str(uuid4())  # caches don't keep its values
+            # A watched graph's key is unique: no cache keeps the values that are watched.
+            key = cache_key(emulated, small) if watched is None else str(uuid4())
             compiled = lowering.inductor(gm, inputs, config, partial(passes, None), key, decompositions())
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
     usable = None if second is None or second.refusal else second
@@ -83,7 +84,7 @@ def lower(
 
 
 def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, str]:
-    """Return who in a graph reads each weight that FSDP gathers under a shard policy in float32; empty: only copies."""
+    """Return, for each weight gathered by FSDP under a shard policy, what reads it in float32; empty: nothing does."""
     weights = {i: node for i, node in enumerate(placeholders(gm)[: len(example_inputs)])}
     weights = {i: node for i, node in weights.items() if type(example_inputs[i]) is ShardedWeight}
     if LEFT in gm.meta:
@@ -95,7 +96,7 @@ def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, s
 
 
 def _find_whole_reads(gm: GraphModule, example_inputs: Sequence[Any]) -> list[int]:
-    """Return which inputs are parameters that the graph reads otherwise than through copies."""
+    """Return the indices of the parameters that the graph reads themselves, not only copies of them."""
     nodes = placeholders(gm)
     params = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.nn.Parameter) and hoistable(value)]
     return [i for i in params if LEFT in gm.meta or next(other_reads(nodes[i]), None) is not None]

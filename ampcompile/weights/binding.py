@@ -33,8 +33,8 @@ class Binding:
     guards ensure; the tensor object and its address may change.
 
     `in_place`: copies keep their addresses, as replayed CUDA graphs need; a pending backward that saved a copy which
-    is then overwritten raises autograd's error. `whole`: inputs that are weights which the graph reads otherwise than
-    through copies.
+    is then overwritten raises autograd's error. `whole`: indices of the weights that the graph reads themselves, not
+    only copies of them.
     """
 
     def __init__(self, specs: Sequence[CopySpec], in_place: bool = False, whole: Sequence[int] = ()) -> None:
@@ -59,7 +59,7 @@ class Binding:
             del forms  # another thread frees or casts them: our references must not make them look in use
 
     def whole_reads(self) -> dict[int, Any]:
-        """The weights that the graph reads otherwise than through copies, in its calls so far: see `whole_reads`."""
+        """The weights themselves, not copies, that the graph has read in its calls: see the function `whole_reads`."""
         return {key: ref for copy_set in list(self._sets.values()) for key, ref in copy_set.whole_reads.items()}
 
     def _look(self, copy_set: CopySet, weights: Sequence[Tensor], before: object) -> list[Tensor]:
@@ -80,7 +80,7 @@ class Binding:
             with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
                 if gpu.capturing(weights):
                     return self._cast_for_capture(weights)
-                return self._look_at_all(ids, weights, inputs, former)
+                return self._replace_set(ids, weights, inputs, former)
 
     def _cast_for_capture(self, weights: Sequence[Tensor]) -> list[Tensor]:
         kept = [(weight, spec.form) for weight, spec in zip(weights, self._specs, strict=True) if has_memory(weight)]
@@ -90,9 +90,10 @@ class Binding:
             for weight, spec in zip(weights, self._specs, strict=True)
         ]
 
-    def _look_at_all(
+    def _replace_set(
         self, ids: tuple[int, ...], weights: Sequence[Tensor], inputs: Sequence[Tensor], former: CopySet | None
     ) -> list[Tensor]:
+        """Examine all weights, cast those whose copies are stale, and put a new set in place of `former`."""
         now = store.write_epoch()
         released = {i: slot_of(w, self._specs[i]) for i, w in enumerate(weights) if not has_memory(w)}
         places = [i for i in range(len(weights)) if i not in released]
@@ -188,8 +189,8 @@ class Loan:
 def lend(params: Sequence[Tensor], cache: dict[str, Any] | None = None, token: object = None) -> Loan:
     """Lend the copies of these parameters that may be overwritten now: no pending backward saved them.
 
-    `cache` is the caller's, kept between steps; `token`: the token object as in an earlier step if these are the
-    parameters of that step, at their addresses and laid out as they were.
+    `cache`: a dict that the caller keeps between steps. `token`: an object; with the same one as in the last step the
+    caller promises the same parameters, at the same addresses and in the same layouts.
     """
     with store.lock:
         store.write_epoch()

@@ -39,8 +39,9 @@ call is never packed, and no program pays more than twice the least possible."""
 class Copy(CopyRecord):
     """A weight in low precision, shared by all graphs that read it; freed with its last graph or weight, or by `free`.
 
-    `mark` and `doubt` are the memory's at the last cast: if it has another number now, it may have been written since.
-    A mark of 0: the buffer's values are invalid. `buffer` is replaced with each allocation; 0: there is none.
+    `mark` and `doubt` are the memory's numbers at the last cast. If its mark is another one now, it was written since;
+    if its doubt is, it may have been. A mark of 0: the buffer's values are invalid; a doubt of 0: they are valid in the
+    present call only. `buffer`: a number, replaced with each allocation; 0: there is none.
     """
 
     def __init__(self, weight: Tensor, form: Form) -> None:
@@ -126,7 +127,7 @@ class Copy(CopyRecord):
         return self.memory.mark, self.memory.doubt, self.sample.read()
 
     def note_cast(self, mark: int, doubt: int, sampled: bytes) -> None:
-        """Record that the buffer holds the weight's values at this mark and sample; `doubt` 0: for this call."""
+        """Record that the buffer holds the weight's values at this mark and sample; `doubt` 0: for this call only."""
         self.doubt, self.words = doubt, sampled
         self.mark = mark
 

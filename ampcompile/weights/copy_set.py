@@ -32,9 +32,10 @@ _buffer, _seen, _tensor, _requires_grad = map(attrgetter, ("buffer", "seen", "te
 class Renewal:
     """Casts the written weights of one set of float32 weights, while the sharers of their memory stay the same.
 
-    Made when all copies are proven fresh. `state`: of the set; `copies`: each once, in the order of its sample;
-    `members`: that of each slot; `weights`: of each slot, with its address; `sharers`: all that may write, in the order
-    of the state's versions.
+    Made when all copies are proven fresh. A slot is an input of the graph that is a copy; several may share one.
+    `state`: what must stay unchanged. `copies`: all different copies, in the order of the set's sample. `members`: the
+    copy of each slot. `weights`: the weight of each slot, and its address. `sharers`: all tensors on the weights'
+    memory, in the order of the state's versions.
     """
 
     def __init__(
@@ -83,13 +84,14 @@ class Renewal:
 class CopySet:
     """Fresh copies of some weights, and the state that must stay unchanged for them to stay fresh.
 
-    `ids`, `aliases`: of the weights. `packed`: the blocks that each is packed into, or None. `now`: the `write_epoch`
-    before any of them was examined. `before`: the set of the same copies that this one replaces. `tables`: those of
-    `cast_many_`, for all its casts.
+    For each slot, an input of the graph that is a copy: `ids`, the id of its weight; `aliases`, an alias of it;
+    `members`, the copy; `packed`, the blocks that the graph reads it in, or None. `now`: the `write_epoch` before any
+    weight was examined. `before`: the set of the same copies that this one replaces. `tables`: those of `cast_many_`,
+    which keep addresses for later casts.
     """
 
     whole_reads: Mapping[int, Any] = {}
-    """The weights that the graph reads otherwise than through copies, in calls with this set: see `whole_reads`."""
+    """The weights themselves, not copies, that are read in calls with this set: see the function `whole_reads`."""
     _reads: tuple[tuple[Copy, Blocks | None], ...] = ()  # for `__del__`, if `__init__` fails
     _renewal: Renewal | None = None
     _unchanged: Unchanged | None = None  # made at the first call after a cast

@@ -117,9 +117,8 @@ class Memory(MemoryRecord):
         any_freed = False
         for sharer in self.sharers:
             if sharer.seen != (now := sharer.counter._version):
-                self.mark = (
-                    store.new_mark()
-                )  # first: an interrupt here must not leave a write that was seen but not recorded
+                # first: an interrupt here must not leave a write that was seen but not recorded
+                self.mark = store.new_mark()
                 sharer.seen = now
             any_freed |= sharer.handle.expired()
         if any_freed:
@@ -209,7 +208,9 @@ def memory_of(tensor: Tensor) -> Memory:
 
 
 def unexplained(memories: Sequence[Memory], aliases: Sequence[Tensor]) -> list[Memory]:
-    """Return those of `memories`, one for each of the caller's aliases, that have sharers which the search can't find.
+    """Search for untracked sharers of `memories`, and return the memories that still have some.
+
+    `memories`: that of each of `aliases`, which the caller has made and which aren't counted.
 
     The search finds sharers that are tensors in Python: kept views, a state_dict, the flat buffer of an optimizer.
     Walking a heap of a million objects takes a tenth of a second, so the time for it is limited: beyond the limit only

@@ -1,8 +1,8 @@
 """Copies on a GPU, which runs behind the host: unreported writes, several streams, captures of CUDA graphs.
 
-The host never waits. Each call launches a comparison of samples that casts weights which differ again on the device, so
-the graph that runs next reads fresh copies. While a pending backward saved one of the copies, no buffer may change:
-then the comparison only reports, and the next call that sees the report raises.
+The host never waits. Each call launches a kernel that compares samples of weights and copies, and casts again what
+differs, so the graph that runs next reads fresh copies. While a pending backward saved one of the copies, no buffer may
+change: then the kernel only reports, and the next call that sees the report raises.
 """
 
 from __future__ import annotations

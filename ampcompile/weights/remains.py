@@ -36,7 +36,7 @@ class Remains:
         # A weak reference also keeps `swap_tensors` from giving this tensor another's content.
         self.weight = weakref.ref(weight, lambda _: forget(key))
         for copy in copies.values():
-            copy.memory.copies.discard(copy)  # which are freed with the memory
+            copy.memory.copies.discard(copy)  # so that it isn't freed with the memory
 
 
 def forget(key: int) -> None:
@@ -55,7 +55,7 @@ def record_of(weight: Tensor) -> Remains | None:
 
 
 def slot_of(weight: Tensor, spec: CopySpec) -> Any:
-    """Return what has the tensor that a graph reads of a released weight. Raises ReleasedError if that isn't kept."""
+    """Return a slot, whose `tensor` a graph reads for a released weight. Raises ReleasedError if none was kept."""
     record = record_of(weight)
     copy = None if record is None else record.copies.get(spec.form)
     if copy is not None and (copy.tensor is not None or spec.blocks in copy.packed):

@@ -61,7 +61,7 @@ class CopyStore:
         self.search_seconds, self.searched_at = 1.0, time.monotonic()  # left for searches of the heap, and since when
 
     def read_whole(self) -> set[int]:
-        """Keys of the storages that compiled graphs read otherwise than through copies."""
+        """Keys of the storages of weights that compiled graphs read themselves, not only as copies."""
         reads = [reader.whole_reads() for reader in (*self.bindings, *self.without_copies)]
         return {key for each in reads for key, reference in each.items() if not reference.expired()}
 
@@ -114,14 +114,14 @@ class CopyStore:
             return None
 
     def find_in_ranges(self, tensor: Tensor) -> Memory | None:
-        """Return the same record, unless the storage was resized and moved; cheap for tensors outside the ranges."""
+        """Do as `find`, faster for tensors outside the ranges; None too if a resize has moved the storage."""
         try:
             return self.find(tensor) if self.covers(storages.address(tensor)) else None
         except RuntimeError:
             return None
 
     def covers(self, address: int) -> int:
-        """Return an odd number if an address lies in a range."""
+        """Return 1 if an address lies in a range, else 0."""
         return bisect_right(self.ranges, address) & 1
 
     def set_ranges(self, extents: Iterable[tuple[int, int]]) -> None:
@@ -175,7 +175,7 @@ class _IfFree:
 
 
 def whole_reads(weights: Iterable[Tensor]) -> dict[int, Any]:
-    """References to the storages of these weights by their keys; no other storage gets such a key."""
+    """References to the storages of these weights, by key: while one lives, no other storage gets its key."""
     found = (tensor.untyped_storage() for tensor in weights if storages.place(tensor) is not None)
     return {storage._cdata: storages.StorageWeakRef(storage) for storage in found}
 

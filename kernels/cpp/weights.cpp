@@ -36,7 +36,7 @@ int64_t address_of(const c10::TensorImpl& tensor) {
   return begin + tensor.storage_offset() * int64_t(tensor.itemsize());
 }
 
-// Does all live, at the noted addresses, and held by as many as noted?
+// Are all tensors alive, the weights at the noted addresses, and the storages held by as many users as noted?
 bool is_in_place(const State& state) {
   for (int64_t i = 0; i < state.tensors; ++i)
     if (c10::raw::intrusive_ptr::use_count(state.tensor[i]) == 0) return false;
@@ -68,7 +68,7 @@ void read(const State& state, int64_t* version, char* sampled) {
   for (int64_t i = 0; i < state.words; ++i, sampled += 4) std::memcpy(sampled, state.word[i], 4);
 }
 
-// What Python's objects begin with: see `records`.
+// The first fields of objects in Python: see `SharerRecord`, `MemoryRecord` and `CopyRecord` in `renewal`.
 struct Sharer {
   int64_t seen;
 };
@@ -96,14 +96,14 @@ struct Table {
   Memory* const* memory;
   const int64_t* roster;
   int64_t copies;
-  Copy* const* copy;  // in the order of the state's sample, of which each has `bytes` from `begin`
+  Copy* const* copy;  // in the order of the state's sample, which has `bytes` of each weight, from `offset` on
   Memory* const* source;
-  const int64_t *buffer, *begin, *bytes;
+  const int64_t *buffer, *offset, *bytes;
   c10::TensorImpl *const *weight, *const *tensor;
-  const int64_t* const* object;  // of Python, which begins with the number of its owners
+  const int64_t* const* object;  // the tensor's object in Python, whose first field is its reference count
   c10::StorageImpl* const* storage;
   Casts casts;
-  int64_t *tensor_owners, *object_owners, *storage_owners;  // when nobody else read the copies
+  int64_t *tensor_owners, *object_owners, *storage_owners;  // as noted when all copies could be overwritten
   int64_t *mark, *doubt;  // of each copy's memory when the copies were looked at
   int64_t *stale, *version;
   char* sampled;
@@ -124,7 +124,7 @@ bool is_as_noted(const Table& table) {
   return true;
 }
 
-// Writes to one weight are written to all copies of its memory: each gets the same new mark. Python's marks are positive.
+// Gives all memory that was written one new mark, which makes its copies stale. It is negative: Python's are positive.
 void mark_written(const Table& table) {
   static int64_t last = 0;
   --last;
@@ -150,7 +150,7 @@ int64_t find_stale(const Table& table) {
     table.doubt[i] = table.source[i]->doubt;
     table.stale[i] = copy.mark != table.mark[i];
     found += table.stale[i];
-    const char* sampled = table.sampled + table.begin[i];
+    const char* sampled = table.sampled + table.offset[i];
     const auto same = [&] { return !std::memcmp(copy.words, sampled, table.bytes[i]); };
     if (!table.stale[i] && !(copy.doubt == table.doubt[i] && same())) return -1;
   }
@@ -183,7 +183,7 @@ template <typename Choose> void cast_chosen(const Casts& casts, int threads, Cho
   PyEval_RestoreThread(thread);
 }
 
-// The weights' memory stays until it has done.
+// Keeps the weights' memory alive until the casts are done.
 bool cast(const Table& table, int threads) {
   if (!is_as_noted(table)) return false;  // another thread has freed a copy
   std::vector<c10::Storage> held;
@@ -204,7 +204,7 @@ bool cast(const Table& table, int threads) {
     if (!table.stale[i]) continue;
     Copy& copy = *table.copy[i];
     copy.doubt = table.doubt[i];
-    std::memcpy(copy.words, table.sampled + table.begin[i], table.bytes[i]);
+    std::memcpy(copy.words, table.sampled + table.offset[i], table.bytes[i]);
     copy.mark = table.mark[i];
   }
   note(table);

@@ -33,7 +33,7 @@ _OPERANDS_FROM: dict[Any, int] = {
     torch.ops.higher_order.tag_activation_checkpoint: 1,
     torch.ops.higher_order.invoke_subgraph: 2,
 }
-# Ops that name a weight at these arguments, but read its copy.
+# Ops with a weight among their arguments, at these indices, that read only its copy.
 _READS_COPY = {WEIGHT_COPY: [0], PACKED_LINEAR: [1], PACKED_CONV: [1]}
 
 
@@ -75,7 +75,8 @@ def _use(user: Node, value: Node) -> str:
         indices = [i - _OPERANDS_FROM[user.target] for i, argument in enumerate(user.args) if argument is value]
         inner = placeholders(_body(user))
         return "written" if any(use != "read" for i in indices for use in _uses(inner[i])) else "read"
-    # Other higher-order ops, and parts left to autocast, may write; of `getitem` and `.data` the alias's uses count.
+    # `getitem` and `.data` only make an alias, and `_uses` goes on to its uses. Anything else that is no op, as other
+    # higher-order ops and parts left to autocast, may write.
     return "read" if value in aliased_operands(user) else "written"
 
 
@@ -131,7 +132,7 @@ def _hoist_in_body(body: GraphModule, sites: list[Node], weights: set[Node], cop
 
 
 def other_reads(weight: Node) -> Iterator[Node]:
-    """Yield what reads a weight, an input of a graph, otherwise than through copies; look into bodies."""
+    """Yield the nodes that read a weight itself, not a copy of it, also in bodies; it is an input of a graph."""
     for user in weight.users:
         if user.target in _OPERANDS_FROM:
             inner, first = placeholders(_body(user)), _OPERANDS_FROM[user.target]
