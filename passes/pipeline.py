@@ -104,7 +104,7 @@ def after(
         DropCasts(),  # before sharing: it looks only through values with one reader
         WidenLate(),  # after dropping: moves only the widening casts that are left
         WidenWeightGradients(emulated),  # after dropping: needs the casts of gradients that are left
-        *([WidenProducts(emulated, small)] if emulated or small else []),  # then: float32 results aren't rounded
+        *([WidenProducts(emulated, small)] if emulated or small else []),  # after it: float32 gradients stay unrounded
         ShareEveryCast(),  # needs all casts, and at most one tensor for each value
         AddEmbeddingGradients(),  # after widening: a product written in float32 may be added to
         WriteForProducts(),  # needs all casts in their final places

@@ -75,7 +75,8 @@ def device_finder(fn: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], str]:
     module = getattr(fn, "__self__", None)
     if not isinstance(module, torch.nn.Module):
         return device_of_arguments
-    first_parameter = functools.cache(functools.partial(_first_parameter, module))  # a deep copy has none yet
+    # Found at the first call: a deep copy gets its parameters only after its compiled call.
+    first_parameter = functools.cache(functools.partial(_first_parameter, module))
 
     def of_parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         owner, name = first_parameter()
@@ -88,7 +89,7 @@ def device_finder(fn: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], str]:
 def _first_parameter(module: torch.nn.Module) -> tuple[torch.nn.Module | None, str]:
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
-            if parameter is not None and not parameter.is_meta:  # the call takes a meta parameter's numbers elsewhere
+            if parameter is not None and not parameter.is_meta:  # a weight on meta is loaded in the call
                 return owner, name
     return None, ""
 
@@ -150,11 +151,12 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
                     if options.dtype is not None and outer is None and autocast.is_available(device_type):
                         warn_of_region(device_type)
                     return calls.run(*args, **kwargs)
-                before, widening = torch.get_autocast_dtype(device_type), widens and outer is None and not ambient
-                low = options.dtype or before
+                ambient_dtype = torch.get_autocast_dtype(device_type)
+                widening = widens and outer is None and not ambient
+                low = options.dtype or ambient_dtype
                 torch.set_autocast_cache_enabled(False)
-                if not ambient or low is not before:  # does what `torch.autocast` does, in a third of its time
-                    opened = device_type, ambient, before
+                if not ambient or low is not ambient_dtype:  # does what `torch.autocast` does, in a third of its time
+                    opened = device_type, ambient, ambient_dtype
                     torch.set_autocast_dtype(device_type, low)
                     torch.set_autocast_enabled(device_type, autocast.takes(device_type, low))
                 return widen_outputs.call(calls.run, args, kwargs, low, widening, module)
@@ -173,7 +175,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
 def _warn_of_region(fn: Any, dtype: torch.dtype | None, device_type: str) -> None:
     warnings.warn(
         f"{unmatched.named(fn)} runs in float32: found torch.autocast({device_type!r}, enabled=False) around its call, "
-        f"which beats options={{'dtype': {dtype}}}; expected no region. Take it away. Or, if it switches amp on and "
+        f"which beats options={{'dtype': {dtype}}}; expected no region. Remove it. Or, if it switches amp on and "
         f"off, name the type there instead of in the options: torch.autocast({device_type!r}, {dtype}, enabled=...).",
         AmpWarning,
         stacklevel=3,
@@ -181,7 +183,7 @@ def _warn_of_region(fn: Any, dtype: torch.dtype | None, device_type: str) -> Non
 
 
 def _restore(outer: Any, callback: Any, cached: bool, opened: tuple[str, bool, torch.dtype] | None) -> None:
-    """Restore the thread's state from before a call."""
+    """Restore the thread's state from before a call; `opened`: the autocast state that the call replaced, if any."""
     current_call.callable = outer
     optimize_contexts.set_frame_callback(callback)
     torch.set_autocast_cache_enabled(cached)

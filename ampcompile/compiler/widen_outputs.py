@@ -46,6 +46,7 @@ def call(compiled: Callable[..., Any], args: Any, kwargs: Any, low: torch.dtype,
     widening = widening and not _is_sent_on()
     try:
         current_call.low_dtype, current_call.widens, current_call.widened = low, widening, False
+        # Tensors that the call puts into its arguments are results; only those from before it are the caller's.
         early = pytree.arg_tree_leaves(*args, **kwargs) if widening and _may_change((*args, *kwargs.values())) else None
         result = [compiled(*args, **kwargs)]
         if not widening or current_call.widened or (isinstance(result[0], torch.Tensor) and result[0].dtype != low):
@@ -140,9 +141,10 @@ def find_still_leaving(gm: GraphModule) -> LeavingResults | None:
 
 
 def is_outermost(frame: FrameType | None, code: CodeType | None = None) -> bool:
-    """True if a frame's result is the result of the call of ours that it is in; `code`: of a frame not yet running.
+    """True if `call`, in which a frame runs, returns the frame's result; `code`: that of a frame not yet running.
 
-    It is if between them are only frames of torch, and frames that end by calling the code after a graph break.
+    It does if each frame between the two returns its callee's result, as those of this package and of torch do (layers
+    excepted), and those that end by calling the code after a graph break.
     """
     while frame is not None and (caller := frame.f_code) is not call.__code__:
         if not _HANDS_ON[caller.co_filename] and caller is not code and id(caller) not in _CALLS_OF_MODULES:

@@ -29,7 +29,7 @@ class Report:
     eager: Sequence[EagerRecord] = ()
     """The modules that ran eagerly, as Dynamo compiled nothing of them."""
     breaks: Sequence[str] = ()
-    """Why Dynamo gave up code that comes before a graph, or all of it."""
+    """Why Dynamo didn't compile the code before a graph, or any code at all."""
     about: str = ""
     """The callable, the versions and the date."""
     gathers: Sequence[GatherRecord] = ()

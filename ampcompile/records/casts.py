@@ -98,7 +98,7 @@ class FusionRecord:
 
 @dataclass(frozen=True)
 class GraphRecord:
-    """One graph that Dynamo found. `reason`: of the graph break after it; empty if the function ends."""
+    """One graph that Dynamo found. `reason`: why a graph break ends it; empty if the function ends there."""
 
     precision: str
     """Precision by device type; for a graph that is left to autocast also the reason."""

@@ -40,7 +40,7 @@ class Watcher:
         """Record the captured graph after a pass."""
         if isinstance(done, AssignPrecision):
             self.estimate = estimate(gm, set(find_weights(gm, self.example_inputs)))
-        if done is None or UNDECIDED in gm.meta:  # casts nothing yet
+        if done is None or UNDECIDED in gm.meta:  # no casts are inserted yet
             return
         self.totals.append(total_of(done.name, gm))
         if isinstance(done, InsertCasts):

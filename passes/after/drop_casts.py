@@ -1,7 +1,8 @@
 """After differentiation: drop casts that change nothing, torch's own and those of gradients included.
 
-torch's decompositions (of resizing images, for one) widen a value, rearrange it and narrow it again: it is rearranged
-as it is. Sums of gradients are explicit here, so ops that repeat numbers may stand between the casts too.
+torch's decompositions (of resizing images, for one) widen a value, rearrange it and narrow it again; this pass
+rearranges the narrow value itself. Sums of gradients are explicit here, so ops that repeat numbers may stand between
+the casts too.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def _is_cast(node: Node) -> bool:
 
 
 def _drop(graph: Graph, second: Node, written: set[Node]) -> bool:
-    """Read the source of a lossless cast instead, if only ops that commute with it stand between.
+    """Drop a cast and the lossless cast that it undoes, if only ops that commute with casts stand between them.
 
-    Not of an input that is written: backward may read it afterwards.
+    Keep both if they cast an input that the graph overwrites: backward may read it afterwards.
     """
     path: list[Node] = []
     first = second.args[0]

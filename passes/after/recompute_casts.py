@@ -6,8 +6,8 @@ saved, in the low type: an optimizer may write a weight before backward runs, wi
 Nor does torch recompute a norm's normalized numbers, though the norm's operand is in memory anyway, for the next layer
 or the residual: it would write the normalized numbers for backward alone, as float32.
 
-On CPUs, what ReLU's backward compares is computed again too. A mask is half the bytes of a 16-bit number, but
-Inductor's loops write masks element by element: those of LeNet-5 took 1.4 of a step's 5.8 ms (batch 32, an AMD EPYC
+On CPUs, the masks that the backward of ReLU reads are computed again too. A mask has half the bytes of 16-bit numbers,
+but Inductor's loops write masks element by element: those of LeNet-5 took 1.4 of a step's 5.8 ms (batch 32, an AMD EPYC
 core).
 """
 
@@ -81,7 +81,7 @@ def _tag_normed(node: Node, of_inputs: set[Node]) -> bool:
 
 
 def _is_mask(node: Node) -> bool:
-    """Return True if a value tells on a CPU where 16-bit results of ReLU, or of a similar op, are its limit."""
+    """True for a mask on a CPU: the comparison of 16-bit results of ReLU, or of a similar op, with the op's limit."""
     if node.target is not ATEN.le.Scalar or _TAG in node.meta:
         return False
     chosen = base_of(node.args[0])
@@ -108,7 +108,10 @@ def _readers(node: Node) -> Iterator[Node]:
 
 @dataclass(frozen=True)
 class RecomputeCasts:
-    """Tags widening casts and normalized values of a joint graph; returns their number. Inference graphs have none."""
+    """Tags widening casts, normalized values and masks of a joint graph; returns their number.
+
+    For inference graphs it does nothing: they save no values.
+    """
 
     name = "recompute_casts"
     exact = True

@@ -41,19 +41,19 @@ from ampcompile.torch_private import joint_graphs, tracing
 from ampcompile.torch_private.types import OpOverload
 
 ATEN = torch.ops.aten
-# They may make infinite numbers of finite ones: in any type, and in 16 bits, where sums and products of two may, too.
+# Ops that may make infinite numbers of finite ones: in any type, and in 16 bits, where adding and multiplying may too.
 _LEAVE_RANGE = frozenset(f"aten::{name}" for name in ["div", "reciprocal", "exp", "log", "pow", "rsqrt", "sqrt"])
 _SUMS_INTO = ["embedding_dense_backward", "index_add", "index_put", "_unsafe_index_put", "scatter_add"]
 _LEAVE_LOW_RANGE = _LEAVE_RANGE | frozenset(
     f"aten::{name}"
     for name in ["add", "sub", "mul", "addcmul", "addcdiv", "sum", "mean", "cumsum", "prod", "square", *_SUMS_INTO]
 )
-_EACH = 8
-"""Of a sampled value, each row is read whose number this divides."""
+_STEP = 8
+"""Rows from one that is read to the next in a sampled value."""
 _LARGE = 2**16
-"""Numbers of the smallest value that is sampled."""
+"""Elements of the smallest value that is sampled."""
 _PARTS = 8
-"""More tensors than these aren't looked for in a sum."""
+"""The most terms of a sum that `_puts_parts_together` looks at."""
 _KEEP_MAGNITUDE = CHOOSES_AFTER | CONVERSIONS_AFTER | COPIES_AFTER
 
 
@@ -128,7 +128,10 @@ def _read_by_results(gm: GraphModule) -> set[Node]:
 
 
 def _kind(node: Node, backward: bool = False) -> str:
-    """The kind of a value to watch, else "". The derivatives that torch writes in float32 have no such faults."""
+    """The kind of a value to watch, else "".
+
+    Float32 ops of backward aren't watched: torch's formulas for derivatives keep finite numbers finite there.
+    """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not tracing.is_never_empty(value):
         return ""
@@ -157,7 +160,7 @@ def _is_of_softmax(node: Node) -> bool:
 
 
 def _puts_parts_together(node: Node) -> bool:
-    """True for a sum of few tensors that are zeros but at one index of a dimension, each at another.
+    """True for a sum of few tensors, each zero except at one index of a dimension, and no two at the same index.
 
     The gradients of `unbind` are put together so: nothing is added to a number, and no partial sum is ever in memory.
     """
@@ -206,22 +209,22 @@ def _lines(gm: GraphModule) -> dict[Any, Node]:
 
 
 def _origin(value: Node, watched: Container[Node]) -> Node:
-    """The watched value whose numbers these are, in other places or types, or fewer of them; else their origin."""
+    """The nearest watched value behind views, copies, casts and choices among numbers; if none, the one behind all."""
     while value not in watched and (is_view(value.target) or has(value.target, _KEEP_MAGNITUDE)):
         value = value.all_input_nodes[0]
     return value
 
 
 def _is_sampled(value: Node, forward: Container[Node]) -> bool:
-    """True for a large product that only other watched products read: no kernel is there that could read it as well.
+    """True for a large product that only other watched products read, so that no loop of Inductor's reads it anyway.
 
-    What is infinite or NaN in a row that isn't read makes their results so, unless attention masks it.
+    An infinity or NaN in a row that isn't sampled shows in the results of those products, unless attention masks it.
     """
     size = value.meta["val"].shape
     if not is_of_product(value) or len(size) < 2 or not tracing.is_at_least(value.meta["val"].numel(), _LARGE):
         return False
     readers = [each for each in readers_of(value) if (each in forward) == (value in forward)]
-    return bool(readers) and tracing.is_at_least(size[-2], _EACH) and all(map(_is_watched_product, readers))
+    return bool(readers) and tracing.is_at_least(size[-2], _STEP) and all(map(_is_watched_product, readers))
 
 
 def _is_watched_product(node: Node) -> bool:
@@ -255,9 +258,9 @@ class _Writer:
     in_rows: Container[Node]
 
     def magnitudes(self, places: dict[Node, Node]) -> Node:
-        """The magnitudes of values, [SLOTS] in float32, zeros behind those that there are.
+        """The magnitudes of values in a float32 tensor of shape [SLOTS], padded with zeros.
 
-        `places`: before which node each is computed.
+        `places`: for each value the node before which its magnitude is computed.
         """
         largest = []
         for node, place in places.items():
@@ -270,7 +273,7 @@ class _Writer:
     def _largest(self, node: Node) -> Node:
         read = _measured(node)
         if node in self.sampled:
-            read = self._call(ATEN.slice.Tensor, read, -2, 0, sys.maxsize, _EACH)
+            read = self._call(ATEN.slice.Tensor, read, -2, 0, sys.maxsize, _STEP)
         size = self._call(ATEN.abs.default, read)
         value = size.meta["val"]
         for operand in operands_of(node) if not is_of_product(node) else ():

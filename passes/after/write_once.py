@@ -1,9 +1,9 @@
 """Write a GELU once where a norm or another sum reads it, instead of computing it in each of their loops (CPU).
 
-A reduction and what is computed of its result are loops one after the other. Inductor computes their operand in each
-of them, unless it takes `exp`, `log` or `tanh`; but `erf`, with which GELU is computed, takes as long. A GELU before a
-layer norm was computed three times forward and twice backward: written once, in 16 bits, these kernels took 0.3 and
-0.6 of the time (64 x 1024 on an AMD EPYC core).
+Inductor makes one loop of a reduction, and another of the ops that read its result. It computes the operand of both
+in each of them, unless that calls `exp`, `log` or `tanh`, which are slow; but `erf`, which GELU calls, is as slow. A
+GELU before a layer norm was computed three times forward and twice backward: with it written once, in 16 bits, these
+kernels took 0.3 and 0.6 of the time (64 x 1024 on an AMD EPYC core).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ampcompile.torch_private import lowering
 
 
 def _write_in(gm: GraphModule) -> int:
-    written = {_result(node) for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.erf.default)}
+    written = {_follow(node) for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.erf.default)}
     written = {node for node in written if node.meta["val"].device.type == "cpu" and _is_reduced(node)}
     marked = [node for node in written if not node.meta.get(lowering.WRITTEN)]
     for node in marked:
@@ -27,8 +27,8 @@ def _write_in(gm: GraphModule) -> int:
     return len(marked)
 
 
-def _result(node: Node) -> Node:
-    """Return the 16-bit value that alone is computed of a value, or the last before several are."""
+def _follow(node: Node) -> Node:
+    """Follow the elementwise ops and casts after a node to the first 16-bit value, or one with several readers."""
     while node.meta["val"].dtype == torch.float32 and len(node.users) == 1:
         (user,) = node.users
         if not (is_elementwise(user.target) or has(user.target, CONVERSIONS_AFTER)):
@@ -46,7 +46,7 @@ def _is_reduced(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class WriteOnce:
-    """Marks what `erf` gives and a reduction reads, for Inductor to write it to memory; returns its number."""
+    """Marks values computed by `erf` that reductions read, so that Inductor writes them once; returns their number."""
 
     name = "write_once"
     exact = True

@@ -1,9 +1,9 @@
 """Take the casts of weights out of the graph: each becomes a read of a copy kept between calls.
 
 A cast `to(weight, bf16)`, inserted or the program's own, becomes `ampcompile::weight_copy(weight, copy)`, with `copy` a
-new graph input that `ampcompile.weights` keeps up to date. Every use keeps a `weight_copy` of its own, so gradients are
-cast to the weight's dtype one by one and summed in it; `bind_weights` replaces it by the copy after differentiation.
-A cast of a view of a weight becomes the same view of the copy.
+new graph input that `ampcompile.weights` keeps up to date. Every use keeps a `weight_copy` of its own, which casts the
+use's gradient to the weight's dtype; the gradients are summed in that dtype. After differentiation `bind_weights`
+replaces each `weight_copy` by the copy. A cast of a view of a weight becomes the same view of the copy.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def _body(call: Node) -> GraphModule:
     return getattr(call.graph.owning_module, call.args[0].target)
 
 
-def _narrows(cast: Node) -> bool:
-    """True if a cast is one of ours, or the program's own that only narrows a wider type to a 16-bit one."""
+def _may_be_hoisted(cast: Node) -> bool:
+    """True if a cast is one of ours, or one of the program's own that only narrows a wider type to a 16-bit one."""
     if cast_of(cast) is not None:
         return True
     before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
@@ -102,7 +102,7 @@ def _hoist(gm: GraphModule, weights: set[Node], copy_of: CopyOf) -> int:
     weights = {w for w in weights if not any("written" in _uses(each) for each in together.get(w, [w]))}
     for cast in list(gm.graph.find_nodes(op="call_function", target=CAST)):
         weight, views = _look_through_views(cast)
-        if weight in weights and _narrows(cast) and all(use == "read" for use in _uses(cast)):
+        if weight in weights and _may_be_hoisted(cast) and all(use == "read" for use in _uses(cast)):
             _replace(cast, weight, views, copy_of(weight, cast.args[1]))
             hoisted += 1
     calls: dict[GraphModule, list[Node]] = {}
@@ -145,7 +145,7 @@ def other_reads(weight: Node) -> Iterator[Node]:
 
 @dataclass(frozen=True)
 class HoistWeights:
-    """`copied`: the weights whose copies can live across calls; True for those on trial, see `CopySpec`.
+    """`copied`: the weights whose copies can live across calls, each with its `CopySpec.trial`.
 
     `wide`: the types whose products run in float32; a kept copy in one of them holds its rounded numbers as float32, so
     that no call has to widen it. `gathered`: the weights that FSDP gathers for each call, and their low-precision

@@ -103,16 +103,16 @@ def _narrow_results(node: Node, decision: Decision, dtype: torch.dtype, narrowed
     node.meta["val"] = pytree.tree_map(lambda v: v.float() if is_castable(v) else v, decision.result)
     results = [r for r in results if is_castable(decision_of(r).result)]
     for result in results:
-        low = decision_of(result)
+        decided = decision_of(result)
         with node.graph.inserting_after(result):
             cast = _cast(result, result, dtype, "")
         result.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
         cast.args = (result, dtype)
-        cast.meta["val"] = low.result
+        cast.meta["val"] = decided.result
         narrowed[result] = cast
         note(cast, cast=Cast(op_name(node.target), f"{decision.because}; its result goes low again"))
         if several:
-            note(result, result=low.result.float())
+            note(result, result=decided.result.float())
     return len(results)
 
 

@@ -62,7 +62,8 @@ from .decisions import Call, decide
 from .dtype_memo import DtypeMemo, prefer_traced
 from .range_guards import guard, lengths
 
-_BORN_KNOWN = frozenset({"aten", "prims", "prim", "ampcompile", "_c10d_functional", "c10d_functional"})
+# Libraries whose ops are known without a rule: they run in the dtypes that arrive.
+_KNOWN_NAMESPACES = frozenset({"aten", "prims", "prim", "ampcompile", "_c10d_functional", "c10d_functional"})
 HOPS = higher_order.HOPS
 
 
@@ -99,7 +100,7 @@ class _Walk:
                 self.regions.leave()
                 decision = Decision("autocast region ends")
             elif changes_state(node):
-                decision = Decision("about no value")
+                decision = Decision("sets a mode, computes no value")
             else:
                 decision = self._call(node)
             if "amp" in node.meta:  # by capture, or by an earlier walk
@@ -133,7 +134,7 @@ class _Walk:
         rule = self.policy.rule_for(op, device_type, module_path(node))
         if rule is not None:
             decision = decide(call, rule, low)
-        elif op.namespace in _BORN_KNOWN:
+        elif op.namespace in _KNOWN_NAMESPACES:
             decision = Decision("autocast leaves it alone: runs in the dtypes that arrive")
         else:
             decision = Decision("unknown to the policy", known=False)
@@ -170,7 +171,7 @@ class _Walk:
         return replace(decision, bodies=copies, result=result)
 
     def _body(self, gm: GraphModule, inputs: list[Any], regions: Regions, node: Node) -> _Walk:
-        """Walk a body, or a copy if it has decisions for other dtypes already; only named regions are shared."""
+        """Walk a body, or a copy if it has decisions for other dtypes; only calls of `invoke_subgraph` share a walk."""
         dtypes = tuple(value.dtype if isinstance(value, torch.Tensor) else None for value in inputs)
         key = (dtypes, regions.key(), None if node.target is HOPS.invoke_subgraph else node)
         walks = self.walks.setdefault(gm, {})

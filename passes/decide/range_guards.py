@@ -22,18 +22,19 @@ from ampcompile.torch_private.types import OpOverload
 
 from .decisions import Call
 
-# Numbers that are converted to the operands' dtype. A `float` argument (eps, p) is used in float32 inside the kernel,
-# so it can't become zero; but one that is too large is meant for an element, as the fill value of `pad`.
+# Types of the arguments whose numbers are converted to the operands' dtype.
 _ELEMENTS = ("number", "Optional[number]", "Tensor", "Optional[Tensor]")
-_INSIDE = ("float", "Optional[float]")
+# Types of the arguments that a kernel uses in float32, where they can't become zero (eps, p). One that is too large for
+# the operands' dtype is guarded all the same: it is meant for an element, as the fill value of `pad`.
+_FLOAT_ARGUMENTS = ("float", "Optional[float]")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def guard(call: Call, decision: Decision, constants: Mapping[Node, float], lengths: Set[Node]) -> Decision:
     """Return the decision, or one that keeps the call's constants finite and nonzero, and its counts exact.
 
-    `constants`: the largest finite magnitude in each constant tensor. `lengths`: values that are made integers of. An
-    op that writes into its operand can't widen it: the numbers it writes are clamped to the operand's range.
+    `constants`: the largest finite magnitude in each constant tensor. `lengths`: the counts that become integers again.
+    An op that writes into its operand can't widen it: the numbers it writes are clamped to the operand's range.
     """
     if has(call.op, WRITES_CONSTANTS):
         return _clamp(call, decision, constants, call.arriving[0])
@@ -65,8 +66,8 @@ def _numbers(call: Call, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
         value = call.arguments.get(argument.name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             continue
-        inside = str(argument.type) in _INSIDE and abs(value) > torch.finfo(dtype).max
-        if inside or str(argument.type) in _ELEMENTS:
+        too_large = str(argument.type) in _FLOAT_ARGUMENTS and abs(value) > torch.finfo(dtype).max
+        if too_large or str(argument.type) in _ELEMENTS:
             yield argument.name, float(value)
 
 
@@ -88,7 +89,7 @@ def _clamp(call: Call, decision: Decision, constants: Mapping[Node, float], dtyp
 
 
 def lengths(graph: Graph) -> set[Node]:
-    """The counts that a rounding, or a conversion to integers, is computed from, back to the original integers."""
+    """The counts of a graph that become integers again, by a rounding or a conversion, or lead to such a count."""
     counts: set[Node] = set()
     for node in graph.nodes:
         if _is_floating(node) and _is_count(node, counts):
