@@ -111,13 +111,7 @@ UNTESTED = {
     "rules.accelerator": "data: tests/rules/test_table.py and test_parity.py hold it against torch",
     "rules.cpu": "data: tests/rules/test_table.py and test_parity.py hold it against torch",
     "kernels.triton": "in processes of their own, by tests/kernels/triton/test_families.py",
-    "torch_private.compiled_functions": "tests/compiler/test_double_backward.py and test_left_to_autocast.py",
-    "torch_private.dynamo_attempts": "tests/records/test_logs.py",
-    "torch_private.dynamo_marks": "tests/test_precision.py and tests/behaviour/test_whole_steps.py",
-    "torch_private.dynamo_modules": "tests/compiler/test_module_names.py and tests/passes/analysis/test_weights.py",
-    "torch_private.foreach": "names alone: tests/scaler calls them",
     "torch_private.pytree": "names alone: without one of them nothing imports",
-    "torch_private.regions": "names alone: tests/passes/capture/test_capture.py meets them",
     "torch_private.types": "names alone: without one of them nothing imports",
 }
 

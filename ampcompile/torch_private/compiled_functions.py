@@ -84,12 +84,12 @@ class ResultSlot(NamedTuple):
 
 
 def result_slots(function: AutogradFunction) -> list[ResultSlot | None]:
-    """Return the slot of each value that the function returns; None for views, which autograd sees outside of it.
-
-    For functions that return no new values for inputs.
-    """
+    """Return the slot of each value that the function returns; None for views, which autograd sees outside of it."""
     meta: ViewAndMutationMeta = function.metadata
-    slots = [ResultSlot(i, "output") if info.output_type in _FRESH else None for i, info in enumerate(meta.output_info)]
+    slots: list[ResultSlot | None] = [None] * meta.num_mutated_inp_runtime_indices
+    slots += [
+        ResultSlot(i, "output") if info.output_type in _FRESH else None for i, info in enumerate(meta.output_info)
+    ]
     views = {info.base_idx: i for i, info in enumerate(meta.output_info) if info.output_type in _WITH_BASE}
     return [*slots, *(ResultSlot(views[base], "base") for base in range(meta.num_intermediate_bases))]
 

@@ -26,7 +26,7 @@ from .freshness import Sharer
 from .sample import Sample
 from .store import store
 
-_buffer, _seen, _tensor, _requires_grad = map(attrgetter, ("buffer", "seen", "tensor", "requires_grad"))
+_buffer, _seen, _tensor = map(attrgetter, ("buffer", "seen", "tensor"))
 
 
 class Renewal:
