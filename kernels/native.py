@@ -98,9 +98,10 @@ def build(compiler: str, source: str = "step") -> Path:
     return target
 
 
-@functools.cache
 def _version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
+    """What changes when another version of the compiler is installed; asking it takes longer than loading a library."""
+    status = Path(compiler).resolve().stat()
+    return f"{Path(compiler).resolve()} {status.st_size} {status.st_mtime_ns}"
 
 
 def private_folder() -> Path:
@@ -152,7 +153,7 @@ def processor() -> list[str]:
     except OSError:
         lines = []
     wanted = ("flags", "Features", "model name", "CPU part")
-    return [platform.machine(), platform.processor(), *sorted({line for line in lines if line.startswith(wanted)})]
+    return [platform.machine(), *sorted({line for line in lines if line.startswith(wanted)})]
 
 
 def call(name: str, tensors: int, *arrays: torch.Tensor | np.ndarray | None) -> None:
