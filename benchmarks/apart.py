@@ -23,23 +23,9 @@ class FailedError(Exception):
 
 
 class Asked(Protocol):
-    """An object whose methods are called by name: `Apart`, in another process, or `Here`."""
+    """An object whose methods are called by name, as those of `Apart` in another process."""
 
     def ask(self, method: str, *args: Any) -> Any: ...
-
-
-class Here:
-    """An object of this process that answers as one `apart` does."""
-
-    def __init__(self, served: object) -> None:
-        self.served = served
-
-    def ask(self, method: str, *args: Any) -> Any:
-        """Call a method. Raises FailedError if that raises."""
-        try:
-            return getattr(self.served, method)(*args)
-        except Exception as error:
-            raise FailedError(in_one_line(error)) from error
 
 
 class Apart:

@@ -104,10 +104,9 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         for what, masters in (("float32", False), ("remainder", True))
     }
     passes: Jobs = {"passes": partial(setup.call, pass_growth, (1, 3) if setup.tiny else (16, 32, 64, 128, 256))}
-    small: dict[str, Jobs] = {"small": {}, "small-apart": {}}
+    small: Jobs = {}
     for model, what in product(MODELS if setup.plan == "cpu" else (), (STEP, CALL)):
-        small["small"][f"{model}: {what}"] = partial(setup.call, small_steps.measure, model, what)
-        small["small-apart"][f"{model}: {what}"] = partial(small_steps.measure_apart, model, what, setup.caches)
+        small[f"{model}: {what}"] = partial(small_steps.measure, model, what, setup.caches)
     clipped = [work for work in setup.works()["training"] if work.keeps_memory]
     looped: Jobs = {w.name: partial(setup.call, loops.measure, w, environment=w.environment) for w in clipped}
     first = {"broken": racing.pop("broken")} if setup.plan == "cuda" else {}
@@ -117,7 +116,7 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         "scaler": {stepped: partial(setup.call, scaler_step.measure, stepped, setup.device)},
         **({"published": published} if setup.plan == "cuda" else {}),
         **racing,
-        **({**small, "loops": looped} if setup.plan == "cpu" else {}),
+        **({"small": small, "loops": looped} if setup.plan == "cpu" else {}),
         "growth": passes | racing["growth"],
         "memory": peaks,
         "compile": {compiling.name: partial(cold_and_warm, compiling, setup)},

@@ -48,7 +48,6 @@ TITLES = {
     "import": "Import time",
     "small": "Small models",
     "loops": "The training step, loop by loop",
-    "small-apart": "Small models, each peer in a process of its own",
     "growth": "Growth",
     "kernels": "Kernels",
     "older-cpus": "Older CPUs: this one, with its 16-bit units switched off",
@@ -75,7 +74,7 @@ def chapter(records: Records) -> Iterator[str]:
         cases = records.cases(stage)
         if stage == "growth":
             yield facts(cases)
-        if stage in ("small", "small-apart"):
+        if stage == "small":
             yield small_table(cases)
         if stage == "kernels":
             yield f"{limits}\n"

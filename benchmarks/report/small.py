@@ -10,8 +10,6 @@ from benchmarks.report.tables import duration, table
 from benchmarks.small_models import MODELS
 from benchmarks.small_steps import CALL, NAMES, STEP
 
-STAGES = ("small-apart", "small")
-"""Where the figures are from: the first that was measured."""
 ROOT = Path(__file__).parents[2]
 MARKED = re.compile(r"(?<=<!-- small models, by python -m benchmarks docs -->).*?(?=<!-- end -->)", re.DOTALL)
 Cases = Mapping[str, Mapping[str, Row]]
@@ -45,7 +43,7 @@ def sentence(cases: Cases) -> str:
 def fill(files: list[Records]) -> None:
     """Write the figures of the first CPU that has all into the README, in a sentence, and the page on performance."""
     cpus = [records for records in files if records.about["device"] == "cpu"]
-    found = [(r, c) for stage in STAGES for r in cpus if len(_complete(c := r.cases(stage))) == 2 * len(MODELS)]
+    found = [(r, c) for r in cpus if len(_complete(c := r.cases("small"))) == 2 * len(MODELS)]
     for records, cases in found[:1]:
         machine = "{processor}, {cores} cores, {threads} threads".format_map(records.about)
         texts = {

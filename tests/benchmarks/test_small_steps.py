@@ -1,4 +1,4 @@
-"""Peers on small models take turns in one process or in their own; who doesn't run in 16 bits is found out."""
+"""Peers on small models take turns, each in processes of its own; who doesn't run in 16 bits is found out."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import small_steps as module
 from benchmarks.candidate import UnfairError
-from benchmarks.small_steps import CALL, STEP, SmallCandidate, measure_apart
+from benchmarks.small_steps import CALL, STEP, SmallCandidate, measure
 
 
 @pytest.mark.parametrize("what", [STEP, CALL])
@@ -50,6 +50,6 @@ def test_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         yield tmp_path / str(next(folders))
 
     monkeypatch.setattr(module, "NAMES", ("eager fp32", "eager autocast"))
-    full, low = measure_apart("MLP 3x64", CALL, caches)
+    full, low = measure("MLP 3x64", CALL, caches)
     assert full.case == low.case == "MLP 3x64: call without gradients"
-    assert len(full.figures["seconds"]) == len(low.figures["seconds"]) == 7
+    assert len(full.figures["seconds"]) == len(low.figures["seconds"]) == 3 * 7
