@@ -183,6 +183,16 @@ def weights_function(name: str, arguments: int) -> Any:
     return function
 
 
+def table(*groups: Sequence[Sequence[int]], also: Sequence[int] = ()) -> tuple[np.ndarray, Any]:
+    """A struct of int64 fields for C++, and what to keep as long as it is used.
+
+    Each group becomes its rows' common length and their addresses; `also` are the last fields.
+    """
+    rows = [np.array(group, dtype=np.int64) for group in groups]
+    counted = (field for group in rows for field in (group.shape[1], *(row.ctypes.data for row in group)))
+    return np.array([*counted, *also], dtype=np.int64), rows
+
+
 def group_values(groups: Sequence[Any]) -> np.ndarray:
     """float64 [groups, settings], in the order of a group's fields; learning rates on a GPU are 0 here."""
     others = attrgetter(*(each.name for each in fields(groups[0]) if each.name != "lr"))

@@ -95,13 +95,10 @@ class RenewalTable:
             ],
             cast_rows([c.begin for c in copies], [c.tensor for c in copies], [c.dtype for c in copies]),
         ]
-        rows = [np.array(group, dtype=np.int64) for group in groups]
         marks = np.zeros((6, len(copies)), dtype=np.int64)  # owners of three kinds, marks, doubts, and which are stale
         found = state.versions.copy(), state.sampled.copy()
+        self._table, rows = native.table(*groups, also=[*(row.ctypes.data for row in (*marks, *found)), state.address])
         self._kept = state, list(sharers), memories, [copy.record for copy in copies], rows, marks, found
-        counted = [field for group in rows for field in (group.shape[1], *(row.ctypes.data for row in group))]
-        fields = [state.address, *counted, *(row.ctypes.data for row in (*marks, *found))]
-        self._table = np.array(fields, dtype=np.int64)
         self._address = self._table.ctypes.data
         self._owned_as_noted = native.weights_function("owned_as_noted", 1)
         self._note_owners = native.weights_function("note_owners", 1)
@@ -137,9 +134,8 @@ def round_all(begins: Sequence[int], copies: Sequence[Tensor], dtypes: Sequence[
 
     Reads 4 bytes an element, and writes 2 or 4. Raises the versions of the copies.
     """
-    rows = np.array(cast_rows(begins, copies, dtypes), dtype=np.int64)
     torch.autograd.graph.increment_version(copies)
-    casts = np.array([len(copies), *(row.ctypes.data for row in rows)], dtype=np.int64)
+    casts, _rows = native.table(cast_rows(begins, copies, dtypes))
     native.weights_function("cast_all", 2)(casts.ctypes.data, torch.get_num_threads())
 
 

@@ -40,12 +40,10 @@ class Unchanged:
         sampled: bytes,
         kept: Any,
     ) -> None:
-        groups = (tensors,), (counters, versions), (weights, addresses), (storages, users), (runs,), (words,)
-        self._arrays = [[np.array(row, dtype=np.int64) for row in group] for group in groups]
-        self.weights, self._kept = list(weights), kept
-        self.versions, self.sampled = self._arrays[1][1], np.frombuffer(sampled, np.uint8).copy()
-        fields = (field for group in self._arrays for field in (len(group[0]), *(row.ctypes.data for row in group)))
-        self._state = np.array([*fields, self.sampled.ctypes.data], dtype=np.int64)
+        self.weights, self.sampled = list(weights), np.frombuffer(sampled, np.uint8).copy()
+        groups = [tensors], [counters, versions], [weights, addresses], [storages, users], [runs], [words]
+        self._state, rows = native.table(*groups, also=[self.sampled.ctypes.data])
+        self.versions, self._kept = rows[1][1], (kept, rows)
         self.address = self._state.ctypes.data
         """The address of the noted state, for C++: a `State`."""
         self._unchanged = native.weights_function("unchanged", 1)

@@ -63,8 +63,8 @@ class Sample:
     """
 
     def __init__(self, weights: Iterable[SampledAddresses]) -> None:
-        runs, words = zip(*weights, strict=True) if (weights := list(weights)) else ((), ())
-        self.runs, self.words = _bytes_at(runs), _bytes_at(words)
+        all_places = list(weights)
+        self.runs, self.words = (_bytes_at([each[i] for each in all_places]) for i in range(2))
         self.places = len(self.runs) + len(self.words)
         self._read = native.weights_function("read_words", 5) if self.places else None
         self.nbytes = _WORD * (RUN * len(self.runs) + len(self.words))

@@ -88,7 +88,6 @@ struct Casts {
 
 // See `renewal.RenewalTable`.
 struct Table {
-  State* state;
   int64_t sharers;
   Sharer* const* sharer;  // in the order of the state's versions
   Memory* const* shared;
@@ -107,6 +106,7 @@ struct Table {
   int64_t *mark, *doubt;  // of each copy's memory when the copies were looked at
   int64_t *stale, *version;
   char* sampled;
+  State* state;
 };
 
 // Notes what was read when the copies were looked at: they are fresh now.
