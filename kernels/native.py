@@ -183,7 +183,7 @@ def weights_function(name: str, arguments: int) -> Any:
     return function
 
 
-def table(*groups: Sequence[Sequence[int]], also: Sequence[int] = ()) -> tuple[np.ndarray, Any]:
+def table(*groups: Sequence[Sequence[int] | np.ndarray], also: Sequence[int] = ()) -> tuple[np.ndarray, Any]:
     """A struct of int64 fields for C++, and what to keep as long as it is used.
 
     Each group becomes its rows' common length and their addresses; `also` are the last fields.

@@ -79,7 +79,7 @@ class RenewalTable:
     ) -> None:
         memories = list(dict.fromkeys(copy.memory for copy in copies))
         sizes = np.array([copy.sampled_bytes for copy in copies], dtype=np.int64)
-        groups = [
+        groups: list[list[Sequence[int] | np.ndarray]] = [
             [_addresses(sharers), _addresses(shared)],
             [_addresses(memories), [memory.roster for memory in memories]],
             [
@@ -139,7 +139,9 @@ def round_all(begins: Sequence[int], copies: Sequence[Tensor], dtypes: Sequence[
     native.weights_function("cast_all", 2)(casts.ctypes.data, torch.get_num_threads())
 
 
-def cast_rows(begins: Sequence[int], copies: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Sequence[int]]:
+def cast_rows(
+    begins: Sequence[int], copies: Sequence[Tensor], dtypes: Sequence[torch.dtype]
+) -> list[Sequence[int] | np.ndarray]:
     """The rows that C++ reads of casts: addresses of numbers and results, their count, type and bytes of a result."""
     return [
         begins,

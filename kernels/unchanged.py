@@ -41,7 +41,7 @@ class Unchanged:
         kept: Any,
     ) -> None:
         self.weights, self.sampled = list(weights), np.frombuffer(sampled, np.uint8).copy()
-        groups = [tensors], [counters, versions], [weights, addresses], [storages, users], [runs], [words]
+        groups: Any = [tensors], [counters, versions], [weights, addresses], [storages, users], [runs], [words]
         self._state, rows = native.table(*groups, also=[self.sampled.ctypes.data])
         self.versions, self._kept = rows[1][1], (kept, rows)
         self.address = self._state.ctypes.data
