@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from tests.compiling import LOW, error, same_bits
@@ -99,6 +99,37 @@ def compare(make, compile_it, x, lower):
         assert error(found, expected) < 1e-2 if lower == "inductor" else same_bits(found, expected)
 
 
+class Embedded(nn.Module):
+    """The embedding's result arrives at the block before it is there."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.block = nn.Embedding(20, 16), Block()
+
+    def forward(self, tokens):
+        return self.block(self.table(tokens))
+
+
+def compare_after_an_embedding(mesh, lower):
+    """The graph runs eagerly, since the embedding's gradient would be another; after a copy it needn't."""
+    tokens, found = torch.arange(16) % 20, []
+    for compile_it in (False, True):
+        torch._dynamo.reset()
+        model = Embedded()
+        rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
+        parallelize_module(model, mesh, {"table": rows})
+        parallelize_module(model.block, mesh, SEQUENCE)
+        if compile_it:
+            model.block.compile(backend="amp", options={"lower": lower})
+        with warnings.catch_warnings(record=True) as told, torch.autocast("cpu", LOW, cache_enabled=False):
+            result = local(model(tokens)).float()
+        assert any("x.clone()" in str(warning.message) for warning in told) == (compile_it and lower != "eager"), told
+        result.square().sum().backward()
+        found.append([result, *(local(p.grad) for p in model.parameters())])
+    assert same_bits(*found)
+
+
 def main():
     """The arguments are the lowers."""
     join()
@@ -120,6 +151,9 @@ def main():
             failed = True
             print(compile_it.__name__, lower, list(plan), traceback.format_exc())
         dist.barrier()
+    if size == 2:
+        for lower in sys.argv[1:]:
+            compare_after_an_embedding(mesh, lower)
     if failed:
         os._exit(1)
     leave()

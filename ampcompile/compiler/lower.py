@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -11,6 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from ampcompile.config import Options
+from ampcompile.errors import AmpWarning
 from ampcompile.kernels.packed_conv import CONVOLVE, PACKED_CONV, convolve_arguments
 from ampcompile.kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
 from ampcompile.passes import pipeline
@@ -20,7 +23,7 @@ from ampcompile.passes.before.hoist_weights import other_reads
 from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
 from ampcompile.passes.graph import decision_of, op_name, placeholders
 from ampcompile.sharding.weight import ShardedWeight
-from ampcompile.torch_private import autocast, compiled_functions, lowering
+from ampcompile.torch_private import autocast, compiled_functions, dtensors, lowering
 from ampcompile.weights import CopySpec, hoistable
 
 from .cache_key import cache_key
@@ -32,6 +35,11 @@ from .left_to_autocast import LEFT, lower_as_made
 from .plain_graph import exclude_autocast
 from .watched_graph import WatchedGraph
 from .widen_outputs import find_still_leaving
+
+UNDER_WAY = (
+    "found an input that is the result of a collective under way, as a sharded embedding's is, whose gradient torch's "
+    "compilers get wrong: this graph runs eagerly. Put x = x.clone() between that layer and what is compiled."
+)
 
 
 def lower(
@@ -52,6 +60,9 @@ def lower(
     if LEFT in gm.meta:
         tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
         written = tensors if reads_data(gm) else []
+        if options.lower != "eager" and dtensors.are_under_way(example_inputs):
+            warnings.warn(UNDER_WAY, AmpWarning, stacklevel=2)
+            options = replace(options, lower="eager")
         return graph(lower_as_made(gm, example_inputs, options), written=written).installed(example_inputs)
     copies = [(node, spec) for node in placeholders(gm) if (spec := decision_of(node).copy) is not None]
     specs = [spec for _, spec in copies]

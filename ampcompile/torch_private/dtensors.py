@@ -40,3 +40,14 @@ def _alike(spec: Any, other: Any) -> bool:
     if spec is None or other is None:
         return False
     return spec.mesh == other.mesh and spec.placements == other.placements
+
+
+def are_under_way(inputs: Sequence[Any]) -> bool:
+    """Return True if one of them has a gradient and is the result of a collective that nobody has waited for.
+
+    torch 2.13 differentiates graphs with such inputs wrongly: their gradients are others, or backward raises an error.
+    """
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and any(
+        isinstance(value, module.AsyncCollectiveTensor) and value.requires_grad for value in inputs
+    )

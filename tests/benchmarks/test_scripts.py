@@ -5,10 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.records import Records
 from benchmarks.scripts import __main__ as scripts
 from benchmarks.scripts.cases import CASES, WAYS, Case
+from benchmarks.scripts.titan import __main__ as titan
 from tests.test_layout import ROOT
 
 SCRIPT = """
@@ -85,3 +87,17 @@ def test_a_table_shows_scripts_that_ran_every_way() -> None:
     cases = {whole.name: dict.fromkeys(WAYS, found), part.name: {"amp": found}}
     text = scripts.page_table(cases)
     assert text.count("1000 (1000 to 1000)") == len(WAYS) and whole.script in text and part.script not in text
+
+
+def test_a_distance_is_in_parts_of_the_way_that_training_moved_weights() -> None:
+    before, after = {"a": torch.tensor([0.0, 1.0])}, {"a": torch.tensor([3.0, 5.0])}
+    found, other = ({"weights": [before, {"a": after["a"] + error}]} for error in (1.0, 0.0))
+    assert titan.distance(found, other) == pytest.approx((2 / 25) ** 0.5) and titan.distance(other, other) == 0
+
+
+def test_two_lines_are_ours_in_torchtitan_and_the_page_shows_what_was_measured() -> None:
+    changed = Path(titan.__file__).with_name("amp.diff").read_text().splitlines()
+    ours = [line for line in changed if line.startswith("+") and not line.startswith("+++")]
+    page = titan.PAGE.read_text()
+    assert len(ours) == 2 and "\n".join(ours) in page
+    assert titan.TABLE.findall(page) == [titan.page_table(Records.load(titan.FIGURES).stages["debugmodel"])]

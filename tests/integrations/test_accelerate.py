@@ -12,6 +12,7 @@ from ampcompile import GradScaler, OptionError
 from ampcompile.integrations.accelerate import AmpPlugin
 from examples.ecosystem.accelerate_loop import train
 from tests.integrations.compare import LOWER, QUIET, compare, compare_with_checkpoints, same_keys
+from tests.ranks import run_ranks
 
 pytestmark = QUIET
 
@@ -108,3 +109,8 @@ def test_a_scaler_of_ours_in_accelerates_optimizer():
 def test_checkpoints_around_a_compiled_block_in_the_context_of_accelerate(precision):
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
     compare_with_checkpoints(accelerator.autocast, accelerator.backward)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch was built without torch.distributed")
+def test_its_fsdp2_gathers_in_16_bits_and_changes_no_number(tmp_path):
+    run_ranks("tests.integrations.shards", folder=tmp_path, timeout=200)

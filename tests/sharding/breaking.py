@@ -1,4 +1,7 @@
-"""Run by test_breaking.py: a training that saves after each step, in which rank 1 breaks off, and which is resumed."""
+"""Run by test_breaking.py: a training that saves after each step, in which rank 1 breaks off, and which is resumed.
+
+The arguments are a folder, and how the model is shared.
+"""
 
 import datetime
 import json
@@ -14,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ampcompile import GradScaler, shard_policy
 from tests.ranks import join, leave
@@ -22,8 +26,9 @@ from tests.sharding.ranks import Model, batch, full, loss_of, narrow, sharded
 TIMEOUT = 8.0  # seconds, of collectives
 STEPS = 5
 BREAKS = {"killed": (1, "forward"), "raises": (3, "block"), "silent": (3, "step")}
-"""Step and place: the other rank waits in a vote, in a gather, in the search for infinities."""
-FOLDER = Path(sys.argv[-1])
+"""Step and place: the other ranks wait in a vote, in a gather, in the search for infinities."""
+SIZES = {"fsdp": 2, "fsdp4": 4, "hsdp": 4}
+"""On how many ranks. Under HSDP rank 1 shares shards with rank 0, replicas with rank 3, and nothing with rank 2."""
 
 
 def break_off(how, step, place):
@@ -34,20 +39,37 @@ def break_off(how, step, place):
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "raises":
         raise ValueError("no such token")
-    while not told(how).exists():
+    while not all(told(how, rank).exists() for rank in range(dist.get_world_size()) if rank != 1):
         time.sleep(0.1)
     os._exit(0)
 
 
-def told(how):
-    """Where rank 0 notes the error that it got."""
-    return FOLDER / f"{how}.json"
+def told(how, rank):
+    """Where a rank notes the error that it got."""
+    return FOLDER / f"{how}{rank}.json"
+
+
+def mesh():
+    """A mesh of several dimensions makes groups of its own, which would wait for half an hour."""
+    if KIND != "hsdp":
+        return init_device_mesh("cpu", (SIZE,))
+    ranks = torch.arange(4).view(2, 2)
+    both = [
+        dist.new_subgroups_by_enumeration(rows.tolist(), datetime.timedelta(seconds=TIMEOUT))[0]
+        for rows in (ranks.T, ranks)
+    ]
+    return DeviceMesh.from_group(both, "cpu", ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def last_saved(how):
+    """The last checkpoint that is whole: what a rank wrote after others broke off has no metadata."""
+    return max(path.parent for path in (FOLDER / how).glob("*/.metadata"))
 
 
 class Training:
     def __init__(self, how=""):
         self.how, self.step, self.model = how, 0, Model(self.through)
-        self.run = sharded(self.model, lower="eager", low=torch.float16)
+        self.run = sharded(self.model, lower="eager", low=torch.float16, mesh=mesh())
         self.decided = shard_policy(self.model, torch.float16)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
@@ -83,7 +105,7 @@ class Training:
 
     def resume(self, folder):
         state = self.state()
-        dcp.load(state, checkpoint_id=max(folder.iterdir()))
+        dcp.load(state, checkpoint_id=folder)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.step = state["step"]
@@ -91,13 +113,13 @@ class Training:
 
 
 def train(rank, how):
-    """What a rank does; rank 0 notes the error that it got."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "RENDEZVOUS": str(FOLDER / f"meeting_{how}")}
+    """What a rank does; all but rank 1 note the error that they got."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(SIZE), "RENDEZVOUS": str(FOLDER / f"meeting_{how}")}
     join(datetime.timedelta(seconds=TIMEOUT))
     if how == "resumed":
         wanted = Training().go()
         for broken in BREAKS:
-            found = Training().resume(FOLDER / broken).go()
+            found = Training().resume(last_saved(broken)).go()
             assert all(map(torch.equal, found, wanted)), broken
         leave()
     training = Training(how)
@@ -106,16 +128,16 @@ def train(rank, how):
     except Exception as error:
         if rank == 1:
             raise
-        told(how).write_text(json.dumps({"error": str(error), "step": training.step, "at": time.time()}))
-        os._exit(0)  # without a teardown, which needs the other rank
+        told(how, rank).write_text(json.dumps({"error": str(error), "step": training.step, "at": time.time()}))
+        os._exit(0)  # without a teardown, which needs the other ranks
 
 
 def main():
-    """Each pair is forked: most of a new process's time would go to imports. Prints how the ranks ended."""
+    """Ranks are forked: most of a new process's time would go to imports. Writes how they ended."""
     warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
     fork, ends = multiprocessing.get_context("fork"), {}
     for how in (*BREAKS, "resumed"):
-        ranks = [fork.Process(target=train, args=(rank, how)) for rank in range(2)]
+        ranks = [fork.Process(target=train, args=(rank, how)) for rank in range(SIZE)]
         for rank in ranks:
             rank.start()
         for rank in ranks:
@@ -127,4 +149,6 @@ def main():
 
 
 if __name__ == "__main__":
+    FOLDER, KIND = Path(sys.argv[1]), sys.argv[2]
+    SIZE = SIZES[KIND]
     main()

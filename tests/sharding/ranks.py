@@ -3,6 +3,7 @@
 import functools
 import json
 import sys
+import threading
 import traceback
 import warnings
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.utils.checkpoint import checkpoint
 
 import ampcompile
-from ampcompile import Policy, ShardingError, shard_policy
+from ampcompile import GradScaler, Policy, ShardingError, shard_policy
 from tests.compiling import LOW
 from tests.ranks import join, leave
 
@@ -308,35 +309,66 @@ def written_shards_are_gathered_anew():
         agree()
 
 
-@case
-def resumed_by_a_new_model():
-    model, run, _ = settled()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+class Training:
+    """With a scaler whose scale grows every other step."""
 
-    def go(run, model, optimizer, steps):
+    def __init__(self):
+        self.model = Model()
+        self.run, self.decided = sharded(self.model), shard_policy(self.model, LOW)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+
+    def go(self, steps):
         for i in steps:
-            optimizer.zero_grad()
+            self.optimizer.zero_grad()
             with torch.autocast("cpu", LOW):
-                loss_of(run(batch(i))).backward()
-            optimizer.step()
-        return [full(p) for p in model.parameters()]
+                loss = loss_of(self.run(batch(i)))
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return self.bits()
 
-    go(run, model, optimizer, range(2))
-    folder = Path(sys.argv[1], "resume")
-    weights, states = get_state_dict(model, optimizer)
-    assert {v.dtype for v in weights.values()} == {torch.float32}
-    writing = dcp.async_save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    def bits(self):
+        states = [full(value) for state in self.optimizer.state.values() for value in state.values()]
+        return [*map(full, self.model.parameters()), *states, torch.tensor(self.scaler.get_scale())]
+
+    def state(self):
+        weights, states = get_state_dict(self.model, self.optimizer)
+        return {"model": weights, "optimizer": states, "scaler": self.scaler.state_dict()}
+
+
+class Held(dcp.DefaultSavePlanner):
+    """Plans, and so saves, no sooner than it may."""
+
+    def __init__(self):
+        super().__init__()
+        self.may_save = threading.Event()
+
+    def create_local_plan(self):
+        assert self.may_save.wait(60)
+        return super().create_local_plan()
+
+
+@case
+def saved_while_training_goes_on_and_resumed_by_a_new_model():
+    """The group is the saving thread's own: two threads that share one mix up their collectives."""
+    folder, held, group = Path(sys.argv[1], "resume"), Held(), dist.new_group(backend="gloo")
+    first = Training()
+    saved, state = first.go(range(3)), first.state()
+    assert {v.dtype for v in state["model"].values()} == {torch.float32}
+    writing = dcp.async_save(state, checkpoint_id=folder, process_group=group, planner=held)
+    wanted = first.go(range(3, 7))
+    assert not any(map(torch.equal, saved, wanted)), "all moves on, scale and steps too"
+    held.may_save.set()
     writing.result()
-    wanted = go(run, model, optimizer, range(2, 6))
-    other = Model()
-    again = sharded(other)
-    new = torch.optim.AdamW(other.parameters(), lr=0.01)
-    decided = shard_policy(other, LOW)
-    weights, states = get_state_dict(other, new)
-    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
-    set_state_dict(other, new, model_state_dict=weights, optim_state_dict=states)
-    same(go(again, other, new, range(2, 6)), wanted)
-    assert len(narrow(decided.records())) == 10
+    other = Training()
+    state = other.state()
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(other.model, other.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    other.scaler.load_state_dict(state["scaler"])
+    same(other.bits(), saved)
+    same(other.go(range(3, 7)), wanted)
+    assert len(narrow(other.decided.records())) == 10
 
 
 @case

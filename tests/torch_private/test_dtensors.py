@@ -7,6 +7,7 @@ if not torch.distributed.is_available():
     pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
 
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -33,3 +34,9 @@ def test_parts_are_those_of_tensors_that_are_distributed_alike(mesh):
     assert dtensors.local_part(sharded).data_ptr() == part.data_ptr() and dtensors.local_part(plain) is plain
     for tensor, weight in ((whole, sharded), (plain, sharded), (sharded, plain), (unsummed, unsummed)):
         assert dtensors.local_parts([tensor], [weight]) is None
+
+
+def test_results_under_way_are_those_with_a_gradient():
+    result = AsyncCollectiveTensor(torch.ones(2))
+    assert not dtensors.are_under_way([result, torch.ones(2, requires_grad=True)])
+    assert dtensors.are_under_way([torch.ones(2), result.requires_grad_()])
