@@ -77,7 +77,9 @@ def lower_as_made(
     if options.lower == "eager":
         return gm, []
     fakes, casts = find_casts(gm, example_inputs) if options.weights == "cached" else ([], [])
-    gm = copy_with_bodies(gm) if casts else gm  # Dynamo reads the inputs of its own graph once more
+    if casts:  # Dynamo reads the inputs of its own graph once more
+        gm, meta = copy_with_bodies(gm), gm.meta
+        gm.meta |= meta
     copies = [add_copy(gm, f"weight_{i}", dtensors.local_part(fakes[i]), Form(dtype)) for i, dtype in casts]
     gm.recompile()
     inputs = [*example_inputs, *(copy.meta["val"] for copy in copies)]

@@ -161,6 +161,12 @@ COPIES = Group(
         "torch._C._swap_tensor_impl": "refuses tensors with weak references, as we have them",
     },
 )
+SHARDS = Group(
+    "shards",
+    when="when the first copy of a DTensor's part is made",
+    undone="with the last copied weight",
+    patches={"torch.distributed.tensor.DTensor.to_local": "of a detached DTensor or a view it gives out an alias with a version counter of its own"},
+)
 TABLE = (
     COMPILED_CALLS,
     REGIONS,
@@ -172,6 +178,7 @@ TABLE = (
     SHARDED_WEIGHTS,
     OPTIMIZER_HOOKS,
     COPIES,
+    SHARDS,
 )
 
 Wrap = Callable[[Any], Any]

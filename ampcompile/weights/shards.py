@@ -7,13 +7,14 @@ weight is compared or cast in each call.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ampcompile.torch_private import dtensors, storages
+from ampcompile.torch_private import dtensors, patches, storages
 
 from .binding import Binding
 from .spec import CopySpec
@@ -40,6 +41,22 @@ class Shard:
             memory.doubted()
 
 
+def _wrap_to_local(to_local: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(to_local)
+    def giving(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        part = to_local(self, *args, **kwargs)
+        try:
+            if store.covers(at := storages.address(part)):
+                memory = store.find(part)
+                if memory is None or id(self._local_tensor) not in memory.weights:
+                    store.hand_out(at)
+        except (RuntimeError, TypeError):  # of fakes, or wrapped by a transform
+            pass
+        return part
+
+    return giving
+
+
 _shards: weakref.WeakValueDictionary[tuple[int, int], Shard] = weakref.WeakValueDictionary()
 """By the ids of the DTensor and of its part."""
 
@@ -64,6 +81,7 @@ class ShardBinding(Binding):
                 shard = self._shards[key] = self._shard_of(weight, key)
             shard.note_writes(weight)
         copies = super().copies(parts)
+        patches.install(patches.SHARDS, {"DTensor.to_local": _wrap_to_local}, plan=store.on_last_freed.append)
         for i in self._indices:
             if inputs[i].requires_grad and (memory := store.find(parts[i])) is not None:
                 memory.trainable = True  # a part itself never requires gradients
