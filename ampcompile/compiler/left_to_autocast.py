@@ -140,7 +140,7 @@ def find_casts(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any
 
 
 def _may_be_copied(value: Any) -> bool:
-    plain = hoistable(value) or dtensors.has_plain_part(value) and hoistable(value._local_tensor)
+    plain = hoistable(value) or (dtensors.has_plain_part(value) and hoistable(value._local_tensor))
     return isinstance(value, Parameter) and plain and not storages.is_managed_by_fsdp(value)
 
 
@@ -160,6 +160,8 @@ class _Casts(TorchDispatchMode):
         if op is TO_COPY and id(args[0]) in self._index and result.dtype in LOW and args[0].dtype == torch.float32:
             self.found[self._index[id(args[0])], result.dtype] = None
         arguments = zip(op._schema.arguments, args, strict=False)
-        for value in pytree.tree_leaves([v for a, v in arguments if a.alias_info is not None and a.alias_info.is_write]):
+        for value in pytree.tree_leaves(
+            [v for a, v in arguments if a.alias_info is not None and a.alias_info.is_write]
+        ):
             self.written |= storages.storage_key(dtensors.local_part(value)) in self._storages
         return result

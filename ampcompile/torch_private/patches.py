@@ -165,7 +165,9 @@ SHARDS = Group(
     "shards",
     when="when the first copy of a DTensor's part is made",
     undone="with the last copied weight",
-    patches={"torch.distributed.tensor.DTensor.to_local": "of a detached DTensor or a view it gives out an alias with a version counter of its own"},
+    patches={
+        "torch.distributed.tensor.DTensor.to_local": "a detached DTensor gives out an alias with another version counter"
+    },
 )
 TABLE = (
     COMPILED_CALLS,

@@ -62,7 +62,7 @@ _shards: weakref.WeakValueDictionary[tuple[int, int], Shard] = weakref.WeakValue
 
 
 class ShardBinding(Binding):
-    """The copies that one compiled graph reads of the parts of its DTensor weights, and of plain weights beside them."""
+    """The copies that one compiled graph reads of its plain weights, and of the parts of those that are DTensors."""
 
     def __init__(self, specs: Sequence[CopySpec], in_place: bool = False, whole: Sequence[int] = ()) -> None:
         super().__init__(specs, in_place, whole)

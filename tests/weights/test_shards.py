@@ -16,7 +16,6 @@ from tests.ranks import join, leave, run_ranks
 if not torch.distributed.is_available():
     pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -70,8 +69,8 @@ WRITERS = {
     "SGD": stepped(torch.optim.SGD),
     "AdamW, foreach": stepped(torch.optim.AdamW, foreach=True),
     "AdamW, fused": stepped(torch.optim.AdamW, fused=True),
-    "the scaler's AdamW": lambda model, folder: (
-        stepped(lambda params, lr: Stepping(torch.optim.AdamW(params, lr=lr)))(model, folder)
+    "the scaler's AdamW": lambda model, folder: stepped(lambda params, lr: Stepping(torch.optim.AdamW(params, lr=lr)))(
+        model, folder
     ),
     "the DTensor": to_matrices(lambda p: p.mul_(2)),
     "a detached DTensor": to_matrices(lambda p: p.detach().mul_(2)),
@@ -142,7 +141,9 @@ def main():
         for compile_it in (whole, by_block):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
-                casts_follow_writes(lambda: parallel(COLUMN_AND_ROW, mesh), compile_it, x, Path(sys.argv[1], compile_it.__name__))
+                casts_follow_writes(
+                    lambda: parallel(COLUMN_AND_ROW, mesh), compile_it, x, Path(sys.argv[1], compile_it.__name__)
+                )
     except Exception:
         print(traceback.format_exc())
         os._exit(1)
