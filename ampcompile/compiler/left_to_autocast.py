@@ -125,17 +125,16 @@ def find_casts(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any
     if not weights:
         return [], []
     fakes, mode = tracing.fake_inputs(example_inputs)
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # it would keep fakes
     try:
-        with tracing.computing_on(mode), torch.no_grad():
+        with tracing.computing_on(mode), torch.no_grad(), autocast.state_restored():
+            # Without gradients autocast's cache keeps no casts.
             inputs = [value.detach() if isinstance(value, torch.Tensor) else value for value in fakes]
-            with _Casts({i: inputs[i] for i in weights if tracing.is_of_fixed_layout(inputs[i])}) as casts:
+            with _Casts(
+                {i: inputs[i] for i in weights if tracing.is_of_fixed_layout(dtensors.local_part(inputs[i]))}
+            ) as casts:
                 gm(*inputs)
     except Exception:  # AOTAutograd runs it on fakes too, and raises what is to be raised
         return [], []
-    finally:
-        torch.set_autocast_cache_enabled(cached)
     return fakes, [] if casts.written else list(casts.found)
 
 

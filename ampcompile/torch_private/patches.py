@@ -165,9 +165,7 @@ SHARDS = Group(
     "shards",
     when="when the first copy of a DTensor's part is made",
     undone="with the last copied weight",
-    patches={
-        "torch.distributed.tensor.DTensor.to_local": "a detached DTensor gives out an alias with another version counter"
-    },
+    patches={"torch.distributed.tensor.DTensor.to_local": "a detached DTensor gives out an alias with another counter"},
 )
 TABLE = (
     COMPILED_CALLS,
