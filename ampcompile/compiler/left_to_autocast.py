@@ -2,7 +2,7 @@
 
 Capture traces plain tensors. Some tensor subclasses hold others and have rules of their own for every op: DTensor,
 quantized weights. Stock torch.compile traces such a graph under autocast, whose casts are then part of it, forward and
-backward. So does this module; ours are the choice of lowering, the float32 results, and copies of weights instead of casts.
+backward. So does this module; ours are lowering, float32 results, and copies of weights.
 """
 
 from __future__ import annotations
