@@ -8,7 +8,7 @@ from typing import Any
 
 from ampcompile import weights
 from ampcompile.config import Options
-from ampcompile.torch_private import storages, tracing
+from ampcompile.torch_private import dtensors, storages, tracing
 from ampcompile.weights import CopySpec
 from ampcompile.weights.store import store, whole_reads
 
@@ -27,7 +27,7 @@ class CompiledGraph:
     called the graph, they are cast back, without loss. `watched`: keeps the magnitudes that the graph returns last.
     `sharded`: by the index of each weight that FSDP gathers under a shard policy, what in the graph reads it in
     float32; empty: only its rounded numbers are read. `whole`: indices of the weights that the graph reads themselves,
-    not only copies of them.
+    not only copies of them. `binding`: the class that keeps the copies.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class CompiledGraph:
         watched: WatchedGraph | None = None,
         sharded: Mapping[int, str] | None = None,
         whole: Sequence[int] = (),
+        binding: type[weights.Binding] = weights.Binding,
     ) -> None:
         self._compiled, self._specs, self._written, self._leaving = compiled, specs, written, leaving
         self._watched, self._whole = watched, whole
@@ -49,7 +50,7 @@ class CompiledGraph:
         # CUDA graphs record addresses, so copies must always be refreshed in place.
         in_place = dict(options.inductor).get("triton.cudagraphs", False)
         kept = [spec for spec in specs if not spec.gathered]
-        self._binding = weights.Binding(kept, in_place, whole) if kept else None
+        self._binding = binding(kept, in_place, whole) if kept else None
 
     def installed(self, inputs: Sequence[Any] = ()) -> Callable[..., Any]:
         """Return the callable to install: the compiled code itself if a call has nothing to do but run it.
@@ -98,7 +99,7 @@ class CompiledGraph:
 
     def _copies(self, args: Sequence[Any]) -> Sequence[Any]:
         if tracing.fakes_only():  # Dynamo's DDP splitter computes the inputs of the next part on fakes
-            return [spec.empty_like(args[spec.weight]) for spec in self._specs]
+            return [spec.empty_like(dtensors.local_part(args[spec.weight])) for spec in self._specs]
         copies = [] if self._binding is None else self._binding.copies(args)
         if not self._sharded:
             return copies

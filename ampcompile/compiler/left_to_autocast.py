@@ -2,28 +2,38 @@
 
 Capture traces plain tensors. Some tensor subclasses hold others and have rules of their own for every op: DTensor,
 quantized weights. Stock torch.compile traces such a graph under autocast, whose casts are then part of it, forward and
-backward. So does this module; only the choice of lowering and the float32 results are ours.
+backward. So does this module; ours are lowering, float32 results, and copies of weights.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
+from torch.nn import Parameter
 
 from ampcompile.config import Options
+from ampcompile.dtypes import LOW
 from ampcompile.errors import AmpWarning
+from ampcompile.passes.after.bind_weights import BindWeights
+from ampcompile.passes.analysis.commuting import CONVERT
+from ampcompile.passes.before.hoist_weights import add_copy
 from ampcompile.passes.graph import graphs
+from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.policy import Policy
-from ampcompile.torch_private import autocast, compiled_functions, lowering, pytree
-from ampcompile.torch_private.types import is_traceable_wrapper_subclass
+from ampcompile.torch_private import autocast, compiled_functions, dtensors, lowering, pytree, storages, tracing
+from ampcompile.torch_private.types import TorchDispatchMode, is_traceable_wrapper_subclass
+from ampcompile.weights.spec import CopySpec, Form, hoistable
 
 from .cache_key import cache_key
 from .decompositions import decompositions
-from .double_backward import SUBCLASSES, DoubleBackward
+from .double_backward import SUBCLASSES, DoubleBackward, copy_with_bodies
 
+TO_COPY = torch.ops.aten._to_copy.default
 LEFT = "amp_left"  # in `gm.meta`, why a graph is left to autocast
 
 
@@ -57,24 +67,100 @@ def warn_of_policy(reason: str, policy: Policy) -> None:
         )
 
 
-def lower_as_made(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-    """Lower a graph of Dynamo's as stock torch.compile does, under the current autocast state; return the callable."""
+def lower_as_made(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options
+) -> tuple[Callable[..., Any], list[CopySpec]]:
+    """Lower a graph of Dynamo's as stock torch.compile does, under the current autocast state.
+
+    Returns the callable, and the copies of weights that are its last inputs.
+    """
     if options.lower == "eager":
-        return gm
+        return gm, []
+    fakes, casts = find_casts(gm, example_inputs) if options.weights == "cached" else ([], [])
+    if casts:  # Dynamo reads the inputs of its own graph once more
+        gm, meta = copy_with_bodies(gm), gm.meta
+        gm.meta |= meta
+    copies = [add_copy(gm, f"weight_{i}", dtensors.local_part(fakes[i]), Form(dtype)) for i, dtype in casts]
+    gm.recompile()
+    inputs = [*example_inputs, *(copy.meta["val"] for copy in copies)]
+    read = partial(_read_copies, {cast: len(example_inputs) + n for n, cast in enumerate(casts)})
     with compiled_functions.functions_made() as functions:
         if options.lower == "aot_eager":
-            compiled = lowering.aot_eager(gm, example_inputs, _leave)
+            compiled = lowering.aot_eager(gm, inputs, read)
         else:
             config = {"emulate_precision_casts": options.numerics == "eager", **lowering.config_for_bodies(gm)}
             # Autocast's dtypes are part of torch's own key only from 2.13 on.
-            key = f"{cache_key(frozenset())} {autocast.autocast_states()}"
-            compiled = lowering.inductor(
-                gm, example_inputs, config | dict(options.inductor), _leave, key, decompositions()
-            )
+            key = f"{cache_key(frozenset())} {autocast.autocast_states()} {casts}"
+            compiled = lowering.inductor(gm, inputs, config | dict(options.inductor), read, key, decompositions())
     if functions:
         DoubleBackward(gm, functions[-1], SUBCLASSES)  # which raises an error of ours
-    return compiled
+    return compiled, [CopySpec(i, Form(dtype)) for i, dtype in casts]
 
 
-def _leave(_: GraphModule) -> None:
-    """Change nothing in the graph after differentiation."""
+def _read_copies(copied: Mapping[tuple[int, torch.dtype], int], gm: GraphModule) -> None:
+    """Replace the casts of weights after differentiation: `copied` has the index of each copy, by weight and dtype."""
+    inputs = lowering.inputs_of_dynamo(gm)
+    for (weight, dtype), copy in copied.items():
+        if weight not in inputs or copy not in inputs:
+            continue
+        for cast in list(inputs[weight].users):
+            if cast.target in (TO_COPY, CONVERT) and {**cast.kwargs, **dict(enumerate(cast.args[1:]))} in (
+                {"dtype": dtype},
+                {0: dtype},
+            ):
+                with gm.graph.inserting_before(cast):
+                    read = gm.graph.call_function(WEIGHT_COPY, (inputs[weight], inputs[copy], dtype))
+                read.meta = dict(cast.meta)
+                cast.replace_all_uses_with(read)
+                gm.graph.erase_node(cast)
+    BindWeights().apply(gm)
+
+
+def find_casts(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any], list[tuple[int, torch.dtype]]]:
+    """Run a graph on fakes under the current autocast state, to find which weights autocast casts to 16 bits.
+
+    Returns the fakes, and index and dtype of each cast; none if the graph writes to a weight or fails on fakes.
+    """
+    weights = [i for i, value in enumerate(example_inputs) if _may_be_copied(value)]
+    if not weights:
+        return [], []
+    fakes, mode = tracing.fake_inputs(example_inputs)
+    try:
+        with tracing.computing_on(mode), torch.no_grad(), autocast.state_restored():
+            # Without gradients autocast's cache keeps no casts.
+            inputs = [value.detach() if isinstance(value, torch.Tensor) else value for value in fakes]
+            with _Casts(
+                {i: inputs[i] for i in weights if tracing.is_of_fixed_layout(dtensors.local_part(inputs[i]))}
+            ) as casts:
+                gm(*inputs)
+    except Exception:  # AOTAutograd runs it on fakes too, and raises what is to be raised
+        return [], []
+    return fakes, [] if casts.written else list(casts.found)
+
+
+def _may_be_copied(value: Any) -> bool:
+    plain = hoistable(value) or (dtensors.has_plain_part(value) and hoistable(value._local_tensor))
+    return isinstance(value, Parameter) and plain and not storages.is_managed_by_fsdp(value)
+
+
+class _Casts(TorchDispatchMode):
+    """Finds the casts of `weights`, fakes by index, to 16 bits, and if one of them is written."""
+
+    def __init__(self, weights: Mapping[int, Any]) -> None:
+        super().__init__()
+        self._index = {id(weight): i for i, weight in weights.items()}
+        self._storages = {storages.storage_key(dtensors.local_part(weight)) for weight in weights.values()}
+        self._weights = weights  # alive, so that the ids stay theirs
+        self.found: dict[tuple[int, torch.dtype], None] = {}
+        self.written = False
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if op is TO_COPY and id(args[0]) in self._index and result.dtype in LOW and args[0].dtype == torch.float32:
+            self.found[self._index[id(args[0])], result.dtype] = None
+        arguments = zip(op._schema.arguments, args, strict=False)
+        for value in pytree.tree_leaves(
+            [v for a, v in arguments if a.alias_info is not None and a.alias_info.is_write]
+        ):
+            self.written |= storages.storage_key(dtensors.local_part(value)) in self._storages
+        return result

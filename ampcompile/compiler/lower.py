@@ -24,7 +24,7 @@ from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
 from ampcompile.passes.graph import decision_of, op_name, placeholders
 from ampcompile.sharding.weight import ShardedWeight
 from ampcompile.torch_private import autocast, compiled_functions, dtensors, lowering
-from ampcompile.weights import CopySpec, hoistable
+from ampcompile.weights import CopySpec, ShardBinding, hoistable
 
 from .cache_key import cache_key
 from .call_state import current_call
@@ -63,7 +63,8 @@ def lower(
         if options.lower != "eager" and dtensors.are_under_way(example_inputs):
             warnings.warn(UNDER_WAY, AmpWarning, stacklevel=2)
             options = replace(options, lower="eager")
-        return graph(lower_as_made(gm, example_inputs, options), written=written).installed(example_inputs)
+        compiled, specs = lower_as_made(gm, example_inputs, options)
+        return graph(compiled, specs=specs, written=written, binding=ShardBinding).installed(example_inputs)
     copies = [(node, spec) for node in placeholders(gm) if (spec := decision_of(node).copy) is not None]
     specs = [spec for _, spec in copies]
     inputs = [*example_inputs, *(node.meta["val"] for node, _ in copies)]

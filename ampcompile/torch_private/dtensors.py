@@ -6,7 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from . import dispatcher
 
 
 def includes(tensors: Sequence[Any]) -> bool:
@@ -18,6 +21,19 @@ def includes(tensors: Sequence[Any]) -> bool:
 def local_part(tensor: Any) -> Any:
     """Return this rank's part of a DTensor, and other tensors as they are."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def has_plain_part(tensor: Any) -> bool:
+    """Return True for a DTensor whose parts are plain tensors."""
+    return includes([tensor]) and type(tensor._local_tensor) is Tensor
+
+
+def counter_of(tensor: Any) -> Any:
+    """Return a tensor that shares the version counter of a DTensor, and not its part."""
+    with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
+        counter = tensor.detach()
+    counter._local_tensor = None
+    return counter
 
 
 def local_parts(tensors: Sequence[Any], weights: Sequence[Tensor]) -> list[Any] | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import HigherOrderOperator
 
@@ -134,6 +135,18 @@ def aot_eager(gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: O
         keep_inference_input_mutations=True,
     )
     return compiler(gm, list(inputs))
+
+
+def inputs_of_dynamo(gm: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
+    """Return the inputs of a graph after differentiation that are Dynamo's, by index there; of DTensors the parts."""
+    found = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        source = node.meta.get("desc")
+        if isinstance(source, SubclassGetAttrAOTInput) and source.attr == "_local_tensor":
+            source = source.base
+        if isinstance(source, PlainAOTInput):
+            found[source.idx] = node
+    return found
 
 
 def forget_output_values(gm: torch.fx.GraphModule) -> None:

@@ -161,6 +161,23 @@ COPIES = Group(
         "torch._C._swap_tensor_impl": "refuses tensors with weak references, as we have them",
     },
 )
+_ONE_OPERAND = ("abs", "cos", "exp", "log", "neg", "reciprocal", "sqrt", "zero")
+_SEVERAL_OPERANDS = (
+    *("add", "addcdiv", "addcmul", "clamp_max", "clamp_min", "copy", "div", "lerp", "maximum", "minimum", "mul", "pow"),
+    "sub",
+)
+SHARDS = Group(
+    "shards",
+    when="when the first copy of a DTensor's part is made",
+    undone="with the last copied weight",
+    patches={
+        "torch.distributed.tensor.DTensor.to_local": "a detached DTensor gives out an alias with another counter",
+        **dict.fromkeys(
+            (f"torch._foreach_{name}_" for name in (*_ONE_OPERAND, *_SEVERAL_OPERANDS)),
+            "writes DTensors' parts without raising a version",
+        ),
+    },
+)
 TABLE = (
     COMPILED_CALLS,
     REGIONS,
@@ -172,6 +189,7 @@ TABLE = (
     SHARDED_WEIGHTS,
     OPTIMIZER_HOOKS,
     COPIES,
+    SHARDS,
 )
 
 Wrap = Callable[[Any], Any]

@@ -2,6 +2,7 @@
 
 from .binding import Binding, Loan, lend
 from .release import release_masters
+from .shards import ShardBinding
 from .spec import CopySpec, Form, hoistable
 from .store import free_copies, invalidate, weight_stats
 
@@ -10,6 +11,7 @@ __all__ = [
     "CopySpec",
     "Form",
     "Loan",
+    "ShardBinding",
     "free_copies",
     "hoistable",
     "invalidate",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import WeightsError
-from ampcompile.torch_private import storages
+from ampcompile.torch_private import dtensors, storages
 
 if TYPE_CHECKING:
     from .binding import Binding
@@ -242,7 +242,11 @@ def free_copies(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) ->
 
 def _copied_with(model_or_params: Any) -> tuple[set[Memory], list[CopySet]]:
     """Return the copied memory of these tensors and of all tensors that a set reads with them, and those sets."""
-    copied = {memory for tensor in _tensors(model_or_params) if (memory := store.find_in_ranges(tensor)) is not None}
+    copied = {
+        memory
+        for tensor in map(dtensors.local_part, _tensors(model_or_params))
+        if (memory := store.find_in_ranges(tensor)) is not None
+    }
     sets = [copy_set for copy_set in list(store.sets) if not copied.isdisjoint(copy_set.memories)]
     return copied.union(*(copy_set.memories for copy_set in sets)), sets
 

@@ -20,6 +20,7 @@ from torch.overrides import has_torch_function_unary
 
 from ampcompile.errors import ReleasedError
 from ampcompile.torch_private import patches, storages
+from ampcompile.torch_private.dtensors import local_part
 from ampcompile.torch_private.storages import address
 
 from .remains import record_of, refusal
@@ -37,7 +38,7 @@ def _wrap_data(_: Any) -> property:
 def _hand_out_data(self: Tensor) -> Tensor:
     data = _get_data(self)
     try:
-        if bisect_right(_ranges, at := address(data)) & 1:
+        if bisect_right(_ranges, at := address(data) or address(local_part(data))) & 1:
             store.hand_out(at)
     except (RuntimeError, TypeError):  # wrapped by a transform, without memory, or what a mode returned
         pass
@@ -229,7 +230,7 @@ def _written_by(optimizer: torch.optim.Optimizer) -> None:
     copied = store.watched()
     owned: set[int] = set()
     if not all(memory.trainable for memory in copied):
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = [local_part(param) for group in optimizer.param_groups for param in group["params"]]
         owned = {memory.key for memory in map(store.find_in_ranges, params) if memory is not None}
     written = store.new_mark()
     for memory in copied:

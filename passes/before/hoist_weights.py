@@ -123,7 +123,7 @@ def _hoist_in_body(body: GraphModule, sites: list[Node], weights: set[Node], cop
         if (weight, dtype) not in copies:
             outer_copies = [copy_of(outer, dtype) for outer in given[weight]]
             wide = outer_copies[0].meta["val"].dtype != dtype
-            copies[weight, dtype] = _new_input(body, weight, Form(dtype, wide))
+            copies[weight, dtype] = add_copy(body, weight.name, weight.meta["val"], Form(dtype, wide))
             for site, outer in zip(sites, outer_copies, strict=True):
                 site.args = (*site.args, outer)
         return copies[weight, dtype]
@@ -168,7 +168,7 @@ class HoistWeights:
             wide = dtype in self.wide and weight.meta["val"].device.type == "cpu" and not gathered
             spec = CopySpec(inputs[weight], Form(dtype, wide), trial=self.copied.get(weight, False), gathered=gathered)
             if spec not in copies:
-                copies[spec] = _new_input(gm, weight, spec.form)
+                copies[spec] = add_copy(gm, weight.name, weight.meta["val"], spec.form)
                 note(copies[spec], copy=spec)
             return copies[spec]
 
@@ -176,10 +176,11 @@ class HoistWeights:
             return _hoist(gm, {*self.copied, *self.gathered}, copy_of)
 
 
-def _new_input(gm: GraphModule, weight: Node, form: Form) -> Node:
+def add_copy(gm: GraphModule, name: str, weight: torch.Tensor, form: Form) -> Node:
+    """Add the last input of a graph: a copy of an input `weight` of this name."""
     with gm.graph.inserting_after(placeholders(gm)[-1]):
-        copy = gm.graph.placeholder(f"{weight.name}_{short_name(form.dtype)}")
-    copy.meta["val"] = form.empty_like(weight.meta["val"])
+        copy = gm.graph.placeholder(f"{name}_{short_name(form.dtype)}")
+    copy.meta["val"] = form.empty_like(weight)
     # Dynamo's mark of inputs whose address Inductor may rely on.
     copy.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
     copy._dynamo_source = None

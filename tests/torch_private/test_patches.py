@@ -147,7 +147,8 @@ def page() -> str:
     """What docs/patches.md shows of the table."""
     parts = [(PAGE.read_text() if PAGE.exists() else "").partition("\n## ")[0]]
     for group in TABLE:
-        rows = [f"| `{what}` | {why} |" for what, why in group.patches.items()]
+        reasons = dict.fromkeys(group.patches.values())
+        rows = [f"| {', '.join(f'`{w}`' for w, why in group.patches.items() if why == r)} | {r} |" for r in reasons]
         parts.append(f"## {group.name}\n\nMade {group.when}, undone {group.undone}.\n")
         parts.append("\n".join(["| place | why |", "|---|---|", *rows]) + "\n")
     return "\n".join(parts)

@@ -1,0 +1,117 @@
+"""Copies of this rank's parts of DTensor weights.
+
+An operation on a DTensor writes its part without raising the part's version. Most raise the version of the DTensor, so
+that is compared too. What shares the part's memory by way of another DTensor raises neither: while something does, the
+weight is compared or cast in each call.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampcompile.torch_private import dtensors, patches, storages
+
+from .binding import Binding
+from .spec import CopySpec
+from .store import store
+
+
+class Shard:
+    """A DTensor, the storage of its part, and the DTensor's version when its part was last known to be unwritten."""
+
+    def __init__(self, weight: Any) -> None:
+        self.counter = dtensors.counter_of(weight)
+        self.seen = self.counter._version
+        self.storage = storages.StorageWeakRef(weight._local_tensor.untyped_storage())
+
+    def note_writes(self, weight: Any) -> None:
+        """Record writes to the DTensor, and possible ones through another DTensor."""
+        if (memory := store.find(weight._local_tensor)) is None:
+            return
+        now = self.counter._version
+        if self.seen != now or weight._version != now:
+            memory.written()
+            self.seen = now
+        if len(memory.sharers) > 1:
+            memory.doubted()
+
+
+def _wrap_to_local(to_local: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(to_local)
+    def giving(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        part = to_local(self, *args, **kwargs)
+        try:
+            if store.covers(at := storages.address(part)):
+                memory = store.find(part)
+                if memory is None or id(self._local_tensor) not in memory.weights:
+                    store.hand_out(at)
+        except (RuntimeError, TypeError):  # of fakes, or wrapped by a transform
+            pass
+        return part
+
+    return giving
+
+
+def _wrap_foreach(function: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def writing(self: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return function(self, *args, **kwargs)
+        try:
+            return function(self, *args, **kwargs)
+        finally:
+            for part in (tensor._local_tensor for tensor in self if dtensors.has_plain_part(tensor)):
+                if (memory := store.find_in_ranges(part)) is not None:
+                    memory.written()
+
+    return writing
+
+
+_WRAPS = {patches.place_of(what): _wrap_foreach for what in patches.SHARDS.patches} | {
+    "DTensor.to_local": _wrap_to_local
+}
+_shards: weakref.WeakValueDictionary[tuple[int, int], Shard] = weakref.WeakValueDictionary()
+"""By the ids of the DTensor and of its part."""
+
+
+class ShardBinding(Binding):
+    """The copies that one compiled graph reads of its plain weights, and of the parts of those that are DTensors."""
+
+    def __init__(self, specs: Sequence[CopySpec], in_place: bool = False, whole: Sequence[int] = ()) -> None:
+        super().__init__(specs, in_place, whole)
+        self._shards: dict[tuple[int, int], Shard] = {}
+        self._sweep_shards_at = 64
+
+    def copies(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """Return the copies that the graph reads with these inputs; stale ones are cast first, all in one pass."""
+        parts = list(inputs)
+        for i in self._indices:
+            weight, parts[i] = inputs[i], dtensors.local_part(inputs[i])
+            if weight is parts[i]:
+                continue
+            key = id(weight), id(parts[i])
+            if (shard := self._shards.get(key)) is None:
+                shard = self._shards[key] = self._shard_of(weight, key)
+            shard.note_writes(weight)
+        copies = super().copies(parts)
+        patches.install(patches.SHARDS, _WRAPS, plan=store.on_last_freed.append)
+        for i in self._indices:
+            if inputs[i].requires_grad and (memory := store.find(parts[i])) is not None:
+                memory.trainable = True  # a part itself never requires gradients
+        return copies
+
+    def _shard_of(self, weight: Any, key: tuple[int, int]) -> Shard:
+        if len(self._shards) >= self._sweep_shards_at:
+            self._shards = {k: shard for k, shard in self._shards.items() if not shard.storage.expired()}
+            self._sweep_shards_at = 2 * len(self._shards) + 64
+        if (shard := _shards.get(key)) is None:
+            if (memory := store.find(weight._local_tensor)) is not None:
+                memory.written()  # nothing has watched this DTensor so far
+            shard = _shards[key] = Shard(weight)
+        return shard

@@ -1,0 +1,160 @@
+"""Copies of the parts of DTensor weights follow every writer. Also run by the test itself, on two processes."""
+
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import ampcompile
+from tests.compiling import LOW, same_bits
+from tests.ranks import join, leave, run_ranks
+
+if not torch.distributed.is_available():
+    pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.tensor_parallel_ranks import COLUMN_AND_ROW, by_block, local, parallel, whole
+
+
+def test_copies_of_dtensors_follow_every_writer(tmp_path):
+    run_ranks("tests.weights.test_shards", str(tmp_path), folder=tmp_path, timeout=300)
+
+
+def at_one_place(tensor):
+    """A place that no sample covers, since it is neither at the start nor at the end: the middle of a matrix."""
+    return tensor[tensor.shape[0] // 2].narrow(0, tensor.shape[1] // 2 if tensor.dim() > 1 else 0, 1)
+
+
+def checkpoint(model, folder, load):
+    """Saves a checkpoint with other numbers than the model's, and loads it in place."""
+    state = {"model": {name: value.detach().clone() * 2 for name, value in model.state_dict().items()}}
+    dcp.save(state, checkpoint_id=folder)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    if load:
+        model.load_state_dict(state["model"])
+
+
+def sharded(model):
+    return [p for p in model.parameters() if isinstance(p, DTensor)]
+
+
+def matrices(model):
+    return [p for p in sharded(model) if p.dim() == 2]
+
+
+def stepped(kind, **options):
+    def write(model, folder):
+        for p in sharded(model):
+            p.grad = torch.ones_like(p)
+        kind(sharded(model), lr=0.1, **options).step()
+        model.zero_grad()
+
+    return write
+
+
+def to_matrices(write):
+    def write_all(model, folder):
+        for p in matrices(model):
+            write(p)
+
+    return write_all
+
+
+WRITERS = {
+    "SGD": stepped(torch.optim.SGD),
+    "AdamW, foreach": stepped(torch.optim.AdamW, foreach=True),
+    "AdamW, fused": stepped(torch.optim.AdamW, fused=True),
+    "the scaler's AdamW": lambda model, folder: stepped(lambda params, lr: Stepping(torch.optim.AdamW(params, lr=lr)))(
+        model, folder
+    ),
+    "the DTensor": to_matrices(lambda p: p.mul_(2)),
+    "a detached DTensor": to_matrices(lambda p: p.detach().mul_(2)),
+    "several DTensors": lambda model, folder: torch._foreach_mul_(matrices(model), [*map(mask, matrices(model))]),
+    "several detached DTensors": lambda model, folder: torch._foreach_lerp_(
+        [p.detach() for p in matrices(model)], [p.detach() * mask(p) for p in matrices(model)], 0.5
+    ),
+    ".data": to_matrices(lambda p: p.data.mul_(mask(p))),
+    ".data's part": to_matrices(lambda p: at_one_place(p.data.to_local()).fill_(5)),
+    "the part": to_matrices(lambda p: p.to_local().mul_(2)),
+    "one place of the part": to_matrices(lambda p: at_one_place(p.to_local()).fill_(6)),
+    "the part's .data": to_matrices(lambda p: at_one_place(p.to_local().data).fill_(7)),
+    "a detached DTensor's part": to_matrices(lambda p: at_one_place(p.detach().to_local()).fill_(8)),
+    "a state dict": lambda model, folder: model.load_state_dict(
+        {name: value.detach() * 1.5 for name, value in model.state_dict().items()}
+    ),
+    "a checkpoint in place": lambda model, folder: checkpoint(model, folder / "in_place", load=False),
+    "a checkpoint": lambda model, folder: checkpoint(model, folder / "loaded", load=True),
+}
+
+
+class Stepping:
+    """An optimizer that `ampcompile.GradScaler` steps."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        ampcompile.GradScaler("cpu", enabled=False).step(self.optimizer)
+
+
+def mask(p):
+    """Twos at one place of each part, else ones."""
+    ones = torch.ones_like(p)
+    at_one_place(ones.to_local()).fill_(2)
+    return ones
+
+
+def forward(f, x):
+    """Results without gradients, and gradients of the call after it."""
+    with torch.autocast("cpu", LOW, cache_enabled=False):
+        with torch.no_grad():
+            first = local(f(x))
+        return first, local(f(x))
+
+
+def casts_follow_writes(make, compile_it, x, folder):
+    """After each writer the next call, without gradients and with them, has eager autocast's bits, of one cast."""
+    torch._dynamo.reset()
+    theirs, ours = make(), make()
+    f = compile_it(ours, lower="aot_eager")
+    forward(f, x)
+    assert ampcompile.weight_stats().copies == 8, ampcompile.weight_stats()
+    for name, write in WRITERS.items():
+        with torch.no_grad():
+            write(theirs, folder / "theirs")
+            write(ours, folder / "ours")
+        before = ampcompile.weight_stats().casts
+        assert same_bits(forward(f, x), forward(theirs, x)), name
+        passes = ampcompile.weight_stats().casts - before
+        assert passes == (1 if compile_it is whole else 2), (name, passes)
+        assert same_bits(forward(f, x), forward(theirs, x)), name
+        assert ampcompile.weight_stats().casts - before == passes, f"cast again though unwritten: {name}"
+
+
+def main():
+    """The argument is a folder for checkpoints."""
+    join()
+    mesh, x = init_device_mesh("cpu", (2,)), torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    try:
+        for compile_it in (whole, by_block):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+                casts_follow_writes(
+                    lambda: parallel(COLUMN_AND_ROW, mesh), compile_it, x, Path(sys.argv[1], compile_it.__name__)
+                )
+    except Exception:
+        print(traceback.format_exc())
+        os._exit(1)
+    leave()
+
+
+if __name__ == "__main__":
+    main()
