@@ -66,8 +66,8 @@ def _wrap_foreach(function: Callable[..., None]) -> Callable[..., None]:
         try:
             return function(self, *args, **kwargs)
         finally:
-            for part in (tensor._local_tensor for tensor in self if dtensors.has_plain_part(tensor)):
-                if (memory := store.find_in_ranges(part)) is not None:
+            for tensor in filter(dtensors.has_plain_part, self):
+                if (memory := store.find_in_ranges(dtensors.local_part(tensor))) is not None:
                     memory.written()
 
     return writing
