@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dispatcher
+from . import dispatcher, patches
 
 
 def includes(tensors: Sequence[Any]) -> bool:
@@ -32,7 +32,7 @@ def counter_of(tensor: Any) -> Any:
     """Return a tensor that shares the version counter of a DTensor, and not its part."""
     with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
         counter = tensor.detach()
-    counter._local_tensor = None
+    patches.replace_on(counter, "_local_tensor", None)
     return counter
 
 
