@@ -15,8 +15,9 @@ HEAD = f"""# Counted, not measured: what a GPU would run
 No GPU has run these. Each model is traced for an H200 on a machine without one, lowered by Inductor as on a GPU, and
 what comes out is counted; `make paper` does it again. A launch is one of a Triton kernel, ours included; a library call
 is one of cuBLAS, cuDNN or torch's own kernels. Bytes are what each kernel reads and writes, every address once; what
-caches save isn't known. "Saved" is what is kept for backward, beside the model's inputs and weights; "peak" is the most
-that is alive at once, beside them; a kernel that writes in place of what it reads counts both, as in the UNet's peak.
+caches save isn't known. "Saved" is what is kept for backward, beside the model's inputs and weights; of a part of
+a larger buffer the whole buffer counts, so an attention's query, key and value count thrice. "Peak" is the most that is
+alive at once, beside them; a kernel that writes in place of what it reads counts both, as in the UNet's peak.
 Every Triton kernel is compiled to machine code for sm_80, sm_90 and sm_100: "registers" are the most that a thread of
 one takes on sm_90, and "spills" counts kernels that need more than there are, on any of the three.
 
