@@ -27,7 +27,8 @@ def main() -> int:
     parser.add_argument("--options", action="store_true", help="options of amp that claim to save, in training")
     arguments = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
-    built, code, keeping = device.build(FOLDER), results.code(), Lock()
+    built, keeping = device.build(FOLDER), Lock()
+    codes = {peer: results.code(peer) for peer in (*PEERS, *OPTIONS)}
     failed = []
 
     def count(case: Case, peer: str) -> None:
@@ -39,14 +40,14 @@ def main() -> int:
                 failed.append(run.stderr)
                 print(run.stderr[-3000:], flush=True)
             else:
-                results.keep(case, peer, {"code": code, **json.loads(run.stdout.splitlines()[-1])})
+                results.keep(case, peer, {"code": codes[peer], **json.loads(run.stdout.splitlines()[-1])})
 
     todo = [(case, peer) for case in (*DEFAULT, *(MORE if arguments.all else ())) for peer in PEERS]
     if arguments.options:
         todo += [(case, peer) for case in DEFAULT if case.training for peer in OPTIONS if peer != AMP]
-    todo = [(case, peer) for case, peer in todo if arguments.only in str(case)]
+    todo = [each for each in todo if arguments.only in str(each[0]) and results.counted_with(*each) != codes[each[1]]]
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(lambda each: count(*each), [each for each in todo if results.counted_with(*each) != code]))
+        list(pool.map(lambda each: count(*each), todo))
     page.write()
     estimate.write()
     for each in (bad := list(results.bad())):

@@ -33,7 +33,7 @@ def counted(model: nn.Module, args: Sequence[Tensor], training: bool, peer: str,
     """The counts of each graph of a call, or of a training step. `peer`: one of `PEERS` or `OPTIONS`."""
     low = DTYPES[dtype]
     if peer == CONVERTED:
-        model, args = model.to(low), [arg.to(low) if arg.is_floating_point() else arg for arg in args]
+        model, args = model.to(low), [_converted(arg, low) for arg in args]
     with torch.set_grad_enabled(training):
         with torch.autocast("cpu", low, enabled=peer != CONVERTED):
             gm, inputs = _captured(model, args)
@@ -51,6 +51,10 @@ def counted(model: nn.Module, args: Sequence[Tensor], training: bool, peer: str,
             else:
                 compile_fx.compile_fx(gm, fakes)
     return counts_of_graphs
+
+
+def _converted(arg: Tensor, low: torch.dtype) -> Tensor:
+    return arg.detach().to(low).requires_grad_(arg.requires_grad) if arg.is_floating_point() else arg
 
 
 def _lower_as_amp(gm: GraphModule, fakes: Sequence[Any], options: Options) -> Counts:
@@ -101,7 +105,7 @@ def _on_device(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, Fak
             if isinstance(value, nn.Parameter):
                 fake = nn.Parameter(fake, value.requires_grad)
                 node.meta["tensor_dict"] = {"_dynamo_static_input_type": "guarded"}
-            fakes.append(fake)
+            fakes.append(fake.requires_grad_(value.requires_grad))
     return gm, mode, fakes
 
 

@@ -6,20 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.cases import PEERS, Case
+from benchmarks.paper.cases import OPTIONS, PEERS, Case
 
 ROOT = Path(__file__).parents[2]
 KEPT = Path(__file__).with_name("counted.json")
 OURS = "amp_"
 """Prefix of the names of our Triton kernels."""
+_COUNTS_NOTHING = ("page.py", "estimate.py", "results.py", "__main__.py")
 
 
-def code() -> str:
-    """A hash of the package and of the code that counts."""
-    folders = ("ampcompile", "passes", "kernels", "benchmarks/paper")
+def code(peer: str) -> str:
+    """A hash of the code that counts and, if the peer is ours, of the package."""
+    folders = ("benchmarks/paper", *(("ampcompile", "passes", "kernels") if peer in OPTIONS else ()))
     sources = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     others = [ROOT / "benchmarks" / name for name in ("architectures.py", "models.py", "unet.py")]
-    text = "".join(path.read_text() for path in [*sources, *others] if path.name not in ("page.py", "estimate.py"))
+    text = "".join(path.read_text() for path in [*sources, *others] if path.name not in _COUNTS_NOTHING)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

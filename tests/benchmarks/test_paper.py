@@ -16,7 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ampcompile.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_backward
 from benchmarks.paper import device, estimate
 from benchmarks.paper.cases import AMP, SMALL, STOCK
+from benchmarks.paper.depth import at_depth, repeated
 from benchmarks.paper.opaque import COSTS
+from benchmarks.paper.state_space import scan
 
 TABLE = Path(__file__).with_name("paper_small.json")
 LINEAR = f"{AMP}, fuse=linear, every call"
@@ -49,8 +51,25 @@ print(json.dumps(found))
 """
 
 
-def count(folder, *peers):
-    command = [sys.executable, "-c", COUNT, str(device.build(folder)), *peers]
+DEEP = """
+import json, logging, sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+from benchmarks.paper import device, one
+device.load(Path(sys.argv[1]))
+device.describe()
+logging.disable(logging.WARNING)
+from benchmarks.paper import cubins
+from benchmarks.paper.cases import Case
+cubins.usages = lambda kernels: {}
+case = Case("GPT 124M", 1, 128, training=True)
+print(json.dumps([one.answer(replace(case, layers=layers), sys.argv[2]) for layers in (2, 3, 5)]))
+"""
+
+
+def count(folder, *peers, script=COUNT):
+    command = [sys.executable, "-c", script, str(device.build(folder)), *peers]
     run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=570)
     assert not run.returncode, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
@@ -113,6 +132,36 @@ def test_every_kernel_compiles_and_none_spills(found):
     kernels = [*found[f"kernels, {AMP}"], *found[f"kernels, {LINEAR}"]]
     assert {capability for _, capability, *_ in kernels} == {80, 90, 100}
     assert not [name for name, _, _, spilled, *_ in kernels if spilled]
+
+
+def test_a_line_through_two_depths_meets_the_count_of_a_third(tmp_path):
+    few, more, third = count(tmp_path, AMP, script=DEEP)
+    line = at_depth({2: few, 3: more}, 5)
+    assert line["parameters"] == third["parameters"]
+    for found, wanted in zip(line["graphs"], third["graphs"], strict=True):
+        assert sorted(found.pop("parts")) == sorted(wanted.pop("parts"))
+        assert found.pop("peak") == pytest.approx(wanted.pop("peak"), rel=0.01)
+        assert found | {"kernels": {}} == wanted | {"kernels": {}}
+
+
+def test_blocks_that_are_compiled_alone_keep_what_each_saves():
+    forward = {"kind": "forward", "launches": 2, "calls": {"mm": 3}, "bytes": 70, "flops": 9, "saved": 0, "peak": 50}
+    backward = forward | {"kind": "backward", "launches": 4, "calls": {"mm": 6, "bmm": 1}, "saved": 40, "peak": 60}
+    graphs = [graph | {"roundings": 1, "parts": [["add", 2, 70]], "kernels": {}} for graph in (forward, backward)]
+    answer = repeated({"parameters": 5, "graphs": graphs}, 3)
+    assert answer["parameters"] == 15
+    first, last = answer["graphs"]
+    assert last["calls"] == {"mm": 18, "bmm": 3} and last["parts"] == [["add", 6, 210]] and last["saved"] == 120
+    assert [first["peak"], last["peak"]] == [50 + 2 * 40, 60 + 2 * 40], "what the other two blocks have saved is alive"
+
+
+def test_a_scan_is_a_loop_over_time():
+    decay, added = torch.rand(2, 2, 13, 3, 4, dtype=torch.float64)
+    state, states = torch.zeros_like(added[:, 0]), []
+    for step in range(13):
+        state = decay[:, step] * state + added[:, step]
+        states.append(state)
+    torch.testing.assert_close(scan(decay, added), torch.stack(states, 1))
 
 
 def test_operations_inside_a_fused_loss_are_those_that_run():
