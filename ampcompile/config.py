@@ -136,7 +136,7 @@ def _checked(key: str, value: Any) -> Any:
         if value not in (None, *LOW):
             raise OptionError(
                 f"option dtype={value!r}: expected torch.bfloat16 or torch.float16, or a name such as 'bf16'. For "
-                "float32 call the model inside torch.autocast(device_type, enabled=False)."
+                "float32 leave backend='amp' out, or call the model inside torch.autocast(device_type, enabled=False)."
             )
     elif key == "fuse":
         names = value.split("+") if isinstance(value, str) else [value]

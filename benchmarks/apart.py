@@ -91,9 +91,11 @@ def _serve(line: Connection, make: Callable[..., Any], *args: Any) -> None:
             return
         try:
             served = served or make(*args)
-            line.send((getattr(served, method)(*arguments), ""))
+            answer = getattr(served, method)(*arguments), ""
         except Exception as error:
-            line.send((None, in_one_line(error)))
+            answer = None, in_one_line(error)
+        with suppress(BrokenPipeError):  # nobody listens any more
+            line.send(answer)
 
 
 def in_one_line(error: Exception) -> str:

@@ -99,7 +99,7 @@ def build(compiler: str, source: str = "step") -> Path:
 
 
 def _version(compiler: str) -> str:
-    """Return what changes when another version of the compiler is installed; asking it takes longer than loading a library."""
+    """Return what changes with the compiler's version; to ask the compiler takes longer than to load a library."""
     status = Path(compiler).resolve().stat()
     return f"{Path(compiler).resolve()} {status.st_size} {status.st_mtime_ns}"
 

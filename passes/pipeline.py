@@ -15,6 +15,7 @@ from torch.fx import Node
 from ampcompile.config import Options
 from ampcompile.dtypes import LOW
 from ampcompile.kernels import packed_linear
+from ampcompile.passes.after.add_bias_in_products import AddBiasInProducts
 from ampcompile.passes.after.add_embedding_gradients import AddEmbeddingGradients
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.after.drop_casts import DropCasts
@@ -112,6 +113,7 @@ def after(
         RecomputeCasts(),  # marks the casts that are left
         SaveOldValues(),  # its marks override those that ask for recomputation
         WriteOnce(),  # after all that replaces values: it marks where they are written
+        AddBiasInProducts(),  # after all that look for `addmm`
         *([RecordMagnitudes(watched)] if watched is not None else []),  # last: its reads must not change what others do
     )
 

@@ -39,7 +39,9 @@ Result = tuple[Any, Callable[[], str]]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0, or 2 for an error of the user's."""
-    arguments = _parser().parse_args(argv)
+    arguments, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        arguments.parser.error(f"found {' '.join(unknown)}; expected what the usage above lists")
     try:
         value, text = arguments.command(arguments)
     except AmpError as error:
@@ -68,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         about = f"{words}\n\n{_TARGET}" if parent is target else words
         form = argparse.RawDescriptionHelpFormatter
         added = commands.add_parser(name, help=words, description=about, formatter_class=form, parents=[parent])
-        added.set_defaults(command=command)
+        added.set_defaults(command=command, parser=added)
         return added
 
     page = add("explain", _explain, "every cast and op of one call, with its reason", target)
@@ -130,6 +132,7 @@ def _explain(arguments: argparse.Namespace) -> Result:
     report = explain(target.f, **_options(arguments))(*target.args, **target.kwargs)
     if arguments.html:
         report.save(arguments.html)
+        _say(f"wrote {arguments.html}")
     return {
         "graphs": [{"precision": graph.precision, "break": graph.reason} for graph in report.graphs],
         "casts": [plain(cast) for cast in report.casts],

@@ -33,6 +33,7 @@ from .decompositions import decompositions
 from .double_backward import DoubleBackward, copy_with_bodies
 from .left_to_autocast import LEFT, lower_as_made
 from .plain_graph import exclude_autocast
+from .unmatched import outside
 from .watched_graph import WatchedGraph
 from .widen_outputs import find_still_leaving
 
@@ -61,7 +62,7 @@ def lower(
         tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
         written = tensors if reads_data(gm) else []
         if options.lower != "eager" and dtensors.are_under_way(example_inputs):
-            warnings.warn(UNDER_WAY, AmpWarning, stacklevel=2)
+            warnings.warn(UNDER_WAY, AmpWarning, stacklevel=outside())
             options = replace(options, lower="eager")
         compiled, specs = lower_as_made(gm, example_inputs, options)
         return graph(compiled, specs=specs, written=written, binding=ShardBinding).installed(example_inputs)

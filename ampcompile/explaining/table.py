@@ -67,7 +67,7 @@ def gain(report: Report) -> str:
     """The conversions of eager autocast beside those that are left, in one line; why there is nothing to compare."""
     totals = {total.stage: total for total in report.totals}
     if (forward := totals.get(EAGER_FORWARD)) is None or (backward := totals.get(EAGER_BACKWARD)) is None:
-        return "every graph is left to autocast" if report.graphs else "Dynamo made no graph: nothing is compiled"
+        return "every graph is left to autocast" if report.graphs else _without_graphs(report)
     ours, once = report.totals[-1], [cast for cast in report.casts if "hoisted" in cast.fate]
     weights = f", and {len(once)} of weights once per update, {human_bytes(sum(c.bytes for c in once))}" if once else ""
     theirs = f"{forward.casts} conversions in forward under eager autocast, {human_bytes(forward.bytes)}"
@@ -77,6 +77,11 @@ def gain(report: Report) -> str:
             f"backward {backward.casts}), {human_bytes(forward.bytes + backward.bytes)}"
         )
     return f"{theirs}; {ours.casts} here, {human_bytes(ours.bytes)}{weights}"
+
+
+def _without_graphs(report: Report) -> str:
+    nothing = "Dynamo made no graph: nothing is compiled"
+    return nothing if report.breaks else f"{nothing}. torch._dynamo.reset() before this call may show why"
 
 
 def _footnote(reason: str, reasons: Footnotes) -> str:

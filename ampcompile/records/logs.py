@@ -60,8 +60,8 @@ def _look_for_a_scaler(device_type: str) -> None:
     # Not `isinstance`: it reads `__class__`, which makes lazy objects of some packages load modules.
     if not any(issubclass(type(instance), torch.amp.GradScaler) for instance in gc.get_objects()):
         log.warning(
-            "a graph trains in float16 on %s, and no GradScaler has been made: small gradients become zero there. "
-            "Scale the loss (see ampcompile.GradScaler), or compile with options={'dtype': torch.bfloat16}",
+            "ampcompile: a graph trains in float16 on %s, and no GradScaler has been made: small gradients become zero "
+            "there. Scale the loss (see ampcompile.GradScaler), or compile with options={'dtype': torch.bfloat16}",
             device_type,
         )
 
@@ -80,8 +80,8 @@ def warn_of_emulation(estimated: Estimate) -> None:
     _emulation_checked = True
     if not estimated.pays:
         log.warning(
-            "%s. Call the model inside torch.autocast('cpu', enabled=False), or keep modules of it in float32: "
-            "options={'policy': 'module head=fp32'}. ampcompile.explain estimates each graph",
+            "ampcompile: %s. Compile the model without our backend, for float32, or keep modules of it in float32: "
+            "options={'policy': 'module NAME=fp32'}. ampcompile.explain estimates each graph",
             estimated,
         )
 

@@ -105,6 +105,8 @@ class Estimate:
         if not self.matters:
             verdict = "or f32 makes no difference here" if self.pays else "gains nothing here"
             end = ", less than a call itself takes"
+        if self.backward[0]:
+            end += "; in backward {:.0f} us and {:.0f} us".format(*(1e6 * each for each in self.backward))
         end += f"; besides, {1e6 * self.call:.0f} us a call"
         end += f" and {1e6 * self.update:.0f} us an update of {self.copies} weights" * bool(self.update)
         longer = self.whole[1] - self.whole[0]
@@ -112,7 +114,7 @@ class Estimate:
             end += f": {'a step' if self.backward[0] else 'a call'} takes some {1e6 * longer:.0f} us longer"
         how = f", which has no units for {low} and multiplies in f32" if self.emulated else ""
         times = f"{count} on this {self.device}{how}: {wide} in f32, {narrow} in {low} and {casts} for casts{end}"
-        return f"{low} {verdict} (estimated, forward): {times}"
+        return f"{low} {verdict} (estimated): {times}"
 
 
 def is_emulated(device_type: str, dtype: torch.dtype) -> bool:

@@ -22,6 +22,7 @@ AFTER = [
     "recompute_casts",
     "save_old_values",
     "write_once",
+    "add_bias_in_products",
 ]
 
 

@@ -85,7 +85,7 @@ def test_training_in_float16_without_a_scaler_is_warned_of_once(caplog: pytest.L
     assert not trained(caplog, dtype=torch.bfloat16) and not trained(caplog, grad=False)
     assert not trained(caplog, autocast=False)
     (line,) = trained(caplog)
-    assert line.startswith("a graph trains in float16 on cpu, and no GradScaler has been made")
+    assert line.startswith("ampcompile: a graph trains in float16 on cpu, and no GradScaler has been made")
     assert not trained(caplog)
 
 

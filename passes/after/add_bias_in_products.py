@@ -1,0 +1,59 @@
+"""Let bfloat16 products of linear layers add their bias as they write their result (CPU).
+
+ATen's `addmm` writes the bias into the result, and adds the product to that in a second pass. oneDNN's linear layer
+adds it to sums that are still in registers. The bits are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ampcompile.kernels import packed_linear
+from ampcompile.kernels.packed_linear import PACKED_LINEAR
+from ampcompile.passes.analysis.aliasing import lies_in_a_row
+from ampcompile.passes.graph import graphs
+from ampcompile.torch_private import lowering
+
+ADDMM = torch.ops.aten.addmm.default
+TRANSPOSES = (torch.ops.aten.permute.default, torch.ops.aten.t.default)
+
+
+def _add_in(gm: GraphModule) -> int:
+    changed = 0
+    for node in gm.graph.find_nodes(op="call_function", target=ADDMM):
+        bias, x, transposed, *_ = node.args
+        if node.kwargs or not _adds_rows(bias, node) or transposed.target not in TRANSPOSES:
+            continue
+        weight = transposed.args[0]
+        if weight.op != "placeholder" or not weight.meta["val"].is_contiguous():  # as far as bits were compared
+            continue
+        node.target, node.args = PACKED_LINEAR, (x, weight, weight, bias)
+        changed += 1
+        if not transposed.users:
+            gm.graph.erase_node(transposed)
+    return changed
+
+
+def _adds_rows(bias: Node, product: Node) -> bool:
+    """True for bfloat16 on the CPU, and one number of the bias for each column."""
+    result = product.meta["val"]
+    if result.device.type != "cpu" or result.dtype != torch.bfloat16 or bias.meta["val"].dim() != 1:
+        return False
+    return lies_in_a_row(bias) and str(bias.meta["val"].shape[0]) == str(result.shape[1])
+
+
+@dataclass(frozen=True)
+class AddBiasInProducts:
+    """Replaces `addmm` by `packed_linear` with a plain weight; returns the number of products."""
+
+    name = "add_bias_in_products"
+    exact = True
+    fate = ""
+
+    def apply(self, gm: GraphModule) -> int:
+        if not lowering.stores_products() or not packed_linear.available(torch.bfloat16):
+            return 0
+        return sum(map(_add_in, graphs(gm)))
