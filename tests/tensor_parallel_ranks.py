@@ -14,7 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from tests.compiling import LOW, error, same_bits
 from tests.ranks import join, leave
@@ -130,6 +136,31 @@ def compare_after_an_embedding(mesh, lower):
     assert same_bits(*found)
 
 
+def compare_loss_parallel(mesh, lower):
+    """Logits sharded by class, and their loss; sharded before the model is compiled, and after a first call of it."""
+    x, targets = torch.randn(8, 16, generator=torch.Generator().manual_seed(2)), torch.arange(8) % 16
+    plan = {"up": ColwiseParallel(), "down": ColwiseParallel(input_layouts=Shard(-1), use_local_output=False)}
+    found = []
+    for ours, late in ((False, False), (True, False), (True, True)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = f = Block()
+        if late:
+            model.compile(backend="amp", options={"lower": lower})
+            with torch.no_grad():
+                model(x)
+        parallelize_module(model, mesh, plan)
+        if ours and not late:
+            model.compile(backend="amp", options={"lower": lower})
+        with torch.autocast("cpu", LOW, cache_enabled=False):
+            logits = f(x)
+        with loss_parallel():
+            loss = nn.functional.cross_entropy(logits.float(), targets)
+            loss.backward()
+        found.append([local(logits).float(), local(loss), *(local(p.grad) for p in model.parameters())])
+    assert all(same_bits(found[0], each) for each in found[1:])
+
+
 def main():
     """The arguments are the lowers."""
     join()
@@ -154,6 +185,7 @@ def main():
     if size == 2:
         for lower in sys.argv[1:]:
             compare_after_an_embedding(mesh, lower)
+        compare_loss_parallel(mesh, "aot_eager")
     if failed:
         os._exit(1)
     leave()
