@@ -1,7 +1,7 @@
 """Let bfloat16 products of linear layers add their bias as they write their result (CPU).
 
 ATen's `addmm` writes the bias into the result, and adds the product to that in a second pass. oneDNN's linear layer
-adds it to sums that are still in registers. The bits are the same.
+adds it to sums that are still in registers. The bits are the same from `SMALLEST` features on.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.kernels import packed_linear
-from ampcompile.kernels.packed_linear import PACKED_LINEAR
+from ampcompile.kernels.packed_linear import PACKED_LINEAR, SMALLEST
 from ampcompile.passes.analysis.aliasing import lies_in_a_row
+from ampcompile.passes.analysis.product_cost import is_emulated
 from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import lowering
 
 ADDMM = torch.ops.aten.addmm.default
 TRANSPOSES = (torch.ops.aten.permute.default, torch.ops.aten.t.default)
+
+
+def acts_here() -> bool:
+    """Return True if this CPU has units for bfloat16, and oneDNN uses them."""
+    return packed_linear.available(torch.bfloat16) and not is_emulated("cpu", torch.bfloat16)
 
 
 def _add_in(gm: GraphModule) -> int:
@@ -28,7 +34,7 @@ def _add_in(gm: GraphModule) -> int:
         if node.kwargs or not _adds_rows(bias, node) or transposed.target not in TRANSPOSES:
             continue
         weight = transposed.args[0]
-        if weight.op != "placeholder" or not weight.meta["val"].is_contiguous():  # as far as bits were compared
+        if not _is_plain(weight):
             continue
         node.target, node.args = PACKED_LINEAR, (x, weight, weight, bias)
         changed += 1
@@ -45,6 +51,12 @@ def _adds_rows(bias: Node, product: Node) -> bool:
     return lies_in_a_row(bias) and str(bias.meta["val"].shape[0]) == str(result.shape[1])
 
 
+def _is_plain(weight: Node) -> bool:
+    """True for inputs that oneDNN reads as they are, and large enough for the same bits."""
+    value = weight.meta["val"]
+    return weight.op == "placeholder" and value.is_contiguous() and min(value.shape) >= SMALLEST
+
+
 @dataclass(frozen=True)
 class AddBiasInProducts:
     """Replaces `addmm` by `packed_linear` with a plain weight; returns the number of products."""
@@ -54,6 +66,6 @@ class AddBiasInProducts:
     fate = ""
 
     def apply(self, gm: GraphModule) -> int:
-        if not lowering.stores_products() or not packed_linear.available(torch.bfloat16):
+        if not lowering.stores_products() or not acts_here():
             return 0
         return sum(map(_add_in, graphs(gm)))

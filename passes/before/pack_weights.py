@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ampcompile.kernels.packed_conv import PACKED_CONV, Blocks, ConvBlocks
-from ampcompile.kernels.packed_linear import PACKED_LINEAR, LinearBlocks
+from ampcompile.kernels.packed_linear import PACKED_LINEAR, SMALLEST, LinearBlocks
 from ampcompile.passes.analysis.aliasing import lies_in_a_row
 from ampcompile.passes.analysis.product_cost import is_small
 from ampcompile.passes.analysis.sizes import product_hint
@@ -27,9 +27,6 @@ from ampcompile.weights.spec import CopySpec
 
 LINEAR = torch.ops.aten.linear.default
 CONV = torch.ops.aten.conv2d.default
-SMALLEST = 64
-"""Fewest features in or out of a linear layer. Below, oneDNN sums packed weights in another order: one result in
-100,000 differs in its last bit, and nothing is gained."""
 
 
 class PackedLayer(NamedTuple):

@@ -9,19 +9,20 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ampcompile.compiler import lower
-from ampcompile.kernels import packed_linear
+from ampcompile.kernels.packed_linear import PACKED_LINEAR
 from ampcompile.kernels.packed_linear import packed_linear as multiply
 from ampcompile.passes import pipeline
+from ampcompile.passes.after import add_bias_in_products as module
 from ampcompile.passes.after.add_bias_in_products import AddBiasInProducts
 from ampcompile.torch_private import lowering
 from tests.compiling import HIGH, LOW, amp, gradients, same_bits
 
-needs_units = pytest.mark.skipif(not packed_linear.available(LOW), reason="oneDNN multiplies no bfloat16 here")
+needs_units = pytest.mark.skipif(not module.acts_here(), reason="needs a CPU with units for bfloat16")
 
 
 @needs_units
 @pytest.mark.parametrize("rows", [1, 7, 64])
-@pytest.mark.parametrize(("inside", "outside"), [(3, 5), (17, 64), (64, 6), (64, 64), (96, 200), (400, 120)])
+@pytest.mark.parametrize(("inside", "outside"), [(64, 64), (64, 192), (96, 200), (400, 120), (512, 768)])
 def test_the_bits_are_those_of_addmm(rows: int, inside: int, outside: int) -> None:
     x, weight, bias = (torch.randn(*shape).to(LOW) for shape in ((rows, inside), (outside, inside), (outside,)))
     assert same_bits(multiply(x, weight, weight, bias), torch.addmm(bias, x, weight.t()))
@@ -33,9 +34,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.addmm(bias, x, weight.t())
 
 
-SHAPES = (4, 8), (16, 8), (16,)
+SHAPES = (4, 64), (128, 64), (128,)
 CASES = {  # a function, the dtype, and how many products change
     "a linear layer": (linear, LOW, 1),
+    "a small layer": (linear, LOW, 0),
     "float32": (linear, HIGH, 0),
     "a computed weight": (lambda x, weight, bias: linear(x, weight * 2, bias), LOW, 0),
     "a weight that isn't transposed": (lambda x, weight, bias: torch.addmm(bias, weight, x.t() @ x), LOW, 0),
@@ -47,20 +49,20 @@ CASES = {  # a function, the dtype, and how many products change
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "available", lambda dtype: True)
+    monkeypatch.setattr(module, "acts_here", lambda: True)
     f, dtype, expected = CASES[name]
-    if name == "a weight that isn't transposed":
-        shapes: tuple[tuple[int, ...], ...] = ((4, 16), (8, 16), (16,))
-    else:
-        shapes = SHAPES
-    gm = make_fx(f, tracing_mode="fake")(*(torch.randn(*shape, dtype=dtype) for shape in shapes))
+    shapes = {
+        "a weight that isn't transposed": ((4, 128), (64, 128), (128,)),
+        "a small layer": ((4, 17), (128, 17), (128,)),
+    }
+    gm = make_fx(f, tracing_mode="fake")(*(torch.randn(*shape, dtype=dtype) for shape in shapes.get(name, SHAPES)))
     assert AddBiasInProducts().apply(gm) == expected
-    assert len(gm.graph.find_nodes(op="call_function", target=packed_linear.PACKED_LINEAR)) == expected
+    assert len(gm.graph.find_nodes(op="call_function", target=PACKED_LINEAR)) == expected
     assert AddBiasInProducts().apply(gm) == 0
 
 
 def test_not_where_inductor_may_choose_templates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "available", lambda dtype: True)
+    monkeypatch.setattr(module, "acts_here", lambda: True)
     monkeypatch.setattr(lowering, "stores_products", lambda: False)
     gm = make_fx(linear, tracing_mode="fake")(*(torch.randn(*shape, dtype=LOW) for shape in SHAPES))
     assert AddBiasInProducts().apply(gm) == 0
