@@ -100,8 +100,8 @@ def build(compiler: str, source: str = "step") -> Path:
 
 def _version(compiler: str) -> str:
     """Return what changes with the compiler's version; to ask the compiler takes longer than to load a library."""
-    status = Path(compiler).resolve().stat()
-    return f"{Path(compiler).resolve()} {status.st_size} {status.st_mtime_ns}"
+    file = Path(compiler).resolve()
+    return f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}"
 
 
 def private_folder() -> Path:
@@ -184,12 +184,12 @@ def weights_function(name: str, arguments: int) -> Any:
 
 
 def table(*groups: Sequence[Sequence[int] | np.ndarray], also: Sequence[int] = ()) -> tuple[np.ndarray, Any]:
-    """A struct of int64 fields for C++, and what to keep as long as it is used.
+    """A struct of int64 fields for C++, and its rows, to be kept as long as it is used.
 
-    Each group becomes its rows' common length and their addresses; `also` are the last fields.
+    Each group becomes the length of its first row, the shortest, and the addresses of all; `also` are the last fields.
     """
-    rows = [np.array(group, dtype=np.int64) for group in groups]
-    counted = (field for group in rows for field in (group.shape[1], *(row.ctypes.data for row in group)))
+    rows = [[np.array(row, dtype=np.int64) for row in group] for group in groups]
+    counted = (field for group in rows for field in (len(group[0]), *(row.ctypes.data for row in group)))
     return np.array([*counted, *also], dtype=np.int64), rows
 
 

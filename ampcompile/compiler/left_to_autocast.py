@@ -103,11 +103,9 @@ def _read_copies(copied: Mapping[tuple[int, torch.dtype], int], gm: GraphModule)
     for (weight, dtype), copy in copied.items():
         if weight not in inputs or copy not in inputs:
             continue
+        casts = {TO_COPY: ((), {"dtype": dtype}), CONVERT: ((dtype,), {})}
         for cast in list(inputs[weight].users):
-            if cast.target in (TO_COPY, CONVERT) and {**cast.kwargs, **dict(enumerate(cast.args[1:]))} in (
-                {"dtype": dtype},
-                {0: dtype},
-            ):
+            if casts.get(cast.target) == (cast.args[1:], cast.kwargs):
                 with gm.graph.inserting_before(cast):
                     read = gm.graph.call_function(WEIGHT_COPY, (inputs[weight], inputs[copy], dtype))
                 read.meta = dict(cast.meta)
@@ -129,9 +127,8 @@ def find_casts(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any
         with tracing.computing_on(mode), torch.no_grad(), autocast.state_restored():
             # Without gradients autocast's cache keeps no casts.
             inputs = [value.detach() if isinstance(value, torch.Tensor) else value for value in fakes]
-            with _Casts(
-                {i: inputs[i] for i in weights if tracing.is_of_fixed_layout(dtensors.local_part(inputs[i]))}
-            ) as casts:
+            laid_out = {i: inputs[i] for i in weights if tracing.is_of_fixed_layout(dtensors.local_part(inputs[i]))}
+            with _Casts(laid_out) as casts:
                 gm(*inputs)
     except Exception:  # AOTAutograd runs it on fakes too, and raises what is to be raised
         return [], []

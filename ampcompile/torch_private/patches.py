@@ -161,11 +161,8 @@ COPIES = Group(
         "torch._C._swap_tensor_impl": "refuses tensors with weak references, as we have them",
     },
 )
-_ONE_OPERAND = ("abs", "cos", "exp", "log", "neg", "reciprocal", "sqrt", "zero")
-_SEVERAL_OPERANDS = (
-    *("add", "addcdiv", "addcmul", "clamp_max", "clamp_min", "copy", "div", "lerp", "maximum", "minimum", "mul", "pow"),
-    "sub",
-)
+_FOREACH = """abs add addcdiv addcmul clamp_max clamp_min copy cos div exp lerp log maximum minimum mul neg pow
+reciprocal sqrt sub zero"""
 SHARDS = Group(
     "shards",
     when="when the first copy of a DTensor's part is made",
@@ -173,7 +170,7 @@ SHARDS = Group(
     patches={
         "torch.distributed.tensor.DTensor.to_local": "a detached DTensor gives out an alias with another counter",
         **dict.fromkeys(
-            (f"torch._foreach_{name}_" for name in (*_ONE_OPERAND, *_SEVERAL_OPERANDS)),
+            (f"torch._foreach_{name}_" for name in _FOREACH.split()),
             "writes DTensors' parts without raising a version",
         ),
     },

@@ -91,17 +91,17 @@ class ShardBinding(Binding):
     def copies(self, inputs: Sequence[Any]) -> list[Tensor]:
         """Return the copies that the graph reads with these inputs; stale ones are cast first, all in one pass."""
         parts = list(inputs)
-        for i in self._indices:
-            weight, parts[i] = inputs[i], dtensors.local_part(inputs[i])
-            if weight is parts[i]:
-                continue
+        sharded = [i for i in self._indices if dtensors.local_part(inputs[i]) is not inputs[i]]
+        for i in sharded:
+            weight, parts[i] = inputs[i], inputs[i]._local_tensor
             key = id(weight), id(parts[i])
             if (shard := self._shards.get(key)) is None:
                 shard = self._shards[key] = self._shard_of(weight, key)
             shard.note_writes(weight)
         copies = super().copies(parts)
-        patches.install(patches.SHARDS, _WRAPS, plan=store.on_last_freed.append)
-        for i in self._indices:
+        if sharded:
+            patches.install(patches.SHARDS, _WRAPS, plan=store.on_last_freed.append)
+        for i in sharded:
             if inputs[i].requires_grad and (memory := store.find(parts[i])) is not None:
                 memory.trainable = True  # a part itself never requires gradients
         return copies

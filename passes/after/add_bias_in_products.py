@@ -19,7 +19,8 @@ from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import lowering
 
 ADDMM = torch.ops.aten.addmm.default
-TRANSPOSES = (torch.ops.aten.permute.default, torch.ops.aten.t.default)
+TRANSPOSES = {torch.ops.aten.permute.default: ([1, 0],), torch.ops.aten.t.default: ()}
+"""And their arguments after the matrix."""
 
 
 def acts_here() -> bool:
@@ -31,7 +32,7 @@ def _add_in(gm: GraphModule) -> int:
     changed = 0
     for node in gm.graph.find_nodes(op="call_function", target=ADDMM):
         bias, x, transposed, *_ = node.args
-        if node.kwargs or not _adds_rows(bias, node) or transposed.target not in TRANSPOSES:
+        if node.kwargs or not _adds_rows(bias, node) or TRANSPOSES.get(transposed.target) != transposed.args[1:]:
             continue
         weight = transposed.args[0]
         if not _is_plain(weight):

@@ -33,6 +33,9 @@ class Counter:
         while True:
             pass
 
+    def dawdle(self) -> None:
+        time.sleep(0.5)
+
     def start_worker(self) -> int:
         """A process of its own, as compilers start some; its id."""
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
@@ -72,6 +75,13 @@ def test_a_process_that_hangs_is_given_up(tmp_path: Path) -> None:
         assert ended(worker), "and so have the processes that it started"
         with pytest.raises(FailedError, match="its process died"):
             counter.ask("add", 1)
+
+
+def test_an_answer_that_nobody_waits_for_is_no_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with apart(Counter, 1, caches=tmp_path) as counter:
+        counter.ask("add", 0)
+        counter.line.send(("dawdle", ()))
+    assert counter.process.exitcode == 0 and "BrokenPipe" not in capfd.readouterr().err
 
 
 def ended(process: int) -> bool:

@@ -23,8 +23,9 @@ def test_explain_prints_the_report_and_writes_the_page(
     shop: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "amp.html"
-    out = printed(capsys, "explain", f"{shop}:model", "--html", str(page))
-    assert "aten.linear" in out and "casts inserted" in out
+    assert cli.main(["explain", f"{shop}:model", "--html", str(page)]) == 0
+    out, said = capsys.readouterr()
+    assert "aten.linear" in out and "casts inserted" in out and f"wrote {page}" in said.splitlines()
     assert "<html" in page.read_text()
 
 
@@ -54,6 +55,13 @@ def test_the_module_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ampcompile"]
     shown = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=300, cwd=tmp_path, check=True)
     assert all(name in shown.stdout for name in ("explain", "audit", "bench", "doctor"))
+
+
+def test_an_unknown_option_gets_the_usage_of_its_command(shop: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["explain", f"{shop}:breaks", "--dtpye", "bf16"])
+    said = capsys.readouterr().err
+    assert said.startswith("usage: python -m ampcompile explain") and "found --dtpye bf16; expected" in said
 
 
 @pytest.mark.parametrize(

@@ -368,8 +368,9 @@ def test_what_another_backend_compiles_too_is_warned_about(fullgraph):
     for inner, name in ((module, "Model"), (function, "Linear.forward")):
         torch._dynamo.reset()
         outer = torch.compile(lambda x, inner=inner: inner(x) + 1, backend="eager", fullgraph=fullgraph)
-        with pytest.warns(AmpWarning, match=f"^{name} was compiled with backend 'amp' and is called inside"):
+        with pytest.warns(AmpWarning, match=f"^{name} was compiled with backend 'amp' and is called inside") as told:
             assert outer(x).dtype == HIGH
+        assert told[0].filename == __file__
         torch._dynamo.reset()
         ours, _ = compiled(lambda x, inner=inner: inner(x) + 1, fullgraph=fullgraph)
         assert ours(x).dtype == inner(x).dtype == LOW

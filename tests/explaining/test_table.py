@@ -84,7 +84,9 @@ def test_what_was_gained_comes_first() -> None:
 
 
 def test_a_report_without_numbers_says_why() -> None:
-    assert render(Report([]), width=100).startswith("Dynamo made no graph: nothing is compiled")
+    silent, told = (render(Report([], breaks=breaks), width=200) for breaks in ([], ["a loop"]))
+    nothing = "Dynamo made no graph: nothing is compiled"
+    assert silent.startswith(f"{nothing}. torch._dynamo.reset() before") and told.startswith(f"{nothing}\n")
     assert render(Report([graph("cpu")(left=True)]), width=100).startswith("every graph is left to autocast")
 
 

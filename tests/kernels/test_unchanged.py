@@ -73,3 +73,10 @@ def test_a_tensor_without_versions_is_never_unchanged() -> None:
         inference = torch.zeros(3)
     counters = [storages.tensor_address(inference)]
     assert not Unchanged([], counters, [0], [], [], [], [], [], [], b"", inference)([])
+
+
+def test_weights_that_were_forgotten_while_their_state_was_noted_are_not_unchanged() -> None:
+    """Another thread empties the list of weights in between: the first rows are shorter then."""
+    noted = Noted()
+    state = Unchanged([], [], [0, 0], [], [noted.at], [], [], [], [], b"", None)
+    assert not state(noted.impls) and noted.unchanged(noted.impls)

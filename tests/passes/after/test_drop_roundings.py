@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ampcompile.compiler import lower
-from ampcompile.passes import pipeline
 from ampcompile.passes.after.drop_roundings import DropRoundings
 from ampcompile.torch_private import lowering
-from tests.compiling import HIGH, LOW, amp, gradients, same_bits
+from tests.compiling import HIGH, LOW, amp, gradients, leave_out, same_bits
 
 CASES = {  # what is done to the product of two matrices, and the ops that are left to round
     "relu": (lambda a, b: (a @ b).relu(), {"mm"}),
@@ -76,6 +75,5 @@ def test_inductor_marks_what_the_pass_knows_and_gives_the_same_bits_without(monk
     found = gradients(model, lambda m: amp(m, lower="inductor")[0](x).float().square().sum())
     assert dropped == [6], "relu twice, neg, abs, and the gradients of both relu"
     torch._dynamo.reset()
-    after = pipeline.after
-    monkeypatch.setattr(pipeline, "after", lambda *products: [p for p in after(*products) if p != DropRoundings()])
+    leave_out(DropRoundings(), monkeypatch)
     assert same_bits(gradients(model, lambda m: amp(m, lower="inductor")[0](x).float().square().sum()), found)

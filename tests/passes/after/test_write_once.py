@@ -1,18 +1,13 @@
 """What `erf` gives is computed once where a sum reads it, and marked nowhere else."""
 
-import uuid
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ampcompile.compiler import lower
-from ampcompile.passes import pipeline
 from ampcompile.passes.after.write_once import WriteOnce
 from ampcompile.torch_private import lowering
-from tests.compiling import HIGH, LOW, amp, gradients, same_bits
+from tests.compiling import HIGH, LOW, gradients_and_code, leave_out, same_bits
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -48,18 +43,10 @@ def test_only_on_cpus() -> None:
 
 
 def test_each_graph_computes_it_once_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower, "cache_key", lambda *_: str(uuid.uuid4()))  # nothing comes from caches
     model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8)), torch.randn(16, 32)
-
-    def run() -> tuple[list[Tensor | None], list[int]]:
-        torch._dynamo.reset()
-        compiled, _ = amp(model, lower="inductor")
-        found, code = run_and_get_code(lambda: gradients(model, lambda _: compiled(x).float().square().sum()))
-        return found, [graph.count(".erf()") for graph in code]
-
-    once, counts = run()
-    after = pipeline.after
-    monkeypatch.setattr(pipeline, "after", lambda *more: [p for p in after(*more) if p != WriteOnce()])
-    each_time, more_counts = run()
+    once, code = gradients_and_code(model, x, monkeypatch)
+    leave_out(WriteOnce(), monkeypatch)
+    each_time, more = gradients_and_code(model, x, monkeypatch)
     assert same_bits(once, each_time)
-    assert [after < before for after, before in zip(counts, more_counts, strict=True)] == [True, True]
+    counts = [[graph.count(".erf()") for graph in each] for each in (code, more)]
+    assert [after < before for after, before in zip(*counts, strict=True)] == [True, True]
