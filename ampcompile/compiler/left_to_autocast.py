@@ -88,7 +88,8 @@ def lower_as_made(
         if options.lower == "aot_eager":
             compiled = lowering.aot_eager(gm, inputs, read)
         else:
-            config = {"emulate_precision_casts": options.numerics == "eager", **lowering.config_for_bodies(gm)}
+            rounding = lowering.config_for_rounding(options.numerics == "eager", inputs)
+            config = rounding | lowering.config_for_bodies(gm)
             # Autocast's dtypes are part of torch's own key only from 2.13 on.
             key = f"{cache_key(frozenset())} {autocast.autocast_states()} {casts}"
             compiled = lowering.inductor(gm, inputs, config | dict(options.inductor), read, key, decompositions())

@@ -87,7 +87,7 @@ def lower(
         else:
             lowering.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments)
             lowering.lower_as_call(PACKED_CONV, CONVOLVE, _convolve_channels_last)
-            config = _inductor_config(gm, options, specs, watched is not None)
+            config = _inductor_config(gm, inputs, options, specs, watched is not None)
             # A watched graph's key is unique: no cache keeps the values that are watched.
             key = cache_key(emulated, small) if watched is None else str(uuid4())
             compiled = lowering.inductor(gm, inputs, config, partial(passes, None), key, decompositions())
@@ -134,9 +134,10 @@ def _on_joint_graph(passes: Sequence[Pass], watch: Watch | None, gm: GraphModule
 
 
 def _inductor_config(
-    gm: GraphModule, options: Options, specs: Sequence[CopySpec], watched: bool = False
+    gm: GraphModule, inputs: Sequence[Any], options: Options, specs: Sequence[CopySpec], watched: bool = False
 ) -> dict[str, Any]:
-    config: dict[str, Any] = {"emulate_precision_casts": options.numerics == "eager", **lowering.config_for_bodies(gm)}
+    rounding = lowering.config_for_rounding(options.numerics == "eager", inputs)
+    config: dict[str, Any] = rounding | lowering.config_for_bodies(gm)
     if any(spec.blocks is not None for spec in specs):
         config["size_asserts"] = False  # a packed tensor has no strides to assert
     if watched:

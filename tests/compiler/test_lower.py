@@ -87,12 +87,12 @@ def test_inductor_rounds_as_eager_does_unless_it_may_not(numerics: str, emulated
     gm = GraphModule({}, Graph())
     options = Options(numerics=numerics, inductor=(("max_autotune", True),))
     strided, packed = CopySpec(0, Form(LOW)), CopySpec(1, Form(LOW), LinearBlocks())
-    config = _inductor_config(gm, options, [strided])
+    config = _inductor_config(gm, [], options, [strided])
     assert config["emulate_precision_casts"] is emulated and config["max_autotune"] is True
     assert "size_asserts" not in config
-    assert _inductor_config(gm, options, [strided, packed])["size_asserts"] is False
+    assert _inductor_config(gm, [], options, [strided, packed])["size_asserts"] is False
     mine = Options(inductor=(("emulate_precision_casts", False),))
-    assert _inductor_config(gm, mine, [])["emulate_precision_casts"] is False, "the user's own word is the last"
+    assert _inductor_config(gm, [], mine, [])["emulate_precision_casts"] is False, "the user's own word is the last"
 
 
 @pytest.mark.ci

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._inductor.dependencies import MemoryDep, ReadWrites
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.utils._ordered_set import OrderedSet
 
@@ -102,6 +103,16 @@ def test_graphs_with_loops_and_nested_regions_write_each_buffer_once() -> None:
     careful = {"inplace_buffers": False, "allow_buffer_reuse": False}
     assert backend.found == [careful, {}]
     assert careful.keys() <= torch._inductor.config.get_config_copy().keys()
+
+
+def test_roundings_on_a_gpu_make_inductor_write_no_more_values_to_memory() -> None:
+    assert lowering.config_for_rounding(True, [torch.ones(2), 3]) == {"emulate_precision_casts": True}
+    with FakeTensorMode():
+        inputs = [torch.empty(2, device="cuda")]
+    config = lowering.config_for_rounding(True, inputs)
+    assert config == {"emulate_precision_casts": True, "realize_opcount_threshold": 45}
+    assert config.keys() <= torch._inductor.config.get_config_copy().keys()
+    assert lowering.config_for_rounding(False, inputs) == {"emulate_precision_casts": False}
 
 
 def test_what_nested_regions_return_has_no_fake_values_left() -> None:
