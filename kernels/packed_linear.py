@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _LIBRARY = torch.library.Library("ampcompile", "FRAGMENT")
-_LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor packed, Tensor? bias) -> Tensor")
+_LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor packed, Tensor? bias, str? gelu=None) -> Tensor")
 MULTIPLY = torch.ops.mkldnn._linear_pointwise.default
 PACKED_LINEAR = torch.ops.ampcompile.packed_linear.default
 SMALLEST = 64
@@ -38,13 +38,14 @@ class LinearBlocks:
         return torch.ops.mkldnn._reorder_linear_weight(copy.detach(), None)
 
 
-def packed_linear(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def packed_linear(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None, gelu: str | None = None) -> Tensor:
     """`x @ weight.t() + bias` (..., out_features) in the dtype of `x` (..., in_features), bfloat16 or float32.
 
-    `packed` holds the copy of `weight` in that dtype, packed or plain; `weight` itself is not read. No gradient flows:
-    a trained weight changes before its packing has paid.
+    `packed` holds the copy of `weight` in that dtype, packed or plain; `weight` itself is not read. `gelu`: None, or
+    the `approximate` of `F.gelu`, which is then taken of the unrounded sums. No gradient flows: a trained weight
+    changes before its packing has paid.
     """
-    return PACKED_LINEAR(x, weight, packed, bias)
+    return PACKED_LINEAR(x, weight, packed, bias, gelu)
 
 
 def packed_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -52,17 +53,17 @@ def packed_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> T
     return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
 
-def multiply_arguments(x: Any, weight: Any, packed: Any, bias: Any) -> tuple[Any, ...]:
+def multiply_arguments(x: Any, weight: Any, packed: Any, bias: Any, gelu: str | None = None) -> tuple[Any, ...]:
     """The arguments of oneDNN's operator `MULTIPLY` for a `PACKED_LINEAR`."""
-    return x, packed, bias, "none", [], ""
+    return x, packed, bias, *(("none", [], "") if gelu is None else ("gelu", [], gelu))
 
 
 @torch.library.impl(_LIBRARY, "packed_linear", "CPU")
 @torch.library.impl(_LIBRARY, "packed_linear", "MkldnnCPU")
-def _multiply(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return MULTIPLY(*multiply_arguments(x, weight, packed, bias))
+def _multiply(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None, gelu: str | None = None) -> Tensor:
+    return MULTIPLY(*multiply_arguments(x, weight, packed, bias, gelu))
 
 
 @torch.library.register_fake(PACKED_LINEAR, lib=_LIBRARY)
-def _(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def _(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None, gelu: str | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))

@@ -69,7 +69,8 @@ def pipeline(
         if options.lower == "inductor" and not gradients and not asserting:
             held = {each: torch.float32 if each in emulated else each for each in LOW}
             packed = frozenset(each for each in LOW if packed_linear.available(held[each]))
-            passes += (PackWeights(packed, not options.widens_small()),) if packed else ()  # needs hoisted weights
+            if packed:  # needs hoisted weights
+                passes += (PackWeights(packed, not options.widens_small(), options.numerics == "relaxed"),)
     return (*passes, ShareCasts(gradients))  # last: a weight's copy is packed for one reader
 
 

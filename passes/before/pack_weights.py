@@ -27,6 +27,7 @@ from ampcompile.weights.spec import CopySpec
 
 LINEAR = torch.ops.aten.linear.default
 CONV = torch.ops.aten.conv2d.default
+GELU = torch.ops.aten.gelu.default
 
 
 class PackedLayer(NamedTuple):
@@ -82,15 +83,32 @@ def _is_small(x: Tensor, weight: Tensor, result: Tensor) -> bool:
     return is_small(multiplications, x.numel() + weight.numel() + result.numel())
 
 
+def _take_gelu_in(layer: Node) -> None:
+    reader, *others = layer.users
+    if others or reader.target is not GELU or reader.meta["val"].dtype != layer.meta["val"].dtype:
+        return
+    approximate = reader.kwargs.get("approximate", "none")
+    layer.args = (*layer.args, approximate)
+    reader.replace_all_uses_with(layer)
+    layer.graph.erase_node(reader)
+
+
 @dataclass(frozen=True)
 class PackWeights:
-    """`dtypes`: those of packed products on this machine; `small`: small products too, see `product_cost.SMALL`."""
+    """`dtypes`: those of packed products on this machine; `small`: small products too, see `product_cost.SMALL`.
+
+    `relaxed`: a GELU that alone reads a linear layer is taken in the product, of sums that aren't rounded yet.
+    """
 
     dtypes: frozenset[torch.dtype]
     small: bool = True
+    relaxed: bool = False
     name = "pack_weights"
-    exact = True
     fate = ""
+
+    @property
+    def exact(self) -> bool:
+        return not self.relaxed
 
     def apply(self, gm: GraphModule) -> int:
         inputs: dict[CopySpec, Node] = {}
@@ -115,6 +133,8 @@ class PackWeights:
                 layer.target, layer.args, layer.kwargs = new.op, (x, weight, form, bias, *new.settings), {}
                 gm.graph.erase_node(read)
                 packed += 1
+                if self.relaxed and new.op is PACKED_LINEAR:
+                    _take_gelu_in(layer)
         for node in placeholders(gm):
             if decision_of(node).copy is not None and not node.users:
                 gm.graph.erase_node(node)

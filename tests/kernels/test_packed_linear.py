@@ -48,3 +48,19 @@ def test_against_float64(dtype: torch.dtype) -> None:
             1.0001 if dtype.itemsize == 2 else 2
         )
         assert (ours.double() - exact).norm() < 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_a_gelu_is_of_the_unrounded_sums(dtype: torch.dtype, approximate: str) -> None:
+    x, weight, b = operands(dtype, (40,), 64, 80, bias=True)
+    weight /= 8
+    exact = F.gelu(F.linear(x.double(), weight.to(dtype).double(), b.double()), approximate=approximate)
+    for form in (weight.to(dtype), LinearBlocks().pack(weight.to(dtype))):
+        ours = packed_linear(x, weight, form, b, approximate)
+        if dtype.itemsize == 2:
+            assert (ours != exact.to(dtype)).double().mean() < 0.01, (
+                "rounded once, but where the sum's own error counts"
+            )
+        else:
+            assert torch.allclose(ours.double(), exact, rtol=1e-4, atol=1e-5)

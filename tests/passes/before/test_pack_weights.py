@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ampcompile.kernels.packed_conv import PACKED_CONV, ConvBlocks
 from ampcompile.kernels.packed_linear import PACKED_LINEAR, LinearBlocks, available
-from ampcompile.passes.before.pack_weights import PackWeights
+from ampcompile.passes.before.pack_weights import GELU, PackWeights
 from ampcompile.passes.graph import decision_of
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.weights.copies import PAYS
@@ -71,7 +72,7 @@ class Functional(nn.Module):
         self.weight = nn.Parameter(torch.randn(64, 64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self.weight.t()) + x @ self.weight
+        return F.linear(x, self.weight.t()) + x @ self.weight
 
 
 class Biased(nn.Module):
@@ -82,12 +83,12 @@ class Biased(nn.Module):
         self.weight, self.vector, self.part = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(128)), part
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self.weight, self.vector[self.part])
+        return F.linear(x, self.weight, self.vector[self.part])
 
 
 class Computed(Biased):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self.weight, (x.t() @ x)[:, 1])
+        return F.linear(x, self.weight, (x.t() @ x)[:, 1])
 
 
 DECLINES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
@@ -111,6 +112,37 @@ def test_declines(name: str) -> None:
 def test_a_part_of_a_vector_is_a_bias() -> None:
     with torch.no_grad():
         assert packed(Biased(slice(64, None)), torch.randn(3, 64))[0] == 1
+
+
+class Activated(nn.Module):
+    """A GELU of each form that alone reads its layer, one whose layer is read twice, and one of float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d = self.layers
+        x = F.gelu(b(F.gelu(a(x))), approximate="tanh")
+        read_twice = c(x)
+        return F.gelu(d(F.gelu(read_twice) + read_twice).float())
+
+
+@pytest.mark.parametrize(("options", "taken_in"), [({}, 0), ({"numerics": "relaxed"}, 2)])
+def test_a_relaxed_product_takes_the_gelu_that_alone_reads_it(options: dict[str, Any], taken_in: int) -> None:
+    model, x = Activated(), torch.randn(3, 64)
+    with torch.no_grad():
+        (graph,) = rewritten(model, x, lower="inductor", products="torch", **options)
+        assert count(graph, GELU) == 4 - taken_in
+        assert [node.args[4] for node in graph.graph.graph.nodes if node.target is PACKED_LINEAR and node.args[4:]] == [
+            "none",
+            "tanh",
+        ][:taken_in]
+        exact = copy.deepcopy(model).double()(x.double())
+        ours = torch.compile(model, backend="amp", options={"products": "torch", **options})(x)
+        with torch.autocast("cpu"):
+            eager = model(x)
+    assert (ours - exact).norm() <= 1.1 * (eager - exact).norm()
 
 
 class Convolutions(nn.Module):
