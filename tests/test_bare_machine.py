@@ -26,7 +26,7 @@ def collected(lacking: str) -> tuple[set[str], str]:
     return {line for line in run.stdout.splitlines() if "::" in line}, run.stdout
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_every_gpu_test_is_collected_there() -> None:
     (everywhere, _), (there, told) = collected(""), collected(LACKING)
     assert len(there) > 200 and there == everywhere

@@ -10,6 +10,6 @@ if not torch.distributed.is_available():
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("size", "lowers"), [(2, ["eager", "aot_eager", "inductor"]), (4, ["aot_eager"])])
+@pytest.mark.parametrize(("size", "lowers"), [(2, ["eager", "inductor"]), (4, ["aot_eager"])])
 def test_tensor_parallel_models_get_the_bits_of_eager_autocast(size, lowers, tmp_path):
     run_ranks("tests.tensor_parallel_ranks", *lowers, folder=tmp_path, timeout=550, size=size)
