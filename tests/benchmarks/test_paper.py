@@ -134,6 +134,7 @@ def test_every_kernel_compiles_and_none_spills(found):
     assert not [name for name, _, _, spilled, *_ in kernels if spilled]
 
 
+@pytest.mark.slow
 def test_a_line_through_two_depths_meets_the_count_of_a_third(tmp_path):
     few, more, third = count(tmp_path, AMP, script=DEEP)
     line = at_depth({2: few, 3: more}, 5)
