@@ -168,7 +168,8 @@ SHARDS = Group(
     when="when the first copy of a DTensor's part is made",
     undone="with the last copied weight",
     patches={
-        "torch.distributed.tensor.DTensor.to_local": "a detached DTensor gives out an alias with another counter",
+        "torch.distributed.tensor.DTensor.to_local": "writes through another DTensor around it raise no version",
+        "torch.distributed.tensor.DTensor.redistribute": "the result may be another DTensor around the same part",
         **dict.fromkeys(
             (f"torch._foreach_{name}_" for name in _FOREACH.split()),
             "writes DTensors' parts without raising a version",

@@ -8,6 +8,7 @@ weight is compared or cast in each call.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,39 +22,48 @@ from .binding import Binding
 from .spec import CopySpec
 from .store import store
 
+MARK = "_ampcompile_mark"
+"""The attribute that tells a DTensor from a later one at its address; a weak reference would forbid `swap_tensors`."""
+_marks = itertools.count(1)
+
 
 class Shard:
     """A DTensor, the storage of its part, and the DTensor's version when its part was last known to be unwritten."""
 
     def __init__(self, weight: Any) -> None:
+        self.mark = next(_marks)
+        patches.replace_on(weight, MARK, self.mark)
         self.counter = dtensors.counter_of(weight)
         self.seen = self.counter._version
         self.storage = storages.StorageWeakRef(weight._local_tensor.untyped_storage())
+        self.shared = False
 
     def note_writes(self, weight: Any) -> None:
-        """Record writes to the DTensor, and possible ones through another DTensor."""
+        """Record writes to the DTensor, and possible ones through another DTensor that is there or was a call ago."""
         if (memory := store.find(weight._local_tensor)) is None:
             return
         now = self.counter._version
         if self.seen != now or weight._version != now:
             memory.written()
             self.seen = now
-        if len(memory.sharers) > 1:
+        shared = len(memory.sharers) > 1
+        if shared or self.shared:
             memory.doubted()
+        self.shared = shared
 
 
-def _wrap_to_local(to_local: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(to_local)
+def _wrap_giving(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Doubt the weight whose memory a result shares: a DTensor around it, made of it or given, writes unseen."""
+
+    @functools.wraps(function)
     def giving(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        part = to_local(self, *args, **kwargs)
+        given = function(self, *args, **kwargs)
         try:
-            if store.covers(at := storages.address(part)):
-                memory = store.find(part)
-                if memory is None or id(self._local_tensor) not in memory.weights:
-                    store.hand_out(at)
+            if store.covers(at := storages.address(dtensors.local_part(given))):
+                store.hand_out(at)
         except (RuntimeError, TypeError):  # of fakes, or wrapped by a transform
             pass
-        return part
+        return given
 
     return giving
 
@@ -74,10 +84,11 @@ def _wrap_foreach(function: Callable[..., None]) -> Callable[..., None]:
 
 
 _WRAPS = {patches.place_of(what): _wrap_foreach for what in patches.SHARDS.patches} | {
-    "DTensor.to_local": _wrap_to_local
+    "DTensor.to_local": _wrap_giving,
+    "DTensor.redistribute": _wrap_giving,
 }
 _shards: weakref.WeakValueDictionary[tuple[int, int], Shard] = weakref.WeakValueDictionary()
-"""By the ids of the DTensor and of its part."""
+"""By the id of the DTensor and the key of its part's storage, which no other storage gets meanwhile."""
 
 
 class ShardBinding(Binding):
@@ -94,8 +105,9 @@ class ShardBinding(Binding):
         sharded = [i for i in self._indices if dtensors.local_part(inputs[i]) is not inputs[i]]
         for i in sharded:
             weight, parts[i] = inputs[i], inputs[i]._local_tensor
-            key = id(weight), id(parts[i])
-            if (shard := self._shards.get(key)) is None:
+            key = id(weight), storages.storage_key(parts[i])
+            shard = self._shards.get(key)
+            if shard is None or getattr(weight, MARK, 0) != shard.mark:
                 shard = self._shards[key] = self._shard_of(weight, key)
             shard.note_writes(weight)
         copies = super().copies(parts)
@@ -110,7 +122,8 @@ class ShardBinding(Binding):
         if len(self._shards) >= self._sweep_shards_at:
             self._shards = {k: shard for k, shard in self._shards.items() if not shard.storage.expired()}
             self._sweep_shards_at = 2 * len(self._shards) + 64
-        if (shard := _shards.get(key)) is None:
+        shard = _shards.get(key)
+        if shard is None or getattr(weight, MARK, 0) != shard.mark:
             if (memory := store.find(weight._local_tensor)) is not None:
                 memory.written()  # nothing has watched this DTensor so far
             shard = _shards[key] = Shard(weight)

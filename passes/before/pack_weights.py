@@ -84,8 +84,10 @@ def _is_small(x: Tensor, weight: Tensor, result: Tensor) -> bool:
 
 
 def _take_gelu_in(layer: Node) -> None:
-    reader, *others = layer.users
-    if others or reader.target is not GELU or reader.meta["val"].dtype != layer.meta["val"].dtype:
+    if len(layer.users) != 1:
+        return
+    (reader,) = layer.users
+    if reader.target is not GELU or reader.meta["val"].dtype != layer.meta["val"].dtype:
         return
     approximate = reader.kwargs.get("approximate", "none")
     layer.args = (*layer.args, approximate)

@@ -87,6 +87,10 @@ WRITERS = {
     "one place of the part": to_matrices(lambda p: at_one_place(p.to_local()).fill_(6)),
     "the part's .data": to_matrices(lambda p: at_one_place(p.to_local().data).fill_(7)),
     "a detached DTensor's part": to_matrices(lambda p: at_one_place(p.detach().to_local()).fill_(8)),
+    "another DTensor around the part": to_matrices(
+        lambda p: DTensor.from_local(p.to_local(), p.device_mesh, p.placements).mul_(mask(p))
+    ),
+    "a DTensor redistributed as it is": to_matrices(lambda p: p.redistribute(placements=p.placements).mul_(mask(p))),
     "a state dict": lambda model, folder: model.load_state_dict(
         {name: value.detach() * 1.5 for name, value in model.state_dict().items()}
     ),
@@ -139,11 +143,50 @@ def casts_follow_writes(make, compile_it, x, folder):
         assert ampcompile.weight_stats().casts - before == passes, f"cast again though unwritten: {name}"
 
 
+def one_write_after_a_call_is_seen(make, x):
+    """Through another DTensor that was there in the call before, and is gone in the next."""
+    torch._dynamo.reset()
+    theirs, ours = make(), make()
+    f = whole(ours, lower="aot_eager")
+    forward(f, x)
+    others = [DTensor.from_local(p.to_local(), p.device_mesh, p.placements) for p in matrices(ours)]
+    forward(f, x)
+    with torch.no_grad():
+        for other in others:
+            other.mul_(mask(other))
+        for p in matrices(theirs):
+            p.mul_(mask(p))
+    del others, other
+    assert same_bits(forward(f, x), forward(theirs, x))
+
+
+def weights_that_replace_others_are_told_from_them(make, x):
+    """Python gives a new weight the address of an old one, and its version comes to be that of the old one."""
+    torch._dynamo.reset()
+    theirs, ours = make(), make()
+    f = whole(ours, lower="aot_eager")
+    forward(f, x)
+    layers = [next(m for m in model.modules() if isinstance(m, torch.nn.Linear)) for model in (ours, theirs)]
+    for replacement in range(60):
+        values = torch.randn(layers[0].weight.to_local().shape)
+        mesh, placements = layers[0].weight.device_mesh, layers[0].weight.placements
+        for layer in layers:
+            layer.weight = None
+            layer.weight = torch.nn.Parameter(DTensor.from_local(values.clone(), mesh, placements))
+        for _ in range(1 + replacement % 5):
+            with torch.no_grad():
+                for layer in layers:
+                    layer.weight.mul_(mask(layer.weight))
+            assert same_bits(forward(f, x), forward(theirs, x)), replacement
+
+
 def main():
     """The argument is a folder for checkpoints."""
     join()
     mesh, x = init_device_mesh("cpu", (2,)), torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
     try:
+        one_write_after_a_call_is_seen(lambda: parallel(COLUMN_AND_ROW, mesh), x)
+        weights_that_replace_others_are_told_from_them(lambda: parallel(COLUMN_AND_ROW, mesh), x)
         for compile_it in (whole, by_block):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)

@@ -115,7 +115,7 @@ def test_a_part_of_a_vector_is_a_bias() -> None:
 
 
 class Activated(nn.Module):
-    """A GELU of each form that alone reads its layer, one whose layer is read twice, and one of float32."""
+    """GELUs of each form that alone read a layer; one whose layer is read twice, one in float32; an unread layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,6 +125,7 @@ class Activated(nn.Module):
         a, b, c, d = self.layers
         x = F.gelu(b(F.gelu(a(x))), approximate="tanh")
         read_twice = c(x)
+        a(x.unsqueeze(0))
         return F.gelu(d(F.gelu(read_twice) + read_twice).float())
 
 
