@@ -116,12 +116,12 @@ def config_for_bodies(gm: torch.fx.GraphModule) -> dict[str, bool]:
 def config_for_rounding(rounds: bool, inputs: Sequence[Any]) -> dict[str, bool | int]:
     """Inductor's settings for kernels that round where eager's do, if `rounds`.
 
-    A rounding counts as two operations, and Inductor writes to memory what takes more than 30 of them on a GPU. Half as
-    many more, and it writes the values that it writes without roundings; else a selective scan's step moves 1.2 times
+    A rounding counts as two operations, and Inductor writes to memory what takes more than 30 of them on a GPU. A third
+    more, and it writes the values that it writes without roundings; else a selective scan's step moves 1.2 times
     the bytes. On CPUs the limit is 50 from 2.13 on.
     """
     on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
-    return {"emulate_precision_casts": rounds, **({"realize_opcount_threshold": 45} if rounds and on_gpu else {})}
+    return {"emulate_precision_casts": rounds, **({"realize_opcount_threshold": 40} if rounds and on_gpu else {})}
 
 
 def aot_eager(gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: OnJointGraph) -> Callable[..., Any]:

@@ -193,5 +193,10 @@ def _replace(cast: Node, weight: Node, views: list[Node], copy: Node) -> None:
         new = graph.call_function(WEIGHT_COPY, (weight, copy, cast.args[1]))
         new.meta = {**cast.meta, "val": copy.meta["val"].to(cast.args[1])}
         note(new, cast=record.after("hoisted"))
-        cast.replace_all_uses_with(rebuild(views, new))
+        read, expected = rebuild(views, new), cast.meta["val"]
+        if expected.dim() == 1 and read.meta["val"].stride() != expected.stride():
+            # ATen adds a bias whose numbers lie apart in a step of its own, with one rounding more.
+            read = graph.call_function(torch.ops.aten.contiguous.default, (read,))
+            read.meta = dict(cast.meta)
+        cast.replace_all_uses_with(read)
     erase_unread([*views, cast])

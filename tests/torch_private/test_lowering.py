@@ -110,7 +110,7 @@ def test_roundings_on_a_gpu_make_inductor_write_no_more_values_to_memory() -> No
     with FakeTensorMode():
         inputs = [torch.empty(2, device="cuda")]
     config = lowering.config_for_rounding(True, inputs)
-    assert config == {"emulate_precision_casts": True, "realize_opcount_threshold": 45}
+    assert config == {"emulate_precision_casts": True, "realize_opcount_threshold": 40}
     assert config.keys() <= torch._inductor.config.get_config_copy().keys()
     assert lowering.config_for_rounding(False, inputs) == {"emulate_precision_casts": False}
 

@@ -48,6 +48,7 @@ FIRES = {
     "a view of a weight": (lambda m, x: x @ m.linear.weight.t(), 1, 1),
     "a view that is spelled otherwise": (lambda m, x: x @ m.frozen.swapaxes(0, 1) + x @ m.buffer.adjoint(), 2, 2),
     "its diagonal": (lambda m, x: x @ m.buffer.diagonal(), 1, 1),
+    "its column as a bias": (lambda m, x: F.linear(x.expand(2, 3, 8), m.frozen, m.weight[:, 0]), 2, 2),
     "frozen weight and buffer": (lambda m, x: x @ m.frozen + x @ m.buffer, 2, 2),
     "all of it": (twice_and_view, 9, 5),
     "inside checkpoints": (checkpointed, 4, 2),
