@@ -17,6 +17,7 @@ from ampcompile.errors import AmpWarning
 from ampcompile.kernels.packed_conv import CONVOLVE, PACKED_CONV, convolve_arguments
 from ampcompile.kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
 from ampcompile.passes import pipeline
+from ampcompile.passes.after.save_old_values import SaveOldValues
 from ampcompile.passes.analysis.aliasing import inputs_written_below_autograd, reads_data
 from ampcompile.passes.base import Pass, Watch, run_passes
 from ampcompile.passes.before.hoist_weights import other_reads
@@ -90,7 +91,9 @@ def lower(
             config = _inductor_config(gm, inputs, options, specs, watched is not None)
             # A watched graph's key is unique: no cache keeps the values that are watched.
             key = cache_key(emulated, small) if watched is None else str(uuid4())
-            compiled = lowering.inductor(gm, inputs, config, partial(passes, None), key, decompositions())
+            compiled = lowering.inductor(
+                gm, inputs, config, partial(passes, None), key, decompositions(), SaveOldValues().apply
+            )
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
     usable = None if second is None or second.refusal else second
     return graph(compiled, specs=specs, second=usable, written=written, watched=watched).installed(example_inputs)

@@ -72,10 +72,12 @@ def inductor(
     on_joint_graph: OnJointGraph,
     key: str,
     decompositions: dict[Any, Callable[..., Any]],
+    before_partition: OnJointGraph | None = None,
 ) -> Callable[..., Any]:
     """Compile with Inductor; `on_joint_graph` gets forward and backward as one graph, or an inference graph.
 
-    `key`: differs wherever `on_joint_graph`, a decomposition or a lowering of ours may do something different.
+    `before_partition` gets it after Inductor's own passes on it. `key`: differs wherever one of the two, a
+    decomposition or a lowering of ours may do something different.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -83,6 +85,8 @@ def inductor(
     for node in gm.graph.find_nodes(op="placeholder"):
         node.meta.pop("val", None)  # with "cpp_wrapper" read instead of the inputs, and captured fakes require no grad
     settings = {**config, "joint_custom_pre_pass": _JointGraphPass(on_joint_graph, key)}
+    if before_partition is not None:
+        settings["joint_custom_post_pass"] = _JointGraphPass(before_partition, key)
     compiled: Any = compile_fx(gm, list(inputs), config_patches=settings, decompositions=decompositions)
     return compiled
 

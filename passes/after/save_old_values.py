@@ -2,7 +2,9 @@
 
 The partitioner chooses the values that backward recomputes, from saved values or from inputs, and ignores that the
 forward graph writes an input at its end: backward would repeat an earlier copy with the new values. (After
-`h = x.clone()` and `x.add_(1)` the gradient of `h * weight` is wrong in stock AOTAutograd.)
+`h = x.clone()` and `x.add_(1)` the gradient of `h * weight` is wrong in stock AOTAutograd.) Inductor removes copies
+that change nothing before it partitions, and backward would read the input itself: where it does, it gets a new copy.
+So for Inductor this pass runs once more after that.
 """
 
 from __future__ import annotations
@@ -14,13 +16,18 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ampcompile.passes.analysis.aliasing import base_of, overwritten_inputs
-from ampcompile.passes.graph import graphs
+from ampcompile.passes.analysis.gradients import computed_from_gradients
+from ampcompile.passes.graph import graphs, placeholders
+from ampcompile.torch_private import tracing
 
 _WRITE = torch.ops.aten.copy_.default
+_CLONE = torch.ops.aten.clone.default
 
 
 def _save(gm: GraphModule) -> int:
-    pending, saved = list(overwritten_inputs(gm.graph)), 0
+    overwritten = overwritten_inputs(gm.graph)
+    backward = computed_from_gradients(gm) if overwritten else set()
+    pending, saved = [_copied_for(node, gm, backward) for node in overwritten], 0
     while pending:
         for user in pending.pop().users:
             if user.op != "call_function" or user.target is _WRITE:
@@ -31,6 +38,23 @@ def _save(gm: GraphModule) -> int:
                 user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
                 saved += 1
     return saved
+
+
+def _copied_for(value: Node, gm: GraphModule, backward: set[Node]) -> Node:
+    """A copy of an input that reads it instead, if backward does; else the input."""
+    pending = [value]
+    while pending:
+        users = list(pending.pop().users)
+        if not backward.isdisjoint(users):
+            break
+        pending += filter(_is_view, users)
+    else:
+        return value
+    with gm.graph.inserting_after(placeholders(gm)[-1]), tracing.on_fakes_of(gm), torch.no_grad():
+        copy = gm.graph.call_function(_CLONE, (value,))
+        copy.meta = {"val": value.meta["val"].clone(), "recompute": CheckpointPolicy.MUST_SAVE}
+    value.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy and user.target is not _WRITE)
+    return copy
 
 
 def _is_view(node: Node) -> bool:

@@ -30,7 +30,10 @@ def run(f, weight, *args):
 CASES = dict.fromkeys(
     [("aot_eager", "product", "there and back"), *pairs(["aot_eager", "eager"], [*READERS], [*COPIES])]
 )
-BY_INDUCTOR = [pytest.param("inductor", *case, marks=pytest.mark.slow) for case in pairs([*READERS], [*COPIES])]
+BY_INDUCTOR = [
+    pytest.param("inductor", *case, marks=() if case == ("product", "clone") else pytest.mark.slow)
+    for case in pairs([*READERS], [*COPIES])
+]
 
 
 @pytest.mark.parametrize(("lower", "reader", "copied"), [*CASES, *BY_INDUCTOR])
