@@ -7,15 +7,17 @@ as a checkpoint's in backward. The user asked for float32 in neither.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
+from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
 import torch
 
-from . import optimize_contexts, patches
+from . import autocast, optimize_contexts, patches
 from .autocast import any_autocast_enabled, autocast_nesting
 
 
@@ -39,6 +41,17 @@ _FORWARD, _BACKWARD = (
     next((constant for constant in decorator.__code__.co_consts if isinstance(constant, CodeType)), None)
     for decorator in (torch.amp.custom_fwd, torch.amp.custom_bwd)
 )
+
+
+@contextlib.contextmanager
+def state_restored() -> Iterator[None]:
+    """Restore all devices' autocast states and the open regions, also when an error leaves regions of a graph open."""
+    before = _thread.open
+    try:
+        with autocast.state_restored():
+            yield
+    finally:
+        _thread.open = before
 
 
 def disabled_by_user(device_type: str) -> bool:

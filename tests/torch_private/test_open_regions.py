@@ -79,6 +79,14 @@ def test_a_region_that_a_graph_opens_counts() -> None:
     torch.amp.autocast_mode._exit_autocast(region)
 
 
+def test_regions_that_an_error_leaves_open_are_forgotten() -> None:
+    with pytest.raises(KeyError), open_regions.state_restored():
+        DISABLED().__enter__()
+        assert disabled_by_user("cpu")
+        raise KeyError
+    assert not disabled_by_user("cpu")
+
+
 def test_regions_may_end_in_any_order() -> None:
     first, second, third = DISABLED(), OF_ANOTHER(), DISABLED()
     for region in (first, second, third):
