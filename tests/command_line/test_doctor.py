@@ -29,6 +29,14 @@ def test_doctor_measures_and_advises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("torch.Tensor.data" in group["patches"] for group in found["patches"])
 
 
+def test_a_first_product_which_packs_and_tunes_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_doctor, "_WIDTH", {"cpu": 32})
+    seconds = iter(2 * [0.3, 0.3, 0.3, 0.01, 0.02, 0.04])  # of the two kinds of product, the dtypes in turn
+    monkeypatch.setattr(cli_doctor, "time_call", lambda device, multiply: next(seconds))
+    for product in cli_doctor._products("cpu", rounds=2):
+        assert product["seconds"] == {"f32": 0.01, "bf16": 0.02, "f16": 0.04}
+
+
 @pytest.mark.parametrize(
     ("gain", "words"),
     [

@@ -68,6 +68,7 @@ def test_an_unknown_option_gets_the_usage_of_its_command(shop: str, capsys: pyte
     ("arguments", "words"),
     [
         (("bench", "{shop}:breaks", "--seconds", "-1"), "found --seconds -1; expected a time above 0"),
+        (("bench", "{shop}:breaks", "--seconds", "inf"), "found --seconds inf; expected a time above 0"),
         (("audit", "{shop}:breaks", "--suggest", "nan"), "found --suggest nan; expected a relative error above 0"),
         (
             ("explain", "{shop}:breaks", "--html", "no/such/folder.html"),

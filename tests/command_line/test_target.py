@@ -63,6 +63,16 @@ def test_a_file_is_imported_with_the_packages_it_is_in(tmp_path: Path, monkeypat
         load("shop.py:model")
 
 
+def test_a_module_that_the_target_imports_and_that_is_missing_is_an_error_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "missing_parts.py").write_text("import missing\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ModuleNotFoundError, match="No module named 'missing'"):
+        load("missing_parts:model")
+
+
 def test_factories_with_arguments_and_calls_that_raise_are_said_in_a_line(shop: str) -> None:
     with pytest.raises(CommandLineError, match=r"needs_arguments can't be called without arguments \(missing a requ"):
         load(f"{shop}:needs_arguments")

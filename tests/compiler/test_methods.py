@@ -74,6 +74,9 @@ def test_options_are_those_of_torch_compile_and_of_the_module() -> None:
     ampcompile.compile_methods(compiled, "decode", dtype=LOW, policy="module decoder=fp32")
     assert same_bits(compiled.encode(x), eager(model.encoder, x, dtype=torch.float16))
     assert same_bits(compiled.decode(x[:, :4]), model.decoder(x[:, :4]))
+    del model.encode
+    ampcompile.compile_methods(compiled, "encode", dtype=LOW)
+    assert same_bits(compiled.encode(x), eager(model.encoder, x, dtype=LOW)), "what is named here beats the module's"
     model.compile(backend="eager")
     ampcompile.compile_methods(model, "sample")
     assert model.sample().dtype == torch.float32

@@ -12,7 +12,9 @@ from ampcompile.torch_private.autocast import (
     autocast_nesting,
     autocast_off,
     autocast_states,
+    is_on,
     lowering_without_autocast,
+    state_restored,
     takes,
 )
 from proof.faults.injecting import raised_at
@@ -29,6 +31,24 @@ def test_the_state_of_every_device_is_told(device: str) -> None:
         torch.set_autocast_enabled(device, False)
     with torch.autocast("cpu", torch.float16):
         assert autocast_states()["cpu"] == (True, torch.float16)
+
+
+def test_it_is_off_on_devices_that_have_none() -> None:
+    with torch.autocast("cpu"):
+        assert is_on("cpu") and not is_on("meta")
+    assert not is_on("cpu")
+
+
+def test_regions_that_an_error_left_open_are_left() -> None:
+    with torch.autocast("cpu", torch.float16):
+        before = autocast_states(), autocast_nesting()
+        with pytest.raises(KeyError), state_restored():
+            for _ in range(2):
+                torch.autocast_increment_nesting()
+            torch.set_autocast_dtype("cpu", torch.bfloat16)
+            torch.set_autocast_enabled("cpu", False)
+            raise KeyError
+        assert (autocast_states(), autocast_nesting()) == before
 
 
 @pytest.mark.parametrize("without", [autocast_off, autocast_disabled, lowering_without_autocast])

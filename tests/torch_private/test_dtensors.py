@@ -36,6 +36,14 @@ def test_parts_are_those_of_tensors_that_are_distributed_alike(mesh):
         assert dtensors.local_parts([tensor], [weight]) is None
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_of_what_is_summed_over_any_dimension_of_the_mesh_there_are_no_parts(mesh):
+    square = init_device_mesh("cpu", (1, 1))
+    for placements in ([Partial(), Shard(0)], [Shard(0), Partial()]):
+        unsummed = DTensor.from_local(torch.ones(3), square, placements, run_check=False)
+        assert dtensors.local_parts([unsummed], [unsummed]) is None
+
+
 def test_results_under_way_are_those_with_a_gradient():
     result = AsyncCollectiveTensor(torch.ones(2))
     assert not dtensors.are_under_way([result, torch.ones(2, requires_grad=True)])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.subclasses import WrapperSubclass
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ampcompile.torch_private import frame_returns, patches
@@ -83,6 +84,7 @@ def test_memory_is_shared_by_views_and_told_of_fake_tensors_too() -> None:
 def test_memory_is_that_of_the_tensors_inside() -> None:
     a, b = torch.randn(3), torch.randn(3)
     memory = frame_returns.memory_of
+    assert memory(WrapperSubclass(a)) == memory(a), "as a DTensor has that of its part"
     assert memory(TwoTensor(a, b)) == memory(TwoTensor(a[:2], b[:2])) != memory(TwoTensor(b, a))
 
 

@@ -57,6 +57,8 @@ def test_a_weight_is_admitted_once() -> None:
     doubt = memory.doubt
     assert memory.admit(weight.requires_grad_()) is sharer and memory.doubt == doubt
     assert memory.sharers == [sharer] and memory.weights == {id(weight): sharer} and memory.trainable
+    memory.admit(frozen := weight.detach())
+    assert memory.trainable and not frozen.requires_grad, "one of its weights is trained"
 
 
 def test_an_inference_tensor_has_no_counter_to_watch() -> None:

@@ -18,13 +18,52 @@ if not torch.distributed.is_available():
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from ampcompile.weights import CopySpec, Form, ShardBinding
 from tests.tensor_parallel_ranks import COLUMN_AND_ROW, by_block, local, parallel, whole
+from tests.weights.writers import unsampled, unseen
 
 
 def test_copies_of_dtensors_follow_every_writer(tmp_path):
     run_ranks("tests.weights.test_shards", str(tmp_path), folder=tmp_path, timeout=300)
+
+
+@pytest.fixture
+def sharded_over(tmp_path):
+    """What makes a DTensor of this rank's part, in a world of one rank."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    yield lambda part: DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_writes_through_another_dtensor_on_the_part_are_seen_for_as_long_as_it_lives(sharded_over):
+    weight, binding = torch.nn.Parameter(sharded_over(torch.randn(64, 64))), ShardBinding([CopySpec(0, Form(LOW))])
+    kept = weight.data
+    twice = torch.ones(64, 64)
+    twice[unsampled(weight._local_tensor)] = 2
+    binding.copies([weight])
+    for _ in range(3):
+        assert torch.equal(binding.copies([weight])[0], weight._local_tensor.to(LOW))
+        kept.mul_(sharded_over(twice))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_any_optimizers_step_may_have_written_the_part_of_a_weight_that_is_trained(sharded_over):
+    weight, binding = torch.nn.Parameter(sharded_over(torch.randn(64, 64))), ShardBinding([CopySpec(0, Form(LOW))])
+    part = weight._local_tensor
+    binding.copies([weight])
+
+    class OfItsOwn(torch.optim.SGD):
+        """Holds other tensors than the weight, as optimizers that shard their state do."""
+
+        def step(self):
+            unseen(part)[unsampled(part)] = 5
+
+    OfItsOwn([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+    assert torch.equal(binding.copies([weight])[0], part.to(LOW))
 
 
 def at_one_place(tensor):

@@ -166,3 +166,21 @@ def test_a_compiled_step_ticks_where_it_begins_and_ends_if_it_raises_no_version(
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     hook(optimizer)
     assert store.ticks._version == before + fused and not store.running
+
+
+def into_a_slice_of_the_storage(weight: torch.Tensor, row: int, column: int) -> None:
+    begin = 4 * (64 * row + column)
+    weight.untyped_storage()[begin : begin + 4].fill_(0x3C)
+
+
+def by_apply(weight: torch.Tensor, row: int, column: int) -> None:
+    chosen = weight[row, column].item()
+    weight.apply_(lambda value: 5.0 if value == chosen else value)
+
+
+@pytest.mark.parametrize("write", [into_a_slice_of_the_storage, by_apply])
+def test_a_write_of_one_place_that_no_sample_covers_is_seen(write: Callable[..., None]) -> None:
+    weight, binding = torch.randn(64, 64), bind([torch.bfloat16])
+    before = binding.copies([weight])[0].clone()
+    write(weight, *unsampled(weight))
+    assert torch.equal(binding.copies([weight])[0], weight.bfloat16()) and not torch.equal(weight.bfloat16(), before)

@@ -31,6 +31,17 @@ def test_fires_in_a_region_without_gradients():
     assert tidied(gm, ShareCasts(gradients=True), x, w) == 2
 
 
+def test_casts_to_several_types_stay_apart():
+    def f(x, w):
+        with torch.autocast("cpu", torch.float16):
+            half = torch.mm(x, w)
+        return half, torch.mm(x, w), torch.mm(w, x)
+
+    x, w = torch.randn(8, 8), torch.randn(8, 8)
+    gm = inserted(f, x, w)
+    assert tidied(gm, ShareCasts(gradients=False), x, w, gradients=False) == 2 and len(ours(gm)) == 4
+
+
 def written(x, w):
     first = torch.mm(x, w)
     x.add_(1)
