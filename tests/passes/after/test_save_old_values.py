@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.compiling import LOW, amp
 from tests.pairs import pairs
@@ -50,6 +51,21 @@ def test_backward_uses_the_values_of_before(copied, reader, lower):
     found = run(amp(program, lower=lower)[0], weight, x)
     assert torch.equal(found[1], expected[1])
     assert (found[0] - expected[0]).norm() < 0.01 * expected[0].norm()
+
+
+def test_a_copy_in_a_checkpoint_is_saved_all_the_same():
+    """Eager's checkpoint would compute it again from the new values, and raises."""
+    weight, x = nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
+
+    def program(x, checkpointed=True):
+        part = lambda x: (x.clone() * weight).sin()  # noqa: E731
+        h = checkpoint(part, x, use_reentrant=False) if checkpointed else part(x)
+        x.add_(1)
+        return h * weight
+
+    expected = run(lambda x: program(x, checkpointed=False), weight, x)
+    found = run(amp(program, lower="aot_eager")[0], weight, x)
+    assert torch.allclose(found[0], expected[0], atol=1e-5) and torch.equal(found[1], expected[1])
 
 
 def test_batch_norms_statistics_are_written_and_its_gradient_stays():
