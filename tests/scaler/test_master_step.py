@@ -6,6 +6,7 @@ import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from ampcompile.errors import ScalerError
 from ampcompile.kernels import native
 from ampcompile.kernels.masters import write_master
 from ampcompile.kernels.triton.tables import SPAN
+from ampcompile.scaler import master_step
+from ampcompile.scaler.conditions import NotFusedError
 from ampcompile.scaler.masters import masters_of
 from benchmarks.models import GPT, GPT_23M
 from tests.scaler.cases import assert_close, assert_equal
@@ -415,7 +418,10 @@ def test_a_hundred_steps_of_a_gpt_and_a_checkpoint_in_the_middle(kind: str) -> N
     assert_equal([p.detach() for p in model.parameters()], rounded(weights, "remainder"))
 
 
-def test_updates_too_small_for_a_bfloat16_add_up() -> None:
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_updates_too_small_for_a_bfloat16_add_up(by_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by_torch:
+        monkeypatch.setattr(master_step, "FusedStep", mock.Mock(side_effect=NotFusedError("left to torch here")))
     moved = {}
     for how in (None, *HOWS):
         param = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
@@ -428,6 +434,7 @@ def test_updates_too_small_for_a_bfloat16_add_up() -> None:
         moved[how] = param.float().mean().item() - 1
     assert moved[None] == 0 and moved["remainder"] == moved["float32"] == 2**-6
     assert abs(moved["stochastic"] - 2**-6) < 2**-10
+    assert param.max() < 1.25, "each step draws anew, or the same numbers would be rounded up 64 times"
 
 
 @pytest.mark.parametrize(
