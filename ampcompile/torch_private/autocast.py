@@ -63,20 +63,6 @@ def autocast_states() -> dict[str, tuple[bool, torch.dtype]]:
 
 
 @contextlib.contextmanager
-def state_restored() -> Iterator[None]:
-    """Restore all devices' autocast states at the end, also when an error leaves regions of a graph open."""
-    states, nesting = autocast_states(), autocast_nesting()
-    try:
-        yield
-    finally:
-        for device, (enabled, dtype) in states.items():
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
-        while autocast_nesting() > nesting:
-            torch.autocast_decrement_nesting()
-
-
-@contextlib.contextmanager
 def autocast_disabled() -> Iterator[None]:
     """Turn autocast off on every device, without a region that a trace would record; a region entered inside acts."""
     enabled = [device for device in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(device)]

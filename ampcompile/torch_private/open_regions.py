@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from . import autocast, optimize_contexts, patches
-from .autocast import any_autocast_enabled, autocast_nesting
+from . import optimize_contexts, patches
+from .autocast import any_autocast_enabled, autocast_nesting, autocast_states
 
 
 class _Thread(threading.local):
@@ -46,12 +46,16 @@ _FORWARD, _BACKWARD = (
 @contextlib.contextmanager
 def state_restored() -> Iterator[None]:
     """Restore all devices' autocast states and the open regions, also when an error leaves regions of a graph open."""
-    before = _thread.open
+    regions, states, nesting = _thread.open, autocast_states(), autocast_nesting()
     try:
-        with autocast.state_restored():
-            yield
+        yield
     finally:
-        _thread.open = before
+        _thread.open = regions
+        for device, (enabled, dtype) in states.items():
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        while autocast_nesting() > nesting:
+            torch.autocast_decrement_nesting()
 
 
 def disabled_by_user(device_type: str) -> bool:

@@ -38,6 +38,10 @@ class Shard:
         self.storage = storages.StorageWeakRef(weight._local_tensor.untyped_storage())
         self.shared = False
 
+    def is_of(self, weight: Any) -> bool:
+        """Return True if this record is the DTensor's own, and not of one that was at its address before."""
+        return getattr(weight, MARK, 0) == self.mark
+
     def note_writes(self, weight: Any) -> None:
         """Record writes to the DTensor, and possible ones through another DTensor that is there or was a call ago."""
         if (memory := store.find(weight._local_tensor)) is None:
@@ -107,7 +111,7 @@ class ShardBinding(Binding):
             weight, parts[i] = inputs[i], inputs[i]._local_tensor
             key = id(weight), storages.storage_key(parts[i])
             shard = self._shards.get(key)
-            if shard is None or getattr(weight, MARK, 0) != shard.mark:
+            if shard is None or not shard.is_of(weight):
                 shard = self._shards[key] = self._shard_of(weight, key)
             shard.note_writes(weight)
         copies = super().copies(parts)
@@ -123,7 +127,7 @@ class ShardBinding(Binding):
             self._shards = {k: shard for k, shard in self._shards.items() if not shard.storage.expired()}
             self._sweep_shards_at = 2 * len(self._shards) + 64
         shard = _shards.get(key)
-        if shard is None or getattr(weight, MARK, 0) != shard.mark:
+        if shard is None or not shard.is_of(weight):
             if (memory := store.find(weight._local_tensor)) is not None:
                 memory.written()  # nothing has watched this DTensor so far
             shard = _shards[key] = Shard(weight)

@@ -41,11 +41,11 @@ def _save(gm: GraphModule) -> int:
 
 
 def _copied_for(value: Node, gm: GraphModule, backward: set[Node]) -> Node:
-    """A copy of an input that reads it instead, if backward does; else the input."""
+    """A copy for all that read an input, if backward is among them, or a write of another input; else the input."""
     pending = [value]
     while pending:
-        users = list(pending.pop().users)
-        if not backward.isdisjoint(users):
+        users = [user for user in pending.pop().users if not _writes(user, value)]
+        if any(user in backward or user.target is _WRITE for user in users):
             break
         pending += filter(_is_view, users)
     else:
@@ -53,8 +53,12 @@ def _copied_for(value: Node, gm: GraphModule, backward: set[Node]) -> Node:
     with gm.graph.inserting_after(placeholders(gm)[-1]), tracing.on_fakes_of(gm), torch.no_grad():
         copy = gm.graph.call_function(_CLONE, (value,))
         copy.meta = {"val": value.meta["val"].clone(), "recompute": CheckpointPolicy.MUST_SAVE}
-    value.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy and user.target is not _WRITE)
+    value.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy and not _writes(user, value))
     return copy
+
+
+def _writes(node: Node, value: Node) -> bool:
+    return node.target is _WRITE and node.args[0] is value
 
 
 def _is_view(node: Node) -> bool:

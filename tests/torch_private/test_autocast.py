@@ -14,9 +14,9 @@ from ampcompile.torch_private.autocast import (
     autocast_states,
     is_on,
     lowering_without_autocast,
-    state_restored,
     takes,
 )
+from ampcompile.torch_private.open_regions import state_restored
 from proof.faults.injecting import raised_at
 
 

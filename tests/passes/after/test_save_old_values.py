@@ -68,6 +68,25 @@ def test_a_copy_in_a_checkpoint_is_saved_all_the_same():
     assert torch.allclose(found[0], expected[0], atol=1e-5) and torch.equal(found[1], expected[1])
 
 
+@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
+def test_inputs_that_swap_their_values(lower):
+    """Stock Inductor 2.13 writes the first one's new value into the second, and its gradient is of that."""
+    weight = nn.Parameter(torch.randn(8, 8))
+
+    def program(x, y):
+        old = x.clone()
+        x.copy_(y)
+        y.copy_(old)
+        return old * weight
+
+    x, y = torch.randn(2, 8, 8)
+    others = [y.clone(), y.clone()]
+    expected = run(program, weight, x, others[0])
+    found = run(amp(program, lower=lower)[0], weight, x, others[1])
+    assert torch.allclose(found[0], expected[0], atol=1e-5) and torch.equal(found[1], expected[1])
+    assert torch.equal(*others) and torch.equal(others[0], x)
+
+
 def test_batch_norms_statistics_are_written_and_its_gradient_stays():
     norm, x = nn.BatchNorm1d(8), torch.randn(16, 8)
     fresh = nn.BatchNorm1d(8)
