@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from ampcompile.torch_private import backends, processor
+from ampcompile.torch_private import backends
 
 from .dtypes import LOW, LOW_NAMES
 from .errors import AmpWarning, OptionError
@@ -81,16 +81,6 @@ class Options:
         if values.get("watch") and values.get("lower") == "eager":
             raise OptionError("found watch=True with lower='eager', which differentiates no graph: expected another.")
         return cls(**values, inductor=tuple(inductor.items()))
-
-    def emulated(self) -> frozenset[torch.dtype]:
-        """The 16-bit types whose products run in float32 on the CPU."""
-        if self.products == "torch" or self.lower == "eager":
-            return frozenset()
-        return frozenset(each for each in LOW if self.products == "float32" or not processor.multiplies(each))
-
-    def widens_small(self) -> bool:
-        """True if small products run in float32 on every CPU, which needs Inductor to fuse the widening."""
-        return self.products == "auto" and self.lower == "inductor"
 
 
 def _of_mode(mode: str | None) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from ampcompile.passes.after.widen_products import WidenProducts
 from ampcompile.passes.after.widen_weight_gradients import WidenWeightGradients
 from ampcompile.passes.after.write_for_products import WriteForProducts
 from ampcompile.passes.after.write_once import WriteOnce
+from ampcompile.passes.analysis.wide_products import NONE_WIDE, WideProducts
 from ampcompile.passes.before.fold_casts import FoldCasts
 from ampcompile.passes.before.hoist_weights import HoistWeights
 from ampcompile.passes.before.insert_casts import InsertCasts
@@ -63,14 +64,13 @@ def pipeline(
     )
     if options.weights == "cached":
         # Needs all casts in their final places: those that still read a weight are the weight's own.
-        emulated = options.emulated()
-        passes += (HoistWeights(copied, emulated, gathered),)
+        wide = WideProducts.on_this_cpu(options)
+        passes += (HoistWeights(copied, wide, gathered),)
         asserting = dict(options.inductor).get("size_asserts")  # of strides, which an opaque tensor hasn't
         if options.lower == "inductor" and not gradients and not asserting:
-            held = {each: torch.float32 if each in emulated else each for each in LOW}
-            packed = frozenset(each for each in LOW if packed_linear.available(held[each]))
+            packed = frozenset(each for each in (*LOW, torch.float32) if packed_linear.available(each))
             if packed:  # needs hoisted weights
-                passes += (PackWeights(packed, not options.widens_small(), options.numerics == "relaxed"),)
+                passes += (PackWeights(packed, not wide.small, options.numerics == "relaxed"),)
     return (*passes, ShareCasts(gradients))  # last: a weight's copy is packed for one reader
 
 
@@ -91,22 +91,21 @@ def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
 
 
 def after(
-    emulated: frozenset[torch.dtype] = frozenset(),
-    small: bool = False,
+    wide: WideProducts = NONE_WIDE,
     watched: list[WatchedValue] | None = None,
 ) -> tuple[Pass, ...]:
     """Passes on the joint graph of forward and backward, or on forward alone where no gradients are needed.
 
     The sums of gradients are explicit nodes there, so merging two casts doesn't merge their gradients any more.
-    `emulated`, `small`: which products run in float32 on the CPU, see `Options.emulated` and `Options.widens_small`.
+    `wide`: the products that run in float32 on the CPU.
     `watched`: gets the values whose statistics a watched graph computes; None if it isn't watched.
     """
     return (
         BindWeights(),  # first: the other passes expect copies of weights as plain inputs
         DropCasts(),  # before sharing: it looks only through values with one reader
         WidenLate(),  # after dropping: moves only the widening casts that are left
-        WidenWeightGradients(emulated),  # after dropping: needs the casts of gradients that are left
-        *([WidenProducts(emulated, small)] if emulated or small else []),  # after it: float32 gradients stay unrounded
+        WidenWeightGradients(wide.all | wide.dense),  # after dropping: needs the casts of gradients that are left
+        *([WidenProducts(wide)] if wide else []),  # after it: float32 gradients stay unrounded
         ShareEveryCast(),  # needs all casts, and at most one tensor for each value
         AddEmbeddingGradients(),  # after widening: a product written in float32 may be added to
         WriteForProducts(),  # needs all casts in their final places

@@ -19,8 +19,9 @@ import torch
 from ampcompile.dtypes import LOW, short_name
 from ampcompile.explaining.text import human_bytes, render_table
 from ampcompile.kernels import native, packed_linear
-from ampcompile.passes.analysis.product_cost import is_emulated, smallest_gaining_width, time_call
-from ampcompile.torch_private import backends, patches
+from ampcompile.passes.analysis.product_cost import smallest_gaining_width, time_call
+from ampcompile.passes.analysis.wide_products import is_emulated, runs_in_float32
+from ampcompile.torch_private import backends, patches, processor
 
 PACKAGES = ("ampcompile", "torch", "triton", "numpy", "rich")
 _UNITS = {
@@ -78,6 +79,7 @@ def _cpu() -> dict[str, Any]:
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "low_precision_units": [unit for flag, unit in _UNITS.items() if flag in words],
         "products_in_float32": [short_name(dtype) for dtype in LOW if is_emulated("cpu", dtype)],
+        "large_products_in_float32": [short_name(dtype) for dtype in LOW if not processor.multiplies_faster(dtype)],
     }
 
 
@@ -118,7 +120,8 @@ def _product(rows: int, width: int, device: str, dtype: torch.dtype) -> Callable
     """A product in a dtype, run as our compiled graphs run it on that device."""
     a = torch.randn(rows, width, device=device).to(dtype)
     b = torch.randn(width, width, device=device).to(dtype)
-    if not is_emulated(device, dtype):
+    numbers = rows * width + width * width + rows * width
+    if device != "cpu" or not runs_in_float32(dtype, rows * width * width, numbers):
         return partial(torch.mm, a, b)
     held = b.float()
     if rows > 1 and packed_linear.available(torch.float32):
@@ -169,6 +172,8 @@ def table(found: dict[str, Any]) -> str:
         about = f"{device['name']}, {device.get('vectors') or device['capability']}, {units}"
         if emulated := device.get("products_in_float32"):
             about += f"; without units to use for {' and '.join(emulated)}: such products run in f32"
+        if slow := sorted({*device.get("large_products_in_float32", ())} - {*(emulated or ())}):
+            about += f"; units for {' and '.join(slow)} no faster than for f32: large products run in f32"
         rows.append((device["device"], about))
     rows += [(f"{name} cache", f"{c['folder']}, {human_bytes(c['bytes'])}") for name, c in found["caches"].items()]
     products = [

@@ -13,8 +13,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.config import Options
-from ampcompile.passes.analysis.product_cost import estimate, is_emulated
+from ampcompile.passes.analysis.product_cost import estimate
 from ampcompile.passes.analysis.weights import find_copied_weights, find_gathered_weights
+from ampcompile.passes.analysis.wide_products import is_emulated
 from ampcompile.passes.base import Applied, Watch, run_passes
 from ampcompile.passes.capture.capture import capture
 from ampcompile.passes.decide.assign_precision import AssignPrecision

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from ampcompile.passes.analysis.wide_products import WideProducts
+
 # These rooms don't affect compiled graphs: they use the compiler, or work around a graph. Of `weights`, `spec` does.
 _WITHOUT = frozenset({"auditing", "command_line", "explaining", "records", "scaler", "watching", "weights"})
 
 
-def cache_key(emulated: Set[torch.dtype], small: bool = False) -> str:
+def cache_key(wide: WideProducts) -> str:
     """The key of what compiled code depends on besides the graph: the package, the CPU's vectors and units.
 
     Inductor's own keys leave out the CPU's vectors: code that it wrote for AVX-512 is wrong when compiled for AVX2.
     """
-    return " ".join([source_key(), torch.backends.cpu.get_cpu_capability(), str(small), *sorted(map(str, emulated))])
+    return f"{source_key()} {torch.backends.cpu.get_cpu_capability()} {wide}"
 
 
 @cache

@@ -21,6 +21,7 @@ from ampcompile.dtypes import LOW
 from ampcompile.errors import AmpWarning
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.analysis.commuting import CONVERT
+from ampcompile.passes.analysis.wide_products import NONE_WIDE
 from ampcompile.passes.before.hoist_weights import add_copy
 from ampcompile.passes.graph import graphs
 from ampcompile.passes.weight_copy import WEIGHT_COPY
@@ -100,7 +101,7 @@ def lower_as_made(
             rounding = lowering.config_for_rounding(options.numerics == "eager", inputs)
             config = rounding | lowering.config_for_bodies(gm)
             # Autocast's dtypes are part of torch's own key only from 2.13 on.
-            key = f"{cache_key(frozenset())} {autocast.autocast_states()} {casts}"
+            key = f"{cache_key(NONE_WIDE)} {autocast.autocast_states()} {casts}"
             compiled = lowering.inductor(gm, inputs, config | dict(options.inductor), read, key, decompositions())
     if functions:
         DoubleBackward(gm, functions[-1], SUBCLASSES)  # which raises an error of ours

@@ -19,6 +19,7 @@ from ampcompile.kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_a
 from ampcompile.passes import pipeline
 from ampcompile.passes.after.save_old_values import SaveOldValues
 from ampcompile.passes.analysis.aliasing import inputs_written_below_autograd, reads_data
+from ampcompile.passes.analysis.wide_products import WideProducts
 from ampcompile.passes.base import Pass, Watch, run_passes
 from ampcompile.passes.before.hoist_weights import other_reads
 from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
@@ -74,11 +75,11 @@ def lower(
     written = inputs_written_below_autograd(gm)
     if options.lower == "eager":
         return graph(exclude_autocast(gm), specs=specs, written=written).installed(example_inputs)
-    emulated, small, watched = options.emulated(), options.widens_small(), None
+    wide, watched = WideProducts.on_this_cpu(options), None
     if options.watch and placeholders(gm):
         watched = _watched(gm, inputs)
         inputs.append(watched.slots)
-    passes = partial(_on_joint_graph, pipeline.after(emulated, small, None if watched is None else watched.values))
+    passes = partial(_on_joint_graph, pipeline.after(wide, None if watched is None else watched.values))
     rewritten = None
     if torch.is_grad_enabled():
         rewritten = gm.meta.pop(GRAPH_BEFORE_FUSION, None) or copy_with_bodies(gm)
@@ -90,7 +91,7 @@ def lower(
             lowering.lower_as_call(PACKED_CONV, CONVOLVE, _convolve_channels_last)
             config = _inductor_config(gm, inputs, options, specs, watched is not None)
             # A watched graph's key is unique: no cache keeps the values that are watched.
-            key = cache_key(emulated, small) if watched is None else str(uuid4())
+            key = cache_key(wide) if watched is None else str(uuid4())
             compiled = lowering.inductor(
                 gm, inputs, config, partial(passes, None), key, decompositions(), SaveOldValues().apply
             )

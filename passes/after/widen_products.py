@@ -18,12 +18,13 @@ from torch.utils.flop_counter import flop_registry
 
 from ampcompile.dtypes import LOW
 from ampcompile.kernels import packed_linear
+from ampcompile.kernels.packed_conv import PACKED_CONV
 from ampcompile.kernels.packed_linear import PACKED_LINEAR
 from ampcompile.passes.analysis.aliasing import lies_in_a_row
 from ampcompile.passes.analysis.commuting import CONVERT, rebuild, same_layout
 from ampcompile.passes.analysis.op_traits import ATTENTION_AFTER, CONVERSIONS_AFTER, PRODUCTS_AFTER, REARRANGES, has
-from ampcompile.passes.analysis.product_cost import is_small
 from ampcompile.passes.analysis.sizes import product_hint
+from ampcompile.passes.analysis.wide_products import WideProducts, is_dense, is_small, numbers_of
 from ampcompile.passes.graph import decision_of, graphs
 from ampcompile.torch_private import dispatcher, tracing
 from ampcompile.torch_private.pytree import tree_leaves
@@ -37,13 +38,12 @@ with AVX-512 on an AMD processor, where MKL has AVX2 code alone, and 1.1 times w
 
 @dataclass(frozen=True)
 class WidenProducts:
-    """`emulated`: types whose products are widened; `small`: small ones of other types, too, see `product_cost.SMALL`.
+    """For a joint or inference graph; `wide`: the products to widen. Returns their number.
 
-    For a joint or inference graph; returns the number of products widened.
+    A product that reads a weight's copy held as float32 is one of them.
     """
 
-    emulated: frozenset[torch.dtype]
-    small: bool = False
+    wide: WideProducts
     name = "widen_products"
     exact = False  # float32 kernels add in another order than 16-bit kernels
     fate = ""
@@ -61,7 +61,22 @@ class WidenProducts:
 
     def _is_slow(self, product: Node) -> bool:
         dtypes = {operand.meta["val"].dtype for operand in product.all_input_nodes if _is_low(operand)}
-        return not dtypes.isdisjoint(self.emulated) or bool(dtypes and self.small and _is_small(product))
+        if not dtypes:
+            return False
+        result_is_wide = dispatcher.without_out_dtype(product.target, product.args)[0] is not product.target
+        if result_is_wide or not dtypes.isdisjoint(self.wide.all):
+            return True
+        if product.target is ATEN.convolution_backward.default and torch.float16 in dtypes:
+            return True  # oneDNN has no such kernel, and ATen's own takes 50 to 200 times as long
+        if product.target in (PACKED_LINEAR, PACKED_CONV) and not _is_low(product.args[2]):
+            return True
+        if any(_held_in_float32(operand) for operand in product.all_input_nodes):
+            return True
+        dense = not dtypes.isdisjoint(self.wide.dense)
+        if has(product.target, ATTENTION_AFTER):  # which starts fast; torch 2.15 has its flop formula
+            return dense
+        count = _count(product) if dense or self.wide.small else None
+        return count is not None and ((dense and is_dense(*count)) or (self.wide.small and is_small(*count)))
 
 
 def _is_low(node: Node) -> bool:
@@ -69,14 +84,14 @@ def _is_low(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in LOW and value.device.type == "cpu"
 
 
-def _is_small(product: Node) -> bool:
+def _count(product: Node) -> tuple[int | torch.SymInt, int | torch.SymInt] | None:
+    """A product's multiplications, and the elements of its operands and result; None without a formula."""
     formula = flop_registry.get(product.target.overloadpacket)
-    if formula is None or has(product.target, ATTENTION_AFTER):  # which starts fast; torch 2.15 has its flop formula
-        return False
+    if formula is None:
+        return None
     args, kwargs = map_arg((product.args, product.kwargs), lambda operand: operand.meta["val"])
     result = product.meta["val"]
-    numbers = sum(tensor.numel() for tensor in _tensors((args, kwargs, result)))
-    return is_small(formula(*args, **kwargs, out_val=result) // 2, numbers)
+    return formula(*args, **kwargs, out_val=result) // 2, numbers_of((args, kwargs, result))
 
 
 def _widen(node: Node) -> bool:
@@ -113,14 +128,20 @@ def _widened(operand: Node) -> Node:
     """An operand in float32: a weight's copy itself if it is held as float32, else a cast."""
     if not _is_low(operand):
         return operand
+    held = _held_in_float32(operand)
+    return _converted(operand, WIDE) if held is None else rebuild(held[1], held[0])
+
+
+def _held_in_float32(operand: Node) -> tuple[Node, list[Node]] | None:
+    """Of a 16-bit operand that reads a weight's copy held as float32: the copy, and the views; else None."""
     path: list[Node] = []
     base = operand
     while has(base.target, REARRANGES):
         path.insert(0, base)
         base = base.args[0]
     if has(base.target, CONVERSIONS_AFTER) and decision_of(base.args[0]).rounded is base.meta["val"].dtype:
-        return rebuild(path, base.args[0])
-    return _converted(operand, WIDE)
+        return base.args[0], path
+    return None
 
 
 def _suits_onednn(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

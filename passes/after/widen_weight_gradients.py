@@ -63,10 +63,10 @@ def _widen(graph: Graph, path: list[Node], cast: Node) -> None:
 class WidenWeightGradients:
     """For a joint graph; an inference graph has no gradients. Returns the number of products that write float32.
 
-    `emulated`: the types whose products run in float32 on the CPU; their float32 results are then returned unrounded.
+    `wide`: the types of such products that run in float32 on the CPU; their float32 results are returned unrounded.
     """
 
-    emulated: frozenset[torch.dtype] = frozenset()
+    wide: frozenset[torch.dtype] = frozenset()
     name = "widen_weight_gradients"
     exact = False  # gradients of weights keep the bits that a rounding to 16 bits would drop
     fate = ""
@@ -82,5 +82,5 @@ class WidenWeightGradients:
         return widened
 
     def _may_write_float32(self, product: torch.Tensor) -> bool:
-        emulated = product.device.type == "cpu" and product.dtype in self.emulated
-        return emulated or dispatcher.multiplies_into_float32(product.device)
+        wide = product.device.type == "cpu" and product.dtype in self.wide
+        return wide or dispatcher.multiplies_into_float32(product.device)

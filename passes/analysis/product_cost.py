@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node, map_arg
-from torch.utils.flop_counter import flop_registry
 
 from ampcompile.dtypes import LOW, short_name
 from ampcompile.kernels import packed_linear
 from ampcompile.passes.graph import Decision, decision_of, device_type_of, to_dtype
-from ampcompile.torch_private import processor, pytree, tracing
-from ampcompile.torch_private.types import OpOverload, TorchDispatchMode
+from ampcompile.torch_private import pytree, tracing
+from ampcompile.torch_private.types import OpOverload
 
 from .op_traits import is_elementwise
 from .schema import writes
-from .sizes import elements_hint, is_float_tensor, product_hint
+from .sizes import elements_hint, is_float_tensor
+from .wide_products import Flops, is_emulated, runs_in_float32
 
 ENOUGH = 1.05  # times as fast: less is noise
 CALL = 50e-6  # seconds, roughly, that the host spends in any compiled call: a faster graph gets no advice
@@ -32,10 +32,6 @@ UPDATE, UPDATE_WEIGHT = 15e-6, 0.5e-6  # seconds: each update, and each small we
 # oneDNN, which takes 6 times as long to start one.
 _SMALL, _LARGE, _COPIED = 32, 512, 1 << 22
 _PATIENCE = 0.2  # seconds for one measurement
-SMALL, A_NUMBER = 1 << 19, 8
-"""Products and convolutions of up to `SMALL` multiplications run in float32 on every CPU, on rounded operands;
-each number that is widened or rounded counts as `A_NUMBER`. On CPUs with units for bfloat16 oneDNN takes 16 us to
-start a product, 50 for a convolution, 125 for its backward; torch's kernels for float32 take 1 to 5."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +113,6 @@ class Estimate:
         return f"{low} {verdict} (estimated): {times}"
 
 
-def is_emulated(device_type: str, dtype: torch.dtype) -> bool:
-    """True if a device has no units for a 16-bit type."""
-    return device_type == "cpu" and dtype in LOW and not processor.multiplies(dtype)
-
-
 @cache
 def speed(device_type: str, dtype: torch.dtype) -> Speed:
     """Measure products, once per process, in some 10 ms; those of emulated types as `WidenProducts` runs them."""
@@ -144,12 +135,6 @@ def bandwidth(device_type: str) -> float:
     with tracing.on_real_tensors():
         numbers = torch.ones(_COPIED, device=device_type)
         return _COPIED * 6 / _fastest(device_type, lambda: numbers.to(torch.bfloat16), 5)
-
-
-def is_small(multiplications: int | torch.SymInt, numbers: int | torch.SymInt) -> bool:
-    """True if a CPU's product is small enough to run in float32; `numbers`: elements of its operands and result."""
-    work = product_hint(multiplications + A_NUMBER * numbers)
-    return work is not None and work <= SMALL
 
 
 def smallest_gaining_width(device_type: str, low: torch.dtype) -> int | None:
@@ -192,16 +177,16 @@ def estimate(gm: GraphModule, kept: Set[Node]) -> Estimate | None:
         return None
     products, wide, narrow, backward = 0, 0.0, 0.0, [0.0, 0.0]
     differentiated = _differentiated(gm)
-    with tracing.on_fakes_of(gm), torch.no_grad(), _Flops() as counted:
+    with tracing.on_fakes_of(gm), torch.no_grad(), Flops() as counted:
         for node, decision in decided.items():
             if not _may_multiply(node, decision):
                 continue
-            counted.flops = 0
+            counted.total = 0
             _run(node, decision)
-            if counted.flops:
+            if counted.total:
                 products += 1
                 numbers = sum(elements_hint(decision_of(n).result) or 0 for n in (node, *node.all_input_nodes))
-                seconds = [_seconds(device, dtype, counted.flops, numbers) for dtype in (torch.float32, low)]
+                seconds = [_seconds(device, dtype, counted.total, numbers) for dtype in (torch.float32, low)]
                 wide, narrow = wide + seconds[0], narrow + seconds[1]
                 matrices = [n for n in node.all_input_nodes if n in differentiated and decision_of(n).result.dim() > 1]
                 backward = [total + len(matrices) * each for total, each in zip(backward, seconds, strict=True)]
@@ -246,9 +231,9 @@ def _is_present(device_type: str) -> bool:
 def _seconds(device_type: str, dtype: torch.dtype, flops: float, numbers: int) -> float:
     """A product's time: that of its arithmetic or, on accelerators, of reading and writing its numbers if longer.
 
-    A CPU's products of a few rows were measured to be no faster on half the bytes, and small ones run in float32.
+    A CPU's products of a few rows were measured to be no faster on half the bytes, and some run in float32.
     """
-    run = torch.float32 if device_type == "cpu" and is_small(int(flops) // 2, numbers) else dtype
+    run = torch.float32 if device_type == "cpu" and runs_in_float32(dtype, int(flops) // 2, numbers) else dtype
     arithmetic = speed(device_type, run).seconds(flops)
     return arithmetic if device_type == "cpu" else max(arithmetic, numbers * dtype.itemsize / bandwidth(device_type))
 
@@ -266,17 +251,3 @@ def _run(node: Node, decision: Decision) -> None:
 
     args, kwargs = map_arg((node.args, node.kwargs), value)
     node.target(*args, **kwargs)
-
-
-class _Flops(TorchDispatchMode):
-    """Adds up the floating operations of products; symbolic sizes count as the sizes they were traced with."""
-
-    flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            flops = formula(*args, **(kwargs or {}), out_val=result)
-            self.flops += int(flops.node.hint or 0) if isinstance(flops, torch.SymInt) else int(flops)
-        return result

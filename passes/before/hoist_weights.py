@@ -22,6 +22,7 @@ from ampcompile.kernels.packed_linear import PACKED_LINEAR
 from ampcompile.passes.analysis.aliasing import aliased_operands, same_memory, written_operands
 from ampcompile.passes.analysis.commuting import CAST, rebuild
 from ampcompile.passes.analysis.op_traits import REARRANGES, has, reads_bits
+from ampcompile.passes.analysis.wide_products import NONE_WIDE, WideProducts, is_dense_product
 from ampcompile.passes.graph import Cast, cast_of, erase_unread, note, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import tracing
@@ -92,10 +93,10 @@ def _may_be_hoisted(cast: Node) -> bool:
     return len(cast.args) == 2 and not cast.kwargs and after in LOW and before.itemsize > after.itemsize
 
 
-CopyOf = Callable[[Node, torch.dtype], Node]
+CopyOf = Callable[[Node, Form], Node]
 
 
-def _hoist(gm: GraphModule, weights: set[Node], copy_of: CopyOf) -> int:
+def _hoist(gm: GraphModule, weights: set[Node], wide: WideProducts, copy_of: CopyOf) -> int:
     """Replace the casts of `weights`, inputs of `gm`; `copy_of` returns the input that holds a weight's copy."""
     hoisted = 0
     together = {node: group for group in same_memory(gm.graph) for node in group}
@@ -103,32 +104,51 @@ def _hoist(gm: GraphModule, weights: set[Node], copy_of: CopyOf) -> int:
     for cast in list(gm.graph.find_nodes(op="call_function", target=CAST)):
         weight, views = _look_through_views(cast)
         if weight in weights and _may_be_hoisted(cast) and all(use == "read" for use in _uses(cast)):
-            _replace(cast, weight, views, copy_of(weight, cast.args[1]))
+            _replace(cast, weight, views, copy_of(weight, Form(cast.args[1], _is_read_wide(cast, wide))))
             hoisted += 1
     calls: dict[GraphModule, list[Node]] = {}
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in _OPERANDS_FROM:
             calls.setdefault(_body(node), []).append(node)
-    return hoisted + sum(_hoist_in_body(body, sites, weights, copy_of) for body, sites in calls.items())
+    return hoisted + sum(_hoist_in_body(body, sites, weights, wide, copy_of) for body, sites in calls.items())
 
 
-def _hoist_in_body(body: GraphModule, sites: list[Node], weights: set[Node], copy_of: CopyOf) -> int:
+def _is_read_wide(cast: Node, wide: WideProducts) -> bool:
+    """True if a cast weight is read by products that run in float32, small ones aside."""
+    dtype = cast.args[1]
+    if dtype in wide.all:
+        return True
+    return dtype in wide.dense and any(map(is_dense_product, _readers(cast)))
+
+
+def _readers(value: Node) -> Iterator[Node]:
+    """Yield what reads a value, or a view of it."""
+    for user in value.users:
+        if _rearranges(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _hoist_in_body(
+    body: GraphModule, sites: list[Node], weights: set[Node], wide: WideProducts, copy_of: CopyOf
+) -> int:
     """Hoist in a body: its input is a weight if every call passes one there; every call then passes the copy too."""
     first = _OPERANDS_FROM[sites[0].target]
     inner = placeholders(body)
     given = {p: [site.args[first + i] for site in sites] for i, p in enumerate(inner) if first + i < len(sites[0].args)}
-    copies: dict[tuple[Node, torch.dtype], Node] = {}
+    copies: dict[tuple[Node, Form], Node] = {}
 
-    def inner_copy(weight: Node, dtype: torch.dtype) -> Node:
-        if (weight, dtype) not in copies:
-            outer_copies = [copy_of(outer, dtype) for outer in given[weight]]
-            wide = outer_copies[0].meta["val"].dtype != dtype
-            copies[weight, dtype] = add_copy(body, weight.name, weight.meta["val"], Form(dtype, wide))
+    def inner_copy(weight: Node, form: Form) -> Node:
+        if (weight, form) not in copies:
+            outer_copies = [copy_of(outer, form) for outer in given[weight]]
+            held = Form(form.dtype, outer_copies[0].meta["val"].dtype != form.dtype)
+            copies[weight, form] = add_copy(body, weight.name, weight.meta["val"], held)
             for site, outer in zip(sites, outer_copies, strict=True):
                 site.args = (*site.args, outer)
-        return copies[weight, dtype]
+        return copies[weight, form]
 
-    return _hoist(body, {p for p, outer in given.items() if weights.issuperset(outer)}, inner_copy)
+    return _hoist(body, {p for p, outer in given.items() if weights.issuperset(outer)}, wide, inner_copy)
 
 
 def other_reads(weight: Node) -> Iterator[Node]:
@@ -147,13 +167,14 @@ def other_reads(weight: Node) -> Iterator[Node]:
 class HoistWeights:
     """`copied`: the weights whose copies can live across calls, each with its `CopySpec.trial`.
 
-    `wide`: the types whose products run in float32; a kept copy in one of them holds its rounded numbers as float32, so
-    that no call has to widen it. `gathered`: the weights that FSDP gathers for each call, and their low-precision
-    numbers with them. The copies become the last inputs, each with its `CopySpec` as its decision's `copy`.
+    `wide`: the products that run in float32; a kept copy that one of them reads, but for small ones, holds its rounded
+    numbers as float32, so that no call has to widen it. `gathered`: the weights that FSDP gathers for each call, and
+    their low-precision numbers with them. The copies become the last inputs, each with its `CopySpec` as its decision's
+    `copy`.
     """
 
     copied: Mapping[Node, bool]
-    wide: frozenset[torch.dtype] = frozenset()
+    wide: WideProducts = NONE_WIDE
     gathered: frozenset[Node] = frozenset()
     name = "hoist_weights"
     exact = True
@@ -163,17 +184,18 @@ class HoistWeights:
         inputs = {node: index for index, node in enumerate(placeholders(gm))}
         copies: dict[CopySpec, Node] = {}
 
-        def copy_of(weight: Node, dtype: torch.dtype) -> Node:
+        def copy_of(weight: Node, form: Form) -> Node:
             gathered = weight in self.gathered
-            wide = dtype in self.wide and weight.meta["val"].device.type == "cpu" and not gathered
-            spec = CopySpec(inputs[weight], Form(dtype, wide), trial=self.copied.get(weight, False), gathered=gathered)
+            wide = form.wide and weight.meta["val"].device.type == "cpu" and not gathered
+            form = form._replace(wide=wide)
+            spec = CopySpec(inputs[weight], form, trial=self.copied.get(weight, False), gathered=gathered)
             if spec not in copies:
                 copies[spec] = add_copy(gm, weight.name, weight.meta["val"], spec.form)
                 note(copies[spec], copy=spec)
             return copies[spec]
 
         with tracing.on_fakes_of(gm):
-            return _hoist(gm, {*self.copied, *self.gathered}, copy_of)
+            return _hoist(gm, {*self.copied, *self.gathered}, self.wide, copy_of)
 
 
 def add_copy(gm: GraphModule, name: str, weight: torch.Tensor, form: Form) -> Node:

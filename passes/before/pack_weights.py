@@ -18,8 +18,8 @@ from torch.fx import GraphModule, Node
 from ampcompile.kernels.packed_conv import PACKED_CONV, Blocks, ConvBlocks
 from ampcompile.kernels.packed_linear import PACKED_LINEAR, SMALLEST, LinearBlocks
 from ampcompile.passes.analysis.aliasing import lies_in_a_row
-from ampcompile.passes.analysis.product_cost import is_small
 from ampcompile.passes.analysis.sizes import product_hint
+from ampcompile.passes.analysis.wide_products import is_small
 from ampcompile.passes.graph import decision_of, note, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import tracing
@@ -48,7 +48,7 @@ def _conv(
 ) -> PackedLayer | None:
     one_channel = weight.shape[1] * groups == 1  # ATen takes any layout of one channel for a contiguous one
     numbers = [*stride, *padding, *dilation, groups]
-    if spec.form.wide or one_channel or x.dim() != 4 or not all(type(number) is int for number in numbers):
+    if one_channel or x.dim() != 4 or not all(type(number) is int for number in numbers):
         return None
     stride, padding, dilation = (tuple(each) * (2 // len(each)) for each in (stride, padding, dilation))
     sizes = tuple(size for size in map(product_hint, x.shape) if size is not None)
@@ -69,7 +69,7 @@ def _arguments(layer: Node) -> list[Any]:
 def _packable(read: object, dtypes: frozenset[torch.dtype]) -> bool:
     if not isinstance(read, Node) or read.target is not WEIGHT_COPY or len(read.users) > 1:
         return False
-    copy = read.meta["val"]
+    copy = read.args[1].meta["val"]
     return copy.device.type == "cpu" and copy.dtype in dtypes
 
 
@@ -97,7 +97,7 @@ def _take_gelu_in(layer: Node) -> None:
 
 @dataclass(frozen=True)
 class PackWeights:
-    """`dtypes`: those of packed products on this machine; `small`: small products too, see `product_cost.SMALL`.
+    """`dtypes`: those of packed products on this machine; `small`: small products too, see `wide_products.SMALL`.
 
     `relaxed`: a GELU that alone reads a linear layer is taken in the product, of sums that aren't rounded yet.
     """
