@@ -1,7 +1,8 @@
 """2-D convolution by oneDNN, with a weight packed beforehand or plain (CPU).
 
 oneDNN's convolutions read weights in blocks that suit the vector unit and the shapes. oneDNN packs a plain weight at
-every call, and uses a packed one directly. The bits of the result are the same.
+every call, and uses a packed one directly. The bits of the result are the same, but for some small convolutions in
+float32, which ATen runs in a kernel of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ class ConvBlocks:
     """The size for which the blocks are optimal: that of the first input that shares them. Other sizes work too."""
 
     def pack(self, copy: Tensor) -> Tensor:
-        """Pack `copy` (out_channels, in_channels / groups, height, width), bfloat16 on the CPU, as an opaque tensor."""
+        """Pack `copy` (out_channels, in_channels / groups, height, width), bfloat16 or float32 on the CPU.
+
+        Returns an opaque tensor.
+        """
         return torch.ops.mkldnn._reorder_convolution_weight(
             copy.detach(), self.padding, self.stride, self.dilation, self.groups, self.input_size
         )
@@ -49,10 +53,11 @@ Blocks = LinearBlocks | ConvBlocks
 
 
 def packed_conv(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None, blocks: ConvBlocks) -> Tensor:
-    """Convolve `x` (batch, in_channels, height, width), bfloat16; the result has the strides of `aten.convolution`'s.
+    """Convolve `x` (batch, in_channels, height, width), bfloat16 or float32.
 
-    `packed` holds the copy of `weight` in bfloat16, packed as `blocks` say or plain; of `weight` itself only shape and
-    strides are read. No gradient flows: a trained weight changes before its packing has paid.
+    The result has the strides of `aten.convolution`'s. `packed` holds the copy of `weight` in that dtype, packed as
+    `blocks` say or plain; of `weight` itself only shape and strides are read. No gradient flows: a trained weight
+    changes before its packing has paid.
     """
     return PACKED_CONV(x, weight, packed, bias, blocks.stride, blocks.padding, blocks.dilation, blocks.groups)
 

@@ -191,10 +191,8 @@ def heap_of_other_files() -> None:
 @pytest.fixture(autouse=True)
 def isolated(request: pytest.FixtureRequest) -> Iterator[None]:
     # As on a CPU with units for both 16-bit types: products are torch's, and equal eager autocast's bit by bit.
-    units = (
-        nullcontext() if request.node.get_closest_marker("units") else patch.object(processor, "multiplies", _always)
-    )
-    with units:
+    with_units = patch.multiple(processor, multiplies=_always, multiplies_faster=_always)
+    with nullcontext() if request.node.get_closest_marker("units") else with_units:
         yield from _isolated(request)
 
 

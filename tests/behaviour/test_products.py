@@ -212,6 +212,43 @@ def test_through_inductor(grad: bool) -> None:
             assert 0 < error(ours, true_grads) < 20 * torch.finfo(dtype).eps
 
 
+class Dense(nn.Module):
+    """Layers with much to multiply in each row, behind a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(16, 32, 3, padding=1)
+        self.layers = nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.conv(x).flatten(1).view(-1, 128))
+
+
+@pytest.mark.parametrize("grad", [pytest.param(True, marks=pytest.mark.ci), False])
+def test_through_inductor_where_units_are_slow(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows run in float32, with wide copies; a graph of few rows has copies of its own, in 16 bits."""
+    monkeypatch.setattr(processor, "multiplies", lambda dtype: True)
+    monkeypatch.setattr(processor, "multiplies_faster", lambda dtype: False)
+    model = Dense()
+    exact = copy.deepcopy(model).double()
+    run = compiled(model, LOW, lower="inductor", products="auto")
+    before = ampcompile.weight_stats().bytes
+    with torch.set_grad_enabled(grad):
+        for side, bytes_each in ((16, 4), (2, 2)):
+            x = torch.randn(2, 16, side, side)
+            for _ in range(4):
+                found = run(x)
+            with torch.autocast("cpu", LOW):
+                values = model(x)
+            true = exact(x.double())
+            assert 0 < error([found], [true]) <= 1.1 * error([values], [true])
+            assert ampcompile.weight_stats().bytes - before >= bytes_each * 128 * 192
+            if grad:
+                ours = gradients(model, lambda _, x=x: loss(run, x))
+                true_grads = gradients(exact, lambda m, x=x: loss(m, x.double()))
+                assert 0 < error(ours, true_grads) < 20 * torch.finfo(LOW).eps
+
+
 @pytest.mark.parametrize(("products", "units", "width"), [("torch", False, 2), ("auto", True, 2), ("auto", False, 4)])
 def test_torchs_products_can_be_asked_for_and_auto_asks_the_cpu(
     monkeypatch: pytest.MonkeyPatch, products: str, units: bool, width: int

@@ -1,5 +1,6 @@
 """Whatever decides what is compiled is in the key that Inductor's caches know it by, and nothing else is."""
 
+from itertools import product
 from pathlib import Path
 from uuid import uuid4
 
@@ -9,6 +10,7 @@ from torch._dynamo.utils import counters
 
 from ampcompile.compiler import lower
 from ampcompile.compiler.cache_key import cache_key, covered_files, key_of, source_key
+from ampcompile.passes.analysis.wide_products import WideProducts
 from tests.test_layout import ROOT, SOURCES, imports
 
 DECIDES_NOTHING = ["ampcompile/explaining/table.py", "docs/explain.md", "tests/conftest.py", "pyproject.toml"]
@@ -66,6 +68,6 @@ def test_the_key_tells_cpus_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = set()
     for vectors in ("AVX2", "AVX512"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda vectors=vectors: vectors)
-        keys |= {cache_key(frozenset(emulated)) for emulated in ((), (torch.float16,), (torch.float16, torch.bfloat16))}
-        keys.add(cache_key(frozenset(), small=True))
-    assert len(keys) == 8
+        types = [frozenset(each) for each in ((), (torch.float16,), (torch.float16, torch.bfloat16))]
+        keys |= {cache_key(WideProducts(*each)) for each in product(types, types, (False, True))}
+    assert len(keys) == 36

@@ -13,6 +13,7 @@ from ampcompile.compiler.lower import _inductor_config, lower
 from ampcompile.config import Options
 from ampcompile.kernels.packed_linear import LinearBlocks
 from ampcompile.passes import base, pipeline
+from ampcompile.passes.analysis.wide_products import WideProducts
 from ampcompile.weights import CopySpec, Form
 from tests.compiling import LOW, amp, gradients
 
@@ -78,7 +79,7 @@ def test_a_watch_sees_the_graph_as_it_comes_and_after_each_pass(gradients):
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     with torch.set_grad_enabled(gradients), torch.autocast("cpu", LOW):
         torch.compile(model, backend=backend)(x)
-    assert [done for done, _ in seen] == [None, *pipeline.after(Options().emulated())]
+    assert [done for done, _ in seen] == [None, *pipeline.after(WideProducts.on_this_cpu(Options(lower="aot_eager")))]
     assert len({id(gm) for _, gm in seen}) == 1
 
 

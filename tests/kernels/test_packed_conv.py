@@ -52,6 +52,19 @@ def test_same_bits_as_the_plain_convolution() -> None:
             assert strides(found) == strides(expected), (x.shape, weight.shape, blocks)
 
 
+def test_in_float32_the_numbers_of_float64() -> None:
+    """ATen runs some in another kernel, with other last bits."""
+    for _ in range(DRAWS):
+        x, weight, bias, blocks = drawn()
+        x, bias = x.float(), None if bias is None else bias.float()
+        exact = packed_conv_reference(x.double(), weight, None if bias is None else bias.double(), blocks)
+        plain = packed_conv_reference(x, weight, bias, blocks)
+        for form in (weight, blocks.pack(weight)):
+            found = packed_conv(x, weight, form, bias, blocks)
+            assert (found - exact).abs().max() <= 1e-5 * exact.abs().max(), (x.shape, weight.shape, blocks)
+            assert strides(found) == strides(plain), (x.shape, weight.shape, blocks)
+
+
 @pytest.mark.parametrize("of_weight", LAYOUTS)
 @pytest.mark.parametrize("of_input", [*LAYOUTS, None])
 @pytest.mark.parametrize("shape", [(2, 3, 8, 9), (2, 1, 8, 9), (2, 3, 1, 1), (1, 3, 1, 6)])

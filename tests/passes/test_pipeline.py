@@ -5,11 +5,13 @@ import torch
 
 from ampcompile.config import Options
 from ampcompile.kernels import packed_linear
+from ampcompile.passes.analysis.wide_products import WideProducts
 from ampcompile.passes.graph import Regions
 from ampcompile.passes.pipeline import after, fusion, pipeline, replay
 
 BASE = ["assign_precision", "insert_casts", "fold_casts"]
-PACKED = ["pack_weights"] if packed_linear.available(torch.bfloat16) else []
+PACKED = ["pack_weights"] if packed_linear.available(torch.float32) else []
+HALF = frozenset({torch.float16})
 AFTER = [
     "bind_weights",
     "drop_casts",
@@ -61,14 +63,21 @@ def test_after_differentiation_only_gradients_change_their_digits() -> None:
         "add_embedding_gradients",
         "write_for_products",
     ]
-    emulating = [each.name for each in after(frozenset({torch.float16}))]
-    assert emulating == [each.name for each in after(small=True)] == [*AFTER[:4], "widen_products", *AFTER[4:]]
+    emulating, small, dense = (
+        [each.name for each in after(WideProducts(**{which: types}))]
+        for which, types in (
+            ("all", HALF),
+            ("small", True),
+            ("dense", frozenset({torch.bfloat16})),
+        )
+    )
+    assert emulating == small == dense == [*AFTER[:4], "widen_products", *AFTER[4:]]
     assert [each.name for each in replay() if each.exact] == ["enable_second_backward", "bind_weights_eagerly"]
 
 
 def test_a_pass_bears_the_name_of_its_file() -> None:
     passes = pipeline(Options(), Regions({}))
-    for each in (*passes, *fusion(Options(), "cuda"), *after(frozenset({torch.float16})), *replay()):
+    for each in (*passes, *fusion(Options(), "cuda"), *after(WideProducts(HALF)), *replay()):
         assert type(each).__module__.endswith(f".{each.name}")
 
 

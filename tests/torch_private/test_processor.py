@@ -14,22 +14,31 @@ CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 def machine(monkeypatch):
     """Sets what torch says of the CPU: by default one with AVX512-BF16 and nothing else."""
 
-    def answer(vectors="AVX512", onednn=True, takes=(LOW,), avx512_bf16=True, amx=False, architecture="x86_64"):
+    def answer(
+        vectors="AVX512", onednn=True, takes=(LOW,), avx512_bf16=True, amx=False, architecture="x86_64", cpuinfo=""
+    ):
         for cap in CAPS:
             monkeypatch.delenv(cap, raising=False)
         monkeypatch.setattr(processor.platform, "machine", lambda: architecture)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: bool(amx))
+        monkeypatch.setattr(torch.cpu, "_is_amx_fp16_supported", lambda: amx == "fp16")
+        monkeypatch.setattr(processor, "_words_about_the_cpu", lambda: set(cpuinfo.split()))
         monkeypatch.setattr(processor, "_onednn_takes", lambda dtype: dtype in takes)
 
     yield answer
+    forget()
+
+
+def forget() -> None:
     processor.multiplies.cache_clear()
+    processor.multiplies_faster.cache_clear()
 
 
 def units() -> list[torch.dtype]:
-    processor.multiplies.cache_clear()
+    forget()
     return [dtype for dtype in (LOW, HALF) if processor.multiplies(dtype)]
 
 
@@ -65,6 +74,33 @@ def test_what_the_user_caps_counts(machine, monkeypatch, name, cap, found):
     assert units() == found
 
 
+INTEL = "vendor_id : GenuineIntel flags : fpu avx512_bf16 avx512_fp16"
+
+
+@pytest.mark.parametrize(
+    ("about", "cap", "faster"),
+    [
+        ({"cpuinfo": "vendor_id : AuthenticAMD flags : fpu avx512_bf16"}, "", [LOW]),
+        ({"cpuinfo": "vendor_id : AuthenticAMD flags : fpu avx512_bf16 avx512_fp16", "takes": (LOW, HALF)}, "", [LOW]),
+        ({"cpuinfo": "vendor_id : GenuineIntel flags : fpu avx512_bf16"}, "", [LOW]),  # Cooper Lake: not measured
+        ({"cpuinfo": INTEL, "takes": (LOW, HALF)}, "", []),  # as virtual machines see it that hide AMX
+        ({"cpuinfo": INTEL, "takes": (LOW, HALF), "amx": True}, "", [LOW]),
+        ({"cpuinfo": INTEL, "takes": (LOW, HALF), "amx": True}, "ALL", [LOW]),
+        ({"cpuinfo": INTEL, "takes": (LOW, HALF), "amx": "fp16"}, "AVX10_1_512_AMX_FP16", [LOW, HALF]),
+        ({"cpuinfo": INTEL, "takes": (LOW, HALF), "amx": "fp16"}, "AVX512_CORE_FP16", []),
+        ({"architecture": "aarch64", "vectors": "SVE256"}, "", [LOW, HALF]),
+        ({"avx512_bf16": False}, "", []),
+        ({}, "", [LOW]),  # no /proc
+    ],
+)
+def test_units_count_as_faster_where_they_are(machine, monkeypatch, about, cap, faster):
+    machine(**about)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", cap)
+    forget()
+    assert [dtype for dtype in (LOW, HALF) if processor.multiplies_faster(dtype)] == faster
+
+
 def test_this_cpu_is_asked_for_real():
     answers = [processor._onednn_takes(dtype) for dtype in (LOW, HALF)]
     assert all(isinstance(answer, bool) for answer in answers)
+    assert isinstance(processor._words_about_the_cpu(), set)

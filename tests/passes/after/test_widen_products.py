@@ -15,12 +15,13 @@ from ampcompile.kernels.packed_linear import PACKED_LINEAR
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.after.widen_products import WidenProducts
 from ampcompile.passes.analysis.commuting import CONVERT
+from ampcompile.passes.analysis.wide_products import WideProducts
 from ampcompile.passes.weight_copy import weight_copy
 from tests.compiling import same_bits
 
 aten = torch.ops.aten
 LOW, HALF = torch.bfloat16, torch.float16
-WIDEN = WidenProducts(frozenset({LOW, HALF}))
+WIDEN = WidenProducts(WideProducts(frozenset({LOW, HALF})))
 
 
 def traced(f: Callable[..., Any], *args: Tensor) -> GraphModule:
@@ -98,7 +99,7 @@ def test_declines(name: str) -> None:
 
 def test_the_other_type_stays() -> None:
     gm = traced(lambda a, b: (a @ a.t(), b @ b.t()), low(3, 3), low(3, 3, dtype=HALF))
-    assert WidenProducts(frozenset({HALF})).apply(gm) == 1
+    assert WidenProducts(WideProducts(frozenset({HALF}))).apply(gm) == 1
     (product,) = (n for n in gm.graph.nodes if n.target is aten.mm.default and n.meta["val"].dtype == LOW)
     assert product.args[0].op == "placeholder"
 
@@ -174,7 +175,8 @@ def test_a_permutation_may_turn_nothing(order: list[int]) -> None:
     assert (gm(weight, copy, x).double() - exact).abs().max() <= torch.finfo(LOW).eps * exact.abs().max()
 
 
-SMALL = WidenProducts(frozenset(), small=True)
+SMALL = WidenProducts(WideProducts(small=True))
+DENSE = WidenProducts(WideProducts(dense=frozenset({LOW})))
 STARTS_SLOWLY = [name for name in FIRES if name not in ("addmm of one number", "mv", "dot", "attention")]
 
 
@@ -193,6 +195,47 @@ def test_what_many_numbers_are_widened_for_stays() -> None:
     wide, low_ = (traced(torch.mm, low(rows, 64), low(64, 64)) for rows in (32, 128))
     assert [SMALL.apply(wide), SMALL.apply(low_)] == [1, 0]
     assert SMALL.apply(traced(torch.mm, low(1, 512), low(512, 512))) == 0
+
+
+OF_A_DENSE_TYPE: dict[str, tuple[int, Callable[..., Any], list[tuple[int, ...]]]] = {
+    "many rows": (1, torch.mm, [(64, 128), (128, 128)]),
+    "few rows": (0, torch.mm, [(16, 512), (512, 512)]),
+    "a batch": (1, torch.bmm, [(2, 64, 128), (2, 128, 128)]),
+    "a vector": (0, torch.mv, [(512, 512), (512,)]),
+    "convolution": (
+        1,
+        lambda x, w: aten.convolution(x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+        [(1, 16, 9, 9), (16, 16, 3, 3)],
+    ),
+    "attention": (1, attention, [(1, 2, 6, 8)]),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_DENSE_TYPE)
+def test_what_arithmetic_decides_runs_in_float32_where_units_are_slow(name: str) -> None:
+    number, f, shapes = OF_A_DENSE_TYPE[name]
+    assert DENSE.apply(traced(f, *(low(*shape) for shape in shapes))) == number
+    other = traced(f, *(low(*shape, dtype=HALF) for shape in shapes))
+    assert DENSE.apply(other) == 0, "the other type's units are fast"
+
+
+@pytest.mark.parametrize("wide", [SMALL, DENSE], ids=["small", "dense"])
+def test_gradients_of_float16_convolutions_always_run_in_float32(wide: WidenProducts) -> None:
+    """They have no oneDNN kernel, and ATen's took 523 ms beside 2.1 in float32 (64 channels, 56 x 56 pixels)."""
+    shapes = [(2, 64, 32, 32), (64, 64, 1, 1)]
+    for dtype in (HALF, LOW):
+        gm = traced(lambda x, w: convolution_gradients(x, w)[:2], *(low(*shape, dtype=dtype) for shape in shapes))
+        assert wide.apply(gm) == (dtype == HALF or wide is DENSE)
+
+
+def test_a_product_reads_a_copy_as_it_is_held_whatever_its_own_size() -> None:
+    weight, x = torch.randn(6, 4), low(5, 4)
+    for held, wide in ((weight.to(LOW), 0), (weight.to(LOW).float(), 1)):
+        gm = traced(lambda w, c, x: x @ weight_copy(w, c, LOW).t(), weight, held, x)
+        BindWeights().apply(gm)
+        assert DENSE.apply(gm) == wide
+        blocks = traced(lambda w, p, x: PACKED_LINEAR(x, w, p, None), weight, held, x)
+        assert DENSE.apply(blocks) == wide
 
 
 def test_a_small_product_of_sizes_that_vary_is_small_as_traced() -> None:

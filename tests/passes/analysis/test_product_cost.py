@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 import ampcompile
-from ampcompile.passes.analysis import product_cost
+from ampcompile.passes.analysis import product_cost, wide_products
 from ampcompile.passes.analysis.product_cost import Estimate, Speed
+from ampcompile.torch_private import processor
 from tests.compiling import HALF, HIGH, LOW
 
 
@@ -16,7 +17,7 @@ def machine(monkeypatch):
     speeds = {HIGH: Speed(1e-6, 1e9), LOW: Speed(5e-6, 4e9), HALF: Speed(1e-6, 1e6)}
     monkeypatch.setattr(product_cost, "speed", lambda device, dtype: speeds[dtype])
     monkeypatch.setattr(product_cost, "bandwidth", lambda device: 1e12)
-    monkeypatch.setattr(product_cost, "SMALL", 0)  # it multiplies all in their own types
+    monkeypatch.setattr(wide_products, "SMALL", 0)  # it multiplies all in their own types
 
 
 def estimated(f, *args, **options):
@@ -107,10 +108,17 @@ def test_where_memory_is_slow_half_the_bytes_pay_but_not_on_a_cpu(machine, monke
 
 
 def test_small_products_of_a_cpu_take_float32s_time(machine, monkeypatch):
-    monkeypatch.setattr(product_cost, "SMALL", 1 << 19)
+    monkeypatch.setattr(wide_products, "SMALL", 1 << 19)
     wide, low = (product_cost.speed("cpu", dtype) for dtype in (HIGH, LOW))
     assert product_cost._seconds("cpu", LOW, 2.0**17, 1000) == wide.seconds(2.0**17) != low.seconds(2.0**17)
     assert product_cost._seconds("cuda", LOW, 2.0**17, 1000) != wide.seconds(2.0**17)
+
+
+def test_dense_products_of_a_slow_type_take_float32s_time(machine, monkeypatch):
+    monkeypatch.setattr(processor, "multiplies_faster", lambda dtype: dtype != LOW)
+    wide, low = (product_cost.speed("cpu", dtype) for dtype in (HIGH, LOW))
+    assert product_cost._seconds("cpu", LOW, 2e6, 1000) == wide.seconds(2e6)
+    assert product_cost._seconds("cpu", LOW, 2e6, 1 << 20) == low.seconds(2e6)
 
 
 @pytest.mark.parametrize("f", [torch.sin, lambda x: x.softmax(-1), lambda x: torch.mm(x.double(), x.double())])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ampcompile.passes.analysis.wide_products import WideProducts
 from ampcompile.passes.before.hoist_weights import CAST, HoistWeights
 from ampcompile.passes.graph import cast_of, decision_of, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
@@ -73,13 +74,34 @@ def test_copies_of_gathered_weights_are_never_wide() -> None:
     frozen, buffer = (
         next(node for node in placeholders(graph.graph) if name in node.name) for name in ("frozen", "buffer")
     )
-    hoist = HoistWeights({buffer: True}, frozenset({torch.bfloat16}), frozenset({frozen}))
+    hoist = HoistWeights({buffer: True}, WideProducts(frozenset({torch.bfloat16})), frozenset({frozen}))
     assert hoist.apply(graph.graph) == 2
     specs = [spec for node in placeholders(graph.graph) if (spec := decision_of(node).copy)]
     assert sorted((spec.gathered, spec.form.wide, spec.trial) for spec in specs) == [
         (False, True, True),
         (True, False, False),
     ]
+
+
+@pytest.mark.parametrize(
+    ("forward", "wide"),
+    [
+        (lambda m, x: m.linear(x.expand(64, 8)), [False, False]),
+        (lambda m, x: F.linear(x.repeat(64, 16), m.large, m.bias), [True, True]),
+        (lambda m, x: F.linear(x.repeat(4, 16), m.large), [False]),
+        (lambda m, x: x.repeat(64, 16) @ m.large.view(64, 2, 128).flatten(0, 1).t(), [True]),
+        (lambda m, x: checkpoint(F.linear, x.repeat(64, 16), m.large, use_reentrant=False), [True]),
+    ],
+    ids=["little work", "large", "few rows", "a view", "checkpoint"],
+)
+def test_where_units_are_slow_what_dense_products_read_is_held_wide(forward: Any, wide: list[bool]) -> None:
+    model = Block(forward)
+    model.large, model.bias = nn.Parameter(torch.randn(128, 128)), nn.Parameter(torch.randn(128))
+    (graph,) = rewritten(model, torch.randn(1, 8), weights="every_call")
+    copied = {node: False for node in placeholders(graph.graph) if node.name != "l_x_"}
+    assert HoistWeights(copied, WideProducts(dense=frozenset({torch.bfloat16}))).apply(graph.graph) == len(wide)
+    specs = [spec for node in placeholders(graph.graph) if (spec := decision_of(node).copy)]
+    assert sorted(spec.form.wide for spec in specs) == wide
 
 
 def expanded(m: Any, x: Tensor) -> Tensor:

@@ -179,12 +179,24 @@ def test_fires_on_convolutions() -> None:
     assert [each.input_size for each in blocks[4:6]] == [(2, 3, 18, 20), (2, 16, 9, 10)]
 
 
+def test_convolutions_in_float32_are_packed_too() -> None:
+    model, x = Convolutions().eval(), torch.randn(2, 3, 18, 20)
+    exact = copy.deepcopy(model).double()(x.double())
+    run = torch.compile(model, backend="amp", options={"products": "float32"})
+    with torch.no_grad():
+        (graph,) = rewritten(model, x, lower="inductor", products="float32")
+        assert count(graph, PACKED_CONV) == 5
+        found = [run(x) for _ in range(4)]  # packed from the third on
+        with torch.autocast("cpu"):
+            eager = model(x)
+    assert all(0 < (each - exact).norm() <= 1.1 * (eager - exact).norm() for each in found)
+
+
 DECLINES_CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]] = {
     "one channel": (lambda: nn.Conv2d(1, 8, 3), (2, 1, 9, 9), {}),
     "no batch": (lambda: nn.Conv2d(4, 8, 3), (4, 9, 9), {}),
     "transposed": (lambda: nn.ConvTranspose2d(4, 8, 3), (2, 4, 9, 9), {}),
     "1-D": (lambda: nn.Conv1d(4, 8, 3), (2, 4, 9), {}),
-    "in float32": (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9), {"products": "float32"}),
     "no copies": (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9), {"weights": "every_call"}),
     "float16": (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9), {"dtype": torch.float16}),
 }

@@ -1,0 +1,113 @@
+"""Decide which products of 16-bit operands a CPU runs in float32, on rounded operands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node, map_arg
+from torch.utils.flop_counter import flop_registry
+
+from ampcompile.config import Options
+from ampcompile.dtypes import LOW
+from ampcompile.torch_private import processor, pytree
+from ampcompile.torch_private.types import OpOverload, TorchDispatchMode
+
+from .sizes import product_hint
+
+SMALL, A_NUMBER = 1 << 19, 8
+"""Products and convolutions of up to `SMALL` multiplications run in float32 on every CPU; each number that is widened
+or rounded counts as `A_NUMBER`. On CPUs with units for bfloat16 oneDNN takes 16 us to start a product, 50 for a
+convolution, 125 for its backward; torch's kernels for float32 take 1 to 5."""
+DENSE = 24
+"""Multiplications for each number read or written, from which arithmetic takes longer than memory: with fewer rows half
+the bytes are faster, though the units aren't."""
+
+
+def is_emulated(device_type: str, dtype: torch.dtype) -> bool:
+    """True if a device has no units for a 16-bit type."""
+    return device_type == "cpu" and dtype in LOW and not processor.multiplies(dtype)
+
+
+def is_small(multiplications: int | torch.SymInt, numbers: int | torch.SymInt) -> bool:
+    """True if a CPU's product is small enough to run in float32; `numbers`: elements of its operands and result."""
+    work = product_hint(multiplications + A_NUMBER * numbers)
+    return work is not None and work <= SMALL
+
+
+def is_dense(multiplications: int | torch.SymInt, numbers: int | torch.SymInt) -> bool:
+    """True if arithmetic decides a product's time; `numbers`: elements of its operands and result."""
+    work, moved = product_hint(multiplications), product_hint(numbers)
+    return work is not None and moved is not None and work >= DENSE * moved
+
+
+def runs_in_float32(dtype: torch.dtype, multiplications: int, numbers: int) -> bool:
+    """True if this CPU runs a product of a dtype in float32, by default options."""
+    if dtype not in LOW or not processor.multiplies(dtype) or is_small(multiplications, numbers):
+        return True
+    return is_dense(multiplications, numbers) and not processor.multiplies_faster(dtype)
+
+
+@dataclass(frozen=True)
+class WideProducts:
+    """The products of 16-bit operands that run in float32 on the CPU (`Options.products`)."""
+
+    all: frozenset[torch.dtype] = frozenset()
+    """The types whose products all do: the CPU emulates them."""
+    dense: frozenset[torch.dtype] = frozenset()
+    """The types whose dense products do: the CPU's units for them are no faster than those for float32."""
+    small: bool = False
+    """True: small products of any type do."""
+
+    @classmethod
+    def on_this_cpu(cls, options: Options) -> WideProducts:
+        """What `options.products` asks for, or the CPU if it is "auto"."""
+        if options.products == "torch" or options.lower == "eager":
+            return cls()
+        if options.products == "float32":
+            return cls(all=frozenset(LOW))
+        return cls(
+            frozenset(dtype for dtype in LOW if not processor.multiplies(dtype)),
+            frozenset(dtype for dtype in LOW if not processor.multiplies_faster(dtype)),
+            options.lower == "inductor",  # which fuses the widening
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.all or self.dense or self.small)
+
+    def __str__(self) -> str:
+        names = (",".join(sorted(map(str, dtypes))) for dtypes in (self.all, self.dense))
+        return " ".join([*names, str(self.small)])
+
+
+NONE_WIDE = WideProducts()
+
+
+class Flops(TorchDispatchMode):
+    """Adds up the floating operations of products; symbolic sizes count as the sizes they were traced with."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            flops = formula(*args, **(kwargs or {}), out_val=result)
+            self.total += int(flops.node.hint or 0) if isinstance(flops, torch.SymInt) else int(flops)
+        return result
+
+
+def is_dense_product(node: Node) -> bool:
+    """True for a node whose op is, or is made of, dense products; `meta` holds the fakes of its operands and result."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    with torch.no_grad(), Flops() as counted:
+        node.target(*args, **kwargs)
+    return is_dense(counted.total // 2, numbers_of((args, kwargs, node.meta["val"])))
+
+
+def numbers_of(values: Any) -> int | torch.SymInt:
+    """The elements of all tensors among nested values."""
+    return sum(value.numel() for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor))

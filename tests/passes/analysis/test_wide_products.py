@@ -1,0 +1,63 @@
+"""Which products run in float32 on the CPU: by the options, and by what its units gain."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ampcompile.config import Options
+from ampcompile.passes.analysis.wide_products import WideProducts, is_dense, is_dense_product, runs_in_float32
+from ampcompile.torch_private import processor
+from tests.compiling import HALF, HIGH, LOW
+
+pytestmark = pytest.mark.units
+BOTH, NEITHER = frozenset({LOW, HALF}), frozenset[torch.dtype]()
+LOWS, HALVES = frozenset({LOW}), frozenset({HALF})
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_is_slow_and_float16_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "multiplies", lambda dtype: dtype == LOW)
+    monkeypatch.setattr(processor, "multiplies_faster", lambda dtype: False)
+
+
+@pytest.mark.parametrize(
+    ("options", "wide"),
+    [
+        ({}, WideProducts(HALVES, BOTH, small=True)),
+        ({"lower": "aot_eager"}, WideProducts(HALVES, BOTH)),
+        ({"lower": "eager"}, WideProducts()),
+        ({"products": "torch"}, WideProducts()),
+        ({"products": "float32"}, WideProducts(BOTH)),
+    ],
+)
+def test_options_and_the_cpu_decide(options: dict[str, Any], wide: WideProducts) -> None:
+    assert WideProducts.on_this_cpu(Options(**options)) == wide
+    assert bool(wide) == (wide != WideProducts())
+
+
+def test_each_has_a_text_of_its_own() -> None:
+    every = [WideProducts(a, b, c) for a in (NEITHER, LOWS, BOTH) for b in (NEITHER, LOWS, BOTH) for c in (True, False)]
+    assert len({str(each) for each in every}) == len(every)
+    assert str(WideProducts(frozenset([LOW, HALF]))) == str(WideProducts(frozenset([HALF, LOW])))
+
+
+def test_many_rows_are_dense_few_arent() -> None:
+    width = 512
+    found = {rows: is_dense(rows * width**2, 2 * rows * width + width**2) for rows in (1, 16, 64, 1024)}
+    assert found == {1: False, 16: False, 64: True, 1024: True}
+    assert [runs_in_float32(LOW, rows * width**2, 2 * rows * width + width**2) for rows in found] == [*found.values()]
+    assert runs_in_float32(HALF, width**2, width**2) and runs_in_float32(HIGH, width**2, width**2)
+    assert runs_in_float32(LOW, 64, 64), "small"
+
+
+def test_layers_count_as_the_products_they_are_made_of() -> None:
+    def layers(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return torch.nn.functional.linear(x, w), torch.nn.functional.linear(x[:16], w), x.relu()
+
+    gm = make_fx(layers, tracing_mode="fake", pre_dispatch=True)(torch.randn(128, 128), torch.randn(128, 128))
+    found = {str(n.target): is_dense_product(n) for n in gm.graph.nodes if n.op == "call_function"}
+    assert found.pop("aten.relu.default") is False
+    dense = [is_dense_product(n) for n in gm.graph.nodes if n.target is torch.ops.aten.linear.default]
+    assert dense == [True, False]
