@@ -61,7 +61,7 @@ def _cap() -> str:
 
 
 def _words_about_the_cpu() -> set[str]:
-    """What Linux says of the first core, its maker and flags included; nothing elsewhere."""
+    """The words of Linux about the first core, its maker and flags among them; empty elsewhere."""
     try:
         return set(Path("/proc/cpuinfo").read_text().partition("\n\n")[0].split())
     except OSError:

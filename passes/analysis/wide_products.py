@@ -62,7 +62,7 @@ class WideProducts:
 
     @classmethod
     def on_this_cpu(cls, options: Options) -> WideProducts:
-        """What `options.products` asks for, or the CPU if it is "auto"."""
+        """The products that `options.products` asks for or, if it is "auto", that the CPU decides on."""
         if options.products == "torch" or options.lower == "eager":
             return cls()
         if options.products == "float32":
