@@ -14,6 +14,7 @@ from ampcompile.dtypes import LOW
 from ampcompile.torch_private import processor, pytree
 from ampcompile.torch_private.types import OpOverload, TorchDispatchMode
 
+from .schema import writes
 from .sizes import product_hint
 
 SMALL, A_NUMBER = 1 << 19, 8
@@ -99,8 +100,9 @@ class Flops(TorchDispatchMode):
 
 
 def is_dense_product(node: Node) -> bool:
-    """True for a node whose op is, or is made of, dense products; `meta` holds the fakes of its operands and result."""
-    if not isinstance(node.target, OpOverload):
+    """True for a node whose op is, or is made of, dense products, by the fakes of its operands and result."""
+    has_fakes = all("val" in each.meta for each in (node, *node.all_input_nodes))
+    if not isinstance(node.target, OpOverload) or writes(node.target) or not has_fakes:
         return False
     args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
     with torch.no_grad(), Flops() as counted:

@@ -247,6 +247,15 @@ def test_through_inductor_where_units_are_slow(grad: bool, monkeypatch: pytest.M
                 ours = gradients(model, lambda _, x=x: loss(run, x))
                 true_grads = gradients(exact, lambda m, x=x: loss(m, x.double()))
                 assert 0 < error(ours, true_grads) < 20 * torch.finfo(LOW).eps
+        images = [torch.randn(2, 16, side, side) for side in (16, 2)]
+        stale = [run(x).detach() for x in images]
+        with torch.enable_grad():
+            optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
+            loss(run, images[0]).backward()
+        ampcompile.GradScaler("cpu", enabled=False).step(optimizer)  # which writes the copies of both graphs
+        for x, before_it in zip(images, stale, strict=True):
+            assert_current(found := run(x), model, x, LOW)
+            assert (found - before_it).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(("products", "units", "width"), [("torch", False, 2), ("auto", True, 2), ("auto", False, 4)])
