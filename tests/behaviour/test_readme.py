@@ -76,6 +76,23 @@ def test_its_figures_are_those_of_the_committed_results() -> None:
     tiny = [times_faster(rows["amp"], rows["Inductor + autocast"]).middle for rows in growth]
     lost = [speed for speed in tiny if speed < 0.97]
     assert f"{min(lost):.2f} to {max(lost):.2f} times the speed of Inductor under autocast" in TEXT
-    frozen = [rows for records in files for rows in records.cases("inference").values() if FREEZING in rows]
+    epyc, xeon = (
+        [each for each in files if name in each.about["processor"] and each.cases("inference")]
+        for name in ("AMD", "Xeon")
+    )
+    frozen = [rows for records in epyc for rows in records.cases("inference").values() if FREEZING in rows]
     (faster,) = (1 / times_faster(rows["amp"], rows[FREEZING]).middle for rows in frozen if not rows[FREEZING].why)
     assert f"is {faster:.2f} times as fast on a GPT of 23 M parameters" in TEXT
+
+    def of_xeon(stage: str, peer: str) -> list[float]:
+        cases = [rows for records in xeon for rows in records.cases(stage).values() if peer in rows]
+        return [times_faster(rows["amp"], rows[peer]).middle for rows in cases]
+
+    serving, training = (between(of_xeon(stage, "Inductor + autocast")) for stage in ("inference", "training"))
+    training = training.removesuffix(" as fast as Inductor")
+    assert f"{serving} under autocast in inference, {training} in a training step of a GPT" in TEXT
+    serving, training = (
+        between(of_xeon(stage, "Inductor fp32")).removesuffix(" as fast as Inductor")
+        for stage in ("inference", "training")
+    )
+    assert f"beside Inductor in float32 {serving} in inference, {training} in training" in TEXT
