@@ -79,7 +79,9 @@ def _cpu() -> dict[str, Any]:
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "low_precision_units": [unit for flag, unit in _UNITS.items() if flag in words],
         "products_in_float32": [short_name(dtype) for dtype in LOW if is_emulated("cpu", dtype)],
-        "large_products_in_float32": [short_name(dtype) for dtype in LOW if not processor.multiplies_faster(dtype)],
+        "large_products_in_float32": [
+            short_name(d) for d in LOW if processor.multiplies(d) and not processor.multiplies_faster(d)
+        ],
     }
 
 
@@ -172,7 +174,7 @@ def table(found: dict[str, Any]) -> str:
         about = f"{device['name']}, {device.get('vectors') or device['capability']}, {units}"
         if emulated := device.get("products_in_float32"):
             about += f"; without units to use for {' and '.join(emulated)}: such products run in f32"
-        if slow := sorted({*device.get("large_products_in_float32", ())} - {*(emulated or ())}):
+        if slow := device.get("large_products_in_float32"):
             about += f"; units for {' and '.join(slow)} no faster than for f32: large products run in f32"
         rows.append((device["device"], about))
     rows += [(f"{name} cache", f"{c['folder']}, {human_bytes(c['bytes'])}") for name, c in found["caches"].items()]

@@ -63,15 +63,10 @@ class WidenProducts:
         dtypes = {operand.meta["val"].dtype for operand in product.all_input_nodes if _is_low(operand)}
         if not dtypes:
             return False
-        result_is_wide = dispatcher.without_out_dtype(product.target, product.args)[0] is not product.target
-        if result_is_wide or not dtypes.isdisjoint(self.wide.all):
+        if not dtypes.isdisjoint(self.wide.all) or _reads_or_writes_float32(product):
             return True
         if product.target is ATEN.convolution_backward.default and torch.float16 in dtypes:
             return True  # oneDNN has no such kernel, and ATen's own takes 50 to 200 times as long
-        if product.target in (PACKED_LINEAR, PACKED_CONV) and not _is_low(product.args[2]):
-            return True
-        if any(_held_in_float32(operand) for operand in product.all_input_nodes):
-            return True
         dense = not dtypes.isdisjoint(self.wide.dense)
         if has(product.target, ATTENTION_AFTER):  # which starts fast; torch 2.15 has its flop formula
             return dense
@@ -82,6 +77,15 @@ class WidenProducts:
 def _is_low(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype in LOW and value.device.type == "cpu"
+
+
+def _reads_or_writes_float32(product: Node) -> bool:
+    """True if a product of 16-bit operands reads a weight's copy held as float32, or has a float32 result."""
+    if product.target in (PACKED_LINEAR, PACKED_CONV) and not _is_low(product.args[2]):
+        return True
+    if dispatcher.without_out_dtype(product.target, product.args)[0] is not product.target:
+        return True
+    return any(_held_in_float32(operand) for operand in product.all_input_nodes)
 
 
 def _count(product: Node) -> tuple[int | torch.SymInt, int | torch.SymInt] | None:
