@@ -191,13 +191,17 @@ def heap_of_other_files() -> None:
 @pytest.fixture(autouse=True)
 def isolated(request: pytest.FixtureRequest) -> Iterator[None]:
     # As on a CPU with units for both 16-bit types: products are torch's, and equal eager autocast's bit by bit.
-    with_units = patch.multiple(processor, multiplies=_always, multiplies_faster=_always)
+    with_units = patch.multiple(processor, multiplies=_always, multiplies_faster=_always, suits_mkl=_never)
     with nullcontext() if request.node.get_closest_marker("units") else with_units:
         yield from _isolated(request)
 
 
 def _always(dtype: torch.dtype) -> bool:
     return True
+
+
+def _never() -> bool:
+    return False
 
 
 def _isolated(request: pytest.FixtureRequest) -> Iterator[None]:

@@ -24,6 +24,8 @@ convolution, 125 for its backward; torch's kernels for float32 take 1 to 5."""
 DENSE = 24
 """Multiplications for each number read or written, from which arithmetic takes longer than memory: with fewer rows half
 the bytes are faster, though the units aren't."""
+STARTS = 1 << 21
+"""Multiplications that such units do while oneDNN starts a product (20 us, where float32's takes 4)."""
 
 
 def is_emulated(device_type: str, dtype: torch.dtype) -> bool:
@@ -38,9 +40,9 @@ def is_small(multiplications: int | torch.SymInt, numbers: int | torch.SymInt) -
 
 
 def is_dense(multiplications: int | torch.SymInt, numbers: int | torch.SymInt) -> bool:
-    """True if arithmetic decides a product's time; `numbers`: elements of its operands and result."""
+    """True if a product's start and arithmetic decide its time; `numbers`: elements of its operands and result."""
     work, moved = product_hint(multiplications), product_hint(numbers)
-    return work is not None and moved is not None and work >= DENSE * moved
+    return work is not None and moved is not None and STARTS + work >= DENSE * moved
 
 
 def runs_in_float32(dtype: torch.dtype, multiplications: int, numbers: int) -> bool:
@@ -107,7 +109,7 @@ def is_dense_product(node: Node) -> bool:
     args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
     with torch.no_grad(), Flops() as counted:
         node.target(*args, **kwargs)
-    return is_dense(counted.total // 2, numbers_of((args, kwargs, node.meta["val"])))
+    return counted.total > 0 and is_dense(counted.total // 2, numbers_of((args, kwargs, node.meta["val"])))
 
 
 def numbers_of(values: Any) -> int | torch.SymInt:

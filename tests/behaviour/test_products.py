@@ -263,6 +263,7 @@ def test_torchs_products_can_be_asked_for_and_auto_asks_the_cpu(
     monkeypatch: pytest.MonkeyPatch, products: str, units: bool, width: int
 ) -> None:
     monkeypatch.setattr(processor, "multiplies", lambda dtype: units)
+    monkeypatch.setattr(processor, "multiplies_faster", lambda dtype: units)
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     before = ampcompile.weight_stats().bytes
     run = compiled(model, HALF, products=products, outputs="autocast")

@@ -33,8 +33,8 @@ def machine(monkeypatch):
 
 
 def forget() -> None:
-    processor.multiplies.cache_clear()
-    processor.multiplies_faster.cache_clear()
+    for answer in (processor.multiplies, processor.multiplies_faster, processor.suits_mkl):
+        answer.cache_clear()
 
 
 def units() -> list[torch.dtype]:
@@ -98,6 +98,14 @@ def test_units_count_as_faster_where_they_are(machine, monkeypatch, about, cap, 
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", cap)
     forget()
     assert [dtype for dtype in (LOW, HALF) if processor.multiplies_faster(dtype)] == faster
+
+
+@pytest.mark.parametrize(("maker", "mkl", "suits"), [("Intel", 1, True), ("Intel", 0, False), ("AMD", 1, False)])
+def test_mkl_suits_the_cpus_of_its_maker(machine, monkeypatch, maker, mkl, suits):
+    machine(cpuinfo=f"vendor_id : Genuine{maker} flags : fpu")
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: bool(mkl))
+    forget()
+    assert processor.suits_mkl() == suits
 
 
 def test_this_cpu_is_asked_for_real():

@@ -17,6 +17,7 @@ from ampcompile.passes.after.widen_products import WidenProducts
 from ampcompile.passes.analysis.commuting import CONVERT
 from ampcompile.passes.analysis.wide_products import WideProducts
 from ampcompile.passes.weight_copy import weight_copy
+from ampcompile.torch_private import processor
 from tests.compiling import same_bits
 
 aten = torch.ops.aten
@@ -164,6 +165,13 @@ def test_large_products_go_to_onednn(name: str) -> None:
     assert (gm(*args).double() - exact).abs().max() <= torch.finfo(LOW).eps * exact.abs().max()
 
 
+def test_none_goes_to_onednn_where_mkl_is_at_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "suits_mkl", lambda: True)
+    _, f, shapes = LARGE["with a bias"]
+    gm = traced(f, *(low(*shape) for shape in shapes))
+    assert WIDEN.apply(gm) == 1 and count(gm, PACKED_LINEAR) == [0]
+
+
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [-1, 0], [-2, -1]])
 def test_a_permutation_may_turn_nothing(order: list[int]) -> None:
     weight, x = torch.randn(256, 256), low(64, 256)
@@ -229,7 +237,7 @@ def test_gradients_of_float16_convolutions_always_run_in_float32(wide: WidenProd
 
 
 def test_a_product_reads_a_copy_as_it_is_held_whatever_its_own_size() -> None:
-    weight, x = torch.randn(6, 4), low(5, 4)
+    weight, x = torch.randn(512, 400), low(1, 400)
     for held, wide in ((weight.to(LOW), 0), (weight.to(LOW).float(), 1)):
         gm = traced(lambda w, c, x: x @ weight_copy(w, c, LOW).t(), weight, held, x)
         BindWeights().apply(gm)

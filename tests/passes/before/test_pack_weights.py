@@ -14,6 +14,7 @@ from ampcompile.kernels.packed_linear import PACKED_LINEAR, LinearBlocks, availa
 from ampcompile.passes.before.pack_weights import GELU, PackWeights
 from ampcompile.passes.graph import decision_of
 from ampcompile.passes.weight_copy import WEIGHT_COPY
+from ampcompile.torch_private import processor
 from ampcompile.weights.copies import PAYS
 from tests.compiling import same_bits
 from tests.passes.rewriting import count, rewritten
@@ -64,6 +65,23 @@ def test_small_products_that_run_in_float32_read_plain_copies(rows: int, number:
     with torch.no_grad():
         assert packed(Layers(), torch.randn(rows, 64), products="auto")[0] == number
         assert packed(nn.Conv2d(4, 8, 3), torch.randn(rows // 20 + 1, 4, 9, 9), products="auto")[0] == number // 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "options", "number"),
+    [
+        (64, 128, {"products": "float32"}, 0),
+        (64, 640, {"products": "float32"}, 4),  # a weight larger than a core's cache
+        (1 << 14, 128, {"products": "float32"}, 4),  # many multiplications
+        (64, 128, {}, 4),
+    ],
+)
+def test_beside_mkl_small_layers_in_float32_read_plain_copies(
+    rows: int, width: int, options: dict[str, Any], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "suits_mkl", lambda: True)
+    with torch.no_grad():
+        assert packed(Layers(width, width), torch.randn(rows, width), **options)[0] == number
 
 
 class Functional(nn.Module):
