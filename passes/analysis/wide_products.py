@@ -17,6 +17,7 @@ from ampcompile.torch_private.types import OpOverload, TorchDispatchMode
 from .schema import writes
 from .sizes import product_hint
 
+LINEAR = torch.ops.aten.linear.default
 SMALL, A_NUMBER = 1 << 19, 8
 """Products and convolutions of up to `SMALL` multiplications run in float32 on every CPU; each number that is widened
 or rounded counts as `A_NUMBER`. On CPUs with units for bfloat16 oneDNN takes 16 us to start a product, 50 for a
@@ -107,9 +108,12 @@ def is_dense_product(node: Node) -> bool:
     if not isinstance(node.target, OpOverload) or writes(node.target) or not has_fakes:
         return False
     args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    numbers = numbers_of((args, kwargs, node.meta["val"]))
+    if node.target is LINEAR:  # of which most graphs have many: 1 ms each is saved
+        return is_dense(args[0].numel() * args[1].shape[0], numbers)
     with torch.no_grad(), Flops() as counted:
         node.target(*args, **kwargs)
-    return counted.total > 0 and is_dense(counted.total // 2, numbers_of((args, kwargs, node.meta["val"])))
+    return counted.total > 0 and is_dense(counted.total // 2, numbers)
 
 
 def numbers_of(values: Any) -> int | torch.SymInt:
