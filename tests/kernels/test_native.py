@@ -90,6 +90,13 @@ def test_processes_that_start_together_build_it_once(monkeypatch, tmp_path):
     assert (tmp_path / "log").read_text() == "built\n"
 
 
+@pytest.mark.parametrize(("mode", "alone"), [(0o700, True), (0o755, True), (0o775, False), (0o757, False)])
+def test_a_folder_is_ours_alone_if_neither_its_group_nor_others_can_write(mode, alone, tmp_path):
+    tmp_path.chmod(mode)
+    assert native.ours_alone(tmp_path) == alone
+    assert not native.ours_alone(tmp_path / "missing")
+
+
 def test_what_others_can_write_is_never_loaded(compiler, unloaded, monkeypatch, caplog, tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
