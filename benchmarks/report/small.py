@@ -41,17 +41,22 @@ def sentence(cases: Cases) -> str:
 
 
 def fill(files: list[Records]) -> None:
-    """Write the figures of the first CPU that has all into the README, in a sentence, and the page on performance."""
+    """Write figures of CPUs that have all: a table of each into the page on performance, the README has the first's."""
     cpus = [records for records in files if records.about["device"] == "cpu"]
-    found = [(r, c) for r in cpus if len(_complete(c := r.cases("small"))) == 2 * len(MODELS)]
-    for records, cases in found[:1]:
-        machine = "{processor}, {cores} cores, {threads} threads".format_map(records.about)
-        texts = {
-            "README.md": f"on {machine}, {sentence(cases)}",
-            "docs/performance.md": f"\n\n{machine}:\n\n{small_table(cases)}",
-        }
-        for page, text in texts.items():
-            (ROOT / page).write_text(MARKED.sub(text, (ROOT / page).read_text()))
+    found = {
+        "{processor}, {cores} cores, {threads} threads".format_map(records.about): cases
+        for records in cpus
+        if len(_complete(cases := records.cases("small"))) == 2 * len(MODELS)
+    }
+    if not found:
+        return
+    first = next(iter(found))
+    texts = {
+        "README.md": f"on {first}, {sentence(found[first])}",
+        "docs/performance.md": "".join(f"\n\n{machine}:\n\n{small_table(cases)}" for machine, cases in found.items()),
+    }
+    for page, text in texts.items():
+        (ROOT / page).write_text(MARKED.sub(text, (ROOT / page).read_text()))
 
 
 def _complete(cases: Cases) -> Cases:

@@ -108,9 +108,10 @@ def is_dense_product(node: Node) -> bool:
     if not isinstance(node.target, OpOverload) or writes(node.target) or not has_fakes:
         return False
     args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
-    numbers = numbers_of((args, kwargs, node.meta["val"]))
-    if node.target is LINEAR:  # of which most graphs have many: 1 ms each is saved
-        return is_dense(args[0].numel() * args[1].shape[0], numbers)
+    result = node.meta["val"]
+    numbers = numbers_of((args, kwargs, result))
+    if node.target is LINEAR and len(args) > 1:  # most graphs have many, and running one takes a millisecond
+        return is_dense(result.numel() * args[1].shape[-1], numbers)
     with torch.no_grad(), Flops() as counted:
         node.target(*args, **kwargs)
     return counted.total > 0 and is_dense(counted.total // 2, numbers)

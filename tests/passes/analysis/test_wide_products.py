@@ -54,11 +54,14 @@ def test_many_rows_are_dense_few_arent() -> None:
 
 
 def test_layers_count_as_the_products_they_are_made_of() -> None:
+    linear = torch.ops.aten.linear.default
+
     def layers(x: torch.Tensor, w: torch.Tensor) -> Any:
-        return torch.nn.functional.linear(x, w), torch.nn.functional.linear(x[:16], w), x.relu()
+        few, small = linear(x[:16], w), linear(x[:16, :8], w[:, :8])
+        return linear(x, w), few, linear(x, weight=w), linear(x, w[0]), small, x.relu()
 
     gm = make_fx(layers, tracing_mode="fake", pre_dispatch=True)(torch.randn(512, 512), torch.randn(512, 512))
     found = {str(n.target): is_dense_product(n) for n in gm.graph.nodes if n.op == "call_function"}
     assert found.pop("aten.relu.default") is False
-    dense = [is_dense_product(n) for n in gm.graph.nodes if n.target is torch.ops.aten.linear.default]
-    assert dense == [True, False]
+    dense = [is_dense_product(n) for n in gm.graph.nodes if n.target is linear]
+    assert dense == [False, True, True, True, False]
