@@ -32,9 +32,9 @@ from ampcompile.torch_private.pytree import tree_leaves
 ATEN = torch.ops.aten
 WIDE = torch.float32
 FEWEST_ROWS, SMALLEST = 8, 1 << 22
-"""Rows, and multiplications, from which oneDNN's float32 product was measured to be faster than MKL's on an AMD processor:
-up to 2.3 times with AVX-512, where MKL has AVX2 code alone, and 1.1 times with AVX2. On Intel's MKL's is: they are equal
-but for a transposed left matrix, as in gradients of weights, where oneDNN takes 1.1 to 2.9 times as long."""
+"""Rows, and multiplications, from which oneDNN's float32 product was measured to be faster than MKL's on an AMD
+processor: up to 2.3 times with AVX-512, where MKL has AVX2 code alone, and 1.1 times with AVX2. On Intel's they are
+equal, but for a transposed left matrix, as in gradients of weights, of which oneDNN takes 1.1 to 2.9 times as long."""
 
 
 @dataclass(frozen=True)
