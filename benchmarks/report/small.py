@@ -43,17 +43,17 @@ def sentence(cases: Cases) -> str:
 def fill(files: list[Records]) -> None:
     """Write figures of CPUs that have all: a table of each into the page on performance, the README has the first's."""
     cpus = [records for records in files if records.about["device"] == "cpu"]
-    found = {
-        "{processor}, {cores} cores, {threads} threads".format_map(records.about): cases
+    found = [
+        ("{processor}, {cores} cores, {threads} threads".format_map(records.about), cases)
         for records in cpus
         if len(_complete(cases := records.cases("small"))) == 2 * len(MODELS)
-    }
+    ]
     if not found:
         return
-    first = next(iter(found))
+    machine, cases = found[0]
     texts = {
-        "README.md": f"on {first}, {sentence(found[first])}",
-        "docs/performance.md": "".join(f"\n\n{machine}:\n\n{small_table(cases)}" for machine, cases in found.items()),
+        "README.md": f"on {machine}, {sentence(cases)}",
+        "docs/performance.md": "".join(f"\n\n{machine}:\n\n{small_table(cases)}" for machine, cases in found),
     }
     for page, text in texts.items():
         (ROOT / page).write_text(MARKED.sub(text, (ROOT / page).read_text()))

@@ -100,10 +100,13 @@ def test_units_count_as_faster_where_they_are(machine, monkeypatch, about, cap, 
     assert [dtype for dtype in (LOW, HALF) if processor.multiplies_faster(dtype)] == faster
 
 
-@pytest.mark.parametrize(("maker", "mkl", "suits"), [("Intel", 1, True), ("Intel", 0, False), ("AMD", 1, False)])
+@pytest.mark.parametrize(
+    ("maker", "mkl", "suits"),
+    [("GenuineIntel", True, True), ("GenuineIntel", False, False), ("AuthenticAMD", True, False)],
+)
 def test_mkl_suits_the_cpus_of_its_maker(machine, monkeypatch, maker, mkl, suits):
-    machine(cpuinfo=f"vendor_id : Genuine{maker} flags : fpu")
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: bool(mkl))
+    machine(cpuinfo=f"vendor_id : {maker} flags : fpu")
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
     forget()
     assert processor.suits_mkl() == suits
 
