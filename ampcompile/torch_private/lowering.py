@@ -187,6 +187,27 @@ def lower_as_call(op: Any, called: Any, arguments: Callable[..., tuple[Any, ...]
     patches.add_lowering(op, lambda *args: call(*arguments(*args)))
 
 
+def lower_as_call_on_rows(op: Any, called: Any, arguments: Callable[..., tuple[Any, ...]]) -> None:
+    """The same for an op on the rows of its first operand, which is handed over as a matrix, as a view.
+
+    ATen views operand and result of other dimensions itself, in each call: 4 us.
+    """
+    from torch._inductor.lowering import fallback_handler, view
+    from torch._inductor.utils import sympy_product
+
+    call = fallback_handler(called, add_to_fallback_set=False)
+
+    def lower(x: Any, *rest: Any) -> Any:
+        *sizes, columns = x.get_size()
+        if len(sizes) == 1:
+            return call(*arguments(x, *rest))
+        x.realize()  # in memory of its own sizes: others may read it
+        product = call(*arguments(view(x, [sympy_product(sizes), columns]), *rest))
+        return view(product, [*sizes, product.get_size()[-1]])
+
+    patches.add_lowering(op, lower)
+
+
 def channels_last(x: Any) -> Any:
     """Lay out a 4-D tensor of Inductor's channels-last, in dimensions of size 1 too: ATen looks at their strides."""
     from torch._inductor.ir import ExternKernel

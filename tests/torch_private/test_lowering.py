@@ -149,6 +149,24 @@ def test_an_op_becomes_a_call_of_another() -> None:
         assert torch.equal(run(x), torch.special.bessel_j1(x))
 
 
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4), (4,)])
+def test_an_op_on_rows_becomes_a_call_on_a_matrix(shape: tuple[int, ...]) -> None:
+    with torch.library._scoped_library("torch_private", "FRAGMENT") as library:
+        library.define("multiply(Tensor x, Tensor matrix) -> Tensor")
+        library.impl("multiply", lambda x, matrix: x @ matrix, "CompositeExplicitAutograd")
+        op = torch.ops.torch_private.multiply.default
+        lowering.lower_as_call_on_rows(op, torch.ops.aten.mm.default, lambda x, matrix: (x, matrix))
+        x, matrix = torch.randn(shape), torch.randn(4, 5)
+
+        def f(x: Tensor) -> tuple[Tensor, Tensor]:
+            doubled = x * 2
+            return op(doubled, matrix), doubled + 1
+
+        product, other = torch.compile(f, backend=with_inductor(lambda gm: None))(x)
+        assert product.shape == (*shape[:-1], 5) and torch.equal(other, x * 2 + 1)
+        torch.testing.assert_close(product, (x * 2) @ matrix)
+
+
 class Upsampled(torch.nn.Module):
     """What the end of a UNet is: an upsampled image beside another one, read by two convolutions."""
 

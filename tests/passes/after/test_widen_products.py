@@ -42,6 +42,16 @@ def attention(x: Tensor) -> Any:
     return aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x, 0.0, True)
 
 
+def attention_to(query: Tensor, key: Tensor) -> Any:
+    return aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, key, 0.0, False)
+
+
+def attention_gradient(query: Tensor, key: Tensor) -> Any:
+    rows = query[..., 0].float()
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return backward(query, query, key, key, query, rows, 0.0, False)
+
+
 def convolution_gradients(x: Tensor, w: Tensor) -> Any:
     out = [0, 0]
     return aten.convolution_backward.default(x, x, w, [3], [1, 1], out, [1, 1], False, out, 1, [True, True, True])
@@ -59,7 +69,7 @@ FIRES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "convolution": (lambda x, w: aten.convolution(x, w, None, [1], [1], [1], False, [0], 1), [(2, 3, 9), (4, 3, 3)]),
     "transposed": (lambda x, w: aten.convolution(x, w, None, [2], [0], [1], True, [0], 1), [(2, 3, 9), (3, 4, 3)]),
     "its gradients": (convolution_gradients, [(2, 3, 5, 5), (3, 3, 1, 1)]),
-    "attention": (attention, [(1, 2, 6, 8)]),
+    "attention": (attention, [(1, 2, 48, 8)]),
 }
 
 
@@ -215,8 +225,18 @@ OF_A_DENSE_TYPE: dict[str, tuple[int, Callable[..., Any], list[tuple[int, ...]]]
         lambda x, w: aten.convolution(x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
         [(1, 16, 9, 9), (16, 16, 3, 3)],
     ),
-    "attention": (1, attention, [(1, 2, 6, 8)]),
+    "attention": (1, attention, [(1, 2, 64, 8)]),
+    "of few numbers": (0, attention, [(1, 2, 16, 8)]),
+    "of one number to many": (0, attention_to, [(1, 2, 1, 8), (1, 2, 1024, 8)]),
+    "its gradient": (1, attention_gradient, [(1, 2, 64, 8), (1, 2, 64, 8)]),
+    "few gradients": (0, attention_gradient, [(1, 2, 16, 8), (1, 2, 64, 8)]),
 }
+
+
+@pytest.mark.parametrize("name", [name for name in OF_A_DENSE_TYPE if "numbers" in name or "gradient" in name])
+def test_attention_of_an_emulated_type_runs_in_float32_where_it_is_dense(name: str) -> None:
+    number, f, shapes = OF_A_DENSE_TYPE[name]
+    assert WIDEN.apply(traced(f, *(low(*shape) for shape in shapes))) == number
 
 
 @pytest.mark.parametrize("name", OF_A_DENSE_TYPE)
