@@ -17,7 +17,7 @@ from ampcompile.errors import AmpWarning
 from ampcompile.kernels.packed_conv import CONVOLVE, PACKED_CONV, convolve_arguments
 from ampcompile.kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
 from ampcompile.passes import pipeline
-from ampcompile.passes.after.save_old_values import SaveOldValues
+from ampcompile.passes.after.save_old_values import CLONE, OLD_VALUE, SaveOldValues
 from ampcompile.passes.analysis.aliasing import inputs_written_below_autograd, reads_data
 from ampcompile.passes.analysis.wide_products import WideProducts
 from ampcompile.passes.base import Pass, Watch, run_passes
@@ -89,6 +89,7 @@ def lower(
         else:
             lowering.lower_as_call_on_rows(PACKED_LINEAR, MULTIPLY, multiply_arguments)
             lowering.lower_as_call(PACKED_CONV, CONVOLVE, _convolve_channels_last)
+            lowering.lower_like(OLD_VALUE, CLONE)
             config = _inductor_config(gm, inputs, options, specs, watched is not None)
             # A watched graph's key is unique: no cache keeps the values that are watched.
             key = cache_key(wide) if watched is None else str(uuid4())

@@ -179,6 +179,13 @@ def forget_output_values(gm: torch.fx.GraphModule) -> None:
                     returned.meta.pop("val", None)
 
 
+def lower_like(op: Any, other: Any) -> None:
+    """Make Inductor's code for `op` that of `other`."""
+    from torch._inductor.lowering import lowerings
+
+    patches.add_lowering(op, lowerings[other])
+
+
 def lower_as_call(op: Any, called: Any, arguments: Callable[..., tuple[Any, ...]]) -> None:
     """Make Inductor's code call `called(*arguments(...))` for `op`, bypassing the dispatcher and Python."""
     from torch._inductor.lowering import fallback_handler

@@ -3,8 +3,10 @@
 The partitioner chooses the values that backward recomputes, from saved values or from inputs, and ignores that the
 forward graph writes an input at its end: backward would repeat an earlier copy with the new values. (After
 `h = x.clone()` and `x.add_(1)` the gradient of `h * weight` is wrong in stock AOTAutograd.) Inductor removes copies
-that change nothing before it partitions, and backward would read the input itself: where it does, it gets a new copy.
-So for Inductor this pass runs once more after that.
+that change nothing, and what reads them later, backward or a write of another input, would read the new values (inputs
+that swap their values end up equal in stock Inductor): it gets `OLD_VALUE`, a copy that Inductor doesn't know. So for
+Inductor this pass runs once more after that, also on graphs without gradients. So does what is scattered over a tensor
+and is itself a view of it, as in `x[1:] = x[:-1].clone()`: Inductor writes in place, over what it reads next.
 """
 
 from __future__ import annotations
@@ -17,11 +19,16 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ampcompile.passes.analysis.aliasing import base_of, overwritten_inputs
 from ampcompile.passes.analysis.gradients import computed_from_gradients
+from ampcompile.passes.analysis.op_traits import SCATTERS, has
 from ampcompile.passes.graph import graphs, placeholders
 from ampcompile.torch_private import tracing
 
+_LIBRARY = torch.library.Library("ampcompile", "FRAGMENT")
+_LIBRARY.define("old_value(Tensor x) -> Tensor")
+_LIBRARY.impl("old_value", torch.clone, "CompositeExplicitAutograd")
+OLD_VALUE = torch.ops.ampcompile.old_value.default
+CLONE = torch.ops.aten.clone.default
 _WRITE = torch.ops.aten.copy_.default
-_CLONE = torch.ops.aten.clone.default
 
 
 def _save(gm: GraphModule) -> int:
@@ -40,6 +47,26 @@ def _save(gm: GraphModule) -> int:
     return saved
 
 
+def _copy_overlaps(gm: GraphModule) -> int:
+    """Copy the operands that are views of what a scatter writes to."""
+    copied = 0
+    for node in list(gm.graph.nodes):
+        if has(node.target, SCATTERS):
+            written = base_of(node.args[0])
+            for operand in {each for each in node.all_input_nodes if base_of(each) is written} - {node.args[0]}:
+                copy = _copy(operand, gm, before=node)
+                node.replace_input_with(operand, copy)
+                copied += 1
+    return copied
+
+
+def _copy(value: Node, gm: GraphModule, before: Node) -> Node:
+    with gm.graph.inserting_before(before), tracing.on_fakes_of(gm), torch.no_grad():
+        copy = gm.graph.call_function(OLD_VALUE, (value,))
+        copy.meta = {"val": value.meta["val"].clone()}
+    return copy
+
+
 def _copied_for(value: Node, gm: GraphModule, backward: set[Node]) -> Node:
     """A copy for all that read an input, if backward is among them, or a write of another input; else the input."""
     pending = [value]
@@ -50,9 +77,8 @@ def _copied_for(value: Node, gm: GraphModule, backward: set[Node]) -> Node:
         pending += filter(_is_view, users)
     else:
         return value
-    with gm.graph.inserting_after(placeholders(gm)[-1]), tracing.on_fakes_of(gm), torch.no_grad():
-        copy = gm.graph.call_function(_CLONE, (value,))
-        copy.meta = {"val": value.meta["val"].clone(), "recompute": CheckpointPolicy.MUST_SAVE}
+    copy = _copy(value, gm, before=placeholders(gm)[-1].next)
+    copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     value.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy and not _writes(user, value))
     return copy
 
@@ -67,11 +93,11 @@ def _is_view(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class SaveOldValues:
-    """For a joint graph. Returns the number of values that are saved if backward needs them, never recomputed."""
+    """For a joint or inference graph. Returns the number of values that are saved if backward needs them, or copied."""
 
     name = "save_old_values"
     exact = True
     fate = ""
 
     def apply(self, gm: GraphModule) -> int:
-        return sum(map(_save, graphs(gm)))
+        return sum(_save(graph) + _copy_overlaps(graph) for graph in graphs(gm))

@@ -64,6 +64,12 @@ FUSED_THROUGH = (REARRANGES | _aten("clone contiguous")) - _aten("detach")
 KEEPS_ORDER = _aten("view _unsafe_view reshape flatten contiguous clone alias")
 # Of these, those that drop numbers along the dimension that is their second argument.
 DROPS = _aten("slice select")
+# After differentiation: their first operand with some numbers replaced, or changed, by those of others. Inductor writes
+# into that operand where it can.
+SCATTERS = _aten("""
+slice_scatter select_scatter diagonal_scatter as_strided_scatter index_put _unsafe_index_put scatter scatter_add
+scatter_reduce masked_scatter
+""")
 # They put several operands together, without changing a number.
 JOINS = _aten("cat concat concatenate stack hstack vstack")
 # Besides views, ops that return the numbers of a constant operand, rounded at most.

@@ -224,7 +224,8 @@ class Dense(nn.Module):
         return self.layers(self.conv(x).flatten(1).view(-1, 128))
 
 
-@pytest.mark.parametrize("grad", [pytest.param(True, marks=pytest.mark.ci), False])
+@pytest.mark.ci
+@pytest.mark.parametrize("grad", [True, False])
 def test_through_inductor_where_units_are_slow(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many rows run in float32, with wide copies; a graph of few rows has copies of its own, in 16 bits."""
     monkeypatch.setattr(processor, "multiplies", lambda dtype: True)

@@ -10,6 +10,8 @@ if not torch.distributed.is_available():
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("size", "lowers"), [(2, ["eager", "inductor"]), (4, ["aot_eager"])])
+@pytest.mark.parametrize(
+    ("size", "lowers"), [(2, ["eager", "inductor"]), pytest.param(4, ["aot_eager"], marks=pytest.mark.slow)]
+)
 def test_tensor_parallel_models_get_the_bits_of_eager_autocast(size, lowers, tmp_path):
     run_ranks("tests.tensor_parallel_ranks", *lowers, folder=tmp_path, timeout=550, size=size)

@@ -87,7 +87,7 @@ def test_on_the_cpu_it_is_its_reference():
     assert torch.equal(linear_cast(*given), linear_cast_reference(*given))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
 def test_compiled_for_every_number_of_rows(backend):
     compiled = torch.compile(lambda *given: linear_cast(*given).float().square().sum(), backend=backend, dynamic=True)
     for rows in (5, 9, 33):

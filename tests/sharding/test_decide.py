@@ -51,7 +51,7 @@ def test_nobody_votes_on_what_the_policy_or_a_vote_has_settled(root):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gathers_in_16_bits_change_no_number(size, tmp_path):
     """One group of processes runs all cases."""
     run_ranks("tests.sharding.ranks", str(tmp_path), folder=tmp_path, timeout=550, size=size)

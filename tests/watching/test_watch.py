@@ -16,6 +16,7 @@ from ampcompile.watching.watch import Magnitude, Watch, WatchReport
 
 FAULT_AT = 3
 """The call, from 1 on, in which the fault is there."""
+LOWERED = pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
 
 
 class Net(nn.Module):
@@ -170,7 +171,7 @@ def test_a_fault_in_a_cast_is_named_by_who_reads_it() -> None:
     assert "bfloat16 and float32 would have held it" in str(first)
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+@LOWERED
 def test_a_gradient_that_a_scale_makes_too_large(lower: str) -> None:
     first = trained(Net(lambda h, _: h.relu()), {}, scale=2.0**24, lower=lower).report().first
     assert first is not None and first.at.value.backward and first.at.call == 1 and first.before is None
@@ -241,7 +242,7 @@ def test_masks_and_nothing_wrong() -> None:
     assert all(each.calls_out_of_range == 0 and each.share <= 1 for each in report.last)
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+@LOWERED
 def test_no_bit_changes(lower: str) -> None:
     def numbers(watch: bool) -> list[Tensor]:
         torch.manual_seed(0)

@@ -25,6 +25,7 @@ from tests.tensor_parallel_ranks import COLUMN_AND_ROW, by_block, local, paralle
 from tests.weights.writers import unsampled, unseen
 
 
+@pytest.mark.ci
 def test_copies_of_dtensors_follow_every_writer(tmp_path):
     run_ranks("tests.weights.test_shards", str(tmp_path), folder=tmp_path, timeout=300)
 

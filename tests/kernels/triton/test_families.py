@@ -12,10 +12,12 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 SOURCES = [ast.parse(path.read_text()) for path in (HERE.parents[2] / "kernels" / "triton").glob("*.py")]
 FAMILIES = [path.stem.removeprefix("interpreted_") for path in sorted(HERE.glob("interpreted_*.py"))]
-ASKED_FOR = ("cross_entropy", "linear")  # with default options a GPU launches none, or few
-families = pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=pytest.mark.ci if f in ASKED_FOR else ()) for f in FAMILIES]
-)
+ASKED_FOR = {"cross_entropy", "linear"}  # with default options a GPU launches none, or few
+
+
+def families(left_to_ci: set[str]) -> pytest.MarkDecorator:
+    cases = [pytest.param(family, marks=pytest.mark.ci if family in left_to_ci else ()) for family in FAMILIES]
+    return pytest.mark.parametrize("family", cases)
 
 
 def python(*arguments: str, **environment: str) -> None:
@@ -31,12 +33,12 @@ def python(*arguments: str, **environment: str) -> None:
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
 
 
-@families
+@families(ASKED_FOR | {"step"})  # which takes 25 s
 def test_numbers_in_the_interpreter(family: str) -> None:
     python("-m", "pytest", "-p", "no:cacheprovider", str(HERE / f"interpreted_{family}.py"), TRITON_INTERPRET="1")
 
 
-@families
+@families(ASKED_FOR)
 def test_machine_code(family: str) -> None:
     python("-m", "tests.kernels.triton.compiling", family, TRITON_INTERPRET="0")
 

@@ -87,6 +87,7 @@ class Shifted(torch.nn.Module):
         return self.last(self.norm(self.first(x) + self.shift))
 
 
+@pytest.mark.ci
 def test_a_norm_of_what_was_added_to_a_parameter_is_not_computed_of_the_parameter_again():
     model, x = Shifted(), torch.randn(4, 16)
     run, _ = amp(model, lower="inductor")

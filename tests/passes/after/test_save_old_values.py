@@ -87,6 +87,59 @@ def test_inputs_that_swap_their_values(lower):
     assert torch.equal(*others) and torch.equal(others[0], x)
 
 
+@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+def test_inputs_that_swap_their_values_where_no_gradient_reads_them(lower):
+    """Also with a view between them, and in a graph that trains something else. Stock Inductor makes them equal."""
+    weight, x, y = nn.Parameter(torch.randn(8)), *torch.randn(2, 8, 8)
+
+    def program(x, y, z):
+        old = x.clone()
+        x.copy_(y)
+        y.copy_(old.t())
+        return (z * weight).sum()
+
+    run, _ = amp(program, lower=lower)
+    for grad in (False, True):
+        written = [x.clone(), y.clone()]
+        with torch.set_grad_enabled(grad):
+            result = run(*written, torch.ones(8))
+        assert torch.equal(written[0], y) and torch.equal(written[1], x.t())
+        assert torch.allclose(result, weight.sum()) and result.requires_grad == grad
+
+
+def roll_a_cache(x, y):
+    x[:, :-1] = x[:, 1:].clone()
+    x[:, -1] = y[0]
+    y[1:] = y[:-1].clone()
+
+
+MOVES = {
+    "rows": lambda x, y: x[1:].copy_(x[:-1].clone()),
+    "of a transposed one": lambda x, y: x.t().index_copy_(0, torch.arange(1, 64), x.t()[:-1].clone()),
+    "by index": lambda x, y: x.index_copy_(0, torch.arange(1, 64), x[:-1].clone()),
+    "a cache": roll_a_cache,
+}
+
+
+@pytest.mark.parametrize("moved", MOVES)
+def test_rows_that_move_over_their_neighbours(moved):
+    """Stock Inductor 2.13 drops the clone, and copies in place rows that it has overwritten."""
+    weight, x, y = nn.Parameter(torch.randn(8)), *torch.randn(2, 64, 64)
+
+    def program(x, y, z):
+        MOVES[moved](x, y)
+        return (z * weight).sum()
+
+    run, _ = amp(program, lower="inductor")
+    expected = x.clone(), y.clone()
+    MOVES[moved](*expected)
+    for grad in (False, True):
+        found = x.clone(), y.clone()
+        with torch.set_grad_enabled(grad):
+            run(*found, torch.ones(8))
+        assert all(map(torch.equal, found, expected))
+
+
 def test_batch_norms_statistics_are_written_and_its_gradient_stays():
     norm, x = nn.BatchNorm1d(8), torch.randn(16, 8)
     fresh = nn.BatchNorm1d(8)

@@ -42,6 +42,7 @@ def test_only_on_cpus() -> None:
     assert WriteOnce().apply(gm) == 0
 
 
+@pytest.mark.ci
 def test_each_graph_computes_it_once_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8)), torch.randn(16, 32)
     once, code = gradients_and_code(model, x, monkeypatch)

@@ -197,6 +197,7 @@ def test_fires_on_convolutions() -> None:
     assert [each.input_size for each in blocks[4:6]] == [(2, 3, 18, 20), (2, 16, 9, 10)]
 
 
+@pytest.mark.ci
 def test_convolutions_in_float32_are_packed_too() -> None:
     model, x = Convolutions().eval(), torch.randn(2, 3, 18, 20)
     exact = copy.deepcopy(model).double()(x.double())
