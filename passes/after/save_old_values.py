@@ -6,7 +6,8 @@ forward graph writes an input at its end: backward would repeat an earlier copy 
 that change nothing, and what reads them later, backward or a write of another input, would read the new values (inputs
 that swap their values end up equal in stock Inductor): it gets `OLD_VALUE`, a copy that Inductor doesn't know. So for
 Inductor this pass runs once more after that, also on graphs without gradients. So does what is scattered over a tensor
-and is itself a view of it, as in `x[1:] = x[:-1].clone()`: Inductor writes in place, over what it reads next.
+and is itself a view of it, as in `x[1:] = x[:-1].clone()`: Inductor writes in place, over what it reads next. Reported:
+https://github.com/pytorch/pytorch/issues/197829 and https://github.com/pytorch/pytorch/issues/198131.
 """
 
 from __future__ import annotations
