@@ -5,6 +5,7 @@ That of "masters" takes a minute; `test_masters.py` has a short run of it.
 
 import random
 from contextlib import nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -21,10 +22,10 @@ from proof.results import of_part, verdicts
 pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore")]  # torch's deprecations, met on purpose
 SAMPLES = {
     "ops": 40,
-    "mixed": 20,
+    "mixed": 10,
     "in_place": 20,
     "inductor": 1,
-    "models": 6,
+    "models": 4,
     "convergence": 1,
     "masters": 1,
     "fuzz": 1,
@@ -40,14 +41,14 @@ def test_a_sample_holds(name: str) -> None:
             assert any(entry.covers(name, group, failure) for entry in expected.EXPECTED), (group, failure)
 
 
-def known() -> list[tuple[str, str, expected.Expected]]:
-    """One group for each entry of the list."""
+def known() -> list[Any]:
+    """One group for each entry of the list; whole models take up to 36 s each."""
     found = {
         entry: (name, group, entry)
         for name in SAMPLES
         for group, failure, entry in expected.failures(name, verdicts(of_part(name)))
     }
-    return list(found.values())
+    return [pytest.param(*each, marks=[pytest.mark.slow] * (each[0] == "models")) for each in found.values()]
 
 
 @pytest.mark.parametrize("name, group, entry", known(), ids=lambda value: str(value)[:60])
