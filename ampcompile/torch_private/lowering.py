@@ -208,7 +208,6 @@ def lower_as_call_on_rows(op: Any, called: Any, arguments: Callable[..., tuple[A
         *sizes, columns = x.get_size()
         if len(sizes) == 1:
             return call(*arguments(x, *rest))
-        x.realize()  # in memory of its own sizes: others may read it
         product = call(*arguments(view(x, [sympy_product(sizes), columns]), *rest))
         return view(product, [*sizes, product.get_size()[-1]])
 
