@@ -23,7 +23,7 @@ from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.analysis.commuting import CONVERT
 from ampcompile.passes.analysis.wide_products import NONE_WIDE
 from ampcompile.passes.before.hoist_weights import add_copy
-from ampcompile.passes.graph import graphs
+from ampcompile.passes.graph import graphs, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.policy import Policy
 from ampcompile.torch_private import (
@@ -90,6 +90,8 @@ def lower_as_made(
     if casts:  # Dynamo reads the inputs of its own graph once more
         gm, meta = copy_with_bodies(gm), gm.meta
         gm.meta |= meta
+        for node in placeholders(gm):
+            node.meta.pop("grapharg", None)  # weak references to all inputs, which would forbid `swap_tensors`
     copies = [add_copy(gm, f"weight_{i}", dtensors.local_part(fakes[i]), Form(dtype)) for i, dtype in casts]
     gm.recompile()
     inputs = [*example_inputs, *(copy.meta["val"] for copy in copies)]

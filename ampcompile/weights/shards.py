@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,9 @@ from .binding import Binding
 from .spec import CopySpec
 from .store import store
 
+_REFERENCES = 3
+"""Those to a part in `note_writes`: its DTensor's, one in `copies`, the argument. A result of `redistribute` that moves
+nothing, and a shallow copy, hold the same part."""
 MARK = "_ampcompile_mark"
 """The attribute that tells a DTensor from a later one at its address; a weak reference would forbid `swap_tensors`."""
 _marks = itertools.count(1)
@@ -50,7 +54,7 @@ class Shard:
         if self.seen != now or weight._version != now:
             memory.written()
             self.seen = now
-        shared = len(memory.sharers) > 1
+        shared = len(memory.sharers) > 1 or sys.getrefcount(weight._local_tensor) > _REFERENCES
         if shared or self.shared:
             memory.doubted()
         self.shared = shared

@@ -1,5 +1,6 @@
 """Copies of the parts of DTensor weights follow every writer. Also run by the test itself, on two processes."""
 
+import copy
 import os
 import sys
 import traceback
@@ -39,16 +40,25 @@ def sharded_over(tmp_path):
     torch.distributed.destroy_process_group()
 
 
+OTHERS = {
+    ".data": lambda p: p.data,
+    "redistributed as it is": lambda p: p.redistribute(placements=p.placements),
+    "a shallow copy": copy.copy,
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_writes_through_another_dtensor_on_the_part_are_seen_for_as_long_as_it_lives(sharded_over):
+def test_writes_through_another_dtensor_on_the_part_are_seen_for_as_long_as_it_lives(sharded_over, other):
     weight, binding = torch.nn.Parameter(sharded_over(torch.randn(64, 64))), ShardBinding([CopySpec(0, Form(LOW))])
-    kept = weight.data
+    kept = OTHERS[other](weight)
     twice = torch.ones(64, 64)
     twice[unsampled(weight._local_tensor)] = 2
     binding.copies([weight])
     for _ in range(3):
         assert torch.equal(binding.copies([weight])[0], weight._local_tensor.to(LOW))
-        kept.mul_(sharded_over(twice))
+        with torch.no_grad():
+            kept.mul_(sharded_over(twice))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -135,6 +145,7 @@ WRITERS = {
         {name: value.detach() * 1.5 for name, value in model.state_dict().items()}
     ),
     "a checkpoint in place": lambda model, folder: checkpoint(model, folder / "in_place", load=False),
+    "swapped": to_matrices(lambda p: torch.utils.swap_tensors(p, torch.nn.Parameter(p.detach() * mask(p)))),
     "a checkpoint": lambda model, folder: checkpoint(model, folder / "loaded", load=True),
 }
 
