@@ -1,5 +1,7 @@
 """After differentiation: keep one cast per value and dtype, since merging casts merges no gradients any more.
 
+Views of one value that are alike become one first, so that casts behind them are shared: layers that read the same
+value each view it as a matrix, and where products run in float32 each would write it widened.
 When torch splits the graph, its partitioner decides by bytes if backward reads a saved cast or repeats it.
 """
 
@@ -11,7 +13,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from ampcompile.passes.analysis.aliasing import returned_values
-from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, REARRANGES, has
 from ampcompile.passes.graph import graphs
 
 
@@ -32,7 +34,7 @@ def _share(gm: GraphModule) -> int:
     returned = returned_values(gm.graph)  # two outputs must not become one tensor
     shared = 0
     for cast in list(gm.graph.nodes):
-        if not has(cast.target, CONVERSIONS_AFTER) or cast in returned:
+        if not has(cast.target, CONVERSIONS_AFTER | REARRANGES) or cast in returned:
             continue
         # A checkpointed region that backward runs again keeps casts of its own.
         key = (cast.target, cast.args, str(cast.kwargs), cast.meta.get("recompute"), cast.meta.get("ac_graph_id"))
@@ -40,5 +42,5 @@ def _share(gm: GraphModule) -> int:
         if original is not cast:
             cast.replace_all_uses_with(original)
             gm.graph.erase_node(cast)
-            shared += 1
+            shared += has(cast.target, CONVERSIONS_AFTER)
     return shared

@@ -18,6 +18,18 @@ def test_after_differentiation_all_readers_share_and_nothing_that_is_returned_do
     assert rewrites == 1 and results[2].data_ptr() != results[3].data_ptr()
 
 
+def test_casts_behind_views_that_are_alike_are_shared():
+    def f(x):
+        rows, again, other = x.view(4, 3), x.view(4, 3), x.view(3, 4)
+        return rows.to(LOW) * 2, again.to(LOW) + 1, other.to(LOW) + 1, x.view(2, 6), x.view(2, 6)
+
+    x = torch.randn(2, 2, 3)
+    gm, rewrites = tidied_joint(f, ShareEveryCast(), x)
+    results = gm(x)
+    assert rewrites == 1 and results[3] is not results[4]
+    assert all(map(torch.equal, results, f(x)))
+
+
 def test_a_weight_used_eight_times_is_cast_once_and_its_gradient_summed_in_float32():
     model = torch.nn.Linear(16, 16, bias=False)
 
