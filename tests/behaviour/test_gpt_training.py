@@ -63,7 +63,7 @@ def trainer(model: nn.Module, run: Any, inputs: Any, dtype: torch.dtype, ours: b
 
 
 @PLACES
-@pytest.mark.parametrize("dtype", [LOW, HALF])
+@pytest.mark.parametrize("dtype", [pytest.param(LOW, marks=pytest.mark.slow), HALF])
 def test_it_learns_as_under_eager_autocast(device: str, mode: str, dtype: torch.dtype) -> None:
     """A copy of a weight that stays as it was would stop the loss from falling."""
     model, inputs = setting(device)

@@ -100,7 +100,7 @@ def test_compiled_peers(peer: str, training: tuple) -> None:
     assert (figures["our_passes_seconds"] > 0) == (peer == "amp")
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @torch._inductor.config.patch(freezing=False)  # puts back what the peer sets
 def test_freezing_freezes_and_is_found_out_where_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     work = Work("tiny GPT 23M", 2, 8, ("eager fp32",))

@@ -41,7 +41,7 @@ def test_ours_multiplies_in_16_bits_or_is_found_out(what: str, monkeypatch: pyte
         candidate.prepare()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = iter(range(9))
 
