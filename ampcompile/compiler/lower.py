@@ -87,7 +87,7 @@ def lower(
         if options.lower == "aot_eager":
             compiled = lowering.aot_eager(gm, inputs, partial(passes, watch))
         else:
-            lowering.lower_as_call_on_rows(PACKED_LINEAR, MULTIPLY, multiply_arguments)
+            lowering.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments, on_rows=True)
             lowering.lower_as_call(PACKED_CONV, CONVOLVE, _convolve_channels_last)
             lowering.lower_like(OLD_VALUE, CLONE)
             config = _inductor_config(gm, inputs, options, specs, watched is not None)

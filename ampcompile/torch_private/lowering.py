@@ -186,18 +186,11 @@ def lower_like(op: Any, other: Any) -> None:
     patches.add_lowering(op, lowerings[other])
 
 
-def lower_as_call(op: Any, called: Any, arguments: Callable[..., tuple[Any, ...]]) -> None:
-    """Make Inductor's code call `called(*arguments(...))` for `op`, bypassing the dispatcher and Python."""
-    from torch._inductor.lowering import fallback_handler
+def lower_as_call(op: Any, called: Any, arguments: Callable[..., tuple[Any, ...]], on_rows: bool = False) -> None:
+    """Make Inductor's code call `called(*arguments(...))` for `op`, bypassing the dispatcher and Python.
 
-    call = fallback_handler(called, add_to_fallback_set=False)
-    patches.add_lowering(op, lambda *args: call(*arguments(*args)))
-
-
-def lower_as_call_on_rows(op: Any, called: Any, arguments: Callable[..., tuple[Any, ...]]) -> None:
-    """The same for an op on the rows of its first operand, which is handed over as a matrix, as a view.
-
-    ATen views operand and result of other dimensions itself, in each call: 4 us.
+    `on_rows`: the first operand is handed over as a matrix, a view of its rows. ATen views it, and the result, in each
+    call, which takes 4 us.
     """
     from torch._inductor.lowering import fallback_handler, view
     from torch._inductor.utils import sympy_product
@@ -205,11 +198,11 @@ def lower_as_call_on_rows(op: Any, called: Any, arguments: Callable[..., tuple[A
     call = fallback_handler(called, add_to_fallback_set=False)
 
     def lower(x: Any, *rest: Any) -> Any:
-        *sizes, columns = x.get_size()
-        if len(sizes) == 1:
+        if not on_rows:
             return call(*arguments(x, *rest))
-        product = call(*arguments(view(x, [sympy_product(sizes), columns]), *rest))
-        return view(product, [*sizes, product.get_size()[-1]])
+        *rows, columns = x.get_size()
+        product = call(*arguments(view(x, [sympy_product(rows), columns]), *rest))
+        return view(product, [*rows, product.get_size()[-1]])
 
     patches.add_lowering(op, lower)
 

@@ -12,6 +12,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,12 +24,20 @@ from .binding import Binding
 from .spec import CopySpec
 from .store import store
 
-_REFERENCES = 3
-"""Those to a part in `note_writes`: its DTensor's, one in `copies`, the argument. A result of `redistribute` that moves
-nothing, and a shallow copy, hold the same part."""
 MARK = "_ampcompile_mark"
 """The attribute that tells a DTensor from a later one at its address; a weak reference would forbid `swap_tensors`."""
 _marks = itertools.count(1)
+
+
+@functools.cache
+def _references_to_unshared_part() -> int:
+    """As counted in `Shard.note_writes`: the DTensor's, and one in `ShardBinding.copies`.
+
+    A result of `redistribute` that moves nothing, and a shallow copy, hold the very part too.
+    """
+    weight = SimpleNamespace(_local_tensor=object())
+    _parts = [weight._local_tensor]
+    return sys.getrefcount(weight._local_tensor)
 
 
 class Shard:
@@ -54,7 +63,7 @@ class Shard:
         if self.seen != now or weight._version != now:
             memory.written()
             self.seen = now
-        shared = len(memory.sharers) > 1 or sys.getrefcount(weight._local_tensor) > _REFERENCES
+        shared = len(memory.sharers) > 1 or sys.getrefcount(weight._local_tensor) > _references_to_unshared_part()
         if shared or self.shared:
             memory.doubted()
         self.shared = shared

@@ -35,7 +35,7 @@ _WRITE = torch.ops.aten.copy_.default
 def _save(gm: GraphModule) -> int:
     overwritten = overwritten_inputs(gm.graph)
     backward = computed_from_gradients(gm) if overwritten else set()
-    pending, saved = [_copied_for(node, gm, backward) for node in overwritten], 0
+    pending, saved = [_copied_for(node, gm, backward) for node in placeholders(gm) if node in overwritten], 0
     while pending:
         for user in pending.pop().users:
             if user.op != "call_function" or user.target is _WRITE:
@@ -54,10 +54,10 @@ def _copy_overlaps(gm: GraphModule) -> int:
     for node in list(gm.graph.nodes):
         if has(node.target, SCATTERS):
             written = base_of(node.args[0])
-            for operand in {each for each in node.all_input_nodes if base_of(each) is written} - {node.args[0]}:
-                copy = _copy(operand, gm, before=node)
-                node.replace_input_with(operand, copy)
-                copied += 1
+            for operand in node.all_input_nodes:
+                if operand is not node.args[0] and base_of(operand) is written:
+                    node.replace_input_with(operand, _copy(operand, gm, before=node))
+                    copied += 1
     return copied
 
 

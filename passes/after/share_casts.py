@@ -16,6 +16,8 @@ from ampcompile.passes.analysis.aliasing import returned_values
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, REARRANGES, has
 from ampcompile.passes.graph import graphs
 
+_SHARED = CONVERSIONS_AFTER | REARRANGES
+
 
 @dataclass(frozen=True)
 class ShareEveryCast:
@@ -33,14 +35,15 @@ def _share(gm: GraphModule) -> int:
     first: dict[Any, Node] = {}
     returned = returned_values(gm.graph)  # two outputs must not become one tensor
     shared = 0
-    for cast in list(gm.graph.nodes):
-        if not has(cast.target, CONVERSIONS_AFTER | REARRANGES) or cast in returned:
+    for node in list(gm.graph.nodes):
+        # What binds a size or offset found at run time must stay.
+        if not has(node.target, _SHARED) or node in returned or "unbacked_bindings" in node.meta:
             continue
         # A checkpointed region that backward runs again keeps casts of its own.
-        key = (cast.target, cast.args, str(cast.kwargs), cast.meta.get("recompute"), cast.meta.get("ac_graph_id"))
-        original = first.setdefault(key, cast)
-        if original is not cast:
-            cast.replace_all_uses_with(original)
-            gm.graph.erase_node(cast)
-            shared += has(cast.target, CONVERSIONS_AFTER)
+        key = (node.target, node.args, str(node.kwargs), node.meta.get("recompute"), node.meta.get("ac_graph_id"))
+        original = first.setdefault(key, node)
+        if original is not node:
+            node.replace_all_uses_with(original)
+            gm.graph.erase_node(node)
+            shared += has(node.target, CONVERSIONS_AFTER)
     return shared

@@ -22,10 +22,10 @@ from proof.results import of_part, verdicts
 pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore")]  # torch's deprecations, met on purpose
 SAMPLES = {
     "ops": 40,
-    "mixed": 10,
+    "mixed": 20,
     "in_place": 20,
     "inductor": 1,
-    "models": 4,
+    "models": 6,
     "convergence": 1,
     "masters": 1,
     "fuzz": 1,

@@ -155,7 +155,7 @@ def test_an_op_on_rows_becomes_a_call_on_a_matrix(shape: tuple[int, ...]) -> Non
         library.define("multiply(Tensor x, Tensor matrix) -> Tensor")
         library.impl("multiply", lambda x, matrix: x @ matrix, "CompositeExplicitAutograd")
         op = torch.ops.torch_private.multiply.default
-        lowering.lower_as_call_on_rows(op, torch.ops.aten.mm.default, lambda x, matrix: (x, matrix))
+        lowering.lower_as_call(op, torch.ops.aten.mm.default, lambda x, matrix: (x, matrix), on_rows=True)
         x, matrix = torch.randn(shape), torch.randn(4, 5)
 
         def f(x: Tensor) -> tuple[Tensor, Tensor]:

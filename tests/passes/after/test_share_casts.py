@@ -1,6 +1,7 @@
 """One cast per value and dtype after differentiation, except where it is returned."""
 
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import ampcompile
 from ampcompile.passes.after.share_casts import ShareEveryCast
@@ -28,6 +29,14 @@ def test_casts_behind_views_that_are_alike_are_shared():
     results = gm(x)
     assert rewrites == 1 and results[3] is not results[4]
     assert all(map(torch.equal, results, f(x)))
+
+
+def test_what_binds_an_offset_found_at_run_time_stays():
+    gm = make_fx(lambda x: (x.select(0, 1) * 2, x.select(0, 1) * 3))(torch.randn(3, 4))
+    first, second = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.select.int)
+    first.meta["unbacked_bindings"] = second.meta["unbacked_bindings"] = {}
+    ShareEveryCast().apply(gm)
+    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.select.int)) == 2
 
 
 def test_a_weight_used_eight_times_is_cast_once_and_its_gradient_summed_in_float32():
