@@ -26,6 +26,7 @@ class Asked(Protocol):
     """An object whose methods are called by name, as those of `Apart` in another process."""
 
     def ask(self, method: str, *args: Any) -> Any: ...
+    def receive(self) -> Any: ...
 
 
 class Apart:
@@ -38,8 +39,17 @@ class Apart:
         """Call a method there. Raises FailedError if that raises, if the process dies, or after `patience` seconds:
         then the process is killed, so that it doesn't go on compiling beside the others.
         """
-        try:
+        self.send(method, *args)
+        return self.receive()
+
+    def send(self, method: str, *args: Any) -> None:
+        """Have a method called there; `receive` returns what it gives."""
+        with suppress(OSError):  # its process died: `receive` says so
             self.line.send((method, args))
+
+    def receive(self) -> Any:
+        """The answer to what was sent; raises FailedError as `ask` does."""
+        try:
             if not self.line.poll(self.patience):
                 self.kill()
                 raise FailedError(f"no answer within {self.patience:.0f} s")

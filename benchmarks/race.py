@@ -38,6 +38,14 @@ class Race:
         self.running[name] = peer
         self.figures |= self._ask([name], "prepare")
 
+    def prepared(self) -> None:
+        """Wait for peers that were all told to prepare themselves."""
+        for name, peer in list(self.running.items()):
+            try:
+                self.figures[name] = {key: value for key, value in peer.receive().items() if key != "compile_seconds"}
+            except FailedError as error:
+                self._fails(name, error)
+
     def ask_all(self, *question: Any, backwards: bool = False) -> dict[str, Any]:
         """Every peer's answer, one peer after the other."""
         return self._ask(list(self.running)[:: -1 if backwards else 1], *question)
@@ -49,9 +57,12 @@ class Race:
             try:
                 answers[name] = self.running[name].ask(*question)
             except FailedError as error:
-                self.out[name] = str(error)
-                del self.running[name]
+                self._fails(name, error)
         return answers
+
+    def _fails(self, name: str, error: FailedError) -> None:
+        self.out[name] = str(error)
+        del self.running[name]
 
     def time(self, case: str, budget: float) -> dict[str, list[float]]:
         """Seconds a call in each round, by peer; every other round goes backwards. Takes `budget` seconds or so."""
@@ -77,13 +88,22 @@ class Race:
         return rows
 
 
-def race(work: Work, device: str, budget: float, caches: Caches) -> list[Row]:
-    """A row for every case of the work and every peer; `caches` makes a folder for what one peer compiles."""
+def race(work: Work, device: str, budget: float, caches: Caches, together: bool = False) -> list[Row]:
+    """A row for every case of the work and every peer; `caches` makes a folder for what one peer compiles.
+
+    `together`: all peers prepare themselves at the same time; then nobody's compile time is known.
+    """
     contest = Race({name: why for name in work.peers if (why := PEERS[name].unable(device))})
     with ExitStack() as processes:
         for name in (name for name in work.peers if name not in contest.out):
             folder, given = processes.enter_context(caches()), (work, PEERS[name], device)
             peer = processes.enter_context(apart(Candidate, *given, caches=folder, environment=work.environment))
             peer.patience = EMULATED if work.isa else peer.patience
-            contest.enter(name, peer)
+            if together:
+                peer.send("prepare")
+                contest.running[name] = peer
+            else:
+                contest.enter(name, peer)
+        if together:
+            contest.prepared()
         return contest.rows([case for case, _ in work.cases()], budget)

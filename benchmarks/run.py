@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
         "--minutes", type=float, default=0.0, help="stop after so many (0: never); a job cut off is left to do"
     )
     found.add_argument("--budget", type=float, default=10.0, help="seconds to time one case (default %(default)s)")
+    found.add_argument("--together", action="store_true", help="peers compile at the same time: no compile times")
     found.add_argument("--tiny", action="store_true", help="tiny models: tries everything, the times mean nothing")
     found.add_argument("--rehearse", action="store_true", help="the jobs of --device cuda, tiny, on the CPU")
     return found
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> int:
     if options.tiny and not (options.out or options.list):
         parser().error("--tiny and --rehearse need --out: their times don't belong among the results")
     with TemporaryDirectory() as seed:
-        setup = Setup(options.device, plan, options.budget, options.tiny, Path(seed))
+        setup = Setup(options.device, plan, options.budget, options.tiny, Path(seed), options.together)
         known = stages(setup)
         if options.list:
             print("\n".join(f"{stage}: {'; '.join(jobs)}" for stage, jobs in known.items()))

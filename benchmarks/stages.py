@@ -49,6 +49,8 @@ class Setup:
     tiny: bool
     seed: Path
     """Caches that hold what is compiled once per machine: probes of the processor's vector units, our C++ kernels."""
+    together: bool = False
+    """Peers compile at the same time."""
 
     @contextmanager
     def caches(self) -> Iterator[Path]:
@@ -73,7 +75,9 @@ class Setup:
 def stages(setup: Setup) -> dict[str, Jobs]:
     """Every stage's jobs by name, in the order in which a full run takes them: on a GPU, by value."""
     racing: dict[str, Jobs] = {
-        stage: {work.name: partial(race, work, setup.device, setup.budget, setup.caches) for work in works}
+        stage: {
+            work.name: partial(race, work, setup.device, setup.budget, setup.caches, setup.together) for work in works
+        }
         for stage, works in setup.works().items()
     }
     compiling = setup.works()["training"][0]

@@ -44,7 +44,7 @@ def check_grads(
 
         workspace = {} if workspace is None else workspace
         return Checked(*gpu.check_grads(grads, scale, multiplier, max_norm, workspace, same))
-    result = torch.empty(3)
+    result = torch.empty(3, device="cpu")
     native.call(
         "check_grads",
         len(grads),

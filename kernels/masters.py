@@ -66,8 +66,9 @@ def checksums_of(bits: Tensor) -> Tensor:
 def random_bits(key: list[int], count: int) -> Tensor:
     """int32: 16 random bits for each of so many weights; one counter of Philox gives those of four."""
     seed, parameter, step = key
-    group = torch.arange(-(-count // 4))
-    words = philox((group, group >> 32, torch.tensor(step), torch.tensor(parameter)), seed)
+    group = torch.arange(-(-count // 4), device="cpu")
+    numbers = (torch.tensor(number, device="cpu") for number in (step, parameter))
+    words = philox((group, group >> 32, *numbers), seed)
     return (torch.stack(words, 1).flatten()[:count] & 0xFFFF).int()
 
 

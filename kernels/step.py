@@ -69,7 +69,7 @@ class StepTensors:
 
 @functools.cache
 def _one_step(device: torch.device) -> Tensor:
-    return torch.tensor([0, 0, 1]).to(device, non_blocking=True)
+    return torch.tensor([0, 0, 1], device="cpu").to(device, non_blocking=True)
 
 
 def step_(

@@ -69,7 +69,9 @@ class Masters:
                 if dtypes.get("master_param") == torch.float32:
                     _split(param.detach(), state, state.pop("master_param"))
         elif dtypes.get("rounding_key") != torch.int64:
-            state["rounding_key"] = torch.tensor([self.seed, number, 0]).to(param.device, non_blocking=True)
+            state["rounding_key"] = torch.tensor([self.seed, number, 0], device="cpu").to(
+                param.device, non_blocking=True
+            )
 
     def kept(self, state: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Return what is kept beside a parameter, and the checksums of remainders."""

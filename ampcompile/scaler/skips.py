@@ -47,7 +47,8 @@ class SkipWatch:
     def _send(self) -> tuple[Tensor, torch.cuda.Event | None]:
         if not self.skips.is_cuda:
             return self.skips, None
-        host = torch.empty((), dtype=torch.int32, pin_memory=True).copy_(self.skips, non_blocking=True)
+        pinned = torch.empty((), dtype=torch.int32, device="cpu", pin_memory=True)
+        host = pinned.copy_(self.skips, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.skips.device))
         return host, event

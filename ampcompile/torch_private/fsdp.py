@@ -91,7 +91,7 @@ class SwitchableParam(FSDPParam):
         if self.numbers is None:
             return True
         # A backward holds the tensor itself, or a view of it.
-        users, unused = storages.tensor_users(self.numbers), storages.tensor_users(torch.empty(0))
+        users, unused = storages.tensor_users(self.numbers), storages.tensor_users(torch.empty(0, device="cpu"))
         return users == unused and _holders(self.numbers) == (1 if self.low is None else 2)
 
     def switch(self, dtype: torch.dtype | None) -> None:

@@ -185,7 +185,7 @@ class Memory(MemoryRecord):
 @functools.cache
 def _held_by_python() -> int:
     """Number of users of a storage that has a Python object, its tensors aside."""
-    tensor = torch.empty(1)
+    tensor = torch.empty(1, device="cpu")
     return storages.storage_users(storages.storage_key(tensor)) - 1
 
 

@@ -61,7 +61,7 @@ class Report:
         """Copy the device's mark to the host, without waiting."""
         if stream not in self._views:
             with torch.inference_mode(False):
-                pinned = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+                pinned = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_available())
             self._views[stream] = pinned, pinned.numpy()
         self._views[stream][0].copy_(self.device_mark, non_blocking=True)
 

@@ -89,7 +89,7 @@ class Words:
 
 def host_words(size: int, device: torch.device) -> Tensor:
     """Host memory from which the device copies asynchronously: pinned for a GPU."""
-    return torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
 
 def capturing(device: torch.device) -> bool:

@@ -46,9 +46,10 @@ def test_value_and_gradients_are_no_further_from_float64_than_autocasts(shape, b
     grads, others = (torch.autograd.grad(y, inputs, upstream) for y in (out, unfused))
     assert [grad.dtype for grad in grads] == [tensor.dtype for tensor in inputs]
     if out.numel():
-        assert error([out], [exact]) <= 1.001 * error([unfused], [exact]) < 0.02
+        close = 1.001 if device == "cpu" else 1.01  # a GPU's own product adds in an order of its own
+        assert error([out], [exact]) <= close * error([unfused], [exact]) < 0.02
         for ours, theirs, best in zip(grads, others, exact_grads, strict=True):
-            assert error([ours], [best]) <= 1.001 * error([theirs], [best]) < 0.02
+            assert error([ours], [best]) <= close * error([theirs], [best]) < 0.02
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -48,7 +48,9 @@ def test_training_equals_torchs_without_a_sync(kind, how):
     results = []
     for make in (GradScaler, torch.amp.GradScaler):
         params = weights_on()
-        optimizer, scaler = KINDS[kind](params), scaled(make, "cuda", growth_interval=3)
+        # With a tensor as learning rate torch corrects biases in float32: 1 - 0.999 is off by 5e-5 of itself.
+        exact = "AdamW fused" if make is torch.amp.GradScaler and kind == "AdamW tensor lr" else kind
+        optimizer, scaler = KINDS[exact](params), scaled(make, "cuda", growth_interval=3)
         for seed in range(8):
             fill(params, seed, 2.0**16, math.nan if seed in (2, 5) else None)
             if make is GradScaler:
@@ -108,7 +110,7 @@ def test_an_iteration_is_four_launches_and_allocates_nothing():
     params = weights_on()
     optimizer, scaler = torch.optim.AdamW(params), scaled(device="cuda")
     binding = bind([torch.bfloat16] * len(params))
-    copies = binding.copies(params)
+    binding.copies(params)
     fill(params, 0, 2.0**16)
     for _ in range(3):
         iteration(scaler, optimizer)
@@ -123,7 +125,6 @@ def test_an_iteration_is_four_launches_and_allocates_nothing():
     casts = weights.weight_stats().casts
     assert all(torch.equal(c, p.detach().bfloat16()) for c, p in zip(binding.copies(params), params, strict=True))
     assert weights.weight_stats().casts == casts
-    del copies
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW fused", "AdamW tensor lr"])
