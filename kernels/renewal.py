@@ -1,4 +1,4 @@
-"""Find which copies of float32 weights are stale, and cast those again, in two calls of C++ (CPU).
+"""Find which copies of float32 weights are stale, and cast those again, in two calls of C++, or one on a GPU between.
 
 Python and C++ share records of weights and copies, which are the first fields of the objects in `weights/`. So an
 update costs what its casts cost; no Python runs for each weight.
@@ -7,7 +7,7 @@ update costs what its casts cost; no Python runs for each weight.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -104,6 +104,9 @@ class RenewalTable:
         self._note_owners = native.weights_function("note_owners", 1)
         self._find = native.weights_function("find_stale_copies", 1)
         self._cast = native.weights_function("cast_stale", 2)
+        self._begin, self._end = (native.weights_function(f"{what}_cast", n) for what, n in (("begin", 1), ("end", 3)))
+        self.stale = marks[5]
+        """int64, 1 for each copy that the last `find_stale` found stale, else 0."""
 
     def find_stale(self) -> int:
         """Mark all memory that was written since, and return how many copies are stale; -1 if anything else changed.
@@ -127,6 +130,18 @@ class RenewalTable:
         meanwhile. Returns False, and writes nothing, if a weight or copy was freed or has other memory.
         """
         return bool(self._cast(self._address, torch.get_num_threads()))
+
+    def cast_by(self, launch: Callable[[np.ndarray], object]) -> bool:
+        """Do as `cast`, where `launch` writes the copies: it gets their indices. An error of its leaves them invalid."""
+        if not (held := self._begin(self._address)):
+            return False
+        written = False
+        try:
+            launch(np.flatnonzero(self.stale))
+            written = True
+        finally:
+            self._end(self._address, held, written)
+        return True
 
 
 def round_all(begins: Sequence[int], copies: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:

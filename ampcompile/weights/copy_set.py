@@ -8,9 +8,11 @@ casts the written weights, and keeps the set. Anything else is left to a whole r
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,10 +20,10 @@ from ampcompile.kernels import unchanged
 from ampcompile.kernels.packed_conv import Blocks
 from ampcompile.kernels.renewal import CopyPlace, RenewalTable
 from ampcompile.kernels.unchanged import Unchanged
-from ampcompile.torch_private import profiling, storages
+from ampcompile.torch_private import dispatcher, profiling, storages
 
 from . import gpu
-from .copies import Copy, IdleCheck, Packed, count_reads
+from .copies import Copy, IdleCheck, Packed, cast, count_reads
 from .freshness import Sharer
 from .sample import Sample
 from .store import store
@@ -30,12 +32,12 @@ _buffer, _seen, _tensor = map(attrgetter, ("buffer", "seen", "tensor"))
 
 
 class Renewal:
-    """Casts the written weights of one set of float32 weights, while the sharers of their memory stay the same.
+    """Casts the written ones of a set of float32 weights on one device, while the sharers of their memory stay the same.
 
     Made when all copies are proven fresh. A slot is an input of the graph that is a copy; several may share one.
     `state`: what must stay unchanged. `copies`: all different copies, in the order of the set's sample. `members`: the
     copy of each slot. `weights`: the weight of each slot, and its address. `sharers`: all tensors on the weights'
-    memory, in the order of the state's versions.
+    memory, in the order of the state's versions. `tables`: of `cast_many_`, on a GPU; None on the CPU, where C++ casts.
     """
 
     def __init__(
@@ -45,8 +47,11 @@ class Renewal:
         members: Sequence[Copy],
         weights: Sequence[tuple[Sharer, int]],
         sharers: Sequence[Sharer],
+        tables: dict[Any, Any] | None,
     ) -> None:
         self._state = state
+        slots = {copy: i for i, copy in enumerate(members)}
+        self._copies, self._slots, self._tables = copies, [slots[copy] for copy in copies], tables
         # Weights that were never trained, and may be from now on: that some are stays true.
         self._frozen = [i for i, copy in enumerate(members) if not copy.memory.trainable]
         self._idle = IdleCheck(copies)
@@ -75,10 +80,22 @@ class Renewal:
             self._table.note_owners()
         store.begin_pass()
         with profiling.region("amp: refresh copies of weights"):
-            if not self._table.cast():
+            on_gpu = partial(self._cast_on_gpu, weights)
+            if not (self._table.cast() if self._tables is None else self._table.cast_by(on_gpu)):
                 return False
         store.end_pass()
         return True
+
+    def written(self) -> list[Copy]:
+        """The copies that the last renewal has cast."""
+        return [self._copies[i] for i in np.flatnonzero(self._table.stale)]
+
+    def _cast_on_gpu(self, weights: Sequence[Tensor], stale: np.ndarray) -> None:
+        copies = [self._copies[i] for i in stale]
+        with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
+            gpu.follow(copies)
+            cast([(self._copies[i], weights[self._slots[i]]) for i in stale], self._tables)
+            gpu.cast_done(copies)
 
 
 class CopySet:
@@ -123,10 +140,12 @@ class CopySet:
         self._buffers = list(map(_buffer, members))
         kept = before is not None and before._buffers == self._buffers
         self.rechecks: list[gpu.Recheck] = before.rechecks if before and kept else self._find_rechecks(aliases)
-        if self._epoch is not None and not self.rechecks and _renewable(aliases, distinct):
+        if self._epoch is not None and _renewable(aliases, distinct):
             self._unchanged = self._note_for_cpp()  # made now: later, sharers may have come and gone
             weights = list(zip(self._weights, self._addresses, strict=True))
-            self._renewal = Renewal(self._unchanged, in_order, members, weights, self._sharers)
+            self._renewal = Renewal(
+                self._unchanged, in_order, members, weights, self._sharers, tables if self.rechecks else None
+            )
         store.sets.add(self)
 
     def _note_state(self, ids: Sequence[int], now: object) -> None:
@@ -188,10 +207,16 @@ class CopySet:
         """Cast the written weights if nothing else changed; `now`: the `write_epoch` before. False: make a new set."""
         if self._renewal is None or self._packable != len(self._unpacked):  # a new set counts reads from the start
             return False
+        if self.rechecks and gpu.capturing(weights):
+            return False
         self._epoch = None  # first: another thread must not find a half-renewed set fresh
         if not self._renewal.renew(weights):
             return False
         self._epoch = now
+        if self.rechecks:
+            written = self._renewal.written()
+            for recheck in self.rechecks:
+                recheck.look(weights, written)
         return True
 
     def forms(self) -> list[Any]:
@@ -241,8 +266,8 @@ class CopySet:
 
 
 def _renewable(weights: Sequence[Tensor], copies: Sequence[Copy]) -> bool:
-    """Return True if C++ can cast the weights again where their copies are."""
+    """Return True if the weights can be cast again where their copies are: dense float32 ones on one device."""
     if any(copy.tensor is None for copy in copies):  # packed
         return False
-    plain = all(weight.is_cpu and weight.dtype == torch.float32 for weight in weights)
-    return plain and unchanged.available()
+    plain = all(weight.dtype == torch.float32 for weight in weights)
+    return plain and len({weight.device for weight in weights}) == 1 and unchanged.available()

@@ -2,6 +2,7 @@
 #include <c10/core/TensorImpl.h>
 
 #include <exception>
+#include <memory>
 
 #include "chunks.h"
 
@@ -183,23 +184,29 @@ template <typename Choose> void cast_chosen(const Casts& casts, int threads, Cho
   PyEval_RestoreThread(thread);
 }
 
-// Keeps the weights' memory alive until the casts are done.
-bool cast(const Table& table, int threads) {
-  if (!is_as_noted(table)) return false;  // another thread has freed a copy
-  std::vector<c10::Storage> held;
+// The memory of weights, kept alive until their casts are done.
+using Held = std::vector<c10::Storage>;
+
+// Marks the stale copies as invalid, for they are about to be written; nothing if a weight isn't where the table says.
+std::unique_ptr<Held> begin(const Table& table) {
+  if (!is_as_noted(table)) return nullptr;  // another thread has freed a copy
+  auto held = std::make_unique<Held>();
   for (int64_t i = 0; i < table.copies; ++i) {
     if (!table.stale[i]) continue;
     const c10::TensorImpl* weight = table.weight[i];
     if (c10::raw::intrusive_ptr::use_count(table.weight[i]) == 0 || address_of(*weight) != table.casts.from[i])
-      return false;  // another thread has given it other memory
-    held.push_back(weight->unsafe_storage());
+      return nullptr;  // another thread has given it other memory
+    held->push_back(weight->unsafe_storage());
   }
   for (int64_t i = 0; i < table.copies; ++i) {
     if (!table.stale[i]) continue;
     table.copy[i]->mark = table.copy[i]->reads = 0;
     table.tensor[i]->bump_version();
   }
-  cast_chosen(table.casts, threads, [&](int64_t i) { return table.stale[i]; });
+  return held;
+}
+
+void end(const Table& table) {
   for (int64_t i = 0; i < table.copies; ++i) {
     if (!table.stale[i]) continue;
     Copy& copy = *table.copy[i];
@@ -208,7 +215,6 @@ bool cast(const Table& table, int threads) {
     copy.mark = table.mark[i];
   }
   note(table);
-  return true;
 }
 
 template <typename Act> int64_t guarded(int64_t failed, Act act) {
@@ -252,7 +258,24 @@ int64_t note_owners(const Table* table) {
 
 // Casts the weights whose copies were stale; 0 if one isn't where the table says, and nothing was cast.
 int64_t cast_stale(const Table* table, int64_t threads) {
-  return guarded(0, [&] { return cast(*table, int(threads)); });
+  return guarded(0, [&] {
+    const auto held = begin(*table);
+    if (!held) return 0;
+    cast_chosen(table->casts, int(threads), [&](int64_t i) { return table->stale[i]; });
+    end(*table);
+    return 1;
+  });
+}
+
+// The same in two calls, for casts by others in between: what `end_cast` takes, or 0.
+int64_t begin_cast(const Table* table) {
+  return guarded(0, [&] { return reinterpret_cast<int64_t>(begin(*table).release()); });
+}
+
+int64_t end_cast(const Table* table, Held* held, int64_t written) {
+  const std::unique_ptr<Held> freed(held);
+  if (written) end(*table);
+  return 1;
 }
 
 int64_t cast_all(const Casts* casts, int64_t threads) {

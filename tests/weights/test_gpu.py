@@ -168,6 +168,22 @@ def test_no_call_waits_for_the_gpu() -> None:
 
 
 @pytest.mark.gpu
+def test_after_updates_the_set_goes_on_without_a_wait() -> None:
+    params, binding = cuda_setting()
+    assert fresh(binding, params)
+    sets = list(binding._sets.values())
+    for written in ([0], [1, 2], [0, 1, 2], [], [0]):
+        casts = weight_stats().casts
+        with torch.no_grad():
+            for i in written:
+                params[i].mul_(-1.5)
+        with waiting_for_nothing("cuda"):
+            binding.copies(params)
+        assert weight_stats().casts == casts + bool(written)
+        assert fresh(binding, params) and list(binding._sets.values()) == sets
+
+
+@pytest.mark.gpu
 def test_unreported_writes_on_a_gpu() -> None:
     params, binding = cuda_setting()
     assert fresh(binding, params)
@@ -293,6 +309,7 @@ class Calls(nn.Module):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # torch's aot_eager gives it too
 def test_make_graphed_callables() -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).cuda()
     compiled = torch.compile(model, backend="amp", options={"lower": "aot_eager"})
