@@ -98,13 +98,14 @@ class RenewalTable:
         marks = np.zeros((6, len(copies)), dtype=np.int64)  # owners of three kinds, marks, doubts, and which are stale
         found = state.versions.copy(), state.sampled.copy()
         self._table, rows = native.table(*groups, also=[*(row.ctypes.data for row in (*marks, *found)), state.address])
-        self._kept = state, list(sharers), memories, [copy.record for copy in copies], rows, marks, found
+        self._kept = state, rows, marks, found
         self._address = self._table.ctypes.data
         self._owned_as_noted = native.weights_function("owned_as_noted", 1)
         self._note_owners = native.weights_function("note_owners", 1)
         self._find = native.weights_function("find_stale_copies", 1)
         self._cast = native.weights_function("cast_stale", 2)
         self._begin, self._end = (native.weights_function(f"{what}_cast", n) for what, n in (("begin", 1), ("end", 3)))
+        self._open, self._close = (native.weights_function(f"{what}_step", 1) for what in ("open", "close"))
         self.stale = marks[5]
         """int64, 1 for each copy that the last `find_stale` found stale, else 0."""
 
@@ -132,7 +133,7 @@ class RenewalTable:
         return bool(self._cast(self._address, torch.get_num_threads()))
 
     def cast_by(self, launch: Callable[[np.ndarray], object]) -> bool:
-        """Do as `cast`, where `launch` writes the copies: it gets their indices. An error of its leaves them invalid."""
+        """Do as `cast`; `launch` writes the copies, whose indices it gets. If it raises, they are invalid."""
         if not (held := self._begin(self._address)):
             return False
         written = False
@@ -142,6 +143,18 @@ class RenewalTable:
         finally:
             self._end(self._address, held, written)
         return True
+
+
+    def open_step(self) -> None:
+        """Begin a step that writes all the weights and copies; `find_stale` has just returned 0."""
+        self._open(self._address)
+
+    def close_step(self) -> bool:
+        """End the step, which raised the versions of what it wrote: the copies hold the weights' new values.
+
+        Returns False, and changes nothing, if anything else happened meanwhile.
+        """
+        return bool(self._close(self._address))
 
 
 def round_all(begins: Sequence[int], copies: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:

@@ -1,6 +1,7 @@
 """Low-precision copies of weights: cast once per update, shared by all graphs, reused until a write is detected."""
 
-from .binding import Binding, Loan, lend
+from .binding import Binding
+from .lending import Loan, lend
 from .release import release_masters
 from .shards import ShardBinding
 from .spec import CopySpec, Form, hoistable

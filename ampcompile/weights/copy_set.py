@@ -32,7 +32,7 @@ _buffer, _seen, _tensor = map(attrgetter, ("buffer", "seen", "tensor"))
 
 
 class Renewal:
-    """Casts the written ones of a set of float32 weights on one device, while the sharers of their memory stay the same.
+    """Casts those written of a set of float32 weights on one device, while the sharers of their memory stay the same.
 
     Made when all copies are proven fresh. A slot is an input of the graph that is a copy; several may share one.
     `state`: what must stay unchanged. `copies`: all different copies, in the order of the set's sample. `members`: the

@@ -117,20 +117,25 @@ void note(const Table& table) {
   std::memcpy(state.sampled, table.sampled, state.runs * 64 + state.words * 4);
 }
 
-bool is_as_noted(const Table& table) {
+bool is_as_noted(const Table& table, bool step_open = false) {
   for (int64_t i = 0; i < table.memories; ++i)
-    if (table.memory[i]->roster != table.roster[i] || table.memory[i]->step_open) return false;
+    if (table.memory[i]->roster != table.roster[i] || table.memory[i]->step_open != step_open) return false;
   for (int64_t i = 0; i < table.copies; ++i)
     if (table.copy[i]->buffer != table.buffer[i]) return false;
   return true;
 }
 
-// Gives all memory that was written one new mark, which makes its copies stale. It is negative: Python's are positive.
-void mark_written(const Table& table) {
+// A mark that no memory had. It is negative: Python's are positive.
+int64_t new_mark() {
   static int64_t last = 0;
-  --last;
+  return --last;
+}
+
+// Gives all memory that was written one new mark, which makes its copies stale.
+void mark_written(const Table& table) {
+  const int64_t mark = new_mark();
   for (int64_t i = 0; i < table.sharers; ++i)  // all marks first: see `Memory.examine`
-    if (table.sharer[i]->seen != table.version[i]) table.shared[i]->mark = last;
+    if (table.sharer[i]->seen != table.version[i]) table.shared[i]->mark = mark;
   for (int64_t i = 0; i < table.sharers; ++i) table.sharer[i]->seen = table.version[i];
 }
 
@@ -206,15 +211,39 @@ std::unique_ptr<Held> begin(const Table& table) {
   return held;
 }
 
+// Notes that a copy holds the weight's values at this mark.
+void note_written(const Table& table, int64_t i, int64_t doubt, int64_t mark) {
+  Copy& copy = *table.copy[i];
+  copy.doubt = doubt;
+  std::memcpy(copy.words, table.sampled + table.offset[i], table.bytes[i]);
+  copy.mark = mark;
+}
+
 void end(const Table& table) {
-  for (int64_t i = 0; i < table.copies; ++i) {
-    if (!table.stale[i]) continue;
-    Copy& copy = *table.copy[i];
-    copy.doubt = table.doubt[i];
-    std::memcpy(copy.words, table.sampled + table.offset[i], table.bytes[i]);
-    copy.mark = table.mark[i];
-  }
+  for (int64_t i = 0; i < table.copies; ++i)
+    if (table.stale[i]) note_written(table, i, table.doubt[i], table.mark[i]);
   note(table);
+}
+
+void open(const Table& table) {
+  for (int64_t i = 0; i < table.memories; ++i) table.memory[i]->step_open = 1;
+  for (int64_t i = 0; i < table.copies; ++i) table.copy[i]->mark = 0;
+}
+
+bool close(const Table& table) {
+  if (!is_in_place(*table.state) || !is_as_noted(table, true)) return false;
+  for (int64_t i = 0; i < table.copies; ++i)
+    if (table.copy[i]->mark) return false;  // another thread has cast it meanwhile, from weights of before the step
+  read(*table.state, table.version, table.sampled);
+  const int64_t mark = new_mark();
+  for (int64_t i = 0; i < table.memories; ++i) table.memory[i]->mark = mark;
+  for (int64_t i = 0; i < table.sharers; ++i) table.sharer[i]->seen = table.version[i];
+  for (int64_t i = 0; i < table.copies; ++i) {
+    table.copy[i]->reads = 0;
+    note_written(table, i, table.source[i]->doubt, mark);
+  }
+  for (int64_t i = 0; i < table.memories; ++i) table.memory[i]->step_open = 0;
+  return true;
 }
 
 template <typename Act> int64_t guarded(int64_t failed, Act act) {
@@ -276,6 +305,18 @@ int64_t end_cast(const Table* table, Held* held, int64_t written) {
   const std::unique_ptr<Held> freed(held);
   if (written) end(*table);
   return 1;
+}
+
+// Begins a step that writes all these weights and their copies, none of which is stale; until it is closed none counts
+// as fresh.
+int64_t open_step(const Table* table) {
+  open(*table);
+  return 1;
+}
+
+// Ends the step: the copies hold the weights' values. 0 if anything else changed.
+int64_t close_step(const Table* table) {
+  return guarded(0, [&] { return close(*table); });
 }
 
 int64_t cast_all(const Casts* casts, int64_t threads) {

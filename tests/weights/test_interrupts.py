@@ -16,7 +16,8 @@ import torch.nn as nn
 
 from ampcompile import weights
 from ampcompile.torch_private import patches
-from ampcompile.weights.binding import Binding, lend
+from ampcompile.weights.binding import Binding
+from ampcompile.weights.lending import lend
 from ampcompile.weights.store import free_copies, invalidate, store
 from tests.weights.bindings import bind
 from tests.weights.searching import searches_are_unlimited as searches_are_unlimited

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ampcompile.weights.binding import lend
+from ampcompile.weights.lending import lend
 from ampcompile.weights.store import free_copies, weight_stats
 from tests.weights.bindings import bind
 from tests.weights.test_binding import BF16, low, nothing_left, parameters, same  # noqa: F401

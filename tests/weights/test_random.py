@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ampcompile.weights.binding import Binding, lend
+from ampcompile.weights.binding import Binding
+from ampcompile.weights.lending import lend
 from ampcompile.weights.store import free_copies, invalidate, weight_stats
 from tests.weights.bindings import bind
 from tests.weights.searching import searches_are_unlimited as searches_are_unlimited

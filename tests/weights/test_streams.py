@@ -10,9 +10,10 @@ from torch import nn
 
 from ampcompile.errors import StaleWeightError
 from ampcompile.weights import gpu
-from ampcompile.weights.binding import Binding, lend
+from ampcompile.weights.binding import Binding
 from ampcompile.weights.copy_set import CopySet
 from ampcompile.weights.freshness import memory_of
+from ampcompile.weights.lending import lend
 from ampcompile.weights.store import free_copies, store, weight_stats
 from tests.weights.bindings import bind
 from tests.weights.streams import Streams, rounded, streams, words
