@@ -120,6 +120,7 @@ class Candidate:
         figures["host_syncs"] = counting.host_syncs(self.call, self.device)
         if self.device == "cuda":
             figures["launches"] = counting.kernel_launches(self.call)
+            figures["device_seconds"] = counting.device_seconds(self.call)
         figures["recompiled"] = counting.graphs_compiled() - self.graphs
         del self.call  # the next case's optimizer needs the memory of this one's
         return figures

@@ -126,6 +126,15 @@ def kernel_launches(call: Callable[[], object]) -> int:
     return sum(name in LAUNCHES for name in names)
 
 
+def device_seconds(call: Callable[[], object]) -> float:
+    """Seconds that a call's kernels and copies take on the GPU, added up: what is left if the host is never late."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        call()
+        torch.cuda.synchronize()
+    on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(event.device_time_total for event in on_device) / 1e6
+
+
 def host_syncs(call: Callable[[], object], device: str) -> int:
     """How often one call waits for the device; on a CPU, how often it reads a tensor's value as a number."""
     if device == "cpu":

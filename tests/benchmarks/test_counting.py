@@ -52,8 +52,9 @@ def test_host_syncs_on_a_cpu(reads: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("reads", [0, 1, 3])
 def test_host_syncs_and_launches_on_a_gpu(reads: int) -> None:
-    from benchmarks.counting import kernel_launches
+    from benchmarks.counting import device_seconds, kernel_launches
 
     x = torch.randn(4, device="cuda")
     assert host_syncs(lambda: [x.sum().item() for _ in range(reads)], "cuda") == reads
     assert kernel_launches(lambda: [x.add_(1) for _ in range(5)]) == 5
+    assert 0 < device_seconds(lambda: x.add_(1)) < 1e-3 < device_seconds(lambda: torch.cuda._sleep(20_000_000)) < 1
