@@ -127,11 +127,11 @@ def _buffer(copy: Copy) -> Tensor:
 
 def keep_for_stream(copies: Iterable[Copy]) -> None:
     """Make the allocator reuse the copies' memory only after the current streams' work on it."""
-    for copy in copies:
-        tensor = _buffer(copy)
-        if tensor.is_cuda and (stream := storages.current_stream(tensor.device)) not in copy.streams:
+    for device, on_device in _by_gpu(copies).items():
+        stream = storages.current_stream(device)
+        for copy in (copy for copy in on_device if stream not in copy.streams):
             copy.streams.add(stream)
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            _buffer(copy).record_stream(torch.cuda.current_stream(device))
 
 
 def follow(copies: Iterable[Copy]) -> set[LastLaunch]:
@@ -144,13 +144,22 @@ def follow(copies: Iterable[Copy]) -> set[LastLaunch]:
 
 def cast_done(copies: Sequence[Copy]) -> None:
     """Record that copies were just written, each on the current stream of its device."""
-    on_gpus = [copy for copy in copies if _buffer(copy).is_cuda]
-    if capturing(map(_buffer, on_gpus)):
+    on_gpus = _by_gpu(copies)
+    if on_gpus and torch.cuda.is_current_stream_capturing():
         return  # the captured graph keeps the order
-    keep_for_stream(on_gpus)
-    launches = {device: LastLaunch(device) for device in {_buffer(copy).device for copy in on_gpus}}
-    for copy in on_gpus:
-        copy.launch = launches[_buffer(copy).device]
+    keep_for_stream(copies)
+    for device, on_device in on_gpus.items():
+        launch = LastLaunch(device)
+        for copy in on_device:
+            copy.launch = launch
+
+
+def _by_gpu(copies: Iterable[Copy]) -> dict[torch.device, list[Copy]]:
+    found: dict[torch.device, list[Copy]] = {}
+    for copy in copies:
+        if (tensor := _buffer(copy)).is_cuda:
+            found.setdefault(tensor.device, []).append(copy)
+    return found
 
 
 def capturing(weights: Iterable[Tensor]) -> bool:

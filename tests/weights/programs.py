@@ -76,6 +76,7 @@ class Program:
         self.layout = self.random.choice(list(LAYOUTS))
         self.weights = LAYOUTS[self.layout](self)
         self.aliases: list[Tensor] = []
+        self.steps: dict[int, tuple[Any, Any]] = {}  # the scaler and optimizer of a weight, by its id
         self.arrays: list[tuple[np.ndarray, tuple[int, ...]]] = []
 
     def run(self, steps: int) -> None:
@@ -331,13 +332,15 @@ def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
 
 @writer("the fused scaler step")
 def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    scaler = ampcompile.GradScaler("cpu", init_scale=1.0)
-    scaler.scale(torch.ones(()))
     with _gradient(target, at) as param:
+        scaler, optimizer = program.steps.setdefault(
+            id(param), (ampcompile.GradScaler("cpu", init_scale=1.0), torch.optim.SGD([param], lr=1.0))
+        )
+        scaler.scale(torch.ones(()))
         if program.random.random() < 0.2:
             param.grad[at] = torch.inf
-        scaler.step(torch.optim.SGD([param], lr=1.0))
-        scaler.update()
+        scaler.step(optimizer)
+        scaler.update(1.0)
 
 
 @writer("a raw pointer, announced")

@@ -74,6 +74,7 @@ class Case:
         self.weights = [nn.Parameter(self.flat[:400].view(20, 20)), nn.Parameter(torch.randn(20, 20))]
         self.alias = nn.Parameter(self.weights[1].data)
         self.bindings: list[Binding] = [bind([BF16] * 2), bind([BF16])]
+        self.lent: dict[str, Any] = {}
         if called:
             self.call()
             self.call()
@@ -95,7 +96,7 @@ class Case:
 
 def fused_step(case: Case) -> None:
     """What our fused optimizer step does."""
-    loan = lend(case.weights)
+    loan = lend(case.weights, case.lent)
     for i, param in enumerate(case.weights):
         copies = loan.tensors[i]
         unseen(param)[unsampled(param)] += 1
@@ -123,6 +124,7 @@ ACTS: dict[str, Callable[[Case], object]] = {
     "an alias": lambda case: case.one(case.alias),
     ".data": lambda case: case.one(case.weights[1].data),
     "a fused step with copies": fused_step,
+    "the third fused step with copies": lambda case: [(fused_step(case), case.call()) for _ in range(3)],
     "a fused optimizer": optimizer_step,
     "announced": written_unseen,
     "numpy": lambda case: case.weights[1].detach().numpy().__setitem__(unsampled(case.weights[1]), 7.0),

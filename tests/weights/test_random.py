@@ -40,6 +40,7 @@ class World:
         ]
         self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []
         self.aliases: list[Tensor] = []
+        self.lent: dict[int, dict] = {}  # what a step of each weight keeps
         self.optimizers = [torch.optim.SGD([self.weights[0]], lr=0.5, fused=True)]
 
     def call(self, graph: int, mode: str) -> None:
@@ -103,7 +104,7 @@ class World:
             torch.optim.SGD(trained, lr=0.5, fused=True).step()
         elif how == "fused step with copies":
             # The next call must not read what this step could not write.
-            loan = lend([target])
+            loan = lend([target], self.lent.setdefault(id(target), {}))
             found = loan.tensors[0]
             new = target.detach() * 0.5
             unseen(target)[...] = new
