@@ -52,13 +52,24 @@ def test_a_fused_step_that_writes_the_copies() -> None:
     assert same(binding.copies(params), low(params))
 
 
-def test_while_a_fused_step_runs_no_copy_counts_as_fresh() -> None:
+def after_steps(params: list[nn.Parameter], steps: int, *graphs: Binding) -> dict:
+    """What so many steps know that wrote nothing; the graphs are called after each."""
+    known: dict = {}
+    for _ in range(steps):
+        for binding in graphs:
+            binding.copies(params)
+        lend(params, known).wrote()
+    for binding in graphs:
+        binding.copies(params)
+    return known
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_while_a_fused_step_runs_no_copy_counts_as_fresh(steps: int) -> None:
     """Its kernels leave no trace, and another thread may call a graph meanwhile."""
     param = nn.Parameter(torch.zeros(300, 8))
     graphs = [bind([BF16]), bind([BF16])]
-    for binding in graphs:
-        binding.copies([param])
-    loan = lend([param])
+    loan = lend([param], after_steps([param], steps, *graphs))
     for step, binding in enumerate(graphs, 1):
         unseen(param)[unsampled(param)] = step
         assert same(binding.copies([param]), low([param]))
@@ -79,13 +90,13 @@ def test_copies_freed_between_a_step_s_halves() -> None:
     assert same(binding.copies(params), low(params)) and binding.copies(params)[0] is not lent
 
 
+@pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_copy_that_was_cast_between_a_step_s_halves_is_cast_again(in_place: bool) -> None:
+def test_a_copy_that_was_cast_between_a_step_s_halves_is_cast_again(in_place: bool, steps: int) -> None:
     """Another thread may do so, from weights that the kernels have written in part; into another buffer or the same."""
     params = parameters(1)
     binding = bind([BF16], in_place)
-    binding.copies(params)
-    loan = lend(params)
+    loan = lend(params, after_steps(params, steps, binding))
     (lent,) = loan.tensors[0]
     unseen(params[0])[0] += 1
     assert (binding.copies(params)[0] is lent) == in_place
@@ -236,6 +247,22 @@ def test_what_changed_since_the_last_step_is_not_lent_as_then(change: str, betwe
     steps.kept = kept = None  # noqa: F841
     steps()
     assert same(graph.copies(weights), low(weights))
+
+
+def test_a_copy_that_a_backward_saved_is_not_lent_again() -> None:
+    params, binding = many(3)
+    steps = Steps(params)
+    for _ in range(3):
+        binding.copies(params)
+        steps()
+    x = torch.randn(2, 16, dtype=BF16, requires_grad=True)
+    expected = params[1].detach().to(BF16).sum(0).expand(2, 16)
+    loss = F.linear(x, binding.copies(params)[1]).sum()
+    assert steps() == 2
+    loss.backward()
+    assert torch.allclose(x.grad.float(), expected.float(), rtol=0.02, atol=0.1)
+    del loss
+    assert same(binding.copies(params), low(params)) and steps() == 3
 
 
 def test_what_a_step_keeps_keeps_no_copy() -> None:
