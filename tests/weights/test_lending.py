@@ -262,7 +262,8 @@ def test_a_copy_that_a_backward_saved_is_not_lent_again() -> None:
     loss.backward()
     assert torch.allclose(x.grad.float(), expected.float(), rtol=0.02, atol=0.1)
     del loss
-    assert same(binding.copies(params), low(params)) and steps() == 3
+    assert same(binding.copies(params), low(params))
+    assert steps() == 3
 
 
 def test_what_a_step_keeps_keeps_no_copy() -> None:
