@@ -8,10 +8,12 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 from ampcompile.errors import AmpWarning, ScalerError
 from ampcompile.scaler.grad_scaler import GradScaler
-from tests.scaler.cases import KINDS, iterate, params, params_with, scaled
+from ampcompile.scaler.master_step import keep_masters
+from tests.scaler.cases import KINDS, assert_equal, iterate, params, params_with, scaled
 
 # Bounds of the scale
 
@@ -177,3 +179,23 @@ def test_nonsense_is_refused_unless_nothing_is_scaled() -> None:
         with pytest.raises(ScalerError, match=f"found init_scale={scale!r}; expected a number above 0"):
             GradScaler("cpu", init_scale=scale)
     assert not GradScaler("cpu", init_scale=0, enabled=False).is_enabled()
+
+
+@pytest.mark.parametrize("how", [None, "remainder", "stochastic"])
+def test_a_default_device_of_the_users_is_not_ours(how: str | None) -> None:
+    results = []
+    for device in ("cpu", "meta"):
+        weights = [torch.linspace(-1, 1, n) for n in (100, 7)]
+        params = [nn.Parameter(weight if how is None else weight.bfloat16()) for weight in weights]
+        optimizer, scaler = torch.optim.AdamW(params, lr=0.1), scaled(growth_interval=2)
+        if how is not None:
+            keep_masters(optimizer, how)
+        for step in range(3):
+            for param in params:
+                param.grad = param.detach() * (step + 1)
+            with torch.device(device):
+                scaler.clip_grad_norm_(optimizer, 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        results.append([*(param.detach() for param in params), torch.tensor(scaler.get_scale())])
+    assert_equal(*results)
