@@ -162,15 +162,18 @@ LIMITS: dict[str, Callable[[Params], Callable[[], object]]] = {
 }
 
 
-def measure(model: str, device: str) -> list[Row]:
-    """Seconds of a step in each round. Gradients are filled anew before each, untimed: unscaled again and again they
-    would end in denormals, and every figure would triple.
+def measure(model: str, device: str, compiled: bool = True) -> list[Row]:
+    """Seconds of a step in each round; `compiled`: of Inductor's code too, which takes minutes to compile.
+
+    Gradients are filled anew before each, untimed: unscaled again and again they would end in denormals, and every
+    figure would triple.
     """
     start = [param.detach().to(device) for param in build(model, 1, 1, False)[0].parameters()]
     source = [torch.randn_like(param) * 2.0**16 for param in start]
     grads = [torch.empty_like(grad) for grad in source]
     steps = {}
-    for name, make in {**LIMITS, **CANDIDATES}.items():
+    candidates = {name: make for name, make in CANDIDATES.items() if compiled or name != INDUCTOR}
+    for name, make in {**LIMITS, **candidates}.items():
         params = [nn.Parameter(param.clone()) for param in start]
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
@@ -185,7 +188,7 @@ def measure(model: str, device: str) -> list[Row]:
     count = sum(param.numel() for param in start)
     limits = {READ: 4, UPDATE: FUSED}
     rows = [Row(f"{LIMIT}, {model}", name, {"seconds": times[name], "bytes": limits[name] * count}) for name in LIMITS]
-    for name in CANDIDATES:
+    for name in candidates:
         norm, update = MOVED.get(name, WITH_COPY)
         bound = [norm / 4 * r + update / FUSED * u for r, u in zip(times[READ], times[UPDATE], strict=True)]
         figures = {"parameters": count, "bytes": (norm + update) * count, "bound_seconds": bound}

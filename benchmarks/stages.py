@@ -85,9 +85,10 @@ def stages(setup: Setup) -> dict[str, Jobs]:
     model = "tiny GPT 23M" if setup.tiny else "GPT 2x1024" if setup.plan == "cpu" else "GPT 10x1024"
     kernels: Jobs = {
         "limits": partial(setup.call, kernel_cases.measure, kernel_cases.limits, setup.device),
-        "step": partial(setup.call, kernel_cases.measure, kernel_cases.step_kernels, model, setup.device),
     }
+    of_step = partial(setup.call, kernel_cases.measure, kernel_cases.step_kernels, model, setup.device)
     if setup.plan == "cpu":
+        kernels["step"] = of_step
         kernels["attention"] = partial(setup.call, kernel_cases.measure, kernel_cases.attention_kernels)
     for_gpus = {
         "linear": kernel_cases.linear_kernels,
@@ -103,6 +104,10 @@ def stages(setup: Setup) -> dict[str, Jobs]:
     }
     stepped = "tiny GPT 23M" if setup.tiny else "GPT 23M" if setup.plan == "cpu" else "GPT 124M"
     large = "tiny GPT 124M" if setup.tiny else "GPT 124M"
+    compiled_steps: Jobs = {  # Inductor compiles them for minutes
+        "kernels": of_step,
+        "scaler": partial(setup.call, scaler_step.measure, stepped, setup.device),
+    }
     peaks: Jobs = {
         what: partial(setup.call, scaler_step.peak, large, setup.device, masters)
         for what, masters in (("float32", False), ("remainder", True))
@@ -117,7 +122,7 @@ def stages(setup: Setup) -> dict[str, Jobs]:
     return {
         **first,
         "kernels": kernels,
-        "scaler": {stepped: partial(setup.call, scaler_step.measure, stepped, setup.device)},
+        "scaler": {stepped: partial(setup.call, scaler_step.measure, stepped, setup.device, setup.plan == "cpu")},
         **({"published": published} if setup.plan == "cuda" else {}),
         **racing,
         **({"small": small, "loops": looped} if setup.plan == "cpu" else {}),
@@ -125,6 +130,7 @@ def stages(setup: Setup) -> dict[str, Jobs]:
         "memory": peaks,
         "compile": {compiling.name: partial(cold_and_warm, compiling, setup)},
         "import": {"import": import_time},
+        **({"compiled-steps": compiled_steps} if setup.plan == "cuda" else {}),
     }
 
 

@@ -56,7 +56,7 @@ QUESTIONS = (
     Question("gradients of weights in float32", "kernels", "gradient of a weight.*", AMP, COMPILED, 0.97),
     Question("numerics=eager", "training.*|inference.*|.*-training|architectures", ".*", AMP, RELAXED, 0.97),
     *(
-        Question("the scaler's step", "scaler", ".*", AMP, other, least)
+        Question("the scaler's step", "scaler|compiled-steps", "clip and AdamW.*", AMP, other, least)
         for other, least in ((STOCK, 1.0), (RECAST, 1.4), (APEX, 1.0), (INDUCTOR, 1.10))
     ),
     Question("by block, against Inductor's by block", "by-block", ".*", BY_BLOCK[1], BY_BLOCK[0], 1.0),

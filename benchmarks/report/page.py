@@ -26,7 +26,8 @@ round; a time is the median over the rounds, with quartiles in brackets, and a r
 peer that should run in low precision and shows none is not counted. "Casts" are those in the graphs that Inductor
 lowers, forward and backward once, and the bytes they would read and write were each a kernel of its own; refreshing
 kept copies of weights after an update isn't among them. Memory is the process's peak while it is timed. The training
-step is AdamW with torch's fused kernels, always on the same batch, and dropout is off. `Inductor, converted` is the
+step is AdamW with torch's fused kernels, always on the same batch, and dropout is off; a later case of the same model
+goes on with the weights that the case before left, when peers have grown apart. `Inductor, converted` is the
 model in bfloat16 as a whole, the practical limit of speed: it isn't mixed precision, and trains worse.
 
 Small models are trained as most users write it: torch's Adam or AdamW as it comes, no scaler. Each step or call is
@@ -34,7 +35,8 @@ timed by itself, a round's time is the median of its steps, and brackets in the 
 of seven rounds. "Small models" has all peers in one process, where the hooks that amp adds to every optimizer's step
 slow all of them; in processes of their own they slow amp alone.
 
-No GPU has run them yet. What its first run decides, and by which rules, is written down in
+On a GPU the time that kernels and copies take there, added up, is given as well ("on the GPU"): what is left of a step
+where the host is never late. An H200 has run a part of the stages: what it decided, and what is left to decide, is in
 [gpu_decisions.md](gpu_decisions.md).
 """
 TITLES = {
@@ -43,6 +45,7 @@ TITLES = {
     "inference": "Inference",
     "training": "Training step",
     "scaler": "The step of GradScaler and optimizer",
+    "compiled-steps": "The step beside Inductor's code for it",
     "memory": "Memory of a training step",
     "compile": "Compile time",
     "import": "Import time",

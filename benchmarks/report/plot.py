@@ -10,7 +10,7 @@ from benchmarks.report.ink import TEXT, looks, picture
 from benchmarks.report.roofline import draw_roofline
 from benchmarks.report.targets import UNTIMED
 
-UNRACED = (UNTIMED, "kernels", "scaler", "memory", "growth", "small", "compile", "import")
+UNRACED = (UNTIMED, "kernels", "scaler", "compiled-steps", "memory", "growth", "small", "compile", "import")
 """Stages with pictures of their own, or with a table only."""
 PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "speed.svg"
 SHOWN = ("eager autocast", BASELINE, AMP)

@@ -6,6 +6,8 @@ from benchmarks.peers import AMP
 from benchmarks.records import Row, Spread, of_bound, rival, spread, times_faster
 
 Cell = Callable[[Row], str]
+LOSS_AFTER = 10
+"""Steps after which losses are compared: later ones are those of chance on tokens drawn at random."""
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -22,7 +24,7 @@ def figure(name: str, show: Callable) -> Cell:
 def case_table(rows: dict[str, Row], **more: Cell) -> str:
     """Every peer that ran on one case; columns that nobody fills are left out."""
     ran = {peer: row for peer, row in rows.items() if not row.why}
-    steps = min((len(row.figures.get("losses", ())) for row in ran.values()), default=0)
+    steps = min([LOSS_AFTER, *(len(row.figures.get("losses", ())) for row in ran.values())])
     columns: dict[str, Cell] = {
         "time": lambda row: duration(spread(row.figures["seconds"])),
         **more,

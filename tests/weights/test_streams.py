@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from ampcompile.errors import StaleWeightError
+from ampcompile.kernels.renewal import RenewalTable
 from ampcompile.weights import gpu
 from ampcompile.weights.binding import Binding
 from ampcompile.weights.copy_set import CopySet
@@ -134,6 +136,32 @@ def test_memory_waits_for_every_stream_that_used_it(streams: Streams) -> None:
     assert [streams.kept[place] for place in places] == [{1, 2, 3}] * 2
     model.call(4)  # casts nothing
     assert [streams.kept[place] for place in places] == [{1, 2, 3, 4}] * 2
+
+
+def test_a_weight_that_another_thread_replaces_meanwhile_is_cast_anew(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, cast_by = Model(streams), RenewalTable.cast_by
+    old = model.params[0].data
+    other = bind([torch.bfloat16])
+
+    def replaced(table: RenewalTable, launch: Any) -> bool:
+        def launch_later(stale: Any) -> bool:
+            model.params[0].data = torch.randn_like(old)
+            return launch(stale)
+
+        return cast_by(table, launch_later)
+
+    model.call(1)
+    streams.finish()
+    model.update()
+    with monkeypatch.context() as patch:
+        patch.setattr(RenewalTable, "cast_by", replaced)
+        found = model.call(1)
+    read = [copy.data_ptr() for copy in other.copies([nn.Parameter(old)])]
+    streams.finish()
+    assert same(found, model.right())
+    assert np.array_equal(words(read[0], old.numel(), np.int16), rounded(old.data_ptr(), old.numel()))
 
 
 def test_a_step_that_may_be_skipped_follows_the_cast(streams: Streams) -> None:
