@@ -132,16 +132,17 @@ class RenewalTable:
         """
         return bool(self._cast(self._address, torch.get_num_threads()))
 
-    def cast_by(self, launch: Callable[[np.ndarray], bool]) -> bool:
-        """Do as `cast`; `launch` writes the copies, whose indices it gets. They are invalid if it returns False."""
+    def cast_by(self, launch: Callable[[np.ndarray], object]) -> bool:
+        """Do as `cast`; `launch` writes the copies, whose indices it gets. If it raises, they are invalid."""
         if not (held := self._begin(self._address)):
             return False
         written = False
         try:
-            written = launch(np.flatnonzero(self.stale))
+            launch(np.flatnonzero(self.stale))
+            written = True
         finally:
             self._end(self._address, held, written)
-        return written
+        return True
 
     def open_step(self) -> None:
         """Begin a step that writes all the weights and copies; `find_stale` has just returned 0."""
