@@ -32,8 +32,8 @@ TOGETHER = -n $(JOBS) --dist worksteal --timeout=600
 SLOW := # make test SLOW=1 runs the tests marked slow or ci too
 SEED := # make test SEED=7 draws other inputs than it does without
 ARGS :=
-# One GPU serves a few processes; each of them starts compilers of its own. Without the plugins tests run one by one.
-GPU_PLUGINS = $(shell $(PYTHON) -c 'import pytest_timeout, xdist' 2>/dev/null && printf %s '-n 4 --timeout=300')
+# One GPU serves some processes; none needs a compiler pool of its own. Without the plugins tests run one by one.
+GPU_PLUGINS = $(shell $(PYTHON) -c 'import pytest_timeout, xdist' 2>/dev/null && printf %s '-n $(JOBS) --timeout=300')
 MATRIX := 2.11 2.15
 # What may depend on the units that a CPU has.
 ISA_SAMPLE := tests/behaviour/test_products.py tests/kernels/test_packed_linear.py tests/kernels/test_packed_conv.py \
@@ -117,7 +117,7 @@ proof: $(PROOF) ## docs/proof.md, what holds, case by case; PART=ops ALL=1 SHARD
 
 test-gpu: $(READY) ## the tests that need a CUDA device
 	@test -n "$(GPU_PLUGINS)" || echo "without pytest-xdist or pytest-timeout: one process, and no limit to a test's time"
-	$(PYTHON) $(PYTEST) -m gpu $(GPU_PLUGINS) $(ARGS)
+	TORCHINDUCTOR_COMPILE_THREADS=1 $(PYTHON) $(PYTEST) -m gpu $(GPU_PLUGINS) $(ARGS)
 
 bench: $(TOOLS) ## benchmarks on this CPU, and docs/benchmarks.md from all results
 	$(PYTHON) -m benchmarks --device cpu $(ARGS)
