@@ -36,9 +36,6 @@ from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.before.pack_weights import PackWeights
 from ampcompile.passes.before.share_casts import ShareCasts
 from ampcompile.passes.decide.assign_precision import AssignPrecision
-from ampcompile.passes.fuse.fuse_linear_cast import FuseLinearCast
-from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy
-from ampcompile.passes.fuse.matching import FusePass, FusionCost
 from ampcompile.passes.replay.bind_weights_eagerly import BindWeightsEagerly
 from ampcompile.passes.replay.enable_second_backward import EnableSecondBackward
 
@@ -82,8 +79,12 @@ def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
     """
     if options.lower == "eager" or (options.fuse == "auto" and device_type != "cuda"):
         return ()
+    from ampcompile.passes.fuse.fuse_linear_cast import FuseLinearCast  # here: they define ops that CPUs seldom need
+    from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy
+    from ampcompile.passes.fuse.matching import FusionCost
+
     cost = FusionCost(options.fuse)
-    passes: tuple[FusePass, ...] = (
+    passes = (
         FuseLinearCrossEntropy(cost),  # before the pass that would fuse its linear layer alone
         FuseLinearCast(cost, torch.is_grad_enabled()),  # needs the casts of weights that weren't hoisted
     )

@@ -45,6 +45,7 @@ class Loan:
             if captured:
                 store.captured.add(copy)
         self._keep(params, lent)
+        self._params = params
         self._cache = {} if captured or len(lent) < len(copies) else cache
         if not captured:
             gpu.follow(copy for _, copy in copies)
@@ -60,7 +61,7 @@ class Loan:
     def again(cls, params: Sequence[Tensor], copies: IndexedCopies, known: KnownLoan) -> Loan:
         """The same loan as in the last step, which `known` has opened."""
         loan = cls.__new__(cls)
-        loan._known, loan._cache = known, {}
+        loan._known, loan._params, loan._cache = known, params, {}
         loan._memories = {copy.memory for _, copy in copies}
         loan._keep(params, copies)
         gpu.follow(copy for _, copy in copies)
@@ -91,16 +92,18 @@ class Loan:
                 copy.rewritten()
             gpu.cast_done([copy for copy, _ in written if copy.tensor is not None])
             if len(fresh) == len(self._lent):
-                self._cache["loan"] = KnownLoan.of([(i, copy, weight) for i, copy, _, weight in self._lent])
+                lent = [(i, copy, weight) for i, copy, _, weight in self._lent]
+                self._cache["loan"] = KnownLoan.of(self._params, lent)
 
 
 class KnownLoan:
     """A step's loan, taken again with two calls of C++ while nothing changes about its weights and copies but numbers.
 
-    It keeps no copy alive: that is for graphs to do. `lent`: indices of weights, their copies, and the weights.
+    It keeps no copy alive: that is for graphs to do. `lent`: indices of weights in `params`, their copies, the weights.
     """
 
-    def __init__(self, lent: Sequence[tuple[int, Copy, Tensor]]) -> None:
+    def __init__(self, params: Sequence[Tensor], lent: Sequence[tuple[int, Copy, Tensor]]) -> None:
+        self._params = list(map(storages.tensor_address, params))
         lent = sorted(lent, key=lambda each: not each[1].places.runs.size)  # `Sample` reads runs first
         copies = [copy for _, copy, _ in lent]
         memories = list(dict.fromkeys(copy.memory for copy in copies))
@@ -108,7 +111,7 @@ class KnownLoan:
         weights = [copy.memory.weights[id(weight)] for _, copy, weight in lent]
         sample = Sample(copy.places for copy in copies)
         self._made, self._indices, self._copies = store.made, [i for i, *_ in lent], [weakref.ref(c) for c in copies]
-        self._state = Unchanged(
+        state = Unchanged(
             tensors=[sharer.impl for sharer, _ in sharers],
             counters=[*(storages.tensor_address(sharer.counter) for sharer, _ in sharers), *(w.impl for w in weights)],
             versions=[sharer.seen for sharer in (*(sharer for sharer, _ in sharers), *weights)],
@@ -126,26 +129,23 @@ class KnownLoan:
             for (_, copy, weight), known in zip(lent, weights, strict=True)
             if (tensor := copy.tensor) is not None
         ]
-        self._table = RenewalTable(self._state, [s for s, _ in sharers], [memory for _, memory in sharers], places)
+        self._table = RenewalTable(state, [s for s, _ in sharers], [memory for _, memory in sharers], places)
 
     @classmethod
-    def of(cls, lent: Sequence[tuple[int, Copy, Tensor]]) -> KnownLoan | None:
+    def of(cls, params: Sequence[Tensor], lent: Sequence[tuple[int, Copy, Tensor]]) -> KnownLoan | None:
         """The loan to be taken again; None if it may not: with packed copies, or weights that graphs don't read."""
         plain = all(
             copy.tensor is not None and not copy.packed and not copy.form.wide and id(weight) in copy.memory.weights
             for _, copy, weight in lent
         )
-        return cls(lent) if plain and lent and unchanged.available() else None
+        return cls(params, lent) if plain and lent and unchanged.available() else None
 
     def lend(self, params: Sequence[Tensor]) -> Loan | None:
         """Take the loan again; None if anything has changed, or a backward waits for a copy."""
         copies = [reference() for reference in self._copies]
-        if self._made != store.made or None in copies or max(self._indices) >= len(params):
+        if self._made != store.made or None in copies or gpu.capturing(params[:1]):
             return None
-        addresses = [storages.tensor_address(params[i]) for i in self._indices]
-        if addresses != self._state.weights or gpu.capturing(params[:1]):
-            return None
-        if self._table.find_stale():
+        if list(map(storages.tensor_address, params)) != self._params or self._table.find_stale():
             return None
         if not self._table.owned_as_noted():
             if not IdleCheck(copies)():

@@ -266,6 +266,18 @@ def test_a_copy_that_a_backward_saved_is_not_lent_again() -> None:
     assert steps() == 3
 
 
+def test_a_weight_that_takes_part_again_is_lent_too() -> None:
+    params, binding = many(3)
+    steps = Steps(params[:2])
+    for _ in range(3):
+        binding.copies(params)
+        assert steps() == 2
+    steps.params.append(params[2])
+    binding.copies(params)
+    assert steps() == 3
+    assert same(binding.copies(params), low(params))
+
+
 def test_what_a_step_keeps_keeps_no_copy() -> None:
     params, binding = many(3)
     steps = Steps(params)
