@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -88,7 +89,7 @@ class Renewal:
 
     def written(self) -> list[Copy]:
         """The copies that the last renewal has cast."""
-        return [self._copies[i] for i in np.flatnonzero(self._table.stale)]
+        return list(compress(self._copies, self._table.stale))
 
     def _cast_on_gpu(self, weights: Sequence[Tensor], stale: np.ndarray) -> None:
         copies = [self._copies[i] for i in stale]

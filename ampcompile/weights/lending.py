@@ -142,8 +142,8 @@ class KnownLoan:
 
     def lend(self, params: Sequence[Tensor]) -> Loan | None:
         """Take the loan again; None if anything has changed, or a backward waits for a copy."""
-        copies = [reference() for reference in self._copies]
-        if self._made != store.made or None in copies or gpu.capturing(params[:1]):
+        copies = [copy for reference in self._copies if (copy := reference()) is not None]
+        if self._made != store.made or len(copies) < len(self._copies) or gpu.capturing(params[:1]):
             return None
         if list(map(storages.tensor_address, params)) != self._params or self._table.find_stale():
             return None

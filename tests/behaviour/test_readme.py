@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.records import RESULTS, Records, times_faster
+from benchmarks.scaler_step import RECAST
 from tests import pages
 from tests.test_layout import ROOT
 
@@ -77,7 +78,11 @@ def test_its_figures_are_those_of_the_committed_results() -> None:
     lost = [speed for speed in tiny if speed < 0.97]
     assert f"{min(lost):.2f} to {max(lost):.2f} times the speed of Inductor under autocast" in TEXT
     epyc, xeon = (
-        [each for each in files if name in each.about["processor"] and each.cases("inference")]
+        [
+            each
+            for each in files
+            if name in each.about["processor"] and each.cases("inference") and "gpu" not in each.about
+        ]
         for name in ("AMD", "Xeon")
     )
     frozen = [rows for records in epyc for rows in records.cases("inference").values() if FREEZING in rows]
@@ -96,3 +101,27 @@ def test_its_figures_are_those_of_the_committed_results() -> None:
         for stage in ("inference", "training")
     )
     assert f"beside Inductor in float32 {serving} in inference, {training} in training" in TEXT
+
+
+def test_its_figures_of_a_gpu_are_those_of_the_committed_results() -> None:
+    (h200,) = (records for path in RESULTS.glob("*.json") if "gpu" in (records := Records.load(path)).about)
+    calls, steps, (scaler,) = (
+        h200.cases("inference"),
+        h200.cases("training"),
+        (rows for case, rows in h200.cases("scaler").items() if case.startswith("clip and AdamW")),
+    )
+
+    def faster(rows: Any, other: str = "Inductor + autocast", ours: str = "amp") -> float:
+        return times_faster(rows[ours], rows[other]).middle
+
+    def on_the_gpu(rows: Any) -> float:
+        return rows["amp"].figures["device_seconds"] / rows["Inductor + autocast"].figures["device_seconds"]
+
+    call, graphs = calls["GPT 124M, 1x16"], calls["GPT 124M, 1x16 (CUDA graphs)"]
+    modes = (f"{peer}, reduce-overhead" for peer in ("Inductor + autocast", "amp"))
+    assert f"takes {on_the_gpu(call):.2f} of the GPU's time and is {faster(call):.1f} times as fast" in TEXT
+    assert f"{faster(graphs, *modes):.1f} times in CUDA graphs" in TEXT
+    shares = [on_the_gpu(rows) for case, rows in steps.items() if "scaler" in case]
+    speeds = [faster(rows) for rows in steps.values()]
+    assert f"{shares[0]:.2f} of the GPU's time, and {min(speeds):.1f} to {max(speeds):.1f} times the speed" in TEXT
+    assert f"with clipping is {faster(scaler, RECAST):.1f} times as fast as torch's" in TEXT
