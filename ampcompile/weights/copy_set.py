@@ -269,8 +269,9 @@ class CopySet:
 
 
 def _renewable(weights: Sequence[Tensor], copies: Sequence[Copy]) -> bool:
-    """Return True if the weights can be cast again where their copies are: dense float32 ones on one device."""
+    """Return True if the weights can be cast again where their copies are: float32 ones on the CPU or on one GPU."""
     if any(copy.tensor is None for copy in copies):  # packed
         return False
-    plain = all(weight.dtype == torch.float32 for weight in weights)
-    return plain and len({weight.device for weight in weights}) == 1 and unchanged.available()
+    places = {(weight.device, weight.dtype) for weight in weights}
+    known = all(device.type in ("cpu", "cuda") and dtype == torch.float32 for device, dtype in places)
+    return known and len(places) == 1 and unchanged.available()

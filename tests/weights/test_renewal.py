@@ -14,7 +14,8 @@ from ampcompile.kernels import unchanged
 from ampcompile.kernels.packed_linear import LinearBlocks, available
 from ampcompile.kernels.renewal import RenewalTable
 from ampcompile.weights.binding import Binding
-from ampcompile.weights.copies import PAYS
+from ampcompile.weights.copies import PAYS, copies_of
+from ampcompile.weights.copy_set import _renewable
 from ampcompile.weights.freshness import memory_of
 from ampcompile.weights.store import free_copies, store, weight_stats
 from tests.weights.bindings import bind
@@ -287,6 +288,15 @@ def test_a_set_that_goes_on_holds_nothing() -> None:
     case.weights.clear()
     case.read.clear()
     assert memory.storage() is None and not any(copy.nbytes() for copy in memory.copies)
+
+
+def test_weights_elsewhere_are_looked_at_one_by_one() -> None:
+    case = Case()
+    copies = [copy for weight in case.weights for copy in copies_of(weight)]
+    weights = {device: torch.empty(2, device=device) for device in ("cpu", "meta")}
+    assert _renewable([weights["cpu"]], copies)
+    assert not _renewable([weights["meta"]], copies) and not _renewable([*weights.values()], copies)
+    assert not _renewable([weights["cpu"].bfloat16()], copies)
 
 
 def test_a_renewal_costs_as_much_python_for_many_weights_as_for_few() -> None:
