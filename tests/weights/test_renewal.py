@@ -292,6 +292,7 @@ def test_a_set_that_goes_on_holds_nothing() -> None:
 
 def test_weights_elsewhere_are_looked_at_one_by_one() -> None:
     case = Case()
+    case.look()
     copies = [copy for weight in case.weights for copy in copies_of(weight)]
     weights = {device: torch.empty(2, device=device) for device in ("cpu", "meta")}
     assert _renewable([weights["cpu"]], copies)
