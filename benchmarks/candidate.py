@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -121,9 +122,20 @@ class Candidate:
         if self.device == "cuda":
             figures["launches"] = counting.kernel_launches(self.call)
             figures["device_seconds"] = counting.device_seconds(self.call)
+            figures["host_seconds"] = self.host_seconds()
         figures["recompiled"] = counting.graphs_compiled() - self.graphs
         del self.call  # the next case's optimizer needs the memory of this one's
         return figures
+
+    def host_seconds(self, calls: int = 5) -> float:
+        """Seconds until the host is through with a call, whatever the device has still to do; the median of some."""
+        times = []
+        for _ in range(calls):
+            self._wait()
+            start = perf_counter()
+            self.call()
+            times.append(perf_counter() - start)
+        return median(times)
 
     def _around(self) -> Any:
         return self.peer.around(self.device, self.dtype)

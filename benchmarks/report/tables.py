@@ -30,6 +30,7 @@ def case_table(rows: dict[str, Row], **more: Cell) -> str:
         **more,
         "of the bound": bound_share,
         "on the GPU": figure("device_seconds", lambda seconds: f"{1e3 * seconds:.3g} ms"),
+        "on the host": figure("host_seconds", lambda seconds: f"{1e3 * seconds:.3g} ms"),
         "peak memory": figure("peak_bytes", lambda size: f"{size / 2**20:.0f} MiB"),
         "first compile": figure("compile_seconds", lambda seconds: f"{seconds:.1f} s"),
         "graphs": figure("graphs", str),

@@ -1,5 +1,7 @@
 """A candidate counts only if it did the work: low precision, right numbers, no denormals."""
 
+import time
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -81,6 +83,15 @@ def test_training() -> None:
     candidate.round(2)
     losses = candidate.end()["losses"]
     assert len(losses) == 5 and losses[-1] < losses[0]
+
+
+def test_the_hosts_part_of_a_call_ends_before_the_wait() -> None:
+    candidate = Candidate(Work("tiny GPT 124M", 1, 8, ("eager fp32",)), PEERS["eager fp32"], "cpu")
+    done = []
+    candidate._wait = lambda: done.append("wait")
+    candidate.call = lambda: (done.append("call"), time.sleep(0.01))
+    assert 0.01 <= candidate.host_seconds(3) < 1
+    assert done == ["wait", "call"] * 3
 
 
 def test_a_peer_that_stays_in_float32_is_found_out() -> None:
