@@ -17,6 +17,7 @@ from ampcompile.torch_private import storages
 
 from . import gpu
 from .copies import Copy, IdleCheck, cast, copies_of
+from .freshness import Memory
 from .sample import Sample
 from .store import store
 
@@ -28,44 +29,25 @@ class Loan:
 
     Until `wrote`, no copy of the weights' memory counts as fresh. The step raises the versions of the weights and
     copies that it writes, and then calls `wrote`. If it is captured in a CUDA graph, the copies keep their addresses
-    for as long as the weights' memory lives. `cache`: see `lend`.
+    for as long as the weights' memory lives.
+
+    `opened`: the memory of all copies, lent or not. `cache` gets the loan if it can be taken again. `known`: it was.
     """
 
-    _known: KnownLoan | None = None
-
-    def __init__(self, params: Sequence[Tensor], copies: IndexedCopies, cache: dict[str, Any]) -> None:
-        self._memories = {copy.memory for _, copy in copies}
-        for memory in self._memories:
-            memory.open_step()
-        captured = gpu.capturing(params[i] for i, _ in copies)
-        # The device may skip the step, so only copies that are right without it are lent.
-        lent = [(i, copy) for i, copy in copies if copy.writable() and copy.fresh(None)]
-        for _, copy in lent:
-            copy.mark = 0
-            if captured:
-                store.captured.add(copy)
-        self._keep(params, lent)
-        self._params = params
-        self._cache = {} if captured or len(lent) < len(copies) else cache
-        if not captured:
-            gpu.follow(copy for _, copy in copies)
-
-    def _keep(self, params: Sequence[Tensor], lent: IndexedCopies) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        lent: IndexedCopies,
+        opened: set[Memory],
+        cache: dict[str, Any],
+        known: KnownLoan | None = None,
+    ) -> None:
+        self._params, self._opened, self._cache, self._known = params, opened, cache, known
         self.tensors: defaultdict[int, list[Tensor]] = defaultdict(list)
         for i, copy in lent:
             if not copy.form.wide and copy.tensor is not None:
                 self.tensors[i].append(copy.tensor)
         self._lent = [(i, copy, copy.buffer, params[i]) for i, copy in lent]
-
-    @classmethod
-    def again(cls, params: Sequence[Tensor], copies: IndexedCopies, known: KnownLoan) -> Loan:
-        """The same loan as in the last step, which `known` has opened."""
-        loan = cls.__new__(cls)
-        loan._known, loan._params, loan._cache = known, params, {}
-        loan._memories = {copy.memory for _, copy in copies}
-        loan._keep(params, copies)
-        gpu.follow(copy for _, copy in copies)
-        return loan
 
     def wrote(self) -> None:
         """Mark the lent copies fresh: the step has written them from the weights' new values.
@@ -73,13 +55,13 @@ class Loan:
         Copies held as float32 are written here. Other copies of the memory (a tied weight's copy that could not be
         written, slices of a flat buffer) are stale now.
         """
-        if not self._memories:
+        if not self._opened:
             return
         with store.lock, torch.inference_mode(False), torch.no_grad():
             if self._known is not None and self._known.close():
                 gpu.cast_done([copy for _, copy, *_ in self._lent])
                 return
-            proven = {memory for memory in self._memories if memory.close_step()}
+            proven = {memory for memory in self._opened if memory.close_step()}
             written = [
                 (copy, weight)
                 for _, copy, buffer, weight in self._lent
@@ -153,7 +135,9 @@ class KnownLoan:
             self._table.note_owners()
         self._table.open_step()
         store.begin_epoch()
-        return Loan.again(params, list(zip(self._indices, copies, strict=True)), self)
+        gpu.follow(copies)
+        lent = list(zip(self._indices, copies, strict=True))
+        return Loan(params, lent, {copy.memory for copy in copies}, {}, self)
 
     def close(self) -> bool:
         """End the step; False if something else happened meanwhile."""
@@ -174,7 +158,24 @@ def lend(params: Sequence[Tensor], cache: dict[str, Any] | None = None, token: o
         if known is not None and (loan := known.lend(params)) is not None:
             cache["loan"] = known
             return loan
-        return Loan(params, _look_up(params, cache, token), cache)
+        return _open(params, _look_up(params, cache, token), cache)
+
+
+def _open(params: Sequence[Tensor], copies: IndexedCopies, cache: dict[str, Any]) -> Loan:
+    """Lend of these copies those that may be written."""
+    opened = {copy.memory for _, copy in copies}
+    for memory in opened:
+        memory.open_step()
+    captured = gpu.capturing(params[i] for i, _ in copies)
+    # The device may skip the step, so only copies that are right without it are lent.
+    lent = [(i, copy) for i, copy in copies if copy.writable() and copy.fresh(None)]
+    for _, copy in lent:
+        copy.mark = 0
+        if captured:
+            store.captured.add(copy)
+    if not captured:
+        gpu.follow(copy for _, copy in copies)
+    return Loan(params, lent, opened, {} if captured or len(lent) < len(copies) else cache)
 
 
 def _look_up(params: Sequence[Tensor], cache: dict[str, Any], token: object) -> IndexedCopies:
