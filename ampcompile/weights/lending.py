@@ -111,7 +111,10 @@ class KnownLoan:
             for (_, copy, weight), known in zip(lent, weights, strict=True)
             if (tensor := copy.tensor) is not None
         ]
-        self._table = RenewalTable(state, [s for s, _ in sharers], [memory for _, memory in sharers], places)
+        self._table: RenewalTable | None = RenewalTable(
+            state, [sharer for sharer, _ in sharers], [memory for _, memory in sharers], places
+        )
+        store.loans.add(self)
 
     @classmethod
     def of(cls, params: Sequence[Tensor], lent: Sequence[tuple[int, Copy, Tensor]]) -> KnownLoan | None:
@@ -127,13 +130,14 @@ class KnownLoan:
         copies = [copy for reference in self._copies if (copy := reference()) is not None]
         if self._made != store.made or len(copies) < len(self._copies) or gpu.capturing(params[:1]):
             return None
-        if list(map(storages.tensor_address, params)) != self._params or self._table.find_stale():
+        table = self._table
+        if table is None or list(map(storages.tensor_address, params)) != self._params or table.find_stale():
             return None
-        if not self._table.owned_as_noted():
+        if not table.owned_as_noted():
             if not IdleCheck(copies)():
                 return None
-            self._table.note_owners()
-        self._table.open_step()
+            table.note_owners()
+        table.open_step()
         store.begin_epoch()
         gpu.follow(copies)
         lent = list(zip(self._indices, copies, strict=True))
@@ -142,7 +146,11 @@ class KnownLoan:
     def close(self) -> bool:
         """End the step; False if something else happened meanwhile."""
         store.begin_epoch()
-        return self._table.close_step()
+        return self._table is not None and self._table.close_step()
+
+    def forget(self) -> None:
+        """Stop tracking the weights: the loan isn't taken again."""
+        self._table = None
 
 
 def lend(params: Sequence[Tensor], cache: dict[str, Any] | None = None, token: object = None) -> Loan:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .copy_set import CopySet
     from .freshness import Memory
     from .gpu import Report
+    from .lending import KnownLoan
     from .remains import Remains
     from .spec import Form
 
@@ -40,6 +41,7 @@ class CopyStore:
         self.memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()  # by storage
         self.copies: weakref.WeakValueDictionary[tuple, Copy] = weakref.WeakValueDictionary()  # by place and form
         self.sets: weakref.WeakSet[CopySet] = weakref.WeakSet()
+        self.loans: weakref.WeakSet[KnownLoan] = weakref.WeakSet()  # of steps that may take them again
         self.bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self.without_copies: weakref.WeakSet[Any] = weakref.WeakSet()  # compiled graphs that read weights as they are
         self.forms: list[Form] = []  # every form that a copy has been made in, in a fixed order
@@ -148,6 +150,11 @@ class CopyStore:
         """Replace the token ahead of a change: a thread that found copies fresh and reads them later checks again."""
         self.buffers = object()
 
+    def forget_weights(self) -> None:
+        """Stop tracking weights, everywhere: also those of memory that one of them has left."""
+        for user in (*self.sets, *self.loans):
+            user.forget()
+
     def forget_with_the_last(self) -> None:
         """Undo the patches and forget the ranges, if no memory is left and no other thread makes copies."""
         taken = False
@@ -155,8 +162,7 @@ class CopyStore:
             with _IfFree() as taken:
                 if taken and not self.released and all(ref() is None for ref in self.memories.valuerefs()):
                     self.set_ranges(())
-                    for copy_set in list(self.sets):  # they may track weights that moved to memory nothing watches now
-                        copy_set.forget()
+                    self.forget_weights()  # some may have moved to memory that nothing watches now
                     while self.on_last_freed:
                         self.on_last_freed.pop()()
         except RuntimeError:

@@ -171,8 +171,7 @@ def _wrap_swap(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tens
         for tensor in (first, second):
             if (memory := store.find(tensor)) is not None:
                 memory.forget_sharers()
-        for copy_set in list(store.sets):  # also those of memory that one of the tensors has left
-            copy_set.forget()
+        store.forget_weights()
         swap(first, second)
 
     return swapping
