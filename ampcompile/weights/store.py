@@ -152,8 +152,10 @@ class CopyStore:
 
     def forget_weights(self) -> None:
         """Stop tracking weights, everywhere: also those of memory that one of them has left."""
-        for user in (*self.sets, *self.loans):
-            user.forget()
+        for copy_set in list(self.sets):
+            copy_set.forget()
+        for loan in list(self.loans):
+            loan.forget()
 
     def forget_with_the_last(self) -> None:
         """Undo the patches and forget the ranges, if no memory is left and no other thread makes copies."""
