@@ -81,8 +81,11 @@ class Renewal:
             self._table.note_owners()
         store.begin_pass()
         with profiling.region("amp: refresh copies of weights"):
-            on_gpu = partial(self._cast_on_gpu, weights)
-            if not (self._table.cast() if self._tables is None else self._table.cast_by(on_gpu)):
+            if self._tables is None:
+                written = self._table.cast()
+            else:
+                written = self._table.cast_by(partial(self._cast_on_gpu, weights))
+            if not written:
                 return False
         store.end_pass()
         return True

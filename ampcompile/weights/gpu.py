@@ -128,8 +128,13 @@ def _buffer(copy: Copy) -> Tensor:
 def keep_for_stream(copies: Iterable[Copy]) -> None:
     """Make the allocator reuse the copies' memory only after the current streams' work on it."""
     for device, on_device in _by_gpu(copies).items():
-        stream = storages.current_stream(device)
-        for copy in (copy for copy in on_device if stream not in copy.streams):
+        _keep_for_stream(on_device, device)
+
+
+def _keep_for_stream(copies: Iterable[Copy], device: torch.device) -> None:
+    stream = storages.current_stream(device)
+    for copy in copies:
+        if stream not in copy.streams:
             copy.streams.add(stream)
             _buffer(copy).record_stream(torch.cuda.current_stream(device))
 
@@ -147,8 +152,8 @@ def cast_done(copies: Sequence[Copy]) -> None:
     on_gpus = _by_gpu(copies)
     if on_gpus and torch.cuda.is_current_stream_capturing():
         return  # the captured graph keeps the order
-    keep_for_stream(copies)
     for device, on_device in on_gpus.items():
+        _keep_for_stream(on_device, device)
         launch = LastLaunch(device)
         for copy in on_device:
             copy.launch = launch
