@@ -29,6 +29,12 @@ def pre_hooks(instance: Any) -> list[Hook]:
     return list(getattr(instance, "_optimizer_step_pre_hooks", {}).values())
 
 
+def writes_only_parameters(instance: Any) -> bool:
+    """True for an optimizer of torch's own without hooks: its step surely writes no other weights than its parameters."""
+    hooked = instance._optimizer_step_pre_hooks or instance._optimizer_step_post_hooks
+    return not hooked and type(instance).__module__.startswith("torch.optim.")
+
+
 def replace_step(instance: Any, step: Hook, reduce: Hook) -> dict[str, Any]:
     """Set a step on an optimizer, not on its class, that unscales and skips as torch's fused ones do; and `reduce`,
     with which it is copied and pickled. Returns what `restore_step` sets again.

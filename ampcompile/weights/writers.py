@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
 from ampcompile.errors import ReleasedError
-from ampcompile.torch_private import patches, storages
+from ampcompile.torch_private import optimizers, patches, storages
 from ampcompile.torch_private.dtensors import local_part
 from ampcompile.torch_private.storages import address
 
@@ -29,6 +29,8 @@ from .store import store
 _ranges, _ticks = store.ranges, store.ticks  # the objects themselves: for the hot path, and as Dynamo traces them
 _get_data = storages.read_data
 _scripts: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
+"""Storages of the parameters of each optimizer when it last stepped."""
 
 
 def _wrap_data(_: Any) -> property:
@@ -211,10 +213,11 @@ def _hook_optimizers() -> None:
 
 
 def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Mark every trainable weight written: sharded optimizers write other tensors than their parameters, too."""
     if torch.compiler.is_compiling():
         return _tick(optimizer)
     store.running.add(optimizer)
+    if len(_stepped) > 1 or not all(memory.trainable for memory in store.watched()):
+        _stepped.pop(optimizer, None)  # its parameters may have changed
     _written_by(optimizer)
 
 
@@ -226,16 +229,34 @@ def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _written_by(optimizer: torch.optim.Optimizer) -> None:
-    copied = store.watched()
-    owned: set[int] = set()
-    if not all(memory.trainable for memory in copied):
-        params = [local_part(param) for group in optimizer.param_groups for param in group["params"]]
-        owned = {memory.key for memory in map(store.find_in_ranges, params) if memory is not None}
+    """Mark the memory of the parameters as written; and all other trainable weights, which sharded optimizers write.
+
+    But if this optimizer surely writes nothing else, not what other such optimizers have stepped: in a GAN, each has
+    weights of its own.
+    """
+    owned = _stepped.get(optimizer)
+    if owned is None:
+        owned = _stepped[optimizer] = _storages(optimizer)
+    elsewhere: set[int] = set()
+    if optimizers.writes_only_parameters(optimizer):
+        for other in _stepped.keyrefs():
+            if (known := other()) is not None and optimizers.writes_only_parameters(known):
+                elsewhere |= _stepped[known]
     written = store.new_mark()
-    for memory in copied:
-        if memory.trainable or memory.key in owned:
+    for memory in store.watched():
+        if memory.key in owned or (memory.trainable and memory.key not in elsewhere):
             memory.mark = written
     store.begin_epoch()
+
+
+def _storages(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Keys of the storages of the parameters; for DTensors, those of this rank's parts."""
+    params = [local_part(param) for group in optimizer.param_groups for param in group["params"]]
+    with storages.NoTorchFunction():
+        try:
+            return set(map(storages.storage_key, params))
+        except RuntimeError:  # some are without memory
+            return {storages.storage_key(param) for param in params if storages.has_memory(param)}
 
 
 def _tick(optimizer: torch.optim.Optimizer) -> None:

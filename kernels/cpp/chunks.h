@@ -8,7 +8,7 @@
 constexpr int64_t kChunk = 16384;   // elements a thread takes at a time
 constexpr int64_t kBlock = 128;     // elements that stay in the L1 cache between two uses
 constexpr int64_t kAhead = 2048;    // bytes between those in use and those that are fetched
-constexpr int64_t kSerial = 65536;  // fewer elements don't repay waking other threads
+constexpr int64_t kSerial = 65536;  // fewer elements of a step don't repay waking other threads
 
 template <typename To, typename From> inline To bits(From from) {
   static_assert(sizeof(To) == sizeof(From), "bits() keeps the size");
@@ -77,10 +77,11 @@ inline std::vector<Chunk> chunks_of(int64_t tensors, const int64_t* numel) {
   return chunks;
 }
 
-template <typename Body> void for_each_chunk(const std::vector<Chunk>& chunks, int threads, Body body) {
+template <typename Body>
+void for_each_chunk(const std::vector<Chunk>& chunks, int threads, Body body, int64_t serial = kSerial) {
   const int64_t n = int64_t(chunks.size());
   int64_t elements = 0;
   for (const Chunk& c : chunks) elements += c.end - c.begin;
-#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (elements >= kSerial)
+#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (elements >= serial)
   for (int64_t i = 0; i < n; ++i) body(chunks[i], i);
 }

@@ -180,12 +180,15 @@ void cast_chunk(const Casts& casts, const Chunk& c) {
   });
 }
 
+// A cast moves 6 bytes an element: one thread takes 30 us for as many as these, and waking another may take 40.
+constexpr int64_t kSerialCast = 1 << 18;
+
 // Called with Python's lock, which it lets go while it casts.
 template <typename Choose> void cast_chosen(const Casts& casts, int threads, Choose chosen) {
   std::vector<Chunk> chunks = chunks_of(casts.tensors, casts.numel);
   std::erase_if(chunks, [&](const Chunk& c) { return !chosen(c.tensor); });
   void* const thread = PyEval_SaveThread();
-  for_each_chunk(chunks, threads, [&](const Chunk& c, int64_t) { cast_chunk(casts, c); });
+  for_each_chunk(chunks, threads, [&](const Chunk& c, int64_t) { cast_chunk(casts, c); }, kSerialCast);
   PyEval_RestoreThread(thread);
 }
 
