@@ -14,7 +14,7 @@ from ampcompile.weights.copies import Copy
 from ampcompile.weights.store import invalidate, store, weight_stats
 from tests.weights.bindings import bind
 from tests.weights.searching import searches_are_unlimited as searches_are_unlimited
-from tests.weights.writers import EXACT, EXPORTS, SAMPLED, Net, read, unsampled
+from tests.weights.writers import EXACT, EXPORTS, SAMPLED, Net, read, unsampled, unseen
 
 MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
@@ -184,3 +184,63 @@ def test_a_write_of_one_place_that_no_sample_covers_is_seen(write: Callable[...,
     before = binding.copies([weight])[0].clone()
     write(weight, *unsampled(weight))
     assert torch.equal(binding.copies([weight])[0], weight.bfloat16()) and not torch.equal(weight.bfloat16(), before)
+
+
+class OfAnyKind(torch.optim.SGD):
+    """Nobody knows what its step writes."""
+
+
+def hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+SGD = torch.optim.SGD
+# Whose step comes just before a write to the weight that nothing else reports, and who has stepped the weight.
+DOUBTFUL: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any] | None]] = {
+    "that of an unknown class": (lambda p: OfAnyKind(p, 0.1), lambda p: SGD(p, 0.1)),
+    "one with a hook": (lambda p: hooked(SGD(p, 0.1)), lambda p: SGD(p, 0.1)),
+    "torch's own, where nobody steps the weight": (lambda p: SGD(p, 0.1), None),
+    "torch's own, where one of an unknown class steps the weight": (lambda p: SGD(p, 0.1), lambda p: OfAnyKind(p, 0.1)),
+    "torch's own, where one with a hook steps the weight": (lambda p: SGD(p, 0.1), lambda p: hooked(SGD(p, 0.1))),
+}
+
+
+@pytest.mark.parametrize("case", DOUBTFUL)
+def test_a_step_may_have_written_what_another_optimizer_does_not_surely_own(case: str) -> None:
+    steps, owns = DOUBTFUL[case]
+    (weight, other), binding = two_trained(), bind([torch.bfloat16])
+    owner = owns and owns([weight])
+    if owner:
+        owner.step()
+    binding.copies([weight])
+    steps([other]).step()
+    unseen(weight)[unsampled(weight)] += 1
+    assert torch.equal(binding.copies([weight])[0], weight.detach().bfloat16())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_leaves_the_copies_of_what_another_steps(fused: bool) -> None:
+    (mine, its), binding, its_binding = two_trained(), bind([torch.bfloat16]), bind([torch.bfloat16])
+    first, second = SGD([mine], lr=0.1, fused=fused), SGD([its], lr=0.1, fused=fused)
+    first.step()
+    for optimizer, stepped, kept in ((second, 1, 0), (first, 0, 1), (second, 1, 0)):
+        before = [binding.copies([mine])[0].clone(), its_binding.copies([its])[0].clone()]
+        casts = weight_stats().casts
+        optimizer.step()
+        after = [binding.copies([mine])[0], its_binding.copies([its])[0]]
+        assert weight_stats().casts == casts + 1, "one of the two"
+        assert not torch.equal(after[stepped], before[stepped]) and torch.equal(after[kept], before[kept])
+        assert torch.equal(after[0], mine.detach().bfloat16()) and torch.equal(after[1], its.detach().bfloat16())
+    second.add_param_group({"params": [mine]})
+    binding.copies([mine])
+    second.step()
+    assert torch.equal(binding.copies([mine])[0], mine.detach().bfloat16()), "a parameter of both"
+
+
+def two_trained() -> list[torch.nn.Parameter]:
+    """Two parameters with gradients, of which an optimizer's step changes each element."""
+    params = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(2)]
+    for param in params:
+        param.grad = torch.ones(64, 64)
+    return params
