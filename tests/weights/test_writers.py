@@ -210,8 +210,8 @@ DOUBTFUL: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any] | None]] = 
 def test_a_step_may_have_written_what_another_optimizer_does_not_surely_own(case: str) -> None:
     steps, owns = DOUBTFUL[case]
     (weight, other), binding = two_trained(), bind([torch.bfloat16])
-    owner = owns and owns([weight])
-    if owner:
+    binding.copies([weight])
+    if owner := owns and owns([weight]):
         owner.step()
     binding.copies([weight])
     steps([other]).step()
@@ -223,6 +223,7 @@ def test_a_step_may_have_written_what_another_optimizer_does_not_surely_own(case
 def test_an_optimizer_leaves_the_copies_of_what_another_steps(fused: bool) -> None:
     (mine, its), binding, its_binding = two_trained(), bind([torch.bfloat16]), bind([torch.bfloat16])
     first, second = SGD([mine], lr=0.1, fused=fused), SGD([its], lr=0.1, fused=fused)
+    binding.copies([mine])
     first.step()
     for optimizer, stepped, kept in ((second, 1, 0), (first, 0, 1), (second, 1, 0)):
         before = [binding.copies([mine])[0].clone(), its_binding.copies([its])[0].clone()]
@@ -239,8 +240,9 @@ def test_an_optimizer_leaves_the_copies_of_what_another_steps(fused: bool) -> No
 
 
 def two_trained() -> list[torch.nn.Parameter]:
-    """Two parameters with gradients, of which an optimizer's step changes each element."""
+    """Two parameters, and gradients that have an optimizer write where no sample looks."""
     params = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(2)]
     for param in params:
-        param.grad = torch.ones(64, 64)
+        param.grad = torch.zeros(64, 64)
+        param.grad[unsampled(param)] = 1
     return params
