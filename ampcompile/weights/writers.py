@@ -252,11 +252,10 @@ def _written_by(optimizer: torch.optim.Optimizer) -> None:
 def _storages(optimizer: torch.optim.Optimizer) -> set[int]:
     """Keys of the storages of the parameters; for DTensors, those of this rank's parts."""
     params = [local_part(param) for group in optimizer.param_groups for param in group["params"]]
-    with storages.NoTorchFunction():
-        try:
-            return set(map(storages.storage_key, params))
-        except RuntimeError:  # some are without memory
-            return {storages.storage_key(param) for param in params if storages.has_memory(param)}
+    try:
+        return set(map(storages.storage_address, params))
+    except RuntimeError:  # some are without memory
+        return {storages.storage_address(param) for param in params if storages.has_memory(param)}
 
 
 def _tick(optimizer: torch.optim.Optimizer) -> None:
