@@ -28,8 +28,9 @@ def places(error: type[BaseException], act: Callable[[], object]) -> int:
 
 
 def _lets_go(event: str, called: Any) -> bool:
-    """True if a lock is about to be released, which doesn't fail: an exception there would keep it for good."""
-    return event == "c_call" and isinstance(getattr(called, "__self__", None), LOCKS)
+    """True if a lock is about to be released, or a context left, which doesn't fail: an exception would keep it."""
+    ends = isinstance(getattr(called, "__self__", None), LOCKS) or getattr(called, "__name__", "") == "__exit__"
+    return event == "c_call" and ends
 
 
 def _run(at: int, error: type[BaseException], act: Callable[[], object]) -> int:
