@@ -69,6 +69,7 @@ def modes() -> dict[str, object]:
         "autocast cache": torch.is_autocast_cache_enabled(),
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
+        "torch functions": torch._C._is_torch_function_enabled(),
         "default dtype": torch.get_default_dtype(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "the lock of copies is held": weights is not None and weights.store.lock._is_owned(),
