@@ -30,7 +30,7 @@ def pre_hooks(instance: Any) -> list[Hook]:
 
 
 def writes_only_parameters(instance: Any) -> bool:
-    """True for an optimizer of torch's own without hooks: its step surely writes no other weights than its parameters."""
+    """True for an optimizer of torch's own without hooks: its step surely writes nothing but its parameters."""
     hooked = instance._optimizer_step_pre_hooks or instance._optimizer_step_post_hooks
     return not hooked and type(instance).__module__.startswith("torch.optim.")
 

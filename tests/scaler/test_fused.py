@@ -68,7 +68,7 @@ def test_inside_a_compiled_function_it_runs_as_it_is():
 
 def test_flags_and_norms_of_several_devices_are_one():
     assert any_set([]) is None
-    for flags, expected in (([0.0, 0.0], 0), ([1.0, 1.0], 1), ([0.0, math.nan], 1), ([1.0, -1.0], 1)):
+    for flags, expected in (([1.0], 1), ([0.0, 0.0], 0), ([1.0, 1.0], 1), ([0.0, math.nan], 1), ([1.0, -1.0], 1)):
         assert any_set([torch.tensor(flag) for flag in flags]).item() == expected
     norm, shrink = clip_over_devices([torch.tensor(3.0), torch.tensor(4.0)], 2.5)
     assert (norm.item(), shrink.item()) == (5.0, pytest.approx(0.5))

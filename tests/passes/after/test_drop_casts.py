@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import ampcompile
 from ampcompile.passes.after.drop_casts import DropCasts
@@ -33,6 +34,18 @@ KEPT = {
 def test_fires_or_declines_with_the_same_bits(name):
     x, i = torch.randn(4, 4).to(LOW), torch.tensor([2, 0, 0, 1])
     assert tidied_joint((DROPPED | KEPT)[name], DropCasts(), x, i)[1] == (name in DROPPED)
+
+
+@pytest.mark.parametrize("overwritten", [True, False])
+def test_declines_where_the_graph_overwrites_the_input_that_is_cast(overwritten):
+    """Backward may read the cast after that."""
+
+    def f(x):
+        y = x.t().to(HIGH).to(LOW) * 2
+        return x.copy_(y) if overwritten else y
+
+    gm = make_fx(f, tracing_mode="fake")(torch.randn(4, 4).to(LOW))
+    assert DropCasts().apply(gm) == (not overwritten)
 
 
 class Resized(torch.nn.Module):

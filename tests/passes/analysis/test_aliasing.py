@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
-from ampcompile.passes.analysis.aliasing import Aliases, aliased_operands, written_operands
+from ampcompile.passes.analysis.aliasing import Aliases, aliased_operands, base_of, lies_in_a_row, written_operands
 from tests.passes.captured import captured
 
 
@@ -26,6 +26,22 @@ def test_views_share_and_what_is_computed_does_not():
     assert written >= {"sin", "t", "reshape", "view"} and not written & {"l_x_", "cos", "linear", "add"}
     assert found.is_visible_outside(nodes["l_x_"]) and found.is_visible_outside(nodes["add"])
     assert not found.is_visible_outside(nodes["view"])
+
+
+def test_the_base_of_a_view_of_views_is_what_was_computed():
+    _, nodes = memory(lambda x: x.sin().split(1)[1].t().cos(), torch.randn(3, 3))
+    parts = [node for name, node in nodes.items() if name.startswith(("split", "getitem", "t"))]
+    assert len(parts) == 5 and {base_of(node) for node in parts} == {nodes["sin"]}
+    assert base_of(nodes["cos"]) is nodes["cos"]
+
+
+def test_a_row_is_a_row_through_views_and_casts_of_an_input():
+    def f(x):
+        return x[1:].double(), x.double().view(6).float(), x[::2].double(), x.sin()[1:], x.view(2, 3).double()
+
+    _, nodes = memory(f, torch.randn(6))
+    (results,) = (node.args[0] for node in nodes.values() if node.op == "output")
+    assert [lies_in_a_row(result) for result in results] == [True] * 2 + [False] * 3
 
 
 def test_an_op_that_may_return_its_operand_shares_with_it():
