@@ -225,7 +225,7 @@ class Dense(nn.Module):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("grad", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_through_inductor_where_units_are_slow(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many rows run in float32, with wide copies; a graph of few rows has copies of its own, in 16 bits."""
     monkeypatch.setattr(processor, "multiplies", lambda dtype: True)

@@ -71,7 +71,7 @@ class Mlp(nn.Module):
         return self.down(self.up(x).relu() * scale).softmax(-1)
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param({"numerics": "relaxed"}, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("options", [{}, pytest.param({"numerics": "relaxed"}, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architectures_give_the_compiled_models_bits(name: str, options: dict[str, Any]) -> None:
     model, inputs = build(name)

@@ -242,7 +242,7 @@ def test_settings_by_name_are_understood() -> None:
     ("layout", "sizes"),
     [
         (torch.contiguous_format, [(2, 18, 20)]),
-        pytest.param(torch.contiguous_format, [(2, 18, 20), (3, 24, 15)], marks=pytest.mark.ci),  # then for any size
+        pytest.param(torch.contiguous_format, [(2, 18, 20), (3, 24, 15)], marks=pytest.mark.slow),  # then for any size
         pytest.param(torch.channels_last, [(2, 18, 20), (3, 24, 15)], marks=pytest.mark.ci),
     ],
 )
