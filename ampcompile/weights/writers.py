@@ -217,7 +217,7 @@ def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return _tick(optimizer)
     store.running.add(optimizer)
     if len(_stepped) > 1 or not all(memory.trainable for memory in store.watched()):
-        _stepped.pop(optimizer, None)  # its parameters may have changed
+        _stepped[optimizer] = _storages(optimizer)  # others than before, it may be
     _written_by(optimizer)
 
 
