@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
@@ -21,7 +22,6 @@ from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.after.drop_casts import DropCasts
 from ampcompile.passes.after.drop_roundings import DropRoundings
 from ampcompile.passes.after.recompute_casts import RecomputeCasts
-from ampcompile.passes.after.record_magnitudes import RecordMagnitudes, WatchedValue
 from ampcompile.passes.after.save_old_values import SaveOldValues
 from ampcompile.passes.after.share_casts import ShareEveryCast
 from ampcompile.passes.after.widen_late import WidenLate
@@ -41,6 +41,9 @@ from ampcompile.passes.replay.enable_second_backward import EnableSecondBackward
 
 from .base import Pass
 from .graph import Regions
+
+if TYPE_CHECKING:
+    from ampcompile.passes.after.record_magnitudes import WatchedValue
 
 
 def pipeline(
@@ -101,7 +104,7 @@ def after(
     `wide`: the products that run in float32 on the CPU.
     `watched`: gets the values whose statistics a watched graph computes; None if it isn't watched.
     """
-    return (
+    passes: tuple[Pass, ...] = (
         BindWeights(),  # first: the other passes expect copies of weights as plain inputs
         DropCasts(),  # before sharing: it looks only through values with one reader
         WidenLate(),  # after dropping: moves only the widening casts that are left
@@ -115,8 +118,12 @@ def after(
         SaveOldValues(),  # its marks override those that ask for recomputation
         WriteOnce(),  # after all that replaces values: it marks where they are written
         AddBiasInProducts(),  # after all that look for `addmm`
-        *([RecordMagnitudes(watched)] if watched is not None else []),  # last: its reads must not change what others do
     )
+    if watched is None:
+        return passes
+    from ampcompile.passes.after.record_magnitudes import RecordMagnitudes  # here: it defines an op that few need
+
+    return (*passes, RecordMagnitudes(watched))  # last: its reads must not change what others do
 
 
 def replay() -> tuple[Pass, ...]:

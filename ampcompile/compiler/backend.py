@@ -13,7 +13,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.config import Options
-from ampcompile.passes.analysis.product_cost import estimate
 from ampcompile.passes.analysis.weights import find_copied_weights, find_gathered_weights
 from ampcompile.passes.analysis.wide_products import is_emulated
 from ampcompile.passes.base import Applied, Watch, run_passes
@@ -121,6 +120,8 @@ def _warn_of_emulation(
     low = regions.precision(device_type)
     if low is None or not is_emulated(device_type, low) or not logs.may_warn_of_emulation():
         return
+    from ampcompile.passes.analysis.product_cost import estimate  # here: no other graph needs it
+
     run_passes([AssignPrecision(options.policy, regions, options.range_guards)], graph)
     if (estimated := estimate(graph, copied)) is not None and estimated.matters:
         logs.warn_of_emulation(estimated)

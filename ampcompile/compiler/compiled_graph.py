@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ampcompile import weights
 from ampcompile.config import Options
@@ -14,8 +14,10 @@ from ampcompile.weights.store import store, whole_reads
 
 from .call_state import current_call
 from .double_backward import DoubleBackward
-from .watched_graph import WatchedGraph
 from .widen_outputs import LeavingResults, is_outermost
+
+if TYPE_CHECKING:
+    from .watched_graph import WatchedGraph
 
 
 class CompiledGraph:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
@@ -36,8 +36,10 @@ from .double_backward import DoubleBackward, copy_with_bodies
 from .left_to_autocast import LEFT, lower_as_made
 from .plain_graph import exclude_autocast
 from .unmatched import outside
-from .watched_graph import WatchedGraph
 from .widen_outputs import find_still_leaving
+
+if TYPE_CHECKING:
+    from .watched_graph import WatchedGraph
 
 UNDER_WAY = (
     "found an input that is the result of a collective under way, as a sharded embedding's is, whose gradient torch's "
@@ -122,6 +124,8 @@ def _find_whole_reads(gm: GraphModule, example_inputs: Sequence[Any]) -> list[in
 
 def _watched(gm: GraphModule, inputs: Sequence[Any]) -> WatchedGraph:
     """Let a graph compute the magnitudes of its values."""
+    from .watched_graph import WatchedGraph  # here: few graphs are watched, and it defines an op
+
     device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), torch.device("cpu"))
     watched = WatchedGraph(device, current_call.callable)
     watched.attach(gm)

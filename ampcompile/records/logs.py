@@ -11,27 +11,31 @@ import gc
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule
 
 from ampcompile.dtypes import short_name
-from ampcompile.passes.analysis.product_cost import Estimate
 from ampcompile.passes.base import Applied, Pass, Watch
 from ampcompile.torch_private import structured_trace
 
-from .casts import CastRecord, GraphRecord, OpRecord, plain
-from .watch import Watcher
+if TYPE_CHECKING:
+    from ampcompile.passes.analysis.product_cost import Estimate
+
+    from .casts import CastRecord, GraphRecord, OpRecord
+    from .watch import Watcher
 
 log = logging.getLogger("ampcompile")
 
 
 def watcher(example_inputs: Sequence[Any]) -> Watcher | None:
     """A watcher for a graph's passes if the graph will be logged or traced, else None."""
-    if log.isEnabledFor(logging.INFO) or structured_trace.traced():
-        return Watcher(example_inputs)
-    return None
+    if not (log.isEnabledFor(logging.INFO) or structured_trace.traced()):
+        return None
+    from .watch import Watcher  # here: its records' classes take 10 ms to make
+
+    return Watcher(example_inputs)
 
 
 def watch_both(first: Watch | None, second: Watch | None) -> Watch | None:
@@ -88,6 +92,8 @@ def warn_of_emulation(estimated: Estimate) -> None:
 
 def log_graph(graph: GraphRecord) -> None:
     """Log one rewritten graph and add it to the structured trace."""
+    from .casts import plain
+
     hoisted, counts = sum("hoisted" in cast.fate for cast in graph.casts), ""
     if not graph.left:
         counts = f", {len(graph.ops)} ops, {len(graph.casts)} casts ({hoisted} hoisted), "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.fx import GraphModule
 
@@ -21,7 +19,6 @@ def _bind(gm: GraphModule) -> int:
     return len(reads)
 
 
-@dataclass(frozen=True)
 class BindWeightsEagerly:
     """Also turns nested compile regions into plain calls: their op differentiates itself on fake tensors only.
 
