@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import ampcompile
-from ampcompile.records import logs
+from ampcompile.records import logs, watch
 from tests.devices import said
 
 SCRIPT = """
@@ -102,7 +102,7 @@ def test_with_a_scaler_of_either_kind_there_is_nothing_to_warn_of(
 def test_nothing_is_prepared_when_nobody_listens(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logs, "Watcher", None)
+    monkeypatch.setattr(watch, "Watcher", None)
     monkeypatch.setattr(logs, "log_graph", None)
     compile_something()
     assert not said(caplog.text)
