@@ -22,7 +22,7 @@ VERIFY = os.environ.get("AMPCOMPILE_VERIFY") == "1"  # between every two passes;
 
 
 class Pass(Protocol):
-    """Run before or after differentiation by `run_passes`; one with options is a frozen dataclass of them.
+    """A frozen dataclass with options as fields, run before or after differentiation by `run_passes`.
 
     `exact`: the pass changes no digit of any result. `fate`: the word with which `explain` reports a cast of ours
     that the pass removed; empty if it removes none.

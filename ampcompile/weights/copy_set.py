@@ -235,14 +235,12 @@ class CopySet:
         if self._unpacked:
             with store.lock:
                 self._unpacked = count_reads(self._unpacked)
-            return list(map(_tensor, self._slots))
-        if not self._packable:
-            return list(map(_tensor, self._slots))
         now = store.buffers
         if self._found_at is now:
             return list(map(operator.call, self._found))
         forms = list(map(_tensor, self._slots))
-        if not store.casting and all(form is not None for form in forms):  # else another thread replaces or frees them
+        known = self._packable and not (self._unpacked or store.casting)  # casting: others may replace them
+        if known and all(form is not None for form in forms):
             self._found, self._found_at = list(map(weakref.ref, forms)), now
         return forms
 

@@ -6,6 +6,8 @@ adds it to sums that are still in registers. The bits are the same from `SMALLES
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -56,6 +58,7 @@ def _is_plain(weight: Node) -> bool:
     return weight.op == "placeholder" and value.is_contiguous() and min(value.shape) >= SMALLEST
 
 
+@dataclass(frozen=True)
 class AddBiasInProducts:
     """Replaces `addmm` by `packed_linear` with a plain weight; returns the number of products."""
 

@@ -8,6 +8,7 @@ and 2 launches.
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -80,6 +81,7 @@ def _put_into(graph: Graph, put: Node, other: Node, total: Node) -> Node | None:
 _ADDING = {_GRADIENT: _add_in_place, _PUT: _put_into}
 
 
+@dataclass(frozen=True)
 class AddEmbeddingGradients:
     """For a joint graph; an inference graph has no gradients. Returns the number of sums computed in place.
 

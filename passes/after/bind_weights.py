@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -35,6 +37,7 @@ def _bind(gm: GraphModule) -> int:
     return len(reads)
 
 
+@dataclass(frozen=True)
 class BindWeights:
     """For a joint or inference graph; clones a copy that the graph returns. Returns the number of reads bound."""
 

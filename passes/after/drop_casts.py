@@ -8,6 +8,7 @@ the casts too.
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -79,6 +80,7 @@ def _drop_in(gm: GraphModule) -> int:
     return dropped
 
 
+@dataclass(frozen=True)
 class DropCasts:
     """For a joint or inference graph, which writes only inputs, at its end. Returns the number of casts dropped."""
 

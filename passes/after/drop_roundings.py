@@ -7,6 +7,7 @@ would, also in a loop with others. In loops that aren't vectorized the roundings
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
@@ -41,6 +42,7 @@ def _is_rounded(node: Node, exact: set[Node]) -> bool:
     return is_elementwise(node.target) and lowering.ROUNDS in node.meta
 
 
+@dataclass(frozen=True)
 class DropRoundings:
     """Removes Inductor's rounding mark from such ops; returns their number."""
 

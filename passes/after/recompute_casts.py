@@ -14,6 +14,7 @@ core).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
@@ -105,6 +106,7 @@ def _readers(node: Node) -> Iterator[Node]:
             yield from _readers(user)
 
 
+@dataclass(frozen=True)
 class RecomputeCasts:
     """Tags widening casts, normalized values and masks of a joint graph; returns their number.
 

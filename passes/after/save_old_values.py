@@ -12,6 +12,8 @@ https://github.com/pytorch/pytorch/issues/197829 and https://github.com/pytorch/
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -90,6 +92,7 @@ def _is_view(node: Node) -> bool:
     return base_of(node) is not node
 
 
+@dataclass(frozen=True)
 class SaveOldValues:
     """For a joint or inference graph. Returns the number of values that are saved if backward needs them, or copied."""
 

@@ -7,6 +7,7 @@ When torch splits the graph, its partitioner decides by bytes if backward reads 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -18,6 +19,7 @@ from ampcompile.passes.graph import graphs
 _SHARED = CONVERSIONS_AFTER | REARRANGES
 
 
+@dataclass(frozen=True)
 class ShareEveryCast:
     """For a joint or inference graph, which writes only inputs, at its end. Returns the number of casts saved."""
 

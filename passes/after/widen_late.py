@@ -6,6 +6,8 @@ bytes are written, read, and kept for backward. Sums of gradients are explicit h
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.fx import Graph, GraphModule, Node
 
@@ -71,6 +73,7 @@ def _widen_late_in(gm: GraphModule) -> int:
         return sum(_widen_late(gm.graph, node, written) for node in list(gm.graph.nodes) if node.op == "call_function")
 
 
+@dataclass(frozen=True)
 class WidenLate:
     """For a joint or inference graph, which writes only inputs, at its end. Returns the number of ops moved."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -151,6 +152,7 @@ def _in_chunks(graph: Graph, source: Node, operand: Node) -> Node:
     return low
 
 
+@dataclass(frozen=True)
 class WriteForProducts:
     """For a joint or inference graph. Returns the number of values written in the shape they are computed in."""
 

@@ -8,6 +8,8 @@ kernels took 0.3 and 0.6 of the time (64 x 1024 on an AMD EPYC core).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -42,6 +44,7 @@ def _is_reduced(node: Node) -> bool:
     return len(readers) > 1 and any(torch.Tag.reduction in getattr(reader.target, "tags", ()) for reader in readers)
 
 
+@dataclass(frozen=True)
 class WriteOnce:
     """Marks values computed by `erf` that reductions read, so that Inductor writes them once; returns their number."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -32,6 +33,7 @@ CLAMP = torch.ops.aten.clamp.default
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "seq_nr", "custom")
 
 
+@dataclass(frozen=True)
 class InsertCasts:
     """Returns the number of casts inserted, bodies included. Also removes the autocast enter and exit nodes."""
 

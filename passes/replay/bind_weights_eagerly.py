@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.fx import GraphModule
 
@@ -19,6 +21,7 @@ def _bind(gm: GraphModule) -> int:
     return len(reads)
 
 
+@dataclass(frozen=True)
 class BindWeightsEagerly:
     """Also turns nested compile regions into plain calls: their op differentiates itself on fake tensors only.
 

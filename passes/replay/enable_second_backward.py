@@ -9,6 +9,7 @@ and `has_closed_backward` finds it.
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ def has_closed_backward(gm: GraphModule) -> bool:
     return any(_switches(_bodies(call)[1]) for call in _calls(gm))
 
 
+@dataclass(frozen=True)
 class EnableSecondBackward:
     """Returns the number of custom functions whose backwards were made differentiable."""
 
