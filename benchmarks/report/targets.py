@@ -21,6 +21,9 @@ CAUSES: dict[str, str] = {
     r"cpu small .*: step": "the first call after an update proves which copies are out of date and casts them anew: "
     "40 µs for six small weights in the midst of a step, where the processor's caches hold other things. Cast in the "
     'graph, as with `weights="every_call"`, they take 3 to 20 µs',
+    r"cpu small SAC: call": "two graphs, each of which returns float32 where Inductor returns 16 bits, and needs "
+    "copies proven when the processor's caches hold other things. "
+    'With `outputs="autocast"` ours is 1.00 to 1.08 times as fast',
     r"cuda training .*": "the step waits for the host, whose times vary by a third from round to round: on the GPU "
     "Inductor's step takes 18.2 ms and ours 16.8. What a step of 75 weights takes of the host's time was 1.17 ms on an "
     "EPYC when this was measured; since then it is 0.60",
