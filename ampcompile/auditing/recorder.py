@@ -117,8 +117,8 @@ class Call:
         )
         widen = self._compile_beside(_widen, backend, dynamic=False)  # compiled, because that rounds gradients
 
-        def cast(results: Sequence[Tensor]) -> list[Tensor]:
-            return list(map(widen if session.ran else _widen, results))
+        def cast(result: Tensor) -> Tensor:
+            return (widen if session.ran else _widen)(result)
 
         with (
             preserve_state(self.f, self.args, self.kwargs),

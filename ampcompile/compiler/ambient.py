@@ -20,15 +20,15 @@ from ampcompile.errors import AmpWarning, OptionError
 from ampcompile.torch_private import (
     autocast,
     dynamo_modules,
-    frame_returns,
     open_regions,
     optimize_contexts,
     patches,
     pytree,
 )
 
-from . import deep_copies, eager_methods, mixed_operands, unmatched, widen_outputs
+from . import mixed_operands, unmatched
 from .call_state import current_call
+from .results import Call, widen_results
 
 
 def runs_as_written(device_type: str) -> bool:
@@ -58,8 +58,13 @@ def autocast_for(device_type: str, options: Options) -> Iterator[None]:
         current_call.callable = None
 
 
-def device_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The device type of the first tensor among the arguments; without tensors the accelerator's, or the CPU's."""
+def device_type_of(parameter: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """A call's device type: that of a module's first parameter, else of the first tensor among the arguments.
+
+    Without tensors it is the accelerator's, or the CPU's.
+    """
+    if parameter is not None:
+        return parameter.device.type
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value.device.type
@@ -70,20 +75,25 @@ def device_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return accelerator.type if accelerator is not None else "cpu"
 
 
-def device_finder(fn: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], str]:
-    """Return a function that finds a call's device type: of the module's first parameter, else of the arguments."""
-    module = getattr(fn, "__self__", None)
-    if not isinstance(module, torch.nn.Module):
-        return device_of_arguments
+def module_of(fn: Any) -> torch.nn.Module | None:
+    """The module that `fn`, as torch.compile hands it to Dynamo, calls or is a method of; None for functions."""
+    function = inspect.unwrap(fn)
+    module = getattr(function, "__self__", function)
+    return module if isinstance(module, torch.nn.Module) else None
+
+
+def parameter_finder(module: torch.nn.Module | None) -> Callable[[], torch.Tensor | None]:
+    """Return a function that returns a module's first parameter as it is now, in half a microsecond."""
+    if module is None:
+        return lambda: None
     # Found at the first call: a deep copy gets its parameters only after its compiled call.
-    first_parameter = functools.cache(functools.partial(_first_parameter, module))
+    place = functools.cache(functools.partial(_first_parameter, module))
 
-    def of_parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        owner, name = first_parameter()
-        parameter = None if owner is None else owner._parameters.get(name)
-        return device_of_arguments(args, kwargs) if parameter is None else parameter.device.type
+    def first_parameter() -> torch.Tensor | None:
+        owner, name = place()
+        return None if owner is None else owner._parameters.get(name)
 
-    return of_parameter
+    return first_parameter
 
 
 def _first_parameter(module: torch.nn.Module) -> tuple[torch.nn.Module | None, str]:
@@ -133,7 +143,8 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
             AmpWarning,
             stacklevel=5,
         )
-    device_of, module, widens = device_finder(fn), getattr(fn, "__self__", None), options.outputs == "float32"
+    module, widens = module_of(fn), options.outputs == "float32"
+    first_parameter = parameter_finder(module)
     warn_of_region = functools.cache(functools.partial(_warn_of_region, fn, options.dtype))
     calls = unmatched.FirstCalls(compiled, fn, options.policy)
 
@@ -143,7 +154,8 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
         outer, cached = current_call.callable, torch.is_autocast_cache_enabled()
         try:
             try:
-                device_type = device_of(args, kwargs)
+                first = first_parameter()
+                device_type = device_type_of(first, args, kwargs)
                 mixed_operands.install(device_type)
                 current_call.callable = fn
                 ambient = autocast.is_on(device_type)
@@ -159,7 +171,8 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
                     opened = device_type, ambient, ambient_dtype
                     torch.set_autocast_dtype(device_type, low)
                     torch.set_autocast_enabled(device_type, autocast.takes(device_type, low))
-                return widen_outputs.call(calls.run, args, kwargs, low, widening, module)
+                result = calls.run(*args, **kwargs)
+                return widen_results(result, low, Call(args, kwargs, module, first)) if widening else result
             finally:
                 _restore(outer, callback, cached, opened)
         except BaseException:  # an interrupt may have come during `_restore`
@@ -168,7 +181,6 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
 
     optimize_contexts.pass_over(under_autocast)
     under_autocast._torchdynamo_inline = _make_inlined(compiled)  # type: ignore[attr-defined]
-    deep_copies.note(fn, under_autocast)
     return under_autocast
 
 
@@ -228,9 +240,7 @@ def install() -> bool:
             patches.COMPILED_CALLS,
             {
                 "OptimizeContext.__call__": optimize_contexts.wrap_call(_wrap, _shapes_and_breaks),
-                "OutputGraph.compile_subgraph": frame_returns.watch_returns(widen_outputs.widen_returns),
                 "VariableBuilder.wrap_module": dynamo_modules.watch_inlined_modules(_warn_inside_another),
-                "OptimizedModule.__getattr__": dynamo_modules.watch_methods(eager_methods.watch),
             },
         )
         patches.install(

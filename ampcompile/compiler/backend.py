@@ -30,7 +30,6 @@ from .double_backward import copy_with_bodies
 from .left_to_autocast import LEFT
 from .lower import lower
 from .module_names import module_names
-from .widen_outputs import LEAVING, find_leaving, widen
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,6 @@ def leave(gm: GraphModule, example_inputs: Sequence[Any], options: Options, reas
     gm.meta[LEFT] = reason
     if current_call.graphs is not None:
         current_call.graphs.add(gm)
-    gm.meta.setdefault(LEAVING, find_leaving(gm, gm))
-    for cast in gm.graph.find_nodes(op="call_function", target=widen):
-        cast.op, cast.target = "call_method", "float"  # a call that torch's caches accept
-    gm.recompile()
     if (logged := logs.watcher(example_inputs)) is not None:
         logs.log_graph(logged.record(gm, gm, (), reason))
     return Rewritten(gm, gm, options, ())
@@ -94,7 +89,6 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
         graph = capture(gm, fakes, mode, options.policy)
         if current_call.graphs is not None:
             current_call.graphs.add(graph)
-        graph.meta[LEAVING] = find_leaving(gm, graph)
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(autocast.autocast_states())
     copied, gathered = dict[Node, bool](), frozenset[Node]()

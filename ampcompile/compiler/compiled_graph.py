@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +11,7 @@ from ampcompile.torch_private import dtensors, storages, tracing
 from ampcompile.weights import CopySpec
 from ampcompile.weights.store import store, whole_reads
 
-from .call_state import current_call
 from .double_backward import DoubleBackward
-from .widen_outputs import LeavingResults, is_outermost
 
 if TYPE_CHECKING:
     from .watched_graph import WatchedGraph
@@ -25,8 +22,7 @@ class CompiledGraph:
 
     `specs`: copies of weights, appended to the inputs, up to date. `second`: stores the inputs of each call, so that
     gradients can be differentiated again. `written`: inputs that the graph writes to without a version bump; their
-    copies are stale afterwards. `leaving`: results that were widened for the outermost callable; if another frame
-    called the graph, they are cast back, without loss. `watched`: keeps the magnitudes that the graph returns last.
+    copies are stale afterwards. `watched`: keeps the magnitudes that the graph returns last.
     `sharded`: by the index of each weight that FSDP gathers under a shard policy, what in the graph reads it in
     float32; empty: only its rounded numbers are read. `whole`: indices of the weights that the graph reads themselves,
     not only copies of them. `binding`: the class that keeps the copies.
@@ -39,13 +35,12 @@ class CompiledGraph:
         specs: Sequence[CopySpec] = (),
         second: DoubleBackward | None = None,
         written: Sequence[int] = (),
-        leaving: LeavingResults | None = None,
         watched: WatchedGraph | None = None,
         sharded: Mapping[int, str] | None = None,
         whole: Sequence[int] = (),
         binding: type[weights.Binding] = weights.Binding,
     ) -> None:
-        self._compiled, self._specs, self._written, self._leaving = compiled, specs, written, leaving
+        self._compiled, self._specs, self._written = compiled, specs, written
         self._watched, self._whole = watched, whole
         self._call = None if second is None else second.call
         self._sharded = sharded or {}
@@ -64,7 +59,7 @@ class CompiledGraph:
             store.without_copies.add(self)
         if self._sharded:
             return self._unseen_by_weights
-        needed = (self._binding, self._call, self._written or None, self._whole or None, self._leaving, self._watched)
+        needed = (self._binding, self._call, self._written or None, self._whole or None, self._watched)
         return self if any(each is not None for each in needed) else self._compiled
 
     def whole_reads(self) -> dict[int, Any]:
@@ -97,7 +92,7 @@ class CompiledGraph:
             *results, magnitudes = results
             if not tracing.fakes_only():
                 self._watched.record(magnitudes)
-        return results if self._leaving is None else self._leave(results, self._leaving)
+        return results
 
     def _copies(self, args: Sequence[Any]) -> Sequence[Any]:
         if tracing.fakes_only():  # Dynamo's DDP splitter computes the inputs of the next part on fakes
@@ -107,14 +102,6 @@ class CompiledGraph:
             return copies
         kept = iter(copies)
         return [_rounded(args[spec.weight], spec) if spec.gathered else next(kept) for spec in self._specs]
-
-    def _leave(self, results: Sequence[Any], leaving: LeavingResults) -> Sequence[Any]:
-        if tracing.fakes_only():
-            return results
-        if current_call.widens and is_outermost(sys._getframe(2)):
-            current_call.widened = leaving.all
-            return results
-        return [result.to(leaving.dtype) if i in leaving.indices else result for i, result in enumerate(results)]
 
 
 def _rounded(weight: Any, spec: CopySpec) -> Any:

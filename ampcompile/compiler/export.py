@@ -25,7 +25,7 @@ from ampcompile.passes.graph import Regions, graphs, note, placeholders, source_
 from ampcompile.passes.pipeline import pipeline
 from ampcompile.records import logs
 from ampcompile.torch_private import autocast, pytree, tracing
-from ampcompile.torch_private.frame_returns import memory_of
+from ampcompile.torch_private.memory import memory_of
 
 from . import ambient, unmatched
 
@@ -63,7 +63,8 @@ def export(
             "them to what compiles the exported program."
         )
     parsed = replace(Options.parse(options), lower="eager")
-    device_type = ambient.device_finder(getattr(model, "forward", model))(args, kwargs or {})
+    first_parameter = ambient.parameter_finder(ambient.module_of(model))
+    device_type = ambient.device_type_of(first_parameter(), args, kwargs or {})
     within = autocast.is_on(device_type)
     with ambient.autocast_for(device_type, parsed):
         with _AsCaptured():

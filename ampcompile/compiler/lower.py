@@ -36,7 +36,6 @@ from .double_backward import DoubleBackward, copy_with_bodies
 from .left_to_autocast import LEFT, lower_as_made
 from .plain_graph import exclude_autocast
 from .unmatched import outside
-from .widen_outputs import find_still_leaving
 
 if TYPE_CHECKING:
     from .watched_graph import WatchedGraph
@@ -58,7 +57,6 @@ def lower(
     graph = partial(
         CompiledGraph,
         options=options,
-        leaving=find_still_leaving(gm),
         sharded=_find_readers(gm, example_inputs),
         whole=_find_whole_reads(gm, example_inputs),
     )

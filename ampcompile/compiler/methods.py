@@ -16,7 +16,6 @@ from ampcompile.errors import MethodError
 from ampcompile.torch_private import dynamo_caches
 
 from .ambient import options_of
-from .deep_copies import warn_of_pickle
 
 
 class CompiledMethod:
@@ -40,7 +39,6 @@ class CompiledMethod:
         return CompiledMethod(method, self._name, dynamo_caches.compile_alike(self._compiled, method))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        warn_of_pickle(type(self.__self__).__name__, f"ampcompile.compile_methods(module, {self._name!r})")
         return getattr, (self.__self__, self._name)
 
 
@@ -49,8 +47,8 @@ def compile_methods(module: nn.Module, *names: str, **options: Any) -> None:
 
     `options` are those of `torch.compile(..., backend="amp", options=...)`, by name; they beat the options with which
     the module is compiled, by `torch.compile` or `module.compile`. Only this object changes: the names in its state
-    dict stay. A deep copy has methods of its own, compiled alike; a pickle has them uncompiled, and warns once; a
-    shallow copy calls this object's. `del module.decode` undoes it. A method that only calls `self(...)` needs none of
+    dict stay. A deep copy has methods of its own, compiled alike; a pickle has them uncompiled; a shallow
+    copy calls this object's. `del module.decode` undoes it. A method that only calls `self(...)` needs none of
     this: `module.compile(backend="amp")` compiles what it calls.
     Raises MethodError for a name that isn't a method of the module's own class, or for one that is compiled, and
     OptionError; nothing is compiled then.

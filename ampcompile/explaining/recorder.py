@@ -17,9 +17,8 @@ from ampcompile.compiler.backend import rewrite
 from ampcompile.compiler.call_state import casting
 from ampcompile.compiler.left_to_autocast import find_reason
 from ampcompile.compiler.lower import lower
-from ampcompile.compiler.shared_memory import cast_together
+from ampcompile.compiler.results import BECAUSE
 from ampcompile.compiler.unmatched import named
-from ampcompile.compiler.widen_outputs import BECAUSE
 from ampcompile.config import Options
 from ampcompile.records.casts import CastRecord, GraphRecord, cast_of_result
 from ampcompile.records.totals import eager_totals
@@ -46,9 +45,8 @@ def make_explainer(f: Any, options: dict[str, Any], mode: str | None, dynamic: b
             results.append(cast_of_result(result, BECAUSE, _definition(f)))
             return result.float()
 
-        recording_casts = casting(lambda tensors: cast_together(tensors, cast))
         before, times = dynamo_attempts.count(), ForwardTimes(f)
-        with dynamo_caches.dynamo_as_it_was(backend), preserve_state(f, args, kwargs), uncompiled(f), recording_casts:
+        with dynamo_caches.dynamo_as_it_was(backend), preserve_state(f, args, kwargs), uncompiled(f), casting(cast):
             compiled = torch.compile(f, backend=backend, dynamic=dynamic)
             with times.measured():
                 compiled(*args, **kwargs)

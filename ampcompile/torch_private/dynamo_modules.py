@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MethodType
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-from .optimize_contexts import is_ours, pass_over
+from .optimize_contexts import is_ours
 from .patches import Wrap
 
 
@@ -47,29 +46,6 @@ def watch_inlined_modules(tell: Callable[[str], None]) -> Wrap:
             return original(self, value)
 
         return wrap_module
-
-    return wrap
-
-
-def watch_methods(watched: Callable[[str, MethodType], MethodType]) -> Wrap:
-    """A wrap of `OptimizedModule.__getattr__`, by which a compiled module returns attributes of the original one.
-
-    `watched(name, method)` is returned for a public method of a module that was compiled for our backend, by
-    `torch.compile(module)` alone. Calls of a compiled module don't use it.
-    """
-
-    def wrap(original: Any) -> Any:
-        def get(self: Any, name: str) -> Any:
-            value = original(self, name)
-            if type(value) is not MethodType or name.startswith("_"):
-                return value
-            module: Any = value.__self__
-            if module is not self._orig_mod or module._compiled_call_impl is not None:
-                return value
-            return watched(name, value) if is_ours(self.dynamo_ctx.callback) else value
-
-        pass_over(get)
-        return get
 
     return wrap
 

@@ -41,14 +41,8 @@ COMPILED_CALLS = Group(
         "torch._dynamo.eval_frame.OptimizeContext.__call__": (
             "what is compiled for our backend is called under autocast; torch has no public hook around calls"
         ),
-        "torch._dynamo.output_graph.OutputGraph.compile_subgraph": (
-            "shows what a frame returns before its graph is compiled, so that results leave in float32"
-        ),
         "torch._dynamo.variables.builder.VariableBuilder.wrap_module": (
             "notices when another backend compiles a module that was compiled for ours"
-        ),
-        "torch._dynamo.eval_frame.OptimizedModule.__getattr__": (
-            "notices other methods than `forward` of a module compiled for ours, which run eagerly"
         ),
     },
 )

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
-from sys import getrefcount
 from typing import Any
 
 import torch
@@ -46,35 +45,6 @@ address: Any = torch._C._data_address  # type: ignore[attr-defined]  # where a t
 def storage_key(tensor: Tensor) -> int:
     """The address of the storage's record: no other storage gets it while a `StorageWeakRef` to it exists."""
     return tensor.untyped_storage()._cdata
-
-
-def is_sole_holder(tensor: Tensor) -> bool:
-    """Return True if no other tensor shares a tensor's memory, in a pending backward either; False if it has none."""
-    try:
-        return storage_users(storage_address(tensor)) == 1
-    except RuntimeError:
-        return False
-
-
-def owns_memory(tensor: Tensor) -> bool:
-    """Return True if a computed tensor shares memory with no other that is held, as far as that is cheap to tell.
-
-    Autograd knows what a tensor with gradients is a view of; a pending backward may hold the memory.
-    """
-    try:
-        holders = storage_users(storage_address(tensor))
-    except RuntimeError:
-        return False
-    if tensor._base is None:
-        return holders == 1 or tensor.grad_fn is not None
-    return holders == 2 and getrefcount(tensor._base) == _references_to_unheld_base()
-
-
-@functools.cache
-def _references_to_unheld_base() -> int:
-    with torch.inference_mode(False), NoTorchFunction():
-        view = torch.empty(1, device="cpu")[0]
-    return getrefcount(view._base)
 
 
 def place(tensor: Tensor) -> tuple[int, int] | None:

@@ -1,7 +1,9 @@
 """What leaves the outermost compiled callable: float32 where no autocast is open around it."""
 
-from collections import OrderedDict, namedtuple
+import copy
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -10,16 +12,16 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 import ampcompile
-from ampcompile.compiler import widen_outputs
-from ampcompile.compiler.widen_nested import Widening
-from ampcompile.torch_private import dispatcher
+from ampcompile.compiler.results import BECAUSE, Call, widen_results
+from ampcompile.errors import AmpWarning
 from tests.compiler.widened import Made, leaves, run, x
-from tests.compiling import HALF, HIGH, LOW, compiled, dtypes, eager, gradients, regions, same_bits
+from tests.compiling import HALF, HIGH, LOW, compiled, dtypes, eager, error, gradients, regions, same_bits
 from tests.devices import require_lstm
 
 LINEAR = nn.utils.skip_init(nn.Linear, 8, 8)
 STORED = nn.Parameter(torch.empty(8, 8, dtype=LOW))
 Pair = namedtuple("Pair", "first second")
+MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +34,6 @@ def drawn() -> None:
 @dataclass(frozen=True)
 class Frozen:
     value: Any
-
-
-@pytest.fixture
-def outside(monkeypatch):
-    """How often the wrapper around a call had to look for something to widen."""
-    calls = []
-    widened = Widening.of
-    monkeypatch.setattr(Widening, "of", lambda self, result: calls.append(result) or widened(self, result))
-    return calls
 
 
 def in_one_graph(x):
@@ -76,10 +69,6 @@ def after_a_break(x):
     h = LINEAR(x)
     torch._dynamo.graph_break()
     return LINEAR(h)
-
-
-ONE_GRAPH = [in_one_graph, in_containers, as_model_output, after_a_break]
-"""What the last graph widens itself."""
 
 
 def across_breaks(x):
@@ -119,7 +108,11 @@ def in_a_region(x):
         return LINEAR(h), h
 
 
-BY_THE_WRAPPER = [
+RETURNS = [
+    in_one_graph,
+    in_containers,
+    as_model_output,
+    after_a_break,
     in_containers_with_a_view,
     as_aliases,
     through_conditions,
@@ -130,37 +123,21 @@ BY_THE_WRAPPER = [
 ]
 
 
-@pytest.mark.parametrize("f", ONE_GRAPH + BY_THE_WRAPPER)
+@pytest.mark.parametrize("f", RETURNS)
 @pytest.mark.parametrize("lower", ["aot_eager", pytest.param("eager", marks=pytest.mark.ci)])
-def test_what_leaves_is_eager_autocasts_as_float32_and_as_it_is_under_an_ambient_autocast(f, lower, outside):
+def test_what_leaves_is_eager_autocasts_as_float32_and_as_it_is_under_an_ambient_autocast(f, lower):
     call, data = run(f, lower=lower), x()
     expected = leaves(eager(f, data))
     for _ in range(2):
         found = call(data)
         assert same_bits(leaves(found), [value.float() if value.dtype == LOW else value for value in expected])
         assert type(found) is type(eager(f, data))
-        by_the_wrapper = f in BY_THE_WRAPPER or (f is as_model_output and dispatcher.TORCH >= (2, 15))
-        assert by_the_wrapper or not outside, "the cast is part of the graph"
         with regions("ambient"):
             assert same_bits(leaves(call(data)), expected)
     kept = run(f, lower=lower)
     with regions("ambient"):
         assert same_bits(leaves(kept(data)), expected)
     assert same_bits(leaves(compiled(f, lower=lower)[0](data)), expected)  # outputs="autocast"
-
-
-def test_one_graph_for_calls_that_widen_and_one_for_those_that_do_not():
-    call, recorder = compiled(in_one_graph, outputs="float32")
-    for _ in range(3):
-        call(x())
-        with regions("ambient"):
-            call(x())
-    assert len(recorder.graphs) == 2
-    call, recorder = compiled(lambda x: LINEAR(x).sum(dtype=HIGH), outputs="float32")  # nothing to widen
-    call(x())
-    with regions("ambient"):
-        call(x())
-    assert len(recorder.graphs) == 1
 
 
 @pytest.mark.parametrize("lower", ["aot_eager", "eager", "inductor"])
@@ -181,6 +158,7 @@ class OwnTensors(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(8, 8, dtype=LOW))
         self.register_buffer("kept", torch.randn(2, 8, dtype=LOW))
+        self.bias = nn.Parameter(torch.zeros(8))
         self.breaks = breaks
 
     def forward(self, low, written):
@@ -222,9 +200,8 @@ class Remembers(nn.Module):
 def test_what_stays_inside_keeps_low_precision():
     model, given = Remembers(), []
     h, seen, returned = run(model)(x(), given)
-    assert dtypes([h, seen, returned]) == [HIGH] * 3
-    assert dtypes([model.last.value, model.seen, given]) == [LOW] * 3
-    assert seen is not model.seen and returned is not given
+    assert dtypes([h, seen]) == [HIGH] * 2 and seen is not model.seen
+    assert dtypes([model.last.value, model.seen, given]) == [LOW] * 3 and returned is given
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch 2.11's Dynamo
@@ -315,45 +292,6 @@ def test_blocks_compiled_one_by_one_work_with_eager_code_between():
         assert model[0](data).dtype == LOW
 
 
-class Residual(Block):
-    def forward(self, x):
-        return x * 1.1 + super().forward(x)
-
-
-@pytest.fixture
-def one_process(request):
-    """A process group of this process alone."""
-    dist = pytest.importorskip("torch.distributed.pipelining") and torch.distributed
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch was built without torch.distributed")
-@pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("in_place", [False, True])
-def test_stages_of_a_pipeline_but_the_last_hand_on_low_precision(in_place):
-    from torch.distributed.pipelining import PipelineStage
-
-    parts, data = nn.Sequential(Block(8, 8), Residual(8, 8)), x()
-    expected = gradients(parts, lambda m: eager(m, data).float().square().sum())
-    if in_place:
-        compiled_parts = parts
-        for part in parts:
-            part.compile(backend="amp", options={"lower": "aot_eager"})
-    else:
-        compiled_parts = map(run, parts)
-    stages = [PipelineStage(part, i, 2, torch.device("cpu")) for i, part in enumerate(compiled_parts)]
-
-    def through_stages(_):
-        h = stages[0].forward_maybe_with_nosync(data)
-        assert h.dtype == LOW
-        return stages[1].forward_maybe_with_nosync(h).square().sum()
-
-    assert same_bits(gradients(parts, through_stages), expected)
-    assert stages[1].forward_maybe_with_nosync(data).dtype == stages[0].submod(data).dtype == HIGH
-
-
 def test_only_the_calls_own_type_is_widened():
     half = ampcompile.precision(HALF)(LINEAR.forward)
 
@@ -396,23 +334,162 @@ def test_symbolic_sizes_need_no_more_graphs():
     assert len(recorder.graphs) == 1
 
 
-def test_the_cast_is_in_inductors_kernel():
-    from torch._inductor.utils import run_and_get_code
+def test_one_graph_serves_calls_inside_and_outside_of_autocast():
+    call, recorder = compiled(lambda x: LINEAR(x).sum(dtype=HIGH), outputs="float32")
+    call(x())
+    with regions("ambient"):
+        call(x())
+    assert len(recorder.graphs) == 1
 
-    def f(x):
-        return torch.relu(LINEAR(x) + 1)
 
-    with torch.no_grad():
-        _, (code,) = run_and_get_code(run(f, lower="inductor"), torch.randn(64, 8))
+@pytest.mark.parametrize("mode", MODES)
+def test_what_was_given_is_returned_as_it_is_though_nobody_else_holds_it(mode):
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kept", torch.ones(2, dtype=LOW))
+
+        def forward(self, what, given=None):
+            torch._dynamo.graph_break()
+            return self.kept if given is None else given[0] if what == "part" else given
+
+    call, made = run(Keeps()), torch.ones(3, 2, dtype=LOW)
+    with mode():
+        assert call("itself").dtype == LOW
+        assert call("itself", given=made.clone()).dtype == LOW
+        assert dtypes(call("itself", (made.clone(), [made.clone()]))) == [LOW] * 2
+        assert dtypes([call("part", [made[1:]]), call("part", ((made.clone(),),))]) == [LOW] * 2
+        assert dtypes(call("itself", {"a": made.clone()})) == [LOW]
+
+
+class Slots:
+    """A class that nobody knows the parts of."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+@dataclass(slots=True)
+class Slotted:
+    value: Any
+    name: str = "same"
+
+
+class OwnDict(dict):
+    def __init__(self, number, **items):
+        super().__init__(items)
+        self.number = number
+
+
+def widened(value):
+    return widen_results(value, LOW, Call((), {}))
+
+
+def test_what_holds_itself_or_nothing_low_is_returned_as_it_is():
+    held: list = [torch.ones(2)]
+    held.append(held)
+    same = {"a": held, "b": (1, torch.ones(1)), "c": torch.Size([2]), "d": Made(3), "e": OrderedDict(f=Slotted(None))}
+    assert widened(same) is same
+    held.append(torch.ones(2, dtype=LOW))
+    found = widened(held)
+    assert found is not held and found[2].dtype == HIGH and held[2].dtype == LOW
+
+
+def low():
+    return torch.ones(2, dtype=LOW)
+
+
+CONTAINERS = {
+    "named tuple": (Pair(low(), 3), lambda v: (v.first, v.second == 3)),
+    "struct sequence": (torch.ones(3, 2, dtype=LOW).max(0), lambda v: (v.values, v.indices.dtype == torch.int64)),
+    "default dict": (defaultdict(list, a=low()), lambda v: (v["a"], v["b"] == [])),
+    "ordered dict": (OrderedDict(b=low(), a=1), lambda v: (v["b"], list(v) == ["b", "a"])),
+    "deque": (deque([low()], maxlen=1), lambda v: (v[0], v.maxlen == 1)),
+    "dict of a class": (OwnDict(7, a=low()), lambda v: (v["a"], v.number == 7)),
+    "dataclass": (Made(low()), lambda v: (v.value, v.values == [])),
+    "frozen dataclass": (Frozen(low()), lambda v: (v.value, True)),
+    "dataclass of slots": (Slotted(low()), lambda v: (v.value, v.name == "same")),
+    "model output": (CausalLMOutput(logits=low(), loss=None), lambda v: (v.logits, v["logits"] is v[0] is v.logits)),
+    "packed sequence": (
+        nn.utils.rnn.pack_sequence([torch.ones(3, dtype=LOW)]),
+        lambda v: (v.data, v.batch_sizes.tolist() == [1, 1, 1]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_containers_are_copied_with_all_else_that_they_hold(name):
+    container, look = CONTAINERS[name]
+    found = widened(container)
+    tensor, rest = look(found)
+    assert type(found) is type(container) and found is not container and tensor.dtype == HIGH and rest
+    assert look(container)[0].dtype == LOW, "nothing of the program's own changes"
+
+
+@pytest.mark.parametrize("container", [MappingProxyType({"a": low()}), {low()}, UserDict(a=low())])
+def test_what_nobody_knows_how_to_copy_leaves_as_it_is_with_one_warning(container):
+    with pytest.warns(AmpWarning, match=f"found a {type(container).__name__} among the results"):
+        assert widened([container])[0] is container
+    assert widened([container])[0] is container
+    held = Slots(low())
+    assert widened(held) is held and held.value.dtype == LOW
+
+
+def test_a_class_that_cannot_be_copied_leaves_as_it_is_with_one_warning():
+    class Refuses(dict):
+        def __copy__(self):
+            raise RuntimeError("no")
+
+    refuses = Refuses(a=low())
+    with pytest.warns(AmpWarning, match=r"Refuses .* \(RuntimeError: no\)"):
+        assert widened(refuses) is refuses
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_in_16_bits_returns_16_bits_where_its_inputs_are_too(mode):
+    model, ids = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 3)).to(LOW), torch.tensor([[1, 2]])
+    with mode():
+        assert run(model)(ids).dtype == run(model[1])(x().to(LOW)).dtype == LOW
         torch._dynamo.reset()
-        _, (kept,) = run_and_get_code(run(f, lower="inductor", outputs="autocast"), torch.randn(64, 8))
-    assert code.count('extern "C"') == kept.count('extern "C"') >= 1
+        assert run(model[1])(x()).dtype == HIGH, "what came in was float32"
+        model[0].float()
+        assert run(model)(ids).dtype == HIGH
+        assert run(lambda a: a @ a.T)(x().to(LOW)).dtype == LOW
+        assert run(lambda a, b: a @ b.T)(x().to(LOW), x()).dtype == HIGH
 
 
-def test_explain_shows_the_cast_with_its_reason():
-    report = ampcompile.explain(LINEAR)(x())
-    cast = report.casts[-1]
-    assert (cast.op, cast.dtype_from, cast.dtype_to, cast.because) == ("output", LOW, HIGH, widen_outputs.BECAUSE)
-    assert widen_outputs.BECAUSE.split(":")[0] in str(report)
+def test_gradients_of_a_region_inside_a_call_without_are_kept():
+    with torch.no_grad():
+        whole = run(torch.enable_grad()(lambda x: LINEAR(x)))(x())
+    whole.sum().backward()
+    assert LINEAR.bias.grad.dtype == HIGH
+
+
+def base_and_view(x):
+    y = LINEAR(x)
+    return y, y[0]
+
+
+def test_explain_shows_the_casts_with_their_reason():
+    report = ampcompile.explain(base_and_view)(x())
+    assert [(cast.op, cast.dtype_from, cast.dtype_to, cast.shape) for cast in report.casts[-2:]] == [
+        ("output", LOW, HIGH, (2, 8)),
+        ("output", LOW, HIGH, (8,)),
+    ]
+    assert {cast.because for cast in report.results} == {BECAUSE} and "results of the call" in str(report)
+    assert report.casts[-1].source.endswith(f":{base_and_view.__code__.co_firstlineno}")
     with regions("ambient"):
         assert "output" not in [c.op for c in ampcompile.explain(LINEAR)(x()).casts]
+
+
+@pytest.mark.parametrize("f", [LINEAR, base_and_view, after_a_break])
+def test_an_audit_follows_them_forward_and_backward(f, monkeypatch):
+    data = x()
+    audit = ampcompile.audit(f)(data)
+    found = leaves(run(f)(data))
+    twin = copy.deepcopy(LINEAR).double()
+    monkeypatch.setitem(globals(), "LINEAR", twin)
+    exact = leaves((twin if isinstance(f, nn.Linear) else f)(data.double()))
+    assert audit.outputs == pytest.approx([error([a], [b]) for a, b in zip(found, exact, strict=True)])
+    assert 0 < audit.gradient_error < 0.05
+    assert "aten._to_copy" in [op.op for op in audit.ops if op.backward], "the cast rounds gradients"

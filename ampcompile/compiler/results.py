@@ -1,0 +1,168 @@
+"""Return low-precision results of the outermost compiled call in float32 if no autocast is open around it.
+
+The caller can then pass them to anything: a loss, an eager layer, NumPy. Inside the call, in code between graph breaks
+and in compiled callables that it calls, results keep eager autocast's dtypes.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping, Set
+from dataclasses import is_dataclass
+from operator import is_not
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from ampcompile.errors import AmpWarning
+from ampcompile.torch_private import pytree
+from ampcompile.torch_private.memory import memory_of, owns_memory
+
+from .call_state import current_call
+from .unmatched import outside
+
+BECAUSE = "leaves the compiled call in float32: no autocast is open around it"
+_HOLD_NOTHING = frozenset({type(None), int, float, bool, str, torch.Size, torch.dtype, torch.device})
+_warned: WeakSet[type] = WeakSet()
+
+
+class Call(NamedTuple):
+    """The arguments of a compiled call, the module of which a method is called, if any, and its first parameter."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    module: nn.Module | None = None
+    first_parameter: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """The parameters and buffers of the module, and the tensors among the arguments."""
+        own = (*self.module.parameters(), *self.module.buffers()) if self.module is not None else ()
+        arguments = pytree.arg_tree_leaves(*self.args, **self.kwargs)
+        return [*own, *(value for value in arguments if isinstance(value, Tensor))]
+
+
+def widen_results(result: Any, low: torch.dtype, call: Call) -> Any:
+    """Return what a call returned with its tensors of dtype `low` in float32, those in containers too.
+
+    Tuples, lists, dicts and their subclasses, dataclasses, and classes that pytree knows are copied where a tensor in
+    them changes. A tensor or container that occurs twice still does. These stay as they are: arguments, parameters,
+    buffers, what shares their memory, and all results of a call whose floating numbers are all of dtype `low`.
+    """
+    if isinstance(result, Tensor) and result.dtype is not low:
+        return result
+    return _Widening(low, call).of(result)
+
+
+class _Widening:
+    def __init__(self, low: torch.dtype, call: Call) -> None:
+        self.low, self.call = low, call
+        # Tensors and containers by id, and what leaves instead of each.
+        self.made: dict[int, Any] = {id(value): value for value in (*call.args, *call.kwargs.values())}
+        self.tensors: list[Tensor] | None = None
+        self.all_was_low: bool | None = None
+
+    def of(self, value: Any) -> Any:
+        """Return what leaves instead of a value."""
+        is_tensor = isinstance(value, Tensor)
+        if value.dtype is not self.low if is_tensor else type(value) in _HOLD_NOTHING:
+            return value
+        if (key := id(value)) not in self.made:
+            self.made[key] = value  # for a container that holds itself
+            self.made[key] = self._widen(value) if is_tensor else self._rebuild(value, type(value))
+        return self.made[key]
+
+    def _widen(self, tensor: Tensor) -> Tensor:
+        if _is_of_parameter(tensor):
+            return tensor
+        if self.all_was_low is None:
+            self.all_was_low = self._finds_low_alone()
+        if self.all_was_low or (not owns_memory(tensor) and self._shares_memory(tensor)):
+            return tensor
+        cast = current_call.cast or Tensor.float
+        if not tensor.requires_grad or torch.is_grad_enabled():
+            return cast(tensor)
+        with torch.enable_grad():  # a region with gradients inside a call without computed it
+            return cast(tensor)
+
+    def _finds_low_alone(self) -> bool:
+        if any(map(self._is_other, (self.call.first_parameter, *self.call.args))):
+            return False  # as in nearly all calls, without a look at all parameters
+        floating = [tensor for tensor in self._of_caller() if tensor.is_floating_point()]
+        return bool(floating) and not any(map(self._is_other, floating))
+
+    def _is_other(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dtype is not self.low and value.is_floating_point()
+
+    def _shares_memory(self, tensor: Tensor) -> bool:
+        memory = memory_of(tensor)
+        return memory is not None and any(memory_of(each) == memory for each in self._of_caller())
+
+    def _of_caller(self) -> list[Tensor]:
+        if self.tensors is None:
+            self.tensors = self.call.tensors()
+        return self.tensors
+
+    def _rebuild(self, container: Any, kind: type) -> Any:
+        if kind is tuple or kind is list:
+            new = [self.of(part) for part in container]
+            return kind(new) if any(map(is_not, new, container)) else container
+        if kind is dict:
+            changed = self._changed(container)
+            return container | changed if changed else container
+        try:
+            if issubclass(kind, dict) or is_dataclass(kind):
+                return self._rebuild_fields(container, kind)
+            if (opened := pytree.open_container(container)) is not None:
+                parts, rebuild = opened
+                new = [self.of(part) for part in parts]
+                return rebuild(new) if any(map(is_not, new, parts)) else container
+            if isinstance(container, Mapping | Set):
+                parts = container.values() if isinstance(container, Mapping) else container
+                if any(isinstance(part, Tensor) and part.dtype is self.low for part in parts):
+                    _warn(kind, "its class isn't registered in torch.utils._pytree")
+        except Exception as error:  # a class of the user's may raise any error
+            _warn(kind, f"{type(error).__name__}: {error}")
+        return container
+
+    def _rebuild_fields(self, container: Any, kind: type) -> Any:
+        """Copy a dict of a class of its own, or a dataclass, or both, if one of its items or fields changes."""
+        items = self._changed(container) if issubclass(kind, dict) else {}
+        names = kind.__dataclass_fields__ if is_dataclass(kind) else ()
+        fields = self._changed({name: getattr(container, name) for name in names if hasattr(container, name)})
+        if not items and not fields:
+            return container
+        if items and names:  # a ModelOutput of transformers, of which `copy.copy` takes 19 us
+            copied: Any = kind.__new__(kind)
+            (OrderedDict if issubclass(kind, OrderedDict) else dict).update(copied, container)
+            vars(copied).update(vars(container))
+        elif (copied := copy.copy(container)) is container:
+            raise TypeError("copy.copy returns the object itself")
+        for key, value in items.items():
+            dict.__setitem__(copied, key, value)
+        for name, value in fields.items():
+            object.__setattr__(copied, name, value)
+        return copied
+
+    def _changed(self, parts: Mapping[Any, Any]) -> dict[Any, Any]:
+        return {name: new for name, part in parts.items() if (new := self.of(part)) is not part}
+
+
+def _is_of_parameter(tensor: Tensor) -> bool:
+    whole = tensor if tensor._base is None else tensor._base
+    return whole.is_leaf and whole.requires_grad
+
+
+def _warn(kind: type, why: str) -> None:
+    if kind not in _warned:
+        _warned.add(kind)
+        warnings.warn(
+            f"found a {kind.__qualname__} among the results of a compiled call, expected a container that can be "
+            f"copied ({why}). It leaves as it is, with its 16-bit tensors: return another container, or convert them "
+            "yourself.",
+            AmpWarning,
+            stacklevel=outside(),
+        )
