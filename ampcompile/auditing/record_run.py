@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ampcompile.compiler.ambient import autocast_for, device_of_arguments
+from ampcompile.compiler.ambient import autocast_for, device_type_of
 from ampcompile.compiler.backend import rewrite
 from ampcompile.compiler.lower import lower
 from ampcompile.compiler.unmatched import named
@@ -58,7 +58,7 @@ def make_recorder(
 
 
 def _about(call: Call) -> dict[str, str]:
-    device_type = device_of_arguments(call.args, call.kwargs)
+    device_type = device_type_of(None, call.args, call.kwargs)
     device = torch.cuda.get_device_name() if device_type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {
         "callable": named(call.f),
@@ -84,7 +84,7 @@ def _results_of_call(call: Call, compiled: Any) -> dict[str, Tensor]:
 
 def _run(call: Call, compiled: Any) -> Any:
     if call.settings.eager:
-        with uncompiled(call.f), autocast_for(device_of_arguments(call.args, call.kwargs), call.options):
+        with uncompiled(call.f), autocast_for(device_type_of(None, call.args, call.kwargs), call.options):
             return call.f(*call.args, **call.kwargs)
     if compiled is not None:
         return compiled(*call.args, **call.kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ampcompile.compiler.ambient import device_of_arguments
+from ampcompile.compiler.ambient import device_type_of
 from ampcompile.compiler.module_names import modules_of
 from ampcompile.config import Options
 from ampcompile.dtypes import short_name
@@ -62,7 +62,7 @@ def bench(
     """Time all candidates for about `seconds` in total, after compiling and warming up each; `say` gets each step."""
     modules = list(modules_of(target.f))
     parameters = [p for module in modules for p in module.parameters()]
-    device = parameters[0].device.type if parameters else device_of_arguments(target.args, target.kwargs)
+    device = device_type_of(parameters[0] if parameters else None, target.args, target.kwargs)
     training = gradients and any(p.requires_grad for p in parameters) and all(m.training for m in modules)
     dtype = Options.parse(options).dtype or torch.get_autocast_dtype(device)
     autocast = torch.autocast(device, dtype)
