@@ -203,11 +203,11 @@ def test_rows_are_known_to_stay_whole(name: str) -> None:
 
 def test_by_itself_it_fires_where_logits_are_a_tenth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     (graph,) = rewritten(Head(), tokens())
-    monkeypatch.setattr(fuse_linear_cross_entropy, "PIECE", 0)
+    monkeypatch.setattr(fuse_linear_cross_entropy, "PIECE", 1)
     logits = next(n for n in graph.graph.graph.nodes if n.target is torch.ops.aten.linear.default).meta["val"].nbytes
     auto = FuseLinearCrossEntropy(sparingly=True)
     assert auto.apply(graph.graph) == 0, "not on the CPU"
-    for memory, fused in ((10 * logits + 1, 0), (10 * logits, 1)):
+    for memory, fused in ((10 * logits, 0), (10 * (logits - 1), 1)):
         monkeypatch.setattr(fuse_linear_cross_entropy, "memory_of", lambda device, memory=memory: memory)
         assert auto.apply(graph.graph) == fused
 
