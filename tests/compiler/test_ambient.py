@@ -13,7 +13,7 @@ import ampcompile.backend
 from ampcompile.compiler import call_state
 from ampcompile.errors import AmpWarning
 from ampcompile.torch_private import autocast, optimize_contexts
-from proof.faults.injecting import raised_at
+from tests.injecting import raised_at
 from tests.compiling import HALF, HIGH, LOW, amp, compiled, dtypes, eager, regions, same_bits
 from tests.conftest import modes
 from tests.threads import running

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 OURS = tuple(f"{ROOT / folder}{os.sep}" for folder in ("ampcompile", "passes", "kernels"))
 LOCKS = type(threading.RLock()), type(threading.Lock())
 SIGNALS, CALLS = ("call", "c_return"), ("c_call",)

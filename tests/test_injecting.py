@@ -3,7 +3,7 @@
 import pytest
 
 from ampcompile.torch_private import autocast
-from proof.faults.injecting import places, raised_at
+from tests.injecting import places, raised_at
 
 
 def ours() -> None:
