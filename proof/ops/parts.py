@@ -18,9 +18,9 @@ from proof.ops import database
 from proof.ops.calls import Call, autocast, eager
 from proof.ops.compare import Difference, Run, dense, too_far
 from proof.ops.judge import FAILS, RAISES, STOCK_FAILS, Setting, attempt, in_float64, judge, verdict
-from proof.show import share_held, tabulate_counts
 from proof.part import Part
 from proof.results import Failure, Verdict
+from proof.show import share_held, tabulate_counts
 
 SETTINGS = {str(s): s for s in itertools.starmap(Setting, itertools.product(LOW, (True, False), (True, False)))}
 DEFAULT = {name for name, s in SETTINGS.items() if s.ambient == s.gradients}
