@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-tools fuzz check lint format types docs matrix test-isa test-integrations test-distributed \
-	mutations rooms pictures proof paper bench bench-scripts test-gpu bench-gpu
+	mutations rooms pictures proof paper bench test-gpu gpu-check
 
 VENV := .venv/bin/python
 PYTHON := $(VENV)
@@ -85,7 +85,7 @@ matrix: $(READY) $(MATRIX:%=.matrix/%/.ready) ## the suite's core on the oldest,
 	@failed=; for python in $(MATRIX:%=.matrix/%/bin/python) $(PYTHON); do \
 		$$python -c 'import torch; print("torch", torch.__version__, flush=True)'; \
 		OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $$python $(PYTEST) $(TOGETHER) $(CORE) \
-			--note=proof/results $(if $(SHARD),--shard=$(SHARD)) $(ARGS) || failed="$$failed $$python"; \
+			$(if $(SHARD),--shard=$(SHARD)) $(ARGS) || failed="$$failed $$python"; \
 	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
 
 test-isa: $(READY) ## the suite's core as on older CPUs: AVX2, AVX-512, all that is there; SAMPLE=1: minutes of the first two
@@ -110,28 +110,24 @@ rooms: $(READY) ## docs/rooms.md, from the pipeline, the imports and the docstri
 
 pictures: $(READY) ## docs/pictures: the page of casts (needs Chromium) and the plot of the committed results
 	$(PYTHON) -m tests.pictures
-	$(PYTHON) -m benchmarks docs
+	$(PYTHON) -m benchmarks.picture
 
-proof: $(PROOF) ## docs/proof.md, what holds, case by case; PART=ops ALL=1 SHARD=1/4; PART=dashboard runs scripts of PyTorch
+proof: $(PROOF) ## what holds, case by case, as tables; goes on where it stopped; PART=ops ALL=1 SHARD=1/4 ARGS=--show
 	$(if $(PROOF),.proof/bin/python,$(PYTHON)) -m proof $(PART) $(if $(ALL),--all) $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 test-gpu: $(READY) ## the tests that need a CUDA device
 	@test -n "$(GPU_PLUGINS)" || echo "without pytest-xdist or pytest-timeout: one process, and no limit to a test's time"
 	TORCHINDUCTOR_COMPILE_THREADS=1 $(PYTHON) $(PYTEST) -m gpu $(GPU_PLUGINS) $(ARGS)
 
-bench: $(TOOLS) ## benchmarks on this CPU, and docs/benchmarks.md from all results
-	$(PYTHON) -m benchmarks --device cpu $(ARGS)
-	$(PYTHON) -m benchmarks docs
+bench: $(READY) ## peers on models, on this CPU; PLAN=calls, scaler, losses: what a call costs, an optimizer step, a loss
+	$(PYTHON) -m benchmarks $(PLAN) $(ARGS)
 
-bench-scripts: $(INTEGRATIONS) ## scripts of others with two lines changed; CHECKOUTS= a folder of clones, see benchmarks/scripts
-	$(PYTHON) -m pip install -q --disable-pip-version-check -c constraints.txt evaluate
-	$(PYTHON) -m benchmarks.scripts $(CHECKOUTS) $(ARGS)
-
-paper: $(READY) ## docs/gpu_paper.md: what a GPU would run, counted without one; ALL=1 counts more models
+paper: $(READY) ## what a GPU would run, counted without one; ALL=1 counts more models
 	$(PYTHON) -m benchmarks.paper $(if $(ALL),--all --options) $(ARGS)
 
-bench-gpu: $(READY) ## benchmarks on a CUDA device
-	$(PYTHON) -m benchmarks --device cuda $(ARGS)
+# Installs nothing. A machine for 15 minutes runs it once, and once more for what was left.
+gpu-check: ## on a CUDA device, 8 minutes: its tests, then training steps in every way; ARGS=--tiny tries it on a CPU
+	$(PYTHON) -m benchmarks gpu-check --rounds 5 --seconds 470 $(ARGS)
 
 $(VENV):
 	$(NEEDS_BASE)

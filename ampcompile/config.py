@@ -23,11 +23,8 @@ _CHOICES = {
     "lower": ("inductor", "aot_eager", "eager"),
     "outputs": ("float32", "autocast"),
     "products": ("auto", "float32", "torch"),
+    "fuse": ("auto", "none", "linear_cross_entropy"),
 }
-FUSE_FAMILIES = ("linear", "linear_cross_entropy")
-"""The families of fused kernels."""
-_GONE = ("cross_entropy", "norm", "softmax")
-"""Removed families: Inductor's own code does as much."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,8 @@ class Options:
     type; "float32" the same on every CPU; "torch" always torch's own 16-bit kernels. Copies of weights take 4 bytes a
     number instead of 2 where products run in float32."""
     fuse: str = "auto"
-    """The families of fused kernels to use: "auto" all, where byte counts show a gain; "none"; or some of
-    `FUSE_FAMILIES`, joined by "+", wherever they match and on every device."""
+    """Whether a linear layer and its cross entropy become one kernel: "auto" on a GPU, where that frees a tenth of its
+    memory; "none" never; "linear_cross_entropy" wherever they match, on every device."""
     dynamic: bool | None = None
     """As torch.compile's. Like `fullgraph` and `mode` it may be one of the options, since torch doesn't accept `mode`
     beside options."""
@@ -99,16 +96,17 @@ def _ignore_placement(given: dict[str, Any]) -> None:
     """Remove the option `placement`, which has one value left."""
     value = given.pop("placement", "eager")
     if value == "bytes":
-        _warn_gone("placement", value, "'eager', the default. It is ignored, and no op is moved: leave the option out.")
+        _warn_of_placement()
     elif value != "eager":
         raise OptionError(f"option placement={value!r}: expected 'eager', the only value; leave the option out.")
 
 
 @cache
-def _warn_gone(option: str, name: str, instead: str) -> None:
-    """Warn of a removed value, once per process: each graph's compilation reads the options."""
+def _warn_of_placement() -> None:
+    """Once per process: each graph's compilation reads the options."""
     warnings.warn(
-        f"option {option} names {name!r}, which ampcompile no longer has; expected {instead}",
+        "option placement names 'bytes', which ampcompile no longer has; expected 'eager', the default. It is ignored, "
+        "and no op is moved: leave the option out.",
         AmpWarning,
         stacklevel=2,
     )
@@ -128,16 +126,6 @@ def _checked(key: str, value: Any) -> Any:
                 f"option dtype={value!r}: expected torch.bfloat16 or torch.float16, or a name such as 'bf16'. For "
                 "float32 leave backend='amp' out, or call the model inside torch.autocast(device_type, enabled=False)."
             )
-    elif key == "fuse":
-        names = value.split("+") if isinstance(value, str) else [value]
-        if gone := [name for name in names if name in _GONE]:
-            families = ", ".join(map(repr, FUSE_FAMILIES))
-            for name in gone:
-                _warn_gone("fuse", name, f"some of {families}. It is ignored, as Inductor does as much: leave it out.")
-            return _checked(key, "+".join(name for name in names if name not in gone) or "none")
-        if value not in ("auto", "none") and not all(name in FUSE_FAMILIES for name in names):
-            families = ", ".join(map(repr, FUSE_FAMILIES))
-            raise OptionError(f"option fuse={value!r}: expected 'auto', 'none', or some of {families}, joined by '+'.")
     elif key in ("range_guards", "watch"):
         if not isinstance(value, bool):
             raise OptionError(f"option {key}={value!r}: expected True or False.")

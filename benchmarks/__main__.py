@@ -1,23 +1,105 @@
-"""python -m benchmarks [STAGE ...] [--device cpu|cuda] [--out FILE]   measure, and write the results as JSON
-python -m benchmarks decide RESULTS.json                               what a GPU run decides, by docs/gpu_decisions.md
-python -m benchmarks docs                                              write docs/benchmarks.md from benchmarks/results/
+"""python -m benchmarks [PLAN]     peers on models: cpu (the default), calls (what a call costs the host), gpu
+python -m benchmarks gpu-check  the tests that need a GPU, then the plan gpu; goes on where it was cut off
+python -m benchmarks scaler     one optimizer step under a GradScaler
+python -m benchmarks losses     a linear layer and its cross entropy: ours, torch's, Inductor's
+
+Results are printed as tables, and kept as JSON in build/benchmarks: what is there isn't measured again.
 """
 
-import importlib
+import argparse
+import math
+import os
+import shutil
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Any
 
-COMMANDS = {
-    "decide": "benchmarks.report.decisions",
-    "docs": "benchmarks.report.page",
-}
+import torch
+
+from benchmarks import gpu_tests, losses, machine, race, scaler_step
+from benchmarks.plans import PLANS, pack, shrink
+from benchmarks.records import Records
+from benchmarks.tables import tabulate
+
+BUILT = machine.ROOT / "build" / "benchmarks"
+TESTS = "tests that need a GPU"
 
 
-def main() -> int:
-    """Run the command that the first argument names, else a measurement; returns the exit status."""
-    command = sys.argv[1] if len(sys.argv) > 1 else ""
-    module = importlib.import_module(COMMANDS.get(command, "benchmarks.run"))
-    return module.main(sys.argv[2:] if command in COMMANDS else sys.argv[1:])
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a measurement."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("plan", nargs="?", default="cpu", choices=[*PLANS, "gpu-check", "scaler", "losses"])
+    parser.add_argument("--only", default="", help="the works whose names hold this text")
+    parser.add_argument("--peers", default="", help="the peers whose names hold this text, beside Inductor's")
+    parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU: tries it, its times mean nothing")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing that would be cut off then")
+    parser.add_argument("--file", type=Path, help="of the results (default: build/benchmarks/PLAN.json)")
+    options = parser.parse_args(arguments)
+    options.gpu = options.plan in ("gpu", "gpu-check")
+    if options.gpu and not options.tiny and not torch.cuda.is_available():
+        parser.error(f"torch {torch.__version__} sees no CUDA device; --tiny tries the plan on the CPU")
+    options.device = "cuda" if torch.cuda.is_available() and not options.tiny else "cpu"
+    name = f"{options.plan.removesuffix('-check')}{'-tiny' if options.tiny else ''}.json"
+    options.file = options.file or BUILT / name
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print tables; 1 if works are left for another run, or a test failed."""
+    options, began = parse(arguments), monotonic()
+    records = Records.resume(options.file, machine.about(options.device))
+    status = 0
+    if options.plan == "scaler":
+        model = "tiny GPT 23M" if options.tiny else "GPT 124M" if options.device == "cuda" else "GPT 23M"
+        scaler_step.measure(model, options.device, records)
+    elif options.plan == "losses":
+        losses.measure(losses.TINY if options.tiny else losses.SIZES, options.device, records, BUILT / "caches")
+    else:
+        if options.plan == "gpu-check" and TESTS not in records.stages:
+            found = gpu_tests.run(["tests/kernels/test_recheck.py"] if options.tiny else ["tests"])
+            records.add(TESTS, "pytest", **found)
+        status = int(bool(records.stages.get(TESTS, {}).get("pytest", {}).get("status", 0)))
+        left = _race(options, records, began + options.seconds)
+        print(f"{left} works are left: run it again" if left else "nothing is left")
+        status = status or int(left > 0)
+    print(show(records))
+    if out := os.environ.get("OUT"):
+        shutil.copy(records.path, out)
+    return status
+
+
+def _race(options: argparse.Namespace, records: Records, until: float) -> int:
+    works = [shrink(work) if options.tiny else work for work in PLANS["gpu" if options.gpu else options.plan]]
+    works = [work for work in works if options.only in work.name]
+    groups = [[work] for work in works]
+    if options.gpu:
+        memory = 140.0 if options.tiny else 0.9 * torch.cuda.get_device_properties(0).total_memory / 2**30
+        groups = list(pack(works, memory))
+    caches = BUILT / "caches"
+    return race.run(groups, records, options.device, caches, options.rounds, options.gpu, until)
+
+
+def show(records: Records) -> str:
+    """All results as text: a table for each case, the machine above."""
+    about = {key: value for key, value in records.about.items() if value}
+    head = "\n".join(f"{key}: {_plain(value)}" for key, value in about.items())
+    parts = [f"{stage}\n\n{tabulate(peers)}" for stage, peers in records.stages.items() if stage != TESTS]
+    tests = records.stages.get(TESTS, {}).get("pytest", {}).get("said", "")
+    return "\n\n".join([head, *([f"{TESTS}: {tests}"] if tests else []), *parts])
+
+
+def _plain(value: Any) -> str:
+    return (
+        ", ".join(map(str, value.items() if isinstance(value, dict) else value))
+        if isinstance(value, dict | list)
+        else str(value)
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

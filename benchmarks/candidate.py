@@ -1,112 +1,123 @@
-"""One peer on one work: prepared, checked, then timed round by round."""
+"""One peer on one work, in a process of its own: compiled, checked, then timed round by round."""
 
-import gc
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks import counting
-from benchmarks.architectures import build, checkpointed
-from benchmarks.compile_time import our_seconds
+import ampcompile
+from benchmarks.architectures import build
+from benchmarks.counting import profile_gpu
 from benchmarks.memory import forget_peak, peak_bytes
-from benchmarks.numbers import chunks, relative_error
-from benchmarks.peers import Peer
-from benchmarks.steps import Around, TrainingStep, inference
-from benchmarks.works import Work
+from benchmarks.numbers import relative_error
+from benchmarks.peers import PEERS
+from benchmarks.plans import CALL, Work
 
-FLOAT32_ERROR = 3e-5
-"""A relative error below this means that nothing ran in a 16-bit type."""
-WRONG_ERROR = 0.5
-"""A relative error above this means that the numbers are wrong."""
+WARM_UP = 8
+"""Steps before the first round: CUDA graphs are recorded in the second and third."""
 
 
-class UnfairError(Exception):
-    """The candidate doesn't do the work that the others do."""
+class Steps(NamedTuple):
+    """How a training step goes: AdamW on the same batch each time."""
+
+    clip: bool = True
+    scaled: bool = False
+    """Scale the loss."""
+    accumulate: int = 1
+    """Forward and backward passes before the update."""
+    by_torch: bool = False
+    """With torch's optimizer step for every peer, not amp's own."""
+
+
+KINDS = {
+    "step": Steps(clip=False, by_torch=True),
+    "clipped step": Steps(),
+    "scaled step": Steps(scaled=True),
+    "step of 8 batches": Steps(accumulate=8),
+}
+
+
+class TrainingStep:
+    """Forward, backward and update. With our own scaler where `ours`: it takes the step also of an unscaled loss."""
+
+    def __init__(self, model: nn.Module, forward: Callable[[], Tensor], steps: Steps, ours: bool, device: str) -> None:
+        self.forward, self.steps, self.params = forward, steps, list(model.parameters())
+        self.optimizer = torch.optim.AdamW(self.params, lr=1e-4, fused=True)
+        kind: Any = ampcompile.GradScaler if ours and not steps.by_torch else torch.amp.GradScaler
+        self.scaler = kind(device, enabled=steps.scaled)
+
+    def __call__(self) -> Tensor:
+        for _ in range(self.steps.accumulate):
+            loss = self.forward()
+            self.backward(loss)
+        self.update()
+        return loss.detach()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add up gradients."""
+        self.scaler.scale(loss / self.steps.accumulate).backward()
+
+    def update(self) -> None:
+        """Clip, update the weights and the scale."""
+        if self.steps.clip and isinstance(self.scaler, ampcompile.GradScaler):
+            self.scaler.clip_grad_norm_(self.optimizer, 1.0)
+        elif self.steps.clip:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.params, 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
 
 
 class Candidate:
-    """A peer and its own copy of the model; `prepare` comes first, then for each case `begin`, rounds and `end`."""
+    """A peer and its own copy of the model: `prepare` comes first, then for each kind `begin`, rounds and `end`."""
 
-    def __init__(self, work: Work, peer: Peer, device: str) -> None:
-        self.work, self.peer, self.device = work, peer, device
+    def __init__(self, work: Work, peer: str, device: str) -> None:
+        self.work, self.peer, self.device = work, PEERS[peer], device
         self.dtype: torch.dtype = getattr(torch, work.dtype)
-        self.cases = dict(work.cases())
-        model, inputs = build(work.model, work.batch, work.length, bool(work.training))
-        self.model = (checkpointed(model) if work.checkpoint else model).to(device)
-        self.inputs = tuple(value.to(device) for value in inputs)
-        self.call: Callable[[], Tensor]
+        if device == "cuda":
+            torch.set_float32_matmul_precision("high")  # TF32, as users who want speed have it
 
     def prepare(self) -> dict[str, Any]:
-        """Compile, and compare with eager float32: the output in inference, the gradients in training."""
-        expected = self._result(self.model, nullcontext)
-        if self.peer.precision == "converted":
-            self.model.to(self.dtype)
-            self.inputs = tuple(v.to(self.dtype) if v.is_floating_point() else v for v in self.inputs)
-        unfrozen = self._casts_unfrozen() if self.peer.freezing else 0
-        self.run = self.peer.compiled(self.model, self.dtype)
-        figures = self._first_calls()
-        if self.peer.freezing and not figures["casts"] < unfrozen:
-            raise UnfairError(f"nothing was frozen: {figures['casts']} casts, and {unfrozen} without freezing")
-        self.graphs = counting.graphs_compiled()
-        found = self._result(self.run, self._around)
-        error = relative_error(found, expected)
-        check_fairness(self.peer.low, error, found)
-        output = str(found[0].dtype).removeprefix("torch.")
-        del expected, found  # peers that are prepared later need the memory
-        forget_peak(self.device)
-        weights = sum(p.numel() for p in self.model.parameters())
-        if not self.work.training:
-            figures |= {"output": output}
-            figures |= {"bytes": weights * (self.dtype.itemsize if self.peer.low else 4)}
-        return {"parameters": weights, "error": error, **figures}
+        """Compile. Returns the seconds that took and, of a call, the error against eager float32; of training, the
+        losses of the first steps.
+        """
+        model, inputs = build(self.work.model, self.work.batch, self.work.length, self.work.training)
+        layout = torch.channels_last if self.work.channels_last else torch.preserve_format
+        model = model.to(self.device, memory_format=layout)
+        inputs = tuple(x.to(self.device, memory_format=layout if x.dim() == 4 else None) for x in inputs)
+        with torch.no_grad():
+            exact = [] if self.work.training else [model(*inputs)]
+        start = perf_counter()
+        run = self.peer.compile(model, self.dtype)
+        convert = self.peer.precision == "converted"
+        self.inputs = tuple(x.to(self.dtype) if convert and x.is_floating_point() else x for x in inputs)
+        self.model, self.run = model, run
+        figures: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
+        self._start(self.work.kinds[0])
+        if exact:
+            figures["error"] = relative_error([self.call()], exact)
+        losses = [self.call() for _ in range(WARM_UP)]
+        if self.work.training:
+            figures["losses"] = [float(loss) for loss in losses]
+        self._wait()
+        figures["compile_seconds"] = perf_counter() - start
+        forget_peak(self.device)  # peers that share a GPU need the memory
+        return figures
 
-    def _first_calls(self) -> dict[str, Any]:
-        """Compile; what can be seen of it depends on who compiles."""
-        if self.peer.compiler == "eager":
-            with counting.CastsRun() as mode:
-                self._result(self.run, self._around)
-            return {"casts": mode.casts.count, "cast_bytes": mode.casts.bytes}
-        with counting.casts_compiled() as casts, our_seconds() as ours:
-            gc.collect()  # a full collection takes 0.2 s: whether one falls due must not depend on earlier imports
-            first = self._seconds()
-        figures = {"compile_seconds": first - self._seconds()}
-        if self.peer.compiler == "thunder":
-            return figures
-        return figures | {
-            "graphs": counting.graphs_compiled(),
-            "casts": casts.count,
-            "cast_bytes": casts.bytes,
-            "our_passes_seconds": sum(ours),
-        }
-
-    def _casts_unfrozen(self) -> int:
-        """How many casts the same graphs hold without freezing; nothing of it stays compiled."""
-        with counting.nothing_from_caches(), counting.casts_compiled() as casts:
-            self._result(replace(self.peer, freezing=False).compiled(self.model, self.dtype), self._around)
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        return casts.count
-
-    def begin(self, case: str) -> float:
+    def begin(self, kind: str) -> float:
         """Warm up, start the peak of memory anew; returns the seconds of one call."""
-        steps = self.cases[case]
-        if steps is None:
-            self.call = inference(self.run, self.inputs, self._around)
-        else:
-            ours = self.peer.compiler == "amp"
-            self.call = TrainingStep(self.model, self.run, self.inputs, self._around, steps, ours)
-        self.round(2)
+        self._start(kind)
+        self.round(3)
         forget_peak(self.device)
         return self.round(1)
 
     def round(self, calls: int) -> float:
         """Seconds a call, over so many calls."""
+        self._wait()
         start = perf_counter()
         for _ in range(calls):
             self.call()
@@ -114,61 +125,49 @@ class Candidate:
         return (perf_counter() - start) / calls
 
     def end(self) -> dict[str, Any]:
-        """Return the figures that are taken once, after the last round."""
+        """The figures that are taken once, after the last round."""
         figures: dict[str, Any] = {"peak_bytes": peak_bytes(self.device)}
-        if isinstance(self.call, TrainingStep):
-            figures["losses"] = self.call.history()
-        figures["host_syncs"] = counting.host_syncs(self.call, self.device)
         if self.device == "cuda":
-            figures["launches"] = counting.kernel_launches(self.call)
-            figures["device_seconds"] = counting.device_seconds(self.call)
-            figures["host_seconds"] = self.host_seconds()
-        figures["recompiled"] = counting.graphs_compiled() - self.graphs
-        del self.call  # the next case's optimizer needs the memory of this one's
+            figures |= profile_gpu(self.call)
+        figures["host_seconds"] = self._time_host()
         return figures
 
-    def host_seconds(self, calls: int = 5) -> float:
-        """Seconds until the host is through with a call, whatever the device has still to do; the median of some."""
-        times = []
+    def _start(self, kind: str) -> None:
+        ours = self.peer.compiler == "amp"
+        self.call: Callable[[], Tensor] = self._infer
+        if kind != CALL:
+            self.call = TrainingStep(self.model, self._forward, KINDS[kind], ours, self.device)
+
+    def _forward(self) -> Tensor:
+        if self.peer.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        with self.peer.open_context(self.device, self.dtype):
+            return self.run(*self.inputs)
+
+    def _infer(self) -> Tensor:
+        with torch.no_grad():
+            return self._forward()
+
+    def _time_host(self, calls: int = 8) -> list[float]:
+        """Seconds for which the host is busy with forward, backward and update by themselves, or with a call; the
+        device's work is waited for in between. Medians of some.
+        """
+        parts: list[list[float]] = []
         for _ in range(calls):
-            self._wait()
-            start = perf_counter()
-            self.call()
-            times.append(perf_counter() - start)
-        return median(times)
+            if isinstance(self.call, TrainingStep):
+                step, losses = self.call, list[Tensor]()
+                acts = [lambda: losses.append(step.forward()), lambda: step.backward(losses[0]), step.update]  # noqa: B023
+                parts.append([self._time(act) for act in acts])
+            else:
+                parts.append([self._time(self.call)])
+        return [median(part) for part in zip(*parts, strict=True)]
 
-    def _around(self) -> Any:
-        return self.peer.around(self.device, self.dtype)
-
-    def _result(self, run: Callable[..., Tensor], around: Around) -> list[Tensor]:
-        if not self.work.training:
-            return [inference(run, self.inputs, around)()]
-        with around():
-            loss = run(*self.inputs)
-        loss.backward()
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        self.model.zero_grad()
-        return grads
-
-    def _seconds(self) -> float:
-        start = perf_counter()
-        self._result(self.run, self._around)
+    def _time(self, act: Callable[[], object]) -> float:
         self._wait()
+        start = perf_counter()
+        act()
         return perf_counter() - start
 
     def _wait(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
-
-
-def check_fairness(low: bool, error: float, found: list[Tensor]) -> None:
-    """Raises UnfairError unless `found` are right numbers, computed in low precision if they should be."""
-    if not error < WRONG_ERROR:
-        raise UnfairError(f"wrong numbers: relative error {error:.2g} against eager float32")
-    if low and error < FLOAT32_ERROR:
-        raise UnfairError(f"ran in float32: relative error {error:.2g} against eager float32")
-    parts = [chunk for f in found for chunk in chunks(f)]
-    nonzero = sum(int(chunk.count_nonzero()) for chunk in parts)
-    denormal = sum(int(((c != 0) & (c.abs() < torch.finfo(torch.float32).tiny)).sum()) for c in parts)
-    if denormal > nonzero / 100:
-        raise UnfairError(f"{denormal} of {nonzero} numbers are denormal: arithmetic on them is many times slower")

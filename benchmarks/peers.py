@@ -1,16 +1,15 @@
-"""The peers that users would choose instead: ways to run a model, each with its settings, or why it can't run."""
+"""The ways to run a model that are compared: compilers, precisions, CUDA graphs, or why one can't run here."""
 
-import importlib
+import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from ampcompile.config import FUSE_FAMILIES
+from ampcompile.config import Options
 
 
 @dataclass(frozen=True)
@@ -19,119 +18,71 @@ class Peer:
 
     name: str
     compiler: str
-    """"eager", "inductor", "thunder" or "amp"."""
+    """"eager", "inductor" or "amp"."""
     precision: str
-    """"float32", "autocast" (by torch.autocast around the call), "converted" (the whole model) or "compiled"."""
-    mode: str = "default"
-    options: tuple[tuple[str, Any], ...] = ()
-    freezing: bool = False
-    """True if weights become constants of the graph, cast once: for Inductor, without gradients."""
-    by_block: bool = False
-    """True if each block of the model, and each module beside them, is compiled by itself, as Accelerate's
-    `compile_regions` does."""
+    """"float32", "autocast" (by torch.autocast around the call), "converted" (the whole model), "compiled", or "float8"
+    (linear layers by torchao's recipe "tensorwise", the rest by torch.autocast)."""
+    graphs: bool = False
+    """In CUDA graphs, by `mode="reduce-overhead"`; on a CPU that is the default mode."""
+    cpp: bool = False
+    """Launched by generated C++ instead of Python: Inductor's `cpp_wrapper`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the backend "amp"."""
 
-    @property
-    def low(self) -> bool:
-        """True if it computes in the low-precision type."""
-        return self.precision != "float32"
+    def say_unable(self) -> str:
+        """Why this peer can't run here; empty if it can."""
+        if self.precision == "float8" and importlib.util.find_spec("torchao") is None:
+            return "torchao is not installed"
+        try:
+            Options.parse(self.options)
+        except Exception as error:  # an option or a value of a policy that this version hasn't
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        return ""
 
-    def unable(self, device: str) -> str | None:
-        """Why this peer can't run here, or None."""
-        if device == "cpu" and self.mode == "reduce-overhead":
-            return "on a CPU reduce-overhead is the default mode: all it adds is CUDA graphs"
-        if self.compiler == "thunder":
-            return unusable("thunder", "lightning-thunder")
-        return None
-
-    def around(self, device: str, dtype: torch.dtype) -> AbstractContextManager:
+    def open_context(self, device: str, dtype: torch.dtype) -> AbstractContextManager:
         """The context that the forward call runs in."""
-        return torch.autocast(device, dtype) if self.precision == "autocast" else nullcontext()
+        return torch.autocast(device, dtype) if self.precision in ("autocast", "float8") else nullcontext()
 
-    def compiled(self, model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
+    def compile(self, model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
         """The model, ready to be called; nothing is compiled before the first call."""
-        if self.by_block:
-            alone = replace(self, by_block=False)
-            for name, child in list(model.named_children()):
-                parts = child.named_children() if isinstance(child, nn.ModuleList) else [("", child)]
-                for index, part in list(parts):
-                    model.set_submodule(f"{name}.{index}".strip("."), alone.compiled(part, dtype))  # type: ignore[arg-type]
-            return model
+        if self.precision == "converted":
+            model.to(dtype)
+        if self.precision == "float8":
+            float8: Any = importlib.import_module("torchao.float8")
+            recipe = float8.Float8LinearConfig.from_recipe_name("tensorwise")
+            keep = lambda module, name: "head" not in name  # noqa: E731  as torchao advises
+            float8.convert_to_float8_training(model, config=recipe, module_filter_fn=keep)
         if self.compiler == "eager":
             return model
-        if self.compiler == "thunder":
-            return importlib.import_module("thunder").jit(model)
+        torch._inductor.config.cpp_wrapper = self.cpp  # of the whole process, which is the peer's own
+        mode = "reduce-overhead" if self.graphs else "default"
         if self.compiler == "inductor":
-            mode = None if self.options else self.mode
-            # For the whole process, which is the peer's own: Dynamo reads it while it traces, and no option tells it.
-            torch._inductor.config.freezing = self.freezing
-            return torch.compile(model, mode=mode, options=dict(self.options) or None)
-        # What they return is in autocast's types, as what the others do.
-        options = {"mode": self.mode, **dict(self.options), "dtype": dtype, "outputs": "autocast"}
+            return torch.compile(model, mode=mode)
+        # What it returns is in autocast's types, as what the others do.
+        options = {"mode": mode, "dtype": dtype, "outputs": "autocast", **self.options}
         return torch.compile(model, backend="amp", options=options)
 
-    def settings(self) -> dict[str, Any]:
-        """The settings that a reader needs to run it too."""
-        found: dict[str, Any] = {"compiler": self.compiler, "precision": self.precision}
-        if self.compiler in ("inductor", "amp"):
-            found |= {"mode": self.mode, "options": dict(self.options)}
-        if self.freezing:
-            found["torch._inductor.config.freezing"] = True
-        return found
 
-
-KNOWN = {
-    "lightning-thunder": "; 0.2.6, tried, runs with torch 2.11 and can't be imported with 2.13: no Tensor.align_as"
-}
-
-
-def unusable(module: str, distribution: str) -> str | None:
-    """Why a package can't be used here, or None."""
-    try:
-        found = version(distribution)
-    except PackageNotFoundError:
-        return f"{distribution} is not installed{KNOWN.get(distribution, '')}"
-    try:
-        importlib.import_module(module)
-    except Exception as error:
-        return f"{distribution} {found} can't be imported with torch {torch.__version__}: {error}"
-    return None
-
-
-def liger_unusable(device: str) -> str | None:
-    """Why Liger-Kernel's kernels can't run here, or None."""
-    return unusable("liger_kernel", "liger-kernel") if device == "cuda" else "its kernels are Triton's: they need a GPU"
-
-
-AMP = "amp"
-RELAXED = f"{AMP}, relaxed"
-"""Without eager autocast's roundings inside fused kernels, as Inductor computes by itself."""
-BASELINE = "Inductor + autocast"
-FUSING = tuple(f"{AMP}, fuse={family}" for family in ("none", *FUSE_FAMILIES))
-"""Each family of fused kernels on, and all off; without a word the cost rule decides."""
-BY_BLOCK = (f"{BASELINE}, by block", f"{AMP}, by block")
-"""Regional compilation, the recommended way for large models."""
-LIMIT = "Inductor, converted"
+AMP, BASELINE = "amp", "Inductor + autocast"
+CONVERTED = "Inductor, converted"
 """The whole model in the low type: fast, and not mixed precision any more."""
-
+GRAPHS, CPP = ", CUDA graphs", ", C++ wrapper"
+FUSED, UNFUSED, FP8, TORCHAO = "amp, fuse=linear_cross_entropy", "amp, fuse=none", "amp, fp8", "torchao float8"
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("eager fp32", "eager", "float32"),
+        Peer("eager float32", "eager", "float32"),
         Peer("eager autocast", "eager", "autocast"),
-        Peer("Inductor fp32", "inductor", "float32"),
+        Peer("Inductor float32", "inductor", "float32"),
         Peer(BASELINE, "inductor", "autocast"),
-        Peer(f"{BASELINE}, max-autotune", "inductor", "autocast", mode="max-autotune"),
-        Peer(f"{BASELINE}, reduce-overhead", "inductor", "autocast", mode="reduce-overhead"),
-        Peer(f"{BASELINE}, freezing", "inductor", "autocast", freezing=True),
-        Peer("Thunder + autocast", "thunder", "autocast"),
-        Peer(LIMIT, "inductor", "converted"),
-        Peer(f"{LIMIT}, reduce-overhead", "inductor", "converted", mode="reduce-overhead"),
+        Peer(CONVERTED, "inductor", "converted"),
+        Peer(CONVERTED + GRAPHS, "inductor", "converted", graphs=True),
         Peer(AMP, "amp", "compiled"),
-        Peer(RELAXED, "amp", "compiled", options=(("numerics", "relaxed"),)),
-        Peer(f"{AMP}, max-autotune", "amp", "compiled", mode="max-autotune"),
-        Peer(f"{AMP}, reduce-overhead", "amp", "compiled", mode="reduce-overhead"),
-        Peer(BY_BLOCK[0], "inductor", "autocast", by_block=True),
-        Peer(BY_BLOCK[1], "amp", "autocast", by_block=True),
-        *(Peer(name, "amp", "compiled", options=(("fuse", name.partition("=")[2]),)) for name in FUSING),
+        *(Peer(BASELINE + how, "inductor", "autocast", how == GRAPHS, how == CPP) for how in (GRAPHS, CPP)),
+        *(Peer(AMP + how, "amp", "compiled", how == GRAPHS, how == CPP) for how in (GRAPHS, CPP)),
+        Peer(UNFUSED, "amp", "compiled", options={"fuse": "none"}),
+        Peer(FUSED, "amp", "compiled", options={"fuse": "linear_cross_entropy"}),
+        Peer(FP8, "amp", "compiled", options={"policy": {"ops": {"linear": "fp8"}}}),
+        Peer(TORCHAO, "inductor", "float8"),
     )
 }

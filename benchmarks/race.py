@@ -1,109 +1,148 @@
-"""Peers on the same work: each in a process with empty caches of its own, timed in turn."""
+"""Peers on the same work, each in a process with empty caches of its own, timed in turn; what is noted is resumed."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from benchmarks.apart import Asked, FailedError, apart
 from benchmarks.candidate import Candidate
-from benchmarks.peers import PEERS
-from benchmarks.records import Row
-from benchmarks.works import Work
+from benchmarks.peers import BASELINE, PEERS
+from benchmarks.plans import Work
+from benchmarks.records import Records
 
-Caches = Callable[[], AbstractContextManager[Path]]
-ROUND = 0.1
+ROUND = 0.2
 """Seconds that a round of the fastest peer lasts, at least."""
-ROUNDS = (7, 25)
-"""How many rounds there are, at least and at most."""
-SLOW_ROUND = 10.0
-"""Seconds that a round takes, at least, where a CPU emulates a type."""
-EMULATED = 1800.0
-"""Seconds that one answer may take on such a CPU."""
-FEW_ROUNDS = 3
-"""How many slow rounds there are, at least."""
+FLOAT32_ERROR, WRONG_ERROR = 3e-5, 0.5
+"""Relative errors of a call: below the first nothing ran in a 16-bit type, above the second the numbers are wrong."""
+SHARED = {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "4"}
+"""The environment of peers that compile side by side."""
+KERNELS = "AMPCOMPILE_CACHE_DIR"
+BUILD = "from ampcompile.kernels import native; native.available()"
+LOSSES_APART = 0.05
+"""Of a loss after some steps: two peers whose losses are further apart don't train the same way."""
 
 
 class Race:
-    """The peers that still run, and why the others don't. A round has `least` calls, at least."""
+    """The peers of one work that still run, and why the others don't."""
 
-    def __init__(self, out: Mapping[str, str], least: int = 1) -> None:
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.out = {name: why for name in work.peers if (why := PEERS[name].say_unable())}
         self.running: dict[str, Asked] = {}
         self.figures: dict[str, dict[str, Any]] = {}
-        self.out, self.least = dict(out), least
 
-    def enter(self, name: str, peer: Asked) -> None:
-        """Let in a peer, which prepares itself before the next one comes."""
-        self.running[name] = peer
-        self.figures |= self._ask([name], "prepare")
+    def ask(self, names: Sequence[str], *question: Any) -> dict[str, Any]:
+        """Answers, one peer after the other; one that fails is out."""
+        return {name: found for name in names if (found := self._try(name, "ask", *question)) is not None}
 
-    def prepared(self) -> None:
-        """Wait for peers that were all told to prepare themselves."""
-        for name, peer in list(self.running.items()):
-            try:
-                self.figures[name] = {key: value for key, value in peer.receive().items() if key != "compile_seconds"}
-            except FailedError as error:
-                self._fails(name, error)
+    def await_prepared(self) -> None:
+        """Take the figures of peers that were all told to prepare themselves, and leave out those that are unfair."""
+        for name in list(self.running):
+            if (found := self._try(name, "receive")) is not None:
+                self.figures[name] = found
+        of = BASELINE if BASELINE in self.figures else next(iter(self.figures), "")
+        for name, figures in self.figures.items():
+            if why := judge(figures, self.figures[of], PEERS[name].precision != "float32"):
+                self.out[name] = why
+                del self.running[name]
 
-    def ask_all(self, *question: Any, backwards: bool = False) -> dict[str, Any]:
-        """Every peer's answer, one peer after the other."""
-        return self._ask(list(self.running)[:: -1 if backwards else 1], *question)
-
-    def _ask(self, names: Iterable[str], *question: Any) -> dict[str, Any]:
-        """The answers of those that have one; one that fails is out."""
-        answers = {}
-        for name in names:
-            try:
-                answers[name] = self.running[name].ask(*question)
-            except FailedError as error:
-                self._fails(name, error)
-        return answers
-
-    def _fails(self, name: str, error: FailedError) -> None:
-        self.out[name] = str(error)
-        del self.running[name]
-
-    def time(self, case: str, budget: float) -> dict[str, list[float]]:
-        """Seconds a call in each round, by peer; every other round goes backwards. Takes `budget` seconds or so."""
-        one_call = self.ask_all("begin", case)
+    def time(self, kind: str, rounds: int) -> dict[str, dict[str, Any]]:
+        """Figures by peer, `seconds` a call in each round among them; every other round goes backwards."""
+        one_call = self.ask(list(self.running), "begin", kind)
         if not one_call:
             return {}
-        calls = max(self.least, math.ceil(ROUND / min(one_call.values())))
-        one_round = calls * sum(one_call.values())
-        fewest = ROUNDS[0] if one_round < SLOW_ROUND else FEW_ROUNDS
-        rounds = min(max(int(budget / one_round), fewest), ROUNDS[1])
-        times = [self.ask_all("round", calls, backwards=turn % 2 == 1) for turn in range(rounds)]
-        return {name: [seconds[name] for seconds in times] for name in self.running}
+        calls = max(1, math.ceil(ROUND / min(one_call.values())))
+        times = [self.ask(list(self.running)[:: -1 if turn % 2 else 1], "round", calls) for turn in range(rounds)]
+        ends = self.ask(list(self.running), "end")
+        return {
+            name: {"seconds": [each[name] for each in times], **self.figures[name], **end} for name, end in ends.items()
+        }
 
-    def rows(self, cases: Iterable[str], budget: float = 0.0) -> list[Row]:
-        """A row for every case and every peer. `budget`: about how many seconds one case is timed."""
-        rows = []
-        for case in cases:
-            times, ends = self.time(case, budget), self.ask_all("end")
-            rows += [
-                Row(case, name, {"seconds": times[name], **self.figures[name], **end}) for name, end in ends.items()
-            ]
-            rows += [Row(case, name, why=why) for name, why in self.out.items()]
-        return rows
+    def _try(self, name: str, method: str, *question: Any) -> Any:
+        try:
+            return getattr(self.running[name], method)(*question)
+        except FailedError as error:
+            self.out[name] = str(error)
+            del self.running[name]
+            return None
 
 
-def race(work: Work, device: str, budget: float, caches: Caches, together: bool = False) -> list[Row]:
-    """A row for every case of the work and every peer; `caches` makes a folder for what one peer compiles.
+def judge(figures: dict[str, Any], reference: dict[str, Any], low: bool) -> str:
+    """Why a peer doesn't do the work that the others do; empty if it does."""
+    if (error := figures.get("error")) is not None:
+        if not error < WRONG_ERROR:
+            return f"wrong numbers: relative error {error:.2g} against eager float32"
+        if low and error < FLOAT32_ERROR:
+            return f"ran in float32: relative error {error:.2g} against eager float32"
+    elif not abs(figures["losses"][-1] - (other := reference["losses"][-1])) <= LOSSES_APART * abs(other):
+        return f"trains otherwise: loss {figures['losses'][-1]:.4g}, others {other:.4g}"
+    return ""
 
-    `together`: all peers prepare themselves at the same time; then nobody's compile time is known.
-    """
-    contest = Race({name: why for name in work.peers if (why := PEERS[name].unable(device))})
+
+@contextmanager
+def enter(race: Race, device: str, caches: Path, patience: float, together: bool) -> Iterator[None]:
+    """Start the processes of a race, and have all of them compile: `together`, or one after the other."""
     with ExitStack() as processes:
-        for name in (name for name in work.peers if name not in contest.out):
-            folder, given = processes.enter_context(caches()), (work, PEERS[name], device)
-            peer = processes.enter_context(apart(Candidate, *given, caches=folder, environment=work.environment))
-            peer.patience = EMULATED if work.isa else peer.patience
-            if together:
-                peer.send("prepare")
-                contest.running[name] = peer
-            else:
-                contest.enter(name, peer)
-        if together:
-            contest.prepared()
-        return contest.rows([case for case, _ in work.cases()], budget)
+        for name in (name for name in race.work.peers if name not in race.out):
+            folder = caches / re.sub(r"\W+", "-", f"{race.work.name} {race.work.kinds[0]} {name}")
+            environment = {KERNELS: f"{caches}/kernels", **(SHARED if together else {})}
+            started = apart(Candidate, race.work, name, device, caches=folder, environment=environment)
+            peer = processes.enter_context(started)
+            peer.patience = patience
+            race.running[name] = peer
+            peer.send("prepare")
+            if not together:
+                peer.line.poll(patience)
+        yield
+
+
+def run(
+    groups: Sequence[Sequence[Work]],
+    records: Records,
+    device: str,
+    caches: Path,
+    rounds: int = 7,
+    together: bool = False,
+    until: float = math.inf,
+) -> int:
+    """Measure what the records lack, the works of a group side by side; returns how many works are left.
+
+    `caches`: a folder for what is compiled. `until`: when, by `time.monotonic()`, no further group begins that would
+    be cut off: one is taken to last as long as the longest before it, or two minutes.
+    """
+    longest, left = 120.0, 0
+    # Our C++ kernels are built once, not by each process.
+    subprocess.run([sys.executable, "-c", BUILD], env={**os.environ, KERNELS: f"{caches}/kernels"}, check=False)
+    for group in groups:
+        todo = [work for work in group if not all(name_stage(work, kind) in records.stages for kind in work.kinds)]
+        began = monotonic()
+        if todo and (left or began + longest > until):
+            left += len(todo)
+            continue
+        with ExitStack() as open_races:
+            races = [Race(work) for work in todo]
+            for race in races:
+                open_races.enter_context(enter(race, device, caches, min(1800.0, until - began), together))
+            for race in races:
+                race.await_prepared()
+            for race in races:
+                for kind in race.work.kinds:
+                    timed = race.time(kind, rounds)
+                    for name in race.work.peers:
+                        figures = timed.get(name) or {"why": race.out[name]}
+                        records.add(name_stage(race.work, kind), name, **figures)
+                    print(name_stage(race.work, kind), {n: min(f["seconds"]) for n, f in timed.items()}, flush=True)
+        longest = max(longest, monotonic() - began) if todo else longest
+    return left
+
+
+def name_stage(work: Work, kind: str) -> str:
+    """The stage of the records that holds a work's figures."""
+    return f"{work.name}: {kind}"

@@ -23,7 +23,6 @@ from .cross_entropy import (
     picked_logits,
     row_sums,
 )
-from .linear_cast import weight_gradient
 from .usable import on_device_of
 
 PIECE = 2**28
@@ -112,7 +111,7 @@ def linear_cross_entropy_backward(
         if wanted[0]:
             torch.mm(logits, low_weight, out=to_x[rows])
         if wanted[1]:
-            to_weight += weight_gradient(logits, x[rows])
+            to_weight += _weight_gradient(logits, x[rows])
         if wanted[2]:
             to_bias += logits.sum(0, dtype=torch.float32)
         del logits
@@ -128,6 +127,13 @@ def _gradients(x: Tensor, low_weight: Tensor, wanted: list[bool]) -> tuple[Tenso
     to_x = x.new_empty(x.shape if wanted[0] else (0,))
     to_weight = x.new_zeros(low_weight.shape if wanted[1] else (0,), dtype=torch.float32)
     return to_x, to_weight, x.new_zeros(low_weight.shape[:1] if wanted[2] else (0,), dtype=torch.float32)
+
+
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """`grad` (rows, classes) transposed @ `x` (rows, features), both 16-bit, in the float32 in which it is summed."""
+    if grad.is_cuda:
+        return torch.mm(grad.t(), x, out_dtype=torch.float32)
+    return grad.float().t() @ x.float()
 
 
 def _gradient_(logits: Tensor, lse: Tensor, target: Tensor, weight: Tensor | None, rows: Coefficients) -> Tensor:

@@ -35,8 +35,9 @@ def usable() -> bool:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of a GPU's memory; 0 without a GPU."""
-    return torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else 0
+    """Bytes of a GPU's memory; 0 of a CPU, and without a GPU."""
+    known = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device).total_memory if known else 0
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:

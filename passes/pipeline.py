@@ -77,21 +77,14 @@ def pipeline(
 def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
     """Passes on the rewritten graph that replace whole ops by fused kernels, before differentiation.
 
-    Empty without a GPU, unless the user names families, and with `lower="eager"`: there autograd itself differentiates
+    Empty without a GPU, unless the user asks for one, and with `lower="eager"`: there autograd itself differentiates
     the graph, twice if asked, and a fused op has no second derivative.
     """
-    if options.lower == "eager" or (options.fuse == "auto" and device_type != "cuda"):
+    if options.lower == "eager" or options.fuse == "none" or (options.fuse == "auto" and device_type != "cuda"):
         return ()
-    from ampcompile.passes.fuse.fuse_linear_cast import FuseLinearCast  # here: they define ops that CPUs seldom need
-    from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy
-    from ampcompile.passes.fuse.matching import FusionCost
+    from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy  # defines an op few CPUs need
 
-    cost = FusionCost(options.fuse)
-    passes = (
-        FuseLinearCrossEntropy(cost),  # before the pass that would fuse its linear layer alone
-        FuseLinearCast(cost, torch.is_grad_enabled()),  # needs the casts of weights that weren't hoisted
-    )
-    return tuple(each for each in passes if cost.considers(each.family))
+    return (FuseLinearCrossEntropy(options.fuse == "auto"),)
 
 
 def after(

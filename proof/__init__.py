@@ -1,1 +1,1 @@
-"""Proof, case by case, on everything that PyTorch brings: `make proof` tries it, docs/proof.md tells."""
+"""Proof, case by case, on operators, models, training and random programs: `make proof` tries it and prints tables."""

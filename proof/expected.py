@@ -15,8 +15,6 @@ class Expected(NamedTuple):
     name: str
     kind: str
     reason: str
-    upstream: str = ""
-    """The issue of PyTorch's, where there is one."""
     without_units: torch.dtype | None = None
     """The type without units for which a CPU has this failure, if others don't."""
 
@@ -60,7 +58,7 @@ EXPECTED: tuple[Expected, ...] = (
 )
 
 
-def failures(part: str, found: Iterable[Verdict]) -> Iterable[tuple[str, Failure, Expected | None]]:
+def explain_failures(part: str, found: Iterable[Verdict]) -> Iterable[tuple[str, Failure, Expected | None]]:
     """Every failure of a part: its group, and the entry that it is expected by."""
     for verdict in found:
         for failure in verdict.failures:

@@ -1,13 +1,12 @@
-"""The interface of every part of the proof: groups of cases to run, and a chapter of the page."""
+"""The interface of every part of the proof: groups of cases to run, and a table of what came of them."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from proof.results import Verdict, about
+from proof.results import Verdict
 
 HOMES = {
     "ops": "proof.ops.parts.OPERATORS",
@@ -17,13 +16,8 @@ HOMES = {
     "models": "proof.models.sweep.PART",
     "convergence": "proof.convergence.sweep.PART",
     "masters": "proof.convergence.masters.PART",
-    "fuzz": "proof.fuzz.sweep.PART",
-    "faults": "proof.faults.sweep.PART",
-    "dashboard": "proof.dashboard.sweep.PART",
 }
-"""Part → where it is, in the order in which they run and stand on the page."""
-BY_NAME_ALONE = {"dashboard"}
-"""Parts that run only if they are named."""
+"""Part → where it is, in the order in which they run and are shown."""
 
 
 @dataclass(frozen=True)
@@ -32,22 +26,18 @@ class Part:
 
     title: str
     says: str
-    """The rules, as the page states them."""
+    """The rules by which a case holds."""
     groups: Callable[[bool], list[str]]
     """Names of groups of cases, always the same: all of them, or those of the default sample."""
     run: Callable[[str], Verdict]
     """Tries all cases of a group. Called in a process of its own, which serves many groups."""
     tabulate: Callable[[Sequence[Verdict]], str]
-    """The results of all groups together, for the page."""
+    """The results of all groups together."""
     seconds: float = 600.0
     """How long one group may take."""
-    about: Callable[[], dict[str, Any]] = about
-    """The machine and the versions that the page names."""
-    missing: Callable[[], str] = str
-    """The packages that it lacks here, and how to get them; empty if none."""
 
 
-def part(name: str) -> Part:
+def load_part(name: str) -> Part:
     """The part of that name."""
     module, _, attribute = HOMES[name].rpartition(".")
     return getattr(importlib.import_module(module), attribute)

@@ -12,7 +12,7 @@ from benchmarks import machine
 from benchmarks.records import Records
 
 RESULTS = Path(__file__).with_name("results")
-"""Where the results that the repository keeps are."""
+"""The results that the repository keeps."""
 
 
 class Failure(NamedTuple):
@@ -45,7 +45,7 @@ class Verdict:
         return {name: value for name, value in vars(self).items() if value and name != "group"}
 
 
-def verdicts(files: Iterable[Records]) -> list[Verdict]:
+def read_verdicts(files: Iterable[Records]) -> list[Verdict]:
     """Of all files, by group."""
     found = []
     for records in files:
@@ -57,7 +57,7 @@ def verdicts(files: Iterable[Records]) -> list[Verdict]:
     return sorted(found, key=lambda verdict: verdict.group)
 
 
-def opened(path: Path, about: dict[str, Any] | None = None) -> Records:
+def open_records(path: Path, about: dict[str, Any] | None = None) -> Records:
     """The file of records at `path`, or an empty one; `about` joins those who found what is there."""
     records = Records.load(path) if path.exists() else Records(path, {"runs": []})
     if about and about not in records.about["runs"]:
@@ -65,12 +65,12 @@ def opened(path: Path, about: dict[str, Any] | None = None) -> Records:
     return records
 
 
-def name_of(part: str, shard: tuple[int, int]) -> str:
+def name_file(part: str, shard: tuple[int, int]) -> str:
     """The file of a part's shard."""
     return f"{part}.json" if shard[1] == 1 else f"{part}.{shard[0]}of{shard[1]}.json"
 
 
-def of_part(part: str, folder: Path = RESULTS) -> Iterator[Records]:
+def find_records(part: str, folder: Path = RESULTS) -> Iterator[Records]:
     """Everything that is known of a part."""
     for path in sorted(folder.glob(f"{part}.*json")):
         yield Records.load(path)
@@ -88,6 +88,5 @@ def shard(text: str) -> tuple[int, int]:
 def about() -> dict[str, Any]:
     """Versions and machine."""
     found = machine.about("cpu")
-    keep = ("processor", "low-precision instructions", "system", "python")
-    versions = {name: found["packages"][name] for name in ("torch", "ampcompile")}
-    return {name: found[name] for name in keep} | versions | {"commit": machine.commit()}
+    keep = ("processor", "low-precision instructions", "system", "python", "commit")
+    return {name: found[name] for name in keep} | {"torch": found["packages"]["torch"]}

@@ -6,18 +6,16 @@ import argparse
 import contextlib
 import hashlib
 import logging
-import sys
+import signal
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from benchmarks import runner
 from benchmarks.apart import Apart, FailedError, apart
+from benchmarks.records import Records
 from proof import part as parts
-from proof.results import RESULTS, Failure, Verdict, name_of, of_part, opened, shard, verdicts
+from proof.results import RESULTS, Failure, Verdict, about, find_records, name_file, open_records, read_verdicts, shard
 
 GROUPS_PER_PROCESS = 200
 """Dynamo keeps some of each graph; so many later a new process begins."""
@@ -30,7 +28,7 @@ class Worker:
         """A group's verdict; what torch and amp warn of on the way is no part of it."""
         logging.disable(logging.ERROR)
         warnings.simplefilter("ignore")
-        return parts.part(name).run(group)
+        return parts.load_part(name).run(group)
 
 
 class Workers:
@@ -40,15 +38,14 @@ class Workers:
         self.caches, self.open, self.served = caches, contextlib.ExitStack(), 0
         self.process: Apart | None = None
 
-    def verdict(self, name: str, group: str, seconds: float) -> Verdict:
+    def judge(self, name: str, group: str, seconds: float) -> Verdict:
         """A group's verdict; a process that dies or hangs is one too."""
         if self.served >= GROUPS_PER_PROCESS:
             self.close()
         self.served += 1
         if self.process is None:
-            self.process = self.open.enter_context(
-                apart(Worker, caches=self.caches, environment={"OMP_NUM_THREADS": "1"})
-            )
+            started = apart(Worker, caches=self.caches, environment={"OMP_NUM_THREADS": "1"})
+            self.process = self.open.enter_context(started)
         self.process.patience = seconds
         try:
             return self.process.ask("run", name, group)
@@ -62,47 +59,76 @@ class Workers:
         self.process, self.served = None, 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parse(arguments: list[str]) -> argparse.Namespace:
     """The options of a run."""
-    found = argparse.ArgumentParser(prog="python -m proof", description=__doc__)
-    found.add_argument("parts", nargs="*", metavar="PART", help=f"which of {', '.join(parts.HOMES)}")
-    found.add_argument("--all", action="store_true", help="every case, not the default sample")
-    found.add_argument("--shard", type=shard, default=(1, 1), metavar="I/N", help="every N-th group, from the I-th on")
-    found.add_argument("--minutes", type=float, default=60.0, help="stop after so many (default %(default)g)")
-    found.add_argument("--again", action="store_true", help="forget the verdicts that are there")
-    found.add_argument("--only", default="", help="groups whose names contain this; their verdicts are replaced")
-    found.add_argument("--results", type=Path, default=RESULTS, help="folder of results (default %(default)s)")
+    parser = argparse.ArgumentParser(prog="python -m proof", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"which of {', '.join(parts.HOMES)}")
+    parser.add_argument("--all", action="store_true", help="every case, not the default sample")
+    parser.add_argument("--shard", type=shard, default=(1, 1), metavar="I/N", help="every N-th group, from the I-th on")
+    parser.add_argument("--minutes", type=float, default=60.0, help="stop after so many (default %(default)g)")
+    parser.add_argument("--again", action="store_true", help="forget the verdicts that are there")
+    parser.add_argument("--only", default="", help="groups whose names contain this; their verdicts are replaced")
+    parser.add_argument("--show", action="store_true", help="run nothing, print the results that are there")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of results (default %(default)s)")
+    found = parser.parse_args(arguments)
+    if unknown := set(found.parts) - set(parts.HOMES):
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(parts.HOMES)}")
+    found.parts = found.parts or list(parts.HOMES)
     return found
 
 
-def main(arguments: list[str]) -> int:
-    """Run what is asked for; 1 if something is left for another run, 2 if something is missing."""
-    options = parser().parse_args(arguments)
-    if unknown := set(options.parts) - set(parts.HOMES):
-        parser().error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(parts.HOMES)}")
-    names = options.parts or [name for name in parts.HOMES if name not in parts.BY_NAME_ALONE]
-    if missing := [why for name in names if (why := parts.part(name).missing())]:
-        print(*missing, sep="\n", file=sys.stderr)
-        return 2
-    with TemporaryDirectory() as caches, contextlib.closing(Workers(Path(caches))) as workers:
-        left = runner.run([job for name in names for job in _jobs(name, options, workers)], options.minutes)
-    print(f"{left} groups left: the same command goes on with them" if left else "nothing is left")
-    return 1 if left else 0
+def run(options: argparse.Namespace) -> int:
+    """Run what is asked for, print each verdict; returns how many groups are left for another run."""
+    left: list[tuple[Records, str, str]] = []
+    try:
+        with (
+            TemporaryDirectory() as caches,
+            contextlib.closing(Workers(Path(caches))) as workers,
+            limit_time(60 * options.minutes),
+        ):
+            left += [job for name in options.parts for job in _find_jobs(name, options)]
+            while left:
+                records, name, group = left[0]
+                verdict = workers.judge(name, group, parts.load_part(name).seconds)
+                records.add(*verdict.place, **verdict.noted())
+                told = [f"{failure.kind}: {failure.text[:200]}" for failure in verdict.failures]
+                print(f"{name}: {group}", *told, sep="\n  ", flush=True)
+                left.pop(0)
+    except OutOfTimeError:
+        print("out of time")
+    return len(left)
 
 
-def _jobs(name: str, options: argparse.Namespace, workers: Workers) -> Iterator[runner.Job]:
+def _find_jobs(name: str, options: argparse.Namespace) -> Iterator[tuple[Records, str, str]]:
     """In an order in which whatever is done when time is up is a fair sample."""
-    path, part, (index, count) = options.results / name_of(name, options.shard), parts.part(name), options.shard
+    path, (index, count) = options.results / name_file(name, options.shard), options.shard
     if options.again:
         path.unlink(missing_ok=True)
-    groups = sorted(part.groups(options.all), key=lambda group: hashlib.sha256(group.encode()).digest())
-    done = {verdict.group for verdict in verdicts(of_part(name, options.results))} if not options.only else set()
+    groups = sorted(
+        parts.load_part(name).groups(options.all), key=lambda group: hashlib.sha256(group.encode()).digest()
+    )
+    done = set() if options.only else {v.group for v in read_verdicts(find_records(name, options.results))}
     left = [group for group in groups[index - 1 :: count] if options.only in group and group not in done]
-    records = opened(path, part.about() if left else None)
-    for group in left:
-        yield runner.Job(records, *Verdict(group).place, partial(_tried, workers, name, group, part.seconds))
+    records = open_records(path, about() if left else None)
+    return ((records, name, group) for group in left)
 
 
-def _tried(workers: Workers, name: str, group: str, seconds: float) -> tuple[dict[str, Any], list[str]]:
-    verdict = workers.verdict(name, group, seconds)
-    return verdict.noted(), [f"{failure.kind}: {failure.text[:200]}" for failure in verdict.failures]
+class OutOfTimeError(BaseException):
+    """The time for this run is over. No failure of a case's: nothing but the run itself catches it."""
+
+
+@contextlib.contextmanager
+def limit_time(seconds: float) -> Iterator[None]:
+    """Raises OutOfTimeError meanwhile, after so many seconds (0: never), or where the process is asked to end."""
+
+    def stop(*_: object) -> None:
+        raise OutOfTimeError
+
+    before = [(number, signal.signal(number, stop)) for number in (signal.SIGTERM, signal.SIGALRM)]
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before:
+            signal.signal(number, handler)

@@ -42,7 +42,6 @@ left_out: dict[str, str] = {}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", type=shard, default=(1, 1), metavar="I/N", help="every N-th file, from the I-th on")
-    parser.addoption("--note", type=Path, metavar="FOLDER", help="note there what came of each file on this torch")
     parser.addoption(
         "--note-durations", action="store_true", help=f"write {DURATIONS.name}, from the whole suite's run"
     )
@@ -90,19 +89,6 @@ class Deadline:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.option.note:
-        from proof import versions
-
-        stats = terminalreporter.stats
-        versions.note(
-            config.option.note,
-            [
-                (report.nodeid, name)
-                for name, kinds in zip(versions.COUNTS, (["passed"], ["skipped"], ["failed", "error"]), strict=True)
-                for kind in kinds
-                for report in stats.get(kind, [])
-            ],
-        )
     if config.option.note_durations:
         taken: Counter[str] = Counter()
         for report in (report for reports in terminalreporter.stats.values() for report in reports):

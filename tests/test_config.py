@@ -32,35 +32,11 @@ def test_ours_are_read_and_the_rest_goes_to_inductor():
     assert options.dtype == torch.float16 and options.policy == policy and options.numerics == "relaxed"
     assert dict(options.inductor) == {"epilogue_fusion": False, "fallback_random": True}
     assert Options.parse({"policy": policy}).policy == policy
-    assert Options.parse({"fuse": "linear+linear_cross_entropy"}).fuse == "linear+linear_cross_entropy"
-
-
-@pytest.mark.parametrize("family", ["cross_entropy", "norm", "softmax"])
-def test_a_family_that_is_gone_warns_once_and_is_ignored(family):
-    config._warn_gone.cache_clear()
-    with pytest.warns(
-        AmpWarning,
-        match=f"fuse names '{family}', .*; expected some of 'linear', 'linear_cross_entropy'.*: leave it out",
-    ):
-        assert Options.parse({"fuse": family}).fuse == "none"
-    assert Options.parse({"fuse": family}).fuse == "none"  # a second warning would be an error
-    assert (
-        Options.parse({"fuse": f"{family}+linear"}).fuse == Options.parse({"fuse": f"linear+{family}"}).fuse == "linear"
-    )
-    with pytest.raises(OptionError, match=r"option fuse='norms'"):
-        Options.parse({"fuse": f"norms+{family}"})
-
-
-def test_each_family_that_is_gone_has_a_warning_of_its_own():
-    config._warn_gone.cache_clear()
-    with pytest.warns(AmpWarning) as found:
-        assert Options.parse({"fuse": "norm+linear+cross_entropy"}).fuse == "linear"
-    told = [str(each.message).split(",")[0] for each in found]
-    assert told == ["option fuse names 'norm'", "option fuse names 'cross_entropy'"]
+    assert Options.parse({"fuse": "linear_cross_entropy"}).fuse == "linear_cross_entropy"
 
 
 def test_an_option_that_is_gone_warns_once_of_a_value_that_meant_something():
-    config._warn_gone.cache_clear()
+    config._warn_of_placement.cache_clear()
     assert Options.parse({"placement": "eager"}) == Options()
     with pytest.warns(AmpWarning, match=r"placement names 'bytes', .* expected 'eager', .*: leave the option out"):
         assert Options.parse({"placement": "bytes"}) == Options()
@@ -87,12 +63,8 @@ def test_a_mode_is_inductors_settings():
         ({"dtype": torch.float32}, r"expected torch.bfloat16 or torch.float16.*enabled=False"),
         ({"dtype": "fp32"}, r"option dtype='fp32': .* or a name such as 'bf16'. For float32 .*enabled=False"),
         ({"range_guards": 1}, r"option range_guards=1: expected True or False"),
-        (
-            {"fuse": "norms"},
-            r"option fuse='norms': expected 'auto', 'none', or some of 'linear', 'linear_cross_entropy', .*'\+'",
-        ),
-        ({"fuse": "linear+auto"}, r"option fuse='linear\+auto'"),
-        ({"fuse": ["linear"]}, r"option fuse=\['linear'\]"),
+        ({"fuse": "linear"}, r"option fuse='linear': expected one of 'auto', 'none', 'linear_cross_entropy'"),
+        ({"fuse": ["none"]}, r"option fuse=\['none'\]"),
         ({"outputs": "fp32"}, r"option outputs='fp32': expected one of 'float32', 'autocast'"),
         ({"dynamic": 1}, r"option dynamic=1: expected True, False or None, as torch.compile's dynamic"),
         ({"fullgraph": "yes"}, r"option fullgraph='yes': expected True, False or None"),

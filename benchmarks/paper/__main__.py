@@ -1,58 +1,102 @@
-"""python -m benchmarks.paper [--jobs N] [--only TEXT] [--all] [--options]   what a GPU would run, for docs/gpu_paper.md
+"""python -m benchmarks.paper [--jobs N] [--only TEXT] [--all] [--options] [--tiny]   what a GPU would run
 
-Each case is counted for each peer in a process of its own. What was counted with the same code is not counted again.
-Exits with 1 if a kernel can't be compiled, or one of ours spills registers.
+Each case is counted for each peer in a process of its own. Totals are printed as tables, and all that was counted is
+written to build/paper.json. Exits with 1 if a kernel can't be compiled, or one of ours spills registers.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from threading import Lock
+from typing import Any
 
-from benchmarks.paper import device, estimate, page, results
-from benchmarks.paper.cases import AMP, DEFAULT, MORE, OPTIONS, PEERS, Case
+from benchmarks.machine import ROOT
+from benchmarks.paper import device
+from benchmarks.paper.cases import AMP, DEFAULT, MORE, OPTIONS, PEERS, SMALL, STOCK, Case
+from benchmarks.tables import table
 
-FOLDER = results.ROOT / ".paper"
+BUILT = ROOT / "build" / "paper.json"
+OURS = "amp_"
+"""Prefix of the names of our Triton kernels."""
+COLUMNS = {"launches": 1, "calls": 1, "bytes": 1e9, "flops": 1e12, "saved": 1e9, "peak": 1e9, "roundings": 1}
+"""What is counted, and the unit in which it is shown."""
+Graphs = list[dict[str, Any]]
 
 
 def main() -> int:
-    """Count all cases and write the pages; return the exit status."""
+    """Count, print, write; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="cases whose name holds this text")
     parser.add_argument("--all", action="store_true", help="more models, too: half an hour on two cores")
     parser.add_argument("--options", action="store_true", help="options of amp that claim to save, in training")
-    arguments = parser.parse_args()
-    FOLDER.mkdir(exist_ok=True)
-    built, keeping = device.build(FOLDER), Lock()
-    codes = {peer: results.code(peer) for peer in (*PEERS, *OPTIONS)}
-    failed = []
+    parser.add_argument("--tiny", action="store_true", help="the small cases of the tests")
+    given = parser.parse_args()
+    cases = [case for case in (SMALL if given.tiny else DEFAULT + MORE * given.all) if given.only in str(case)]
+    todo = [(case, peer) for case in cases for peer in PEERS]
+    todo += [(case, peer) for case in cases for peer in OPTIONS if given.options and case.training and peer != AMP]
+    BUILT.parent.mkdir(exist_ok=True)
+    built = device.build(BUILT.parent)
+    with ThreadPoolExecutor(given.jobs) as pool:
+        answers = list(pool.map(lambda each: _count(str(built), *each), todo))
+    found: dict[str, dict[str, Any]] = {}
+    for (case, peer), answer in zip(todo, answers, strict=True):
+        found.setdefault(str(case), {})[peer] = answer
+    BUILT.write_text(json.dumps(found) + "\n")
+    print(*(show(case, peers) for case, peers in found.items()), sep="\n")
+    print(*(failures := list(find_failures(found))), sep="\n")
+    return int(bool(failures))
 
-    def count(case: Case, peer: str) -> None:
-        command = [sys.executable, "-m", "benchmarks.paper.one", str(built), json.dumps(asdict(case)), peer]
-        run = subprocess.run(command, capture_output=True, text=True, cwd=results.ROOT)
-        with keeping:
-            print(f"{case}: {peer}", flush=True)
-            if run.returncode:
-                failed.append(run.stderr)
-                print(run.stderr[-3000:], flush=True)
-            else:
-                results.keep(case, peer, {"code": codes[peer], **json.loads(run.stdout.splitlines()[-1])})
 
-    todo = [(case, peer) for case in (*DEFAULT, *(MORE if arguments.all else ())) for peer in PEERS]
-    if arguments.options:
-        todo += [(case, peer) for case in DEFAULT if case.training for peer in OPTIONS if peer != AMP]
-    todo = [each for each in todo if arguments.only in str(each[0]) and results.counted_with(*each) != codes[each[1]]]
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(lambda each: count(*each), todo))
-    page.write()
-    estimate.write()
-    for each in (bad := list(results.bad())):
-        print(each)
-    return int(bool(bad or failed))
+def _count(built: str, case: Case, peer: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.paper.one", built, json.dumps(asdict(case)), peer]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    print(f"{case}: {peer}", file=sys.stderr, flush=True)
+    return {"error": run.stderr[-3000:]} if run.returncode else json.loads(run.stdout.splitlines()[-1])
+
+
+def add_up(graphs: Graphs, what: str) -> int:
+    """A count of a whole step: the sum over its graphs, or for a peak the maximum."""
+    counts = [sum(graph["calls"].values()) if what == "calls" else graph[what] for graph in graphs]
+    return max(counts) if what == "peak" else sum(counts)
+
+
+def show(case: str, peers: dict[str, Any]) -> str:
+    """The totals of each peer, beside the first's, and the kernels that move most bytes."""
+    graphs = {peer: answer["graphs"] for peer, answer in peers.items() if "graphs" in answer}
+    lines = []
+    for peer, counted in graphs.items():
+        cells = []
+        for what, unit in COLUMNS.items():
+            total, stock = add_up(counted, what), add_up(graphs.get(STOCK, counted), what)
+            cells.append(f"{total / unit:.4g}" + (f" ({total / stock:.2f})" if stock else ""))
+        lines.append([peer, *cells])
+    units = {1e9: "GB ", 1e12: "T"}
+    head = [f"{case}: count (of {STOCK}'s)", *(f"{units.get(unit, '')}{what}" for what, unit in COLUMNS.items())]
+    return table(head, lines) + "\n" + table(["MB of kernels that compute", *graphs], _list_parts(graphs))
+
+
+def _list_parts(peers: dict[str, Graphs]) -> Iterator[list[str]]:
+    sizes: dict[str, Counter[str]] = {}
+    for peer, graphs in peers.items():
+        for label, size in (part for graph in graphs for part in graph["parts"]):
+            sizes.setdefault(label, Counter())[peer] += size
+    for label, by_peer in sorted(sizes.items(), key=lambda item: -max(item[1].values()))[:12]:
+        yield [f"`{label}`", *(f"{by_peer[peer] / 1e6:,.1f}" for peer in peers)]
+
+
+def find_failures(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield what couldn't be counted, kernels that can't be compiled, and kernels of ours that spill registers."""
+    for case, peers in found.items():
+        for peer, answer in peers.items():
+            yield from [f"{case}, {peer}: {answer['error']}"] if "error" in answer else []
+            for kernels in (graph["kernels"] for graph in answer.get("graphs", ())):
+                bad = [*kernels["failed"], *(each for each in kernels["spilled"] if f" {OURS}" in each)]
+                yield from (f"{case}, {peer}: {kernel}" for kernel in bad)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,23 @@
 """The counted cases: models at the sizes that people train, and their inputs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.architectures import GPTS, TINY, build
-from benchmarks.models import GPT, Block
-from benchmarks.paper.state_space import StateSpace
+from benchmarks.architectures import TINY, build
 
 STOCK, CONVERTED, AMP = "Inductor + autocast", "Inductor, converted", "amp"
 PEERS = (STOCK, CONVERTED, AMP)
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     AMP: {},
-    f"{AMP}, fuse=linear_cross_entropy": {"fuse": "linear_cross_entropy"},
-    f"{AMP}, fuse=linear, every call": {"fuse": "linear", "weights": "every_call"},
     f"{AMP}, every call": {"weights": "every_call"},
     f"{AMP}, relaxed": {"numerics": "relaxed"},
 }
-"""Peers that are amp with some option; `linear` is for weights without copies."""
-BY_BLOCK = ", by block"
-DEPTHS: Mapping[str, tuple[int, int]] = {"GPT 1.3B": (2, 3)}
-"""Numbers of layers with which a deep model is counted instead."""
+"""Peers that are amp with some option."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +25,12 @@ class Case:
     """A model and its call."""
 
     model: str
-    """A name that `benchmarks.architectures.build` accepts, "MoE" or "State space"; the prefix "tiny " shrinks the
-    model, and after a GPT's name ", by block" stands for its blocks alone, each compiled by itself."""
+    """A name that `benchmarks.architectures.build` accepts, or "MoE"; the prefix "tiny " shrinks the model."""
     batch: int
     length: int
     """Tokens, or pixels along a side."""
     training: bool
     dtype: str = "bf16"
-    layers: int = 0
-    """Layers of a GPT of the same shape that is built instead; 0: as many as it has."""
 
     def __str__(self) -> str:
         kind = "training step" if self.training else "inference"
@@ -48,20 +38,9 @@ class Case:
 
     def build(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """The model and its inputs; for training the model is in training mode, and returns a loss."""
-        tiny, name = self.model.startswith(TINY), self.model.removeprefix(TINY)
-        model: nn.Module
-        if name.endswith(BY_BLOCK):
-            shape = GPTS[name.removesuffix(BY_BLOCK)]
-            x = torch.randn(self.batch, self.length, shape.width, requires_grad=self.training)
-            return Block(shape.width, shape.heads).train(self.training), (x,)
-        if self.layers:
-            model = GPT(replace(GPTS[name], layers=self.layers))
-        elif name == "MoE":
-            model = Mixture(1, 64, 4, 256) if tiny else Mixture(4, 1024, 8, 32000)
-        elif name == "State space":
-            model = StateSpace(1, 64, 256) if tiny else StateSpace(2, 768, 32000)
-        else:
+        if self.model.removeprefix(TINY) != "MoE":
             return build(self.model, self.batch, self.length, self.training)
+        model = Mixture(1, 64, 4, 256) if self.model.startswith(TINY) else Mixture(4, 1024, 8, 32000)
         tokens, targets = torch.randint(256, (2, self.batch, self.length))
         return model.train(self.training), (tokens, targets) if self.training else (tokens,)
 
@@ -131,9 +110,6 @@ MORE = (
     Case("T5", 8, 512, training=True),
     Case("ViT", 32, 224, training=True),
     Case("ResNet-50", 32, 224, training=True),
-    Case("State space", 4, 1024, training=True),
-    Case(f"GPT 124M{BY_BLOCK}", 8, 1024, training=True),
-    Case("GPT 1.3B", 4, 2048, training=True),
 )
 """Further cases, counted with `--all`."""
 SMALL = (
@@ -141,6 +117,5 @@ SMALL = (
     Case("GPT 1x64", 1, 16, training=False),
     Case("tiny UNet", 2, 16, training=True),
     Case("tiny MoE", 2, 64, training=True),
-    Case("tiny State space", 2, 16, training=True),
 )
-"""The cases of the tests."""
+"""Cases of seconds, for tests and `--tiny`."""

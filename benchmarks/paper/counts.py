@@ -15,7 +15,6 @@ from torch.fx import GraphModule, Node, map_arg
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.flop_counter import flop_registry
 
-from benchmarks.paper.opaque import cost
 from benchmarks.paper.traffic import traffic
 
 LAUNCH = re.compile(r"^ +((?:triton|amp)\w*)\.run\(", re.MULTILINE)
@@ -53,21 +52,16 @@ class Counts:
 
 def count(kind: str, gm: GraphModule, graph: GraphLowering, code: str) -> Counts:
     """Count a graph that Inductor has lowered."""
-    nodes = graph.scheduler.nodes
-    opaque = [(str(node.target), costs) for node in gm.graph.nodes if (costs := cost(node))]
-    names = {name for name, _ in opaque}
-    parts = [(label, size) for node in nodes if (label := _label(node)) not in names and (size := traffic(node))]
-    parts += [(name, costs.bytes) for name, costs in opaque]
+    parts = [(_label(node), size) for node in graph.scheduler.nodes if (size := traffic(node))]
     kernels = dict(KERNEL.findall(code))
     calls = Counter(next(filter(None, groups)) for groups in LIBRARY.findall(code))
-    calls |= Counter({name: sum(costs.products for each, costs in opaque if each == name) for name in names})
     return Counts(
         kind,
-        launches=len(LAUNCH.findall(code)) + sum(costs.launches for _, costs in opaque),
+        launches=len(LAUNCH.findall(code)),
         calls=dict(calls),
         bytes=sum(size for _, size in parts),
         parts=parts,
-        flops=sum(map(_flops, gm.graph.nodes)) + sum(costs.flops for _, costs in opaque),
+        flops=sum(map(_flops, gm.graph.nodes)),
         saved=sum(_saved_bytes(gm)) if kind == "backward" else 0,
         peak=_peak(graph),
         roundings=sum(len(ROUNDED.findall(kernel)) for kernel in kernels.values()),

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel to machine code: registers, spills, shared memory, occupancy of a multiprocessor."""
+"""Compile every Triton kernel to machine code: registers, spills, shared memory."""
 
 import re
 import subprocess
@@ -14,10 +14,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 CAPABILITIES = (80, 90, 100)
-SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Bytes of shared memory that the programs on a multiprocessor share (CUDA C++ Programming Guide, specifications)."""
-REGISTERS, WARPS = 65536, 64
-"""Registers and warps of a multiprocessor, on all three (the same table)."""
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 HEADER = """
 import triton
@@ -36,34 +32,28 @@ class Usage(NamedTuple):
     spilled: int
     """Bytes per thread."""
     shared: int
-    """Bytes per program."""
-    occupancy: float
-    """Share of a multiprocessor's warps that fit, by registers and shared memory."""
+    """Bytes of shared memory per program."""
 
 
-def usages(kernels: Mapping[str, str]) -> dict[str, Any]:
+def describe_kernels(kernels: Mapping[str, str]) -> dict[str, Any]:
     """The most resources of any kernel on each architecture, and the kernels that fail or spill; `kernels`: by name."""
     report: dict[str, Any] = {"failed": [], "spilled": []}
     for capability in CAPABILITIES:
         each = []
         for name, source in kernels.items():
             try:
-                each.append(usage := compiled(source, capability))
+                each.append(usage := compile_kernel(source, capability))
             except Exception as error:  # Triton and ptxas raise many kinds of errors
                 report["failed"].append(f"sm_{capability} {name}: {type(error).__name__}: {error}"[:300])
                 continue
             if usage.spilled:
                 report["spilled"].append(f"sm_{capability} {name}: {usage.spilled} bytes")
-        report[f"sm_{capability}"] = {
-            "kernels": len(each),
-            "registers": max((usage.registers for usage in each), default=0),
-            "shared": max((usage.shared for usage in each), default=0),
-            "occupancy": min((usage.occupancy for usage in each), default=1.0),
-        }
+        most = {what: max((getattr(usage, what) for usage in each), default=0) for what in ("registers", "shared")}
+        report[f"sm_{capability}"] = {"kernels": len(each), **most}
     return report
 
 
-def compiled(source: str, capability: int) -> Usage:
+def compile_kernel(source: str, capability: int) -> Usage:
     """Compile one kernel's source, as Inductor writes it, for an architecture. Raises Triton's errors."""
     members = vars(PyCodeCache.load(HEADER + source)).values()
     tuner: Any = next(each for each in members if isinstance(each, CachingAutotuner))  # beside its callees
@@ -78,7 +68,4 @@ def compiled(source: str, capability: int) -> Usage:
         usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     taken = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert taken is not None, usage
-    registers, spilled = int(taken[1]), int(taken[2])
-    warps, shared = binary.metadata.num_warps, binary.metadata.shared
-    programs = min(WARPS // warps, REGISTERS // (32 * warps * max(registers, 1)), SHARED[capability] // max(shared, 1))
-    return Usage(registers, spilled, shared, programs * warps / WARPS)
+    return Usage(int(taken[1]), int(taken[2]), binary.metadata.shared)

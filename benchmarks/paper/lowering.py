@@ -29,7 +29,7 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 DEVICE = torch.device("cuda", 0)
 
 
-def counted(model: nn.Module, args: Sequence[Tensor], training: bool, peer: str, dtype: str) -> list[Counts]:
+def count_graphs(model: nn.Module, args: Sequence[Tensor], training: bool, peer: str, dtype: str) -> list[Counts]:
     """The counts of each graph of a call, or of a training step. `peer`: one of `PEERS` or `OPTIONS`."""
     low = DTYPES[dtype]
     if peer == CONVERTED:

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import LOW
 from ampcompile.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY, PIECE
+from ampcompile.kernels.usable import memory_of, usable
 from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.op_traits import DROPS, KEEPS_ORDER, has
@@ -22,7 +23,7 @@ from ampcompile.passes.graph import call_on_values, cast_of, erase_unread, graph
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import tracing
 
-from .matching import Fusion, FusionCost, argument, fuse, is_low, is_view
+from .matching import Fusion, argument, fuse, is_low, is_view
 
 aten = torch.ops.aten
 LOSS = aten.cross_entropy_loss.default
@@ -34,12 +35,11 @@ _RESHAPED = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 class FuseLinearCrossEntropy:
     """Returns the number of layers fused with their loss. Gradients of weights are summed over pieces of the rows.
 
-    Fusing saves memory, and costs a third of the layer's time: with `fuse="auto"` only layers whose logits are a large
-    part of the device's memory are fused.
+    Fusing saves memory, and costs a third of the layer's time. If `sparingly`, as with `fuse="auto"`, only layers are
+    fused whose logits are a tenth of a GPU's memory or more; else wherever they match.
     """
 
-    cost: FusionCost
-    family = "linear_cross_entropy"
+    sparingly: bool
     name = "fuse_linear_cross_entropy"
     exact = False
     fate = "fused"
@@ -76,13 +76,14 @@ class FuseLinearCrossEntropy:
         value = linear.meta["val"]
         sizes = [elements_hint(value), elements_hint(linear.args[1].meta["val"])]
         logits, weight = (None if size is None else size * value.itemsize for size in sizes)
-        if logits is None or weight is None:
-            again, freed, moved = 0, 0, None
-        else:
-            again, freed, moved = logits + 3 * weight * -(-logits // PIECE), max(0, logits - PIECE), 6 * logits
-        if not self.cost.pays(value.device, -again, moved, freed):
+        again = freed = 0
+        if logits is not None and weight is not None:
+            again, freed = logits + 3 * weight * -(-logits // PIECE), max(0, logits - PIECE)
+        if value.device.type == "cuda" and not usable():
             return None
-        return Fusion(self.family, f"{op_name(linear.target)}, {op_name(loss.target)}", -again, freed)
+        if self.sparingly and not 10 * freed >= memory_of(value.device) > 0:
+            return None
+        return Fusion("linear_cross_entropy", f"{op_name(linear.target)}, {op_name(loss.target)}", -again, freed)
 
 
 def find_layer(value: Any) -> tuple[Node | None, list[Node]]:

@@ -1,57 +1,21 @@
-"""Helpers that fuse passes share: views that a match looks through, the record of a fusion, its cost model."""
+"""Helpers for passes that fuse ops: views that a match looks through, the fused op, the record of a fusion."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import LOW
-from ampcompile.kernels.usable import memory_of, usable
 from ampcompile.passes.analysis.commuting import classify_movement
 from ampcompile.passes.analysis.op_traits import FUSED_THROUGH, has
-from ampcompile.passes.base import Pass
 from ampcompile.passes.graph import Fusion, call_on_values, decision_of, graphs, note
 
 GRAPH_BEFORE_FUSION = "amp_unfused"
 """Key in `gm.meta` of the graph before fusing, for second derivatives: a fused op's backward has none."""
-
-
-@dataclass(frozen=True)
-class FusionCost:
-    """Decides if a pattern is fused: `fuse` is the option of that name.
-
-    A family that the user names is fused wherever it matches. With "auto" byte counts decide. No GPU run has confirmed
-    them, so the saving must be clear: a quarter of the bytes that Inductor's own code moves for the pattern, or a tenth
-    of the device's memory.
-    """
-
-    fuse: str
-
-    def considers(self, family: str) -> bool:
-        """True if the option enables a family."""
-        return self.fuse == "auto" or family in self.fuse.split("+")
-
-    def pays(self, device: torch.device, saved: int | None, moved: int | None, freed: int = 0) -> bool:
-        """Decide whether to fuse: `saved` of the `moved` bytes, `freed` as in `Fusion`; None: run-time sizes."""
-        if device.type == "cuda" and not usable():
-            return False
-        if self.fuse != "auto":
-            return True
-        if device.type != "cuda" or saved is None or moved is None:
-            return False
-        return 4 * saved >= moved > 0 or 10 * freed >= memory_of(device) > 0
-
-
-class FusePass(Pass, Protocol):
-    """A pass `fuse_*`: a frozen dataclass whose field `cost` is a `FusionCost`."""
-
-    @property
-    def family(self) -> str: ...
 
 
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
-from benchmarks.report.tables import table
+from benchmarks.tables import table
 from proof.convergence.subjects import STEPS, SUBJECTS
 from proof.part import Part
 from proof.results import Failure, Verdict

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.architectures import Transformers
-from benchmarks.models import GPT, GPTConfig
-from benchmarks.unet import UNet
+from benchmarks.models import GPT, GPTConfig, UNet
 
 STEPS = 150
 TEXT = GPTConfig(layers=2, width=64, heads=2, vocab=32, context=32)

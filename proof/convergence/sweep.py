@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.report.tables import table
+from benchmarks.tables import table
 from proof.convergence.subjects import SUBJECTS
 from proof.convergence.training import losses
 from proof.part import Part

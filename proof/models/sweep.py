@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from statistics import median
 
 from ampcompile.dtypes import LOW
-from benchmarks.report.tables import table
+from benchmarks.tables import table
 from proof.models import generating, hub, judge, packages, plain
 from proof.models.case import Case
 from proof.models.missing_ops import stand_in
 from proof.models.subject import MODES
 from proof.ops.judge import FAILS, RAISES, STOCK_FAILS
-from proof.page import share_held
 from proof.part import Part
 from proof.results import Verdict
+from proof.show import share_held
 
 CASES: dict[str, Case] = {**plain.CASES, **hub.CASES, **packages.CASES}
 TYPES = {str(low).removeprefix("torch."): low for low in LOW}

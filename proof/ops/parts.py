@@ -18,9 +18,9 @@ from proof.ops import database
 from proof.ops.calls import Call, autocast, eager
 from proof.ops.compare import Difference, Run, dense, too_far
 from proof.ops.judge import FAILS, RAISES, STOCK_FAILS, Setting, attempt, in_float64, judge, verdict
-from proof.page import outcomes, share_held
 from proof.part import Part
 from proof.results import Failure, Verdict
+from proof.show import share_held, tabulate_counts
 
 SETTINGS = {str(s): s for s in itertools.starmap(Setting, itertools.product(LOW, (True, False), (True, False)))}
 DEFAULT = {name for name, s in SETTINGS.items() if s.ambient == s.gradients}
@@ -158,7 +158,7 @@ def tabulate(verdicts: Sequence[Verdict]) -> str:
     columns = ["same bits", "as near", "random", "ours runs", STOCK_FAILS, FAILS, RAISES]
     total = sum(rows.values(), Counter())
     held = sum(total.values()) - total[RAISES] - total[STOCK_FAILS] - total[FAILS]
-    return f"{outcomes(dict(sorted(rows.items())), columns)}\n{share_held(held, total[FAILS])}\n"
+    return f"{tabulate_counts(dict(sorted(rows.items())), columns)}\n{share_held(held, total[FAILS])}\n"
 
 
 _part = partial(Part, tabulate=tabulate)

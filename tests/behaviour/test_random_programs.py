@@ -5,9 +5,8 @@ import os
 import pytest
 import torch
 
-from proof.fuzz.beside_stock import Setting
-from proof.fuzz.modules import program
-from proof.fuzz.outcomes import differences
+from tests.behaviour.beside_stock import Setting, differences
+from tests.behaviour.random_modules import program
 
 AUTOCAST = Setting()
 
@@ -42,6 +41,12 @@ def test_a_few_for_any_number_of_rows():
 @pytest.mark.parametrize("start", range(32, 96, 16))
 def test_a_few_more(start, outputs):
     check_all(range(start, start + 16), Setting(outputs=outputs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [Setting(dtype=torch.float16), Setting(lower="inductor")])
+def test_a_few_in_float16_or_by_inductor(setting):
+    check_all(range(96, 108), setting)
 
 
 def test_a_program_that_is_wrong_is_found():

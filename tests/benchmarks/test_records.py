@@ -1,49 +1,37 @@
-"""Results survive the file, and ratios are taken within rounds."""
+"""Results survive the file, those of other code are measured anew, and tables show ratios within rounds."""
 
 import json
 from pathlib import Path
 
-import pytest
-
 from benchmarks.peers import AMP, BASELINE
-from benchmarks.records import Records, Row, rival, spread, times_faster
-from tests.benchmarks.made_up import records, rows
+from benchmarks.records import Records
+from benchmarks.tables import duration, tabulate, times_faster
 
 
-def test_spread() -> None:
-    assert spread([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 3.0, 4.0)
-    assert spread([7.0]) == (7.0, 7.0, 7.0)
+def test_a_file_comes_back_as_it_was_and_a_job_repeated_replaces_itself(tmp_path: Path) -> None:
+    path = tmp_path / "here" / "r.json"
+    saved = Records(path, {"commit": "a"})
+    for seconds in (1.0, 1 / 3):
+        saved.add("stage", "job", seconds=[seconds])
+    saved.add("stage", "alike", seconds=[1 / 3])
+    assert json.loads(path.read_text())["stages"] == {"stage": {"job | alike": {"seconds": [0.333333]}}}
+    third = {"seconds": [0.333333]}
+    assert Records.load(path).stages == saved.stages == {"stage": {"job": third, "alike": third}}
+    assert Records.resume(path, {"commit": "a"}).stages and not Records.resume(path, {"commit": "b"}).stages
 
 
 def test_drift_cancels_in_ratios() -> None:
-    slow, fast = rows("", {"slow": [2.0, 4.0, 40.0], "fast": [1.0, 2.0, 20.0]})
-    assert times_faster(fast, slow) == (2.0, 2.0, 2.0)
+    assert times_faster({"seconds": [1.0, 2.0, 20.0]}, {"seconds": [2.0, 4.0, 40.0]}) == 2.0
 
 
-def test_rival() -> None:
-    def of(**seconds: float) -> str | None:
-        return rival({row.peer: row for row in rows("", {name: [value] for name, value in seconds.items()})})
-
-    assert of(**{"eager fp32": 1.0, BASELINE: 2.0, AMP: 0.5}) == BASELINE
-    assert of(**{"torch: a": 3.0, "torch: b": 2.0, AMP: 1.0, f"{AMP}, max-autotune": 0.9}) == "torch: b"
-    assert of(**{AMP: 1.0}) is None
-    assert rival({BASELINE: Row("", BASELINE, why="died"), AMP: Row("", AMP, {"seconds": [1.0]})}) is None
-
-
-def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
-    saved = records(tmp_path / "here" / "r.json")
-    loaded = Records.load(saved.path)
-    assert (loaded.about, loaded.stages) == (saved.about, saved.stages)
-    case = loaded.cases("inference")["GPT 23M, 1x16"]
-    assert case[AMP].figures["casts"] == 7 and case["Thunder + autocast"].why and not case["Thunder + autocast"].figures
-    assert [stage for stage, _ in loaded.rows()].count("kernels") == 5
-    assert [file.name for file in saved.path.parent.iterdir()] == ["r.json"]
-
-
-def test_a_job_repeated_replaces_its_rows(tmp_path: Path) -> None:
-    found = Records(tmp_path / "r.json", {})
-    for seconds in (1.0, 1 / 3):
-        found.add("stage", "job", rows("case", {AMP: [seconds]}), commit="c")
-    assert json.loads(found.path.read_text())["stages"]["stage"]["job"]["rows"] == [
-        {"case": "case", "peer": AMP, "figures": {"seconds": [pytest.approx(1 / 3, rel=1e-5)]}}
+def test_a_table_has_a_line_for_each_peer_that_ran_and_reasons_for_the_others() -> None:
+    peers = {"eager": {"seconds": [4.0]}, BASELINE: {"seconds": [2.0], "launches": 7.0}, AMP: {"seconds": [1.0]}}
+    text = tabulate(peers | {"other": {"why": "not installed"}})
+    assert [line.split(" | ")[:3] for line in text.splitlines()[2:5]] == [
+        ["| eager", "0.50", "4 s"],
+        [f"| {BASELINE}", "1.00", "2 s"],
+        [f"| {AMP}", "2.00", "1 s"],
     ]
+    assert "launches" in text and "peak" not in text and text.endswith("- other: not installed\n")
+    assert "times as fast as eager" in tabulate({"eager": {"seconds": [4.0]}})
+    assert [duration(s) for s in (2.0, 3e-3, 4.56e-6)] == ["2 s", "3 ms", "4.56 µs"]

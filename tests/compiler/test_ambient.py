@@ -13,9 +13,9 @@ import ampcompile.backend
 from ampcompile.compiler import call_state
 from ampcompile.errors import AmpWarning
 from ampcompile.torch_private import autocast, optimize_contexts
-from proof.faults.injecting import raised_at
 from tests.compiling import HALF, HIGH, LOW, amp, compiled, dtypes, eager, regions, same_bits
 from tests.conftest import modes
+from tests.injecting import raised_at
 from tests.threads import running
 
 LINEAR = nn.utils.skip_init(nn.Linear, 8, 8)

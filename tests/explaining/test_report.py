@@ -25,7 +25,7 @@ REPORT = Report(
         graph("cpu in f16", ops=(op("a.a", False), op("c.c")), casts={2: cast(op="aten.exp")})(
             code="def two",
             totals=(Total("first", 3, 20), Total("only here", 1, 1)),
-            fusions=(FusionRecord("linear", "aten.linear", "m", "model.py:1", 8, 4),),
+            fusions=(FusionRecord("linear_cross_entropy", "aten.linear", "m", "model.py:1", 8, 4),),
         ),
     ]
 )
@@ -39,7 +39,7 @@ def test_each_text_stands_under_its_graph() -> None:
 def test_casts_ops_and_fusions_are_those_of_all_graphs_in_order() -> None:
     assert [record.op for record in REPORT.casts] == ["aten.linear", "aten.mm", "aten.exp"]
     assert [record.op for record in REPORT.ops] == ["b.b", "a.a", "a.a", "c.c"]
-    assert [record.family for record in REPORT.fusions] == ["linear"]
+    assert [record.family for record in REPORT.fusions] == ["linear_cross_entropy"]
     assert REPORT.unknown_ops == ["a.a", "b.b"], "each once"
 
 

@@ -12,7 +12,6 @@ from torch._subclasses import FakeTensorMode
 
 from ampcompile.kernels import usable
 from ampcompile.kernels.cross_entropy import row_sums
-from ampcompile.kernels.linear_cast import linear_cast
 from ampcompile.kernels.linear_cross_entropy import linear_cross_entropy_backward
 
 
@@ -44,7 +43,6 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "cross_entropy.gradient_": lambda: linear_cross_entropy_backward(
         torch.ones(()), X, X, None, TARGET, None, LSE, "mean", -100, 0.0, 0.0, [True, False, False]
     ),
-    "linear_cast.multiply": lambda: linear_cast(X, torch.ones(5, 6), None),
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from proof import expected
 from proof.convergence.sweep import CONTROL, PART, Ending, endings
 from proof.convergence.training import losses
-from proof.results import of_part, verdicts
+from proof.results import find_records, read_verdicts
 
 
 def ending(difference: float) -> Ending:
@@ -46,7 +46,7 @@ def test_a_run_that_goes_another_way_is_told_with_what_stock_does(monkeypatch: p
 
 
 def test_the_committed_runs_hold_and_would_have_found_weights_in_16_bits() -> None:
-    found = endings(verdicts(of_part("convergence")))
+    found = endings(read_verdicts(find_records("convergence")))
     known = {entry.name for entry in expected.EXPECTED if entry.part == "convergence"}
     assert {name for (name, _), end in found.items() if not end.holds()} <= known
     assert not any(end.holds(CONTROL) for end in found.values() if CONTROL in end.differences)

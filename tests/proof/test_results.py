@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from benchmarks.records import Records
-from proof.results import Failure, Verdict, name_of, of_part, opened, verdicts
+from proof.results import Failure, Verdict, find_records, name_file, open_records, read_verdicts
 
 FAILED = Verdict("add, bfloat16, train", {"same bits": 2}, [Failure("values", "too far | by much", True, times=3)])
 
@@ -16,24 +16,24 @@ def add(records: Records, *found: Verdict) -> None:
 def test_verdicts_are_kept_on_disk_and_those_alike_once(tmp_path: Path) -> None:
     path = tmp_path / "new" / "ops.json"
     for torch in ("2", "2", "3"):
-        records = opened(path, {"torch": torch})
+        records = open_records(path, {"torch": torch})
         add(records, Verdict("first"), FAILED, *(Verdict(f"{name}, bfloat16", {"fails": 1}) for name in "abc"))
     assert records.about == {"runs": [{"torch": "2"}, {"torch": "3"}]}
-    found = {verdict.group: verdict for verdict in verdicts([Records.load(path)])}
+    found = {verdict.group: verdict for verdict in read_verdicts([Records.load(path)])}
     assert found["first"] == Verdict("first") and found[FAILED.group] == FAILED
     assert [found[f"{name}, bfloat16"].counts for name in "abc"] == [{"fails": 1}] * 3
     assert path.read_text().count("fails") == 1
 
 
 def test_of_two_verdicts_the_later_counts(tmp_path: Path) -> None:
-    records = opened(tmp_path / "ops.json")
+    records = open_records(tmp_path / "ops.json")
     add(records, FAILED, Verdict("b, train"), Verdict(FAILED.group, {"fails": 1}))
-    assert verdicts([Records.load(records.path)])[0] == Verdict(FAILED.group, {"fails": 1})
+    assert read_verdicts([Records.load(records.path)])[0] == Verdict(FAILED.group, {"fails": 1})
 
 
 def test_shards_have_files_of_their_own_and_are_read_together(tmp_path: Path) -> None:
-    assert name_of("ops", (1, 1)) == "ops.json"
+    assert name_file("ops", (1, 1)) == "ops.json"
     for n in (1, 2):
-        add(opened(tmp_path / name_of("ops", (n, 2))), Verdict(f"group {n}"))
-    add(opened(tmp_path / "other.json"), Verdict("another part's"))
-    assert [verdict.group for verdict in verdicts(of_part("ops", tmp_path))] == ["group 1", "group 2"]
+        add(open_records(tmp_path / name_file("ops", (n, 2))), Verdict(f"group {n}"))
+    add(open_records(tmp_path / "other.json"), Verdict("another part's"))
+    assert [verdict.group for verdict in read_verdicts(find_records("ops", tmp_path))] == ["group 1", "group 2"]

@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks.records import Records
 from proof import part, run
+from proof.__main__ import main
 from proof.part import Part
-from proof.results import Failure, Verdict, verdicts
+from proof.results import Failure, Verdict, read_verdicts
 
 GROUPS = [f"group {n}" for n in range(20)]
 
@@ -26,7 +27,7 @@ class Here:
         self.ran: list[str] = []
         made.append(self)
 
-    def verdict(self, name: str, group: str, seconds: float) -> Verdict:
+    def judge(self, name: str, group: str, seconds: float) -> Verdict:
         self.ran.append(group)
         return Verdict(group, {"fails": 1}, [Failure("values", "[b]wrong")])
 
@@ -35,16 +36,17 @@ class Here:
 
 
 made: list[Here] = []
-lacks = [""]
 
 
 @pytest.fixture
 def proof(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     made.clear()
     monkeypatch.setattr(part, "HOMES", {"made": ""})
-    monkeypatch.setattr(part, "part", lambda name: Part("made up", "", groups, Verdict, str, missing=lambda: lacks[-1]))
+    monkeypatch.setattr(part, "load_part", lambda name: Part("made up", "", groups, Verdict, str))
     monkeypatch.setattr(run, "Workers", Here)
-    return lambda *arguments: (run.main([*arguments, "--results", str(tmp_path)]), made[-1].ran)
+    monkeypatch.setattr("proof.__main__.show", lambda names, folder: "shown")
+    monkeypatch.setattr("proof.__main__.PAGE", tmp_path / "proof.md")
+    return lambda *arguments: (main([*arguments, "--results", str(tmp_path)]), made[-1].ran)
 
 
 def test_what_is_done_is_not_done_again(proof: Any, tmp_path: Path) -> None:
@@ -54,7 +56,7 @@ def test_what_is_done_is_not_done_again(proof: Any, tmp_path: Path) -> None:
     assert sorted(proof("--all")[1]) == sorted(GROUPS[10:])
     assert sorted(proof("--only", "group 1")[1]) == ["group 1"]
     assert sorted(proof("--again")[1]) == sorted(GROUPS[:10])
-    assert {verdict.group for verdict in verdicts([Records.load(tmp_path / "made.json")])} == set(GROUPS[:10])
+    assert {verdict.group for verdict in read_verdicts([Records.load(tmp_path / "made.json")])} == set(GROUPS[:10])
 
 
 def test_shards_share_the_work(proof: Any) -> None:
@@ -75,12 +77,6 @@ def test_when_time_is_up_the_rest_is_left(proof: Any) -> None:
     assert proof("--minutes", "1e-9") == (1, []) and signal.getsignal(signal.SIGTERM) is before
 
 
-def test_what_a_part_lacks_is_told(proof: Any, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.proof.test_run.lacks", ["a checkout"])
-    made.append(Here(Path()))
-    assert proof() == (2, []) and capsys.readouterr().err == "a checkout\n"
-
-
 def test_unknown_parts_are_named(proof: Any, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         proof("nothing")
@@ -89,5 +85,5 @@ def test_unknown_parts_are_named(proof: Any, capsys: pytest.CaptureFixture) -> N
 
 def test_a_process_that_fails_is_a_verdict_and_the_next_one_works(tmp_path: Path) -> None:
     with contextlib.closing(run.Workers(tmp_path)) as workers:
-        (failure,) = workers.verdict("no part", "a group", 300).failures
+        (failure,) = workers.judge("no part", "a group", 300).failures
         assert failure.kind == "process" and "no part" in failure.text and workers.process is None

@@ -9,15 +9,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from ampcompile.torch_private import processor
 from proof import expected
-from proof.faults import interrupts, lives, raising
-from proof.faults.sweep import FAULTS
 from proof.models.sweep import MISSING
-from proof.part import part
-from proof.results import of_part, verdicts
+from proof.part import load_part
+from proof.results import find_records, read_verdicts
 
 pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore")]  # torch's deprecations, met on purpose
 SAMPLES = {
@@ -28,7 +25,6 @@ SAMPLES = {
     "models": 6,
     "convergence": 1,
     "masters": 1,
-    "fuzz": 1,
 }
 
 
@@ -36,8 +32,8 @@ SAMPLES = {
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "masters")) for name in SAMPLES]
 )
 def test_a_sample_holds(name: str) -> None:
-    for group in random.Random(0).sample(part(name).groups(False), SAMPLES[name]):
-        for failure in part(name).run(group).failures:
+    for group in random.Random(0).sample(load_part(name).groups(False), SAMPLES[name]):
+        for failure in load_part(name).run(group).failures:
             assert any(entry.covers(name, group, failure) for entry in expected.EXPECTED), (group, failure)
 
 
@@ -46,7 +42,7 @@ def known() -> list[Any]:
     found = {
         entry: (name, group, entry)
         for name in SAMPLES
-        for group, failure, entry in expected.failures(name, verdicts(of_part(name)))
+        for group, failure, entry in expected.explain_failures(name, read_verdicts(find_records(name)))
     }
     return [pytest.param(*each, marks=[pytest.mark.slow] * (each[0] == "models")) for each in found.values()]
 
@@ -57,23 +53,7 @@ def test_what_is_expected_to_fail_does(name: str, group: str, entry: expected.Ex
     if entry.without_units is not None:
         emulated = patch.object(processor, "multiplies", lambda dtype: dtype != entry.without_units)
     with emulated:
-        verdict = part(name).run(group)
+        verdict = load_part(name).run(group)
     if MISSING in verdict.counts:
         pytest.skip("its package isn't installed")
     assert verdict.failures, "it holds now: take it off the list"
-
-
-@pytest.mark.parametrize("fault", [*raising.FAULTS, *lives.FAULTS])
-def test_a_fault_is_survived(fault: str) -> None:
-    assert FAULTS[fault]() > 0
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
-@pytest.mark.parametrize("act, stride", [(interrupts.refresh, 29), (interrupts.step, 61)])
-def test_what_is_broken_off_is_survived(act, stride, error) -> None:
-    assert interrupts.broken_off(act, error, stride) > 5
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
-def test_compiling_that_is_broken_off_is_survived(error) -> None:
-    assert interrupts.while_compiling(error, trials=3) == 3

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 from ampcompile.errors import ClipError, ScalerError
 from ampcompile.scaler.grad_scaler import GradScaler
 from ampcompile.scaler.master_step import keep_masters
-from proof.faults.injecting import raised_at
+from tests.injecting import raised_at
 from tests.pairs import pairs
 from tests.scaler.cases import KINDS, assert_close, assert_equal, params, params_with, scaled
 

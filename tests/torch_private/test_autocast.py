@@ -17,7 +17,7 @@ from ampcompile.torch_private.autocast import (
     takes,
 )
 from ampcompile.torch_private.open_regions import state_restored
-from proof.faults.injecting import raised_at
+from tests.injecting import raised_at
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "maia"])

@@ -15,7 +15,7 @@ import ampcompile.backend  # noqa: F401  patches torch
 from ampcompile.torch_private import open_regions, patches
 from ampcompile.torch_private.autocast import autocast_nesting
 from ampcompile.torch_private.open_regions import disabled_by_user
-from proof.faults.injecting import raised_at
+from tests.injecting import raised_at
 
 Region = Callable[[], AbstractContextManager[Any]]
 DISABLED = functools.partial(torch.autocast, "cpu", enabled=False)

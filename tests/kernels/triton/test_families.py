@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 SOURCES = [ast.parse(path.read_text()) for path in (HERE.parents[2] / "kernels" / "triton").glob("*.py")]
 FAMILIES = [path.stem.removeprefix("interpreted_") for path in sorted(HERE.glob("interpreted_*.py"))]
-ASKED_FOR = {"cross_entropy", "linear"}  # with default options a GPU launches none, or few
+ASKED_FOR = {"cross_entropy"}  # with default options a GPU launches none, or few
 
 
 def families(left_to_ci: set[str]) -> pytest.MarkDecorator:

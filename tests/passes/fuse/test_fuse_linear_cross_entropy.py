@@ -13,9 +13,8 @@ import ampcompile
 from ampcompile.kernels import linear_cross_entropy as kernel
 from ampcompile.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from ampcompile.passes.base import run_passes
-from ampcompile.passes.fuse import matching
+from ampcompile.passes.fuse import fuse_linear_cross_entropy
 from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy, keep_rows_whole
-from ampcompile.passes.fuse.matching import FusionCost
 from tests import tiny_models
 from tests.compiling import HALF, LOW, amp, error, gradients, training_errors
 from tests.passes.captured import captured, settled
@@ -118,7 +117,7 @@ def test_a_weight_that_was_updated_is_read_anew() -> None:
         optimizer.step()
 
 
-FUSE = FuseLinearCrossEntropy(FusionCost("linear_cross_entropy"))
+FUSE = FuseLinearCrossEntropy(sparingly=False)
 
 
 def classes(rows: int) -> Tensor:
@@ -204,13 +203,13 @@ def test_rows_are_known_to_stay_whole(name: str) -> None:
 
 def test_by_itself_it_fires_where_logits_are_a_tenth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     (graph,) = rewritten(Head(), tokens())
-    cuda = torch.device("cuda")
-    logits, cost = 2**36, FusionCost("auto")
-    assert not cost.pays(cuda, -logits, 6 * logits, freed=logits), "no GPU, nothing known of its memory"
-    monkeypatch.setattr(matching, "memory_of", lambda device: 5 * logits)
-    assert cost.pays(cuda, -logits, 6 * logits, freed=logits)
-    assert FuseLinearCrossEntropy(cost).apply(graph.graph) == 0, "not on the CPU"
-    assert FUSE.apply(graph.graph) == 1
+    monkeypatch.setattr(fuse_linear_cross_entropy, "PIECE", 1)
+    logits = next(n for n in graph.graph.graph.nodes if n.target is torch.ops.aten.linear.default).meta["val"].nbytes
+    auto = FuseLinearCrossEntropy(sparingly=True)
+    assert auto.apply(graph.graph) == 0, "not on the CPU"
+    for memory, fused in ((10 * logits, 0), (10 * (logits - 1), 1)):
+        monkeypatch.setattr(fuse_linear_cross_entropy, "memory_of", lambda device, memory=memory: memory)
+        assert auto.apply(graph.graph) == fused
 
 
 def test_explain_shows_what_was_fused_what_it_costs_and_what_it_frees() -> None:

@@ -1,0 +1,94 @@
+"""What is measured where: models, shapes and peers on two CPU cores, on a GPU, and of calls that are all host."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.architectures import TINY
+from benchmarks.peers import AMP, BASELINE, CONVERTED, CPP, FP8, FUSED, GRAPHS, TORCHAO, UNFUSED
+
+CALL = "call"
+"""The kind of work that has no training step: one call without gradients."""
+CORE = ("eager float32", "eager autocast", "Inductor float32", BASELINE, CONVERTED, AMP)
+RIVALS = ("eager autocast", BASELINE, CONVERTED, AMP)
+FLOAT32 = ("eager float32", "eager autocast", "Inductor float32", BASELINE, AMP)
+WAYS = tuple(name + how for how in ("", GRAPHS, CPP) for name in (BASELINE, AMP))
+
+
+@dataclass(frozen=True)
+class Work:
+    """One model on one input, run by several peers in turn."""
+
+    model: str
+    batch: int
+    length: int
+    """Tokens, or pixels of an image's side."""
+    peers: tuple[str, ...]
+    kinds: tuple[str, ...] = (CALL,)
+    """`CALL`, or the training steps to time, of `benchmarks.candidate.KINDS`."""
+    dtype: str = "bfloat16"
+    channels_last: bool = False
+    gigabytes: float = 0.0
+    """About the memory of a GPU that one peer holds."""
+
+    @property
+    def name(self) -> str:
+        """The name in tables."""
+        return f"{self.model}, {self.batch}x{self.length}" + ", float16" * (self.dtype == "float16")
+
+    @property
+    def training(self) -> bool:
+        """True if there is a loss to differentiate."""
+        return self.kinds != (CALL,)
+
+
+STEP = ("clipped step",)
+ON_CPU = (
+    Work("GPT 23M", 1, 16, CORE),
+    Work("GPT 23M", 1, 1, CORE),
+    Work("GPT 23M", 8, 128, CORE),
+    Work("GPT 23M", 4, 128, CORE, ("clipped step", "step", "scaled step", "step of 8 batches")),
+    Work("GPT 124M", 1, 16, RIVALS),
+    *(
+        Work(model, 1, length, RIVALS)
+        for model, length in {"BERT": 16, "T5": 16, "ViT": 224, "ResNet-50": 224, "UNet": 64}.items()
+    ),
+)
+"""Small enough for two cores; on older CPUs too, by `ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2`."""
+CALLS = (
+    *(Work(f"{count} weights", 1, 16, FLOAT32) for count in (4, 32, 150)),
+    *(Work(model, 32, 0, FLOAT32, kinds) for model in ("MLP 3x64", "LeNet") for kinds in ((CALL,), ("step",))),
+)
+"""What a call costs the host."""
+ON_GPU = (
+    Work("GPT 124M", 8, 1024, WAYS, STEP, gigabytes=7),
+    Work("BERT classifier", 32, 128, WAYS, STEP, gigabytes=4),
+    Work("ViT", 64, 224, WAYS, STEP, gigabytes=6),
+    Work("ResNet-50", 128, 224, WAYS, STEP, channels_last=True, gigabytes=12),
+    Work("Llama d2048", 4, 2048, (BASELINE, AMP, FP8, TORCHAO), STEP, gigabytes=16),
+    Work("GPT 124M", 1, 16, (BASELINE, CONVERTED, AMP, BASELINE + GRAPHS, AMP + GRAPHS), gigabytes=1.5),
+    Work("Llama d4096", 4, 2048, (BASELINE, AMP, FP8, TORCHAO), STEP, gigabytes=18),
+    Work("GPT 124M/50257", 16, 1024, (BASELINE, UNFUSED, FUSED), STEP, gigabytes=14),
+    Work("GPT 124M", 8, 1024, (BASELINE, AMP), ("scaled step",), dtype="float16", gigabytes=7),
+)
+"""By value: what decides most comes first."""
+PLANS = {"cpu": ON_CPU, "calls": CALLS, "gpu": ON_GPU}
+
+
+def shrink(work: Work) -> Work:
+    """The same work on a model of a few thousand weights: it tries the harness, its times mean nothing."""
+    model = work.model if work.model.endswith(" weights") else TINY + work.model.removeprefix(TINY)
+    return replace(work, model=model, batch=min(work.batch, 2), length=min(work.length, 32))
+
+
+def pack(works: Sequence[Work], gigabytes: float, processes: int = 18) -> Iterator[list[Work]]:
+    """Yield groups of works whose peers fit a GPU's memory and a machine's cores together, in order."""
+    group: list[Work] = []
+    for work in works:
+        together = [*group, work]
+        held = sum(len(each.peers) * each.gigabytes for each in together)
+        if group and (held > gigabytes or sum(len(each.peers) for each in together) > processes):
+            yield group
+            together = [work]
+        group = together
+    if group:
+        yield group

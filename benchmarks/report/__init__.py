@@ -1,1 +1,0 @@
-"""Reports made of results: decisions, pictures, a page."""

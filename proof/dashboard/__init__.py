@@ -1,1 +1,0 @@
-"""PyTorch's own benchmark scripts, run with amp and with Inductor: `python -m proof dashboard`."""

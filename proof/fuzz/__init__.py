@@ -1,1 +1,0 @@
-"""Random programs, drawn by seeds: modules, and training of a module whose weights everybody writes."""

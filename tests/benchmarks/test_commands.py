@@ -1,0 +1,56 @@
+"""Each command measures tiny inputs, prints a table, keeps the figures, and refuses what can't be measured here."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu_tests
+from benchmarks.__main__ import TESTS, main, show
+from benchmarks.losses import OURS
+from benchmarks.peers import AMP
+from benchmarks.records import RESULTS, Records
+
+
+def test_the_scalers_step_is_measured_beside_torchs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "r.json"
+    assert main(["scaler", "--tiny", "--file", str(file)]) == 0
+    (figures,) = json.loads(file.read_text())["stages"].values()
+    assert AMP in figures and len({len(each["seconds"]) for each in figures.values()}) == 1
+    assert f"| {AMP} | " in capsys.readouterr().out
+
+
+@pytest.mark.ci
+def test_losses_are_measured_beside_torchs(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    assert main(["losses", "--tiny", "--file", str(file)]) == 0
+    (figures,) = Records.load(file).stages.values()
+    assert figures[OURS]["error"] < 1e-2 and figures[OURS]["peak_bytes"] >= 0
+
+
+def test_without_a_gpu_its_plan_is_refused_but_for_a_rehearsal(capsys: pytest.CaptureFixture) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit):
+        main(["gpu-check"])
+    assert "--tiny tries the plan on the CPU" in capsys.readouterr().err
+
+
+def test_a_test_run_tells_what_failed_and_stops_in_time(tmp_path: Path) -> None:
+    test = tmp_path / "test_made_up.py"
+    test.write_text(
+        "import pytest, time\npytestmark = pytest.mark.gpu\n"
+        "def test_right(): pass\ndef test_wrong(): assert 0\ndef test_slow(): time.sleep(600)\n"
+    )
+    found = gpu_tests.run([str(test), "--override-ini=addopts=", "-o", "markers=gpu", "-k", "not slow"])
+    assert found["status"] == 1 and "1 failed, 1 passed" in found["said"]
+    assert [name.rpartition("::")[2] for name in found["failed"]] == ["test_wrong"]
+    assert gpu_tests.run([str(test), "--override-ini=addopts=", "-o", "markers=gpu"], seconds=8)["status"] == 124
+
+
+@pytest.mark.parametrize("path", [*sorted(RESULTS.glob("[!g]*.json")), RESULTS / "gpu-h200-steps.json"])
+def test_committed_results_are_shown(path: Path) -> None:
+    records = Records.load(path)
+    text = show(records)
+    assert all(stage in text for stage in records.stages if stage != TESTS) and f"| {AMP} | " in text
