@@ -2,6 +2,7 @@
 
 import logging
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from ampcompile.errors import ScalerError
+from ampcompile.errors import AmpWarning, ScalerError
 from ampcompile.kernels.update_scale import update_scale_
 from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 
@@ -20,7 +21,7 @@ from .conditions import NotFusedError, require_torchs_own_step
 from .fused import FusedStep, PerDevice
 from .generic import generic_step
 from .masters import masters_of
-from .pending import apply_pending, drop, factors, parameters
+from .pending import apply_pending, drop, factors, leave_to_torch, parameters
 from .records import Record, Records, has_grads
 from .skips import SkipWatch
 from .unscale import unscale_grads
@@ -33,7 +34,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Takes the same arguments, and keeps the scale within `min_scale` (2^-24) and `max_scale` (2^64). docs/scaler.md
     lists the differences from torch's. Raises ScalerError for a device that torch doesn't know, an `init_scale` that
-    is not above 0, and bounds in the wrong order.
+    is not above 0, and bounds in the wrong order; warns of an `init_scale` beyond the bounds, and begins at the bound.
 
     >>> optimizer, scaler = torch.optim.AdamW(model.parameters()), ampcompile.GradScaler("cpu")
     >>> scaler.scale(compiled(x).square().mean()).backward()
@@ -67,6 +68,15 @@ class GradScaler(torch.amp.GradScaler):
                 f"found min_scale={min_scale} and max_scale={max_scale}, expected 0 <= min_scale <= max_scale: "
                 "swap them, or leave them out for 2**-24 and 2**64"
             )
+        if self._enabled and not min_scale <= init_scale <= max_scale:
+            self._init_scale = min(max(init_scale, min_scale), max_scale)
+            if init_scale != 2.0**16:  # someone asked for it
+                warnings.warn(
+                    f"found init_scale={init_scale!r}, expected one from min_scale={min_scale} to "
+                    f"max_scale={max_scale}: the scale begins at the bound; to begin beyond it, move the bound",
+                    AmpWarning,
+                    stacklevel=2,
+                )
         self._min_scale, self._max_scale = min_scale, max_scale
         self._forget()
 
@@ -174,7 +184,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             fused = self._fused(optimizer, record) if plain else None
             if fused is None:
-                apply_pending(optimizer)
+                leave_to_torch(optimizer)
                 result = optimizer.step(*args, **kwargs)
             else:
                 fused.run(factors(optimizer, fused.grads), ())
@@ -198,7 +208,7 @@ class GradScaler(torch.amp.GradScaler):
                 state["found_inf_per_device"], multipliers, _ = fused.check(self._scale, multipliers)
             fused.run(multipliers, state["found_inf_per_device"].values())
         elif has_grads(optimizer) or amp_aware(optimizer):
-            apply_pending(optimizer)
+            leave_to_torch(optimizer)
             result = generic_step(self, optimizer, state, args, kwargs)
         state["stage"] = OptState.STEPPED
         state["idle"] = not has_grads(optimizer)

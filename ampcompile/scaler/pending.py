@@ -64,7 +64,7 @@ class Pending:
 
     @dynamo_marks.run_untraced
     def __call__(self, optimizer: Any, *_: Any) -> None:
-        apply_pending(optimizer)
+        leave_to_torch(optimizer)
 
 
 def pending(optimizer: Any) -> Pending | None:
@@ -120,6 +120,12 @@ def apply_pending(optimizer: Any) -> None:
     with torch.no_grad():
         call_unbroken(calls)
     hook.drop()
+
+
+def leave_to_torch(optimizer: Any) -> None:
+    """Apply pending factors, unless the optimizer keeps masters: its step clips, and rounds no gradient for it."""
+    if not hasattr(optimizer.step, "keeps_masters"):
+        apply_pending(optimizer)
 
 
 def call_unbroken(calls: Iterable[Callable[[], object]]) -> None:
