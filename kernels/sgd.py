@@ -1,18 +1,15 @@
 """SGD over all parameters at once, with unscaling, clipping, skipping and the weights' copies folded in."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import profiling
-
-from .step import StepTensors, step_
+from .step import StepTensors, step_, table_of
 
 
-@dataclass(frozen=True)
-class SgdGroup:
+class SgdGroup(NamedTuple):
     """The settings of a parameter group; those of `torch.optim.SGD`."""
 
     lr: float | Tensor
@@ -33,7 +30,6 @@ class SgdTensors(StepTensors):
     """float32, zeros before the first step; None where a group has no momentum"""
 
 
-@profiling.named("amp: sgd_")
 def sgd_(
     tensors: SgdTensors,
     multiplier: Tensor | None = None,
@@ -47,7 +43,7 @@ def sgd_(
     parameter with float32 gradients, 8 more for momentum, 2 more for a copy; as many for a 16-bit parameter with a
     remainder, 8 with a random key, 16 with a master.
     """
-    step_("sgd", tensors, multiplier, found_inf, workspace)
+    step_("sgd", table_of(tensors), tensors.groups, multiplier, found_inf, workspace)
 
 
 def sgd_reference_(tensors: SgdTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompile.kernels import native
+from ampcompile.kernels import native, planned
+from ampcompile.kernels.planned import share_memory
 from ampcompile.torch_private import dtensors, optimizers
 
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -94,7 +95,7 @@ def require_kernels(device_types: set[str]) -> None:
     if len(device_types) > 1:
         raise NotFusedError(f"parameters are on {' and '.join(sorted(device_types))}")
     for device_type in device_types:
-        if device_type == "cpu" and not native.available():
+        if not planned.available() or (device_type == "cpu" and not native.available()):
             raise NotFusedError("no C++ compiler works here")
         if device_type == "cuda" and not triton_installed():
             raise NotFusedError("triton isn't installed")
@@ -110,13 +111,8 @@ def triton_installed() -> bool:
 
 def require_no_overlap(tensors: list[Tensor]) -> None:
     """Raise if tensors share memory: the kernels take elements in any order, so none may occur twice."""
-    ends: dict[torch.device, int] = {}
-    for start, size, device in sorted(
-        ((t.data_ptr(), t.numel() * t.element_size(), t.device) for t in tensors), key=lambda extent: extent[0]
-    ):
-        if start < ends.get(device, 0):
-            raise NotFusedError("two parameters or two gradients share memory")
-        ends[device] = start + size
+    if share_memory(tensors):
+        raise NotFusedError("two parameters or two gradients share memory")
 
 
 def require_state(state: Any, param: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 import weakref
 from collections.abc import Callable
@@ -15,14 +14,11 @@ from torch import Tensor
 from ampcompile.errors import ScalerError
 from ampcompile.torch_private import dynamo_marks, optimizers
 
-from .collect import collect
-from .conditions import OPTIMIZERS, NotFusedError
-from .fused import FusedStep
+from .conditions import OPTIMIZERS
 from .masters import KEEPERS, NAMES, NARROW, STATES, Masters, masters_of, require_kind, states_elsewhere
 from .pending import PerDevice, apply_pending, factors, gradients, parameters, pending
+from .plan import Plans
 from .steps import return_steps
-
-log = logging.getLogger(__name__)
 
 
 def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, seed: int = 0) -> MasterStep:
@@ -61,11 +57,8 @@ def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, se
 class MasterStep(Masters):
     """The step of an optimizer that keeps masters."""
 
-    validations: dict[bool, Any] = field(default_factory=dict)
-    workspaces: dict[torch.device, dict[str, Any]] = field(default_factory=dict)
+    plans: Plans = field(default_factory=lambda: Plans("on float32 masters is torch's"))
     hooks: list[Any] = field(default_factory=list)
-    reason: str | None = None
-    """The reason that torch took the latest step that it took"""
     instead_of: dict[str, Any] = field(default_factory=dict)
     """The attributes that the optimizer had itself"""
     _wrapped_by_lr_sched = True  # for schedulers: it tells them itself that it was called
@@ -104,17 +97,11 @@ class MasterStep(Masters):
         if scale is not None:
             for device in {param.device for param in parameters(optimizer)}:
                 multipliers[device] = scale.to(device).double().reciprocal().float() * multipliers.get(device, 1)
-        try:
-            fused = FusedStep(optimizer, *collect(optimizer, self.validations, masters=self), self.workspaces)
-        except NotFusedError as reason:
-            if self.reason != str(reason):
-                self.reason = str(reason)
-                log.info("the step of %s on float32 masters is torch's: %s", type(optimizer).__name__, reason)
-            if found_inf is None or not found_inf:
-                with torch.no_grad():
-                    _step_by_torch(optimizer, self, multipliers)
-        else:
-            fused.run(multipliers, () if found_inf is None else (found_inf,))
+        if (plan := self.plans.of(optimizer, in_step=True)) is not None:
+            plan.run(optimizer, multipliers, () if found_inf is None else (found_inf,))
+        elif found_inf is None or not found_inf:
+            with torch.no_grad():
+                _step_by_torch(optimizer, self, multipliers)
         if (clipping := pending(optimizer)) is not None:
             clipping.over = True  # another step on these gradients clips them too, and others don't miss it
         return loss
