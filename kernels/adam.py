@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .native import group_values
 from .step import StepTensors, step_, table_of
 
 
@@ -48,7 +49,8 @@ def adam_(
     Moves 28 bytes a parameter with float32 gradients, 8 more for amsgrad, 2 more for a copy; as many for a 16-bit
     parameter with a remainder, 24 with a random key, 32 with a master.
     """
-    step_("adam", table_of(tensors), tensors.groups, multiplier, found_inf, workspace)
+    rates = [group.lr for group in tensors.groups]
+    step_("adam", table_of(tensors), group_values(tensors.groups), rates, multiplier, found_inf, workspace)
 
 
 def adam_reference_(tensors: AdamTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:

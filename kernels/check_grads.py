@@ -1,9 +1,9 @@
 """Check all gradients in one read: infinite or NaN once unscaled, their norm, the factor that clips them."""
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,8 +46,9 @@ def check_grads(
 
         return Checked(*gpu.check_grads(table, scale, multiplier, max_norm, {} if workspace is None else workspace))
     result = torch.empty(3, device="cpu")
-    limit = None if max_norm is None else np.array(max_norm, dtype=np.float64)
-    native.call("check_grads", len(table.numels), *table.pointers, scale, multiplier, limit, result)
+    limit = ctypes.c_double(0.0 if max_norm is None else max_norm)
+    limit_at = None if max_norm is None else ctypes.addressof(limit)
+    native.call("check_grads", len(table.numels), *table.pointers, scale, multiplier, limit_at, result)
     return Checked(*result.unbind())
 
 

@@ -64,10 +64,12 @@ class PlannedTensors:
         assert self._plan, "an optimizer of plain tensors in lists and dicts"
         self.has_state = state is not None
         self.count = sum(param.grad is not None for group in groups for param in group["params"])
-        # Those of the gradients, after `hold` has found them `MOVED`, and those of their C++ objects
-        self.addresses, self._tensors = np.zeros((2, self.count), dtype=np.int64)
-        self._places = self.addresses.ctypes.data, self._tensors.ctypes.data
-        self._holds, self._grads = _function("plan_holds", 4), _function("plan_grads", 2)
+        self.addresses = np.zeros(self.count, dtype=np.int64)
+        """Of the gradients, after `hold` has found them `MOVED`"""
+        self._written = self.addresses.ctypes.data
+        self._holds, self._wrote = _function("plan_holds", 4), _function("plan_wrote", 1)
+        self.tensors = self.count, _function("plan_grads", 1)(self._plan)
+        """The number of gradients, and where the addresses of their C++ objects stand; right after `hold`"""
 
     def hold(self, groups: Any, state: Any = None) -> int:
         """Return 0 if something else than gradients' addresses changed, `MOVED` if these did, else 1.
@@ -77,16 +79,11 @@ class PlannedTensors:
         """
         if not (isinstance(groups, list) and (state is None or isinstance(state, dict))):
             return 0
-        return self._holds(self._plan, id(groups), 0 if state is None else id(state), self._places[0])
-
-    def tensors(self) -> tuple[int, int]:
-        """The number of gradients, and where the addresses of their C++ objects stand; right after `hold`."""
-        self._grads(self._plan, self._places[1])
-        return self.count, self._places[1]
+        return self._holds(self._plan, id(groups), 0 if state is None else id(state), self._written)
 
     def wrote(self) -> None:
         """Raise the versions of all parameters with gradients; right after `hold`."""
-        _function("plan_wrote", 1)(self._plan)
+        self._wrote(self._plan)
 
     def __del__(self) -> None:
         if getattr(self, "_plan", 0):
@@ -99,10 +96,12 @@ class Marks:
     Holds the records of their memory, so that no other memory has these; without a compiler, the gradients themselves.
     """
 
+    _marks = 0
+
     def __init__(self, grads: Sequence[Tensor] | PlannedTensors) -> None:
-        self._marks, self._held = 0, {}
         if available():
-            self._marks = _function("marks_new", 2)(*_places(grads)[:2])
+            count, place, _ = _places(grads)
+            self._marks = _function("marks_new", 2)(count, place)
         else:
             self._held = {id(grad): (grad, grad._version) for grad in grads}  # type: ignore[union-attr]
 
@@ -126,7 +125,7 @@ class Marks:
 def _places(grads: Sequence[Tensor] | PlannedTensors) -> tuple[int, int, object]:
     """How many there are, where the addresses of their C++ objects stand, and who keeps these."""
     if isinstance(grads, PlannedTensors):
-        return *grads.tensors(), grads
+        return *grads.tensors, grads
     row = np.array(list(map(storages.tensor_address, grads)), dtype=np.int64)
     return len(row), row.ctypes.data, row
 

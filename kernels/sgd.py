@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .native import group_values
 from .step import StepTensors, step_, table_of
 
 
@@ -43,7 +44,8 @@ def sgd_(
     parameter with float32 gradients, 8 more for momentum, 2 more for a copy; as many for a 16-bit parameter with a
     remainder, 8 with a random key, 16 with a master.
     """
-    step_("sgd", table_of(tensors), tensors.groups, multiplier, found_inf, workspace)
+    rates = [group.lr for group in tensors.groups]
+    step_("sgd", table_of(tensors), group_values(tensors.groups), rates, multiplier, found_inf, workspace)
 
 
 def sgd_reference_(tensors: SgdTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:

@@ -78,15 +78,18 @@ def _one_step(device: torch.device) -> Tensor:
 def step_(
     name: str,
     table: StepTable,
-    groups: Sequence[Any],
+    settings: np.ndarray,
+    rates: Sequence[float | Tensor],
     multiplier: Tensor | None,
     found_inf: Tensor | None,
     workspace: dict[str, Any] | None,
 ) -> None:
-    """Take the step of the optimizer `name`, `adam` or `sgd`, on the tensors of a table. `groups`: their settings."""
+    """Take the step of the optimizer `name`, `adam` or `sgd`, on the tensors of a table.
+
+    `settings`: see `native.group_values`. `rates`: the groups' learning rates.
+    """
     with profiling.region(f"amp: {name}_"):
         _count_step(table.keys)
-        settings = native.group_values(groups)
         if table.grads.device.type == "cuda":
             from .triton import adam, sgd
 
@@ -95,7 +98,7 @@ def step_(
             step(
                 table,
                 settings,
-                [group.lr for group in groups],
+                rates,
                 multiplier,
                 found_inf,
                 {} if workspace is None else workspace,

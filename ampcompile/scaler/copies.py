@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ampcompile.weights import lend
+from ampcompile.weights.store import store
 
 
 class CopiesOfStep:
@@ -21,9 +22,9 @@ class CopiesOfStep:
     def __init__(
         self, params: Sequence[Tensor], takes: Sequence[bool], workspace: dict[str, Any], token: object
     ) -> None:
-        self._loan, self._params = lend(params, workspace, token), params
         self.by_kernel: dict[int, Tensor] = {}
         """By the parameter's index"""
+        self._loan, self._params = lend(params, workspace, token), params
         self._others: list[tuple[int, Tensor]] = []
         for i, copies in self._loan.tensors.items():  # laid out as the weight is
             if takes[i]:
@@ -37,3 +38,8 @@ class CopiesOfStep:
             for i, copy in self._others:
                 copy.copy_(self._params[i])
         self._loan.wrote()
+
+
+def there_are_copies() -> bool:
+    """Return True if any weight has a copy; else a step has nothing to ask."""
+    return bool(store.memories)

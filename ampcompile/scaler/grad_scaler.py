@@ -205,7 +205,7 @@ class GradScaler(torch.amp.GradScaler):
             leave_to_torch(optimizer)
             result = generic_step(self, optimizer, state, args, kwargs)
         state["stage"] = OptState.STEPPED
-        state["idle"] = not has_grads(optimizer)
+        state["idle"] = not (has_grads(optimizer) if plan is None else plan.work)
         self._stepped(record, tuple(state["found_inf_per_device"].values()))
         return result
 

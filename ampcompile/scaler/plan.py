@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
+from operator import itemgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ampcompile.kernels.adam import AdamGroup, AdamTensors
 from ampcompile.kernels.check_grads import check_grads
+from ampcompile.kernels.native import group_values
 from ampcompile.kernels.planned import PlannedTensors
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors
 from ampcompile.kernels.step import grad_table, step_, table_of, take_copies
@@ -27,7 +30,7 @@ from .conditions import (
     require_state,
     require_torchs_own_step,
 )
-from .copies import CopiesOfStep
+from .copies import CopiesOfStep, there_are_copies
 from .masters import NARROW, Masters, masters_of
 from .pending import PerDevice
 from .steps import new_step, require_counts
@@ -44,6 +47,8 @@ class Family(NamedTuple):
     tensors: Callable[..., AdamTensors | SgdTensors]
     settings: Callable[[Group], Any]
     """The settings of a parameter group"""
+    read: Callable[[Group], tuple[Any, ...]]
+    """What they are made of"""
     kind: Callable[[Group], tuple[bool, ...]]
     """The settings that decide whether a step is fused, and which states it has"""
     prepare: Callable[[Any, Tensor, Group], None]
@@ -76,8 +81,9 @@ class Plan:
     ) -> None:
         self.kind, self.workspaces = kind, workspaces
         self.work: dict[torch.device, Work] = {}
-        self.settings: list[AdamGroup] | list[SgdGroup] = []
-        """Of this step"""
+        self.settings: tuple[np.ndarray, list[float | Tensor]] | None = None
+        """Of this step: all, and the learning rates"""
+        self._read: list[Any] = []
         self.family, groups = family_of(optimizer), optimizer.param_groups
         every = [param for group in groups for param in group["params"]]
         self._present = [param.grad is not None for param in every]
@@ -103,6 +109,7 @@ class Plan:
             takes_copy = [kept is None for kept in tensors.kept]
             grads_table = grad_table(tensors.grads) if step is None else step.grads
             self.work[device] = Work(grads_table, step, chosen, takes_copy)
+        self._alone = len(self.work) == 1
         plain = isinstance(groups, list) and isinstance(optimizer.state, dict) and not dtensors.includes(weights)
         self._tensors = PlannedTensors(groups, None if only_grads else optimizer.state) if plain else None
         self.gradients: Sequence[Tensor] | PlannedTensors = self._tensors or grads
@@ -144,20 +151,27 @@ class Plan:
         if found == PlannedTensors.MOVED:
             addresses = self._tensors.addresses
             for work in self.work.values():
-                work.grads.addresses[:] = addresses if len(self.work) == 1 else addresses[work.chosen]
+                work.grads.addresses[:] = addresses if self._alone else addresses[work.chosen]
         return True
+
+    def read_settings(self, groups: Sequence[Group]) -> None:
+        """Read the settings of a step, unless they are numbers and the same as in the last one."""
+        read = list(map(self.family.read, groups))
+        if not self._read or read != self._read:
+            settings = list(map(self.family.settings, groups))
+            self.settings = group_values(settings), [group.lr for group in settings]
+            self._read = [] if any(map(_changes_in_place, read)) else read
 
     def check(
         self, scale: Tensor | None, multipliers: Mapping[torch.device, Tensor], max_norm: float | None = None
     ) -> tuple[PerDevice, PerDevice, Tensor]:
         """Return overflow flags and multipliers by device, and the norm of all gradients; see `check_grads`."""
-        alone = len(self.work) == 1
         checks = {
             device: check_grads(
                 work.grads,
                 None if scale is None else on(device, scale),
                 multipliers.get(device),
-                max_norm if alone else None,
+                max_norm if self._alone else None,
                 self.workspaces.setdefault(device, {}),
             )
             for device, work in self.work.items()
@@ -165,7 +179,7 @@ class Plan:
         norms = [check.norm for check in checks.values()]
         found_infs = {device: check.found_inf for device, check in checks.items()}
         factors = {device: check.multiplier for device, check in checks.items()}
-        if alone or max_norm is None:
+        if self._alone or max_norm is None:
             return found_infs, factors, norms[0]
         norm = torch.linalg.vector_norm(torch.stack([on(norms[0].device, norm) for norm in norms]))
         shrink = (max_norm / (norm + 1e-6)).clamp(max=1)
@@ -174,20 +188,24 @@ class Plan:
     def run(self, optimizer: Any, multipliers: Mapping[torch.device, Tensor], found_infs: Iterable[Tensor]) -> None:
         """Update the weights, unless one of `found_infs` isn't 0; bring their copies up to date either way."""
         with profiling.region(f"Optimizer.step#{type(optimizer).__name__}.step"):  # torch's own name
-            found_inf = any_set(found_infs)
-            every = [param for group in optimizer.param_groups for param in group["params"]]
-            params = self._local or list(compress(every, self._present))
-            written = []
+            found_inf, params, written = any_set(found_infs), self._local, []
+            if not params and there_are_copies():
+                every = [param for group in optimizer.param_groups for param in group["params"]]
+                params = list(compress(every, self._present))
             for device, work in self.work.items():
                 assert work.step is not None
                 workspace = self.workspaces.setdefault(device, {})
-                own = params if len(self.work) == 1 else [params[i] for i in work.chosen]
-                copies = CopiesOfStep(own, work.takes_copy, workspace, self)
-                written.append(copies)
-                take_copies(work.step, copies.by_kernel)
+                if params and there_are_copies():
+                    own = params if self._alone else [params[i] for i in work.chosen]
+                    written.append(CopiesOfStep(own, work.takes_copy, workspace, self))
+                take_copies(work.step, written[-1].by_kernel if written else {})
                 skip = None if found_inf is None else on(device, found_inf)
-                step_(self.family.name, work.step, self.settings, multipliers.get(device), skip, workspace)
-            torch.autograd.graph.increment_version([*params, *self.distributed])
+                multiplier = multipliers.get(device)
+                step_(self.family.name, work.step, *self.settings, multiplier, skip, workspace)
+            if self._tensors is None:
+                torch.autograd.graph.increment_version([*params, *self.distributed])
+            else:
+                self._tensors.wrote()
             for copies in written:
                 copies.wrote()
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
@@ -221,7 +239,7 @@ class Plans:
             if plan is None or not plan.holds(optimizer, kind, only_grads):
                 plan = Plan(optimizer, masters, kind, only_grads, self.workspaces)
             if not only_grads:
-                plan.settings = list(map(plan.family.settings, optimizer.param_groups))
+                plan.read_settings(optimizer.param_groups)
         except NotFusedError as reason:
             if self.reason != str(reason):
                 self.reason = str(reason)
@@ -281,6 +299,12 @@ def learning_rate(value: float | Tensor) -> float | Tensor:
     """A learning rate as a number or, so that a captured graph sees it change, as a tensor on the GPU."""
     on_gpu = isinstance(value, Tensor) and value.is_cuda and not value.requires_grad
     return value if on_gpu else number(value)
+
+
+def _changes_in_place(values: Iterable[Any]) -> bool:
+    return any(
+        isinstance(value, (Tensor, list)) or (type(value) is tuple and _changes_in_place(value)) for value in values
+    )
 
 
 def _adam_settings(group: Group) -> AdamGroup:
@@ -349,6 +373,7 @@ ADAM = Family(
     "adam",
     AdamTensors,
     _adam_settings,
+    itemgetter("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize"),
     lambda group: (group["amsgrad"], group["fused"], group["capturable"]),
     _prepare_adam,
     _adam_states,
@@ -357,6 +382,7 @@ SGD = Family(
     "sgd",
     SgdTensors,
     _sgd_settings,
+    itemgetter("lr", "momentum", "dampening", "nesterov", "weight_decay", "maximize"),
     lambda group: (group["momentum"] != 0, bool(group["weight_decay"]), group["maximize"], group["fused"]),
     _prepare_sgd,
     lambda group: {"momentum_buffers": "momentum_buffer" if group["momentum"] != 0 else None},

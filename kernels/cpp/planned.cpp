@@ -71,6 +71,7 @@ struct Plan {
   std::vector<int64_t> addresses;
   std::vector<Tensor*> params;
   std::vector<int64_t> grad_forms;  // of each parameter; -1 if it has no gradient
+  std::vector<Tensor*> grad_tensors;
   std::vector<int64_t> grads, bytes;
 };
 
@@ -142,6 +143,7 @@ bool note(Plan& plan, Object* groups, Object* state) {
     plan.params.push_back(known.tensor);
     plan.grad_forms.push_back(grad ? remember(plan, *grad) : -1);
     if (!grad) continue;
+    plan.grad_tensors.push_back(grad);
     plan.grads.push_back(address_of(*grad));
     plan.bytes.push_back(grad->numel() * int64_t(grad->itemsize()));
   }
@@ -166,7 +168,7 @@ int64_t compare(Plan& plan, Object* groups, Object* state) {
     return 0;
   bool moved = false;
   for (size_t i = 0, next = 0; i < plan.params.size(); ++i) {
-    const Tensor* const grad = grad_of(*plan.params[i]);
+    Tensor* const grad = grad_of(*plan.params[i]);
     if (!grad != (plan.grad_forms[i] < 0)) return 0;
     if (!grad) continue;
     const auto* object = reinterpret_cast<const Object*>(grad->pyobj_slot()->load_pyobj());
@@ -174,6 +176,7 @@ int64_t compare(Plan& plan, Object* groups, Object* state) {
     if (!plain || !plan.forms[plan.grad_forms[i]].fits(*grad)) return 0;
     const int64_t address = address_of(*grad);
     moved |= address != plan.grads[next];
+    plan.grad_tensors[next] = grad;
     plan.grads[next++] = address;
   }
   return !moved ? 1 : is_apart(plan.grads.size(), plan.grads.data(), plan.bytes.data()) ? 2 : 0;
@@ -192,7 +195,7 @@ using Marks = std::vector<Mark>;
 Marks marks_of(int64_t count, Tensor* const* grads) {
   Marks marks;
   for (int64_t i = 0; i < count; ++i)
-    if (grads[i] && grads[i]->has_storage() && grads[i]->unsafe_storage())  // sparse ones have none
+    if (grads[i]->has_storage() && grads[i]->unsafe_storage())  // sparse ones have none
       marks.push_back({grads[i]->unsafe_storage().unsafeGetStorageImpl(), address_of(*grads[i]),
                        grads[i]->is_inference() ? 0 : int64_t(grads[i]->version_counter().current_version())});
   return marks;
@@ -227,12 +230,8 @@ int64_t plan_holds(Plan* plan, Object* groups, Object* state, int64_t* grads) {
   });
 }
 
-// Writes the addresses of the gradients' C++ objects to `grads`.
-int64_t plan_grads(Plan* plan, Tensor** grads) {
-  for (size_t i = 0; i < plan->params.size(); ++i)
-    if (plan->grad_forms[i] >= 0) *grads++ = grad_of(*plan->params[i]);
-  return 1;
-}
+// Where the addresses of the gradients' C++ objects stand, as `plan_holds` found them.
+int64_t plan_grads(const Plan* plan) { return reinterpret_cast<int64_t>(plan->grad_tensors.data()); }
 
 // Raises the versions of all parameters with gradients.
 int64_t plan_wrote(Plan* plan) {
