@@ -130,7 +130,7 @@ def table_of(tensors: StepTensors) -> StepTable:
 
 
 def take_copies(table: StepTable, copies: Mapping[int, Tensor]) -> None:
-    """Make these copies, by their parameters' indices, those that the step writes with float32 parameters; no others."""
+    """Let the step write these copies, by their parameters' indices, with float32 parameters, and no others."""
     places = {i: (copy.data_ptr(), copy.dtype) for i, copy in copies.items()}
     if places != table.copies:
         beside, codes = table.addresses[-2], table.codes[2]

@@ -31,8 +31,8 @@ def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, se
     - `"stochastic"`: nothing beside bfloat16, which is rounded up or down at random, by `seed`, parameter and step.
 
     Adam's moments and momentum are float32. All of it is in `optimizer.state`, and so in its `state_dict`. The returned
-    object's `remove()` gives the optimizer back its own step. A parameter of two optimizers has one master; they keep it
-    in one way. `seed`: 64 bits, signed. Raises ScalerError for other optimizers, parameters and seeds.
+    object's `remove()` gives the optimizer back its own step. Two optimizers of one parameter have one master, kept in
+    one way. `seed`: 64 bits, signed. Raises ScalerError for other optimizers, parameters and seeds.
 
     >>> model = model.to(torch.bfloat16)
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
