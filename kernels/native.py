@@ -162,7 +162,7 @@ def call(name: str, tensors: int, *arrays: torch.Tensor | np.ndarray | int | Non
     `arrays` are passed by address, or are addresses; None is a null pointer. All must stay alive and contiguous.
     """
     places = [
-        a if a is None or type(a) is int else a.data_ptr() if isinstance(a, torch.Tensor) else a.ctypes.data
+        a if a is None or type(a) is int else a.data_ptr() if isinstance(a, torch.Tensor) else a.ctypes.data  # type: ignore[union-attr]
         for a in arrays
     ]
     _kernel(name, len(arrays))(tensors, *places, torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""Whether an optimizer's tensors are those that a step was planned for, and where its gradients are, in a call of C++.
+"""Compare an optimizer's tensors with those that a step was planned for, and find its gradients, in a call of C++.
 
 It reads torch's objects by the headers that torch installs, and Python's lists and dicts by their stable functions.
 """

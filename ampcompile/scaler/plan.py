@@ -1,7 +1,8 @@
-"""What the kernels need to know of an optimizer, gathered once, and the fused step: a check of gradients, an update."""
+"""All that kernels need to know of an optimizer, gathered once, and the fused step: a check of gradients, an update."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
@@ -12,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ampcompile.kernels.adam import AdamGroup, AdamTensors
+from ampcompile.kernels.adam import AdamTensors
 from ampcompile.kernels.check_grads import check_grads
-from ampcompile.kernels.native import group_values
 from ampcompile.kernels.planned import PlannedTensors
-from ampcompile.kernels.sgd import SgdGroup, SgdTensors
+from ampcompile.kernels.sgd import SgdTensors
 from ampcompile.kernels.step import grad_table, step_, table_of, take_copies
 from ampcompile.kernels.triton.tables import GradTable, StepTable
 from ampcompile.torch_private import dtensors, profiling
@@ -45,10 +45,8 @@ class Family(NamedTuple):
     name: str
     """Of the kernel"""
     tensors: Callable[..., AdamTensors | SgdTensors]
-    settings: Callable[[Group], Any]
-    """The settings of a parameter group"""
     read: Callable[[Group], tuple[Any, ...]]
-    """What they are made of"""
+    """The settings of a parameter group, in the kernel's order, the learning rate first"""
     kind: Callable[[Group], tuple[bool, ...]]
     """The settings that decide whether a step is fused, and which states it has"""
     prepare: Callable[[Any, Tensor, Group], None]
@@ -81,8 +79,9 @@ class Plan:
     ) -> None:
         self.kind, self.workspaces = kind, workspaces
         self.work: dict[torch.device, Work] = {}
-        self.settings: tuple[np.ndarray, list[float | Tensor]] | None = None
-        """Of this step: all, and the learning rates"""
+        self.settings: np.ndarray = np.empty(0)
+        self.rates: list[float | Tensor] = []
+        """Settings and learning rates of this step"""
         self._read: list[Any] = []
         self.family, groups = family_of(optimizer), optimizer.param_groups
         every = [param for group in groups for param in group["params"]]
@@ -158,9 +157,16 @@ class Plan:
         """Read the settings of a step, unless they are numbers and the same as in the last one."""
         read = list(map(self.family.read, groups))
         if not self._read or read != self._read:
-            settings = list(map(self.family.settings, groups))
-            self.settings = group_values(settings), [group.lr for group in settings]
-            self._read = [] if any(map(_changes_in_place, read)) else read
+            rows = [
+                [each for value in row for each in (value if isinstance(value, tuple | list) else (value,))]
+                for row in read
+            ]
+            self.rates = [learning_rate(row[0]) for row in rows]
+            rates = [0.0 if isinstance(rate, Tensor) else rate for rate in self.rates]
+            values = [[rate, *map(number, row[1:])] for rate, row in zip(rates, rows, strict=True)]
+            self.settings = np.array(values, dtype=np.float64)
+            fixed = not any(isinstance(value, Tensor) for row in rows for value in row)
+            self._read = copy.deepcopy(read) if fixed else []
 
     def check(
         self, scale: Tensor | None, multipliers: Mapping[torch.device, Tensor], max_norm: float | None = None
@@ -201,13 +207,13 @@ class Plan:
                 take_copies(work.step, written[-1].by_kernel if written else {})
                 skip = None if found_inf is None else on(device, found_inf)
                 multiplier = multipliers.get(device)
-                step_(self.family.name, work.step, *self.settings, multiplier, skip, workspace)
+                step_(self.family.name, work.step, self.settings, self.rates, multiplier, skip, workspace)
             if self._tensors is None:
                 torch.autograd.graph.increment_version([*params, *self.distributed])
             else:
                 self._tensors.wrote()
-            for copies in written:
-                copies.wrote()
+            for each in written:
+                each.wrote()
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             optimizer._opt_called = True
 
@@ -301,25 +307,6 @@ def learning_rate(value: float | Tensor) -> float | Tensor:
     return value if on_gpu else number(value)
 
 
-def _changes_in_place(values: Iterable[Any]) -> bool:
-    return any(
-        isinstance(value, (Tensor, list)) or (type(value) is tuple and _changes_in_place(value)) for value in values
-    )
-
-
-def _adam_settings(group: Group) -> AdamGroup:
-    beta1, beta2 = group["betas"]
-    return AdamGroup(
-        learning_rate(group["lr"]),
-        number(beta1),
-        number(beta2),
-        group["eps"],
-        number(group["weight_decay"]),
-        group["decoupled_weight_decay"],
-        group["maximize"],
-    )
-
-
 def _adam_states(group: Group) -> dict[str, str | None]:
     peaks = "max_exp_avg_sq" if group["amsgrad"] else None
     return {"exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq", "max_exp_avg_sqs": peaks, "steps": "step"}
@@ -338,17 +325,6 @@ def _prepare_adam(states: Any, param: Tensor, group: Group) -> None:
         state["step"] = step.to(param.device, non_blocking=True)
     for name in moments:
         require_state(state.get(name), param)
-
-
-def _sgd_settings(group: Group) -> SgdGroup:
-    return SgdGroup(
-        learning_rate(group["lr"]),
-        group["momentum"],
-        group["dampening"],
-        group["nesterov"],
-        number(group["weight_decay"]),
-        group["maximize"],
-    )
 
 
 def _prepare_sgd(states: Any, param: Tensor, group: Group) -> None:
@@ -372,7 +348,6 @@ def _prepare_sgd(states: Any, param: Tensor, group: Group) -> None:
 ADAM = Family(
     "adam",
     AdamTensors,
-    _adam_settings,
     itemgetter("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize"),
     lambda group: (group["amsgrad"], group["fused"], group["capturable"]),
     _prepare_adam,
@@ -381,7 +356,6 @@ ADAM = Family(
 SGD = Family(
     "sgd",
     SgdTensors,
-    _sgd_settings,
     itemgetter("lr", "momentum", "dampening", "nesterov", "weight_decay", "maximize"),
     lambda group: (group["momentum"] != 0, bool(group["weight_decay"]), group["maximize"], group["fused"]),
     _prepare_sgd,

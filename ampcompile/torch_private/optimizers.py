@@ -22,7 +22,7 @@ def pre_hooks(instance: Any) -> list[Hook]:
     return list(getattr(instance, "_optimizer_step_pre_hooks", {}).values())
 
 
-def named_pre_hooks(instance: Any) -> dict[Any, Hook]:
+def named_pre_hooks(instance: Any) -> dict[Any, Any]:
     """The table of those hooks, to register one under a name of ours; an empty one if it is no optimizer of torch's."""
     return getattr(instance, "_optimizer_step_pre_hooks", {})
 

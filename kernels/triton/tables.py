@@ -142,6 +142,16 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def addresses(*rows: Sequence[Tensor | None]) -> np.ndarray:
+    """int64, row after row: the address of each tensor; 0 for None."""
+    return np.array([0 if t is None else t.data_ptr() for row in rows for t in row], dtype=np.int64)
+
+
+def sizes(tensors: Sequence[Tensor]) -> np.ndarray:
+    """int64: the number of elements of each tensor."""
+    return np.array([t.numel() for t in tensors], dtype=np.int64)
+
+
 def float_bits(values: np.ndarray) -> np.ndarray:
     """float64 numbers as 64-bit words."""
     return np.ascontiguousarray(values, dtype=np.float64).reshape(-1).view(np.int64)
