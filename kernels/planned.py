@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from ampcompile.torch_private import storages
@@ -27,7 +26,7 @@ def available() -> bool:
 
 @functools.cache
 def _python() -> np.ndarray | None:
-    """What is the same for all plans, a `Python` in C++: types, and where tensors keep their C++ objects."""
+    """Return a `Python` of C++, the same for all plans: types, and where tensors keep their C++ objects; None if unknown."""
     if _function("plan_new", 3) is None:  # a Python without its lock
         return None
     tensors = Tensor.__new__(Tensor), nn.Parameter.__new__(nn.Parameter)
@@ -35,7 +34,7 @@ def _python() -> np.ndarray | None:
     def word(tensor: Tensor, place: int) -> int:
         return ctypes.c_int64.from_address(id(tensor) + place).value
 
-    places = range(16, torch._C.TensorBase.__basicsize__, 8)
+    places = range(16, Tensor.__basicsize__, 8)
     fits = [place for place in places if all(word(t, place) == storages.tensor_address(t) for t in tensors)]
     if not fits or any(word(tensor, 8) != id(type(tensor)) for tensor in tensors):
         return None

@@ -40,7 +40,7 @@ Group = Mapping[str, Any]
 
 
 class Family(NamedTuple):
-    """What differs between kinds of optimizers."""
+    """The differences between kinds of optimizers."""
 
     name: str
     """Of the kernel"""
@@ -56,7 +56,7 @@ class Family(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What is done on one device."""
+    """The work on one device."""
 
     grads: GradTable
     step: StepTable | None
@@ -223,7 +223,7 @@ class Plans:
 
     def __init__(self, consequence: str) -> None:
         self._consequence = consequence
-        """What it means for a step that there is no plan; for the log"""
+        """The consequence for a step if there is no plan; for the log"""
         self._plan: Plan | None = None
         self.workspaces: dict[torch.device, dict[str, Any]] = {}
         """The buffers that kernels keep between calls"""
