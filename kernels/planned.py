@@ -26,7 +26,7 @@ def available() -> bool:
 
 @functools.cache
 def _python() -> np.ndarray | None:
-    """Return a `Python` of C++, the same for all plans: types, and where tensors keep their C++ objects; None if unknown."""
+    """Return a `Python` of C++: types, and where tensors keep their C++ objects; None if that isn't known."""
     if _function("plan_new", 3) is None:  # a Python without its lock
         return None
     tensors = Tensor.__new__(Tensor), nn.Parameter.__new__(nn.Parameter)

@@ -63,7 +63,7 @@ class Work(NamedTuple):
     chosen: list[int]
     """Indices of its gradients, of all that there are"""
     takes_copy: list[bool]
-    """Whether a parameter is one of which the kernel can write a copy"""
+    """True for parameters of which the kernel can write a copy"""
 
 
 class Plan:
