@@ -1,18 +1,16 @@
 """Adam and AdamW over all parameters at once, with unscaling, clipping, skipping and the weights' copies folded in."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import profiling
+from .native import group_values
+from .step import StepTensors, step_, table_of
 
-from .step import StepTensors, step_
 
-
-@dataclass(frozen=True)
-class AdamGroup:
+class AdamGroup(NamedTuple):
     """The settings of a parameter group; those of `torch.optim.Adam`."""
 
     lr: float | Tensor
@@ -38,7 +36,6 @@ class AdamTensors(StepTensors):
     """0-dim"""
 
 
-@profiling.named("amp: adam_")
 def adam_(
     tensors: AdamTensors,
     multiplier: Tensor | None = None,
@@ -52,7 +49,8 @@ def adam_(
     Moves 28 bytes a parameter with float32 gradients, 8 more for amsgrad, 2 more for a copy; as many for a 16-bit
     parameter with a remainder, 24 with a random key, 32 with a master.
     """
-    step_("adam", tensors, multiplier, found_inf, workspace)
+    rates = [group.lr for group in tensors.groups]
+    step_("adam", table_of(tensors), group_values(tensors.groups), rates, multiplier, found_inf, workspace)
 
 
 def adam_reference_(tensors: AdamTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:

@@ -1,5 +1,6 @@
 """Check all gradients in one read: infinite or NaN once unscaled, their norm, the factor that clips them."""
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,8 @@ from torch import Tensor
 from ampcompile.torch_private import profiling
 
 from . import native
+from .step import grad_table
+from .triton.tables import GradTable
 
 
 class Checked(NamedTuple):
@@ -24,38 +27,28 @@ class Checked(NamedTuple):
 
 @profiling.named("amp: check_grads")
 def check_grads(
-    grads: Sequence[Tensor],
+    grads: Sequence[Tensor] | GradTable,
     scale: Tensor | None = None,
     multiplier: Tensor | None = None,
     max_norm: float | None = None,
     workspace: dict[str, Any] | None = None,
-    same: object = None,
 ) -> Checked:
     """Check gradients and take their norm in one pass that changes none of them; no host sync.
 
-    `grads`: dense float32, float16 or bfloat16 on one device, at least one. They count as multiplied by
+    `grads`: dense float32, float16 or bfloat16 on one device, at least one, or their table. They count as multiplied by
     `multiplier` and divided by `scale` (0-dim float32, each one if None). `max_norm` clips as
     `torch.nn.utils.clip_grad_norm_` does, in float32 whatever the gradients' type. `workspace` keeps a GPU's
-    buffers between calls. Pass the same object as `same` as in an earlier call with that workspace only if all
-    gradients are at the same addresses, with the same types. Reads the size of a gradient per element, writes nothing.
+    buffers between calls. Reads the size of a gradient per element, writes nothing.
     """
-    if grads[0].is_cuda:
+    table = grads if isinstance(grads, GradTable) else grad_table(grads)
+    if table.device.type == "cuda":
         from .triton import check_grads as gpu
 
-        workspace = {} if workspace is None else workspace
-        return Checked(*gpu.check_grads(grads, scale, multiplier, max_norm, workspace, same))
+        return Checked(*gpu.check_grads(table, scale, multiplier, max_norm, {} if workspace is None else workspace))
     result = torch.empty(3, device="cpu")
-    native.call(
-        "check_grads",
-        len(grads),
-        native.sizes(grads),
-        native.addresses(grads),
-        native.dtype_codes(grads),
-        scale,
-        multiplier,
-        None if max_norm is None else native.np.array(max_norm, dtype=native.np.float64),
-        result,
-    )
+    limit = ctypes.c_double(0.0 if max_norm is None else max_norm)
+    limit_at = None if max_norm is None else ctypes.addressof(limit)
+    native.call("check_grads", len(table.numels), *table.pointers, scale, multiplier, limit_at, result)
     return Checked(*result.unbind())
 
 

@@ -9,7 +9,8 @@
   a process that was killed during a build (here a lock ends with its process);
 - takes 0.4 s to import before it can load a built library, 0.01 s here, and 20 s for a first build, 15 s here.
 
-These kernels take addresses and sizes: their build needs no headers or libraries of torch, but for `weights.cpp`.
+These kernels take addresses and sizes: their build needs no headers or libraries of torch, but for `weights.cpp` and
+`planned.cpp`.
 """
 
 import ctypes
@@ -26,8 +27,6 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,9 @@ SOURCES = Path(__file__).with_name("cpp")
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
 TORCH = Path(torch.__file__).parent
-# Only this library needs torch's headers, and the standard of C++ that they are written in.
-HEADERS = {"weights": ["-std=c++20", "-w", f"-I{TORCH}/include", f"-L{TORCH}/lib", "-lc10"]}
+# Only these libraries need torch's headers, and the standard of C++ that they are written in.
+WITH_TORCH = ["-std=c++20", "-w", f"-I{TORCH}/include", f"-L{TORCH}/lib", "-lc10"]
+HEADERS = {"weights": WITH_TORCH, "planned": WITH_TORCH}
 
 
 def available(source: str = "step") -> bool:
@@ -156,31 +156,39 @@ def processor() -> list[str]:
     return [platform.machine(), *sorted({line for line in lines if line.startswith(wanted)})]
 
 
-def call(name: str, tensors: int, *arrays: torch.Tensor | np.ndarray | None) -> None:
+def call(name: str, tensors: int, *arrays: torch.Tensor | np.ndarray | int | None) -> None:
     """Call a function of the step's library on `tensors` many tensors, with torch's number of threads.
 
-    `arrays` are passed by address, None as a null pointer. All must stay alive and contiguous.
+    `arrays` are passed by address, or are addresses; None is a null pointer. All must stay alive and contiguous.
     """
-    loaded = library()
-    assert loaded is not None
-    function = getattr(loaded, name)
-    function.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * len(arrays), ctypes.c_int]
-    function.restype = None
-    addresses = [a if a is None else a.data_ptr() if isinstance(a, torch.Tensor) else a.ctypes.data for a in arrays]
-    function(tensors, *addresses, torch.get_num_threads())
+    places = [
+        a if a is None or type(a) is int else a.data_ptr() if isinstance(a, torch.Tensor) else a.ctypes.data  # type: ignore[union-attr]
+        for a in arrays
+    ]
+    _kernel(name, len(arrays))(tensors, *places, torch.get_num_threads())
 
 
 @functools.cache
-def weights_function(name: str, arguments: int) -> Any:
-    """A function of the library of weights that takes and returns integers; None if it can't be built.
+def _kernel(name: str, arrays: int) -> Any:
+    kernel = getattr(library(), name)
+    kernel.argtypes, kernel.restype = [ctypes.c_int64, *[ctypes.c_void_p] * arrays, ctypes.c_int], None
+    return kernel
+
+
+@functools.cache
+def function(source: str, name: str, arguments: int) -> Any:
+    """A function of the library of `cpp/{source}.cpp` that takes and returns integers; None if it can't be built.
 
     No other thread of Python runs meanwhile, unless the function allows it; so a Python without its lock has none.
     """
-    if sysconfig.get_config_var("Py_GIL_DISABLED") or (loaded := library("weights")) is None:
+    if sysconfig.get_config_var("Py_GIL_DISABLED") or (loaded := library(source)) is None:
         return None
     function = getattr(ctypes.PyDLL(loaded._name), name)
     function.argtypes, function.restype = [ctypes.c_int64] * arguments, ctypes.c_int64
     return function
+
+
+weights_function = functools.partial(function, "weights")
 
 
 def table(*groups: Sequence[Sequence[int] | np.ndarray], also: Sequence[int] = ()) -> tuple[np.ndarray, Any]:
@@ -195,8 +203,7 @@ def table(*groups: Sequence[Sequence[int] | np.ndarray], also: Sequence[int] = (
 
 def group_values(groups: Sequence[Any]) -> np.ndarray:
     """float64 [groups, settings], in the order of a group's fields; learning rates on a GPU are 0 here."""
-    others = attrgetter(*(each.name for each in fields(groups[0]) if each.name != "lr"))
-    rows = [(0.0 if isinstance(group.lr, torch.Tensor) else group.lr, *others(group)) for group in groups]
+    rows = [(0.0, *group[1:]) if isinstance(group.lr, torch.Tensor) else group for group in groups]
     return np.array(rows, dtype=np.float64)
 
 

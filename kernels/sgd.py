@@ -1,18 +1,16 @@
 """SGD over all parameters at once, with unscaling, clipping, skipping and the weights' copies folded in."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import profiling
+from .native import group_values
+from .step import StepTensors, step_, table_of
 
-from .step import StepTensors, step_
 
-
-@dataclass(frozen=True)
-class SgdGroup:
+class SgdGroup(NamedTuple):
     """The settings of a parameter group; those of `torch.optim.SGD`."""
 
     lr: float | Tensor
@@ -33,7 +31,6 @@ class SgdTensors(StepTensors):
     """float32, zeros before the first step; None where a group has no momentum"""
 
 
-@profiling.named("amp: sgd_")
 def sgd_(
     tensors: SgdTensors,
     multiplier: Tensor | None = None,
@@ -47,7 +44,8 @@ def sgd_(
     parameter with float32 gradients, 8 more for momentum, 2 more for a copy; as many for a 16-bit parameter with a
     remainder, 8 with a random key, 16 with a master.
     """
-    step_("sgd", tensors, multiplier, found_inf, workspace)
+    rates = [group.lr for group in tensors.groups]
+    step_("sgd", table_of(tensors), group_values(tensors.groups), rates, multiplier, found_inf, workspace)
 
 
 def sgd_reference_(tensors: SgdTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import foreach
+from ampcompile.torch_private import foreach, profiling
 
 from . import native
 from .masters import read_master, write_master
-from .triton.tables import Kind, StepTable
+from .triton.tables import GradTable, Kind, StepTable
 
 
 @dataclass
@@ -38,10 +38,9 @@ class StepTensors:
     checksums: list[Tensor | None] = field(default_factory=list)
     """Those of parameters with remainders; else None"""
     group_of: list[int] = field(default_factory=list)
-    same: object = None
-    """The same object as in an earlier step: only `groups` and `copies` have changed, no other address or type."""
 
     def __post_init__(self) -> None:
+        self.copies = self.copies or [None] * len(self.params)
         self.kept = self.kept or [None] * len(self.params)
         self.checksums = self.checksums or [None] * len(self.params)
 
@@ -62,8 +61,12 @@ class StepTensors:
 
     def count_step(self) -> None:
         """Begin a step: random bits that round parameters differ from step to step, skipped ones too."""
-        keys = [key for key in self.kept if key is not None and key.dtype == torch.int64]
-        if keys:
+        _count_step([key for key in self.kept if key is not None and key.dtype == torch.int64])
+
+
+def _count_step(keys: list[Tensor]) -> None:
+    if keys:
+        with torch.no_grad():
             foreach.add_(keys, [_one_step(keys[0].device)] * len(keys))
 
 
@@ -74,55 +77,77 @@ def _one_step(device: torch.device) -> Tensor:
 
 def step_(
     name: str,
-    tensors: StepTensors,
+    table: StepTable,
+    settings: np.ndarray,
+    rates: Sequence[float | Tensor],
     multiplier: Tensor | None,
     found_inf: Tensor | None,
     workspace: dict[str, Any] | None,
 ) -> None:
-    """Take the step of the optimizer `name`, `adam` or `sgd`."""
-    tensors.count_step()
-    workspace = {} if workspace is None else workspace
-    table = table_of(tensors, workspace)
-    settings = native.group_values(tensors.groups)
-    if table.device.type == "cuda":
-        from .triton import adam, sgd
+    """Take the step of the optimizer `name`, `adam` or `sgd`, on the tensors of a table.
 
-        lrs = [group.lr for group in tensors.groups]
-        step = {"adam": adam.step_, "sgd": sgd.step_}[name]
-        step(table, settings, lrs, multiplier, found_inf, workspace)
-    else:
-        arrays = table.numels, table.addresses, *table.codes, table.group_of, settings
-        native.call(name, len(table.numels), *arrays, multiplier, found_inf)
+    `settings`: see `native.group_values`. `rates`: the groups' learning rates.
+    """
+    with profiling.region(f"amp: {name}_"):
+        _count_step(table.keys)
+        if table.grads.device.type == "cuda":
+            from .triton import adam, sgd
+
+            step = {"adam": adam.step_, "sgd": sgd.step_}[name]
+            table.kinds = table.kinds or kinds_of(table)
+            step(
+                table,
+                settings,
+                rates,
+                multiplier,
+                found_inf,
+                {} if workspace is None else workspace,
+            )
+        else:
+            native.call(name, len(table.grads.numels), *table.pointers, settings, multiplier, found_inf)
 
 
-def table_of(tensors: StepTensors, workspace: dict[str, Any]) -> StepTable:
-    """The table of the tensors, from the last step if they are the same."""
+def grad_table(grads: Sequence[Tensor], addresses: np.ndarray | None = None) -> GradTable:
+    """The table of gradients on one device. `addresses`: theirs, an array of the caller's."""
+    codes, dtypes = native.dtype_codes(grads), [grad.dtype for grad in grads]
+    by_dtype = {
+        dtype: np.array([i for i, each in enumerate(dtypes) if each == dtype]) for dtype in dict.fromkeys(dtypes)
+    }
+    addresses = native.addresses(grads)[0] if addresses is None else addresses
+    return GradTable(grads[0].device, native.sizes(grads), addresses, codes, by_dtype)
+
+
+def table_of(tensors: StepTensors) -> StepTable:
+    """The table of a step's tensors."""
     t = tensors
-    copies = [None if copy is None else (copy.data_ptr(), copy.dtype) for copy in t.copies]
-    same, known_copies, table = workspace.get("step table", (None, None, None))
-    if table is None or same is None or same is not t.same or known_copies != copies:
-        beside = [copy if kept is None else kept for copy, kept in zip(t.copies, t.kept, strict=True)]
-        rows = (t.grads, t.params, *(getattr(t, name) for name in t.STATES), beside, t.checksums)
-        table = StepTable(
-            t.params[0].device,
-            native.sizes(t.params),
-            np.array(t.group_of, dtype=np.int64),
-            native.addresses(*rows),
-            (native.dtype_codes(t.grads), native.dtype_codes(t.params), native.dtype_codes(beside)),
-            _kinds(t, beside),
-        )
-        workspace["step table"] = t.same, copies, table
-    return table
+    beside = [copy if kept is None else kept for copy, kept in zip(t.copies, t.kept, strict=True)]
+    addresses = native.addresses(t.grads, t.params, *(getattr(t, name) for name in t.STATES), beside, t.checksums)
+    grads = grad_table(t.grads, addresses[0])
+    codes = grads.codes, native.dtype_codes(t.params), native.dtype_codes(beside)
+    keys = [kept for kept in t.kept if kept is not None and kept.dtype == torch.int64]
+    optional = 2 + t.STATES.index(t.OPTIONAL)
+    return StepTable(grads, np.array(t.group_of, dtype=np.int64), addresses, codes, optional, keys)
 
 
-def _kinds(tensors: StepTensors, beside: list[Tensor | None]) -> list[Kind]:
+def take_copies(table: StepTable, copies: Mapping[int, Tensor]) -> None:
+    """Let the step write these copies, by their parameters' indices, with float32 parameters, and no others."""
+    places = {i: (copy.data_ptr(), copy.dtype) for i, copy in copies.items()}
+    if places != table.copies:
+        beside, codes = table.addresses[-2], table.codes[2]
+        for i in table.copies:
+            beside[i] = codes[i] = 0
+        for i, (address, dtype) in places.items():
+            beside[i], codes[i] = address, native.DTYPE_CODES[dtype]
+        table.copies, table.kinds = places, []
+
+
+def kinds_of(table: StepTable) -> list[Kind]:
     """Group tensors as in `StepTable.kinds`. Tensors without a copy join those with one, in the same launch."""
-    t = tensors
+    dtypes = list(native.DTYPE_CODES)
     kinds: dict[tuple[torch.dtype, torch.dtype, torch.dtype | None, bool], list[int]] = {}
-    usual = next((copy.dtype for copy in t.copies if copy is not None), None)
-    for i, (grad, param, other, state) in enumerate(
-        zip(t.grads, t.params, beside, getattr(t, t.OPTIONAL), strict=True)
-    ):
-        kind = grad.dtype, param.dtype, usual if other is None else other.dtype, state is not None
+    rows = *table.codes, table.addresses[-2] != 0, table.addresses[table.optional] != 0
+    usual = next((dtypes[code] for _, param, code, there, _ in zip(*rows, strict=True) if there and not param), None)
+    for i, (grad, param, code, there, has_state) in enumerate(zip(*rows, strict=True)):
+        kind = dtypes[grad], dtypes[param], dtypes[code] if there else usual, bool(has_state)
         kinds.setdefault(kind, []).append(i)
     return [Kind(*kind, np.array(chosen)) for kind, chosen in kinds.items()]

@@ -9,6 +9,7 @@ from torch import Tensor
 from ampcompile.torch_private import profiling
 
 from . import native
+from .step import grad_table
 
 
 @profiling.named("amp: unscale_")
@@ -25,17 +26,9 @@ def unscale_(
     if grads[0].is_cuda:
         from .triton import unscale as gpu
 
-        gpu.unscale_(grads, multiplier, found_inf, {} if workspace is None else workspace)
+        gpu.unscale_(grad_table(grads), multiplier, found_inf, {} if workspace is None else workspace)
         return
-    native.call(
-        "unscale",
-        len(grads),
-        native.sizes(grads),
-        native.addresses(grads),
-        native.dtype_codes(grads),
-        multiplier,
-        found_inf,
-    )
+    native.call("unscale", len(grads), *grad_table(grads).pointers, multiplier, found_inf)
 
 
 def unscale_reference_(grads: Sequence[Tensor], multiplier: Tensor, found_inf: Tensor) -> None:

@@ -1,11 +1,14 @@
 """Update the loss scale after an iteration: shrink it after an overflow, grow it after enough iterations without."""
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ampcompile.torch_private import foreach, profiling
+
+from . import native
 
 
 @profiling.named("amp: update_scale_")
@@ -39,6 +42,12 @@ def update_scale_(
             min_scale,
             max_scale,
         )
+        return
+    settings = growth_factor, backoff_factor, growth_interval, min_scale, max_scale
+    if native.available() and all(each.dtype == torch.float32 for each in (scale, *found_infs)):
+        numbers = (ctypes.c_double * 5)(*settings)
+        flags = native.addresses(found_infs)
+        native.call("update_scale", len(found_infs), scale, growth_tracker, skips, flags, ctypes.addressof(numbers))
         return
     found_inf = found_infs[0] if len(found_infs) == 1 else torch.stack([f.reshape(()) for f in found_infs]).ne(0).any()
     foreach.update_scale_(scale, growth_tracker, found_inf.float(), growth_factor, backoff_factor, growth_interval)

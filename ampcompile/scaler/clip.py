@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError, ScalerError
+from ampcompile.kernels.planned import Marks
 
-from .fused import FusedStep
-from .pending import GradientMarks, drop, factors, gradients, pending, set_pending
+from .pending import drop, factors, gradients, pending, set_pending
+from .plan import Plan
 
 
 def require_optimizer(name: str, argument: Any) -> None:
@@ -31,8 +32,8 @@ def require_one_iteration(name: str, optimizer: Any, state: dict[str, Any] | Non
     of other gradients are dropped.
     """
     if state is None:
-        if (hook := pending(optimizer)) is not None and (hook.over or not hook.gradients.match(gradients(optimizer))):
-            hook.drop()
+        if (hook := pending(optimizer)) is not None and (hook.over or not hook.marks.match(gradients(optimizer))):
+            drop(optimizer)
     elif state["stage"] is OptState.STEPPED:
         raise RuntimeError(f"{name}() is being called after step().")
     elif "clipped" in state and not state["clipped"].match(gradients(optimizer)):
@@ -46,32 +47,37 @@ def note_clipped(optimizer: Any, state: dict[str, Any] | None, ready: bool) -> N
     """Record which gradients were clipped, for `require_one_iteration`; `ready`: they hadn't been unscaled before."""
     if state is not None and (ready or "clipped" in state) and state["stage"] is OptState.UNSCALED:
         hook = pending(optimizer)
-        state["clipped"] = GradientMarks(gradients(optimizer)) if hook is None else hook.gradients
+        state["clipped"] = Marks(gradients(optimizer)) if hook is None else hook.marks
 
 
 def clip_in_step(
-    fused: FusedStep, scale: Tensor | None, state: dict[str, Any] | None, max_norm: float, error_if_nonfinite: bool
+    optimizer: Any,
+    plan: Plan,
+    scale: Tensor | None,
+    state: dict[str, Any] | None,
+    max_norm: float,
+    error_if_nonfinite: bool,
 ) -> Tensor:
     """Defer the clipping, and the unscaling if there is a scale, to the step; return the norm.
 
     `state`: the scaler's for an optimizer that isn't unscaled yet, if it scales.
     """
-    if not fused.work:
+    if not plan.work:
         if state is not None:
             state.update(stage=OptState.UNSCALED)
         return torch.zeros(())
-    before = factors(fused.optimizer, fused.grads)
-    found_infs, clipping, norm = fused.check(scale, before, max_norm)
+    before = factors(optimizer, plan.gradients)
+    found_infs, clipping, norm = plan.check(scale, before, max_norm)
     failed = error_if_nonfinite and not norm.isfinite()
     if failed:
-        clipping = fused.check(scale, before)[1]
+        clipping = plan.check(scale, before)[1]
     try:
-        set_pending(fused.optimizer, clipping, fused.grads)
+        set_pending(optimizer, clipping, plan.gradients)
         if state is not None:
             state.update(stage=OptState.UNSCALED, found_inf_per_device=found_infs)
     except BaseException:
         if state is not None and state["stage"] is OptState.READY:  # the step unscales by itself
-            drop(fused.optimizer)
+            drop(optimizer)
         raise
     if failed:
         raise RuntimeError(

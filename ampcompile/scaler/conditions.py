@@ -4,13 +4,13 @@ import functools
 import importlib.util
 import inspect
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampcompile.kernels import native
+from ampcompile.kernels import native, planned
+from ampcompile.kernels.planned import share_memory
 from ampcompile.torch_private import dtensors, optimizers
 
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -30,29 +30,32 @@ def require_torchs_own_step(optimizer: Any, known_step: bool = False) -> None:
     """
     if type(optimizer) not in OPTIMIZERS:
         raise NotFusedError(f"{type(optimizer).__name__} isn't torch's SGD, Adam or AdamW")
-    for layer in () if known_step else layers(optimizer.step):
-        code = getattr(layer, "__code__", None)
-        if code is None or not code.co_filename.startswith(TORCH_OPTIM):
-            raise NotFusedError(f"its step is wrapped by {layer}")
-    hooks = [
-        hook
-        for hook in optimizers.step_hooks(optimizer)
-        if not str(getattr(hook, "__module__", "")).startswith("ampcompile.")
-    ]
-    if hooks:
-        raise NotFusedError(f"a step hook is registered: {hooks[0]}")
+    own = None if known_step else vars(optimizer).get("step")
+    wrapper = None if known_step else foreign_layer(type(optimizer).step)
+    if own is not None:
+        wrapper = foreign_layer.__wrapped__(own)  # uncached: it refers to the optimizer
+    if wrapper is not None:
+        raise NotFusedError(f"its step is wrapped by {wrapper}")
+    for hook in optimizers.step_hooks(optimizer):
+        if not str(getattr(hook, "__module__", "")).startswith("ampcompile."):
+            raise NotFusedError(f"a step hook is registered: {hook}")
     if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
         raise NotFusedError("grad_scale or found_inf is set on it")
-    if any(group["differentiable"] for group in optimizer.param_groups):
-        raise NotFusedError("it is differentiable")
+    for group in optimizer.param_groups:
+        if group["differentiable"]:
+            raise NotFusedError("it is differentiable")
 
 
-def layers(function: Any) -> Iterator[Any]:
-    """A function and those that it wraps, outermost first; torch's LR schedulers wrap `step`, too."""
+@functools.cache
+def foreign_layer(function: Any) -> Any:
+    """Return the first of a function and those that it wraps that isn't torch's; its LR schedulers wrap `step`, too."""
     while function is not None:
         function = getattr(function, "__func__", function)
-        yield function
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.startswith(TORCH_OPTIM):
+            return function
         function = getattr(function, "__wrapped__", None)
+    return None
 
 
 def require_plain_tensors(param: Tensor, grad: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> None:
@@ -94,7 +97,7 @@ def require_kernels(device_types: set[str]) -> None:
     if len(device_types) > 1:
         raise NotFusedError(f"parameters are on {' and '.join(sorted(device_types))}")
     for device_type in device_types:
-        if device_type == "cpu" and not native.available():
+        if not planned.available() or (device_type == "cpu" and not native.available()):
             raise NotFusedError("no C++ compiler works here")
         if device_type == "cuda" and not triton_installed():
             raise NotFusedError("triton isn't installed")
@@ -110,13 +113,8 @@ def triton_installed() -> bool:
 
 def require_no_overlap(tensors: list[Tensor]) -> None:
     """Raise if tensors share memory: the kernels take elements in any order, so none may occur twice."""
-    ends: dict[torch.device, int] = {}
-    for start, size, device in sorted(
-        ((t.data_ptr(), t.numel() * t.element_size(), t.device) for t in tensors), key=lambda extent: extent[0]
-    ):
-        if start < ends.get(device, 0):
-            raise NotFusedError("two parameters or two gradients share memory")
-        ends[device] = start + size
+    if share_memory(tensors):
+        raise NotFusedError("two parameters or two gradients share memory")
 
 
 def require_state(state: Any, param: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from .collect import amp_aware
-from .fused import any_set
+from .plan import amp_aware, any_set
 
 
 def generic_step(

@@ -1,7 +1,7 @@
 """`GradScaler`: torch's, with a step of a few fused kernels that never waits for the host."""
 
-import logging
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,22 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from ampcompile.errors import ScalerError
+from ampcompile.errors import AmpWarning, ScalerError
 from ampcompile.kernels.update_scale import update_scale_
 from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 
 from .clip import clip_in_step, clip_values, note_clipped, require_one_iteration, require_optimizer
-from .collect import amp_aware, collect
-from .conditions import NotFusedError, require_torchs_own_step
-from .fused import FusedStep, PerDevice
 from .generic import generic_step
-from .masters import masters_of
-from .pending import apply_pending, drop, factors, parameters
+from .pending import PerDevice, apply_pending, drop, factors, leave_to_torch, parameters
+from .plan import Plan, amp_aware, on
 from .records import Record, Records, has_grads
 from .skips import SkipWatch
 from .unscale import unscale_grads
-
-log = logging.getLogger(__name__)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -33,7 +28,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Takes the same arguments, and keeps the scale within `min_scale` (2^-24) and `max_scale` (2^64). docs/scaler.md
     lists the differences from torch's. Raises ScalerError for a device that torch doesn't know, an `init_scale` that
-    is not above 0, and bounds in the wrong order.
+    is not above 0, and bounds in the wrong order; warns of an `init_scale` beyond the bounds, and begins at the bound.
 
     >>> optimizer, scaler = torch.optim.AdamW(model.parameters()), ampcompile.GradScaler("cpu")
     >>> scaler.scale(compiled(x).square().mean()).backward()
@@ -67,6 +62,15 @@ class GradScaler(torch.amp.GradScaler):
                 f"found min_scale={min_scale} and max_scale={max_scale}, expected 0 <= min_scale <= max_scale: "
                 "swap them, or leave them out for 2**-24 and 2**64"
             )
+        if self._enabled and not min_scale <= init_scale <= max_scale:
+            self._init_scale = min(max(init_scale, min_scale), max_scale)
+            if init_scale != 2.0**16:  # someone asked for it
+                warnings.warn(
+                    f"found init_scale={init_scale!r}, expected one from min_scale={min_scale} to "
+                    f"max_scale={max_scale}: the scale begins at the bound; to begin beyond it, move the bound",
+                    AmpWarning,
+                    stacklevel=2,
+                )
         self._min_scale, self._max_scale = min_scale, max_scale
         self._forget()
 
@@ -133,7 +137,7 @@ class GradScaler(torch.amp.GradScaler):
         name: str,
         optimizer: torch.optim.Optimizer,
         in_place: Callable[[list[Tensor]], Any],
-        in_step: Callable[[FusedStep, Tensor | None, dict[str, Any] | None], Tensor] | None = None,
+        in_step: Callable[[Any, Plan, Tensor | None, dict[str, Any] | None], Tensor] | None = None,
     ) -> Any:
         """Clip an optimizer's gradients: `in_step` where there is that and the kernels can, else `in_place`."""
         require_optimizer(name, optimizer)
@@ -143,10 +147,10 @@ class GradScaler(torch.amp.GradScaler):
             state = self._per_optimizer_states[id(optimizer)]
         require_one_iteration(name, optimizer, state)
         ready = state is not None and state["stage"] is OptState.READY
-        fused = None if in_step is None else self._fused(optimizer, self._records[optimizer], only_grads=True)
+        plan = None if in_step is None else self._records[optimizer].plans.of(optimizer, only_grads=True)
         try:
-            if fused is not None and in_step is not None:
-                return in_step(fused, self._scale, state) if ready else in_step(fused, None, None)
+            if plan is not None and in_step is not None:
+                return in_step(optimizer, plan, *((self._scale, state) if ready else (None, None)))
             if ready:
                 self.unscale_(optimizer)
             apply_pending(optimizer)
@@ -172,12 +176,12 @@ class GradScaler(torch.amp.GradScaler):
         record = self._records[optimizer]
         plain = not kwargs and all(arg is None for arg in args)
         if not self._enabled:
-            fused = self._fused(optimizer, record) if plain else None
-            if fused is None:
-                apply_pending(optimizer)
+            plan = record.plans.of(optimizer) if plain else None
+            if plan is None:
+                leave_to_torch(optimizer)
                 result = optimizer.step(*args, **kwargs)
             else:
-                fused.run(factors(optimizer, fused.grads), ())
+                plan.run(optimizer, factors(optimizer, plan.gradients), ())
                 result = None
             self._stepped(record, ())
             return result
@@ -189,36 +193,21 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         result = None
-        fused = self._fused(optimizer, record) if plain else None
-        if fused is not None and fused.distributed and state["stage"] is OptState.READY:
+        plan = record.plans.of(optimizer) if plain else None
+        if plan is not None and plan.distributed and state["stage"] is OptState.READY:
             self.unscale_(optimizer)  # which asks all ranks for overflows
-        if fused is not None and fused.work and (state["stage"] is OptState.READY or state["found_inf_per_device"]):
-            multipliers = factors(optimizer, fused.grads)
+        if plan is not None and plan.work and (state["stage"] is OptState.READY or state["found_inf_per_device"]):
+            multipliers = factors(optimizer, plan.gradients)
             if state["stage"] is OptState.READY:
-                state["found_inf_per_device"], multipliers, _ = fused.check(self._scale, multipliers)
-            fused.run(multipliers, state["found_inf_per_device"].values())
+                state["found_inf_per_device"], multipliers, _ = plan.check(self._scale, multipliers)
+            plan.run(optimizer, multipliers, state["found_inf_per_device"].values())
         elif has_grads(optimizer) or amp_aware(optimizer):
-            apply_pending(optimizer)
+            leave_to_torch(optimizer)
             result = generic_step(self, optimizer, state, args, kwargs)
         state["stage"] = OptState.STEPPED
-        state["idle"] = not has_grads(optimizer)
+        state["idle"] = not (has_grads(optimizer) if plan is None else plan.work)
         self._stepped(record, tuple(state["found_inf_per_device"].values()))
         return result
-
-    def _fused(self, optimizer: Any, record: Record, only_grads: bool = False) -> FusedStep | None:
-        """Return the step as our kernels take it, or None if they can't."""
-        try:
-            masters = masters_of(optimizer)
-            require_torchs_own_step(optimizer, known_step=masters is not None)
-            tensors = collect(optimizer, record.validations, only_grads, masters)
-            fused = FusedStep(optimizer, *tensors, record.workspaces)
-        except NotFusedError as reason:
-            if record.fallback_reason != str(reason):
-                record.fallback_reason = str(reason)
-                log.info("the step of %s takes the generic path: %s", type(optimizer).__name__, reason)
-            return None
-        record.fallback_reason = None
-        return fused
 
     def _stepped(self, record: Record, found_infs: tuple[Tensor, ...]) -> None:
         record.found_infs = found_infs
@@ -230,7 +219,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> PerDevice:
         require_optimizer("unscale_", optimizer)
-        return unscale_grads(optimizer, inv_scale, found_inf, allow_fp16, self._records[optimizer].workspaces)
+        return unscale_grads(optimizer, inv_scale, found_inf, allow_fp16, self._records[optimizer].plans.workspaces)
 
     @dynamo_marks.run_untraced
     @profiling.named("amp: GradScaler.update")
@@ -246,9 +235,7 @@ class GradScaler(torch.amp.GradScaler):
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         by_optimizer = self._per_optimizer_states
         states = by_optimizer.values()
-        flags = [
-            flag.to(scale.device, non_blocking=True) for s in states for flag in s["found_inf_per_device"].values()
-        ]
+        flags = [on(scale.device, flag) for s in states for flag in s["found_inf_per_device"].values()]
         if new_scale is not None or not (flags or any(state.get("idle") for state in states)):
             try:
                 super().update(new_scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,14 +14,11 @@ from torch import Tensor
 from ampcompile.errors import ScalerError
 from ampcompile.torch_private import dynamo_marks, optimizers
 
-from .collect import collect
-from .conditions import OPTIMIZERS, NotFusedError
-from .fused import FusedStep
-from .masters import NAMES, NARROW, STATES, Masters, masters_of, require_kind
-from .pending import parameters
+from .conditions import OPTIMIZERS
+from .masters import KEEPERS, NAMES, NARROW, STATES, Masters, masters_of, require_kind, states_elsewhere
+from .pending import PerDevice, apply_pending, factors, gradients, parameters, pending
+from .plan import Plans
 from .steps import return_steps
-
-log = logging.getLogger(__name__)
 
 
 def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, seed: int = 0) -> MasterStep:
@@ -34,7 +31,8 @@ def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, se
     - `"stochastic"`: nothing beside bfloat16, which is rounded up or down at random, by `seed`, parameter and step.
 
     Adam's moments and momentum are float32. All of it is in `optimizer.state`, and so in its `state_dict`. The returned
-    object's `remove()` gives the optimizer back its own step. Raises ScalerError for other optimizers and parameters.
+    object's `remove()` gives the optimizer back its own step. Two optimizers of one parameter have one master, kept in
+    one way. `seed`: 64 bits, signed. Raises ScalerError for other optimizers, parameters and seeds.
 
     >>> model = model.to(torch.bfloat16)
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -43,7 +41,7 @@ def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, se
     >>> optimizer.step()
     """
     _require_possible(optimizer, how)
-    masters = MasterStep(how, seed, optimizer=weakref.ref(optimizer))
+    masters = MasterStep(how, _checked(seed), weakref.ref(optimizer))
     masters.instead_of = optimizers.replace_step(optimizer, masters, masters.reduce)
     masters.hooks = [
         optimizer.register_state_dict_pre_hook(return_steps),
@@ -51,6 +49,7 @@ def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, se
         optimizer.register_load_state_dict_pre_hook(masters.note_saved),
         optimizer.register_load_state_dict_post_hook(masters.restore_saved),
     ]
+    KEEPERS.add(masters)
     return masters
 
 
@@ -58,12 +57,8 @@ def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, se
 class MasterStep(Masters):
     """The step of an optimizer that keeps masters."""
 
-    optimizer: Callable[[], Any] = field(kw_only=True)
-    validations: dict[bool, Any] = field(default_factory=dict)
-    workspaces: dict[torch.device, dict[str, Any]] = field(default_factory=dict)
+    plans: Plans = field(default_factory=lambda: Plans("on float32 masters is torch's"))
     hooks: list[Any] = field(default_factory=list)
-    reason: str | None = None
-    """The reason that torch took the latest step that it took"""
     instead_of: dict[str, Any] = field(default_factory=dict)
     """The attributes that the optimizer had itself"""
     _wrapped_by_lr_sched = True  # for schedulers: it tells them itself that it was called
@@ -71,40 +66,53 @@ class MasterStep(Masters):
     @dynamo_marks.run_untraced
     def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step, with the optimizer's hooks; see `torch.optim.Optimizer.step`."""
-        return torch.optim.Optimizer.profile_hook_step(self.take)(self.optimizer(), closure)
+        return torch.optim.Optimizer.profile_hook_step(self.take)(self._living_optimizer(), closure)
+
+    def _living_optimizer(self) -> Any:
+        if not self.hooks:
+            raise ScalerError(
+                "found masters that were removed, expected those that an optimizer keeps: call keep_masters() again"
+            )
+        if (optimizer := self.optimizer()) is None:
+            raise ScalerError(
+                "found a step whose optimizer was deleted, expected one that is there: hold the optimizer, not its "
+                "`step` alone"
+            )
+        return optimizer
 
     def take(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step by the kernels where they can, else by torch's optimizer on float32 weights.
 
-        It unscales gradients and skips, as torch's fused optimizers do, where a scaler set `grad_scale`, `found_inf`.
+        It unscales gradients and skips, as torch's fused optimizers do, where a scaler set `grad_scale`, `found_inf`;
+        and clips, if that waits for the step. Gradients stay as they are.
         """
         optimizer._opt_called = True  # as schedulers expect of the step that they wrap
         loss = None
         if closure is not None:
+            apply_pending(optimizer)  # to the gradients before the closure's
             with torch.enable_grad():
                 loss = closure()
         scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        multiplier = None if scale is None else scale.double().reciprocal().float()
-        try:
-            fused = FusedStep(optimizer, *collect(optimizer, self.validations, masters=self), self.workspaces)
-        except NotFusedError as reason:
-            if self.reason != str(reason):
-                self.reason = str(reason)
-                log.info("the step of %s on float32 masters is torch's: %s", type(optimizer).__name__, reason)
-            if found_inf is None or not found_inf:
-                with torch.no_grad():
-                    _step_by_torch(optimizer, self, multiplier)
-        else:
-            multipliers = {} if multiplier is None else {device: multiplier.to(device) for device in fused.work}
-            fused.run(multipliers, () if found_inf is None else (found_inf,))
+        multipliers = dict(factors(optimizer, gradients(optimizer)))
+        if scale is not None:
+            for device in {param.device for param in parameters(optimizer)}:
+                multipliers[device] = scale.to(device).double().reciprocal().float() * multipliers.get(device, 1)
+        if (plan := self.plans.of(optimizer, in_step=True)) is not None:
+            plan.run(optimizer, multipliers, () if found_inf is None else (found_inf,))
+        elif found_inf is None or not found_inf:
+            with torch.no_grad():
+                _step_by_torch(optimizer, self, multipliers)
+        if (clipping := pending(optimizer)) is not None:
+            clipping.over = True  # another step on these gradients clips them too, and others don't miss it
         return loss
 
     def remove(self) -> None:
-        """Give the optimizer back its own step, with state of the parameters' types."""
-        optimizer = self.optimizer()
+        """Give the optimizer back its own step, with state of the parameters' types. ScalerError if that was done."""
+        optimizer = self._living_optimizer()
         return_steps(optimizer)
-        for hook in self.hooks:
-            hook.remove()
+        while self.hooks:
+            self.hooks.pop().remove()
+        KEEPERS.discard(self)
         optimizers.restore_step(optimizer, self.instead_of)
         for param in parameters(optimizer):
             if param.dtype in NARROW:
@@ -144,11 +152,22 @@ def _require_possible(optimizer: torch.optim.Optimizer, how: str) -> None:
         raise ScalerError("found no 16-bit parameter; expected some: float32 parameters need no masters")
     for param in narrow:
         require_kind(param, how)
+    states_elsewhere(optimizer, how)
 
 
-def _step_by_torch(optimizer: Any, masters: Masters, multiplier: Tensor | None) -> None:
+def _checked(seed: Any) -> int:
+    try:
+        if -(2**63) <= (number := operator.index(seed)) < 2**63:
+            return number
+    except TypeError:
+        pass
+    raise ScalerError(f"found seed={seed!r}; expected an integer of 64 bits, from -2**63 to 2**63 - 1")
+
+
+def _step_by_torch(optimizer: Any, masters: Masters, multipliers: PerDevice) -> None:
     """Take a step by an optimizer of torch's on temporary float32 weights."""
     return_steps(optimizer)
+    others = states_elsewhere(optimizer, masters.how)
     masters.widen_states(optimizer)
     weights: dict[Tensor, Tensor] = {}
     states: dict[Tensor, dict[str, Any]] = {}
@@ -158,11 +177,11 @@ def _step_by_torch(optimizer: Any, masters: Masters, multiplier: Tensor | None) 
         state = states[param] = dict(optimizer.state[param])
         weight = param.detach()
         if param.dtype in NARROW:
-            masters.make(param, state, number)
+            masters.make(param, state, number, others[id(param)])
             weight = masters.read_weight(weight, state)
         weight.grad = param.grad.to(weight.dtype)
-        if multiplier is not None:
-            weight.grad = weight.grad * multiplier.to(weight.device)
+        if (multiplier := multipliers.get(weight.device)) is not None:
+            weight.grad = weight.grad * multiplier
         weights[param] = weight
     groups = [
         {**group, "params": [weights[p] for p in group["params"] if p in weights]} for group in optimizer.param_groups

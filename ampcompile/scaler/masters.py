@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,15 +22,25 @@ from .pending import parameters
 STATES = {"remainder": ("remainder", "checksums"), "float32": ("master_param",), "stochastic": ("rounding_key",)}
 """The names in the optimizer's state, by the way of keeping masters."""
 NAMES = {name for names in STATES.values() for name in names}
+DTYPES = {
+    "remainder": torch.int16,
+    "checksums": torch.int32,
+    "master_param": torch.float32,
+    "rounding_key": torch.int64,
+}
 NARROW = (torch.bfloat16, torch.float16)
+KEEPERS: weakref.WeakSet[Masters] = weakref.WeakSet()
+"""The masters of all optimizers"""
 
 
 @dataclass(eq=False)
 class Masters:
     """The way in which an optimizer keeps masters."""
 
+    keeps_masters = True
     how: str
     seed: int
+    optimizer: Callable[[], Any] = lambda: None
     saved: dict[str, Any] = field(default_factory=dict)
     """The state that is being loaded"""
 
@@ -42,11 +54,11 @@ class Masters:
 
     def prepare(self, optimizer: Any, params: Collection[Tensor]) -> None:
         """Make what is kept beside those 16-bit parameters, where it is missing; raise if the kernels can't take it."""
-        chosen = set(map(id, params))
+        chosen, others = set(map(id, params)), states_elsewhere(optimizer, self.how)
         for number, param in enumerate(parameters(optimizer)):
             if param.dtype in NARROW and id(param) in chosen:
                 state = optimizer.state[param]
-                self.make(param, state, number)
+                self.make(param, state, number, others[id(param)])
                 kept, checksums = self.kept(state)
                 if self.how == "stochastic":
                     require_state(kept, kept.new_empty(3, device=param.device), torch.int64)
@@ -55,23 +67,33 @@ class Masters:
                 if checksums is not None:
                     require_state(checksums, checksums.new_empty(_spans(param), device=param.device), torch.int32)
 
-    def make(self, param: Tensor, state: dict[str, Any], number: int) -> None:
-        """Make what is kept beside a 16-bit parameter, the `number`-th of its optimizer, where it is missing."""
+    def make(self, param: Tensor, state: dict[str, Any], number: int, others: Iterable[dict[str, Any]] = ()) -> None:
+        """Make what is kept beside a 16-bit parameter, the `number`-th of its optimizer, where it is missing.
+
+        `others`: states of the same parameter in other optimizers. They and `state` end up with the same tensors.
+        """
         require_kind(param, self.how)
-        dtypes = {name: getattr(value, "dtype", None) for name, value in state.items()}
-        if self.how == "float32":
-            if dtypes.get("master_param") != torch.float32:
-                state["master_param"] = param.detach().float()
-        elif self.how == "remainder":
-            if dtypes.get("remainder") != torch.int16 or dtypes.get("checksums") != torch.int32:
-                state["remainder"] = torch.zeros_like(param, dtype=torch.int16)
-                state["checksums"] = torch.zeros(_spans(param), dtype=torch.int32, device=param.device)
-                if dtypes.get("master_param") == torch.float32:
-                    _split(param.detach(), state, state.pop("master_param"))
-        elif dtypes.get("rounding_key") != torch.int64:
+        master = state.get("master_param")
+        loaded = isinstance(master, Tensor) and master.dtype == torch.float32
+        if not self.is_kept(state) and not loaded and (known := next(filter(self.is_kept, others), None)) is not None:
+            state.update({name: known[name] for name in STATES[self.how]})
+        elif not self.is_kept(state) and self.how == "float32":
+            state["master_param"] = param.detach().float()
+        elif not self.is_kept(state) and self.how == "remainder":
+            state["remainder"] = torch.zeros_like(param, dtype=torch.int16)
+            state["checksums"] = torch.zeros(_spans(param), dtype=torch.int32, device=param.device)
+            if loaded:
+                _split(param.detach(), state, state.pop("master_param"))
+        elif not self.is_kept(state):
             state["rounding_key"] = torch.tensor([self.seed, number, 0], device="cpu").to(
                 param.device, non_blocking=True
             )
+        for other in others:
+            other.update({name: state[name] for name in STATES[self.how]})
+
+    def is_kept(self, state: dict[str, Any]) -> bool:
+        """Return True if a parameter's state has what is kept beside it, in its type."""
+        return all(getattr(state.get(name), "dtype", None) == DTYPES[name] for name in STATES[self.how])
 
     def kept(self, state: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Return what is kept beside a parameter, and the checksums of remainders."""
@@ -115,17 +137,46 @@ class Masters:
     def restore_saved(self, optimizer: Any) -> None:
         """Load the state of 16-bit parameters again, with its precision."""
         saved, self.saved = self.saved, {}
+        others = states_elsewhere(optimizer, self.how)
         for number, param in _numbered(optimizer, saved):
             for name, value in saved["state"].get(number, {}).items():
                 if param.dtype in NARROW and isinstance(value, Tensor) and name != "step":
                     dtype = torch.float32 if value.is_floating_point() else value.dtype
                     optimizer.state[param][name] = value.to(param.device, dtype, copy=True)
+            if self.is_kept(state := optimizer.state.get(param, {})):
+                for other in others[id(param)]:
+                    other.update({name: state[name] for name in STATES[self.how]})
 
 
 def masters_of(optimizer: Any) -> Masters | None:
     """Return the way in which an optimizer keeps masters, if it does; it is its step."""
     step = getattr(optimizer, "step", None)
     return step if isinstance(step, Masters) else None
+
+
+def states_elsewhere(optimizer: Any, how: str) -> defaultdict[int, list[dict[str, Any]]]:
+    """Return the states, by the parameter's id, in which other optimizers keep masters of the same 16-bit parameters.
+
+    None where masters are random bits, as there are no two that must agree. Raises ScalerError if masters of one
+    parameter would be kept in two ways.
+    """
+    found: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+    own = {id(param) for param in parameters(optimizer) if param.dtype in NARROW}
+    for keeper in list(KEEPERS):
+        if (other := keeper.optimizer()) is None or other is optimizer:
+            continue
+        for param in parameters(other):
+            if id(param) not in own:
+                continue
+            if keeper.how != how:
+                raise ScalerError(
+                    f"found a parameter of shape {tuple(param.shape)} in two optimizers, {type(other).__name__} with "
+                    f"how={keeper.how!r} and {type(optimizer).__name__} with how={how!r}; expected one way of keeping "
+                    "its masters: give both the same `how`"
+                )
+            if how != "stochastic" and param in other.state:
+                found[id(param)].append(other.state[param])
+    return found
 
 
 def require_kind(param: Tensor, how: str) -> None:

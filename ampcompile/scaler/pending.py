@@ -9,88 +9,68 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampcompile.errors import ClipError
+from ampcompile.kernels.planned import Marks, PlannedTensors
 from ampcompile.torch_private import dynamo_marks, foreach, optimizers
 
 PerDevice = dict[torch.device, Tensor]
+NAME = "ampcompile: clipping"
 
 
-class Gradients(NamedTuple):
-    """All gradients of an optimizer."""
-
-    tensors: Sequence[Tensor]
-    addresses: list[int] | None = None
-    """Their addresses, if these were read just now."""
-
-
-class GradientMarks:
-    """Identities and versions of gradients, to recognize them later without keeping them alive."""
-
-    def __init__(self, grads: Gradients) -> None:
-        self.marks = optimizers.Marks(*grads)
-
-    def match(self, grads: Gradients) -> bool:
-        """Return True if `grads`, all that there are now, are among the marked ones and weren't written."""
-        return self.marks.match(*grads)
+Gradients = Sequence[Tensor] | PlannedTensors
 
 
 class Pending:
     """Pending factors as a hook ahead of the optimizer's own step, which is clipped too; the optimizer holds it."""
 
-    def __init__(self, optimizer: Any, factors: PerDevice, grads: Gradients) -> None:
+    def __init__(self, factors: PerDevice, grads: Gradients) -> None:
         self.take(factors, grads)
-        self._hook = optimizer.register_step_pre_hook(self)
 
     def take(self, factors: PerDevice, grads: Gradients) -> None:
         """Replace the factors, and the marks of the clipped gradients by those of `grads`; `over` is True once their
         iteration has ended: then changed gradients drop the factors and don't raise.
         """
-        marks = GradientMarks(grads)
+        marks = Marks(grads)
         # No signal handler runs between stores: the state is wholly the former or wholly this.
-        self.factors, self.gradients, self.over = factors, marks, False
+        self.factors, self.marks, self.over = factors, marks, False
 
     def drop_call(self) -> Callable[[], object]:
         """Return a C function that removes the factors, which has the effect of `drop`."""
         return partial(setattr, self, "factors", {})
 
-    def drop(self) -> None:
-        """Remove the hook, and the factors with it."""
-        self._hook.remove()
-
     @dynamo_marks.run_untraced
     def __call__(self, optimizer: Any, *_: Any) -> None:
-        apply_pending(optimizer)
+        leave_to_torch(optimizer)
 
 
 def pending(optimizer: Any) -> Pending | None:
     """Return an optimizer's hook with pending factors, if it has one."""
-    return next((hook for hook in optimizers.pre_hooks(optimizer) if isinstance(hook, Pending)), None)
+    return optimizers.named_pre_hooks(optimizer).get(NAME)
 
 
 def set_pending(optimizer: Any, factors: PerDevice, grads: Gradients) -> None:
     """Make the next step multiply the gradients, which are `grads`, by these factors; they replace pending ones."""
     if (hook := pending(optimizer)) is None:
-        Pending(optimizer, factors, grads)
+        optimizers.named_pre_hooks(optimizer)[NAME] = Pending(factors, grads)
     else:
         hook.take(factors, grads)
 
 
 def drop(optimizer: Any) -> None:
     """Drop an optimizer's pending factors."""
-    if (hook := pending(optimizer)) is not None:
-        hook.drop()
+    optimizers.named_pre_hooks(optimizer).pop(NAME, None)
 
 
 def factors(optimizer: Any, grads: Gradients) -> PerDevice:
     """Return the factors for a step's gradients, `grads`; raise ClipError if others were clipped in this iteration."""
     if (hook := pending(optimizer)) is None:
         return {}
-    if hook.gradients.match(grads):
+    if hook.marks.match(grads):
         return hook.factors
     if hook.factors and not hook.over:
         raise ClipError(
@@ -98,7 +78,7 @@ def factors(optimizer: Any, grads: Gradients) -> PerDevice:
             "its clipping is part of the step. Call update() at the end of every iteration, also of one without a "
             "step; to change gradients after clipping, use unscale_() and torch.nn.utils.clip_grad_norm_()"
         )
-    hook.drop()
+    drop(optimizer)
     return {}
 
 
@@ -108,18 +88,19 @@ def apply_pending(optimizer: Any) -> None:
     clipped = factors(optimizer, grads)
     if (hook := pending(optimizer)) is None:
         return
-    marks = optimizers.Marks(*grads)
-    calls: list[Callable[[], object]] = []
-    for device, factor in clipped.items():
-        calls.append(partial(foreach.multiply_, [grad for grad in grads.tensors if grad.device == device], factor))
-    calls += (
-        marks.version_reader(grads.tensors),
-        partial(setattr, hook.gradients, "marks", marks),
-        hook.drop_call(),
-    )
+    calls: list[Callable[[], object]] = [
+        partial(foreach.multiply_, [grad for grad in grads if grad.device == device], factor)
+        for device, factor in clipped.items()
+    ]
     with torch.no_grad():
-        call_unbroken(calls)
-    hook.drop()
+        call_unbroken([*calls, hook.marks.renewal(grads), hook.drop_call()])
+    drop(optimizer)
+
+
+def leave_to_torch(optimizer: Any) -> None:
+    """Apply pending factors, unless the optimizer keeps masters: its step clips, and rounds no gradient for it."""
+    if not hasattr(optimizer.step, "keeps_masters"):
+        apply_pending(optimizer)
 
 
 def call_unbroken(calls: Iterable[Callable[[], object]]) -> None:
@@ -127,9 +108,9 @@ def call_unbroken(calls: Iterable[Callable[[], object]]) -> None:
     deque(map(operator.call, calls), maxlen=0)
 
 
-def gradients(optimizer: Any) -> Gradients:
+def gradients(optimizer: Any) -> list[Tensor]:
     """All gradients of an optimizer."""
-    return Gradients([grad for param in parameters(optimizer) if (grad := param.grad) is not None])
+    return [grad for param in parameters(optimizer) if (grad := param.grad) is not None]
 
 
 def parameters(optimizer: Any) -> list[Tensor]:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ampcompile.errors import ScalerError
 
-from .collect import Validation
-from .fused import any_set
-from .pending import call_unbroken, parameters, pending
+from .pending import call_unbroken, drop, parameters, pending
+from .plan import Plans, any_set
 
 
 @dataclass
@@ -20,14 +19,9 @@ class Record:
     """The scaler's state for one optimizer."""
 
     optimizer: Callable[[], Any]
-    workspaces: dict[torch.device, dict[str, Any]] = field(default_factory=dict)
-    """The buffers that kernels keep between calls."""
-    validations: dict[bool, Validation] = field(default_factory=dict)
-    """Validations of the optimizer's tensors by `only_grads`: see `collect`."""
+    plans: Plans = field(default_factory=lambda: Plans("takes the generic path"))
     found_infs: tuple[Tensor, ...] | None = None
     """Overflow flags of the latest step; None before the first."""
-    fallback_reason: str | None = None
-    """The reason that the latest step took the generic path."""
 
     def skipped(self) -> Tensor:
         """Return whether the latest step was skipped: 0-dim bool on the device."""
@@ -62,12 +56,14 @@ class Records:
         `begin`: for a scaler that scales, a C function that begins its next iteration, uninterrupted with the drop.
         """
         optimizers = [record.optimizer() for record in self._by_id.values()]
-        hooks = [hook for optimizer in optimizers if (hook := pending(optimizer)) is not None]
+        hooks = {
+            id(optimizer): (optimizer, hook) for optimizer in optimizers if (hook := pending(optimizer)) is not None
+        }
         if begin is not None:
-            call_unbroken([*(hook.drop_call() for hook in hooks), begin])
-        for hook in hooks:
+            call_unbroken([*(hook.drop_call() for _, hook in hooks.values()), begin])
+        for optimizer, hook in hooks.values():
             if begin is not None:
-                hook.drop()
+                drop(optimizer)
             hook.over = True
 
 

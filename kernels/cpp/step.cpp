@@ -19,6 +19,20 @@ void check_grads(int64_t tensors, const int64_t* numel, const int64_t* grads, co
   result[2] = norm;
 }
 
+// See `update_scale.update_scale_`. settings: growth and backoff factor, interval, least and largest scale.
+void update_scale(int64_t flags, float* scale, int32_t* tracker, int32_t* skips, const int64_t* found_infs,
+                  const double* settings, int) {
+  bool found = false;
+  for (int64_t i = 0; i < flags; ++i) found |= *pointer<float>(found_infs[i], 0) != 0;
+  const int32_t good = found ? 0 : int32_t(uint32_t(*tracker) + 1);
+  const bool grows = !found && double(good) == settings[2];
+  const float next = float(double(*scale) * settings[found ? 1 : 0]);
+  if (found || (grows && std::isfinite(next))) *scale = next;
+  *tracker = grows ? 0 : good;
+  *skips = found ? *skips + 1 : 0;
+  *scale = *scale < settings[3] ? float(settings[3]) : *scale > settings[4] ? float(settings[4]) : *scale;  // NaN stays
+}
+
 // See `unscale.unscale_`.
 void unscale(int64_t tensors, const int64_t* numel, const int64_t* grads, const int64_t* dtypes,
              const float* multiplier, float* found_inf, int threads) {

@@ -173,13 +173,13 @@ def step_(
     workspace: dict[Any, Any],
 ) -> None:
     """Launch a small kernel for the step counts, then the update's kernels. `table`: see `amp_adam_prepare`."""
-    count = len(table.numels)
-    with tables.on(table.device):
+    count, device = len(table.grads.numels), table.grads.device
+    with tables.on(device):
         words = tables.step_words(table, settings, lrs, workspace)
-        scalars = None if tables.capturing(table.device) else workspace.get("adam scalars")
+        scalars = None if tables.capturing(device) else workspace.get("adam scalars")
         if scalars is None or scalars.shape[0] < 9 * count:
-            scalars = torch.empty(9 * count, device=table.device)
-        if not tables.capturing(table.device):  # a CUDA graph has scalars of its own, in its own memory pool
+            scalars = torch.empty(9 * count, device=device)
+        if not tables.capturing(device):  # a CUDA graph has scalars of its own, in its own memory pool
             workspace["adam scalars"] = scalars
         amp_adam_prepare[(triton.cdiv(count, 128),)](
             words,

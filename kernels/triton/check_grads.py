@@ -1,7 +1,6 @@
 """Check all gradients in one read on the GPU; see `ampcompile.kernels.check_grads`."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -102,17 +101,16 @@ def amp_check_grads(
 
 
 def check_grads(
-    grads: Sequence[Tensor],
+    grads: tables.GradTable,
     scale: Tensor | None,
     multiplier: Tensor | None,
     max_norm: float | None,
     workspace: dict[Any, Any],
-    same: object = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return found_inf, multiplier and norm; one launch for each type of gradient."""
-    device = grads[0].device
+    device = grads.device
     with tables.on(device):
-        words, launches = tables.grad_launches(grads, "check", workspace, same)
+        words, launches = tables.grad_launches(grads, "check", workspace)
         counts = [max(1, min(pieces.shape[0], most_programs(device))) for _, pieces in launches]
         programs = sum(counts)
         # Removed while in use, so that buffers with the partial counts of an interrupted check are never used again.
@@ -126,7 +124,7 @@ def check_grads(
                 words,
                 pieces,
                 pieces.shape[0],
-                len(grads),
+                len(grads.numels),
                 result if scale is None else scale,
                 result if multiplier is None else multiplier,
                 0.0 if max_norm is None else float(max_norm),

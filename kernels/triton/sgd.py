@@ -106,7 +106,7 @@ def step_(
     workspace: dict[Any, Any],
 ) -> None:
     """Launch the update's kernels. `table`: see `amp_sgd`."""
-    with tables.on(table.device):
+    with tables.on(table.grads.device):
         words = tables.step_words(table, settings, lrs, workspace)
         has_multiplier = multiplier is not None
         launch(amp_sgd, table, words, multiplier, found_inf, workspace, "MOMENTUM", HAS_MULTIPLIER=has_multiplier)

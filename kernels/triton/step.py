@@ -115,14 +115,14 @@ def launch(
     `optional`: the kernel's constant for the optional state. Another pointer stands in for one that is None.
     """
     for kind in table.kinds:
-        pieces = tables.chunks(table.numels, kind.chosen, table.device, workspace)
+        pieces = tables.chunks(table.grads.numels, kind.chosen, table.grads.device, workspace)
         if pieces.shape[0]:
             kernel[(pieces.shape[0],)](
                 words,
                 pieces,
                 words if factors is None else factors,
                 words if found_inf is None else found_inf,
-                len(table.numels),
+                len(table.grads.numels),
                 GRAD=TYPES[kind.grad],
                 PARAM=TYPES[kind.param],
                 BESIDE=NO_COPY if kind.beside is None else TYPES[kind.beside],

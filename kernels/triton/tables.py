@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,17 +39,46 @@ class Kind(NamedTuple):
     """Their indices"""
 
 
-class StepTable(NamedTuple):
-    """Sizes, addresses and types of a step's tensors; all but `kinds` and `device` are int64 arrays."""
+@dataclass(eq=False)
+class GradTable:
+    """Sizes, addresses and types of gradients on one device; int64 arrays."""
 
     device: torch.device
     numels: np.ndarray
+    addresses: np.ndarray
+    """May be written, as long as nothing else changes"""
+    codes: np.ndarray
+    """The types, as codes of the C++ kernels"""
+    by_dtype: dict[torch.dtype, np.ndarray]
+    """Indices of the gradients of each type"""
+
+    def __post_init__(self) -> None:
+        self.pointers = tuple(array.ctypes.data for array in (self.numels, self.addresses, self.codes))
+
+
+@dataclass(eq=False)
+class StepTable:
+    """The same of all tensors of a step."""
+
+    grads: GradTable
     group_of: np.ndarray
     addresses: np.ndarray
     """Rows: gradients, parameters, the optimizer's states, what is beside the parameters, checksums; 0 for None"""
     codes: tuple[np.ndarray, np.ndarray, np.ndarray]
-    """The types of gradients, of parameters and of what is beside them, as codes of the C++ kernels"""
-    kinds: list[Kind]
+    """The types of gradients, of parameters and of what is beside them"""
+    optional: int
+    """The row of the optimizer's optional state"""
+    keys: list[Tensor] = field(default_factory=list)
+    """Keys of random bits"""
+    copies: dict[int, tuple[int, torch.dtype]] = field(default_factory=dict)
+    """Addresses and types of copies that were put beside parameters later, by index"""
+    kinds: list[Kind] = field(default_factory=list)
+    """The launches on a GPU; empty if they aren't known"""
+
+    def __post_init__(self) -> None:
+        self.pointers = tuple(
+            array.ctypes.data for array in (self.grads.numels, self.addresses, *self.codes, self.group_of)
+        )
 
 
 class Words:
@@ -76,8 +106,7 @@ class Words:
             return torch.empty(len(words), dtype=torch.int64, device=device).copy_(host, non_blocking=True)
         if len(fitting) < SPARES:
             self._spares = list(host_words(SPARES * len(words), device).view(SPARES, -1))
-        unchanged = self._host is not None and (words is self._host or np.array_equal(words, self._host))
-        if self._device is None or not unchanged:
+        if self._device is None or self._host is None or not np.array_equal(words, self._host):
             if self._device is None or self._device.numel() != len(words):
                 self._device = torch.empty(len(words), dtype=torch.int64, device=device)
             host = host_words(len(words), device)
@@ -162,11 +191,9 @@ def step_words(
 
     A learning rate that is a tensor becomes the first setting of its group on the device.
     """
-    before, values, host = workspace.get("step", (None, None, None))
-    if before is not table or values != settings.tobytes():
-        host = np.concatenate([table.numels, table.group_of, table.addresses.reshape(-1), float_bits(settings)])
-        workspace["step"] = table, settings.tobytes(), host
-    words = workspace.setdefault("step words", Words()).follow(host, table.device)
+    numels, device = table.grads.numels, table.grads.device
+    host = np.concatenate([numels, table.group_of, table.addresses.reshape(-1), float_bits(settings)])
+    words = workspace.setdefault("step words", Words()).follow(host, device)
     if any(isinstance(lr, Tensor) for lr in lrs):
         on_device = words[-settings.size :].view(torch.float64).view(settings.shape)
         for row, lr in zip(on_device, lrs, strict=True):
@@ -176,21 +203,13 @@ def step_words(
 
 
 def grad_launches(
-    grads: Sequence[Tensor], name: str, workspace: dict[Any, Any], same: object = None
+    grads: GradTable, name: str, workspace: dict[Any, Any]
 ) -> tuple[Tensor, list[tuple[torch.dtype, Tensor]]]:
     """The table of gradients, sizes and addresses, and for each type of gradient the chunks of its launch.
 
-    `name`: the kernel's name. Pass the same object as `same` as in an earlier call only if the gradients are the same.
+    `name`: the kernel's name.
     """
-    device = grads[0].device
-    before, host, numels, by_type = workspace.get(name, (None, None, None, {}))
-    if same is None or before is not same:
-        numels = sizes(grads)
-        host = np.concatenate([numels, addresses(grads)])
-        dtypes = [grad.dtype for grad in grads]
-        by_type = {
-            dtype: np.array([i for i, each in enumerate(dtypes) if each == dtype]) for dtype in dict.fromkeys(dtypes)
-        }
-        workspace[name] = same, host, numels, by_type
-    words = workspace.setdefault(f"{name} words", Words()).follow(host, device)
-    return words, [(dtype, chunks(numels, chosen, device, workspace)) for dtype, chosen in by_type.items()]
+    host = np.concatenate([grads.numels, grads.addresses])
+    words = workspace.setdefault(f"{name} words", Words()).follow(host, grads.device)
+    of_types = grads.by_dtype.items()
+    return words, [(dtype, chunks(grads.numels, chosen, grads.device, workspace)) for dtype, chosen in of_types]

@@ -1,6 +1,5 @@
 """Multiply gradients in place on the GPU; see `ampcompile.kernels.unscale`."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -47,9 +46,9 @@ def amp_unscale(
     tl.store(found_inf, 1.0, mask=(tl.max(bad, 0) != 0) | (factor == 0.0))
 
 
-def unscale_(grads: Sequence[Tensor], multiplier: Tensor, found_inf: Tensor, workspace: dict[Any, Any]) -> None:
+def unscale_(grads: tables.GradTable, multiplier: Tensor, found_inf: Tensor, workspace: dict[Any, Any]) -> None:
     """Launch one kernel for each type of gradient."""
-    with tables.on(grads[0].device):
+    with tables.on(grads.device):
         words, launches = tables.grad_launches(grads, "unscale", workspace)
         for dtype, pieces in launches:
             if pieces.shape[0]:
@@ -58,7 +57,7 @@ def unscale_(grads: Sequence[Tensor], multiplier: Tensor, found_inf: Tensor, wor
                     pieces,
                     multiplier,
                     found_inf,
-                    len(grads),
+                    len(grads.numels),
                     GRAD=TYPES[dtype],
                     CHUNK=tables.CHUNK,
                     BLOCK=BLOCK,

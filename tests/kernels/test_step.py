@@ -1,17 +1,15 @@
 """What a step reads of its tensors, built once for the same ones; and what every optimizer's step does alike."""
 
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from ampcompile.kernels.adam import AdamGroup, adam_, adam_reference_
 from ampcompile.kernels.native import group_values
 from ampcompile.kernels.sgd import SgdGroup, sgd_, sgd_reference_
-from ampcompile.kernels.step import table_of
+from ampcompile.kernels.step import kinds_of, table_of, take_copies
 from tests.kernels.test_adam import GROUPS as ADAM_GROUPS
 from tests.kernels.test_sgd import GROUPS as SGD_GROUPS
 from tests.scaler.cases import GRAD_DTYPES, adam_tensors, assert_close, assert_equal, sgd_tensors, with_masters
@@ -22,31 +20,30 @@ GROUPS = [AdamGroup(0.01, 0.9, 0.99, 1e-3, 0.1, True, False)]
 def test_the_table_says_where_everything_lies() -> None:
     tensors = adam_tensors(GROUPS, torch.float16, sizes=(3, 5))
     tensors.copies = [None, torch.empty(5, dtype=torch.bfloat16), None]
-    table = table_of(tensors, {})
-    assert table.numels.tolist() == [3, 5, 63] and table.group_of.tolist() == [0, 0, 0]
+    table = table_of(tensors)
+    assert table.grads.numels.tolist() == [3, 5, 63] and table.group_of.tolist() == [0, 0, 0]
     grads, params, means, squares, peaks, steps, copies, checksums = table.addresses
     for row, those in ((grads, tensors.grads), (params, tensors.params), (steps, tensors.steps)):
         assert row.tolist() == [tensor.data_ptr() for tensor in those]
     assert means[1] == tensors.exp_avgs[1].data_ptr() and squares[1] == tensors.exp_avg_sqs[1].data_ptr()
     assert peaks[0] == 0 != peaks[1] and copies.tolist() == [0, tensors.copies[1].data_ptr(), 0]
     assert not checksums.any()
-    kinds = [(*kind, chosen.tolist()) for *kind, chosen in table.kinds]
+    kinds = [(*kind, chosen.tolist()) for *kind, chosen in kinds_of(table)]
     usual = torch.float16, torch.float32, torch.bfloat16
     assert kinds == [(*usual, False, [0]), (*usual, True, [1, 2])], "one without a copy goes with the others"
 
 
-def test_it_is_built_once_for_the_same_tensors_and_copies() -> None:
-    tensors, workspace = adam_tensors(GROUPS), {}
-    assert table_of(tensors, workspace) is not table_of(tensors, workspace), "nobody says that they are the same"
-    tensors.same = object()
-    table = table_of(tensors, workspace)
-    assert table_of(tensors, workspace) is table
-    assert table_of(replace(tensors, groups=[replace(GROUPS[0], lr=1.0)]), workspace) is table
-    assert table_of(replace(tensors, same=object()), dict(workspace)) is not table
-    moved = replace(tensors, copies=[None if c is None else c.clone() for c in tensors.copies])
-    assert not np.array_equal(table_of(moved, workspace).addresses, table.addresses)
-    retyped = replace(tensors, copies=[None if c is None else c.view(torch.bfloat16) for c in tensors.copies])
-    assert table_of(retyped, workspace).codes[2].tolist() != table.codes[2].tolist()
+def test_copies_change_from_step_to_step() -> None:
+    tensors = adam_tensors(GROUPS, sizes=(3, 5))
+    tensors.copies = [None] * 3
+    table, copy = table_of(tensors), torch.empty(5, dtype=torch.float16)
+    take_copies(table, {1: copy})
+    assert table.addresses[6].tolist() == [0, copy.data_ptr(), 0] and table.codes[2].tolist() == [0, 1, 0]
+    assert {kind.beside for kind in kinds_of(table)} == {torch.float16}
+    take_copies(table, {2: copy.bfloat16()})
+    assert (table.addresses[6] != 0).tolist() == [False, False, True] and table.codes[2].tolist() == [0, 0, 2]
+    take_copies(table, {})
+    assert not table.addresses[6].any() and {kind.beside for kind in kinds_of(table)} == {None}
 
 
 def test_what_keeps_the_precision_of_16_bit_parameters_is_beside_them() -> None:
@@ -55,10 +52,10 @@ def test_what_keeps_the_precision_of_16_bit_parameters_is_beside_them() -> None:
     masters = with_masters(tensors, "remainder")
     masters.params[0], masters.kept[0], masters.checksums[0] = tensors.params[0], None, None
     masters.copies[0] = tensors.copies[0]
-    table = table_of(masters, {})
+    table = table_of(masters)
     assert table.addresses[6].tolist() == [t.data_ptr() for t in (tensors.copies[0], *masters.kept[1:])]
     assert table.addresses[7].tolist() == [0, *(t.data_ptr() for t in masters.checksums[1:])]
-    assert {(kind.param, kind.beside): kind.chosen.tolist() for kind in table.kinds if kind.has_state} == {
+    assert {(kind.param, kind.beside): kind.chosen.tolist() for kind in kinds_of(table) if kind.has_state} == {
         (torch.bfloat16, torch.int16): [1, 2]
     }
 
@@ -71,18 +68,6 @@ def test_settings_may_be_tensors_and_the_learning_rate_one_on_a_gpu() -> None:
     assert group_values(groups).tolist() == [[0.1, 0.5, 0, 0, 0.25, 1], [0, 1, 0, 1, 0, 0]]
 
 
-@pytest.mark.parametrize("same", [None, "these"])
-def test_settings_are_read_at_each_step(same: object) -> None:
-    results = []
-    for workspace in ({}, None):
-        torch.manual_seed(0)
-        tensors = adam_tensors(GROUPS)
-        for lr in (0.1, 0.2):
-            adam_(replace(tensors, groups=[replace(GROUPS[0], lr=lr)], same=same), None, None, workspace)
-        results.append(tensors.params)
-    assert_equal(*results)
-
-
 OPTIMIZERS: dict[str, Any] = {
     "adam": (adam_tensors, ADAM_GROUPS, adam_, adam_reference_),
     "sgd": (sgd_tensors, SGD_GROUPS, sgd_, sgd_reference_),
@@ -91,7 +76,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 def state_of(tensors: Any) -> dict[str, Any]:
     """The lists of tensors that a step may write, copies aside, and the gradients, which it may not."""
-    return {name: held for name, held in vars(tensors).items() if name not in ("groups", "copies", "group_of", "same")}
+    return {name: held for name, held in vars(tensors).items() if name not in ("groups", "copies", "group_of")}
 
 
 def assert_copies_follow(tensors: Any) -> None:

@@ -153,7 +153,7 @@ def test_a_copy_of_the_scaler_between_clip_and_step_is_refused_as_torch_refuses_
 CLIP = lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 0.5)  # noqa: E731
 
 
-def broken_off(make, act=CLIP, kind=KINDS[0], places=50):
+def broken_off(make, act=CLIP, kind=KINDS[0], places=30):
     """What `make` gives, with an act broken off at each place where a signal or a failure may come."""
     for error in (KeyboardInterrupt, MemoryError):
         at, reached = 1, True

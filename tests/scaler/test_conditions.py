@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ampcompile.kernels import native
-from ampcompile.scaler.conditions import NotFusedError, dense, require_no_overlap, same_layout
+from ampcompile.scaler.conditions import dense, same_layout
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.scaler.cases import assert_equal, scaled
 
@@ -197,10 +197,3 @@ def test_strides_of_dimensions_of_size_one_do_not_matter():
     assert not same_layout(torch.zeros(2, 2), torch.zeros(2, 2).t())
     assert not same_layout(torch.zeros(4), torch.zeros(5))
     assert not same_layout(torch.zeros(3, 2).t(), torch.zeros(3, 2))
-
-
-def test_memory_is_shared_from_one_common_element_on():
-    flat = torch.zeros(10)
-    require_no_overlap([flat[6:], flat[:3], flat[3:6]])
-    with pytest.raises(NotFusedError, match="share memory"):
-        require_no_overlap([flat[5:], flat[:3], flat[3:6]])

@@ -1,14 +1,9 @@
 """The fused step inside a training run: checkpoints, versions, copies of weights, hooks of torch, compilation."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
 
-from ampcompile.kernels.sgd import SgdTensors
-from ampcompile.scaler.fused import FusedStep, any_set, clip_over_devices
-from ampcompile.scaler.pending import Gradients
 from tests.scaler.cases import assert_close, fill, scaled
 
 
@@ -64,27 +59,3 @@ def test_inside_a_compiled_function_it_runs_as_it_is():
 
     train(torch.tensor(2.0))
     assert_close(params, [old - 2 for old in before])
-
-
-def test_flags_and_norms_of_several_devices_are_one():
-    assert any_set([]) is None
-    for flags, expected in (([1.0], 1), ([0.0, 0.0], 0), ([1.0, 1.0], 1), ([0.0, math.nan], 1), ([1.0, -1.0], 1)):
-        assert any_set([torch.tensor(flag) for flag in flags]).item() == expected
-    norm, shrink = clip_over_devices([torch.tensor(3.0), torch.tensor(4.0)], 2.5)
-    assert (norm.item(), shrink.item()) == (5.0, pytest.approx(0.5))
-    assert clip_over_devices([torch.tensor(3.0)], 9.0)[1].item() == 1
-    assert clip_over_devices([torch.tensor(3.0), torch.tensor(math.nan)], 9.0)[1].isnan()
-
-
-@pytest.mark.parametrize("max_norm", [None, 2.5, 9.0])
-def test_gradients_on_several_devices_are_unscaled_and_clipped_by_their_norm_together(max_norm):
-    devices = torch.device("cpu"), torch.device("cpu", 0)  # one device under two names
-    grads = {device: torch.tensor([8 * n]) for device, n in zip(devices, (3.0, 4.0), strict=True)}
-    work = {device: SgdTensors([], grads=[grad]) for device, grad in grads.items()}
-    step = FusedStep(None, Gradients(list(grads.values())), work, [], {device: {} for device in devices})
-    found_infs, factors, norm = step.check(torch.tensor(4.0), {devices[1]: torch.tensor(0.5)}, max_norm)
-    whole = math.hypot(6, 4)  # of 24 / 4 and 32 / 4 * 0.5
-    clip = min(1, 2.5 / whole) if max_norm == 2.5 else 1
-    assert [found_infs[device].item() for device in devices] == [0, 0]
-    assert [factors[device].item() for device in devices] == pytest.approx([clip / 4, clip / 8])
-    assert norm.item() == pytest.approx(6 if max_norm is None else whole), "without a limit nobody asks for the norm"

@@ -179,6 +179,9 @@ def test_nonsense_is_refused_unless_nothing_is_scaled() -> None:
         with pytest.raises(ScalerError, match=f"found init_scale={scale!r}; expected a number above 0"):
             GradScaler("cpu", init_scale=scale)
     assert not GradScaler("cpu", init_scale=0, enabled=False).is_enabled()
+    for init, begins in ((2.0**70, 2.0**64), (2.0**-40, 2.0**-24)):
+        with pytest.warns(AmpWarning, match=r"expected one from min_scale=.* begins at the bound"):
+            assert scaled(init_scale=init).get_scale() == begins
 
 
 @pytest.mark.parametrize("how", [None, "remainder", "stochastic"])

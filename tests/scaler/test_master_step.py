@@ -1,12 +1,12 @@
 """Steps of 16-bit parameters equal those of float32 masters beside them, through scalers, checkpoints and copies."""
 
 import copy
+import gc
 import io
 import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +17,8 @@ from ampcompile.errors import ScalerError
 from ampcompile.kernels import native
 from ampcompile.kernels.masters import write_master
 from ampcompile.kernels.triton.tables import SPAN
-from ampcompile.scaler import master_step
-from ampcompile.scaler.conditions import NotFusedError
 from ampcompile.scaler.masters import masters_of
+from ampcompile.scaler.plan import Plans
 from benchmarks.models import GPT, GPT_23M
 from tests.scaler.cases import assert_close, assert_equal
 
@@ -155,7 +154,7 @@ def test_torchs_own_optimizer_takes_the_step_where_the_kernels_cant(
         params = parameters()
         optimizer = KINDS[kind](params)
         ampcompile.keep_masters(optimizer, how)
-        monkeypatch.setattr(native, "available", lambda kernels=kernels: kernels)
+        monkeypatch.setattr(native, "available", lambda *_, kernels=kernels: kernels)
         scaler = ampcompile.GradScaler("cpu", init_scale=8.0)
         for i in range(3):
             fill(i, params, scale=8.0, bad=torch.nan if i == 1 else None)
@@ -421,7 +420,7 @@ def test_a_hundred_steps_of_a_gpt_and_a_checkpoint_in_the_middle(kind: str) -> N
 @pytest.mark.parametrize("by_torch", [False, True])
 def test_updates_too_small_for_a_bfloat16_add_up(by_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_torch:
-        monkeypatch.setattr(master_step, "FusedStep", mock.Mock(side_effect=NotFusedError("left to torch here")))
+        monkeypatch.setattr(Plans, "of", lambda *_, **__: None)
     moved = {}
     for how in (None, *HOWS):
         param = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
@@ -454,6 +453,11 @@ def test_updates_too_small_for_a_bfloat16_add_up(by_torch: bool, monkeypatch: py
             "Parameter of torch.float16 with how='remainder'",
         ),
         (lambda: kept(KINDS["SGD"](parameters())), "remainder", "keeps masters already"),
+        (
+            lambda: KINDS["SGD"](kept(KINDS["AdamW"](parameters())).param_groups[0]["params"]),
+            "float32",
+            r"AdamW with how='remainder' and SGD with how='float32'; expected one way",
+        ),
     ],
 )
 def test_what_is_impossible_is_refused(make: Callable[[], Any], how: str, text: str) -> None:
@@ -461,9 +465,75 @@ def test_what_is_impossible_is_refused(make: Callable[[], Any], how: str, text: 
         ampcompile.keep_masters(make(), how)
 
 
+KEPT: list[Any] = []
+
+
 def kept(optimizer: Any) -> Any:
     ampcompile.keep_masters(optimizer)
+    KEPT.append(optimizer)
     return optimizer
+
+
+@pytest.mark.parametrize("seed", ["a", 1.5, None, 2**70])
+def test_a_seed_is_an_integer_of_64_bits(seed: Any) -> None:
+    with pytest.raises(ScalerError, match="expected an integer of 64 bits"):
+        ampcompile.keep_masters(KINDS["SGD"](parameters()), "stochastic", seed=seed)
+
+
+def test_what_is_gone_says_so() -> None:
+    optimizer = KINDS["SGD"](parameters())
+    handle = ampcompile.keep_masters(optimizer)
+    handle.remove()
+    for again in (handle.remove, handle):
+        with pytest.raises(ScalerError, match=r"found masters that were removed, expected .*: call keep_masters"):
+            again()
+    step = ampcompile.keep_masters(optimizer)
+    del optimizer
+    gc.collect()
+    with pytest.raises(ScalerError, match=r"found a step whose optimizer was deleted, expected .*: hold the optimizer"):
+        step()
+
+
+@pytest.mark.parametrize("how", ["remainder", "float32"])
+def test_a_parameter_of_two_optimizers_has_one_master(how: str) -> None:
+    params = parameters()
+    pair = [torch.optim.SGD(params, lr) for lr in (1e-3, 2e-3)]
+    wides = [torch.optim.SGD(weights, lr) for weights in [wide_of(params)] for lr in (1e-3, 2e-3)]
+    weights = wides[0].param_groups[0]["params"]
+    for optimizer in pair:
+        ampcompile.keep_masters(optimizer, how)
+    for step in range(12):
+        if step == 6:
+            for i, optimizer in enumerate(pair):
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                if how == "float32" and i:  # into one alone, as its whole
+                    pair[0].state[params[0]].clear()
+        fill(step, params, weights)
+        for optimizer, wide in zip(pair, wides, strict=True):
+            optimizer.step()
+            wide.step()
+        for optimizer in pair:
+            assert_equal(masters(optimizer), [w.detach() for w in weights])
+
+
+@pytest.mark.parametrize("by", ["scaler", "optimizer"])
+def test_a_clipped_step_by_torch_rounds_no_gradient(by: str) -> None:
+    """A first step with dampening is torch's."""
+    weights = wide_of(params := parameters())
+    optimizers = [torch.optim.SGD(held, 0.1, momentum=0.9, dampening=0.5) for held in (params, weights)]
+    ampcompile.keep_masters(optimizers[0], "float32")
+    scaler = ampcompile.GradScaler("cpu", init_scale=16.0, enabled=by == "scaler")
+    scaler.scale(torch.ones(()))
+    for step in range(3):
+        fill(step, params, scale=16.0 if by == "scaler" else 1.0)
+        fill(step, weights)
+        scaler.clip_grad_norm_(optimizers[0], 1.0)
+        nn.utils.clip_grad_norm_(weights, 1.0)
+        scaler.step(optimizers[0]) if by == "scaler" else optimizers[0].step()
+        scaler.update()
+        optimizers[1].step()
+        buffers = [[o.state[p]["momentum_buffer"] for p in o.param_groups[0]["params"]] for o in optimizers]
+        assert_close(*buffers)
 
 
 def test_parameters_that_join_later_are_kept_or_refused() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ampcompile.errors import ScalerError
-from ampcompile.scaler.pending import Gradients, pending, set_pending
+from ampcompile.scaler.pending import pending, set_pending
 from ampcompile.scaler.records import Record, Records, has_grads
 from tests.scaler.cases import params_with
 
@@ -31,7 +31,6 @@ def test_each_optimizer_has_one_record_that_goes_with_it() -> None:
     records, first, second = Records(), sgd(), sgd()
     assert records[first] is records[first] and records[first] is not records[second]
     assert records[first].optimizer() is first
-    records[first].fallback_reason = "of the first"
     del first
     gc.collect()
     assert list(records._by_id) == [id(second)]
@@ -69,7 +68,7 @@ def test_before_the_first_step_there_is_nothing_to_tell() -> None:
 def test_the_end_of_an_iteration_drops_what_is_pending_or_marks_it_as_over(scaled: bool) -> None:
     records, optimizer = Records(), sgd()
     assert records[optimizer].optimizer() is optimizer
-    set_pending(optimizer, {torch.device("cpu"): torch.ones(())}, Gradients([]))
+    set_pending(optimizer, {torch.device("cpu"): torch.ones(())}, [])
     begun: list[bool] = []
     records.end_iteration(partial(begun.append, True) if scaled else None)
     left = pending(optimizer)

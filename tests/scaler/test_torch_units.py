@@ -5,11 +5,13 @@ The name of each test is that of PyTorch's.
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
+from ampcompile.errors import AmpWarning
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.scaler.cases import DEVICES, scaled
 
@@ -96,7 +98,8 @@ def test_grad_scaling_state_dict(device: str) -> None:
 def test_grad_scale_will_not_overflow(device: str) -> None:
     """Neither within bounds nor, as torch does it, by refusing to grow."""
     for options, expected in (({}, 2.0**64), ({"max_scale": math.inf}, torch.tensor(1e38).item())):
-        scaler = scaled(device=device, growth_interval=1, growth_factor=2.0**4, init_scale=1e38, **options)
+        with nullcontext() if options else pytest.warns(AmpWarning, match="begins at the bound"):
+            scaler = scaled(device=device, growth_interval=1, growth_factor=2.0**4, init_scale=1e38, **options)
         model = nn.Linear(5, 1)
         optimizer = torch.optim.Adam(model.parameters())
         scaler.scale((model(torch.randn(1, 5)) * 1e-30).square().mean()).backward()

@@ -16,12 +16,12 @@ from ampcompile.kernels.adam import adam_reference_
 from ampcompile.kernels.check_grads import Checked, check_grads_reference
 from ampcompile.kernels.native import group_values
 from ampcompile.kernels.sgd import sgd_reference_
-from ampcompile.kernels.step import table_of
+from ampcompile.kernels.step import _count_step, grad_table, kinds_of, table_of
 from ampcompile.kernels.triton import adam, check_grads, sgd, tables, unscale, update_scale
 from ampcompile.kernels.triton import step as steps
 from ampcompile.kernels.unscale import unscale_reference_
-from ampcompile.scaler import fused as scaler_fused
 from ampcompile.scaler import grad_scaler as scaler
+from ampcompile.scaler import plan as scaler_plan
 from ampcompile.scaler import unscale as scaler_unscale
 from tests.kernels.test_adam import GROUPS as ADAM_GROUPS
 from tests.kernels.test_masters import HOWS, check_step, weights_of
@@ -49,11 +49,27 @@ def launching(module):
 
     def step(t, multiplier=None, found_inf=None, workspace=None):
         t.count_step()
-        workspace = {} if workspace is None else workspace
-        lrs, settings = [group.lr for group in t.groups], group_values(t.groups)
-        module.step_(table_of(t, workspace), settings, lrs, multiplier, found_inf, workspace)
+        table, workspace = table_of(t), {} if workspace is None else workspace
+        table.kinds = kinds_of(table)
+        rates, settings = [group.lr for group in t.groups], group_values(t.groups)
+        module.step_(table, settings, rates, multiplier, found_inf, workspace)
 
     return step
+
+
+def check_(tensors, *arguments):
+    return check_grads.check_grads(grad_table(tensors), *arguments)
+
+
+def unscale_(tensors, *arguments):
+    unscale.unscale_(grad_table(tensors), *arguments)
+
+
+def step_as(name, table, settings, rates, multiplier, found_inf, workspace):
+    """The kernels' `step_`, by these."""
+    _count_step(table.keys)
+    table.kinds = table.kinds or kinds_of(table)
+    {"adam": adam, "sgd": sgd}[name].step_(table, settings, rates, multiplier, found_inf, workspace)
 
 
 adam_, sgd_ = launching(adam), launching(sgd)
@@ -80,7 +96,7 @@ def test_check_grads(dtype, scale, multiplier, max_norm):
     for _ in range(2):  # the second finds the counter as the first left it
         tensors = [*grads(dtype), torch.randn(40)]
         before = deepcopy(tensors)
-        result = check_grads.check_grads(tensors, *arguments, max_norm, workspace)
+        result = check_(tensors, *arguments, max_norm, workspace)
         assert_close(result, check_grads_reference(tensors, *arguments, max_norm))
         assert_equal(tensors, before)
 
@@ -88,14 +104,14 @@ def test_check_grads(dtype, scale, multiplier, max_norm):
 def test_a_check_that_was_interrupted_between_its_launches_leaves_the_next_ones_right(monkeypatch):
     tensors, workspace = [torch.randn(100), torch.randn(100).half()], {}
     expected = check_grads_reference(tensors)
-    assert_close(check_grads.check_grads(tensors, None, None, None, workspace), expected)
+    assert_close(check_(tensors, None, None, None, workspace), expected)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(check_grads, "amp_check_grads", OnlyOnce(check_grads.amp_check_grads))
-        check_grads.check_grads(tensors, None, None, None, workspace)
+        check_(tensors, None, None, None, workspace)
     for tensor in reversed(tensors):
         tensor *= 2
         expected = check_grads_reference(tensors)
-        assert_close(check_grads.check_grads(tensors, None, None, None, workspace), expected)
+        assert_close(check_(tensors, None, None, None, workspace), expected)
 
 
 class OnlyOnce:
@@ -126,7 +142,7 @@ def test_a_captured_launch_has_memory_of_its_own(step, monkeypatch):
 
     def launch():
         if step == "check":
-            check_grads.check_grads(tensors.grads, None, None, None, workspace)
+            check_(tensors.grads, None, None, None, workspace)
         else:
             adam_(tensors, workspace=workspace)
 
@@ -148,16 +164,16 @@ def test_one_bad_element_anywhere_is_found(dtype, value):
         for index in {0, size // 2, size - 1}:
             tensors = [torch.randn(7).to(dtype), torch.randn(size).to(dtype)]
             tensors[1][index] = value
-            assert check_grads.check_grads(tensors, torch.tensor(4.0), None, 1.0, {})[0].item() == 1
+            assert check_(tensors, torch.tensor(4.0), None, 1.0, {})[0].item() == 1
             found_inf = torch.zeros(())
-            unscale.unscale_(tensors, torch.tensor(0.25), found_inf, {})
+            unscale_(tensors, torch.tensor(0.25), found_inf, {})
             assert found_inf.item() == 1
 
 
 @pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, 1e-45])
 def test_a_scale_that_cannot_be_undone_is_an_overflow(scale):
     tensors = [torch.zeros(CHUNK + 1), torch.ones(3)]
-    assert check_grads.check_grads(tensors, torch.tensor(scale), None, None, {})[0].item() == 1
+    assert check_(tensors, torch.tensor(scale), None, None, {})[0].item() == 1
 
 
 @pytest.mark.parametrize("dtype", GRAD_DTYPES)
@@ -165,7 +181,7 @@ def test_a_scale_that_cannot_be_undone_is_an_overflow(scale):
 def test_unscale(dtype, multiplier):
     tensors = grads(dtype)
     expected, flags = deepcopy(tensors), [torch.zeros(()), torch.zeros(1)]
-    unscale.unscale_(tensors, torch.tensor(multiplier), flags[0], {})
+    unscale_(tensors, torch.tensor(multiplier), flags[0], {})
     unscale_reference_(expected, torch.tensor(multiplier), flags[1])
     assert flags[0].item() == flags[1].item() == (multiplier == 0)
     if dtype == torch.bfloat16 and multiplier == 1 / 3:
@@ -256,7 +272,7 @@ def test_a_learning_rate_on_the_device_is_read_at_each_step():
         (adam_tensors, ADAM_GROUPS[:2], adam_, adam_reference_),
         (sgd_tensors, SGD_GROUPS[:2], sgd_, sgd_reference_),
     ):
-        ours = make([replace(groups[0], lr=lr), groups[1]], sizes=SIZES)
+        ours = make([groups[0]._replace(lr=lr), groups[1]], sizes=SIZES)
         workspace = {}
         for value in (0.5, 0.25):
             lr.fill_(value)
@@ -295,10 +311,9 @@ def test_update_scale():
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name.split()[0] in ("SGD", "Adam", "AdamW")])
 def test_the_whole_scaler_trains_as_torchs(name, monkeypatch):
     """The plain loop of the differential test, with these kernels under our scaler."""
-    monkeypatch.setattr(scaler_fused, "check_grads", lambda *a: Checked(*check_grads.check_grads(*a)))
-    monkeypatch.setattr(scaler_fused, "adam_", adam_)
-    monkeypatch.setattr(scaler_fused, "sgd_", sgd_)
-    monkeypatch.setattr(scaler_unscale, "unscale_", unscale.unscale_)
+    monkeypatch.setattr(scaler_plan, "check_grads", lambda *a: Checked(*check_grads.check_grads(*a)))
+    monkeypatch.setattr(scaler_plan, "step_", step_as)
+    monkeypatch.setattr(scaler_unscale, "unscale_", unscale_)
     monkeypatch.setattr(scaler, "update_scale_", update_scale.update_scale_)
     program = []
     for i in range(6):

@@ -6,7 +6,16 @@ import torch
 
 from ampcompile.errors import ScalerError
 from ampcompile.kernels.triton import tables
-from ampcompile.kernels.triton.tables import CHUNK, CHUNK_TABLES, SPARES, StepTable, Words, chunks, step_words
+from ampcompile.kernels.triton.tables import (
+    CHUNK,
+    CHUNK_TABLES,
+    SPARES,
+    GradTable,
+    StepTable,
+    Words,
+    chunks,
+    step_words,
+)
 
 CPU = torch.device("cpu")
 
@@ -105,7 +114,8 @@ def test_settings_travel_as_bits_and_learning_rates_on_the_device():
     params = [torch.ones(2), torch.ones(3)]
     first, second = (param.data_ptr() for param in params)
     addresses = np.array([[first, second], [0, first]])
-    read = StepTable(CPU, words(2, 3), words(0, 1), addresses, (words(), words()), [])
+    grads = GradTable(CPU, words(2, 3), addresses[0], words(), {})
+    read = StepTable(grads, words(0, 1), addresses, (words(), words(), words()), 0)
     table = step_words(read, settings, [0.1, torch.tensor([0.25])], {})
     assert table[:8].tolist() == [2, 3, 0, 1, first, second, 0, first]
     assert table[8:].view(torch.float64).tolist() == [0.1, 2.0, 0.25, -1e-300]

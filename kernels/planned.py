@@ -1,0 +1,135 @@
+"""Compare an optimizer's tensors with those that a step was planned for, and find its gradients, in a call of C++.
+
+It reads torch's objects by the headers that torch installs, and Python's lists and dicts by their stable functions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from ampcompile.torch_private import storages
+
+from . import native
+
+
+def available() -> bool:
+    """True if the library can be built here, and read this Python's objects."""
+    return native.available("planned") and _python() is not None
+
+
+@functools.cache
+def _python() -> np.ndarray | None:
+    """Return a `Python` of C++: types, and where tensors keep their C++ objects; None if that isn't known."""
+    if _function("plan_new", 3) is None:  # a Python without its lock
+        return None
+    tensors = Tensor.__new__(Tensor), nn.Parameter.__new__(nn.Parameter)
+
+    def word(tensor: Tensor, place: int) -> int:
+        return ctypes.c_int64.from_address(id(tensor) + place).value
+
+    places = range(16, Tensor.__basicsize__, 8)
+    fits = [place for place in places if all(word(t, place) == storages.tensor_address(t) for t in tensors)]
+    if not fits or any(word(tensor, 8) != id(type(tensor)) for tensor in tensors):
+        return None
+    return np.array([id(_PARAMS), *map(id, (list, dict, Tensor, nn.Parameter)), fits[0]], dtype=np.int64)
+
+
+_PARAMS = "params"
+
+
+def _function(name: str, arguments: int) -> Any:
+    return native.function("planned", name, arguments)
+
+
+class PlannedTensors:
+    """The parameters of an optimizer, plain tensors, their gradients, and its state if that is given.
+
+    Holds none of them. The optimizer is given by its `param_groups` and its `state`.
+    """
+
+    MOVED = 2
+
+    def __init__(self, groups: list[dict[str, Any]], state: dict[Any, Any] | None = None) -> None:
+        python = _python()
+        assert python is not None
+        self._plan = _function("plan_new", 3)(python.ctypes.data, id(groups), 0 if state is None else id(state))
+        assert self._plan, "an optimizer of plain tensors in lists and dicts"
+        self.has_state = state is not None
+        self.count = sum(param.grad is not None for group in groups for param in group["params"])
+        self.addresses = np.zeros(self.count, dtype=np.int64)
+        """Of the gradients, after `hold` has found them `MOVED`"""
+        self._written = self.addresses.ctypes.data
+        self._holds, self._wrote = _function("plan_holds", 4), _function("plan_wrote", 1)
+        self.tensors = self.count, _function("plan_grads", 1)(self._plan)
+        """The number of gradients, and where the addresses of their C++ objects stand; right after `hold`"""
+
+    def hold(self, groups: Any, state: Any = None) -> int:
+        """Return 0 if something else than gradients' addresses changed, `MOVED` if these did, else 1.
+
+        What is compared: the objects, in their order; their classes, dtypes, devices, layouts and, gradients aside,
+        addresses. Gradients that share memory count as changed. `state`: None for parameters and gradients alone.
+        """
+        if not (isinstance(groups, list) and (state is None or isinstance(state, dict))):
+            return 0
+        return self._holds(self._plan, id(groups), 0 if state is None else id(state), self._written)
+
+    def wrote(self) -> None:
+        """Raise the versions of all parameters with gradients; right after `hold`."""
+        self._wrote(self._plan)
+
+    def __del__(self) -> None:
+        if getattr(self, "_plan", 0):
+            _function("plan_free", 1)(self._plan)
+
+
+class Marks:
+    """Identities and versions of gradients, to recognize them later; those without a storage, as sparse ones, aside.
+
+    Holds the records of their memory, so that no other memory has these; without a compiler, the gradients themselves.
+    """
+
+    _marks = 0
+
+    def __init__(self, grads: Sequence[Tensor] | PlannedTensors) -> None:
+        if available():
+            count, place, _ = _places(grads)
+            self._marks = _function("marks_new", 2)(count, place)
+        else:
+            self._held = {id(grad): (grad, grad._version) for grad in grads}  # type: ignore[union-attr]
+
+    def match(self, grads: Sequence[Tensor] | PlannedTensors) -> bool:
+        """Return True if these are among the marked gradients, and none was written or given other memory."""
+        if self._marks:
+            count, place, _ = _places(grads)
+            return bool(_function("marks_match", 3)(self._marks, count, place))
+        return all(self._held.get(id(grad), (grad, -1))[1] == grad._version for grad in grads)  # type: ignore[union-attr]
+
+    def renewal(self, grads: Sequence[Tensor]) -> Callable[[], object]:
+        """Return a C function that notes the versions of `grads`, all that were marked, anew when it is called."""
+        count, place, self._kept = _places(grads)
+        return partial(_function("marks_renew", 3), self._marks, count, place)
+
+    def __del__(self) -> None:
+        if self._marks:
+            _function("marks_free", 1)(self._marks)
+
+
+def _places(grads: Sequence[Tensor] | PlannedTensors) -> tuple[int, int, object]:
+    """How many there are, where the addresses of their C++ objects stand, and who keeps these."""
+    if isinstance(grads, PlannedTensors):
+        return *grads.tensors, grads
+    row = np.array(list(map(storages.tensor_address, grads)), dtype=np.int64)
+    return len(row), row.ctypes.data, row
+
+
+def share_memory(tensors: Sequence[Tensor]) -> bool:
+    """Return True if an element of one is an element of another. All are dense."""
+    rows = native.addresses(tensors)[0], native.sizes(tensors) * [tensor.element_size() for tensor in tensors]
+    return not _function("apart", 3)(len(tensors), *(row.ctypes.data for row in rows))

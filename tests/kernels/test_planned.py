@@ -1,0 +1,74 @@
+"""Gradients are recognized, storages held weakly keep their ids, and tensors that share memory are found."""
+
+import gc
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ampcompile.kernels import planned
+from ampcompile.kernels.planned import Marks, share_memory
+
+pytestmark = pytest.mark.skipif(not planned.available(), reason="no C++ compiler works here")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x.add_(1), lambda x: setattr(x, "data", x.clone()), lambda x: x.set_(x[1:])],
+    ids=["add_", "data", "set_"],
+)
+def test_tensors_are_recognized_until_they_are_written_or_replaced(change: Callable[[Tensor], Any]) -> None:
+    x, y, sparse = torch.ones(3), torch.ones(2), torch.eye(2).to_sparse()
+    noted = Marks([x, sparse, y])
+    assert noted.match([x, sparse, y]) and noted.match([y, x.detach()]) and noted.match([])
+    assert not noted.match([x, torch.ones(2)])
+    change(x)
+    assert not noted.match([x]) and noted.match([y, sparse])
+
+
+def test_noted_tensors_may_be_freed_and_no_other_is_taken_for_one() -> None:
+    x = torch.ones(3)
+    noted = Marks([x])
+    storage = x.untyped_storage()._cdata
+    users = torch._C._storage_Use_Count(storage)
+    del x
+    assert users > torch._C._storage_Use_Count(storage) == 0
+    others = [torch.ones(3) for _ in range(100)]
+    assert storage not in [other.untyped_storage()._cdata for other in others]
+    assert not any(noted.match([other]) for other in others)
+
+
+def test_marks_that_an_interrupt_left_unmade_are_freed_in_silence() -> None:
+    assert not Marks.__new__(Marks)._marks
+    gc.collect()  # pytest makes an error of what is raised then
+
+
+def test_versions_are_taken_once_more_by_a_function_of_c() -> None:
+    flat = torch.ones(6)
+    x, y, sparse = flat[:3], flat[3:], torch.eye(2).to_sparse()  # views that share a counter
+    marks = Marks([x, sparse, y])
+    read = marks.renewal([x, sparse, y])
+    torch._foreach_mul_([x, y], 2.0)
+    assert not marks.match([x, y]) and not isinstance(read.func, FunctionType)  # type: ignore[attr-defined]
+    read()
+    assert marks.match([x, y]) and marks.match([y])
+    x.add_(1)
+    assert not marks.match([x, y])
+
+
+def test_without_a_compiler_gradients_are_recognized_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned.native, "available", lambda *_: False)
+    x, y = torch.ones(3), torch.ones(3)
+    noted = Marks([x, y])
+    assert noted.match([y]) and noted.match([x, y]) and not noted.match([torch.ones(3)])
+    x.add_(1)
+    assert not noted.match([x, y]) and noted.match([y])
+
+
+def test_memory_is_shared_from_one_common_element_on() -> None:
+    flat = torch.zeros(10)
+    assert not share_memory([flat[6:], flat[:3], flat[3:6], flat[2:2]])
+    assert share_memory([flat[5:], flat[:3], flat[3:6]])
