@@ -20,7 +20,6 @@ from ampcompile.passes.after.add_bias_in_products import AddBiasInProducts
 from ampcompile.passes.after.add_embedding_gradients import AddEmbeddingGradients
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.after.drop_casts import DropCasts
-from ampcompile.passes.after.drop_roundings import DropRoundings
 from ampcompile.passes.after.recompute_casts import RecomputeCasts
 from ampcompile.passes.after.save_old_values import SaveOldValues
 from ampcompile.passes.after.share_casts import ShareEveryCast
@@ -29,6 +28,7 @@ from ampcompile.passes.after.widen_products import WidenProducts
 from ampcompile.passes.after.widen_weight_gradients import WidenWeightGradients
 from ampcompile.passes.after.write_for_products import WriteForProducts
 from ampcompile.passes.after.write_once import WriteOnce
+from ampcompile.passes.after.write_roundings import WriteRoundings
 from ampcompile.passes.analysis.wide_products import NONE_WIDE, WideProducts
 from ampcompile.passes.before.fold_casts import FoldCasts
 from ampcompile.passes.before.hoist_weights import HoistWeights
@@ -106,17 +106,16 @@ def after(
         ShareEveryCast(),  # needs all casts, and at most one tensor for each value
         AddEmbeddingGradients(),  # after widening: a product written in float32 may be added to
         WriteForProducts(),  # needs all casts in their final places
-        DropRoundings(),
         RecomputeCasts(),  # marks the casts that are left
         SaveOldValues(),  # its marks override those that ask for recomputation
         WriteOnce(),  # after all that replaces values: it marks where they are written
         AddBiasInProducts(),  # after all that look for `addmm`
     )
-    if watched is None:
-        return passes
-    from ampcompile.passes.after.record_magnitudes import RecordMagnitudes  # here: it defines an op that few need
+    if watched is not None:
+        from ampcompile.passes.after.record_magnitudes import RecordMagnitudes  # here: it defines an op that few need
 
-    return (*passes, RecordMagnitudes(watched))  # last: its reads must not change what others do
+        passes += (RecordMagnitudes(watched),)  # its reads must not change what others do
+    return (*passes, WriteRoundings())  # last: the others look for ops on 16-bit numbers
 
 
 def replay() -> tuple[Pass, ...]:

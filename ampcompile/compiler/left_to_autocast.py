@@ -20,6 +20,7 @@ from ampcompile.config import Options
 from ampcompile.dtypes import LOW
 from ampcompile.errors import AmpWarning
 from ampcompile.passes.after.bind_weights import BindWeights
+from ampcompile.passes.after.write_roundings import WriteRoundings
 from ampcompile.passes.analysis.commuting import CONVERT
 from ampcompile.passes.analysis.wide_products import NONE_WIDE
 from ampcompile.passes.before.hoist_weights import add_copy
@@ -125,6 +126,7 @@ def _read_copies(copied: Mapping[tuple[int, torch.dtype], int], gm: GraphModule)
                 cast.replace_all_uses_with(read)
                 gm.graph.erase_node(cast)
     BindWeights().apply(gm)
+    WriteRoundings().apply(gm)
 
 
 def find_casts(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any], list[tuple[int, torch.dtype]]]:

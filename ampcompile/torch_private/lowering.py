@@ -11,12 +11,24 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import HigherOrderOperator
 
 from . import patches
+from .dispatcher import TORCH
 
 OnJointGraph = Callable[[torch.fx.GraphModule], Any]
 ROUNDS = "low_precision_pointwise_barrier"
 """Key in a node's `meta`: Inductor rounds the 16-bit operands of this elementwise op, and its result."""
 WRITTEN = "inductor_realize_to_strides"
 """Key in a node's `meta`: Inductor writes its value to memory, and others read it there."""
+
+
+CASTS_NEED_MARKS = TORCH < (2, 13)
+"""If Inductor rounds at a cast only if the cast is marked; on the CPU it does so never."""
+
+
+def calls_kernel(op: Any) -> bool:
+    """Return True if Inductor has no code for an op, and calls eager's kernel."""
+    from torch._inductor.lowering import fallbacks, lowerings
+
+    return op in fallbacks or op not in lowerings
 
 
 def stores_products() -> bool:

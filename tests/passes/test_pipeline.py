@@ -20,11 +20,11 @@ AFTER = [
     "share_casts",
     "add_embedding_gradients",
     "write_for_products",
-    "drop_roundings",
     "recompute_casts",
     "save_old_values",
     "write_once",
     "add_bias_in_products",
+    "write_roundings",
 ]
 
 
@@ -57,12 +57,13 @@ def test_fused_kernels_are_looked_for_on_a_gpu_or_by_name() -> None:
     assert fusion(Options(fuse="linear_cross_entropy", lower="eager"), "cpu") == ()
 
 
-def test_after_differentiation_only_gradients_change_their_digits() -> None:
+def test_after_differentiation_only_gradients_and_forgotten_roundings_change_digits() -> None:
     assert [each.name for each in after()] == AFTER
     assert [each.name for each in after() if not each.exact] == [
         "widen_weight_gradients",
         "add_embedding_gradients",
         "write_for_products",
+        "write_roundings",
     ]
     emulating, small, dense = (
         [each.name for each in after(WideProducts(**{which: types}))]
