@@ -79,9 +79,10 @@ def _data(report: Report) -> dict[str, Any]:
     return {
         "graphs": drawn,
         "casts": [_cast(cast, texts) for cast in casts],
-        "totals": [asdict(total) for total in report.changes],
+        "totals": [asdict(total) for total in report.balance],
         "gain": gain(report),
         "about": report.about,
+        "advice": report.advice,
         "backward": [asdict(cast) for graph in graphs for cast in graph.joint_casts if cast.backward],
         "eager": [asdict(each) for each in report.eager],
         "unknown": report.unknown_ops,

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from ampcompile.dtypes import short_name
 from ampcompile.passes.analysis.op_traits import CONVERSIONS, has, is_view
 from ampcompile.passes.analysis.sizes import elements_hint
-from ampcompile.passes.graph import graphs, held_tensors, module_path, op_name, source_line
+from ampcompile.passes.graph import decision_of, graphs, held_tensors, module_path, op_name, source_line
 from ampcompile.torch_private import dispatcher, pytree, tracing
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload, TorchDispatchMode
 
@@ -45,6 +45,8 @@ class JointCast:
     source: str
     backward: bool
     """True if it runs in backward."""
+    widened: bool
+    """True if it is there because a CPU runs a product in float32."""
 
 
 def joint_casts(gm: GraphModule) -> Iterator[JointCast]:
@@ -57,10 +59,11 @@ def joint_casts(gm: GraphModule) -> Iterator[JointCast]:
         dtypes = f"{short_name(before.dtype)}>{short_name(after.dtype)}"
         shape = tuple(size if isinstance(size, int) else str(size) for size in after.shape)
         made = node.args[0]
-        while is_view(made.target):
+        while is_view(made.target) or has(made.target, CONVERSIONS):
             made = made.args[0]
         of, size = op_name(made.target), bytes_of(before, after)
-        yield JointCast(of, dtypes, shape, size, module_path(node), source_line(node), node in backward)
+        place, widened = (module_path(node), source_line(node)), decision_of(node).widened
+        yield JointCast(of, dtypes, shape, size, *place, node in backward, widened)
 
 
 def total_of(stage: str, gm: GraphModule) -> Total:
