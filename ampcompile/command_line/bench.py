@@ -29,7 +29,7 @@ HOW = {
     "eager float32": "use the model as it is",
     "eager autocast": "use torch.autocast alone",
     FLOAT32: 'leave out backend="amp"',
-    STOCK: 'use torch.compile(model) under torch.autocast',
+    STOCK: "use torch.compile(model) under torch.autocast",
 }
 """What to do where another candidate is the fastest."""
 
@@ -166,8 +166,9 @@ def advice(results: Results) -> str:
         return f"{best.name} is the fastest here, {amp.median / best.median:.2f} times as fast as amp: {HOW[best.name]}"
     rivals = [ran[name] for name in (STOCK, FLOAT32) if name in ran] or [best]
     speeds = ", ".join(f"{rival.median / amp.median:.2f} times as fast as {rival.name}" for rival in rivals)
-    verdict = "amp is the fastest here" if low > 1 else f"no difference was shown between amp and {best.name}; amp is"
-    return f"{verdict}: {speeds}" if low > 1 else f"{verdict} {speeds}"
+    if low > 1:
+        return f"amp is the fastest here: {speeds}"
+    return f"no difference between amp and {best.name} was shown: amp is {speeds}"
 
 
 def _ms(seconds: float) -> str:
@@ -191,4 +192,6 @@ def table(results: Results) -> str:
     failures = "".join(f"\n{c.name} failed: {c.failed}" for c in results.candidates if c.failed)
     headings = ("", "median of one call", "range", f"times as fast as {results.candidates[0].name}", "first call")
     about = "forward and backward, weights new in each call" if results.work == "training" else "inference"
-    return f"{about}, {results.device} in {results.dtype}\n\n{render_table(headings, rows)}{failures}\n\n{advice(results)}"
+    return (
+        f"{about}, {results.device} in {results.dtype}\n\n{render_table(headings, rows)}{failures}\n\n{advice(results)}"
+    )

@@ -79,7 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     numbers.add_argument("--against", choices=_AGAINST, default="float64", help="what is exact (default: float64)")
     numbers.add_argument("--forward-only", action="store_true", help="no gradients")
     numbers.add_argument("--suggest", type=float, metavar="TOLERANCE", help="find what to keep in float32")
-    race = add("bench", _bench, "the model in float32, under autocast and under amp, eagerly and through Inductor", target)
+    race = add(
+        "bench", _bench, "the model in float32, under autocast and under amp, eagerly and through Inductor", target
+    )
     race.add_argument("--forward-only", action="store_true", help="no gradients, though the model is in training mode")
     race.add_argument(
         "--seconds", type=float, default=10.0, help="how long to measure, compilation aside (default: 10)"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ampcompile.dtypes import short_name
 from ampcompile.records.casts import CastRecord, GraphRecord
 
-from .table import gain
+from .table import gain, widened
 
 if TYPE_CHECKING:
     from .report import Report
@@ -82,8 +82,8 @@ def _data(report: Report) -> dict[str, Any]:
         "totals": [asdict(total) for total in report.balance],
         "gain": gain(report),
         "about": report.about,
-        "advice": report.advice,
-        "backward": [asdict(cast) for graph in graphs for cast in graph.joint_casts if cast.backward],
+        "notes": [*filter(None, (*(widened(graph, report.advice) for graph in graphs), report.advice))],
+        "backward": [asdict(cast) for graph in graphs for cast in graph.backward_casts],
         "eager": [asdict(each) for each in report.eager],
         "unknown": report.unknown_ops,
         "lines": {source: line for source in sources if (line := _line(source))},

@@ -105,7 +105,9 @@ def _recorder(options: Options, graphs: list[GraphRecord], lacking: set[torch.dt
         joint = JointWatcher()
         compiled = lower(rewritten.graph, example_inputs, run_as, joint.watch, WideProducts.on_this_cpu(options))
         totals = (*entry.totals, *joint.totals)
-        graphs.append(replace(entry, totals=totals, joint_casts=joint.casts, products=joint.products, joint_code=joint.code))
+        graphs.append(
+            replace(entry, totals=totals, joint_casts=joint.casts, products=joint.products, joint_code=joint.code)
+        )
         return compiled
 
     record.amp_options = lambda **_: options  # type: ignore[attr-defined]

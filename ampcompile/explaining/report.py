@@ -89,11 +89,11 @@ class Report:
         stages = {total.stage: total for total in self.totals}
         if EAGER_FORWARD not in stages:
             return []
-        backward = [cast for graph in self.graphs for cast in graph.joint_casts if cast.backward and not cast.widened]
+        backward = [cast for graph in self.graphs for cast in graph.backward_casts]
         inserted, ours = stages["insert_casts"], [cast for graph in self.graphs for cast in graph.casts]
         rows = [
             stages[EAGER_FORWARD],
-            stages[EAGER_BACKWARD] if self.joint_code else Total(EAGER_BACKWARD, 0, 0),
+            stages[EAGER_BACKWARD] if backward else Total(EAGER_BACKWARD, 0, 0),
             *(_sum(f"amp, {when}", [c for c in self.casts if c.when == when]) for when in ("every call", PER_UPDATE)),
             _sum("amp, backward", backward),
             Total("amp, written in your code", inserted.casts - len(ours), inserted.bytes - sum(c.bytes for c in ours)),

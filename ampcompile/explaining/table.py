@@ -35,10 +35,10 @@ def render(report: Report, width: int | None = None) -> str:
     for index, graph in enumerate(graphs):
         parts.append(_headline(index, len(graphs), graph))
         if graph.casts:
-            parts.append(_cast_table(graph.casts, reasons, graph.joint_casts))
+            parts.append(_cast_table(graph.casts, reasons, graph.backward_casts))
         if not graph.left:
             parts.append(_op_table(graph.ops, reasons))
-        if words := _widened(graph, report.advice):
+        if words := widened(graph, report.advice):
             parts.append(words)
         if graph.reason:
             parts.append(f"graph break after graph {index}: {graph.reason}")
@@ -75,8 +75,18 @@ def gain(report: Report) -> str:
     span = "step" if len(groups["eager autocast"]) > 1 else "call"
     line = f"amp casts {ours} times a {span}, {our_bytes}, where eager autocast does {eager} times, {eager_bytes}"
     if eager > ours:
-        line = f"amp removes {eager - ours} of eager autocast's {eager} casts a {span}, {eager_bytes} become {our_bytes}"
+        line = (
+            f"amp removes {eager - ours} of eager autocast's {eager} casts a {span}, {eager_bytes} become {our_bytes}"
+        )
     return line + f"; {once} of weights run {PER_UPDATE} instead, {once_bytes}" * bool(once)
+
+
+def widened(graph: GraphRecord, advice: str) -> str:
+    """How many products a CPU runs in float32, and why; empty if none."""
+    wide, products = graph.products
+    why = "this CPU has no units for the type" if advice else "this CPU is faster so"
+    of = f"{wide} of {products} matrix products and convolutions, backward included,"
+    return f"{of} run in f32 on rounded operands: {why}" if wide else ""
 
 
 def _without_graphs(report: Report) -> str:
@@ -98,13 +108,13 @@ def _layers(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
-def _cast_table(casts: Sequence[CastRecord], reasons: Footnotes, joint: Sequence[JointCast] = ()) -> Table:
+def _cast_table(casts: Sequence[CastRecord], reasons: Footnotes, backward: Sequence[JointCast] = ()) -> Table:
     table = table_of(["cast for", "module", "line", "of", "dtypes", "shape", "runs"], ["times", "bytes", "why"])
     merged: dict[tuple[str, ...], list[CastRecord | JointCast]] = {}
     for c in casts:
         row = (c.op, _layers(c.module), os.path.basename(c.source), c.of, c.dtypes, c.sizes, c.when, c.because)
         merged.setdefault(row, []).append(c)
-    for j in (j for j in joint if j.backward and not j.widened):
+    for j in backward:
         place, sizes = (_layers(j.module), os.path.basename(j.source)), "x".join(map(str, j.shape)) or "scalar"
         of = "gradient" if j.of.startswith("tangents") else j.of
         merged.setdefault(("", *place, of, j.dtypes, sizes, "backward", ""), []).append(j)
@@ -135,13 +145,6 @@ def _balance_table(totals: Sequence[Total]) -> Table:
     for total in totals:
         table.add_row(total.stage, str(total.casts), human_bytes(total.bytes))
     return table
-
-
-def _widened(graph: GraphRecord, advice: str) -> str:
-    wide, products = graph.products
-    why = "this CPU has no units for the type" if advice else "this CPU is faster so"
-    of = f"{wide} of {products} matrix products and convolutions, backward included,"
-    return f"{of} run in f32 on rounded operands: {why}" if wide else ""
 
 
 def _gather_table(gathers: Sequence[GatherRecord]) -> Table:

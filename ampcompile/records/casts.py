@@ -128,6 +128,11 @@ class GraphRecord:
     """True if the graph is left to autocast: it then has no records of ops and casts."""
 
     @property
+    def backward_casts(self) -> list[JointCast]:
+        """Those of `joint_casts` that run in backward."""
+        return [cast for cast in self.joint_casts if cast.backward]
+
+    @property
     def casts(self) -> list[CastRecord]:
         """The casts in order."""
         return list(self.numbered_casts.values())

@@ -1,4 +1,7 @@
-"""Count the conversions between floating dtypes of a graph in one call, and those of eager autocast."""
+"""Count the conversions between floating dtypes of a graph in one call, and those of eager autocast.
+
+Those around products that a CPU runs in float32 don't count: Inductor makes them part of the kernels beside them.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +48,6 @@ class JointCast:
     source: str
     backward: bool
     """True if it runs in backward."""
-    widened: bool
-    """True if it is there because a CPU runs a product in float32."""
 
 
 def joint_casts(gm: GraphModule) -> Iterator[JointCast]:
@@ -62,8 +63,7 @@ def joint_casts(gm: GraphModule) -> Iterator[JointCast]:
         while is_view(made.target) or has(made.target, CONVERSIONS):
             made = made.args[0]
         of, size = op_name(made.target), bytes_of(before, after)
-        place, widened = (module_path(node), source_line(node)), decision_of(node).widened
-        yield JointCast(of, dtypes, shape, size, *place, node in backward, widened)
+        yield JointCast(of, dtypes, shape, size, module_path(node), source_line(node), node in backward)
 
 
 def total_of(stage: str, gm: GraphModule) -> Total:
@@ -136,7 +136,7 @@ class _ConversionCounter(TorchDispatchMode):
 
 def _conversions(gm: GraphModule) -> Iterator[tuple[Node, torch.Tensor, torch.Tensor]]:
     for node in gm.graph.nodes:
-        if has(node.target, CONVERSIONS):
+        if has(node.target, CONVERSIONS) and not decision_of(node).widened:
             before, after = _value(node.args[0]), _value(node)
             if _converts(before, after):
                 yield node, before, after
