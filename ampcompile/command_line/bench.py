@@ -31,7 +31,7 @@ HOW = {
     FLOAT32: 'leave out backend="amp"',
     STOCK: "use torch.compile(model) under torch.autocast",
 }
-"""What to do where another candidate is the fastest."""
+"""The advice where another candidate is the fastest."""
 
 
 @dataclass
@@ -156,7 +156,7 @@ def _measure(
 
 
 def advice(results: Results) -> str:
-    """What to use: amp, or what was faster in three rounds of four; empty where amp or all others failed."""
+    """A line on what to use: amp, or what was faster in three rounds of four; empty where amp or all others failed."""
     ran = {c.name: c for c in results.candidates if c.seconds}
     if (amp := ran.pop(AMP, None)) is None or not ran:
         return ""

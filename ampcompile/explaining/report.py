@@ -35,7 +35,7 @@ class Report:
     gathers: Sequence[GatherRecord] = ()
     """How FSDP gathers each weight under a shard policy; see `ampcompile.shard_policy`."""
     advice: str = ""
-    """What to know of a CPU without units for a 16-bit type that a graph uses; else empty."""
+    """A line about a CPU without units for a 16-bit type that a graph uses; else empty."""
 
     @property
     def code(self) -> str:

@@ -35,7 +35,7 @@ def is_emulated(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def advice_without_units(dtype: torch.dtype) -> str:
-    """Return what a user of a CPU without units for a 16-bit type should know, in one line."""
+    """Return a line about a CPU without units for a 16-bit type, and what to do."""
     return (
         f'this CPU has no units for {short_name(dtype)} and is often faster in float32: leave out backend="amp" for '
         "that, or compare both by `python -m ampcompile bench`"
