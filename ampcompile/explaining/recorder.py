@@ -58,7 +58,7 @@ def make_explainer(f: Any, options: dict[str, Any], mode: str | None, dynamic: b
         broken = map(dynamo_attempts.in_short, dynamo_attempts.reasons_since(before))
         breaks = [reason for reason in broken if not any(reason in graph.reason for graph in graphs)]
         about = f"{named(f)}; ampcompile {version('ampcompile')}, torch {torch.__version__}; {date.today()}"
-        advice = "; ".join(map(advice_without_units, lacking))
+        advice = "; ".join(map(advice_without_units, sorted(lacking, key=str)))
         return Report(graphs, results, eager=eager, breaks=breaks, about=about, gathers=gathers_of(f), advice=advice)
 
     return explained

@@ -93,7 +93,7 @@ class Report:
         inserted, ours = stages["insert_casts"], [cast for graph in self.graphs for cast in graph.casts]
         rows = [
             stages[EAGER_FORWARD],
-            stages[EAGER_BACKWARD] if backward else Total(EAGER_BACKWARD, 0, 0),
+            stages[EAGER_BACKWARD] if self.joint_code else Total(EAGER_BACKWARD, 0, 0),
             *(_sum(f"amp, {when}", [c for c in self.casts if c.when == when]) for when in ("every call", PER_UPDATE)),
             _sum("amp, backward", backward),
             Total("amp, written in your code", inserted.casts - len(ours), inserted.bytes - sum(c.bytes for c in ours)),

@@ -34,7 +34,7 @@ def render(report: Report, width: int | None = None) -> str:
     parts += [gain(report), "", *([_balance_table(report.balance), ""] if report.balance else [])]
     for index, graph in enumerate(graphs):
         parts.append(_headline(index, len(graphs), graph))
-        if graph.casts:
+        if graph.casts or graph.backward_casts:
             parts.append(_cast_table(graph.casts, reasons, graph.backward_casts))
         if not graph.left:
             parts.append(_op_table(graph.ops, reasons))
