@@ -38,7 +38,7 @@ MATRIX := 2.11 2.15
 # What may depend on the units that a CPU has.
 ISA_SAMPLE := tests/behaviour/test_products.py tests/kernels/test_packed_linear.py tests/kernels/test_packed_conv.py \
 	tests/kernels/test_attention_backward.py tests/passes/before/test_pack_weights.py \
-	tests/passes/analysis/test_product_cost.py tests/weights/test_compiled.py
+	tests/weights/test_compiled.py
 # What is beside the package; the results of the proof are those of one torch.
 TOOLS_TESTS := tests/benchmarks tests/examples tests/proof
 CORE := $(TOOLS_TESTS:%=--ignore=%)

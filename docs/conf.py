@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ampcompile
@@ -31,8 +33,15 @@ nitpicky = True  # names of ours that lead nowhere are errors; other packages' n
 nitpick_ignore_regex = [(r"py:.*", r"(?!ampcompile\.).*")]
 
 
+README = Path(__file__).parents[1] / "README.md"
+
+
 def _link_to_pages(app: Sphinx, page: str, source: list[str]) -> None:
-    """`contributing.md` and `changelog.md` include files from outside of this folder, which other pages link to."""
+    """The home is the README; `contributing.md` and `changelog.md` include files from outside of this folder, too."""
+    if page == "index":
+        readme = README.read_text(encoding="utf-8").replace("](docs/", "](").replace("](C", "](../C")
+        source[0] = re.sub("^<!-- README.*?-->", lambda _: readme, source[0])
+        app.env.note_dependency(str(README))
     for name in ("CONTRIBUTING", "CHANGELOG"):
         source[0] = source[0].replace(f"](../{name}.md", f"]({name.lower()}.md")
 

@@ -94,6 +94,8 @@ class Decision:
     """The type that all numbers of a float32 input are rounded to already."""
     fusion: Fusion | None = None
     """The record of a fused op."""
+    widened: bool = False
+    """True for a product that a CPU runs in float32, and for the conversions around it."""
 
 
 def decision_of(node: Node) -> Decision:

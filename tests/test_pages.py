@@ -150,18 +150,3 @@ def test_each_option_and_its_values_are_explained() -> None:
     assert {*explained} == {*config.Options.__dataclass_fields__, "mode"} - {"inductor"}
     values = {value for choices in config._CHOICES.values() for value in choices}
     assert not [value for value in values if f'`"{value}"`' not in text]
-
-
-def test_a_stranger_finds_the_way_into_the_site() -> None:
-    titles = {page: (ROOT / page).read_text().splitlines()[0] for page in PAGES}
-    for page, title in {
-        "docs/explain.md": "# Explain: every cast and why",
-        "docs/placement.md": "# Cast placement",
-        "docs/proof.md": "# Proof: what holds, case by case",
-    }.items():
-        assert titles[page] == title
-    readme, index = (ROOT / "README.md").read_text(), (ROOT / "docs/index.md").read_text()
-    first_screen, shown = readme[:3000], readme.split("## See what was decided")[0]
-    assert "make demo" in first_screen and "make test" in first_screen
-    assert "pip install" in shown and "## Quickstart" in shown and "README.md" in index and "## Limits" in index
-    assert '"sphinx_copybutton"' in (ROOT / "docs/conf.py").read_text(), "buttons that copy a block"

@@ -1,4 +1,4 @@
-"""Time the user's own model under eager autocast, Inductor with autocast, and amp, in turn; medians."""
+"""Time the user's own model in float32, under autocast, eagerly and through Inductor, and under amp; medians."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from ampcompile.config import Options
 from ampcompile.dtypes import short_name
 from ampcompile.explaining.preserve_state import preserve_state
 from ampcompile.explaining.text import render_table
-from ampcompile.passes.analysis.product_cost import time_call
 from ampcompile.torch_private import pytree
 from ampcompile.weights import invalidate
 
@@ -25,6 +24,14 @@ from .target import Target
 
 ROUNDS = 5  # at least
 ROUND = 0.05  # seconds that the fastest candidate's share of a round lasts, at least
+FLOAT32, STOCK, AMP = "Inductor in float32", "Inductor with autocast", "amp"
+HOW = {
+    "eager float32": "use the model as it is",
+    "eager autocast": "use torch.autocast alone",
+    FLOAT32: 'leave out backend="amp"',
+    STOCK: "use torch.compile(model) under torch.autocast",
+}
+"""The advice where another candidate is the fastest."""
 
 
 @dataclass
@@ -53,7 +60,8 @@ class Results:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {**asdict(self), "candidates": [{**asdict(c), "median": c.median} for c in self.candidates]}
+        candidates = [{**asdict(c), "median": c.median} for c in self.candidates]
+        return {**asdict(self), "candidates": candidates, "advice": advice(self)}
 
 
 def bench(
@@ -68,13 +76,25 @@ def bench(
     autocast = torch.autocast(device, dtype)
     step = _training_step if training else _inference
     candidates = {
+        "eager float32": step(target, target.f, nullcontext()),
         "eager autocast": step(target, target.f, autocast),
-        "Inductor with autocast": step(target, torch.compile(target.f), autocast),
-        "amp": step(target, torch.compile(target.f, backend="amp", options=options), nullcontext()),
+        FLOAT32: step(target, torch.compile(target.f), nullcontext()),
+        STOCK: step(target, torch.compile(target.f), autocast),
+        AMP: step(target, torch.compile(target.f, backend="amp", options=options), nullcontext()),
     }
     with preserve_state(target.f, target.args, target.kwargs):
         times = _measure(candidates, device, seconds, say)
     return Results("training" if training else "inference", device, short_name(dtype), times)
+
+
+def time_call(device_type: str, call: Callable[[], Any]) -> float:
+    """Seconds of one call, until the device has finished it."""
+    wait = torch.accelerator.synchronize if device_type != "cpu" else lambda: None
+    wait()
+    start = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - start
 
 
 def _inference(target: Target, f: Any, around: AbstractContextManager[Any]) -> Callable[[], Any]:
@@ -135,6 +155,22 @@ def _measure(
     return results
 
 
+def advice(results: Results) -> str:
+    """A line on what to use: amp, or what was faster in three rounds of four; empty where amp or all others failed."""
+    ran = {c.name: c for c in results.candidates if c.seconds}
+    if (amp := ran.pop(AMP, None)) is None or not ran:
+        return ""
+    best = min(ran.values(), key=lambda candidate: candidate.median)
+    low, _, high = statistics.quantiles([a / b for a, b in zip(best.seconds, amp.seconds, strict=True)], n=4)
+    if high < 1:
+        return f"{best.name} is the fastest here, {amp.median / best.median:.2f} times as fast as amp: {HOW[best.name]}"
+    rivals = [ran[name] for name in (STOCK, FLOAT32) if name in ran] or [best]
+    speeds = ", ".join(f"{rival.median / amp.median:.2f} times as fast as {rival.name}" for rival in rivals)
+    if low > 1:
+        return f"amp is the fastest here: {speeds}"
+    return f"no difference between amp and {best.name} was shown: amp is {speeds}"
+
+
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
 
@@ -154,6 +190,8 @@ def table(results: Results) -> str:
         if not c.failed
     ]
     failures = "".join(f"\n{c.name} failed: {c.failed}" for c in results.candidates if c.failed)
-    headings = ("", "median of one call", "range", "times as fast as eager", "first call")
+    headings = ("", "median of one call", "range", f"times as fast as {results.candidates[0].name}", "first call")
     about = "forward and backward, weights new in each call" if results.work == "training" else "inference"
-    return f"{about}, {results.device} in {results.dtype}\n\n{render_table(headings, rows)}{failures}"
+    return (
+        f"{about}, {results.device} in {results.dtype}\n\n{render_table(headings, rows)}{failures}\n\n{advice(results)}"
+    )

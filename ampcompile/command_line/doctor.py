@@ -19,9 +19,10 @@ import torch
 from ampcompile.dtypes import LOW, short_name
 from ampcompile.explaining.text import human_bytes, render_table
 from ampcompile.kernels import native, packed_linear
-from ampcompile.passes.analysis.product_cost import smallest_gaining_width, time_call
 from ampcompile.passes.analysis.wide_products import is_emulated, runs_in_float32
 from ampcompile.torch_private import backends, patches, processor
+
+from .bench import time_call
 
 PACKAGES = ("ampcompile", "torch", "triton", "numpy", "rich")
 _UNITS = {
@@ -152,22 +153,17 @@ def _missing(cuda: bool) -> list[str]:
 
 
 def _advice(device: str, products: list[dict[str, Any]]) -> list[str]:
-    """A line for each kind of product: the speed of the device's low-precision type against float32."""
+    """A line: whether the device's low-precision type is likely to pay, and its speed against float32."""
     low = short_name(torch.get_autocast_dtype(device))
-    lines = []
-    for product in (p for p in products if p["device"] == device):
-        gain = product["seconds"]["f32"] / product["seconds"][low]
-        ratio, word = (gain, "fast") if gain >= 1 else (1 / gain, "slow")
-        speed = f"{ratio:{'.0f' if ratio >= 10 else '.2g'}} times as {word}"
-        verdict = "is likely to pay" if gain >= 1.2 else "may pay a little" if gain >= 1.05 else "is not likely to pay"
-        lines.append(f"{device}, {product['work']}: {low} is {speed} as float32; low precision {verdict}")
-    width = smallest_gaining_width(device, torch.get_autocast_dtype(device))
-    gains = "no square product is faster" if width is None else f"square products from {width} wide on are faster"
-    return [*lines, f"{device}: {gains} in {low}"]
+    gains = {p["work"]: p["seconds"]["f32"] / p["seconds"][low] for p in products if p["device"] == device}
+    best = max(gains.values())
+    verdict = "is likely to pay" if best >= 1.2 else "may pay a little" if best >= 1.05 else "is not likely to pay"
+    speeds = ", ".join(f"{gain:.2g} times with {work}" for work, gain in gains.items())
+    return [f"{device}: {low} {verdict}. As fast as float32 in matrix products: {speeds}"]
 
 
-def table(found: dict[str, Any]) -> str:
-    """The findings as text."""
+def table(found: dict[str, Any], patched: bool = False) -> str:
+    """The findings as text, the verdict first; `patched`: with what is patched in torch."""
     rows = [(name, number or "not installed") for name, number in found["versions"].items()]
     for device in found["devices"]:
         units = ", ".join(device["low_precision_units"]) or "no low-precision units"
@@ -182,12 +178,14 @@ def table(found: dict[str, Any]) -> str:
         (p["device"], p["work"], "x".join(map(str, p["shape"])), *(f"{1e6 * s:.0f} us" for s in p["seconds"].values()))
         for p in found["products"]
     ]
-    parts = [render_table(("", ""), rows), render_table(("matrix products", "", "", "f32", "bf16", "f16"), products)]
-    patched = [(g["name"], str(len(g["patches"])), g["when"], g["undone"]) for g in found["patches"]]
-    parts.append(render_table(("patches of torch", "places", "made", "undone"), patched))
     missing = [f"missing: {words}" for words in found["missing"]] or ["nothing is missing"]
     others, cpus = found["load"], os.cpu_count() or 1
     busy = (
         [f"others use this machine (load {others:.1f} on {cpus} CPUs): don't trust its times"] if others > cpus else []
     )
-    return "\n\n".join([*parts, "\n".join([*found["advice"], *busy, *missing])])
+    parts = ["\n".join([*found["advice"], *busy, *missing]), render_table(("", ""), rows)]
+    parts.append(render_table(("matrix products", "", "", "f32", "bf16", "f16"), products))
+    if patched:
+        groups = [(g["name"], str(len(g["patches"])), g["when"], g["undone"]) for g in found["patches"]]
+        parts.append(render_table(("patches of torch", "places", "made", "undone"), groups))
+    return "\n\n".join(parts)

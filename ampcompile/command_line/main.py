@@ -79,12 +79,15 @@ def _parser() -> argparse.ArgumentParser:
     numbers.add_argument("--against", choices=_AGAINST, default="float64", help="what is exact (default: float64)")
     numbers.add_argument("--forward-only", action="store_true", help="no gradients")
     numbers.add_argument("--suggest", type=float, metavar="TOLERANCE", help="find what to keep in float32")
-    race = add("bench", _bench, "the model under eager autocast, Inductor with autocast, and amp", target)
+    race = add(
+        "bench", _bench, "the model in float32, under autocast and under amp, eagerly and through Inductor", target
+    )
     race.add_argument("--forward-only", action="store_true", help="no gradients, though the model is in training mode")
     race.add_argument(
         "--seconds", type=float, default=10.0, help="how long to measure, compilation aside (default: 10)"
     )
-    add("doctor", _doctor, "versions, what the devices can do, whether low precision pays here", common)
+    health = add("doctor", _doctor, "whether low precision pays here, versions, what the devices can do", common)
+    health.add_argument("--all", action="store_true", help="what is patched in torch, too")
     return parser
 
 
@@ -167,7 +170,7 @@ def _bench(arguments: argparse.Namespace) -> Result:
 def _doctor(arguments: argparse.Namespace) -> Result:
     _say("multiplying matrices")
     findings = examine()
-    return findings, lambda: doctor_table(findings)
+    return findings, lambda: doctor_table(findings, arguments.all)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from ampcompile.config import Options
 from ampcompile.passes.analysis.weights import find_copied_weights, find_gathered_weights
 from ampcompile.passes.analysis.wide_products import is_emulated
 from ampcompile.passes.base import Applied, Watch, run_passes
+from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.capture.capture import capture
-from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
 from ampcompile.passes.graph import Regions, name_modules
 from ampcompile.passes.pipeline import fusion, pipeline
@@ -94,7 +94,6 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     copied, gathered = dict[Node, bool](), frozenset[Node]()
     if options.weights == "cached":
         copied, gathered = find_copied_weights(graph, example_inputs), find_gathered_weights(graph, example_inputs)
-    _warn_of_emulation(graph, options, regions, {*copied, *gathered}, device_type)
     logged = logs.watcher(example_inputs)
     watch = logs.watch_both(watch, None if logged is None else logged.watch)
     history = [captured, *run_passes(pipeline(options, regions, copied, gathered), graph, watch)]
@@ -107,18 +106,12 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     return Rewritten(gm, graph, options, tuple(history))
 
 
-def _warn_of_emulation(
-    graph: GraphModule, options: Options, regions: Regions, copied: set[Node], device_type: str
-) -> None:
-    """Warn, once, if a captured graph takes longer in a low type that the device only emulates."""
-    low = regions.precision(device_type)
-    if low is None or not is_emulated(device_type, low) or not logs.may_warn_of_emulation():
-        return
-    from ampcompile.passes.analysis.product_cost import estimate  # here: no other graph needs it
-
-    run_passes([AssignPrecision(options.policy, regions, options.range_guards)], graph)
-    if (estimated := estimate(graph, copied)) is not None and estimated.matters:
-        logs.warn_of_emulation(estimated)
+def find_type_without_units(rewritten: Rewritten, example_inputs: Sequence[Any]) -> torch.dtype | None:
+    """The 16-bit type that a graph got casts to, if this device has no units for it; else None."""
+    device_type = _device_type(example_inputs)
+    low = torch.get_autocast_dtype(device_type)
+    casts = any(done.rewrites for done in rewritten.history if done.name == InsertCasts.name)
+    return low if casts and is_emulated(device_type, low) else None
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:
@@ -130,7 +123,12 @@ def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callab
     """Dynamo backend. `mode` and `options` are those of `torch.compile`; see `ampcompile.config.Options`."""
     options = Options.parse(**kwargs)
     logs.warn_of_unscaled(_device_type(example_inputs), example_inputs)
-    graph = gm if compiled_functions.is_backward(example_inputs) else rewrite(gm, example_inputs, options).graph
+    graph = gm
+    if not compiled_functions.is_backward(example_inputs):
+        rewritten = rewrite(gm, example_inputs, options)
+        graph = rewritten.graph
+        if (low := find_type_without_units(rewritten, example_inputs)) is not None:
+            logs.warn_of_missing_units(low)
     with _collect_rarely():
         return lower(graph, example_inputs, options)
 

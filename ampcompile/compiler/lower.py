@@ -47,12 +47,16 @@ UNDER_WAY = (
 
 
 def lower(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, watch: Watch | None = None
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    watch: Watch | None = None,
+    wide: WideProducts | None = None,
 ) -> Callable[..., Any]:
     """Return the callable that Dynamo installs. `gm` has explicit casts: it is lowered and runs without autocast.
 
     A graph that is left to autocast is lowered under autocast. `watch` is called with the graph after differentiation,
-    and after each later pass (`aot_eager` only).
+    and after each later pass (`aot_eager` only). `wide`: the products that run in float32, if not those of `options`.
     """
     graph = partial(
         CompiledGraph,
@@ -75,7 +79,7 @@ def lower(
     written = inputs_written_below_autograd(gm)
     if options.lower == "eager":
         return graph(exclude_autocast(gm), specs=specs, written=written).installed(example_inputs)
-    wide, watched = WideProducts.on_this_cpu(options), None
+    wide, watched = WideProducts.on_this_cpu(options) if wide is None else wide, None
     if options.watch and placeholders(gm):
         watched = _watched(gm, inputs)
         inputs.append(watched.slots)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ampcompile.dtypes import short_name
 from ampcompile.records.casts import CastRecord, GraphRecord
 
-from .table import gain
+from .table import gain, widened
 
 if TYPE_CHECKING:
     from .report import Report
@@ -79,10 +79,11 @@ def _data(report: Report) -> dict[str, Any]:
     return {
         "graphs": drawn,
         "casts": [_cast(cast, texts) for cast in casts],
-        "totals": [asdict(total) for total in report.changes],
+        "totals": [asdict(total) for total in report.balance],
         "gain": gain(report),
         "about": report.about,
-        "backward": [asdict(cast) for graph in graphs for cast in graph.joint_casts if cast.backward],
+        "notes": [*filter(None, (*(widened(graph, report.advice) for graph in graphs), report.advice))],
+        "backward": [asdict(cast) for graph in graphs for cast in graph.backward_casts],
         "eager": [asdict(each) for each in report.eager],
         "unknown": report.unknown_ops,
         "lines": {source: line for source in sources if (line := _line(source))},

@@ -13,13 +13,14 @@ import torch
 from torch.fx import GraphModule
 
 from ampcompile.compiler.ambient import options_of
-from ampcompile.compiler.backend import rewrite
+from ampcompile.compiler.backend import find_type_without_units, rewrite
 from ampcompile.compiler.call_state import casting
 from ampcompile.compiler.left_to_autocast import find_reason
 from ampcompile.compiler.lower import lower
 from ampcompile.compiler.results import BECAUSE
 from ampcompile.compiler.unmatched import named
 from ampcompile.config import Options
+from ampcompile.passes.analysis.wide_products import WideProducts, advice_without_units
 from ampcompile.records.casts import CastRecord, GraphRecord, cast_of_result
 from ampcompile.records.totals import eager_totals
 from ampcompile.records.watch import JointWatcher, Watcher
@@ -38,7 +39,8 @@ def make_explainer(f: Any, options: dict[str, Any], mode: str | None, dynamic: b
 
     def explained(*args: Any, **kwargs: Any) -> Report:
         graphs: list[GraphRecord] = []
-        backend = _recorder(chosen, graphs)
+        lacking: set[torch.dtype] = set()
+        backend = _recorder(chosen, graphs, lacking)
         results: list[CastRecord] = []
 
         def cast(result: torch.Tensor) -> torch.Tensor:
@@ -54,7 +56,8 @@ def make_explainer(f: Any, options: dict[str, Any], mode: str | None, dynamic: b
         broken = map(dynamo_attempts.in_short, dynamo_attempts.reasons_since(before))
         breaks = [reason for reason in broken if not any(reason in graph.reason for graph in graphs)]
         about = f"{named(f)}; ampcompile {version('ampcompile')}, torch {torch.__version__}; {date.today()}"
-        return Report(graphs, results, eager=eager, breaks=breaks, about=about, gathers=gathers_of(f))
+        advice = "; ".join(map(advice_without_units, sorted(lacking, key=str)))
+        return Report(graphs, results, eager=eager, breaks=breaks, about=about, gathers=gathers_of(f), advice=advice)
 
     return explained
 
@@ -82,7 +85,7 @@ def _definition(f: Any) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 
-def _recorder(options: Options, graphs: list[GraphRecord]) -> Callable[..., Any]:
+def _recorder(options: Options, graphs: list[GraphRecord], lacking: set[torch.dtype]) -> Callable[..., Any]:
     """Return a backend that records every graph and runs it with torch's own kernels."""
     run_as = replace(options, lower="eager" if options.lower == "eager" else "aot_eager")
 
@@ -94,11 +97,15 @@ def _recorder(options: Options, graphs: list[GraphRecord]) -> Callable[..., Any]
         if not reason:
             watcher.totals += eager_totals(gm, example_inputs)
         rewritten = rewrite(gm, example_inputs, run_as, watcher.watch)
+        if (low := find_type_without_units(rewritten, example_inputs)) is not None:
+            lacking.add(low)
         entry = watcher.record(gm, rewritten.graph, rewritten.history, reason)
         joint = JointWatcher()
-        compiled = lower(rewritten.graph, example_inputs, run_as, joint.watch)
+        compiled = lower(rewritten.graph, example_inputs, run_as, joint.watch, WideProducts.on_this_cpu(options))
         totals = (*entry.totals, *joint.totals)
-        graphs.append(replace(entry, totals=totals, joint_casts=joint.casts, joint_code=joint.code))
+        graphs.append(
+            replace(entry, totals=totals, joint_casts=joint.casts, products=joint.products, joint_code=joint.code)
+        )
         return compiled
 
     record.amp_options = lambda **_: options  # type: ignore[attr-defined]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ampcompile.records.casts import CastRecord, FusionRecord, GraphRecord, OpRecord, plain
-from ampcompile.records.totals import Total
+from ampcompile.records.casts import PER_UPDATE, CastRecord, FusionRecord, GraphRecord, OpRecord, plain
+from ampcompile.records.totals import EAGER_BACKWARD, EAGER_FORWARD, JointCast, Total
 from ampcompile.sharding.weight import GatherRecord
 
 from . import html, table
@@ -34,6 +34,8 @@ class Report:
     """The callable, the versions and the date."""
     gathers: Sequence[GatherRecord] = ()
     """How FSDP gathers each weight under a shard policy; see `ampcompile.shard_policy`."""
+    advice: str = ""
+    """A line about a CPU without units for a 16-bit type that a graph uses; else empty."""
 
     @property
     def code(self) -> str:
@@ -79,14 +81,24 @@ class Report:
         return list(sums.values())
 
     @property
-    def changes(self) -> list[Total]:
-        """The totals without those of passes that changed nothing, as most do."""
-        always = ("eager autocast", "insert_casts", "differentiated")
-        return [
-            total
-            for before, total in pairwise([Total("", 0, 0), *self.totals])
-            if total.stage.startswith(always) or (total.casts, total.bytes) != (before.casts, before.bytes)
+    def balance(self) -> list[Total]:
+        """The casts of eager autocast and those of amp, by when they run; empty without a graph that amp rewrote.
+
+        Those that are there because a CPU multiplies in float32 don't count: Inductor fuses them.
+        """
+        stages = {total.stage: total for total in self.totals}
+        if EAGER_FORWARD not in stages:
+            return []
+        backward = [cast for graph in self.graphs for cast in graph.backward_casts]
+        inserted, ours = stages["insert_casts"], [cast for graph in self.graphs for cast in graph.casts]
+        rows = [
+            stages[EAGER_FORWARD],
+            stages[EAGER_BACKWARD] if self.joint_code else Total(EAGER_BACKWARD, 0, 0),
+            *(_sum(f"amp, {when}", [c for c in self.casts if c.when == when]) for when in ("every call", PER_UPDATE)),
+            _sum("amp, backward", backward),
+            Total("amp, written in your code", inserted.casts - len(ours), inserted.bytes - sum(c.bytes for c in ours)),
         ]
+        return [row for row in rows if row.casts]
 
     def save(self, path: str | Path, sensitivities: html.ErrorsByModule | None = None) -> None:
         """Write the report as a self-contained page: `report.save("amp.html")`.
@@ -108,7 +120,7 @@ class Report:
         ]
         lists = {name: [plain(each) for each in getattr(self, name)] for name in ("results", "eager", "totals")}
         lists["gathers"] = [gather._asdict() for gather in self.gathers]
-        texts = {"about": self.about, "breaks": [*self.breaks], "unknown_ops": self.unknown_ops}
+        texts = {"about": self.about, "advice": self.advice, "breaks": [*self.breaks], "unknown_ops": self.unknown_ops}
         return {**texts, "graphs": graphs, **lists}
 
     def _repr_html_(self) -> str:
@@ -119,3 +131,7 @@ class Report:
 
     def __str__(self) -> str:
         return table.render(self)
+
+
+def _sum(stage: str, casts: Sequence[CastRecord | JointCast]) -> Total:
+    return Total(stage, len(casts), sum(cast.bytes for cast in casts))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from ampcompile.dtypes import short_name
-from ampcompile.records.casts import CastRecord, FusionRecord, GraphRecord, OpRecord
-from ampcompile.records.totals import EAGER_BACKWARD, EAGER_FORWARD, JOINT, Total
+from ampcompile.records.casts import PER_UPDATE, CastRecord, FusionRecord, GraphRecord, OpRecord
+from ampcompile.records.totals import JointCast, Total
 from ampcompile.sharding.weight import GatherRecord
 
 from .text import human_bytes, table_of, text_of
@@ -31,13 +31,15 @@ def render(report: Report, width: int | None = None) -> str:
     """The tables of all graphs, at most `width` columns wide (default: the terminal's); what was gained comes first."""
     graphs, parts = report.graphs, list[str | Table]()
     reasons: Footnotes = defaultdict(count(1).__next__)
-    parts += [gain(report), ""]
+    parts += [gain(report), "", *([_balance_table(report.balance), ""] if report.balance else [])]
     for index, graph in enumerate(graphs):
         parts.append(_headline(index, len(graphs), graph))
-        if graph.casts:
-            parts.append(_cast_table(graph.casts, reasons))
+        if graph.casts or graph.backward_casts:
+            parts.append(_cast_table(graph.casts, reasons, graph.backward_casts))
         if not graph.left:
             parts.append(_op_table(graph.ops, reasons))
+        if words := widened(graph, report.advice):
+            parts.append(words)
         if graph.reason:
             parts.append(f"graph break after graph {index}: {graph.reason}")
         parts.append("")
@@ -49,34 +51,42 @@ def render(report: Report, width: int | None = None) -> str:
     parts += [f"[{number}] {text}" for text, number in reasons.items()]
     if unknown := report.unknown_ops:
         parts.append(f"unknown to the policy: {', '.join(unknown)} (ampcompile.register_op gives a rule)")
-    if report.totals:
-        parts += ["", _total_table(report.changes)]
-    parts.append(_summary(report.casts))
     if report.gathers:
         parts += ["", _gather_table(report.gathers)]
-    several = len(graphs) > 1
-    for index, graph in enumerate(graphs):
-        if graph.estimate is not None and graph.estimate.products:
-            parts.append(f"graph {index}: " * several + str(graph.estimate))
     if report.fusions:
         parts.append(_fusion_line(report.fusions))
+    if report.advice:
+        parts.append(report.advice)
     return text_of(parts, width)
 
 
 def gain(report: Report) -> str:
-    """The conversions of eager autocast beside those that are left, in one line; why there is nothing to compare."""
-    totals = {total.stage: total for total in report.totals}
-    if (forward := totals.get(EAGER_FORWARD)) is None or (backward := totals.get(EAGER_BACKWARD)) is None:
-        return "every graph is left to autocast" if report.graphs else _without_graphs(report)
-    ours, once = report.totals[-1], [cast for cast in report.casts if "hoisted" in cast.fate]
-    weights = f", and {len(once)} of weights once per update, {human_bytes(sum(c.bytes for c in once))}" if once else ""
-    theirs = f"{forward.casts} conversions in forward under eager autocast, {human_bytes(forward.bytes)}"
-    if ours.stage.endswith(JOINT) and backward.casts:
-        theirs = (
-            f"{forward.casts + backward.casts} conversions a step under eager autocast (forward {forward.casts}, "
-            f"backward {backward.casts}), {human_bytes(forward.bytes + backward.bytes)}"
+    """How many of eager autocast's casts amp removes, in one line; why there is nothing to compare."""
+    if not report.balance:
+        left = any(graph.left for graph in report.graphs)
+        return "every graph is left to autocast" if left else "no casts" if report.graphs else _without_graphs(report)
+    groups: dict[str, list[Total]] = {"eager autocast": [], PER_UPDATE: [], "amp": []}
+    for total in report.balance:
+        groups[next(name for name in groups if name in total.stage)].append(total)
+    (eager, eager_bytes), (once, once_bytes), (ours, our_bytes) = (
+        (sum(total.casts for total in totals), human_bytes(sum(total.bytes for total in totals)))
+        for totals in groups.values()
+    )
+    span = "step" if len(groups["eager autocast"]) > 1 else "call"
+    line = f"amp casts {ours} times a {span}, {our_bytes}, where eager autocast does {eager} times, {eager_bytes}"
+    if eager > ours:
+        line = (
+            f"amp removes {eager - ours} of eager autocast's {eager} casts a {span}, {eager_bytes} become {our_bytes}"
         )
-    return f"{theirs}; {ours.casts} here, {human_bytes(ours.bytes)}{weights}"
+    return line + f"; {once} of weights run {PER_UPDATE} instead, {once_bytes}" * bool(once)
+
+
+def widened(graph: GraphRecord, advice: str) -> str:
+    """How many products a CPU runs in float32, and why; empty if none."""
+    wide, products = graph.products
+    why = "this CPU has no units for the type" if advice else "this CPU is faster so"
+    of = f"{wide} of {products} matrix products and convolutions, backward included,"
+    return f"{of} run in f32 on rounded operands: {why}" if wide else ""
 
 
 def _without_graphs(report: Report) -> str:
@@ -98,13 +108,16 @@ def _layers(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
-def _cast_table(casts: Sequence[CastRecord], reasons: Footnotes) -> Table:
-    table = table_of(["cast for", "module", "line", "of", "dtypes", "shape", "fate"], ["times", "bytes", "why"])
-    merged: dict[tuple[str, ...], list[CastRecord]] = {}
+def _cast_table(casts: Sequence[CastRecord], reasons: Footnotes, backward: Sequence[JointCast] = ()) -> Table:
+    table = table_of(["cast for", "module", "line", "of", "dtypes", "shape", "runs"], ["times", "bytes", "why"])
+    merged: dict[tuple[str, ...], list[CastRecord | JointCast]] = {}
     for c in casts:
-        fate = "+".join(c.fate[1:]) or c.fate[0]
-        row = (c.op, _layers(c.module), os.path.basename(c.source), c.of, c.dtypes, c.sizes, fate, c.because)
+        row = (c.op, _layers(c.module), os.path.basename(c.source), c.of, c.dtypes, c.sizes, c.when, c.because)
         merged.setdefault(row, []).append(c)
+    for j in backward:
+        place, sizes = (_layers(j.module), os.path.basename(j.source)), "x".join(map(str, j.shape)) or "scalar"
+        of = "gradient" if j.of.startswith("tangents") else j.of
+        merged.setdefault(("", *place, of, j.dtypes, sizes, "backward", ""), []).append(j)
     for (op, layers, *rest, because), equal in merged.items():
         module = layers if len({c.module for c in equal}) > 1 else equal[0].module
         size = human_bytes(sum(c.bytes for c in equal))
@@ -127,8 +140,8 @@ def _eager_table(modules: Sequence[EagerRecord]) -> Table:
     return table
 
 
-def _total_table(totals: Sequence[Total]) -> Table:
-    table = table_of(["conversions between floating dtypes in one call"], ["times", "bytes"])
+def _balance_table(totals: Sequence[Total]) -> Table:
+    table = table_of(["casts"], ["times", "bytes"])
     for total in totals:
         table.add_row(total.stage, str(total.casts), human_bytes(total.bytes))
     return table
@@ -139,14 +152,6 @@ def _gather_table(gathers: Sequence[GatherRecord]) -> Table:
     for gather in gathers:
         table.add_row(gather.weight, gather.gathered_as, gather.because, human_bytes(gather.bytes_saved))
     return table
-
-
-def _summary(casts: Sequence[CastRecord]) -> str:
-    every_call = [cast for cast in casts if cast.runs]
-    return (
-        f"{len(casts)} casts inserted, {human_bytes(sum(c.bytes for c in casts))}; "
-        f"{len(every_call)} of them run as casts in every call, {human_bytes(sum(c.bytes for c in every_call))}"
-    )
 
 
 def _fusion_line(fusions: Sequence[FusionRecord]) -> str:

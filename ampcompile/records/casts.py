@@ -23,11 +23,10 @@ from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 from .totals import JointCast, Total, bytes_of
 
 if TYPE_CHECKING:
-    from ampcompile.passes.analysis.product_cost import Estimate
-
     from .graph import NodeRecord
 
 Shape = tuple[int | str, ...]
+PER_UPDATE = "once per update"
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,13 @@ class CastRecord:
     def runs(self) -> bool:
         """True if it still runs as a separate cast in every call."""
         return not {"hoisted", "shared", "folded", "fused"} & set(self.fate)
+
+    @property
+    def when(self) -> str:
+        """When it runs: "every call", "once per update" of a weight; or how it became part of something else."""
+        if self.runs:
+            return "every call"
+        return next((fate for fate in self.fate if fate in ("shared", "folded", "fused")), PER_UPDATE)
 
 
 @dataclass(frozen=True)
@@ -112,14 +118,19 @@ class GraphRecord:
     totals: tuple[Total, ...]
     """Conversions in eager autocast, then in the graph after each pass, then after differentiation."""
     fusions: tuple[FusionRecord, ...] = ()
-    estimate: Estimate | None = None
-    """Estimate whether low precision pays in the graph; None if no op is low."""
     joint_casts: tuple[JointCast, ...] = ()
     """The conversions after differentiation, those of backward among them."""
+    products: tuple[int, int] = (0, 0)
+    """The products after differentiation that a CPU runs in float32, and all of them."""
     joint_code: str = ""
     """Forward and backward as one graph, after the passes on it; without gradients, forward alone."""
     left: bool = False
     """True if the graph is left to autocast: it then has no records of ops and casts."""
+
+    @property
+    def backward_casts(self) -> list[JointCast]:
+        """Those of `joint_casts` that run in backward."""
+        return [cast for cast in self.joint_casts if cast.backward]
 
     @property
     def casts(self) -> list[CastRecord]:

@@ -17,12 +17,11 @@ import torch
 from torch.fx import GraphModule
 
 from ampcompile.dtypes import short_name
+from ampcompile.passes.analysis.wide_products import advice_without_units
 from ampcompile.passes.base import Applied, Pass, Watch
 from ampcompile.torch_private import structured_trace
 
 if TYPE_CHECKING:
-    from ampcompile.passes.analysis.product_cost import Estimate
-
     from .casts import CastRecord, GraphRecord, OpRecord
     from .watch import Watcher
 
@@ -70,24 +69,10 @@ def _look_for_a_scaler(device_type: str) -> None:
         )
 
 
-_emulation_checked = False
-
-
-def may_warn_of_emulation() -> bool:
-    """True if `warn_of_emulation` hasn't been called yet in this process."""
-    return not _emulation_checked
-
-
-def warn_of_emulation(estimated: Estimate) -> None:
-    """Warn if low precision doesn't pay on a CPU without units for it; only of the first graph that matters."""
-    global _emulation_checked
-    _emulation_checked = True
-    if not estimated.pays:
-        log.warning(
-            "ampcompile: %s. Compile the model without our backend, for float32, or keep modules of it in float32: "
-            "options={'policy': 'module NAME=fp32'}. ampcompile.explain estimates each graph",
-            estimated,
-        )
+@functools.cache
+def warn_of_missing_units(low: torch.dtype) -> None:
+    """Warn, once, that a graph computes in a 16-bit type for which this CPU has no units."""
+    log.warning("ampcompile: %s", advice_without_units(low))
 
 
 def log_graph(graph: GraphRecord) -> None:

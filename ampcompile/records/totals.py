@@ -1,4 +1,7 @@
-"""Count the conversions between floating dtypes of a graph in one call, and those of eager autocast."""
+"""Count the conversions between floating dtypes of a graph in one call, and those of eager autocast.
+
+Those around products that a CPU runs in float32 don't count: Inductor makes them part of the kernels beside them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch.fx import GraphModule, Node
 from ampcompile.dtypes import short_name
 from ampcompile.passes.analysis.op_traits import CONVERSIONS, has, is_view
 from ampcompile.passes.analysis.sizes import elements_hint
-from ampcompile.passes.graph import graphs, held_tensors, module_path, op_name, source_line
+from ampcompile.passes.graph import decision_of, graphs, held_tensors, module_path, op_name, source_line
 from ampcompile.torch_private import dispatcher, pytree, tracing
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload, TorchDispatchMode
 
@@ -57,7 +60,7 @@ def joint_casts(gm: GraphModule) -> Iterator[JointCast]:
         dtypes = f"{short_name(before.dtype)}>{short_name(after.dtype)}"
         shape = tuple(size if isinstance(size, int) else str(size) for size in after.shape)
         made = node.args[0]
-        while is_view(made.target):
+        while is_view(made.target) or has(made.target, CONVERSIONS):
             made = made.args[0]
         of, size = op_name(made.target), bytes_of(before, after)
         yield JointCast(of, dtypes, shape, size, module_path(node), source_line(node), node in backward)
@@ -133,7 +136,7 @@ class _ConversionCounter(TorchDispatchMode):
 
 def _conversions(gm: GraphModule) -> Iterator[tuple[Node, torch.Tensor, torch.Tensor]]:
     for node in gm.graph.nodes:
-        if has(node.target, CONVERSIONS):
+        if has(node.target, CONVERSIONS) and not decision_of(node).widened:
             before, after = _value(node.args[0]), _value(node)
             if _converts(before, after):
                 yield node, before, after

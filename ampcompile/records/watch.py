@@ -10,12 +10,11 @@ import torch
 from torch.fx import GraphModule
 
 from ampcompile.dtypes import short_name
-from ampcompile.passes.analysis.product_cost import Estimate, estimate
+from ampcompile.passes.analysis.op_traits import PRODUCTS_AFTER, has
 from ampcompile.passes.analysis.weights import find_weights
 from ampcompile.passes.base import Applied, Pass
 from ampcompile.passes.before.insert_casts import InsertCasts
-from ampcompile.passes.decide.assign_precision import AssignPrecision
-from ampcompile.passes.graph import UNDECIDED, graphs
+from ampcompile.passes.graph import UNDECIDED, decision_of, graphs
 from ampcompile.torch_private import autocast, dynamo_attempts
 
 from .casts import CastRecord, GraphRecord, OpRecord, casts_of, fusions_of, inserted_casts, ops_of
@@ -33,13 +32,10 @@ class Watcher:
         self.ops: tuple[OpRecord, ...] = ()
         self.nodes: tuple[NodeRecord, ...] = ()
         self.totals: list[Total] = []
-        self.estimate: Estimate | None = None
         self._present: set[int] = set()  # numbers of the casts that the graph still contains
 
     def watch(self, done: Pass | None, gm: GraphModule) -> None:
         """Record the captured graph after a pass."""
-        if isinstance(done, AssignPrecision):
-            self.estimate = estimate(gm, set(find_weights(gm, self.example_inputs)))
         if done is None or UNDECIDED in gm.meta:  # no casts are inserted yet
             return
         self.totals.append(total_of(done.name, gm))
@@ -75,7 +71,6 @@ class Watcher:
             nodes=self.nodes,
             history=tuple(history),
             totals=tuple(self.totals),
-            estimate=self.estimate,
             fusions=tuple(fusions_of(rewritten)),
         )
 
@@ -86,6 +81,7 @@ class JointWatcher:
     def __init__(self) -> None:
         self.totals: list[Total] = []
         self.casts: tuple[JointCast, ...] = ()
+        self.products = (0, 0)
         self.code = ""
 
     def watch(self, done: Pass | None, gm: GraphModule) -> None:
@@ -93,6 +89,8 @@ class JointWatcher:
         stage = f"differentiated: {JOINT}" if done is None else f"{done.name}, {JOINT}"
         self.totals.append(total_of(stage, gm))
         self.casts = tuple(joint_casts(gm))
+        products = [node for graph in graphs(gm) for node in graph.graph.nodes if has(node.target, PRODUCTS_AFTER)]
+        self.products = sum(decision_of(node).widened for node in products), len(products)
         self.code = gm.print_readable(print_output=False)
 
 

@@ -7,7 +7,7 @@
 from .group import Group
 
 CPU = ("cpu",)
-MATRIX_UNITS = "gain from 16-bit matrix instructions (AMX, AVX512-BF16), which add up in float32"
+MATRIX_UNITS = "gain where a CPU has 16-bit matrix instructions, which add up in float32"
 LOSS = "a loss adds up many terms, and all gradients grow from it"
 SOLVER = "decompositions and solvers multiply rounding errors, and most have no 16-bit kernel"
 LONG_SUM = "adds, multiplies or interpolates many numbers, where 16 bits lose digits"

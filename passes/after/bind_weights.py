@@ -25,6 +25,7 @@ def _bind(gm: GraphModule) -> int:
             with graph.inserting_before(node):
                 read = graph.call_function(CONVERT, (copy, dtype))
             read.meta = dict(node.meta)
+            note(read, widened=True)
         node.replace_all_uses_with(read)
         graph.erase_node(node)
     output = graph.output_node()

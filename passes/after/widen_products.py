@@ -25,7 +25,7 @@ from ampcompile.passes.analysis.commuting import CONVERT, rebuild, same_layout
 from ampcompile.passes.analysis.op_traits import ATTENTION_AFTER, CONVERSIONS_AFTER, PRODUCTS_AFTER, REARRANGES, has
 from ampcompile.passes.analysis.sizes import product_hint
 from ampcompile.passes.analysis.wide_products import DENSE, WideProducts, is_dense, is_small, numbers_of
-from ampcompile.passes.graph import decision_of, graphs
+from ampcompile.passes.graph import decision_of, graphs, note
 from ampcompile.torch_private import dispatcher, processor, tracing
 from ampcompile.torch_private.pytree import tree_leaves
 
@@ -131,6 +131,7 @@ def _widen(node: Node) -> bool:
             target, args, kwargs = PACKED_LINEAR, _as_linear(args), {}
         new = graph.call_function(target, args, kwargs)
         new.meta = {**node.meta, "val": wide_fakes}
+        note(new, widened=True)
         if isinstance(wide_fakes, torch.Tensor):
             node.replace_all_uses_with(_converted(new, node.meta["val"].dtype))
     for part in list(node.users):  # of a product with several results
@@ -199,6 +200,7 @@ def _converted(node: Node, dtype: torch.dtype) -> Node:
         return node
     cast = node.graph.call_function(CONVERT, (node, dtype))
     cast.meta = _meta(node, value.to(dtype))
+    note(cast, widened=True)
     return cast
 
 

@@ -10,7 +10,7 @@ from torch.fx import Node, map_arg
 from torch.utils.flop_counter import flop_registry
 
 from ampcompile.config import Options
-from ampcompile.dtypes import LOW
+from ampcompile.dtypes import LOW, short_name
 from ampcompile.torch_private import processor, pytree
 from ampcompile.torch_private.types import OpOverload, TorchDispatchMode
 
@@ -32,6 +32,14 @@ STARTS = 3 << 19
 def is_emulated(device_type: str, dtype: torch.dtype) -> bool:
     """True if a device has no units for a 16-bit type."""
     return device_type == "cpu" and dtype in LOW and not processor.multiplies(dtype)
+
+
+def advice_without_units(dtype: torch.dtype) -> str:
+    """Return a line about a CPU without units for a 16-bit type, and what to do."""
+    return (
+        f'this CPU has no units for {short_name(dtype)} and is often faster in float32: leave out backend="amp" for '
+        "that, or compare both by `python -m ampcompile bench`"
+    )
 
 
 def is_small(multiplications: int | torch.SymInt, numbers: int | torch.SymInt) -> bool:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ampcompile
-from ampcompile.passes.analysis import product_cost
 from ampcompile.records import logs
 from ampcompile.torch_private import processor
 from tests.compiling import draws, error, gradients
@@ -273,16 +272,23 @@ def test_torchs_products_can_be_asked_for_and_auto_asks_the_cpu(
     assert ampcompile.weight_stats().bytes - before == width * (64 + 8)
 
 
-def test_where_emulation_doesnt_pay_the_log_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("units", [True, False])
+def test_a_cpu_without_units_is_told_of_once_a_type_and_by_explain_in_its_report(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, units: bool
 ) -> None:
-    monkeypatch.setattr(processor, "multiplies", lambda dtype: False)
-    monkeypatch.setattr(logs, "_emulation_checked", False)
+    monkeypatch.setattr(processor, "multiplies", lambda dtype: units)
+    logs.warn_of_missing_units.cache_clear()
+    x = torch.randn(2, 3)
+
+    def said() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "units" in record.getMessage()]
+
     with caplog.at_level(logging.WARNING, "ampcompile"):
-        compiled(nn.Linear(3, 3), LOW)(torch.randn(2, 3))
-        assert not caplog.records, "a graph of microseconds"
-        monkeypatch.setattr(product_cost, "CALL", 0)
-        for width in (4, 5):
-            compiled(nn.Linear(width, width), LOW)(torch.randn(2, width))
-    (said,) = [record.getMessage() for record in caplog.records if "units" in record.getMessage()]
-    assert "bf16 won't help here" in said and "without our backend" in said
+        report = ampcompile.explain(nn.Linear(3, 3))(x)
+        assert ("no units for bf16" in str(report).splitlines()[-1]) is not units and not said()
+        assert report.graphs[0].products == (2, 2), "small ones run in float32 everywhere"
+        compiled(nn.ReLU(), LOW)(x)
+        assert not said(), "nothing is cast"
+        for dtype in (LOW, LOW, HALF):
+            compiled(nn.Linear(3, 3), dtype, lower="aot_eager")(x)
+    assert [line.split()[7] for line in said()] == ([] if units else ["bf16", "f16"])

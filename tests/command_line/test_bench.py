@@ -29,9 +29,16 @@ def test_bench_times_every_candidate_and_leaves_no_gradients(monkeypatch: pytest
     statistics = model[1].running_mean.clone()
     results = bench(Target(model, (x,), {}), {}, True, 0.01, print)
     assert results.work == "training" and results.dtype == "bf16"
-    assert [c.name for c in results.candidates] == ["eager autocast", "Inductor with autocast", "amp"]
+    assert [c.name for c in results.candidates] == [
+        "eager float32",
+        "eager autocast",
+        "Inductor in float32",
+        "Inductor with autocast",
+        "amp",
+    ]
     assert all(len(c.seconds) >= cli_bench.ROUNDS and c.median > 0 and not c.failed for c in results.candidates)
     assert {(True, True), (True, False)} == set(seen)
+    assert results.as_dict()["advice"] in cli_bench.table(results).splitlines()[-1] != ""
     assert all(p.grad is None for p in model.parameters()) and torch.equal(statistics, model[1].running_mean)
     seen.clear()
     assert bench(Target(model.eval(), (x,), {}), {}, True, 0.01, print).work == "inference"
@@ -45,12 +52,39 @@ def test_a_candidate_that_fails_says_so_and_the_others_go_on(monkeypatch: pytest
 
     monkeypatch.setattr(torch, "compile", Broken)
     results = bench(Target(nn.Linear(8, 8), (torch.randn(4, 8),), {}), {}, True, 0.01, print)
-    assert [c.failed for c in results.candidates] == ["", *["RuntimeError: no compiler"] * 2]
+    assert [c.failed for c in results.candidates] == ["", "", *["RuntimeError: no compiler"] * 3]
     assert "amp failed: RuntimeError: no compiler" in cli_bench.table(results).splitlines()
 
 
-def test_the_table_of_a_race_compares_with_eager_autocast() -> None:
-    times = (Times("eager autocast", 0.1, [0.2, 0.4, 0.3]), Times("amp", 2.0, [0.1, 0.15, 0.2]))
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        (
+            2.0,
+            "amp is the fastest here: 2.00 times as fast as Inductor with autocast, 4.00 times as fast as I",
+        ),
+        (
+            1.0,
+            "no difference between amp and Inductor with autocast was shown: amp is 1.00 times as fast as Inductor wi",
+        ),
+        (
+            0.5,
+            "Inductor with autocast is the fastest here, 2.00 times as fast as amp: use torch.compile(model) under t",
+        ),
+    ],
+)
+def test_the_advice_is_the_tables(theirs: float, words: str) -> None:
+    def times(name: str, scale: float) -> Times:
+        return Times(name, 0.1, [scale * second for second in (1.0, 1.1, 0.9, 1.0, 1.0)])
+
+    amp = Times("amp", 0.1, [1.1, 1.0, 1.0, 1.0, 0.9])
+    rivals = times("Inductor in float32", 2 * theirs), times("Inductor with autocast", theirs)
+    assert cli_bench.advice(Results("training", "cpu", "bf16", (*rivals, amp))).startswith(words)
+    assert cli_bench.advice(Results("training", "cpu", "bf16", rivals)) == ""
+
+
+def test_the_table_of_a_race_compares_with_its_first_row() -> None:
+    times = (Times("eager float32", 0.1, [0.2, 0.4, 0.3]), Times("amp", 2.0, [0.1, 0.15, 0.2]))
     table = cli_bench.table(Results("inference", "cpu", "bf16", times))
     row = next(line for line in table.splitlines() if line.startswith("amp"))
     assert row.split() == ["amp", "150", "ms", "100", "to", "200", "2.00", "2.0", "s"]

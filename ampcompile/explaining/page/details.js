@@ -51,30 +51,45 @@ function ofEdge(edge) {
 }
 
 function ofReport() {
-  const busy = casts.filter(running), most = Math.max(1, ...data.totals.map((total) => total.bytes));
-  const table = make("table", "", make("tr", "", ...["conversions in one call", "times", "bytes"].map((head) => make("th", "", head))),
+  const most = Math.max(1, ...data.totals.map((total) => total.bytes));
+  const table = make("table", "", make("tr", "", ...["casts", "times", "bytes"].map((head) => make("th", "", head))),
     ...data.totals.map((total) => {
       const meter = make("div", "meter");
       meter.style.width = `${(100 * total.bytes) / most}%`;
       return make("tr", "", make("td", "", total.stage, meter), make("td", "", String(total.casts)), make("td", "", human(total.bytes)));
     }));
-  const legend = unique(ops.map((op) => op.dtype)).filter(Boolean).sort().map((dtype) => make("div", "line", chip(dtype), ` computed in ${NAMES[dtype] || dtype}`));
   const eager = data.eager.map((each) => make("div", "line", each.module || "the callable", " ",
     make("span", "dim", `${each.kind}, ${Math.round(100 * each.share)} % of the call's time, ${each.source}`)));
-  const backward = [...data.backward].sort((a, b) => b.bytes - a.bytes).map((cast) => make("div", "line",
+  const backward = [...data.backward].sort((a, b) => b.bytes - a.bytes).slice(0, 12).map((cast) => make("div", "line",
     ...cast.dtypes.split(">").flatMap((dtype, i) => (i ? [" \u2192 ", chip(dtype)] : [chip(dtype)])),
     ` ${human(cast.bytes)} ${plain(cast.of)} `, make("span", "dim", `${shape(cast.shape)} ${cast.module} ${cast.source}`)));
   return [make("h2", "", unique(data.graphs.map((graph) => graph.precision)).join("; ") || "no graph"),
-    make("p", "dim", data.about), make("p", "", `${data.gain}.`),
-    make("p", "", `${casts.length} casts, ${human(size(casts))}; ${busy.length} of them run in every call, ${human(size(busy))}.`), table,
+    make("p", "dim", data.about), make("p", "", `${data.gain}.`), ...data.notes.map((note) => make("p", "", `${note}.`)), table,
+    make("h3", "", "legend"), ofLegend(),
     ...(eager.length ? [make("h3", "", "runs eagerly, under autocast"), ...eager] : []),
-    ...(data.backward.length ? [make("h3", "", `${data.backward.length} conversions in backward`), ...backward] : []),
+    ...(data.backward.length ? [make("h3", "", `${data.backward.length} casts in backward, largest first`), ...backward] : []),
     ...(data.added ? [make("h3", "", "what each module's roundings add to the error"), ...ofErrors()] : []),
-    make("h3", "", "legend"), ...legend,
-    make("p", "dim", "Click a row, a cast or a diamond for its reason and its line; arrow keys move on, and open and close. Curves are values read " +
-      "further down; thick ones with a diamond are cast on the way, the thicker the more bytes. A dashed cast doesn't run in every call."),
     ...(data.unknown.length ? [make("h3", "", "unknown to the policy"), make("p", "", data.unknown.join(", "))] : []),
-    ...(busy.length ? [make("h3", "", "largest casts in every call"), ...largest(busy).map(castLink)] : [])];
+    ...(casts.some(running) ? [make("h3", "", "largest casts in every call"), ...largest(casts.filter(running)).map(castLink)] : [])];
+}
+
+function ofLegend() {
+  const drawing = (paths) => { const svg = make("span"); svg.innerHTML = `<svg viewBox="0 0 60 18">${paths}</svg>`; return svg; };
+  const line = (cls) => `<path class="${cls}" d="M0 9H60"/>`, diamond = '<path class="mark" d="M30 4l5 5l-5 5l-5 -5z"/>';
+  const border = (cls) => {
+    const element = make("span", `tag ${cls}`, "weight 6 KiB");
+    element.style.setProperty("--from", colour("f32"));
+    element.style.setProperty("--to", colour("bf16"));
+    return element;
+  };
+  const rows = [...unique(ops.map((op) => op.dtype)).filter(Boolean).sort().map((dtype) => [make("span", "", chip(dtype)), `computed in ${NAMES[dtype] || dtype}`]),
+    [border(""), "a cast of what the op reads: kind and bytes; the border goes from the colour of one type to that of the other"],
+    [border("idle"), "dashed: a cast that doesn't run in every call, as those of weights, once per update"],
+    [drawing(line("edge")), "a curve: a value that is read further down"],
+    [drawing(line("") + diamond), "with a diamond: it is cast on the way, the thicker the more bytes"],
+    [drawing(line("idle") + diamond), "dashed: that cast doesn't run in every call"]];
+  return make("div", "", make("div", "legend", ...rows.flatMap(([sign, words]) => [sign, make("span", "", words)])),
+    make("p", "dim", "Click a row, a cast or a diamond for its reason and its line; arrow keys move on, and open and close."));
 }
 
 // The scale, then the modules that add most by themselves, without those inside them.

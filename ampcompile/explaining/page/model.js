@@ -35,10 +35,10 @@ data.graphs.forEach((graph, number) => {
     stack.forEach((b) => b.ops.push(op));
     if (several) root.ops.push(op);
   });
-  if (graph.reason) top.items.push({ kind: "end", text: `graph break: ${graph.reason}` });
+  if (graph.reason) root.items.push({ kind: "end", text: `graph break: ${graph.reason}` });
 });
 simplify(root);
-limit(60);
+blocks.forEach((b) => { b.open = root.items.length === 1 && b.depth === 0; });  // folded, but for what holds everything
 // Rows that stand for modules, and what they add to the error, where an audit's sensitivities are known.
 const modules = data.added ? [...blocks, ...ops.filter((op) => op.label)] : [];
 modules.forEach((row) => { row.added = addedBy(unique((row.ops || [row]).map((op) => op.module))); });
@@ -66,16 +66,6 @@ function simplify(parent) {
   });
 }
 
-// Close what is deepest until no more rows are left than one can look through; the first of the closed stays open.
-function limit(most) {
-  const shown = (b) => b.items.reduce((n, item) => n + 1 + (item.kind === "block" && item.open ? shown(item) : 0), 0);
-  for (let depth = Math.max(0, ...blocks.map((b) => b.depth)); depth >= 0 && shown(root) > most; depth--)
-    blocks.filter((b) => b.depth === depth).forEach((b) => { b.open = false; });
-  const closed = blocks.filter((b) => !b.open);
-  const shallow = closed.find((b) => b.depth === Math.min(...closed.map((c) => c.depth)));
-  if (shallow) shallow.open = true;
-}
-
 // Roundings are independent, so squares add up; named is the result that they harm most.
 function addedBy(paths) {
   const sums = {};
@@ -92,11 +82,11 @@ function heat({ error }) {
   return error > coolest ? Math.log(error / coolest) / Math.log(hottest / coolest) : 0;
 }
 
-const filter = { words: [], casts: "", sorted: false, off: new Set() };
-const searching = () => filter.words.length > 0;
+const filter = { words: [], casts: "", sorted: false, dtype: "" };
+const searching = () => filter.words.length > 0 || filter.dtype !== "";
 
 function matches(op) {
-  if (filter.off.has(op.dtype)) return false;
+  if (filter.dtype && op.dtype !== filter.dtype) return false;
   if (filter.casts === "any" && !op.casts.length) return false;
   if (filter.casts === "running" && !op.casts.some(running)) return false;
   return filter.words.every((word) => op.text.includes(word));

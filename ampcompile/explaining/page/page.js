@@ -133,18 +133,24 @@ function chooseLinked() {
 }
 
 function forget() {
-  Object.assign(filter, { words: [], casts: "", sorted: false, off: new Set() });
+  Object.assign(filter, { words: [], casts: "", sorted: false, dtype: "" });
   $("search").value = $("casts").value = "";
   $("sort").setAttribute("aria-pressed", "false");
-  $("dtypes").childNodes.forEach((button) => button.setAttribute("aria-pressed", "true"));
+  pressOnly("");
+}
+
+function pressOnly(dtype) {
+  $("dtypes").classList.toggle("one", dtype !== "");
+  $("dtypes").childNodes.forEach((button) => button.setAttribute("aria-pressed", String(button.innerText === dtype)));
 }
 
 $("dtypes").append(...unique(ops.map((op) => op.dtype)).filter(Boolean).sort().map((dtype) => {
   const button = chip(dtype, "button");
-  button.setAttribute("aria-pressed", "true");
+  button.title = `only ops in ${NAMES[dtype] || dtype}; again: all`;
+  button.setAttribute("aria-pressed", "false");
   button.onclick = () => {
-    if (!filter.off.delete(dtype)) filter.off.add(dtype);
-    button.setAttribute("aria-pressed", String(!filter.off.has(dtype)));
+    filter.dtype = filter.dtype === dtype ? "" : dtype;
+    pressOnly(filter.dtype);
     draw();
   };
   return button;
