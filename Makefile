@@ -108,9 +108,8 @@ mutations: $(READY) ## whether the suite notices one wrong line, for each of the
 rooms: $(READY) ## docs/rooms.md, from the pipeline, the imports and the docstrings
 	$(PYTHON) -m tests.rooms_page
 
-pictures: $(READY) ## docs/pictures: the page of casts (needs Chromium) and the plot of the committed results
+pictures: $(READY) ## docs/pictures: the page of casts (needs Chromium)
 	$(PYTHON) -m tests.pictures
-	$(PYTHON) -m benchmarks.picture
 
 proof: $(PROOF) ## what holds, case by case, as tables; goes on where it stopped; PART=ops ALL=1 SHARD=1/4 ARGS=--show
 	$(if $(PROOF),.proof/bin/python,$(PYTHON)) -m proof $(PART) $(if $(ALL),--all) $(if $(SHARD),--shard $(SHARD)) $(ARGS)
