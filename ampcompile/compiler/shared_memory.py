@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
 
 from ampcompile.torch_private.storages import is_dense
 
@@ -17,7 +19,7 @@ def cast_together(tensors: Sequence[torch.Tensor], cast: Cast = torch.Tensor.flo
     Gradients flow to the tensor that is the base of all views in autograd. A tensor that isn't a view of it, or has
     hooks of its own that wouldn't run, is cast by itself.
     """
-    root = _root(max(tensors, key=lambda t: (t.requires_grad, t.numel())))
+    root = root_of(max(tensors, key=lambda t: (t.requires_grad, t.numel())))
     together = [t for t in tensors if _is_view(t, root)]
     if len(together) < 2:
         return [cast(t) for t in tensors]
@@ -40,9 +42,19 @@ def cast_together(tensors: Sequence[torch.Tensor], cast: Cast = torch.Tensor.flo
     return [widened(t) for t in tensors]
 
 
-def _root(tensor: torch.Tensor) -> torch.Tensor:
-    """The base to which a view's gradient flows; the tensor itself if it is no view or has no gradient."""
-    return tensor._base if tensor._base is not None and tensor.requires_grad and not tensor.is_leaf else tensor
+def root_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The base to which a view's gradient flows; the tensor itself if it has no gradient, or one of its own.
+
+    A custom autograd function may return a view, also of its input: the gradient of that is the function's.
+    """
+    if (base := tensor._base) is None or not (tensor.requires_grad and base.requires_grad) or tensor.is_leaf:
+        return tensor
+    (node, *number), (end, *last) = get_gradient_edge(tensor)[:2], get_gradient_edge(base)[:2]
+    while (node, number) != (end, last):
+        if isinstance(node, BackwardCFunction) or len(node.next_functions) != 1:
+            return tensor
+        node, *number = node.next_functions[0]
+    return base
 
 
 def _is_view(tensor: torch.Tensor, root: torch.Tensor) -> bool:
@@ -50,7 +62,7 @@ def _is_view(tensor: torch.Tensor, root: torch.Tensor) -> bool:
     if not type(tensor) is type(root) is torch.Tensor:
         return False
     hooked = tensor._backward_hooks or tensor.retains_grad
-    return tensor is root or not tensor.requires_grad or (_root(tensor) is root and not hooked)
+    return tensor is root or not tensor.requires_grad or (root_of(tensor) is root and not hooked)
 
 
 def _reach(tensor: torch.Tensor) -> int:

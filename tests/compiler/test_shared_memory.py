@@ -1,6 +1,7 @@
 """Results of one memory are cast once, and are views of what that gives, of the same shapes and strides."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,22 @@ def test_each_by_itself_where_gradients_part() -> None:
     y = leaf * 1
     (first, second), casts = cast([y, y.detach().requires_grad_()])
     assert casts == 2 and first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+
+
+def test_a_view_with_a_gradient_of_its_own_keeps_it() -> None:
+    class Reverse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return -gradient
+
+    x = torch.randn(4, 6, requires_grad=True)
+    y = x.to(LOW)
+    wide, casts = cast([y, Reverse.apply(y), Reverse.apply(y)[1:]])
+    assert casts == 3 and torch.equal(*torch.autograd.grad(wide[0].sum() + 2 * wide[1].sum(), x), -torch.ones(4, 6))
 
 
 def test_one_without_gradient_shares_with_one_that_has() -> None:
