@@ -103,7 +103,7 @@ def _cast_table(casts: Sequence[CastRecord], reasons: Footnotes) -> Table:
     merged: dict[tuple[str, ...], list[CastRecord]] = {}
     for c in casts:
         fate = "+".join(c.fate[1:]) or c.fate[0]
-        row = (c.op, _layers(c.module), os.path.basename(c.source), c.of, c.dtypes, c.sizes, fate, c.because)
+        row = (c.op, _layers(c.module), os.path.basename(c.source), c.shown, c.dtypes, c.sizes, fate, c.because)
         merged.setdefault(row, []).append(c)
     for (op, layers, *rest, because), equal in merged.items():
         module = layers if len({c.module for c in equal}) > 1 else equal[0].module
