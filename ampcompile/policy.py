@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -34,8 +35,8 @@ _CATEGORIES: dict[str, Category] = {
 }
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _VALUES = {"lower_precision_fp": "low", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_CALLED = {"addmm": "linear", "mm": "linear matmul", "bmm": "matmul", "convolution": "conv1d conv2d conv3d"}
-"""Ops that torch calls inside others, and those that a graph has instead: what users call."""
+_CALLERS = {"addmm": "linear", "mm": "linear matmul", "bmm": "matmul", "convolution": "conv1d conv2d conv3d"}
+"""Ops that torch calls inside others, and these others, which are in graphs."""
 
 _QUOTED = re.compile(r"""[\s,;='"]""")
 _ENTRY = re.compile(
@@ -133,24 +134,25 @@ class Policy:
             return False
         return rules.composite_needs_decomposition(op, device_type)
 
-    def unmatched(self, op_names: Iterable[str], modules: Mapping[str, str]) -> dict[str, list[str]]:
+    def unmatched(
+        self, op_names: Iterable[str], module_paths: Iterable[str], classes: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, list[str]]:
         """Globs that match none of these op names (`aten::softmax.int`) or module paths, with the nearest ones.
 
-        `modules`: the class's name of each module, or "", by path. A class's name is near to the paths of its modules.
+        `classes`: names of modules' classes, by path. Near to a glob that matches a class are the paths of its modules.
         """
         ops = {name for op in op_names for name in _spellings(op)}
-        paths = {path for module in modules for path in _and_ancestors(module)}
-        parts = [(glob, *part) for glob, _ in self.ops for part in _op_and_module(glob, ops, paths)]
-        parts += [(glob, glob, paths) for glob, _ in self.modules]
-        return {
-            glob: [path or "*" for path, kind in modules.items() if kind and names is paths and _matches(part, [kind])][
-                :3
-            ]
-            or [op for op in _CALLED.get(part.removeprefix("aten::"), "").split() if op in names]
-            or difflib.get_close_matches(part.replace("*", "").lower(), sorted(names), cutoff=0.5)
-            for glob, part, names in parts
-            if not _matches(part, names)
-        }
+        modules = {path for module in module_paths for path in _and_ancestors(module)}
+        parts = [(glob, *part) for glob, _ in self.ops for part in _op_and_module(glob, ops, modules)]
+        parts += [(glob, glob, modules) for glob, _ in self.modules]
+
+        def near(part: str, names: Names) -> list[str]:
+            of_class = [path or "*" for path, name in classes.items() if names is modules and _matches(part, [name])]
+            callers = [op for op in _CALLERS.get(part.removeprefix("aten::"), "").split() if op in names]
+            close = difflib.get_close_matches(part.replace("*", "").lower(), sorted(names), cutoff=0.5)
+            return of_class[:3] or callers or close
+
+        return {glob: near(part, names) for glob, part, names in parts if not _matches(part, names)}
 
     def _override(self, op: OpOverload, module_path: str) -> Rule | None:
         names, paths = _spellings(op.name()), _and_ancestors(module_path)

@@ -40,7 +40,7 @@ def test_a_name_matches_itself_and_its_escape_nothing_else(names):
     path = ".".join(names)
     for glob in (path, escape(path)):
         policy = Policy.parse(str(Policy(modules=((glob, "fp32"),))))
-        assert policy.keeps_fp32(path) and policy.keeps_fp32(f"{path}.inner") and not policy.unmatched([], {path: ""})
+        assert policy.keeps_fp32(path) and policy.keeps_fp32(f"{path}.inner") and not policy.unmatched([], [path])
         assert glob == path or not policy.keeps_fp32(f"{path}x")
 
 
@@ -131,7 +131,7 @@ def test_an_op_in_a_module():
 
 def test_patterns_of_ops_in_modules_that_match_nothing():
     policy = Policy.parse("op softmax@blocks.3=fp32, op softmax@block.3=fp32, op sofmax@blocks.3=fp32")
-    assert policy.unmatched(["aten::softmax.int"], {"blocks.3": "Block"}) == {
+    assert policy.unmatched(["aten::softmax.int"], ["blocks.3"]) == {
         "softmax@block.3": ["blocks.3", "blocks"],
         "sofmax@blocks.3": ["softmax", "softmax.int", "aten::softmax"],
     }
@@ -294,7 +294,7 @@ def test_an_override_of_a_composite_op_keeps_it_whole():
 
 def test_globs_that_match_nothing_come_with_the_nearest_names():
     ops = ["aten::softmax.int", "aten::linear", "mylib::fancy_norm"]
-    modules = {"encoder.layers.0.norm1": "LayerNorm", "encoder.layers.0.linear": "Linear", "decoder": "", "": "Net"}
+    modules = ["encoder.layers.0.norm1", "encoder.layers.0.linear", "decoder"]
     policy = Policy(
         (("softmax*", "low"), ("sofmax", "low"), ("mylib::fancy_nrm", "fp32"), ("zzzzzzzz", "fp32")),
         (("encoder", "fp32"), ("encodr.layers", "fp32"), ("*.norm", "fp32"), ("decoder", "default")),
@@ -306,8 +306,9 @@ def test_globs_that_match_nothing_come_with_the_nearest_names():
     assert unmatched["zzzzzzzz"] == []
     assert unmatched["encodr.layers"][0] == "encoder.layers"
     assert not Policy().unmatched(ops, modules)
+    named = {"encoder.layers.0.norm1": "LayerNorm", "encoder.layers.0.linear": "Linear", "": "Net"}
     classes = Policy({"addmm": "fp32", "softmax@Linear": "fp32", "LinEAR": "fp32"}, {"Layer*": "fp32", "Net": "low"})
-    assert classes.unmatched(ops, modules) == {
+    assert classes.unmatched(ops, modules, named) == {
         "addmm": ["linear"],
         "softmax@Linear": ["encoder.layers.0.linear"],
         "LinEAR": ["linear", "aten::linear"],

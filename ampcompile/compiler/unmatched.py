@@ -53,10 +53,8 @@ class FirstCalls:
     def __init__(self, compiled: Callable[..., Any], fn: Any, policy: Policy) -> None:
         self.run = self._look
         self._compiled, self._fn, self._policy = compiled, fn, policy
-        owner = getattr(fn, "__self__", None)
-        shared = (
-            type(owner) if isinstance(owner, torch.nn.Module) else getattr(inspect.unwrap(fn), "__code__", type(fn))
-        )
+        owner, code = getattr(fn, "__self__", None), getattr(inspect.unwrap(fn), "__code__", type(fn))
+        shared = type(owner) if isinstance(owner, torch.nn.Module) else code
         self._names = _known.setdefault(shared, {}).setdefault(policy, CompiledNames())
 
     def _look(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,8 +76,8 @@ class FirstCalls:
 def warn(policy: Policy, seen: CompiledNames, fn: Any) -> None:
     """Warn of each pattern that matches no name in `seen` or in the modules of `fn`, at the user's calling line."""
     names, modules = module_names(fn), [module for root in modules_of(fn) for module in root.modules()]
-    classes = dict.fromkeys(seen.modules, "") | {names.get(str(id(m)), ""): type(m).__name__ for m in modules}
-    for glob, near in policy.unmatched(seen.ops, classes).items():
+    classes = {names.get(str(id(module)), ""): type(module).__name__ for module in modules}
+    for glob, near in policy.unmatched(set(seen.ops), {*seen.modules, *classes}, classes).items():
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         kind = "op" if glob in dict(policy.ops) else "module"
         warnings.warn(
