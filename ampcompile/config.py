@@ -13,7 +13,7 @@ import torch
 
 from ampcompile.torch_private import backends
 
-from .dtypes import LOW, LOW_NAMES
+from .dtypes import LOW, named
 from .errors import AmpWarning, OptionError
 from .policy import Policy
 
@@ -74,7 +74,7 @@ class Options:
             if key in ours:
                 values[key] = _checked(key, value)
             else:
-                inductor[_inductor_key(key, ours)] = value
+                inductor[_inductor_key(key, value, ours)] = value
         if values.get("watch") and values.get("lower") == "eager":
             raise OptionError("found watch=True with lower='eager', which differentiates no graph: expected another.")
         return cls(**values, inductor=tuple(inductor.items()))
@@ -84,7 +84,7 @@ def _of_mode(mode: str | None) -> dict[str, Any]:
     if mode in (None, "default"):
         return {}
     modes = backends.inductor_modes()
-    if mode not in modes:
+    if mode not in [*modes]:
         raise OptionError(
             f"mode={mode!r} is not a mode of torch.compile; expected one of {', '.join(modes)}. torch.compile takes "
             "mode or options, not both: write it among the options, as options={'mode': 'max-autotune', 'dtype': ...}."
@@ -113,34 +113,39 @@ def _warn_of_placement() -> None:
 
 
 def _checked(key: str, value: Any) -> Any:
-    if key == "policy" and isinstance(value, str):
-        return Policy.parse(value)
     if key in _CHOICES:
         if value not in _CHOICES[key]:
             raise OptionError(f"option {key}={value!r}: expected one of {', '.join(map(repr, _CHOICES[key]))}.")
     elif key == "dtype":
-        if isinstance(value, str):
-            value = LOW_NAMES.get(value.removeprefix("torch."), value)
-        if value not in (None, *LOW):
+        if (dtype := named(value)) not in (None, *LOW):
             raise OptionError(
                 f"option dtype={value!r}: expected torch.bfloat16 or torch.float16, or a name such as 'bf16'. For "
                 "float32 leave backend='amp' out, or call the model inside torch.autocast(device_type, enabled=False)."
             )
+        return dtype
     elif key in ("range_guards", "watch"):
         if not isinstance(value, bool):
             raise OptionError(f"option {key}={value!r}: expected True or False.")
     elif key in ("dynamic", "fullgraph"):
         if not isinstance(value, bool) and value is not None:
             raise OptionError(f"option {key}={value!r}: expected True, False or None, as torch.compile's {key}.")
-    elif not isinstance(value, Policy):
-        raise OptionError(f"option policy={value!r}: expected an ampcompile.Policy or its string form.")
+    elif not isinstance(value, Policy | str | Mapping):
+        raise OptionError(
+            f"option policy={value!r}: expected an ampcompile.Policy or its string form, or a dict of its fields."
+        )
+    else:
+        return Policy.parse(value)
     return value
 
 
-def _inductor_key(key: str, ours: set[str]) -> str:
+def _inductor_key(key: str, value: Any, ours: set[str]) -> str:
     inductor_options = backends.inductor_options()
     name = key.replace("-", "_")
-    if name in inductor_options:
+    if kind := inductor_options.get(name):
+        if not isinstance(value, kind):
+            raise OptionError(
+                f"option {key}={value!r}: expected {kind.__name__}, the type of torch._inductor.config.{name}."
+            )
         return name
     if key == "options":
         raise OptionError(

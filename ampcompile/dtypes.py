@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -10,11 +11,13 @@ FLOATS: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch
 
 LOW = (torch.bfloat16, torch.float16)
 """The low-precision dtypes."""
-LOW_NAMES = {
+NAMES = {
     **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
     **dict.fromkeys(("fp16", "f16", "float16", "half"), torch.float16),
+    **dict.fromkeys(("fp32", "f32", "float32", "float"), torch.float32),
+    **dict.fromkeys(("fp64", "f64", "float64", "double"), torch.float64),
 }
-"""Their names, as options spell them."""
+"""Names of floating dtypes as options, policies and `precision` accept them, with `torch.` before them too."""
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
@@ -33,6 +36,11 @@ _HELD_BY: dict[torch.dtype, frozenset[torch.dtype]] = {
     torch.uint8: frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
     torch.int16: frozenset({torch.float32, torch.float64}),
 }
+
+
+def named(value: Any) -> Any:
+    """Return the dtype that a string names; anything else as it is."""
+    return NAMES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
 
 
 def short_name(dtype: torch.dtype) -> str:

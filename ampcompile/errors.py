@@ -24,9 +24,9 @@ class OptionError(AmpError, ValueError):
 class PolicyError(AmpError, ValueError):
     """A policy, or its string form, with an unknown rule or an invalid pattern.
 
-    >>> ampcompile.Policy(ops=(("softmax", "float32"),))
+    >>> ampcompile.Policy(ops={"softmax": "float64"})
     Traceback (most recent call last):
-    ampcompile.errors.PolicyError: policy op softmax has the value 'float32'; expected one of low, fp32, ...
+    ampcompile.errors.PolicyError: policy op softmax has the value 'float64'; expected one of low, bf16, ...
     """
 
 

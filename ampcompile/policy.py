@@ -1,12 +1,14 @@
 """The user's overrides of precision, per op and per module path, on top of the device's table."""
 
 import difflib
+import re
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Self
+from types import MappingProxyType
+from typing import Any, Self
 
 import torch
 
@@ -15,11 +17,12 @@ from ampcompile.passes.analysis.schema import arguments_of, computes
 from ampcompile.rules.table import Rule
 from ampcompile.torch_private.types import OpOverload
 
+from .dtypes import named
 from .errors import AmpWarning, PolicyError
 from .rules import table as rules
 from .rules.group import Category
 
-OP_VALUES = ("low", "fp32", "promote", "fp32_inside", "as_arrives", "default")
+OP_VALUES = ("low", "bf16", "fp16", "fp32", "promote", "fp32_inside", "as_arrives", "default")
 MODULE_VALUES = ("low", "bf16", "fp16", "fp32", "default")
 _CATEGORIES: dict[str, Category] = {
     "low": "lower_precision_fp",
@@ -31,8 +34,18 @@ _CATEGORIES: dict[str, Category] = {
     "as_arrives": "as_arrives",
 }
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_VALUES = {"lower_precision_fp": "low", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_CALLERS = {"addmm": "linear", "mm": "linear matmul", "bmm": "matmul", "convolution": "conv1d conv2d conv3d"}
+"""Ops that torch calls inside others, and these others, which are in graphs."""
 
+_QUOTED = re.compile(r"""[\s,;='"]""")
+_ENTRY = re.compile(
+    r"""\s* (?: where\ it\ pays
+    | (op|module) \s+ (?: (['"]) ((?:(?!\2).|\2\2)*) \2 | ([^\s,;='"]+) ) \s*=\s* ([^\s,;='"]+) ) \s* (,|\Z)""",
+    re.DOTALL | re.VERBOSE,
+)
 Overrides = tuple[tuple[str, str], ...]
+Given = Mapping[str, str | torch.dtype] | Sequence[tuple[str, str | torch.dtype]]
 Names = Collection[str]
 
 
@@ -49,49 +62,62 @@ class Policy:
     is `"low"`, `"bf16"`, `"fp16"`, `"fp32"` or `"default"`. A path stands for all inside it; `*` matches dots too.
     There, every op that computes runs in that dtype, whatever its own rule.
 
-    Of several matches the last wins, a module beats an op, and `"default"` goes back to the table. Raises PolicyError
-    for values that aren't listed, and for globs with blanks, commas or equals signs.
+    Of several matches the last wins, a module beats an op, and `"default"` goes back to the table. Both may be dicts; a
+    dtype may be torch's, or have any usual name, and `"lower_precision_fp"` is `"low"`. A name that holds `*`, `?` or
+    `[` matches itself, too. Raises PolicyError for values that aren't listed.
 
-    >>> policy = ampcompile.Policy(ops=(("softmax", "low"),), modules=(("head", "fp32"),))
+    >>> policy = ampcompile.Policy(ops={"softmax": "low"}, modules={"head": torch.float32, "blocks.a b": "fp16"})
     >>> print(policy)
-    op softmax=low, module head=fp32
+    op softmax=low, module head=fp32, module "blocks.a b"=fp16
     >>> careful = torch.compile(model, backend="amp", options={"policy": policy})
     """
 
     ops: Overrides = ()
     modules: Overrides = ()
 
-    def __post_init__(self) -> None:
-        _check("op", self.ops, OP_VALUES)
-        _check("module", self.modules, MODULE_VALUES)
+    def __init__(self, ops: Given = (), modules: Given = ()) -> None:
+        object.__setattr__(self, "ops", _checked("op", ops, OP_VALUES))
+        object.__setattr__(self, "modules", _checked("module", modules, MODULE_VALUES))
 
     def __str__(self) -> str:
-        entries = [f"op {glob}={value}" for glob, value in self.ops]
-        entries += [f"module {glob}={value}" for glob, value in self.modules]
-        return ", ".join(entries) or "default"
+        entries = [_entry("op", *override) for override in self.ops]
+        return ", ".join(entries + [_entry("module", *override) for override in self.modules]) or "default"
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, given: str | Mapping[str, Given] | Self) -> Self:
         """The policy that `str` wrote: `"op softmax*=low, module encoder.*.norm=fp32"`, or `"default"`.
+
+        Names that hold a blank or one of `,;='"` stand in quotes, and a quote inside is written twice. A dict of the
+        fields, as `{"modules": {"head": "fp32"}}`, and a Policy are read too. Raises PolicyError.
 
         >>> ampcompile.Policy.parse("module head=fp32").modules
         (('head', 'fp32'),)
         """
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, Mapping) and given.keys() <= {"ops", "modules"}:
+            return cls(**given)
+        if not isinstance(given, str):
+            raise PolicyError(
+                f"found the policy {given!r}; expected an ampcompile.Policy, a string such as 'op softmax*=low, module "
+                "head=fp32', or a dict such as {'ops': {'softmax*': 'low'}, 'modules': {'head': 'fp32'}}."
+            )
         overrides: dict[str, list[tuple[str, str]]] = {"op": [], "module": []}
-        entries = [entry.strip() for entry in text.split(",")] if text.strip() not in ("", "default") else []
-        for entry in entries:
-            if entry == "where it pays":
-                _warn_of_where_it_pays()
-                continue
-            kind, _, override = entry.partition(" ")
-            glob, equals, value = override.partition("=")
-            if kind not in overrides or not equals:
+        position, more = 0, given.strip() not in ("", "default")
+        while more:
+            if (entry := _ENTRY.match(given, position)) is None:
                 raise PolicyError(
-                    f"policy entry {entry!r} is neither 'op <glob>=<rule>' nor 'module <glob>=<dtype>'. "
-                    "Write entries with commas between them, as 'op softmax*=low, module encoder.*.norm=fp32'."
+                    f"policy entry {given[position:].partition(',')[0].strip()!r} is neither 'op <glob>=<rule>' nor "
+                    "'module <glob>=<dtype>'. Write entries with commas between them, as 'op softmax*=low, module "
+                    "encoder.*.norm=fp32', and quotes around a name with blanks or one of ,;= in it."
                 )
-            overrides[kind].append((glob.strip(), value.strip()))
-        return cls(tuple(overrides["op"]), tuple(overrides["module"]))
+            kind, quote, quoted, plain, value, more = entry.groups()
+            if kind is None:
+                _warn_of_where_it_pays()
+            else:
+                overrides[kind].append((quoted.replace(2 * quote, quote) if quote else plain, value))
+            position = entry.end()
+        return cls(overrides["op"], overrides["module"])
 
     def rule_for(self, op: OpOverload, device_type: str, module_path: str = "") -> Rule | None:
         """Return the rule of an op called in the module at `module_path`; None: it runs in whatever dtype arrives."""
@@ -108,17 +134,25 @@ class Policy:
             return False
         return rules.composite_needs_decomposition(op, device_type)
 
-    def unmatched(self, op_names: Iterable[str], module_paths: Iterable[str]) -> dict[str, list[str]]:
-        """Globs that match none of these op names (`aten::softmax.int`) or module paths, with the nearest ones."""
+    def unmatched(
+        self, op_names: Iterable[str], module_paths: Iterable[str], classes: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, list[str]]:
+        """Globs that match none of these op names (`aten::softmax.int`) or module paths, with the nearest ones.
+
+        `classes`: names of modules' classes, by path. Near to a glob that matches a class are the paths of its modules.
+        """
         ops = {name for op in op_names for name in _spellings(op)}
         modules = {path for module in module_paths for path in _and_ancestors(module)}
         parts = [(glob, *part) for glob, _ in self.ops for part in _op_and_module(glob, ops, modules)]
         parts += [(glob, glob, modules) for glob, _ in self.modules]
-        return {
-            glob: difflib.get_close_matches(part.replace("*", ""), sorted(names), cutoff=0.5)
-            for glob, part, names in parts
-            if not _matches(part, names)
-        }
+
+        def near(part: str, names: Names) -> list[str]:
+            of_class = [path or "*" for path, name in classes.items() if names is modules and _matches(part, [name])]
+            callers = [op for op in _CALLERS.get(part.removeprefix("aten::"), "").split() if op in names]
+            close = difflib.get_close_matches(part.replace("*", "").lower(), sorted(names), cutoff=0.5)
+            return of_class[:3] or callers or close
+
+        return {glob: near(part, names) for glob, part, names in parts if not _matches(part, names)}
 
     def _override(self, op: OpOverload, module_path: str) -> Rule | None:
         names, paths = _spellings(op.name()), _and_ancestors(module_path)
@@ -132,7 +166,7 @@ class Policy:
         ):
             glob, value = _last_match(overrides, matches)
             if value != "default" and computes(op):
-                return _rule(op, value, f"policy: {kind} {glob}={value}")
+                return _rule(op, value, f"policy: {_entry(kind, glob, value)}")
         return None
 
 
@@ -148,12 +182,18 @@ def _warn_of_where_it_pays() -> None:
     )
 
 
+def _entry(kind: str, glob: str, value: str) -> str:
+    if _QUOTED.search(glob):
+        glob = '"{}"'.format(glob.replace('"', '""'))
+    return f"{kind} {glob}={value}"
+
+
 def _last_match(overrides: Overrides, matches: Callable[[str], bool]) -> tuple[str, str]:
     return next((override for override in reversed(overrides) if matches(override[0])), ("", "default"))
 
 
 def _matches(glob: str, names: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, glob) for name in names)
+    return any(name == glob or fnmatchcase(name, glob) for name in names)
 
 
 def _op_and_module(glob: str, ops: Names, paths: Names) -> list[tuple[str, Names]]:
@@ -182,20 +222,23 @@ def _and_ancestors(path: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
 
 
-def _check(kind: str, overrides: Overrides, values: tuple[str, ...]) -> None:
-    if not isinstance(overrides, tuple) or not all(isinstance(o, tuple) and len(o) == 2 for o in overrides):
+def _checked(kind: str, given: Given, values: tuple[str, ...]) -> Overrides:
+    pairs: Any = [*given.items()] if isinstance(given, Mapping) else given
+    if not isinstance(pairs, tuple | list) or not all(isinstance(p, tuple | list) and len(p) == 2 for p in pairs):
         raise PolicyError(
-            f"Policy got {overrides!r} for its {kind}s; expected a tuple of pairs, as ((glob, value), ...)."
+            f"Policy got {given!r} for its {kind}s; expected a dict, as {{glob: value}}, or pairs, as "
+            "((glob, value), ...)."
         )
-    for glob, value in overrides:
-        if not glob or any(character in ",=" or character.isspace() for character in glob):
-            raise PolicyError(
-                f"policy {kind} glob {glob!r} is empty or holds a comma, an equals sign or a blank; "
-                "write '?' where the name has such a character."
-            )
-        if value not in values:
+    overrides = []
+    for glob, value in pairs:
+        if not isinstance(glob, str) or not glob:
+            raise PolicyError(f"policy {kind} glob {glob!r} is no name; expected a string such as 'softmax' or 'head'.")
+        word = _VALUES.get(named(value), value) if isinstance(value, str | torch.dtype) else value
+        if word not in values:
             near = difflib.get_close_matches(str(value), values, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise PolicyError(
                 f"policy {kind} {glob} has the value {value!r}; expected one of {', '.join(values)}.{hint}"
             )
+        overrides.append((glob, word))
+    return tuple(overrides)

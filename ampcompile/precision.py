@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ampcompile.torch_private import pytree
 
+from .dtypes import named
 from .errors import PrecisionError
 from .passes.analysis import schema
 from .torch_private import dispatcher, dynamo_marks
@@ -39,7 +40,7 @@ class precision(TorchFunctionMode):
     float32. Decorators cost less. Where two such blocks are nested, or a decorated function is called in one, the
     outer block wins.
 
-    Raises PrecisionError for other dtypes and for targets that can't be decorated.
+    `dtype` may be a name, as "fp32". Raises PrecisionError for other dtypes and for targets that can't be decorated.
 
     >>> @ampcompile.keep_fp32  # or @ampcompile.precision(torch.float32)
     ... def energy(x):
@@ -52,11 +53,11 @@ class precision(TorchFunctionMode):
     torch.float16
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype | str) -> None:
         super().__init__()
-        if dtype not in _FLOATS[:3]:
+        self.dtype = named(dtype)
+        if self.dtype not in _FLOATS[:3]:
             raise PrecisionError(f"precision got {dtype!r}; expected torch.float32, torch.bfloat16 or torch.float16.")
-        self.dtype = dtype
 
     def __call__(self, target: Any) -> Any:
         """Decorate a function, a module class or a module object."""

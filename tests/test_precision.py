@@ -204,10 +204,23 @@ def test_what_cant_be_decorated(target: Any) -> None:
         keep_fp32(target)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, "fp16", None])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, "fp64", "fp8", None])
 def test_dtypes_that_make_no_sense(dtype: Any) -> None:
     with pytest.raises(PrecisionError, match=r"expected torch\.float32, torch\.bfloat16 or torch\.float16"):
         precision(dtype)
+
+
+@ways
+def test_a_dtype_may_be_a_name(compiled: Callable[..., Any]) -> None:
+    def f(x: Tensor) -> Tensor:
+        with precision("half"):
+            y = x @ x
+        return precision("torch.float32")(torch.mm)(y, y)
+
+    x = torch.randn(3, 3)
+    with torch.autocast("cpu"):
+        assert f(x).dtype == compiled(f)(x).dtype == HIGH
+    assert torch.equal(precision("fp16")(torch.mm)(x, x), (x.half() @ x.half()))
 
 
 # Which functions compute

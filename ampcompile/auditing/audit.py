@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampcompile.explaining.explain import Awaiting, refuse_arguments
+from ampcompile.dtypes import named
+from ampcompile.explaining.explain import Awaiting, check_arguments
 
 if TYPE_CHECKING:
     from .recording import Recording
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 def audit(
     f: Callable[..., Any],
     *arguments: Any,
-    against: torch.dtype = torch.float64,
+    against: torch.dtype | str = torch.float64,
     loss: Callable[[Any], torch.Tensor] | None = None,
     backward: bool = True,
     cumulative: bool = True,
@@ -38,10 +39,10 @@ def audit(
     >>> audit.first_overflow is None, 1e-4 < audit.error < 1e-2
     (True, True)
     """
-    refuse_arguments("ampcompile.audit", arguments)
+    check_arguments("ampcompile.audit", f, arguments)
     from .recorder import Settings, make_auditor  # it imports Dynamo, and `import ampcompile` must not
 
-    run = make_auditor(f, Settings(against, loss, backward, cumulative), options, mode, dynamic)
+    run = make_auditor(f, Settings(named(against), loss, backward, cumulative), options, mode, dynamic)
     return Awaiting(f, run, "ampcompile.audit")
 
 
@@ -66,7 +67,7 @@ def record(
     >>> ampcompile.compare("run.json", ampcompile.record(model, eager=True)(x)).agree
     True
     """
-    refuse_arguments("ampcompile.record", arguments)
+    check_arguments("ampcompile.record", f, arguments)
     from .record_run import make_recorder
     from .recorder import Settings
 

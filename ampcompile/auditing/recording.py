@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ampcompile.errors import AuditError
 
+from . import table
 from .records import Place
 
 FORMAT = "ampcompile recording 1"
@@ -54,13 +55,16 @@ class Returned:
 
 @dataclass(frozen=True)
 class Recording:
-    """The result of `ampcompile.record`: numbers and names of one run, to `save` and `compare`."""
+    """The result of `ampcompile.record`: numbers and names of one run, to `save` and `compare`. `str` is a table."""
 
     about: Mapping[str, str]
     """Versions, device and options."""
     steps: Sequence[Step]
     results: Mapping[str, Returned]
     """By name, as `output 0` and `gradient of head.weight`."""
+
+    def __str__(self) -> str:
+        return table.render_recording(self)
 
     def save(self, path: str | Path) -> None:
         """Write the recording as JSON, about 500 bytes for each op."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from glob import escape
 from typing import TYPE_CHECKING
 
 from ampcompile.errors import AuditError
@@ -95,7 +96,7 @@ class _Search:
         kinds: dict[str, list[Rounding]] = {}
         for rounding in self.roundings:
             if rounding.called and not rounding.readers and not rounding.happens(frozenset(modules)):
-                kinds.setdefault(f"{rounding.called}@{rounding.place.module}", []).append(rounding)
+                kinds.setdefault(f"{rounding.called}@{escape(rounding.place.module)}", []).append(rounding)
         ops: list[str] = []
         left = {id(rounding): rounding for rounding in self.roundings}
         for kind in sorted(kinds, key=lambda kind: worst(add_up(kinds[kind])), reverse=True):
@@ -149,8 +150,9 @@ class _Search:
 
     def _policy(self, kept: Collection[str]) -> Policy:
         """Return the audit's policy with these modules in float32."""
-        paths = ["*"] if "" in kept or set(kept) == self.modules else _with_parents(sorted(kept), self.modules - {""})
-        overrides = tuple((path, "fp32") for path in paths)
+        everything = "" in kept or set(kept) == self.modules
+        globs = ["*"] if everything else map(escape, _with_parents(sorted(kept), self.modules - {""}))
+        overrides = tuple((glob, "fp32") for glob in globs)
         return replace(self.audit.policy, modules=self.audit.policy.modules + overrides)
 
 

@@ -16,6 +16,7 @@ from .numbers import Numbers
 from .records import ModuleNumbers, OpNumbers
 
 if TYPE_CHECKING:
+    from .recording import Recording
     from .result import Audit
 
 MODULES, OPS, NAMES = 40, 10, 3
@@ -35,6 +36,11 @@ def render(audit: Audit, width: int | None = None) -> str:
         _module_table(audit.modules, columns),
         "",
         _op_table(audit.ops, columns, lost),
+        "",
+        f"alone: an op's own error, against {short_name(audit.against)} on the same operands; from start: of all ops "
+        "so far; largest: magnitude; overflow, to zero: shares of the elements that float32 would keep"
+        + "; not finite: share of NaN and infinities"
+        * bool(lost),
     ]
     if audit.unmeasured:
         parts.append(f"not run in high precision: {', '.join(audit.unmeasured)}")
@@ -99,6 +105,19 @@ def _cells(numbers: Numbers) -> tuple[str, ...]:
         _share(numbers.not_finite),
         _share(numbers.not_finite_exact),
     )
+
+
+def render_recording(recorded: Recording, width: int | None = None) -> str:
+    """Return the steps and results of a recording as tables."""
+    steps = table_of(["input or op", "module", "line", "dtype", "shape"], ["alone", "from start"])
+    for step in recorded.steps:
+        place, shape = step.place, "x".join(map(str, step.shape))
+        errors = map(error_text, (step.alone, step.from_start))
+        steps.add_row(place.name, place.module, os.path.basename(place.source), step.dtype, shape, *errors)
+    results = table_of(["result"], ["error by its ops", "of the call"])
+    for name, result in recorded.results.items():
+        results.add_row(name, error_text(result.ops), error_text(result.call))
+    return text_of([steps, "", results], width)
 
 
 def error_text(value: float | None) -> str:

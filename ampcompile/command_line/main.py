@@ -17,7 +17,6 @@ import torch
 
 from ampcompile.auditing.audit import audit
 from ampcompile.config import Options
-from ampcompile.dtypes import LOW_NAMES
 from ampcompile.errors import AmpError, CommandLineError
 from ampcompile.explaining.explain import explain
 from ampcompile.records.casts import plain
@@ -31,7 +30,6 @@ from .target import Target, load
 _TARGET = """PACKAGE.MODULE:FACTORY, or FILE.py:FACTORY, names a function without arguments that returns what to
 run: (model, args) or (model, args, kwargs), where model is a module or any function, args a tuple, kwargs a dict."""
 _INSIDE = ("<frozen", f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
-_AGAINST = {"float64": torch.float64, "float32": torch.float32}
 
 Result = tuple[Any, Callable[[], str]]
 """The value that `--json` prints, and the text printed without it."""
@@ -63,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--json", action="store_true", help="print JSON instead of tables")
     target = argparse.ArgumentParser(add_help=False, parents=[common])
     target.add_argument("target", metavar="PACKAGE.MODULE:FACTORY", help="see above")
-    target.add_argument("--dtype", choices=LOW_NAMES, help="the low-precision type (default: the device's)")
+    target.add_argument("--dtype", help="the low-precision type, such as bf16 or fp16 (default: the device's)")
     target.add_argument("--policy", default="default", help="such as 'op softmax=low, module head=fp32'")
 
     def add(name: str, command: Any, words: str, parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -76,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     page = add("explain", _explain, "every cast and op of one call, with its reason", target)
     page.add_argument("--html", metavar="FILE", help="write the report as a page, too")
     numbers = add("audit", _audit, "how wrong one call and its gradients are, and where", target)
-    numbers.add_argument("--against", choices=_AGAINST, default="float64", help="what is exact (default: float64)")
+    numbers.add_argument("--against", choices=("float64", "float32"), default="float64", help="what is exact")
     numbers.add_argument("--forward-only", action="store_true", help="no gradients")
     numbers.add_argument("--suggest", type=float, metavar="TOLERANCE", help="find what to keep in float32")
     race = add(
@@ -132,7 +130,7 @@ def _explain(arguments: argparse.Namespace) -> Result:
         )
     target = _load(arguments)
     _say("explaining")
-    report = explain(target.f, **_options(arguments))(*target.args, **target.kwargs)
+    report = target.run(explain, **_options(arguments))
     if arguments.html:
         report.save(arguments.html)
         _say(f"wrote {arguments.html}")
@@ -150,12 +148,12 @@ def _audit(arguments: argparse.Namespace) -> Result:
         _positive(arguments.suggest, "--suggest", "a relative error")
     target = _load(arguments)
     _say("auditing")
-    settings = {"against": _AGAINST[arguments.against], "backward": not arguments.forward_only, **_options(arguments)}
-    result = audit(target.f, **settings)(*target.args, **target.kwargs)
+    settings = {"against": arguments.against, "backward": not arguments.forward_only, **_options(arguments)}
+    result = target.run(audit, **settings)
     if arguments.suggest is None:
         return result.as_dict(), lambda: str(result)
     policy = result.suggest(arguments.suggest, progress=lambda words: _say(f"searching: {words}"))
-    error = audit(target.f, **settings | {"policy": policy})(*target.args, **target.kwargs).error
+    error = target.run(audit, **settings | {"policy": policy}).error
     line = f"error {error:.2g}, at most {arguments.suggest:.2g}, with the policy\n{policy}"
     return {**result.as_dict(), "suggested": str(policy), "suggested_error": error}, lambda: f"{result}\n\n{line}"
 
@@ -163,7 +161,8 @@ def _audit(arguments: argparse.Namespace) -> Result:
 def _bench(arguments: argparse.Namespace) -> Result:
     _positive(arguments.seconds, "--seconds", "a time")
     target = _load(arguments)
-    results = bench(target, _options(arguments), not arguments.forward_only, arguments.seconds, _say)
+    gradients = not arguments.forward_only
+    results = target.call(lambda: bench(target, _options(arguments), gradients, arguments.seconds, _say))
     return results.as_dict(), lambda: bench_table(results)
 
 

@@ -6,8 +6,9 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +27,12 @@ class Target:
     f: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    call: Callable[[Callable[[], Any]], Any] = lambda run: run()
+    """Calls a function from a frame that stands where the factory is defined: warnings then name the user's file."""
+
+    def run(self, tool: Callable[..., Any], **settings: Any) -> Any:
+        """`tool(f, **settings)(*args, **kwargs)`, as for `explain`."""
+        return self.call(lambda: tool(self.f, **settings)(*self.args, **self.kwargs))
 
 
 def load(spelling: str) -> Target:
@@ -70,7 +77,10 @@ def load(spelling: str) -> Target:
         ) from error
     target = _check(factory(), spelling)
     _call_once(target, spelling)
-    return target
+    code, place = getattr(inspect.unwrap(factory), "__code__", None), {"co_filename": module.__file__ or ""}
+    if code is not None:
+        place = {"co_filename": code.co_filename, "co_firstlineno": code.co_firstlineno}
+    return replace(target, call=FunctionType(Target.call.__code__.replace(**place), {}))
 
 
 def _of_file(path: Path) -> tuple[str, str]:

@@ -24,6 +24,8 @@ from ampcompile.passes.pipeline import replay
 from ampcompile.passes.replay.enable_second_backward import has_closed_backward
 from ampcompile.torch_private import autocast, compiled_functions, pytree, regions, tracing
 
+from .shared_memory import root_of
+
 CLOSED = (
     "calls a custom autograd function whose backward reads what its forward computed along the way: expected one that "
     "saves only inputs and outputs; or keep the function out of the graph with torch.compiler.disable"
@@ -78,20 +80,18 @@ def hide_behind_node(
     `refusal`: why their gradients can't be differentiated again. `shared`: the autograd graph includes nodes of another
     one, which is behind a node of its own.
     """
-    roots = [r._base if r._is_view() else r for r in results if _wants_gradient(r)]
+    roots = [root_of(result) if _wants_gradient(result) else None for result in results]
     outer = dict(zip(map(id, inside), inputs, strict=True))
-    inner = list({id(root): root for root in roots if id(root) not in outer}.values())
+    inner = list({id(root): root for root in roots if root is not None and id(root) not in outer}.values())
     if inner:
         outer |= zip(map(id, inner), _Backward.apply(inner, inside, refusal, shared, *inputs), strict=True)
 
-    def of_inputs(result: Any) -> Any:
-        if not _wants_gradient(result):
-            return result
-        if not result._is_view():
-            return outer[id(result)]
-        return outer[id(result._base)].as_strided(result.shape, result.stride(), result.storage_offset())
+    def of_inputs(result: Any, root: Tensor | None) -> Any:
+        if root is None or root is result:
+            return outer.get(id(root), result)
+        return outer[id(root)].as_strided(result.shape, result.stride(), result.storage_offset())
 
-    return [of_inputs(result) for result in results]
+    return list(map(of_inputs, results, roots))
 
 
 def differentiate(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import GraphModule
@@ -22,12 +23,12 @@ from ampcompile.torch_private import dynamo_attempts
 from ampcompile.torch_private.types import OpOverload
 
 from .call_state import current_call
-from .module_names import module_names
+from .module_names import module_names, modules_of
 
 
 @dataclass
 class CompiledNames:
-    """Names of the ops, and paths of the modules, in the graphs compiled in a call; the number of graphs."""
+    """Names of the ops, and paths of the modules, in the graphs compiled in some calls; the number of graphs."""
 
     ops: set[str] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
@@ -42,23 +43,30 @@ class CompiledNames:
                 self.modules.add(module_path(node))
 
 
+_known = WeakKeyDictionary[Any, dict[Policy, CompiledNames]]()
+"""By the class of a module, or the code of a function: Dynamo doesn't compile it again for another object or call."""
+
+
 class FirstCalls:
     """Runs a compiled callable, and inspects the compiled graphs in its first calls, until the names are known."""
 
     def __init__(self, compiled: Callable[..., Any], fn: Any, policy: Policy) -> None:
         self.run = self._look
         self._compiled, self._fn, self._policy = compiled, fn, policy
+        owner, code = getattr(fn, "__self__", None), getattr(inspect.unwrap(fn), "__code__", type(fn))
+        shared = type(owner) if isinstance(owner, torch.nn.Module) else code
+        self._names = _known.setdefault(shared, {}).setdefault(policy, CompiledNames())
 
     def _look(self, *args: Any, **kwargs: Any) -> Any:
         before, outer = dynamo_attempts.count(), current_call.graphs
-        current_call.graphs = names = CompiledNames()
+        current_call.graphs = names = self._names
         try:
             result = self._compiled(*args, **kwargs)
         finally:
             current_call.graphs = outer
         if names.ops and self._policy != Policy():
             warn(self._policy, names, self._fn)
-        if names.ops or self._policy == Policy():  # else Dynamo had compiled it already, or ran it eagerly
+        if names.ops or self._policy == Policy():  # else Dynamo ran it eagerly
             self.run = self._compiled
         if not names.graphs and (why := dynamo_attempts.failed_since(before)) is not None:
             logs.log_no_graph(named(self._fn), why)
@@ -67,7 +75,9 @@ class FirstCalls:
 
 def warn(policy: Policy, seen: CompiledNames, fn: Any) -> None:
     """Warn of each pattern that matches no name in `seen` or in the modules of `fn`, at the user's calling line."""
-    for glob, near in policy.unmatched(seen.ops, seen.modules | set(module_names(fn).values())).items():
+    names, modules = module_names(fn), [module for root in modules_of(fn) for module in root.modules()]
+    classes = {names.get(str(id(module)), ""): type(module).__name__ for module in modules}
+    for glob, near in policy.unmatched(set(seen.ops), {*seen.modules, *classes}, classes).items():
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         kind = "op" if glob in dict(policy.ops) else "module"
         warnings.warn(

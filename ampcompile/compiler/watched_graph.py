@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ampcompile.dtypes import LOW_NAMES
+from ampcompile.dtypes import NAMES
 from ampcompile.passes.after.record_magnitudes import WatchedValue
 from ampcompile.passes.graph import placeholders
 from ampcompile.passes.watch_op import SLOTS, WATCHED
@@ -76,7 +76,7 @@ def limit(value: WatchedValue) -> float:
     """The largest magnitude that is in range: of a cast, what still rounds to a finite number."""
     if value.kind != "cast":
         return torch.finfo(torch.float32).max  # infinite numbers and NaN are above it, in any type
-    info = torch.finfo(LOW_NAMES[value.dtype])
+    info = torch.finfo(NAMES[value.dtype])
     half_a_step = 2.0 ** (math.frexp(info.max)[1] - 1) * info.eps / 2
     return float(torch.nextafter(torch.tensor(info.max + half_a_step), torch.tensor(0.0)))
 

@@ -33,8 +33,10 @@ class Awaiting:
         return f"<{self.name}({of}) waits for a call of {of}: {self.name}({of})(*args, **kwargs) gives the result>"
 
 
-def refuse_arguments(name: str, arguments: tuple[Any, ...]) -> None:
-    """Raise OptionError if `explain` or `audit` was given the arguments of the call as well."""
+def check_arguments(name: str, f: Any, arguments: tuple[Any, ...]) -> None:
+    """Raise OptionError if `explain` or `audit` was given no callable, or the arguments of the call as well."""
+    if not callable(f):
+        raise OptionError(f"{name} got {f!r}, expected a module or function: {name}(model)(x).")
     if arguments:
         raise OptionError(
             f"{name} got {1 + len(arguments)} arguments, expected the callable alone, and options by name. Call what "
@@ -61,7 +63,7 @@ def explain(
     aten.linear weight 4 f32>f16 inserted hoisted
     output activation 8x4 f16>f32 inserted
     """
-    refuse_arguments("ampcompile.explain", arguments)
+    check_arguments("ampcompile.explain", f, arguments)
     from .recorder import make_explainer  # it imports Dynamo, and `import ampcompile` must not
 
     return Awaiting(f, make_explainer(f, options, mode, dynamic), "ampcompile.explain")

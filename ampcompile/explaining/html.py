@@ -132,7 +132,7 @@ def _ops(graph: GraphRecord, index: dict[int, int], texts: _Numbers) -> Iterator
 
 
 def _cast(cast: CastRecord, texts: _Numbers) -> dict[str, Any]:
-    fields = asdict(cast) | {"because": texts[cast.because], "runs": cast.runs}
+    fields = asdict(cast) | {"because": texts[cast.because], "runs": cast.runs, "of": cast.shown}
     dtypes = {"from": short_name(fields.pop("dtype_from")), "to": short_name(fields.pop("dtype_to"))}
     return fields | dtypes
 

@@ -112,7 +112,7 @@ def _cast_table(casts: Sequence[CastRecord], reasons: Footnotes, backward: Seque
     table = table_of(["cast for", "module", "line", "of", "dtypes", "shape", "runs"], ["times", "bytes", "why"])
     merged: dict[tuple[str, ...], list[CastRecord | JointCast]] = {}
     for c in casts:
-        row = (c.op, _layers(c.module), os.path.basename(c.source), c.of, c.dtypes, c.sizes, c.when, c.because)
+        row = (c.op, _layers(c.module), os.path.basename(c.source), c.shown, c.dtypes, c.sizes, c.when, c.because)
         merged.setdefault(row, []).append(c)
     for j in backward:
         place, sizes = (_layers(j.module), os.path.basename(j.source)), "x".join(map(str, j.shape)) or "scalar"

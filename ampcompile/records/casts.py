@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from ampcompile.dtypes import FLOATS, short_name
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.op_traits import is_view
+from ampcompile.passes.analysis.schema import operands
 from ampcompile.passes.base import Applied
 from ampcompile.passes.fuse.matching import fusions
 from ampcompile.passes.graph import Cast, bodies, decision_of, graphs, module_path, op_name, placeholders, source_line
@@ -50,6 +51,13 @@ class CastRecord:
     """The changes that passes made to it, in order: inserted, hoisted, shared, folded, fused."""
     of: str
     """The kind of value cast: "weight", "input", "constant" or "activation"."""
+    bias: bool = False
+    """True for a weight that is the bias of its op."""
+
+    @property
+    def shown(self) -> str:
+        """The kind as tables show it: "bias" instead of "weight" for a bias."""
+        return "bias" if self.bias else self.of
 
     @property
     def dtypes(self) -> str:
@@ -157,6 +165,7 @@ def casts_of(gm: GraphModule, weights: set[Node]) -> Iterator[tuple[int, CastRec
         _trace_into_bodies(graph, origins)
         for node, record in inserted_casts(graph):
             before, after = node.args[0].meta["val"], node.meta["val"]
+            of = _origin(node.args[0], origins)
             cast = CastRecord(
                 op=record.op,
                 module=module_path(node),
@@ -167,7 +176,8 @@ def casts_of(gm: GraphModule, weights: set[Node]) -> Iterator[tuple[int, CastRec
                 bytes=bytes_of(before, after),
                 because=record.because,
                 fate=record.fate,
-                of=_origin(node.args[0], origins),
+                of=of,
+                bias=of == "weight" and any(_is_bias(node, user) for user in node.users),
             )
             yield record.number, cast
 
@@ -254,6 +264,10 @@ def _origin(node: Any, origins: dict[Node, str]) -> str:
         else:
             break
     return origins.get(node, "activation")
+
+
+def _is_bias(node: Node, user: Node) -> bool:
+    return isinstance(user.target, OpOverload) and ("bias", node) in operands(user)
 
 
 def _on_tensors(node: Node) -> bool:

@@ -112,7 +112,7 @@ def _of_op(op: OpRecord) -> str:
 
 
 def _of_cast(cast: CastRecord) -> str:
-    what, fate = f"{cast.of} {cast.sizes} {cast.dtypes}", "+".join(cast.fate)
+    what, fate = f"{cast.shown} {cast.sizes} {cast.dtypes}", "+".join(cast.fate)
     return f"cast of {what} for {cast.op}, {cast.bytes} bytes, {fate}{_where(cast)}"
 
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import torch
 
-from ampcompile.dtypes import FLOATS, short_name, widest
+from ampcompile.dtypes import FLOATS, named, short_name, widest
 from ampcompile.errors import RuleError
 from ampcompile.passes.analysis.schema import name_of
 from ampcompile.torch_private import dispatcher
@@ -111,7 +111,8 @@ def register_op(op: OpOverload | str, rule: str) -> None:
     """Give a custom op a rule, for every graph compiled from now on in this process.
 
     `op`: an OpOverload, `"ns::name"` (all its overloads) or `"ns::name.overload"`; it need not exist yet.
-    `rule`: `"lower_precision_fp"`, `"fp32"` or `"promote"`. Raises RuleError for anything else.
+    `rule`: `"lower_precision_fp"` or `"low"`, `"fp32"` or another name of float32, or `"promote"`. Raises RuleError for
+    anything else.
 
     >>> ampcompile.register_op("mylib::attention", "lower_precision_fp")
     """
@@ -125,7 +126,8 @@ def register_op(op: OpOverload | str, rule: str) -> None:
         name in (op_name, op_name.partition(".")[0]) for op_name in dispatcher.all_op_names()
     ):
         raise RuleError(f"register_op found no op {name} in this torch; expected one of its ops, or one of your own.")
-    category = next((category for category in REGISTRABLE if category == rule), None)
+    meant = "lower_precision_fp" if rule == "low" else "fp32" if named(rule) is torch.float32 else rule
+    category = next((category for category in REGISTRABLE if category == meant), None)
     if category is None:
         raise RuleError(f"register_op got the rule {rule!r} for {name}; expected one of {', '.join(REGISTRABLE)}.")
     _registered[name] = Rule(category, f"registered as {rule} with ampcompile.register_op")

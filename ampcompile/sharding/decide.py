@@ -8,13 +8,14 @@ for a backward through it. Nothing but these votes changes how a weight is gathe
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ampcompile.dtypes import LOW
+from ampcompile.dtypes import LOW, named
 from ampcompile.errors import ShardingError
 from ampcompile.policy import Policy
 from ampcompile.torch_private import fsdp
@@ -102,7 +103,9 @@ def _note_another_backend(weight: Any) -> None:
     weight.gathering.read_in_float32("another backend's graph")
 
 
-def shard_policy(model: nn.Module, dtype: torch.dtype | None = None, policy: Policy | None = None) -> ShardPolicy:
+def shard_policy(
+    model: nn.Module, dtype: torch.dtype | str | None = None, policy: Policy | str | Mapping[str, Any] | None = None
+) -> ShardPolicy:
     """Let FSDP2 gather weights in 16 bits where every reader rounds them first: half the bytes, the same results.
 
     Call it on every rank after `fully_shard`, before the first forward, or later between steps; then each graph is
@@ -124,17 +127,18 @@ def shard_policy(model: nn.Module, dtype: torch.dtype | None = None, policy: Pol
     ...         fully_shard(block)
     ...     return ampcompile.shard_policy(fully_shard(model), dtype=torch.bfloat16)
     """
-    if not (modules := fsdp.roots(model)):
+    if not isinstance(model, nn.Module) or not (modules := fsdp.roots(model)):
         raise ShardingError(
             f"found no FSDP2 module in {type(model).__name__}, expected one: call ampcompile.shard_policy(model) after "
             "torch.distributed.fsdp.fully_shard(model)."
         )
-    if dtype is not None and dtype not in (*LOW, torch.float32):
+    dtype, policy = named(dtype), Policy.parse(policy or "default")
+    if dtype not in (None, *LOW, torch.float32):
         raise ShardingError(f"shard_policy got dtype={dtype}; expected torch.bfloat16, torch.float16 or torch.float32.")
     see_as_parameters(ShardedWeight, _note_another_backend)
     known = {root.module: root for root in roots}
     chosen = [known.get(module) or Root(module) for module in modules]
     for root in chosen:
         device_type = next((gather.param.mesh.device_type for gather in root.gathers if gather.param), "cpu")
-        root.choose(dtype or torch.get_autocast_dtype(device_type), policy or Policy())
+        root.choose(dtype or torch.get_autocast_dtype(device_type), policy)
     return ShardPolicy(chosen)

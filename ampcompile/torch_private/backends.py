@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 
@@ -23,11 +23,12 @@ def inductor_modes() -> dict[str, dict[str, Any]]:
     return list_mode_options()
 
 
-def inductor_options() -> dict[str, Any]:
-    """Inductor's options with their values."""
+def inductor_options() -> dict[str, type]:
+    """Inductor's options with the types that torch.compile demands of their values; `object` where it checks none."""
     from torch._inductor import config
 
-    return config.get_config_copy()
+    kinds = {name: config.get_type(name) for name in config.get_config_copy()}
+    return {name: k if isinstance(k, type) and get_origin(k) is None else object for name, k in kinds.items()}
 
 
 def backend_is_found() -> bool:

@@ -12,7 +12,7 @@ import torch
 from ampcompile.compiler.ambient import options_of
 from ampcompile.compiler.module_names import modules_of
 from ampcompile.compiler.watched_graph import WatchedGraph, graphs, limit
-from ampcompile.dtypes import LOW_NAMES
+from ampcompile.dtypes import NAMES
 from ampcompile.errors import OptionError
 from ampcompile.explaining.text import render_table
 from ampcompile.passes.after.record_magnitudes import WatchedValue
@@ -36,7 +36,7 @@ class Magnitude:
     @property
     def share(self) -> float:
         """The part of its type's range that it takes: above 1, a number is out of range."""
-        return self.largest / torch.finfo(LOW_NAMES.get(self.value.dtype, torch.float32)).max
+        return self.largest / torch.finfo(NAMES.get(self.value.dtype, torch.float32)).max
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ class WatchReport:
     """All watched values in the last call of each graph."""
 
     def __str__(self) -> str:
+        if not self.last:
+            return "no watched value yet: call what was compiled, then ask for a report"
         head = str(self.first) if self.first is not None else "no number left the range of its type"
         nearest = sorted(self.last, key=lambda each: -each.share)[:_NEAREST]
         rows = [
@@ -133,7 +135,7 @@ def watch(compiled: Callable[..., Any]) -> Watch:
     options = None if how is None else options_of(how.backend)
     if how is None or options is None or not options.watch:
         raise OptionError(
-            "ampcompile.watch expects a callable that is compiled and watched: "
+            f"ampcompile.watch found {type(compiled).__name__!r}, expected a callable that is compiled and watched: "
             'torch.compile(model, backend="amp", options={"watch": True}).'
         )
     return Watch(how.original)

@@ -34,7 +34,10 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     step = Step(Place("aten.mm", "a.b", "m.py:1", True), "bf16", (2, 3), (1.0, 0.1), 1e-3, None, 4.0, (0, 1))
     recording = Recording({"torch": "2"}, [step], {"output 0": Returned(1e-3, math.nan, 6)})
     recording.save(tmp_path / "run.json")
-    assert str(Recording.load(tmp_path / "run.json")) == str(recording)
+    assert repr(Recording.load(tmp_path / "run.json")) == repr(recording)
+    steps, results = (part.splitlines() for part in str(recording).split("\n\n"))
+    assert steps[1].split() == ["aten.mm", "(backward)", "a.b", "m.py:1", "bf16", "2x3", "1.0e-03"]
+    assert results[1].split() == ["output", "0", "1.0e-03", "not", "finite"]
 
 
 @pytest.mark.parametrize("text", ['{"format": "another"}', "[]", "\x80\x04", '{"format": "ampcompile recording 1"}'])

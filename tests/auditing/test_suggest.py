@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from glob import escape
 from typing import Any
 
 import pytest
@@ -31,6 +32,18 @@ def test_the_module_that_matters_is_kept_and_no_other() -> None:
     for path, _ in policy.modules:
         fewer = ampcompile.Policy(modules=tuple(pair for pair in policy.modules if pair[0] != path))
         assert ampcompile.audit(model, backward=False, policy=fewer)(x).error > 0.02
+
+
+@pytest.mark.parametrize("name", ["a b", "c,d", 'e="f"', "h[0]", "*"])
+def test_modules_may_have_any_name(name: str) -> None:
+    model, x = nn.Sequential(), torch.randn(16, 8)
+    model.add_module(name, sensitive())
+    model.add_module("h0", nn.Linear(8, 8))
+    audit = ampcompile.audit(model, backward=False)(x)
+    policy = audit.suggest(0.02)
+    assert {path.split(".")[0] for path, _ in policy.modules} == {escape(name)}
+    assert not policy.keeps_fp32("h0")
+    assert ampcompile.audit(model, backward=False, policy=str(policy))(x).error <= 0.02 < audit.error
 
 
 def test_ops_alone_are_kept_where_that_does() -> None:

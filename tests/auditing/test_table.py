@@ -37,6 +37,7 @@ def test_the_head_tells_of_the_whole_run() -> None:
         "first overflow: aten.mm (backward) in no module, model.py:7",
         "first flush to zero: none",
     ]
+    assert "\nalone: an op's own error, against f64 on" in text and "not finite:" not in text
     assert text.splitlines()[-1] == "not run in high precision: my.op, my.other"
 
 

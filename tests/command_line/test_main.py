@@ -10,6 +10,7 @@ import pytest
 
 import ampcompile
 from ampcompile.command_line import main as cli
+from ampcompile.errors import AmpWarning
 from tests.command_line.conftest import FACTORIES
 from tests.devices import said
 
@@ -57,6 +58,14 @@ def test_the_module_runs(tmp_path: Path) -> None:
     assert all(name in shown.stdout for name in ("explain", "audit", "bench", "doctor"))
 
 
+@pytest.mark.parametrize("command", ["explain", "audit"])
+def test_warnings_name_the_file_of_the_factory(shop: str, command: str, tmp_path: Path) -> None:
+    line = FACTORIES.splitlines().index("def model():") + 1
+    with pytest.warns(AmpWarning, match="pattern 'sofmax' matches no op") as found:
+        assert cli.main([command, f"{shop}:model", "--policy", "op sofmax=fp32"]) == 0
+    assert {(w.filename, w.lineno) for w in found} == {(str(tmp_path / f"{shop}.py"), line)}
+
+
 def test_an_unknown_option_gets_the_usage_of_its_command(shop: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["explain", f"{shop}:breaks", "--dtpye", "bf16"])
@@ -75,6 +84,7 @@ def test_an_unknown_option_gets_the_usage_of_its_command(shop: str, capsys: pyte
             "can't write no/such/folder.html; expected a file",
         ),
         (("explain", "{shop}:breaks", "--policy", "nonsense"), "policy entry 'nonsense' is neither"),
+        (("explain", "{shop}:breaks", "--dtype", "fp8"), "option dtype='fp8': expected torch.bfloat16 or"),
         (("explain", "{shop}:number"), "returned a int; expected (model, args) or (model, args, kwargs)"),
         (("explain", "{shop}:needs_arguments"), "can't be called without arguments"),
         (("explain", "{shop}:wrong_shape"), "returned a model that raises RuntimeError when it is called"),

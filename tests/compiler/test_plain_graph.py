@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops import while_loop
+from torch.utils import _pytree as pytree
 
 from ampcompile.compiler.plain_graph import writes_to_inputs
 from tests.compiling import HALF, amp, compiled, same_bits
@@ -129,6 +131,44 @@ def test_views_of_results_share_their_memory_and_history():
     assert torch.equal(whole[0], x[0] * 6) and torch.equal(many[1, 0], x[0] * 6)
     (whole.sum() + many.sum()).backward()
     assert torch.equal(x.grad, torch.tensor([[18.0] * 3, [6.0] * 3]))
+
+
+class Own(torch.autograd.Function):
+    """Returns a view, or its input, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x, way):
+        double = x * 2
+        return {"of a value": double.view(-1), "of an input": x.view_as(x), "an input": x}.get(way, (double, double[0]))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return -gradients[0].view(2, 4) if len(gradients) == 1 else 10 * gradients[0] + gradients[1] + 5, None
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.parametrize("way", ["of a value", "of an input", "an input", "beside its base"])
+@pytest.mark.parametrize("further", [lambda y: y, lambda y: y[0], lambda y: (y.view(-1)[1:], y.view(-1))])
+def test_a_view_that_a_custom_function_returns_keeps_the_functions_gradient(way, further):
+    def f(x):
+        made = Own.apply(x, way)
+        return further(made[1] if type(made) is tuple else made)
+
+    def gradient(run):
+        x = torch.ones(2, 4, requires_grad=True)
+        loss = sum((i + 2) * result.square().sum() for i, result in enumerate(pytree.tree_leaves(run(x))))
+        return torch.autograd.grad(loss, x)
+
+    torch._dynamo.reset()
+    assert same_bits(gradient(amp(f, lower="eager")[0]), gradient(f))
+
+
+def test_a_loop_that_ends_in_a_view_has_gradients():
+    def f(x):
+        return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, (x * 2).t().t()), (torch.tensor(0), x))[1]
+
+    x = torch.ones(2, 4, requires_grad=True)
+    assert torch.equal(*torch.autograd.grad(amp(f, lower="eager")[0](x).sum(), x), torch.full((2, 4), 8.0))
 
 
 def test_a_graph_that_writes_to_its_input_is_known():

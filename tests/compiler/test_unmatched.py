@@ -41,6 +41,11 @@ BAD = {
         Policy(modules=(("encodr.*", "fp32"),)),
         "pattern 'encodr.*' matches no module .* Did you mean 'encoder'",
     ),
+    "a class's name": (
+        Policy(modules=(("Linear", "fp32"),)),
+        "'Linear' matches no module .* Did you mean 'encoder' or 'head'",
+    ),
+    "what torch calls inside": (Policy(ops=(("addmm", "fp32"),)), "'addmm' matches no op .* Did you mean 'linear'"),
     "an op of torch, not of the model": (Policy(ops=(("conv2d", "fp32"),)), "pattern 'conv2d' matches no op"),
     "nothing near": (
         Policy(modules=(("zzzz", "fp32"),)),
@@ -67,10 +72,20 @@ def test_good_patterns_are_silent_whatever_graph_they_match_in(way: Callable[...
 
 
 def test_one_warning_and_only_after_something_was_compiled() -> None:
-    compiled = by_compiling(BAD["sofmax"][0], Model())
+    class Another(Model):
+        """What no other test has compiled."""
+
+    compiled = by_compiling(BAD["sofmax"][0], Another())
     with torch.compiler.set_stance("force_eager"):
         compiled(torch.randn(2, 4))
     with pytest.warns(AmpWarning) as found:
         for rows in (2, 2, 3):
             compiled(torch.randn(rows, 4))
     assert len([w for w in found if issubclass(w.category, AmpWarning)]) == 1
+
+
+def test_each_compile_warns_though_dynamo_compiles_nothing_anew() -> None:
+    model = Model()
+    for again in (model, model, Model()):
+        with pytest.warns(AmpWarning, match="'sofmax' matches no op"):
+            by_compiling(BAD["sofmax"][0], again)(torch.randn(2, 4))

@@ -265,6 +265,12 @@ def test_autocast_switched_off_around_the_call_is_told() -> None:
     assert "without autocast" in str(report)
 
 
+@pytest.mark.parametrize("name", ["explain", "audit", "record"])
+def test_what_cant_be_called_is_refused(name: str) -> None:
+    with pytest.raises(OptionError, match=rf"ampcompile\.{name} got 3, expected a module or function"):
+        getattr(ampcompile, name)(3)
+
+
 @pytest.mark.parametrize("name", ["explain", "audit"])
 def test_arguments_of_the_call_belong_into_a_call_of_their_own(name: str) -> None:
     look = getattr(ampcompile, name)

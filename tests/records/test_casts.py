@@ -41,6 +41,18 @@ def test_what_is_cast_is_followed_through_views_to_where_it_comes_from() -> None
     assert {cast.op for cast in found} == {"aten.matmul"}
 
 
+def test_biases_are_told_from_weights() -> None:
+    class Layers(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[1](self[0](x).flatten(1), self[2].weight)
+
+    found = casts(Layers(nn.Conv1d(3, 2, 1), nn.GRUCell(8, 5), nn.Embedding(4, 5)), torch.randn(4, 3, 4))
+    assert [(cast.shown, cast.shape) for cast in found if cast.of == "weight"] == [
+        *(("weight", (2, 3, 1)), ("bias", (2,))),
+        *(("weight", (15, 8)), ("bias", (15,)), ("weight", (4, 5)), ("weight", (15, 5)), ("bias", (15,))),
+    ]
+
+
 def test_a_bodys_inputs_come_from_its_caller() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:

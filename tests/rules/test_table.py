@@ -223,6 +223,12 @@ def test_names_that_no_op_can_have_are_refused(name):
         register_op(name, "fp32")
 
 
+@pytest.mark.parametrize("rule,category", [("low", "lower_precision_fp"), ("float32", "fp32"), (torch.float32, "fp32")])
+def test_a_rule_may_be_spelled_as_in_a_policy(fresh_registry, rule, category):
+    register_op("aten::sin", rule)
+    assert rule_for(torch.ops.aten.sin.default, "cpu").category == category
+
+
 def test_an_unknown_rule_is_an_error(fresh_registry):
     with pytest.raises(RuleError) as error:
         register_op("ns::f", "fp16")

@@ -289,10 +289,17 @@ def test_a_report_names_the_ten_nearest_to_the_end_of_their_range() -> None:
     assert named == [f"layer{i}" for i in (1, 5, 4, 9, 8, 2, 11, 10, 7, 6)]
 
 
+def test_a_report_before_any_call_says_so() -> None:
+    compiled = torch.compile(nn.Linear(2, 2), backend="amp", options={"watch": True})
+    assert str(ampcompile.watch(compiled).report()) == (
+        "no watched value yet: call what was compiled, then ask for a report"
+    )
+
+
 def test_what_is_not_watched_is_refused() -> None:
     model = nn.Linear(2, 2)
-    for wrong in (model, torch.compile(model, backend="amp"), torch.compile(model, backend="eager")):
-        with pytest.raises(OptionError, match='"watch": True'):
+    for wrong in (3, model, torch.compile(model, backend="amp"), torch.compile(model, backend="eager")):
+        with pytest.raises(OptionError, match=f"found '{type(wrong).__name__}', .*\"watch\": True"):
             ampcompile.watch(wrong)
     with pytest.raises(OptionError, match="lower='eager'"):
         torch.compile(model, backend="amp", options={"watch": True, "lower": "eager"})(torch.randn(1, 2))
