@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .scaler import GradScaler, keep_masters
     from .sharding import shard_policy
     from .watching.watch import watch
-    from .weights import free_copies, invalidate, release_masters, weight_stats
+    from .weights import free_copies, invalidate, weight_stats
 
 __all__ = [
     "AmpError",
@@ -75,7 +75,6 @@ __all__ = [
     "precision",
     "record",
     "register_op",
-    "release_masters",
     "shard_policy",
     "watch",
     "weight_stats",
@@ -93,7 +92,6 @@ _LATER = {
     "invalidate": "weights",
     "keep_masters": "scaler",
     "register_op": "rules",
-    "release_masters": "weights",
     "shard_policy": "sharding",
     "watch": "watching.watch",
     "weight_stats": "weights",

@@ -11,7 +11,7 @@ from ampcompile.kernels.adam import AdamTensors, adam_
 from ampcompile.kernels.check_grads import check_grads
 from ampcompile.kernels.sgd import SgdTensors, sgd_
 from ampcompile.torch_private import profiling
-from ampcompile.weights import Loan, lend
+from ampcompile.weights import WritableCopies, writable_copies
 
 from .pending import Gradients, PerDevice
 
@@ -59,7 +59,7 @@ class FusedStep:
             found_inf = any_set(found_infs)
             for device, tensors in self.work.items():
                 workspace = self.workspaces.setdefault(device, {})
-                loan, others = lend_copies(tensors, workspace)
+                lent, others = lend_copies(tensors)
                 skip = None if found_inf is None else found_inf.to(device, non_blocking=True)
                 update = sgd_ if isinstance(tensors, SgdTensors) else adam_
                 update(tensors, multipliers.get(device), skip, workspace)  # type: ignore[arg-type]
@@ -67,24 +67,22 @@ class FusedStep:
                 torch.autograd.graph.increment_version(written)
                 for param, copy in others:
                     copy.copy_(param)
-                loan.wrote()
+                lent.mark_written()
             torch.autograd.graph.increment_version(self.distributed)
         if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def lend_copies(
-    tensors: AdamTensors | SgdTensors, workspace: dict[str, Any]
-) -> tuple[Loan, list[tuple[Tensor, Tensor]]]:
-    """Make the kernels write one copy of each float32 weight; returns the loan, and other copies with their weights."""
+def lend_copies(tensors: AdamTensors | SgdTensors) -> tuple[WritableCopies, list[tuple[Tensor, Tensor]]]:
+    """Make the kernels write one copy of each float32 weight; returns all, and the others with their weights."""
     tensors.copies = [None] * len(tensors.params)
-    loan = lend(tensors.params, workspace, tensors.same)
+    lent = writable_copies(tensors.params)
     others = []
-    for i, copies in loan.tensors.items():  # laid out as the weight is
+    for i, copies in lent.buffers.items():  # laid out as the weight is
         if tensors.kept[i] is None:
             tensors.copies[i], *copies = copies
         others += [(tensors.params[i], copy) for copy in copies]
-    return loan, others
+    return lent, others
 
 
 def any_set(found_infs: Iterable[Tensor]) -> Tensor | None:

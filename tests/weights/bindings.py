@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 from ampcompile.kernels.packed_conv import Blocks
 from ampcompile.weights import Binding, CopySpec, Form
+from ampcompile.weights.store import store
 
 
 def bind(
@@ -20,3 +22,11 @@ def bind(
     columns = zip(dtypes, wide or no_slots, packed or [None] * len(dtypes), on_trial or no_slots, strict=True)
     specs = [CopySpec(i, Form(dtype, w), blocks, trial) for i, (dtype, w, blocks, trial) in enumerate(columns)]
     return Binding(specs, in_place)
+
+
+def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by an item, the number of copies, with each comparison of copies and weights."""
+    found: list[int] = []
+    compare = store.table.compare
+    monkeypatch.setattr(store.table, "compare", lambda n, *rest: (found.append(n), compare(n, *rest)))
+    return found
