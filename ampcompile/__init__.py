@@ -24,7 +24,6 @@ from .errors import (
     RuleError,
     ScalerError,
     ShardingError,
-    StaleWeightError,
     WeightsError,
 )
 from .explaining.explain import explain
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from .scaler import GradScaler, keep_masters
     from .sharding import shard_policy
     from .watching.watch import watch
-    from .weights import free_copies, invalidate, weight_stats
+    from .weights import free_copies, invalidate, release_masters, weight_stats
 
 __all__ = [
     "AmpError",
@@ -61,7 +60,6 @@ __all__ = [
     "RuleError",
     "ScalerError",
     "ShardingError",
-    "StaleWeightError",
     "WeightsError",
     "audit",
     "compare",
@@ -75,6 +73,7 @@ __all__ = [
     "precision",
     "record",
     "register_op",
+    "release_masters",
     "shard_policy",
     "watch",
     "weight_stats",
@@ -92,6 +91,7 @@ _LATER = {
     "invalidate": "weights",
     "keep_masters": "scaler",
     "register_op": "rules",
+    "release_masters": "weights",
     "shard_policy": "sharding",
     "watch": "watching.watch",
     "weight_stats": "weights",

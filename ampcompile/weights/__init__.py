@@ -1,7 +1,7 @@
 """Low-precision copies of weights: cast once per update, shared by all graphs, reused until a write is detected."""
 
 from .binding import Binding
-
+from .release import release_masters
 from .shards import ShardBinding
 from .spec import CopySpec, Form, hoistable
 from .step import WritableCopies, writable_copies
@@ -18,6 +18,7 @@ __all__ = [
     "invalidate",
     "mark_unproven",
 
+    "release_masters",
     "weight_stats",
     "writable_copies",
 ]

@@ -125,6 +125,7 @@ class Binding:
 
     def _renew(self, key: tuple[int, ...], weights: Sequence[Tensor], inputs: tuple[Any, ...]) -> list[Tensor]:
         """Make all copies fresh, pack those for which it pays now, and replace the set if it isn't of these copies."""
+        passes = store.table.count_passes()
         aliases = [storages.alias(weight) for weight in weights]  # they keep the memory if another thread sets `.data`
         chosen = [self._choose(alias, spec) for alias, spec in zip(aliases, self._specs, strict=True)]
         former = self._sets.get(key)
@@ -133,8 +134,8 @@ class Binding:
             watch_writers()
             for tensor in inputs:
                 store.table.watch(tensor, False)
-        cast = freshen([(copy, alias) for copy, alias in zip(chosen, aliases, strict=True) if copy.blocks is None])
-        reads = 1 if cast or former is None else former.reads
+        freshen([(copy, alias) for copy, alias in zip(chosen, aliases, strict=True) if copy.blocks is None])
+        reads = 1 if former is None or store.table.count_passes() > passes else former.reads
         unpacked = [i for i, spec in enumerate(self._specs) if spec.blocks is not None and chosen[i].blocks is None]
         if reads >= PAYS:
             for i in unpacked:

@@ -22,6 +22,10 @@ from .spec import Form
 from .store import store
 
 
+TRIAL = 8
+"""Calls in a row that must find a tensor, neither parameter nor buffer, unwritten before its copy is kept."""
+
+
 class Copy:
     """A form of a weight, shared by all graphs that read it; freed with its last graph or weight, or by `free`.
 
@@ -30,12 +34,12 @@ class Copy:
 
     def __init__(self, weight: Tensor, form: Form, blocks: Blocks | None, trial: bool) -> None:
         self.form, self.blocks, self.key = form, blocks, storages.storage_key(weight)
-        self.on_gpu = weight.is_cuda
+        self.on_gpu, self.in_place = weight.is_cuda, False
         self.castable = weight.dtype == torch.float32 and not self.on_gpu and blocks is None
         at = places(weight)
         rows = len(at.runs), at.runs.ctypes.data, len(at.words), at.words.ctypes.data
         dtype = native.DTYPE_CODES[form.dtype]
-        self.handle = store.table.add_copy(weight, dtype, self.castable, trial, *rows)
+        self.handle = store.table.add_copy(weight, dtype, self.castable, TRIAL if trial else 0, *rows)
         store.add(self)
         weakref.finalize(self, store.drop, self.handle, self.key).atexit = False
         self._freed_with = weakref.ref(
@@ -56,6 +60,7 @@ class Copy:
 
     def keep_in_place(self) -> None:
         """Overwrite the buffer from now on even if a backward waits for it, as replayed CUDA graphs need."""
+        self.in_place = True
         store.table.fix(self.handle)
 
     def free(self, gone: bool) -> None:

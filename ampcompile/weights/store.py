@@ -101,8 +101,8 @@ def weight_stats() -> WeightStats:
     if (found := table.load()) is None:
         return WeightStats(0, 0, 0)
     with store.lock:
-        sizes = [size for copy in list(store.copies.values()) if (size := copy.nbytes())]
-        return WeightStats(sum(sizes), len(sizes), found.count_passes())
+        sizes = [(key[:-1], size) for key, copy in list(store.copies.items()) if (size := copy.nbytes())]
+        return WeightStats(sum(size for _, size in sizes), len({key for key, _ in sizes}), found.count_passes())
 
 
 def invalidate(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:

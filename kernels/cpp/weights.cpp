@@ -84,7 +84,7 @@ struct Copy : c10::intrusive_ptr_target {
   caffe2::TypeMeta type;
   int64_t numel, dtype;  // of the rounded numbers, see `native.DTYPE_CODES`
   bool castable, fixed = false;  // by C++; written in place whoever holds it
-  int64_t trial;
+  int64_t trials, trial;  // calls in a row that must find the weight unwritten before the copy is kept; those to come
   std::vector<const char*> run, word;
   std::vector<char> sampled;
   int64_t sample_mark = 0, mark = 0, doubt = 0, next_mark = 0, next_doubt = 0;  // mark 0: invalid
@@ -261,16 +261,15 @@ template <typename Body> bool for_numbers(const std::vector<Copy*>& copies, int 
 template <typename T, typename R> void round(float from, T& to, R) { narrow(from, to); }
 template <typename R> void round(float from, float& to, R value) { narrow(from, value), to = widen(value); }
 
-constexpr int64_t kTrial = 8;  // calls in a row that must find a tensor, neither parameter nor buffer, unwritten
-
 void begin(Copy& c) {
+  if (status(c) == kDoubtful) c.memory->mark = new_mark();  // it is as good as written: no other form may count as fresh
   c.next_mark = c.memory->mark, c.next_doubt = c.memory->doubt;
   c.mark = 0;
 }
 
 // During a step nothing is fresh beyond the call.
 void made(Copy& c) {
-  if (c.trial) c.trial = kTrial;
+  if (c.trial) c.trial = c.trials;
   c.doubt = c.trial ? 0 : c.next_doubt;
   c.mark = running || c.memory->open ? 0 : c.next_mark;
 }
@@ -329,7 +328,7 @@ int64_t add_copy(Object* weight, int64_t dtype, int64_t castable, int64_t trial,
   known->copies.push_back(copy.get());
   copy->begin = address_of(tensor), copy->type = tensor.dtype(), copy->numel = tensor.numel();
   copy->sizes = tensor.sizes().vec(), copy->strides = tensor.strides().vec();
-  copy->dtype = dtype, copy->castable = castable, copy->trial = trial ? kTrial : 0;
+  copy->dtype = dtype, copy->castable = castable, copy->trial = copy->trials = trial;
   copy->run.assign(run, run + runs), copy->word.assign(word, word + words);
   copy->sampled.resize(64 * runs + 4 * words);
   return handle(std::move(copy));

@@ -215,7 +215,7 @@ def test_signals_at_any_time() -> None:
 def test_a_cast_that_fails_leaves_nothing_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case()
     case.weights.append(nn.Parameter(torch.randn(20, 20, dtype=torch.float64)))  # whose casts are torch's
-    case.bindings[0] = bind([BF16] * 3)
+    case.bindings = [bind([BF16] * 3), bind([BF16] * 2)]
     case.call()
     for weight in case.weights:
         case.one(weight)

@@ -1,0 +1,192 @@
+"""`release_masters`: serve a compiled model with 16-bit weights where only rounded numbers are read."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampcompile.dtypes import short_name
+from ampcompile.errors import ReleasedError
+from ampcompile.torch_private import dispatcher, dtensors, patches, storages
+
+from .spec import hoistable
+from .store import key_of, store
+
+_released: dict[int, Any] = {}
+"""By id of the weight: a weak reference to the 16-bit storage that it was given."""
+_refusing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules with our hook on `load_state_dict`."""
+
+
+class ReleasedMasters:
+    """The weights that became 16-bit parameters, and the way back. `str` lists those that stayed in float32.
+
+    `bytes_freed`: by the parameters. `kept`: why each weight that is still in float32 is, by its name.
+    """
+
+    def __init__(self, model: nn.Module, bytes_freed: int, kept: dict[str, str]) -> None:
+        self._model, self.bytes_freed, self.kept = model, bytes_freed, kept
+
+    def __str__(self) -> str:
+        lines = [f"{name} is kept in float32: {because}" for name, because in self.kept.items()]
+        return "\n".join([*lines, f"{self.bytes_freed:,} bytes freed"])
+
+    def restore(self, checkpoint: Mapping[str, Tensor] | str | PathLike[str]) -> None:
+        """Make the released weights float32 again, and load all of the model from `checkpoint`, as `load_state_dict`.
+
+        `checkpoint`: a state dict of the model, or a file for `torch.load`. Everything is loaded, not only what was
+        released, so that the model is that of one checkpoint. Raises ReleasedError, and changes nothing, if a released
+        weight isn't there in its shape; else what `load_state_dict` raises.
+        """
+        loaded = checkpoint
+        if not isinstance(loaded, Mapping):
+            loaded = torch.load(loaded, map_location="cpu", weights_only=True, mmap=True)
+        numbers = {name.removeprefix("_orig_mod."): value for name, value in loaded.items()}
+        released = {name: weight for name, weight in self._model.named_parameters() if is_released(weight)}
+        for name, weight in released.items():
+            shape = tuple(getattr(numbers.get(name), "shape", ()))
+            if name not in numbers or shape != weight.shape:
+                raise ReleasedError(
+                    f"found {f'a tensor of {shape}' if name in numbers else 'nothing'} under {name!r} in the "
+                    f"checkpoint, expected a tensor of {tuple(weight.shape)}: pass what state_dict() of "
+                    f"{type(self._model).__name__} gave before release_masters."
+                )
+        with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
+            masters = {name: numbers[name].to(weight.device, torch.float32) for name, weight in released.items()}
+            for name, weight in released.items():
+                weight.data = torch.empty_like(weight, dtype=torch.float32).copy_(masters.pop(name))
+                del _released[id(weight)]
+        self._model.load_state_dict(numbers)
+
+
+def is_released(weight: Tensor) -> bool:
+    """Return True for a weight that is a 16-bit parameter because its master was released."""
+    reference = _released.get(id(weight))
+    return reference is not None and not reference.expired() and reference.cdata == key_of(weight)
+
+
+def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMasters:
+    """Turn the weights that compiled graphs read only in 16 bits into 16-bit parameters, for serving.
+
+    Call it after a call with each shape, in the mode and grad mode that you serve in: these graphs show what is read in
+    which type. Then every graph is compiled once more, at its next call. The numbers that are read stay the same, and a
+    16-bit weight needs no copy, so nothing has to be proven about it. What a graph reads in float32 too (a norm's
+    weight, an embedding tied to the head), or in two 16-bit types, stays as it is; so does a weight that no compiled
+    graph reads in 16 bits, that a CUDA graph reads, that has a gradient, or whose memory something else holds. `keep`:
+    names of further weights or modules to keep, such as those that code outside of autocast reads.
+
+    `restore` of the result gives float32 numbers back from a checkpoint; so does that of a second call's result, which
+    releases what can be released by then. Until then an optimizer's step on a released weight, and `load_state_dict` of
+    other than 16-bit numbers into one without `assign=True`, raise ReleasedError: they would round silently.
+
+    Raises ReleasedError, and changes nothing, if the model has weights that FSDP gathers or DTensors, or no weight that
+    can be released.
+
+    >>> checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
+    >>> with torch.no_grad():
+    ...     expected = compiled(x)
+    ...     released = ampcompile.release_masters(model)
+    ...     assert torch.equal(compiled(x), expected)
+    >>> released.bytes_freed > 0
+    True
+    >>> released.restore(checkpoint)
+    """
+    if not isinstance(model, nn.Module):
+        raise ReleasedError(f"found {type(model).__name__!r}, expected a torch.nn.Module: pass the model.")
+    model = getattr(model, "_orig_mod", model)
+    weights, kept_names = dict(model.named_parameters()), [keep] if isinstance(keep, str) else list(keep)
+    for name, weight in weights.items():
+        if dtensors.includes([weight]) or storages.is_managed_by_fsdp(weight):
+            raise ReleasedError(
+                f"found {name}, which is sharded; expected plain parameters: sharded weights keep their masters, see "
+                "ampcompile.shard_policy."
+            )
+    for name in kept_names:
+        if not any(_is_within(weight, [name]) for weight in weights):
+            raise ReleasedError(f"found keep={name!r}, expected the name of a weight or module of the model.")
+    with store.lock, torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
+        dtypes, reasons = _dtypes_read(weights, kept_names)
+        if not dtypes and not any(map(is_released, weights.values())):
+            raise ReleasedError(
+                f"found no weight of {type(model).__name__} that compiled graphs read in 16 bits, and only so; "
+                "expected one: call the compiled model first, with each shape, under torch.no_grad(), and keep no "
+                "tensors on its weights' memory, as a state dict does."
+            )
+        _refuse_steps()
+        _refuse_loads(model)
+        for name, dtype in dtypes.items():
+            weight, rounded = weights[name], weights[name].detach().to(dtype)
+            _released[id(weight)] = storages.StorageWeakRef(storages.untyped_storage(rounded))
+            weight.data = rounded
+    freed = sum(2 * weight.numel() for weight in weights.values() if is_released(weight))
+    return ReleasedMasters(model, freed, reasons)
+
+
+def _dtypes_read(weights: Mapping[str, Tensor], kept_names: Iterable[str]) -> tuple[dict[str, torch.dtype], dict[str, str]]:
+    """Return the type that each weight can have, and why the others stay in float32."""
+    read_whole, dtypes, reasons = store.read_whole(), dict[str, torch.dtype](), dict[str, str]()
+    for name, weight in weights.items():
+        if is_released(weight):
+            continue
+        copies = [copy for copy in list(store.copies.values()) if copy.key == key_of(weight)]
+        read = {copy.form.dtype for copy in copies}
+        if _is_within(name, kept_names):
+            reasons[name] = "asked for"
+        elif not hoistable(weight) or weight.dtype != torch.float32 or not read:
+            reasons[name] = "no compiled graph reads it in 16 bits"
+        elif key_of(weight) in read_whole:
+            reasons[name] = "a compiled graph reads it in float32"
+        elif any(copy.in_place for copy in copies):
+            reasons[name] = "a CUDA graph reads it"
+        elif len(read) > 1:
+            reasons[name] = f"compiled graphs read it as {' and '.join(sorted(map(short_name, read)))}"
+        elif weight.grad is not None:
+            reasons[name] = "it has a gradient"
+        elif store.table.holders_of(weight) > 1:
+            reasons[name] = "something else holds its memory"
+        else:
+            dtypes[name] = read.pop()
+    return dtypes, reasons
+
+
+def _is_within(name: str, kept_names: Iterable[str]) -> bool:
+    return any(name == kept or name.startswith(f"{kept}.") for kept in kept_names)
+
+
+@functools.cache
+def _refuse_steps() -> None:
+    patches.add_optimizer_hooks(_refuse_step, lambda *_: None)
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if _released and any(is_released(param) for group in optimizer.param_groups for param in group["params"]):
+        raise ReleasedError(
+            "found a step on a weight that ampcompile.release_masters turned into a 16-bit parameter, whose update "
+            "would be rounded; expected float32 weights: call restore(checkpoint) of its result first."
+        )
+
+
+def _refuse_loads(model: nn.Module) -> None:
+    for module in model.modules():
+        if module not in _refusing:
+            _refusing.add(module)
+            module.register_load_state_dict_pre_hook(_refuse_load)
+
+
+def _refuse_load(module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        return
+    for name, weight in module.named_parameters():
+        loaded = state.get(prefix + name)
+        if is_released(weight) and loaded is not None and loaded.dtype != weight.dtype:
+            raise ReleasedError(
+                f"found {short_name(loaded.dtype)} numbers to load into {prefix + name}, which "
+                f"ampcompile.release_masters turned into {short_name(weight.dtype)}; expected no silent rounding: call "
+                "restore(checkpoint) of its result, or load_state_dict(checkpoint, assign=True)."
+            )
