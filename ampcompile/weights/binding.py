@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,9 +35,10 @@ class CopySet:
         self.gpu_copies = {copy: i for i, copy in enumerate(copies) if copy.on_gpu}
         self.plain = not packable and not self.gpu_copies
         self.whole_reads: dict[int, Any] = {}
-        handles, places = table.array([copy.handle for copy in copies]), table.array(slots)
-        self.handle = store.table.add_set(len(handles), handles.ctypes.data, places.ctypes.data, inputs)
-        weakref.finalize(self, store.table.drop, self.handle).atexit = False
+        handles, places, counters = (table.array(row) for row in ([c.handle for c in copies], slots, slots))
+        store.table.note_counters(len(slots), places.ctypes.data, inputs, counters.ctypes.data)
+        self._rows = handles, places, counters  # which the table reads by their addresses
+        self.rows = len(slots), *(row.ctypes.data for row in self._rows)
         store.sets.add(self)
 
 
@@ -68,8 +68,12 @@ class Binding:
         if type(inputs) is not tuple:
             inputs = tuple(inputs)
         last = self._last
-        if last is not None and last.plain and (found := self._read(last.handle, inputs, 0)) is not None:
-            return found
+        if last is not None and last.plain:
+            found = self._read(*last.rows, inputs, 0)
+            if found is False:
+                found = self._cast_and_read(last, inputs)
+            if found:
+                return found
         return self._find(inputs)
 
     def whole_reads(self) -> dict[int, Any]:
@@ -95,11 +99,10 @@ class Binding:
             found = None
             if not copy_set.packable or copy_set.reads < PAYS:
                 self._last = copy_set
-                found = self._read(copy_set.handle, inputs, 0)
-            if found is None and not copy_set.packable:
-                with store.lock, profiling.region(REFRESH):
-                    found = self._read(copy_set.handle, inputs, torch.get_num_threads())
-            if found is not None:
+                found = self._read(*copy_set.rows, inputs, 0)
+            if found is False and not copy_set.packable:
+                found = self._cast_and_read(copy_set, inputs)
+            if found:
                 return self._use(copy_set, found)
         with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes(), store.lock:
             if gpu.capturing(weights):
@@ -107,6 +110,10 @@ class Binding:
             if all(map(storages.has_counter, weights)):
                 return self._renew(key, weights, inputs)
         return self._cast_each_call(weights)
+
+    def _cast_and_read(self, copy_set: CopySet, inputs: tuple[Any, ...]) -> Any:
+        with store.lock, profiling.region(REFRESH):
+            return self._read(*copy_set.rows, inputs, torch.get_num_threads())
 
     def _use(self, copy_set: CopySet, found: list[Tensor]) -> list[Tensor]:
         if copy_set.gpu_copies:
@@ -129,7 +136,7 @@ class Binding:
         aliases = [storages.alias(weight) for weight in weights]  # they keep the memory if another thread sets `.data`
         chosen = [self._choose(alias, spec) for alias, spec in zip(aliases, self._specs, strict=True)]
         former = self._sets.get(key)
-        if former is None or not store.table.is_set_of(former.handle, inputs):
+        if former is None or not store.table.is_set_of(*former.rows, inputs):
             former = None
             watch_writers()
             for tensor in inputs:
@@ -149,7 +156,7 @@ class Binding:
             self._make_room()
             self._sets[key] = copy_set
         copy_set.reads, self._last = reads, copy_set
-        found = store.table.buffers_of(copy_set.handle)
+        found = store.table.buffers_of(*copy_set.rows[:2])
         return self._cast_each_call(weights) if found is None else self._use(copy_set, found)
 
     def _choose(self, weight: Tensor, spec: CopySpec) -> Copy:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -36,15 +37,15 @@ class Copy:
         self.form, self.blocks, self.key = form, blocks, storages.storage_key(weight)
         self.on_gpu, self.in_place = weight.is_cuda, False
         self.castable = weight.dtype == torch.float32 and not self.on_gpu and blocks is None
-        at = places(weight)
-        rows = len(at.runs), at.runs.ctypes.data, len(at.words), at.words.ctypes.data
-        dtype = native.DTYPE_CODES[form.dtype]
-        self.handle = store.table.add_copy(weight, dtype, self.castable, TRIAL if trial else 0, *rows)
+        sampled, nbytes = places(weight)
+        how = native.DTYPE_CODES[form.dtype], self.castable
+        self.handle = store.table.add_copy(weight, *how, len(sampled), sampled.ctypes.data, nbytes)
         store.add(self)
         weakref.finalize(self, store.drop, self.handle, self.key).atexit = False
         self._freed_with = weakref.ref(
             storages.untyped_storage(weight), functools.partial(_storage_freed, weakref.ref(self))
         )
+        self.trial = TRIAL if trial else 0  # calls in a row that are still to find the weight unwritten
         self.launch: gpu.LastLaunch | None = None  # the last one that wrote the buffer, on a GPU
         self.streams: set[int] = set()  # which the allocator waits for before it reuses the memory
 
@@ -111,54 +112,65 @@ def packed_copy(plain: Copy, weight: Tensor, blocks: Blocks | None) -> Copy:
 
 def is_fresh(packed: Copy, weight: Tensor) -> bool:
     """Return True if a packed copy is fresh, also if a strided one, which can be compared, shows that it still is."""
-    status, handles = np.zeros(1, np.int64), table.array([packed.handle])
-    store.table.statuses(1, handles.ctypes.data, status.ctypes.data)
-    if status % table.UNWRITABLE == table.DOUBTFUL:
+    status = statuses([packed])[0] % table.UNWRITABLE
+    if status == table.DOUBTFUL:
         plain = found_copy(weight, packed.form)
         if plain is not None and not freshen([(plain, weight)]):
             return bool(store.table.note_made_of(packed.handle, plain.handle))
-    return bool(status % table.UNWRITABLE == table.FRESH)
+    return status == table.FRESH
 
 
 @profiling.named("amp: refresh copies of weights")
 def freshen(reads: Sequence[tuple[Copy, Tensor]]) -> bool:
-    """Make strided copies hold their weights' values: stale ones are cast, doubtful ones compared. True if one was cast.
+    """Make strided copies hold their weights' values: doubtful ones are compared, stale ones cast. True if one was cast.
 
     A copy that a pending backward holds gets another buffer. Where the host would have to wait for a GPU's answer, and
     for other types than float32, doubtful copies are cast too.
     """
-    of = {copy.handle: (copy, weight) for copy, weight in reads}
-    handles = table.array(list(of))
-    found = np.zeros_like(handles)
-    store.table.statuses(len(handles), handles.ctypes.data, found.ctypes.data)
-    known = found % table.UNWRITABLE == table.FRESH
-    compared = handles[[not k and f % 4 == table.DOUBTFUL and of[h][0].castable for h, f, k in zip(handles, found, known)]]
-    equal = np.zeros_like(compared)
-    if len(compared):
-        store.table.compare(len(compared), compared.ctypes.data, torch.get_num_threads(), equal.ctypes.data)
-        known |= np.isin(handles, compared[equal > 0])
-    if known.all():
-        return False
-    for handle, status in zip(handles[~known].tolist(), found[~known].tolist(), strict=True):
-        if status >= table.UNWRITABLE:
-            copy, weight = of[handle]
-            copy.allocate(weight)
-    stale = [of[handle] for handle in handles[~known].tolist()]
-    by_table = [copy.handle for copy, _ in stale if copy.castable]
-    others = [(copy, weight) for copy, weight in stale if not copy.castable]
-    if by_table:
-        cast = table.array(by_table)
-        if not store.table.cast_all(len(cast), cast.ctypes.data, torch.get_num_threads()):
-            others = stale  # a storage was resized meanwhile
+    of, cast = dict(reads), set[Copy]()
+    compared = left = [copy for copy in of if copy.castable]
+    for _ in range(2):  # what is compared, and differs, may need another buffer
+        if left:
+            _prepare(left, of)
+            written = np.zeros(len(left), np.int64)
+            _on_rows(store.table.renew_all, left, torch.get_num_threads(), written.ctypes.data)
+            cast.update(compress(left, written))
+            marked = zip(left, statuses(left), strict=True)
+            left = [copy for copy, s in marked if s % table.UNWRITABLE == table.STALE and copy not in cast]
+    for copy in compared:
+        if copy.trial:
+            copy.trial = TRIAL if copy in cast else copy.trial - 1
+            if copy.trial:
+                store.table.doubt_copy(copy.handle)
+    others = [*left, *_prepare([copy for copy in of if not copy.castable], of, table.DOUBTFUL)]
     if others:
-        written = [copy for copy, _ in others]
-        handles = table.array([copy.handle for copy in written])
-        store.table.note_begun(len(handles), handles.ctypes.data)
-        gpu.follow(written)
-        cast_into([(copy.form, copy.tensor, weight) for copy, weight in others])
-        gpu.cast_done(written)
-        store.table.note_made(len(handles), handles.ctypes.data)
-    return True
+        _on_rows(store.table.note_begun, others)
+        gpu.follow(others)
+        cast_into([(copy.form, copy.tensor, of[copy]) for copy in others])
+        gpu.cast_done(others)
+        _on_rows(store.table.note_made, others)
+    return bool(cast or others)
+
+
+def _prepare(copies: Sequence[Copy], of: Mapping[Copy, Tensor], least: int = table.STALE) -> list[Copy]:
+    """Give each copy that is to be cast a buffer that may be overwritten; returns these: of `least` status, or more."""
+    found = list(zip(copies, statuses(copies), strict=True))
+    for copy, status in found:
+        if status >= table.UNWRITABLE + least:
+            copy.allocate(of[copy])
+    return [copy for copy, status in found if status % table.UNWRITABLE >= least]
+
+
+def statuses(copies: Sequence[Copy]) -> list[int]:
+    """Look at weights, and return the status of each copy: FRESH, DOUBTFUL or STALE, and more if it is UNWRITABLE."""
+    found = np.zeros(len(copies), np.int64)
+    _on_rows(store.table.statuses, copies, found.ctypes.data)
+    return found.tolist()
+
+
+def _on_rows(function: Callable[..., object], copies: Sequence[Copy], *more: int) -> None:
+    handles = table.array([copy.handle for copy in copies])
+    function(len(handles), handles.ctypes.data, *more)
 
 
 def cast_into(jobs: Sequence[tuple[Form, Tensor | None, Tensor]]) -> None:

@@ -42,28 +42,17 @@ def _wrap_data(_: Any) -> property:
     return property(_hand_out_data, storages.write_data, doc=storages.DATA_DOC)
 
 
-def _wrap_numpy(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def numpy(self: Tensor, *, force: bool = False) -> Any:
-        array = method(self, force=force) if force else method(self)
-        try:
-            if _key_of(self) in _keys and type(holder := array.base) is Tensor:
-                store.table.note_export(holder)
-        except (AttributeError, RuntimeError, TypeError):
-            pass
-        return array
+def _wrap_export(export: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what gives out memory: it is given a tensor with a counter of its own, so that its holders don't match."""
 
-    return numpy
-
-
-def _wrap_dlpack(export: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(export)
     def exporting(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         holder = self
-        try:  # torch refuses tensors that require grad; `__torch_function__` handlers call this again
-            if _key_of(self) in _keys and not self.requires_grad and not has_torch_function_unary(self):
-                holder = storages.alias(self)
-                store.table.note_export(holder)
+        try:  # torch refuses tensors that require grad, and `__torch_function__` handlers call this again
+            refused = self.requires_grad and not kwargs.get("force")
+            if (key := _key_of(self)) in _keys and not refused and not has_torch_function_unary(self):
+                holder = storages.read_data(self)
+                store.report([key], PERHAPS_WRITTEN)
         except (RuntimeError, TypeError):
             pass
         return export(holder, *args, **kwargs)
@@ -101,10 +90,10 @@ def _wrap_dispatch(after_local_op: Callable[..., Any]) -> Callable[..., Any]:
 
 _WRAPS: dict[str, patches.Wrap] = {
     "Tensor.data": _wrap_data,
-    "Tensor.numpy": _wrap_numpy,
-    "Tensor.__dlpack__": _wrap_dlpack,
-    "dlpack.to_dlpack": _wrap_dlpack,
-    "torch.to_dlpack": _wrap_dlpack,
+    "Tensor.numpy": _wrap_export,
+    "Tensor.__dlpack__": _wrap_export,
+    "dlpack.to_dlpack": _wrap_export,
+    "torch.to_dlpack": _wrap_export,
     "Tensor.set_": _wrap_sharing,
     "Tensor.untyped_storage": _wrap_sharing,
 }

@@ -23,14 +23,14 @@ RUN = 16
 _WORD = 4
 
 
-class SampledAddresses(NamedTuple):
-    """Addresses, int64: of runs of words, and of single words in weights that are smaller than a run."""
+class Places(NamedTuple):
+    """Addresses, int64, and how many bytes are read at each: a run, or a word of a weight that is smaller."""
 
-    runs: np.ndarray
-    words: np.ndarray
+    addresses: np.ndarray
+    nbytes: int
 
 
-def places(weight: Tensor) -> SampledAddresses:
+def places(weight: Tensor) -> Places:
     """Return the addresses to sample in a dense weight; none on devices other than the CPU.
 
     The weight is divided into parts of equal size. Each has one place, at an offset that varies from part to part, so
@@ -39,15 +39,14 @@ def places(weight: Tensor) -> SampledAddresses:
     """
     begin = ceil(weight.data_ptr() / _WORD)
     size = (weight.data_ptr() + weight.nbytes) // _WORD - begin
-    empty = np.empty(0, np.int64)
     if weight.device.type != "cpu" or size <= 0:
-        return SampledAddresses(empty, empty)
+        return Places(np.empty(0, np.int64), _WORD)
     if size < RUN:
-        return SampledAddresses(empty, _WORD * (begin + np.arange(size)))
+        return Places(_WORD * (begin + np.arange(size)), _WORD)
     slices = weight.shape[0] if weight.dim() > 2 else 1
     count = min(slices * ceil(max(FEWEST, prod(weight.shape) // STRIDE) / slices), MOST, ceil(size / RUN))
     within = np.random.default_rng(count).random(count)
     offsets = np.minimum((np.arange(count) + within) * (size / count), size - RUN).astype(np.int64)
     offsets[0], offsets[-1] = 0, size - RUN
     distinct = offsets[np.diff(offsets, prepend=-1) > 0]  # they ascend; numpy.unique would import numpy.ma
-    return SampledAddresses(_WORD * (begin + distinct), empty)
+    return Places(_WORD * (begin + distinct), _WORD * RUN)

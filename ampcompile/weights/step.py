@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -20,22 +19,17 @@ class WritableCopies:
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params, self._copies = tuple(params) if store.keys else (), []
         self.buffers: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self._copies = []
-        if not store.keys:
-            self._handle = 0
-            return
-        room = 4 * len(params)
-        opened, (indices, handles) = np.zeros(1, np.int64), np.zeros((2, room), np.int64)
-        addresses = (opened.ctypes.data, indices.ctypes.data, handles.ctypes.data, room)
-        found = store.table.open_step(tuple(params), len(params), *addresses)
-        self._handle = int(opened[0])
-        weakref.finalize(self, store.table.drop, self._handle).atexit = False
+        room = 4 * len(self._params)
+        indices, self._handles = np.zeros((2, room), np.int64)
+        rows = (indices.ctypes.data, self._handles.ctypes.data, room)
+        found = store.table.open_step(self._params, len(self._params), *rows) if room else []
         for i, buffer in zip(indices.tolist(), found, strict=False):
             self.buffers[i].append(buffer)
-        if found and found[0].is_cuda:
-            self._copies = [store.by_handle[handle] for handle in handles[: len(found)].tolist()]
-            if gpu.capturing(params[:1]):
+        self._copies = [store.by_handle[handle] for handle in self._handles[: len(found)].tolist()]
+        if self._copies and self._copies[0].on_gpu:
+            if gpu.capturing(params):
                 store.captured.update(self._copies)
                 for copy in self._copies:
                     copy.keep_in_place()
@@ -47,9 +41,10 @@ class WritableCopies:
 
         Other copies of the weights' memory are cast in the next call.
         """
-        if self._handle:
+        if self._params:
             with store.lock:
-                store.table.close_step(self._handle)
+                arguments = self._params, len(self._params), self._handles.ctypes.data, len(self._copies)
+                store.table.close_step(*arguments)
                 gpu.cast_done(self._copies)
 
 

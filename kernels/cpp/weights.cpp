@@ -1,18 +1,15 @@
 // Which copies of weights still hold their weights' numbers, by the rule in docs/weights.md; and casts on the CPU.
-// Python's lock is held in every function; casts and comparisons let it go. Handles are addresses that `drop` takes back.
+// Python's lock is held in every function; casts and comparisons let it go. Handles are addresses, which `drop` takes.
 #include <c10/core/TensorImpl.h>
 
-#include <array>
 #include <atomic>
-#include <exception>
 #include <unordered_map>
-#include <unordered_set>
 
 #include "chunks.h"
 
-struct Object;  // of Python, whose first field is its reference count, and whose second is its type
+struct Object;  // of Python: its first field is its reference count, its second its type
 extern "C" {
-extern char _Py_NoneStruct[];
+extern char _Py_NoneStruct[], _Py_FalseStruct[];
 Object* PyList_New(ssize_t);
 int PyList_SetItem(Object*, ssize_t, Object*);
 Object* PyTuple_GetItem(Object*, ssize_t);
@@ -23,234 +20,184 @@ void PyEval_RestoreThread(void*);
 }
 
 namespace {
+using c10::TensorImpl;
+using Target = c10::intrusive_ptr_target;
 template <typename T> using Ptr = c10::intrusive_ptr<T>;
 template <typename T> int64_t uses_of(T* object) { return int64_t(c10::raw::intrusive_ptr::use_count(object)); }
-
-int64_t new_mark() {
-  static int64_t last = 0;
-  return ++last;
-}
-
+template <typename T> Ptr<T> hold(T* object) { return Ptr<T>::reclaim_copy(object); }
+template <typename T> int64_t handle(Ptr<T> object) { return reinterpret_cast<int64_t>(object.release()); }
 int32_t references(const void* object) { return *static_cast<const int32_t*>(object); }
+int64_t new_mark() { static int64_t last = 0; return ++last; }
+Object* given(Object* object) { Py_IncRef(object); return object; }
+Object* const none = reinterpret_cast<Object*>(_Py_NoneStruct);
 
-// A version counter: the only field of this class is a pointer to it, which torch gives nobody.
-const Ptr<c10::intrusive_ptr_target>& counter_in(const c10::VariableVersion& version) {
-  return reinterpret_cast<const Ptr<c10::intrusive_ptr_target>&>(version);
-}
+bool running = false;  // an optimizer
+int64_t passes = 0, tensor_at = 0;
+const void* tensor_types[2];
 
-const void* counter_of(const c10::TensorImpl& tensor) { return counter_in(tensor.version_counter()).get(); }
-
-// Who holds a storage: tensors in C++, and its Python object if that is held itself, which is made once and kept.
-int64_t holders(c10::StorageImpl* storage) {
-  const void* const wrapper = storage->pyobj_slot()->load_pyobj();
-  return uses_of(storage) - (wrapper && references(wrapper) == 1);
-}
-
-const char* address_of(const c10::TensorImpl& tensor) {
-  if (!tensor.unsafe_storage() || tensor.numel() == 0) return nullptr;
-  const auto begin = static_cast<const char*>(tensor.unsafe_storage().data());
-  return begin + tensor.storage_offset() * int64_t(tensor.itemsize());
+TensorImpl* tensor_of(Object* object) {
+  const void* type = reinterpret_cast<const void* const*>(object)[1];
+  if (type != tensor_types[0] && type != tensor_types[1]) return nullptr;
+  return *reinterpret_cast<TensorImpl**>(reinterpret_cast<char*>(object) + tensor_at);
 }
 
 struct Counter {
   c10::VariableVersion version;  // held, so that no other counter gets its address
   int64_t seen;
+  explicit Counter(const c10::VariableVersion& v) : version(v), seen(v.current_version()) {}
+  // The only field of the class is a pointer to the counter, which torch gives nobody.
+  static const Ptr<Target>& pointer(const c10::VariableVersion& v) { return reinterpret_cast<const Ptr<Target>&>(v); }
+  static const void* of(const TensorImpl& tensor) { return pointer(tensor.version_counter()).get(); }
+  const void* key() const { return pointer(version).get(); }
+  int64_t sharers() const { return int64_t(pointer(version).use_count()) - 1; }
+  bool moved() { const int64_t before = seen; return before != (seen = version.current_version()); }
 };
+Counter ticks{c10::VariableVersion(0)};
 
-struct Copy;
+// Who holds a storage: tensors, and its Python object, which is made once and kept, if that is held itself.
+int64_t holders(c10::StorageImpl* storage) {
+  const void* const wrapper = storage->pyobj_slot()->load_pyobj();
+  return uses_of(storage) - (wrapper && references(wrapper) == 1);
+}
+
+const char* address_of(const TensorImpl& tensor) {
+  return tensor.numel() ? static_cast<const char*>(tensor.unsafe_storage().data()) +
+      tensor.storage_offset() * int64_t(tensor.itemsize()) : nullptr;
+}
 
 // A storage that copies were made from. `mark`: replaced after each write; `doubt`: after each possible write.
-struct Memory : c10::intrusive_ptr_target {
+struct Memory : Target {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // so that no other storage gets its address
   c10::StorageImpl* at;
   std::vector<Counter> counters;
-  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> exported;  // that arrays and capsules hold
-  std::vector<Copy*> copies;
-  int64_t mark = new_mark(), doubt = new_mark();
-  int64_t ours = 0, looked = 0;  // holders that are casts of ours; the last look
+  std::vector<struct Copy*> copies;
+  int64_t mark = new_mark(), doubt = new_mark(), looked = 0, ours = 0;  // ours: holders that are casts
   bool explained = true, trainable = false, open = false;
 
-  explicit Memory(const c10::Storage& s) : storage(s.getWeakStorageImpl()), at(s.unsafeGetStorageImpl()) {}
-  ~Memory() override;
+  static std::unordered_map<const void*, Memory*> all;
+  static Memory* of(const TensorImpl* tensor) {
+    const auto found = tensor ? all.find(tensor->unsafe_storage().unsafeGetStorageImpl()) : all.end();
+    return found == all.end() ? nullptr : found->second;
+  }
+  explicit Memory(const c10::Storage& s) : storage(s.getWeakStorageImpl()), at(s.unsafeGetStorageImpl()) {
+    all[at] = this;
+  }
+  ~Memory() override { all.erase(at); }
+
+  // Signals 2 and 5 of the rule; 3 and 4 are reported.
+  void look() {
+    int64_t sharing = ours;
+    for (Counter& each : counters) {
+      if (each.moved()) mark = new_mark();
+      sharing += each.sharers();
+    }
+    const bool alone = uses_of(at) && holders(at) == sharing;
+    if (!alone || !explained) doubt = new_mark();
+    explained = alone;
+  }
+  void train() { if (!trainable) trainable = true, doubt = new_mark(); }
+  void admit(const TensorImpl& tensor) {
+    const void* key = Counter::of(tensor);
+    if (!key || std::any_of(counters.begin(), counters.end(), [&](auto& each) { return each.key() == key; })) return;
+    look();  // before those are dropped that nobody holds
+    std::erase_if(counters, [](const Counter& each) { return !each.sharers(); });
+    counters.emplace_back(tensor.version_counter());
+    doubt = new_mark();  // it may have written before
+  }
 };
+std::unordered_map<const void*, Memory*> Memory::all;
 
-std::unordered_map<const void*, Memory*> memories;
-Memory::~Memory() { memories.erase(at); }
+enum Status : int64_t { kFresh, kDoubtful, kStale };
 
-struct Copy : c10::intrusive_ptr_target {
+struct Copy : Target {
   Ptr<Memory> memory;
   const char* begin;
   std::vector<int64_t> sizes, strides;
   caffe2::TypeMeta type;
   int64_t numel, dtype;  // of the rounded numbers, see `native.DTYPE_CODES`
-  bool castable, fixed = false;  // by C++; written in place whoever holds it
-  int64_t trials, trial;  // calls in a row that must find the weight unwritten before the copy is kept; those to come
-  std::vector<const char*> run, word;
+  bool castable, fixed = false, lent = false;  // by C++; written in place whoever holds it; to a step
+  std::vector<const char*> places;
+  size_t place_bytes;
   std::vector<char> sampled;
-  int64_t sample_mark = 0, mark = 0, doubt = 0, next_mark = 0, next_doubt = 0;  // mark 0: invalid
+  int64_t sample_mark = 0, queued = 0, begun = 0, mark = 0, doubt = 0, next_mark = 0, next_doubt = 0;  // mark 0: invalid
   Object* buffer = nullptr;
-  c10::TensorImpl* tensor = nullptr;  // of the buffer
+  TensorImpl* tensor = nullptr;  // the buffer's
 
   ~Copy() override {
-    auto& all = memory->copies;
-    all.erase(std::find(all.begin(), all.end(), this));
+    std::erase(memory->copies, this);
     if (buffer) Py_DecRef(buffer);
   }
-  bool is_of(const c10::TensorImpl& weight) const {
+  bool is_of(const TensorImpl& weight) const {
     return weight.unsafe_storage().unsafeGetStorageImpl() == memory->at && address_of(weight) == begin &&
         weight.dtype() == type && weight.sizes().equals(sizes) && weight.strides().equals(strides);
   }
   bool writable() const {
-    if (!buffer || fixed) return buffer;
+    if (!tensor || fixed) return tensor;
     return references(buffer) == 1 && uses_of(tensor) == 1 && tensor->unsafe_storage() &&
         holders(tensor->unsafe_storage().unsafeGetStorageImpl()) == 1;
   }
+  Status status() const {
+    if (!tensor || running || memory->open || mark != memory->mark) return kStale;
+    return doubt == memory->doubt ? kFresh : kDoubtful;
+  }
+  bool is_in(const c10::StorageImpl& storage) const {  // which may have been resized
+    const auto from = static_cast<const char*>(storage.data());
+    const int64_t size = numel * int64_t(type.itemsize());
+    return !size || (from && begin >= from && begin + size <= from + storage.nbytes());
+  }
+  // Signal 6. The sample is read anew after each write.
+  void look() {
+    const bool lives = uses_of(memory->at) && is_in(*memory->at), known = sample_mark == memory->mark;
+    bool same = lives;
+    char* words = sampled.data();
+    for (size_t i = 0; lives && i < places.size(); ++i, words += place_bytes)
+      if (!known || std::memcmp(places[i], words, place_bytes))
+        same = false, std::memcpy(words, places[i], place_bytes);
+    if (known && !same) memory->mark = new_mark();
+    sample_mark = memory->mark;
+  }
+  void begin_cast() {
+    if (status() == kDoubtful) memory->mark = new_mark();  // as good as written: no other form may count as fresh
+    next_mark = memory->mark, next_doubt = memory->doubt, mark = 0, begun = new_mark(), lent = false;
+  }
+  void end_cast() {  // during a step nothing is fresh beyond the call
+    doubt = next_doubt, mark = running || memory->open ? 0 : next_mark;
+  }
 };
 
-struct Set : c10::intrusive_ptr_target {
-  std::vector<Copy*> copies;  // Python holds them
-  std::vector<int64_t> slots;
-  std::vector<const void*> counters;
-};
-
-struct Step : c10::intrusive_ptr_target {
-  struct Lent { Ptr<Copy> copy; Object* buffer; int64_t doubt; };
-  std::vector<Ptr<Memory>> opened;
-  std::vector<Lent> lent;
-  std::unordered_set<const void*> counters;
-};
-
-bool running = false;  // an optimizer
-int64_t passes = 0, tensor_at = 0;
-const void* tensor_types[2];
-Counter ticks{c10::VariableVersion(0), 0};
-
-Object* none() {
-  const auto object = reinterpret_cast<Object*>(_Py_NoneStruct);
-  Py_IncRef(object);
-  return object;
-}
-
-c10::TensorImpl* tensor_of(Object* object) {
-  const void* type = reinterpret_cast<const void* const*>(object)[1];
-  if (type != tensor_types[0] && type != tensor_types[1]) return nullptr;
-  return *reinterpret_cast<c10::TensorImpl**>(reinterpret_cast<char*>(object) + tensor_at);
-}
-
-// Signals 2 and 5 of the rule, for one storage; 3 and 4 are reported.
-void look(Memory& m) {
-  int64_t sharing = m.ours;
-  for (Counter& each : m.counters) {
-    if (const int64_t now = each.version.current_version(); now != each.seen) m.mark = new_mark(), each.seen = now;
-    sharing += counter_in(each.version).use_count() - 1;
-  }
-  const size_t before = m.exported.size();
-  std::erase_if(m.exported, [](const auto& each) { return each.expired(); });
-  const bool explained = before == 0 && uses_of(m.at) && holders(m.at) == sharing;
-  if (!explained || !m.explained) m.doubt = new_mark();
-  m.explained = explained;
-}
-
-// Are the weight's numbers still in its storage, which may have been freed or resized?
-bool in_storage(const Copy& c, const c10::StorageImpl& storage) {
-  const auto from = static_cast<const char*>(storage.data());
-  const int64_t size = c.numel * int64_t(c.type.itemsize());
-  return !size || (from && c.begin >= from && c.begin + size <= from + storage.nbytes());
-}
-
-// Signal 6. The sample is read anew after each write.
-void look_at_sample(Copy& c) {
-  if (!uses_of(c.memory->at) || !in_storage(c, *c.memory->at)) {
-    c.memory->mark = new_mark();
-    return;
-  }
-  if (c.sampled.empty()) return;
-  const bool known = c.sample_mark == c.memory->mark;
-  char* sampled = c.sampled.data();
-  bool same = true;
-  const auto read = [&](const char* at, size_t size) {
-    if (!known || std::memcmp(at, sampled, size)) same = false, std::memcpy(sampled, at, size);
-    sampled += size;
-  };
-  for (const char* at : c.run) read(at, 64);
-  for (const char* at : c.word) read(at, 4);
-  if (known && !same) c.memory->mark = new_mark();
-  c.sample_mark = c.memory->mark;
-}
-
-template <typename Copies> void look_at(const Copies& copies) {
-  if (const int64_t now = ticks.version.current_version(); now != ticks.seen) {
-    ticks.seen = now;
-    for (auto& [_, m] : memories)
-      if (m->trainable) m->mark = new_mark();
-  }
+// What a graph reads: copies, which Python holds; where its inputs have their weights; the counters of these.
+void look_at(Copy* const* copies, int64_t n) {
+  if (ticks.moved()) for (auto& [_, m] : Memory::all) if (m->trainable) m->mark = new_mark();
   const int64_t now = new_mark();
-  for (Copy* c : copies) if (c->memory->looked != now) c->memory->looked = now, look(*c->memory);
-  for (Copy* c : copies) look_at_sample(*c);
-}
-
-enum Status : int64_t { kFresh, kDoubtful, kStale };
-
-Status status(const Copy& c) {
-  if (!c.buffer || running || c.memory->open || c.mark != c.memory->mark) return kStale;
-  return c.doubt == c.memory->doubt ? kFresh : kDoubtful;
-}
-
-void admit(Memory& m, const c10::TensorImpl& tensor, bool trainable) {
-  if (trainable && !m.trainable) m.trainable = true, m.doubt = new_mark();
-  const void* key = counter_of(tensor);
-  if (!key) return;
-  for (const Counter& each : m.counters) if (counter_in(each.version).get() == key) return;
-  look(m);  // before those are dropped that nobody holds
-  std::erase_if(m.counters, [](const Counter& each) { return counter_in(each.version).use_count() == 1; });
-  m.counters.push_back({tensor.version_counter(), int64_t(tensor.version_counter().current_version())});
-  m.doubt = new_mark();  // it may have written before
-}
-
-bool matches(const Set& set, Object* inputs) {
-  for (size_t i = 0; i < set.slots.size(); ++i) {
-    const c10::TensorImpl* weight = tensor_of(PyTuple_GetItem(inputs, set.slots[i]));
-    if (!weight || !set.counters[i] || counter_of(*weight) != set.counters[i]) return false;
-    Memory& m = *set.copies[i]->memory;
-    if (!set.copies[i]->is_of(*weight)) return false;
-    if (!m.trainable && weight->requires_grad()) m.trainable = true, m.doubt = new_mark();
-  }
-  return true;
-}
-
-Object* buffers(const Set& set) {
-  for (const Copy* c : set.copies) if (!c->buffer) return none();  // its weight was freed
-  Object* const list = PyList_New(set.copies.size());
-  for (size_t i = 0; i < set.copies.size(); ++i) {
-    Py_IncRef(set.copies[i]->buffer);
-    PyList_SetItem(list, i, set.copies[i]->buffer);
-  }
-  return list;
+  for (int64_t i = 0; i < n; ++i)
+    if (Memory& m = *copies[i]->memory; m.looked != now) m.looked = now, m.look();
+  for (int64_t i = 0; i < n; ++i) copies[i]->look();
 }
 
 // Calls `body` with each chunk of the weights and their copies, without Python's lock; false if a weight has moved.
-template <typename Body> bool for_numbers(const std::vector<Copy*>& copies, int threads, Body body) {
+template <typename Body> bool for_numbers(const std::vector<Copy*>& copies, int64_t threads, Body body) {
+  struct Pair { const float* from; char* to; int64_t dtype; bool wide; };
   std::vector<c10::Storage> held;  // whatever other threads free meanwhile
+  std::vector<Pair> pairs;
   std::vector<int64_t> numel;
   for (const Copy* c : copies) {
     auto storage = c->memory->storage.lock();
-    if (!storage || !in_storage(*c, *storage)) return false;
-    held.emplace_back(std::move(storage));
-    held.push_back(c->tensor->unsafe_storage());
-    numel.push_back(c->numel);
+    if (!storage || !c->is_in(*storage)) return false;
+    held.emplace_back(std::move(storage)), held.push_back(c->tensor->unsafe_storage()), numel.push_back(c->numel);
+    pairs.push_back({reinterpret_cast<const float*>(c->begin), static_cast<char*>(held.back().mutable_data()), c->dtype,
+                     c->tensor->itemsize() == 4});
   }
   const std::vector<Chunk> chunks = chunks_of(int64_t(copies.size()), numel.data());
-  std::vector<char*> to;
-  for (const Copy* c : copies) to.push_back(static_cast<char*>(c->tensor->unsafe_storage().mutable_data()));
   for (Copy* c : copies) ++c->memory->ours;
   void* const thread = PyEval_SaveThread();
   // A cast moves 6 bytes an element: one thread takes 30 us for as many as these, and waking another may take 40.
-  for_each_chunk(chunks, threads, [&](const Chunk& c, int64_t) {
-    const Copy& copy = *copies[c.tensor];
-    const float* from = reinterpret_cast<const float*>(copy.begin) + c.begin;
-    with_dtype(copy.dtype, [&](auto value) {
-      if (copy.tensor->itemsize() == 4) body(c, from, reinterpret_cast<float*>(to[c.tensor]) + c.begin, value);
-      else body(c, from, reinterpret_cast<decltype(value)*>(to[c.tensor]) + c.begin, value);
+  for_each_chunk(chunks, int(threads), [&](const Chunk& c, int64_t) {
+    const Pair& p = pairs[c.tensor];
+    with_dtype(p.dtype, [&](auto value) {
+      const auto rounded = [&](float from) { narrow(from, value); return value; };
+      const auto widened = [&](float from) { narrow(from, value); return widen(value); };
+      if (p.wide) body(c, p.from + c.begin, reinterpret_cast<float*>(p.to) + c.begin, widened);
+      else body(c, p.from + c.begin, reinterpret_cast<decltype(value)*>(p.to) + c.begin, rounded);
     });
   }, 1 << 18);
   PyEval_RestoreThread(thread);
@@ -258,178 +205,136 @@ template <typename Body> bool for_numbers(const std::vector<Copy*>& copies, int 
   return true;
 }
 
-template <typename T, typename R> void round(float from, T& to, R) { narrow(from, to); }
-template <typename R> void round(float from, float& to, R value) { narrow(from, value), to = widen(value); }
-
-void begin(Copy& c) {
-  if (status(c) == kDoubtful) c.memory->mark = new_mark();  // it is as good as written: no other form may count as fresh
-  c.next_mark = c.memory->mark, c.next_doubt = c.memory->doubt;
-  c.mark = 0;
-}
-
-// During a step nothing is fresh beyond the call.
-void made(Copy& c) {
-  if (c.trial) c.trial = c.trials;
-  c.doubt = c.trial ? 0 : c.next_doubt;
-  c.mark = running || c.memory->open ? 0 : c.next_mark;
-}
-
-bool cast(const std::vector<Copy*>& copies, int threads) {
-  for (Copy* c : copies) begin(*c);
-  for (Copy* c : copies) c->tensor->bump_version();
-  const bool done = for_numbers(copies, threads, [](const Chunk& c, const float* from, auto* to, auto value) {
-    for (int64_t i = 0; i < c.end - c.begin; ++i) round(from[i], to[i], value);
+// Compares all bits of doubtful copies and rounded weights; then casts what is stale and may be overwritten.
+void renew(const std::vector<Copy*>& copies, int64_t threads) {
+  std::vector<Copy*> doubtful, stale;
+  for (Copy* c : copies) if (c->status() == kDoubtful) c->next_doubt = c->memory->doubt, doubtful.push_back(c);
+  std::vector<std::atomic<bool>> differs(doubtful.size());
+  const bool compared = for_numbers(doubtful, threads, [&](const Chunk& c, const float* from, auto* to, auto round) {
+    for (int64_t i = 0; i < c.end - c.begin; ++i)
+      if (const auto expected = round(from[i]); std::memcmp(&expected, &to[i], sizeof(expected)))
+        return void(differs[c.tensor] = true);
   });
-  if (done) for (Copy* c : copies) made(*c);
+  for (size_t i = 0; i < doubtful.size(); ++i)
+    if (compared && !differs[i]) doubtful[i]->doubt = doubtful[i]->next_doubt;
+    else doubtful[i]->begin_cast();  // which makes it stale
+  for (Copy* c : copies) if (c->status() == kStale && c->writable()) stale.push_back(c);
+  if (stale.empty()) return;
+  for (Copy* c : stale) c->begin_cast(), c->tensor->bump_version();
+  const bool cast = for_numbers(stale, threads, [](const Chunk& c, const float* from, auto* to, auto round) {
+    for (int64_t i = 0; i < c.end - c.begin; ++i) to[i] = round(from[i]);
+  });
+  for (Copy* c : stale) if (cast) c->end_cast();
   ++passes;
-  return done;
 }
 
-std::vector<Copy*> distinct(Copy* const* copies, int64_t n) {
-  std::unordered_set<Copy*> seen;
-  std::vector<Copy*> found;
-  for (int64_t i = 0; i < n; ++i) if (seen.insert(copies[i]).second) found.push_back(copies[i]);
-  return found;
-}
-
-template <typename T, typename Act> T guarded(T failed, Act act) {
-  try {
-    return act();
-  } catch (const std::exception&) {
-    return failed;
-  }
-}
-
-template <typename T> int64_t handle(Ptr<T> object) {
-  return reinterpret_cast<int64_t>(static_cast<c10::intrusive_ptr_target*>(object.release()));
-}
+TensorImpl* input(Object* inputs, int64_t i) { return tensor_of(PyTuple_GetItem(inputs, i)); }
 }  // namespace
 
 extern "C" {
-
-void set_up(int64_t at, const void* tensor, const void* parameter, const c10::TensorImpl* ticking) {
-  tensor_at = at, tensor_types[0] = tensor, tensor_types[1] = parameter;
-  ticks = {ticking->version_counter(), int64_t(ticking->version_counter().current_version())};
+void set_up(int64_t at, const void* tensor, const void* parameter, const TensorImpl* ticking) {
+  tensor_at = at, tensor_types[0] = tensor, tensor_types[1] = parameter, ticks = Counter(ticking->version_counter());
 }
 
 // What the rule reads of a tensor, for the test at load.
 int64_t holders_of(Object* tensor) { return holders(tensor_of(tensor)->unsafe_storage().unsafeGetStorageImpl()); }
-int64_t sharers_of(Object* tensor) { return counter_in(tensor_of(tensor)->version_counter()).use_count(); }
+int64_t sharers_of(Object* tensor) { return Counter(tensor_of(tensor)->version_counter()).sharers(); }
 
-void drop(c10::intrusive_ptr_target* object) { Ptr<c10::intrusive_ptr_target>::reclaim(object); }
+void drop(Target* object) { Ptr<Target>::reclaim(object); }
 
-int64_t add_copy(Object* weight, int64_t dtype, int64_t castable, int64_t trial, int64_t runs, const char* const* run,
-                 int64_t words, const char* const* word) {
-  const c10::TensorImpl& tensor = *tensor_of(weight);
+int64_t add_copy(Object* weight, int64_t dtype, int64_t castable, int64_t n, const char* const* places,
+                 int64_t place_bytes) {
+  const TensorImpl& tensor = *tensor_of(weight);
   auto copy = c10::make_intrusive<Copy>();
-  Memory*& known = memories[tensor.unsafe_storage().unsafeGetStorageImpl()];
-  copy->memory = known ? Ptr<Memory>::reclaim_copy(known) : c10::make_intrusive<Memory>(tensor.unsafe_storage());
-  known = copy->memory.get();
-  known->copies.push_back(copy.get());
+  Memory* const known = Memory::of(&tensor);
+  copy->memory = known ? hold(known) : c10::make_intrusive<Memory>(tensor.unsafe_storage());
+  copy->memory->copies.push_back(copy.get());
   copy->begin = address_of(tensor), copy->type = tensor.dtype(), copy->numel = tensor.numel();
   copy->sizes = tensor.sizes().vec(), copy->strides = tensor.strides().vec();
-  copy->dtype = dtype, copy->castable = castable, copy->trial = copy->trials = trial;
-  copy->run.assign(run, run + runs), copy->word.assign(word, word + words);
-  copy->sampled.resize(64 * runs + 4 * words);
+  copy->dtype = dtype, copy->castable = castable;
+  copy->places.assign(places, places + n), copy->place_bytes = place_bytes, copy->sampled.resize(n * place_bytes);
   return handle(std::move(copy));
 }
 
 // Begins to watch writes by way of this tensor, if its storage is watched.
 void watch(Object* object, int64_t trainable) {
-  const c10::TensorImpl* tensor = tensor_of(object);
-  if (!tensor || !tensor->unsafe_storage()) return;
-  const auto found = memories.find(tensor->unsafe_storage().unsafeGetStorageImpl());
-  if (found != memories.end()) admit(*found->second, *tensor, trainable || tensor->requires_grad());
+  const TensorImpl* const tensor = tensor_of(object);
+  Memory* const memory = Memory::of(tensor);
+  if (memory && (trainable || tensor->requires_grad())) memory->train();
+  if (memory) memory->admit(*tensor);
 }
 
 void put(Copy* copy, Object* buffer) {
   Object* const before = copy->buffer;
-  copy->mark = 0;
-  copy->buffer = buffer == reinterpret_cast<Object*>(_Py_NoneStruct) ? nullptr : buffer;
-  copy->tensor = copy->buffer ? tensor_of(buffer) : nullptr;
-  if (copy->buffer) Py_IncRef(buffer);
+  copy->mark = 0, copy->lent = false;
+  copy->buffer = buffer == none ? nullptr : given(buffer);
+  copy->tensor = buffer == none ? nullptr : tensor_of(buffer);
   if (before) Py_DecRef(before);
 }
 
-Object* buffer_of(const Copy* copy) {
-  if (!copy->buffer) return none();
-  Py_IncRef(copy->buffer);
-  return copy->buffer;
-}
-
+Object* buffer_of(const Copy* copy) { return given(copy->buffer ? copy->buffer : none); }
 void fix(Copy* copy) { copy->fixed = true; }
 
-int64_t add_set(int64_t n, Copy* const* copies, const int64_t* slots, Object* inputs) {
-  auto set = c10::make_intrusive<Set>();
-  set->copies.assign(copies, copies + n), set->slots.assign(slots, slots + n);
-  for (int64_t i = 0; i < n; ++i) set->counters.push_back(counter_of(*tensor_of(PyTuple_GetItem(inputs, slots[i]))));
-  return handle(std::move(set));
+// A set is what a graph reads: its copies, where its inputs have their weights, and the counters of these.
+void note_counters(int64_t n, const int64_t* slots, Object* inputs, const void** counters) {
+  for (int64_t i = 0; i < n; ++i) counters[i] = Counter::of(*input(inputs, slots[i]));
 }
 
-// The list of a set's buffers, if all are fresh; stale ones are cast before if `threads` isn't 0 and nothing else needs
-// to be done. Else None.
-Object* read_copies(const Set* set, Object* inputs, int64_t threads) {
-  return guarded<Object*>(nullptr, [&] {
-    if (running || !matches(*set, inputs)) return none();
-    look_at(set->copies);
-    std::vector<Copy*> stale;
-    for (Copy* c : set->copies) {
-      const Status found = status(*c);
-      if (found == kFresh) continue;
-      if (!threads || found == kDoubtful || !c->castable || c->memory->open || !c->writable()) return none();
-      stale.push_back(c);
-    }
-    if (!stale.empty() && !cast(distinct(stale.data(), stale.size()), int(threads))) return none();
-    return buffers(*set);
-  });
+int64_t is_set_of(int64_t n, Copy* const* copies, const int64_t* slots, const void* const* counters, Object* inputs) {
+  for (int64_t i = 0; i < n; ++i) {
+    const TensorImpl* const weight = input(inputs, slots[i]);
+    if (!weight || Counter::of(*weight) != counters[i] || !copies[i]->is_of(*weight)) return false;
+    if (!copies[i]->memory->trainable && weight->requires_grad()) copies[i]->memory->train();
+  }
+  return true;
 }
 
-Object* buffers_of(const Set* set) { return buffers(*set); }
+Object* buffers_of(int64_t n, Copy* const* copies) {
+  for (int64_t i = 0; i < n; ++i) if (!copies[i]->buffer) return given(none);  // its weight was freed
+  Object* const list = PyList_New(n);
+  for (int64_t i = 0; i < n; ++i) PyList_SetItem(list, i, given(copies[i]->buffer));
+  return list;
+}
 
-int64_t is_set_of(const Set* set, Object* inputs) { return guarded(0, [&] { return int(matches(*set, inputs)); }); }
+// The list of a set's buffers, if all are fresh; None if the set isn't of these weights, else False. With `threads`,
+// others are compared or cast before.
+Object* read_copies(int64_t n, Copy* const* copies, const int64_t* slots, const void* const* counters, Object* inputs,
+                    int64_t threads) try {
+  Object* const no = reinterpret_cast<Object*>(_Py_FalseStruct);
+  if (!is_set_of(n, copies, slots, counters, inputs)) return given(none);
+  look_at(copies, n);
+  const int64_t now = new_mark();
+  std::vector<Copy*> others;
+  for (int64_t i = 0; i < n; ++i) {
+    Copy* const c = copies[i];
+    if (c->status() == kFresh || c->queued == now) continue;
+    if (!threads || !c->castable || !c->tensor) return given(no);
+    c->queued = now, others.push_back(c);
+  }
+  if (!others.empty()) renew(others, threads);
+  for (const Copy* c : others) if (c->status() != kFresh) return given(no);
+  return buffers_of(n, copies);
+} catch (const std::exception&) {
+  return given(none);
+}
 
 // Looks, and gives the status of each copy, plus 4 if it can't be overwritten.
 void statuses(int64_t n, Copy* const* copies, int64_t* found) {
-  guarded(0, [&] {
-    look_at(std::vector<Copy*>(copies, copies + n));
-    return 0;
-  });
-  for (int64_t i = 0; i < n; ++i) found[i] = status(*copies[i]) + (copies[i]->writable() ? 0 : 4);
+  look_at(copies, n);
+  for (int64_t i = 0; i < n; ++i) found[i] = copies[i]->status() + (copies[i]->writable() ? 0 : 4);
 }
 
-// Compares all bits of copies and rounded weights; those that are equal are fresh.
-void compare(int64_t n, Copy* const* copies, int64_t threads, int64_t* equal) {
-  const std::vector<Copy*> all(copies, copies + n);
-  std::vector<int64_t> doubts;
-  for (const Copy* c : all) doubts.push_back(c->memory->doubt);
-  std::vector<std::atomic<bool>> differs(n);
-  const bool done = for_numbers(all, int(threads), [&](const Chunk& c, const float* from, auto* to, auto value) {
-    for (int64_t i = 0; i < c.end - c.begin; ++i) {
-      auto expected = to[i];
-      round(from[i], expected, value);
-      if (std::memcmp(&expected, &to[i], sizeof(expected))) return void(differs[c.tensor] = true);
-    }
-  });
-  for (int64_t i = 0; i < n; ++i) {
-    if (!(equal[i] = done && !differs[i])) continue;
-    if (all[i]->trial) --all[i]->trial;
-    all[i]->doubt = all[i]->trial ? 0 : doubts[i];
-  }
-}
-
-int64_t cast_all(int64_t n, Copy* const* copies, int64_t threads) {
-  return guarded(0, [&] { return int(cast(std::vector<Copy*>(copies, copies + n), int(threads))); });
+// Looks, and does what is possible; gives which copies have been cast.
+void renew_all(int64_t n, Copy* const* copies, int64_t threads, int64_t* cast) {
+  look_at(copies, n);
+  const int64_t before = new_mark();
+  renew({copies, copies + n}, threads);
+  for (int64_t i = 0; i < n; ++i) cast[i] = copies[i]->begun > before;
 }
 
 // Around casts by others: until `note_made` the copies are invalid.
-void note_begun(int64_t n, Copy* const* copies) {
-  ++passes;
-  for (int64_t i = 0; i < n; ++i) begin(*copies[i]);
-}
-
-void note_made(int64_t n, Copy* const* copies) {
-  for (int64_t i = 0; i < n; ++i) made(*copies[i]);
-}
+void note_begun(int64_t n, Copy* const* copies) { ++passes; for (int64_t i = 0; i < n; ++i) copies[i]->begin_cast(); }
+void note_made(int64_t n, Copy* const* copies) { for (int64_t i = 0; i < n; ++i) copies[i]->end_cast(); }
 
 // A form of the same weight holds the same numbers as the one that it was made of; 0 if that was cast again since.
 int64_t note_made_of(Copy* copy, const Copy* of) {
@@ -438,73 +343,48 @@ int64_t note_made_of(Copy* copy, const Copy* of) {
   return 1;
 }
 
+void doubt_copy(Copy* copy) { copy->doubt = 0; }
 int64_t count_passes() { return passes; }
 void set_running(int64_t now) { running = now; }
 
 // Reports about storages: 0: surely written, 1: if it is trainable, 2: perhaps.
 void report(int64_t n, const void* const* storages, int64_t what) {
-  for (int64_t i = 0; i < n; ++i) {
-    const auto found = memories.find(storages[i]);
-    if (found == memories.end() || (what == 1 && !found->second->trainable)) continue;
-    (what == 2 ? found->second->doubt : found->second->mark) = new_mark();
-  }
-}
-
-// Something that isn't known holds this tensor, and may write as long as it lives.
-void note_export(Object* object) {
-  c10::TensorImpl* tensor = tensor_of(object);
-  const auto found = memories.find(tensor->unsafe_storage().unsafeGetStorageImpl());
-  if (found == memories.end()) return;
-  found->second->exported.emplace_back(Ptr<c10::TensorImpl>::reclaim_copy(tensor));
-  found->second->doubt = new_mark();
+  for (int64_t i = 0; i < n; ++i)
+    if (const auto m = Memory::all.find(storages[i]); m != Memory::all.end() && (what != 1 || m->second->trainable))
+      (what == 2 ? m->second->doubt : m->second->mark) = new_mark();
 }
 
 // Begins a step that writes these weights: gives the list of the copies that it may write, which are invalid until
 // `close_step`, and their weights' indices. Nothing on these storages is fresh until then.
-Object* open_step(Object* params, int64_t n, int64_t* opened, int64_t* indices, Copy** lent, int64_t room) {
-  auto step = c10::make_intrusive<Step>();
+Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** lent, int64_t room) {
+  int64_t found = 0;
   for (int64_t i = 0; i < n; ++i) {
-    c10::TensorImpl* weight = tensor_of(PyTuple_GetItem(params, i));
-    if (!weight || !weight->unsafe_storage()) continue;
-    const auto found = memories.find(weight->unsafe_storage().unsafeGetStorageImpl());
-    if (found == memories.end()) continue;
-    Memory& m = *found->second;
-    step->counters.insert(counter_of(*weight));
-    step->opened.push_back(Ptr<Memory>::reclaim_copy(&m));
-    if (m.open) m.mark = new_mark(), m.open = false;  // a step that failed may have written before it raised a version
-    for (Copy* c : m.copies) {
-      if (!c->is_of(*weight) || !c->tensor || c->tensor->itemsize() != 2 || int64_t(step->lent.size()) == room) continue;
-      look_at(std::array<Copy*, 1>{c});
-      if (status(*c) != kFresh || !c->writable()) continue;
-      indices[step->lent.size()] = i, lent[step->lent.size()] = c;
-      step->lent.push_back({Ptr<Copy>::reclaim_copy(c), c->buffer, c->doubt});
+    const TensorImpl* const weight = input(params, i);
+    Memory* const m = Memory::of(weight);
+    if (m && m->open) m->mark = new_mark(), m->open = false;  // a failed step may have written unseen
+    for (Copy* c : m ? m->copies : std::vector<Copy*>()) {
+      if (found == room || !c->is_of(*weight) || !c->tensor || c->tensor->itemsize() != 2) continue;
+      look_at(&c, 1);
+      if (c->status() == kFresh && c->writable()) indices[found] = i, lent[found++] = c;
     }
   }
-  for (auto& m : step->opened) m->open = true;
-  Object* const list = PyList_New(step->lent.size());
-  for (size_t i = 0; i < step->lent.size(); ++i) {
-    step->lent[i].copy->mark = 0;
-    Py_IncRef(step->lent[i].buffer);
-    PyList_SetItem(list, i, step->lent[i].buffer);
-  }
-  *opened = handle(std::move(step));
-  return list;
+  for (int64_t i = 0; i < n; ++i) if (Memory* const m = Memory::of(input(params, i))) m->open = true;
+  for (int64_t i = 0; i < found; ++i) lent[i]->mark = 0, lent[i]->lent = true;
+  return buffers_of(found, lent);
 }
 
-// Ends it: the lent copies hold the weights' new values, unless others wrote as well.
-void close_step(const Step* step) {
-  std::unordered_set<const void*> foreign;
-  for (const auto& m : step->opened) {
-    for (Counter& each : m->counters) {
-      const int64_t now = each.version.current_version();
-      if (now != each.seen && !step->counters.count(counter_in(each.version).get())) foreign.insert(m.get());
-      each.seen = now;
-    }
+// Ends it: the lent copies hold the weights' new values, unless others wrote as well, as the next look shows.
+void close_step(Object* params, int64_t n, Copy* const* lent, int64_t found) {
+  for (int64_t i = 0; i < n; ++i) {
+    const TensorImpl* const weight = input(params, i);
+    Memory* const m = Memory::of(weight);
+    if (!m) continue;
+    for (Counter& each : m->counters) if (each.key() == Counter::of(*weight)) each.moved();
     m->open = false, m->mark = new_mark();
   }
-  for (const auto& [c, buffer, doubt] : step->lent) {
-    look_at_sample(*c);  // the first look at this mark
-    if (!c->mark && c->buffer == buffer && !foreign.count(c->memory.get())) c->mark = c->memory->mark, c->doubt = doubt;
+  for (Copy* c : std::vector<Copy*>(lent, lent + found)) {
+    c->look();  // the first at this mark: reads the sample
+    if (c->lent) c->mark = c->memory->mark, c->lent = false;
   }
 }
 }

@@ -1,13 +1,13 @@
 """Bindings as compiled graphs have them, of graphs that read one copy of each input."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from ampcompile.kernels.packed_conv import Blocks
-from ampcompile.weights import Binding, CopySpec, Form
-from ampcompile.weights.store import store
+from ampcompile.weights import Binding, CopySpec, Form, weight_stats
 
 
 def bind(
@@ -24,9 +24,16 @@ def bind(
     return Binding(specs, in_place)
 
 
-def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that grows by an item, the number of copies, with each comparison of copies and weights."""
-    found: list[int] = []
-    compare = store.table.compare
-    monkeypatch.setattr(store.table, "compare", lambda n, *rest: (found.append(n), compare(n, *rest)))
+def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A list that grows by an item with each call that isn't answered by a look alone: True if a weight was cast."""
+    found: list[bool] = []
+
+    def cast_and_read(self: Binding, *args: Any) -> Any:
+        passes = weight_stats().casts
+        result = original(self, *args)
+        found.append(weight_stats().casts > passes)
+        return result
+
+    original = Binding._cast_and_read
+    monkeypatch.setattr(Binding, "_cast_and_read", cast_and_read)
     return found

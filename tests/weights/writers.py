@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters
 
-from ampcompile.weights.sample import RUN, places
+from ampcompile.weights.sample import places
 
 
 ALIASES: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -47,8 +47,8 @@ class Net(nn.Module):
 
 def unsampled(weight: torch.Tensor) -> tuple[int, ...]:
     """The index of an element that the sample does not look at."""
-    found = places(weight)
-    words = {int(place) // 4 + i for place in found.runs for i in range(RUN)} | set((found.words // 4).tolist())
+    addresses, nbytes = places(weight)
+    words = {(place + i) // 4 for place in addresses.tolist() for i in range(0, nbytes, 4)}
     for index in np.ndindex(*weight.shape):
         offset = sum(i * s for i, s in zip(index, weight.stride(), strict=True)) * weight.element_size()
         if (weight.data_ptr() + offset) // 4 not in words:
