@@ -30,16 +30,20 @@ class CopySet:
     """
 
     def __init__(self, copies: Sequence[Copy], slots: Sequence[int], inputs: tuple[Any, ...], packable: bool) -> None:
-        self.copies, self.packable, self.reads = copies, packable, 0
+        self.copies, self.packable, self.reads = copies, packable, 1
         self.keys = {copy.key for copy in copies}
         self.gpu_copies = {copy: i for i, copy in enumerate(copies) if copy.on_gpu}
-        self.plain = not packable and not self.gpu_copies
         self.whole_reads: dict[int, Any] = {}
         handles, places, counters = (table.array(row) for row in ([c.handle for c in copies], slots, slots))
         store.table.note_counters(len(slots), places.ctypes.data, inputs, counters.ctypes.data)
         self._rows = handles, places, counters  # which the table reads by their addresses
         self.rows = len(slots), *(row.ctypes.data for row in self._rows)
         store.sets.add(self)
+
+    def settle(self) -> None:
+        """Note if the table alone can make the copies fresh (`simple`), and nothing is left to do then (`plain`)."""
+        self.simple = not self.packable and not any(copy.trial for copy in self.copies)
+        self.plain = self.simple and not self.gpu_copies
 
 
 class Binding:
@@ -100,7 +104,7 @@ class Binding:
             if not copy_set.packable or copy_set.reads < PAYS:
                 self._last = copy_set
                 found = self._read(*copy_set.rows, inputs, 0)
-            if found is False and not copy_set.packable:
+            if found is False and copy_set.simple:
                 found = self._cast_and_read(copy_set, inputs)
             if found:
                 return self._use(copy_set, found)
@@ -156,6 +160,7 @@ class Binding:
             self._make_room()
             self._sets[key] = copy_set
         copy_set.reads, self._last = reads, copy_set
+        copy_set.settle()
         found = store.table.buffers_of(*copy_set.rows[:2])
         return self._cast_each_call(weights) if found is None else self._use(copy_set, found)
 
