@@ -12,7 +12,7 @@ from ampcompile.torch_private import dispatcher, profiling, storages
 
 from . import gpu, table
 from .copies import Copy, cast_anew, cast_into, copy_of, found_copy, freshen, is_fresh, packed_copy
-from .reports import watch_writers
+from .reports import note_running, watch_writers
 from .spec import CopySpec
 from .store import store, whole_reads
 
@@ -33,6 +33,7 @@ class CopySet:
         self.copies, self.packable, self.reads = copies, packable, 1
         self.keys = {copy.key for copy in copies}
         self.gpu_copies = {copy: i for i, copy in enumerate(copies) if copy.on_gpu}
+        self.simple = self.plain = False
         self.whole_reads: dict[int, Any] = {}
         handles, places, counters = (table.array(row) for row in ([c.handle for c in copies], slots, slots))
         store.table.note_counters(len(slots), places.ctypes.data, inputs, counters.ctypes.data)
@@ -136,6 +137,7 @@ class Binding:
 
     def _renew(self, key: tuple[int, ...], weights: Sequence[Tensor], inputs: tuple[Any, ...]) -> list[Tensor]:
         """Make all copies fresh, pack those for which it pays now, and replace the set if it isn't of these copies."""
+        note_running()
         passes = store.table.count_passes()
         aliases = [storages.alias(weight) for weight in weights]  # they keep the memory if another thread sets `.data`
         chosen = [self._choose(alias, spec) for alias, spec in zip(aliases, self._specs, strict=True)]

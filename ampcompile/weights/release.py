@@ -79,7 +79,8 @@ def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMaste
     16-bit weight needs no copy, so nothing has to be proven about it. What a graph reads in float32 too (a norm's
     weight, an embedding tied to the head), or in two 16-bit types, stays as it is; so does a weight that no compiled
     graph reads in 16 bits, that a CUDA graph reads, that has a gradient, or whose memory something else holds. `keep`:
-    names of further weights or modules to keep, such as those that code outside of autocast reads.
+    names of further weights or modules to keep, such as those that code outside of autocast reads. No call of the model
+    may run in another thread meanwhile.
 
     `restore` of the result gives float32 numbers back from a checkpoint; so does that of a second call's result, which
     releases what can be released by then. Until then an optimizer's step on a released weight, and `load_state_dict` of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
-from ampcompile.torch_private import optimizers, patches, storages
+from ampcompile.torch_private import dispatcher, optimizers, patches, storages
 from ampcompile.torch_private.dtensors import local_part
 
 from .store import key_of, store
@@ -51,7 +51,8 @@ def _wrap_export(export: Callable[..., Any]) -> Callable[..., Any]:
         try:  # torch refuses tensors that require grad, and `__torch_function__` handlers call this again
             refused = self.requires_grad and not kwargs.get("force")
             if (key := _key_of(self)) in _keys and not refused and not has_torch_function_unary(self):
-                holder = storages.read_data(self)
+                with dispatcher.without_modes():
+                    holder = storages.read_data(self)
                 store.report([key], PERHAPS_WRITTEN)
         except (RuntimeError, TypeError):
             pass
@@ -129,6 +130,11 @@ def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return _tick(optimizer)
     _written_by(optimizer)  # once more, for what another thread has cast meanwhile
     _running.discard(optimizer)
+    note_running()
+
+
+def note_running() -> None:
+    """Tell the table if an optimizer is in its step, or was left by an error and still lives."""
     store.table.set_running(len(_running) > 0)
 
 

@@ -119,7 +119,7 @@ struct Copy : Target {
   std::vector<const char*> places;
   size_t place_bytes;
   std::vector<char> sampled;
-  int64_t sample_mark = 0, queued = 0, begun = 0, mark = 0, doubt = 0, next_mark = 0, next_doubt = 0;  // mark 0: invalid
+  int64_t sample_mark = 0, queued = 0, made = 0, mark = 0, doubt = 0, next_mark = 0, next_doubt = 0;  // mark 0: invalid
   Object* buffer = nullptr;
   TensorImpl* tensor = nullptr;  // the buffer's
 
@@ -158,10 +158,10 @@ struct Copy : Target {
   }
   void begin_cast() {
     if (status() == kDoubtful) memory->mark = new_mark();  // as good as written: no other form may count as fresh
-    next_mark = memory->mark, next_doubt = memory->doubt, mark = 0, begun = new_mark(), lent = false;
+    next_mark = memory->mark, next_doubt = memory->doubt, mark = 0, lent = false;
   }
   void end_cast() {  // during a step nothing is fresh beyond the call
-    doubt = next_doubt, mark = running || memory->open ? 0 : next_mark;
+    doubt = next_doubt, mark = running || memory->open ? 0 : next_mark, made = new_mark();
   }
 };
 
@@ -308,7 +308,7 @@ Object* read_copies(int64_t n, Copy* const* copies, const int64_t* slots, const 
   for (int64_t i = 0; i < n; ++i) {
     Copy* const c = copies[i];
     if (c->status() == kFresh || c->queued == now) continue;
-    if (!threads || !c->castable || !c->tensor) return given(no);
+    if (!threads || running || c->memory->open || !c->castable || !c->tensor) return given(no);
     c->queued = now, others.push_back(c);
   }
   if (!others.empty()) renew(others, threads);
@@ -329,7 +329,7 @@ void renew_all(int64_t n, Copy* const* copies, int64_t threads, int64_t* cast) {
   look_at(copies, n);
   const int64_t before = new_mark();
   renew({copies, copies + n}, threads);
-  for (int64_t i = 0; i < n; ++i) cast[i] = copies[i]->begun > before;
+  for (int64_t i = 0; i < n; ++i) cast[i] = copies[i]->made > before;
 }
 
 // Around casts by others: until `note_made` the copies are invalid.
