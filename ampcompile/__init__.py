@@ -24,7 +24,6 @@ from .errors import (
     RuleError,
     ScalerError,
     ShardingError,
-    StaleWeightError,
     WeightsError,
 )
 from .explaining.explain import explain
@@ -61,7 +60,6 @@ __all__ = [
     "RuleError",
     "ScalerError",
     "ShardingError",
-    "StaleWeightError",
     "WeightsError",
     "audit",
     "compare",

@@ -101,20 +101,6 @@ class ClipError(AmpError, RuntimeError):
     """
 
 
-class StaleWeightError(AmpError, RuntimeError):
-    """A weight was written undetected while a backward needed its old value, and a call used the old value too.
-
-    Only on a GPU. `ampcompile.invalidate` after such a write prevents it:
-
-    >>> loss = compiled(x).sum()  # its backward is pending
-    >>> import ctypes
-    >>> written = ctypes.memset(model.weight.data_ptr(), 0, model.weight.nbytes)  # as a kernel would, on a GPU
-    >>> ampcompile.invalidate(model)
-    >>> torch.equal(compiled(x)[0], model.bias.bfloat16().float())
-    True
-    """
-
-
 class WeightsError(AmpError, TypeError):
     """`ampcompile.free_copies` or `ampcompile.invalidate` was given what is neither a module nor tensors.
 
@@ -125,9 +111,7 @@ class WeightsError(AmpError, TypeError):
 
 
 class ReleasedError(AmpError, RuntimeError):
-    """`ampcompile.release_masters` can't do what it was asked, or something needs float32 numbers that it freed.
-
-    Operations that read or write such a weight raise a RuntimeError of torch's with the same text.
+    """`ampcompile.release_masters` can't do what it was asked, or something would round a weight that it released.
 
     >>> ampcompile.release_masters(nn.Linear(8, 8))
     Traceback (most recent call last):

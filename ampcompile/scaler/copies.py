@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampcompile.weights import lend
+from ampcompile.weights import writable_copies
 from ampcompile.weights.store import store
 
 
@@ -16,17 +15,14 @@ class CopiesOfStep:
     """The copies of these parameters, all on one device, that a step may write; they count as stale until `wrote`.
 
     `takes`: the parameters, of float32, of which the kernels write a copy, the first, as they write the weights.
-    `workspace`, `token`: see `lend`.
     """
 
-    def __init__(
-        self, params: Sequence[Tensor], takes: Sequence[bool], workspace: dict[str, Any], token: object
-    ) -> None:
+    def __init__(self, params: Sequence[Tensor], takes: Sequence[bool]) -> None:
         self.by_kernel: dict[int, Tensor] = {}
         """By the parameter's index"""
-        self._loan, self._params = lend(params, workspace, token), params
+        self._writable, self._params = writable_copies(params), params
         self._others: list[tuple[int, Tensor]] = []
-        for i, copies in self._loan.tensors.items():  # laid out as the weight is
+        for i, copies in self._writable.buffers.items():  # laid out as the weight is
             if takes[i]:
                 self.by_kernel[i], *copies = copies
             self._others += [(i, copy) for copy in copies]
@@ -37,9 +33,9 @@ class CopiesOfStep:
         with torch.no_grad():
             for i, copy in self._others:
                 copy.copy_(self._params[i])
-        self._loan.wrote()
+        self._writable.mark_written()
 
 
 def there_are_copies() -> bool:
     """Return True if any weight has a copy; else a step has nothing to ask."""
-    return bool(store.memories)
+    return bool(store.keys)

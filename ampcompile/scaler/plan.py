@@ -203,7 +203,7 @@ class Plan:
                 workspace = self.workspaces.setdefault(device, {})
                 if params and there_are_copies():
                     own = params if self._alone else [params[i] for i in work.chosen]
-                    written.append(CopiesOfStep(own, work.takes_copy, workspace, self))
+                    written.append(CopiesOfStep(own, work.takes_copy))
                 take_copies(work.step, written[-1].by_kernel if written else {})
                 skip = None if found_inf is None else on(device, found_inf)
                 multiplier = multipliers.get(device)

@@ -132,41 +132,27 @@ OPTIMIZER_HOOKS = Group(
         "torch.optim.optimizer._global_optimizer_post_hooks": "an optimizer has written its parameters",
     },
 )
-_NO_VERSION = "writes without raising the version counter"
 COPIES = Group(
     "copies",
     when="when the first copy of a weight is made",
-    undone="with the last copied weight",
+    undone="never: without copies they change nothing",
     patches={
         "torch.Tensor.data": "gives out an alias with a version counter of its own",
         **dict.fromkeys(
             ("torch.Tensor.numpy", "torch.Tensor.__dlpack__", "torch.utils.dlpack.to_dlpack", "torch.to_dlpack"),
             "gives out memory to write without a version counter",
         ),
+        "torch.Tensor.untyped_storage": "gives out the storage, whose methods write without a version counter",
         "torch.Tensor.set_": "shares another tensor's memory, not its version counter",
-        **dict.fromkeys((f"torch.Tensor.{name}" for name in ("apply_", "map_", "map2_")), _NO_VERSION),
-        **dict.fromkeys(
-            (f"torch.UntypedStorage.{name}" for name in ("__setitem__", "byteswap", "copy_", "fill_")), _NO_VERSION
-        ),
-        "torch.TypedStorage._setitem": _NO_VERSION,
-        "torch._C.ScriptFunction.__call__": "takes `.data` in C++",
-        "torch._C.ScriptMethod.__call__": "takes `.data` in C++",
-        "torch._C._AutoDispatchBelowADInplaceOrView.__exit__": "operations inside raise no version counter",
-        "torch._C._swap_tensor_impl": "refuses tensors with weak references, as we have them",
     },
 )
-_FOREACH = """abs add addcdiv addcmul clamp_max clamp_min copy cos div exp lerp log maximum minimum mul neg pow
-reciprocal sqrt sub zero"""
 SHARDS = Group(
     "shards",
     when="when the first copy of a DTensor's part is made",
-    undone="with the last copied weight",
+    undone="never: without copies it changes nothing",
     patches={
-        "torch.distributed.tensor.DTensor.to_local": "writes through another DTensor around it raise no version",
-        "torch.distributed.tensor.DTensor.redistribute": "the result may be another DTensor around the same part",
-        **dict.fromkeys(
-            (f"torch._foreach_{name}_" for name in _FOREACH.split()),
-            "writes DTensors' parts without raising a version",
+        "torch.distributed.tensor._dispatch.OpDispatcher._dispatch_fast_path_python_tail": (
+            "operations on DTensors write their parts without raising a version"
         ),
     },
 )

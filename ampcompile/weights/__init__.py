@@ -1,22 +1,23 @@
 """Low-precision copies of weights: cast once per update, shared by all graphs, reused until a write is detected."""
 
 from .binding import Binding
-from .lending import Loan, lend
 from .release import release_masters
 from .shards import ShardBinding
 from .spec import CopySpec, Form, hoistable
-from .store import free_copies, invalidate, weight_stats
+from .step import WritableCopies, writable_copies
+from .store import free_copies, invalidate, mark_unproven, weight_stats
 
 __all__ = [
     "Binding",
     "CopySpec",
     "Form",
-    "Loan",
     "ShardBinding",
+    "WritableCopies",
     "free_copies",
     "hoistable",
     "invalidate",
-    "lend",
+    "mark_unproven",
     "release_masters",
     "weight_stats",
+    "writable_copies",
 ]

@@ -8,25 +8,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import dispatcher, storages
-from ampcompile.torch_private.storages import has_memory
+from ampcompile.torch_private import dispatcher, profiling, storages
 
-from . import gpu
-from .copies import TRIAL, Copy, cast_for_capture, copy_of, refresh
-from .copy_set import CopySet
-from .freshness import Memory, unexplained
-from .remains import MixedSet, slot_of
+from . import gpu, table
+from .copies import Copy, cast_anew, cast_into, copy_of, found_copy, freshen, is_fresh, packed_copy
+from .reports import note_running, watch_writers
 from .spec import CopySpec
 from .store import store, whole_reads
-from .writers import watch
+
+REFRESH = "amp: refresh copies of weights"
+PAYS = 3
+"""Reads of a copy before it is packed. Packing costs what it saves in as many calls: a weight that changes at every
+call is never packed, and no program pays more than twice the least possible."""
+
+
+class CopySet:
+    """The copies that a graph reads with some weights.
+
+    `slots`: the indices of the weights among the graph's `inputs`. `packable`: some of the copies are still to be packed;
+    `reads`: in a row, since one was last cast.
+    """
+
+    def __init__(self, copies: Sequence[Copy], slots: Sequence[int], inputs: tuple[Any, ...], packable: bool) -> None:
+        self.copies, self.packable, self.reads = copies, packable, 1
+        self.keys = {copy.key for copy in copies}
+        self.gpu_copies = {copy: i for i, copy in enumerate(copies) if copy.on_gpu}
+        self.simple = self.plain = False
+        self.whole_reads: dict[int, Any] = {}
+        handles, places, counters = (table.array(row) for row in ([c.handle for c in copies], slots, slots))
+        store.table.note_counters(len(slots), places.ctypes.data, inputs, counters.ctypes.data)
+        self._rows = handles, places, counters  # which the table reads by their addresses
+        self.rows = len(slots), *(row.ctypes.data for row in self._rows)
+        store.sets.add(self)
+
+    def settle(self) -> None:
+        """Note if the table alone can make the copies fresh (`simple`), and nothing is left to do then (`plain`)."""
+        self.simple = not self.packable and not any(copy.trial for copy in self.copies)
+        self.plain = self.simple and not self.gpu_copies
 
 
 class Binding:
     """The copies that one compiled graph reads, as its `specs` describe them. Thread-safe.
 
     Each set of weights that the graph is called with has a set of copies, for as long as these weights live: blocks
-    that are compiled one by one share a graph. A slot's weight has the same shape and strides in each call, as Dynamo's
-    guards ensure; the tensor object and its address may change.
+    that are compiled one by one share a graph.
 
     `in_place`: copies keep their addresses, as replayed CUDA graphs need; a pending backward that saved a copy which
     is then overwritten raises autograd's error. `whole`: indices of the weights that the graph reads themselves, not
@@ -35,99 +60,126 @@ class Binding:
 
     def __init__(self, specs: Sequence[CopySpec], in_place: bool = False, whole: Sequence[int] = ()) -> None:
         self._specs, self._in_place, self._whole = specs, in_place, whole
-        self._indices = [spec.weight for spec in specs]
-        self._sets: dict[tuple[int, ...], CopySet] = {}  # by the ids of the weights
-        store.bindings.add(self)
+        self._indices, self._forms = [spec.weight for spec in specs], [spec.form for spec in specs]
+        self._sets: dict[tuple[int, ...], CopySet] = {}  # by the addresses of the weights
+        self._last: CopySet | None = None
+        self._buffers: list[Tensor] = []  # of copies that aren't kept fresh, but in place
         self._sweep_at = 8
+        self._read: Any = None if (found := table.load()) is None else found.read_copies
+        store.bindings.add(self)
 
     def copies(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the copies that the graph reads with these inputs; stale ones are cast first, all in one pass."""
-        weights = [inputs[i] for i in self._indices]
-        ids = tuple(map(id, weights))
-        while True:
-            before = store.buffers
-            copy_set = self._sets.get(ids)
-            if copy_set is None or not copy_set.fresh(weights):
-                return self._refresh(ids, weights, inputs)
-            forms = self._look(copy_set, weights, before) if copy_set.rechecks else copy_set.forms()
-            if store.buffers is before:
-                return forms
-            del forms  # another thread frees or casts them: our references must not make them look in use
+        if type(inputs) is not tuple:
+            inputs = tuple(inputs)
+        last = self._last
+        if last is not None and last.plain:
+            found = self._read(*last.rows, inputs, 0)
+            if found is False:
+                found = self._cast_and_read(last, inputs)
+            if found:
+                return found
+        return self._find(inputs)
 
     def whole_reads(self) -> dict[int, Any]:
         """The weights themselves, not copies, that the graph has read in its calls: see the function `whole_reads`."""
         return {key: ref for copy_set in list(self._sets.values()) for key, ref in copy_set.whole_reads.items()}
 
-    def _look(self, copy_set: CopySet, weights: Sequence[Tensor], before: object) -> list[Tensor]:
-        with store.lock:
-            if store.buffers is before:
-                copy_set.look(weights, frozenset())
-            return copy_set.forms()
+    def forget(self) -> None:
+        """Let go of all copies; the next call makes them anew."""
+        self._last = None
+        self._sets.clear()
 
-    def _refresh(self, ids: tuple[int, ...], weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Renew or replace the set, and return what the graph reads; no other thread frees or casts it meanwhile."""
-        with store.lock:
-            if store.casting:  # the last pass was interrupted: its copies have no mark, so they are cast
-                store.begin_epoch()
-                store.casting = False
-            former = self._sets.get(ids)
-            if former is not None and not store.running and former.renew(weights, store.write_epoch()):
-                return former.forms()
-            with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
-                if gpu.capturing(weights):
-                    return self._cast_for_capture(weights)
-                return self._replace_set(ids, weights, inputs, former)
+    def _find(self, inputs: tuple[Any, ...]) -> list[Tensor]:
+        weights = [inputs[i] for i in self._indices]
+        try:
+            key = tuple(map(Tensor.data_ptr, weights))
+        except RuntimeError:  # without memory of its own
+            key = ()
+        if self._read is None or not key:
+            return self._cast_each_call(weights)
+        copy_set = self._sets.get(key)
+        if copy_set is not None and not (copy_set.gpu_copies and gpu.capturing(weights)):
+            copy_set.reads += 1
+            found = None
+            if not copy_set.packable or copy_set.reads < PAYS:
+                self._last = copy_set
+                found = self._read(*copy_set.rows, inputs, 0)
+            if found is False and copy_set.simple:
+                found = self._cast_and_read(copy_set, inputs)
+            if found:
+                return self._use(copy_set, found)
+        with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes(), store.lock:
+            if gpu.capturing(weights):
+                return cast_anew([storages.alias(weight) for weight in weights], self._forms)
+            if all(map(storages.has_counter, weights)):
+                return self._renew(key, weights, inputs)
+        return self._cast_each_call(weights)
 
-    def _cast_for_capture(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        kept = [(weight, spec.form) for weight, spec in zip(weights, self._specs, strict=True) if has_memory(weight)]
-        forms = iter(cast_for_capture([storages.alias(weight) for weight, _ in kept], [form for _, form in kept]))
-        return [
-            next(forms) if has_memory(weight) else slot_of(weight, spec).tensor
-            for weight, spec in zip(weights, self._specs, strict=True)
-        ]
+    def _cast_and_read(self, copy_set: CopySet, inputs: tuple[Any, ...]) -> Any:
+        with store.lock, profiling.region(REFRESH):
+            return self._read(*copy_set.rows, inputs, torch.get_num_threads())
 
-    def _replace_set(
-        self, ids: tuple[int, ...], weights: Sequence[Tensor], inputs: Sequence[Tensor], former: CopySet | None
-    ) -> list[Tensor]:
-        """Examine all weights, cast those whose copies are stale, and put a new set in place of `former`."""
-        now = store.write_epoch()
-        released = {i: slot_of(w, self._specs[i]) for i, w in enumerate(weights) if not has_memory(w)}
-        places = [i for i in range(len(weights)) if i not in released]
-        specs, blocks = [self._specs[i] for i in places], [self._specs[i].blocks for i in places]
-        aliases = [storages.alias(weights[i]) for i in places]  # they keep the memory if another thread assigns `.data`
-        members = [copy_of(alias, spec.form) for alias, spec in zip(aliases, specs, strict=True)]
-        for copy, place, spec in zip(members, places, specs, strict=True):
-            copy.in_place |= self._in_place
-            if spec.trial and copy.tensor is None and not copy.packed:
-                copy.trial = TRIAL
-            copy.memory.admit(weights[place])
-        store.set_ranges((memory.begin, memory.end) for memory in store.watched())
-        watch()  # after `copy_of`: another memory freed meanwhile isn't the last, so the patches stay
-        before = former if former is not None and former.members == members else None
-        tables = before.tables if before else {}
-        cast = refresh(zip(members, aliases, blocks, strict=True), _doubtful(members, aliases), tables)
-        content = [ids[i] for i in places], aliases, members, blocks, now, before, tables
-        copy_set = MixedSet(released, places, *content) if released else CopySet(*content)
-        copy_set.whole_reads = former.whole_reads if former is not None else whole_reads(inputs[i] for i in self._whole)
-        if former is None:
+    def _use(self, copy_set: CopySet, found: list[Tensor]) -> list[Tensor]:
+        if copy_set.gpu_copies:
+            gpu.use_here(copy_set.gpu_copies, [found[i] for i in copy_set.gpu_copies.values()])
+        return found
+
+    def _cast_each_call(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Cast all weights, as nothing is known about some of them."""
+        with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
+            if not self._in_place:
+                return cast_anew(weights, self._forms)
+            if not self._buffers:
+                self._buffers = [form.empty_like(weight) for form, weight in zip(self._forms, weights, strict=True)]
+            cast_into(list(zip(self._forms, self._buffers, weights, strict=True)))
+            return list(self._buffers)
+
+    def _renew(self, key: tuple[int, ...], weights: Sequence[Tensor], inputs: tuple[Any, ...]) -> list[Tensor]:
+        """Make all copies fresh, pack those for which it pays now, and replace the set if it isn't of these copies."""
+        note_running()
+        passes = store.table.count_passes()
+        aliases = [storages.alias(weight) for weight in weights]  # they keep the memory if another thread sets `.data`
+        chosen = [self._choose(alias, spec) for alias, spec in zip(aliases, self._specs, strict=True)]
+        former = self._sets.get(key)
+        if former is None or not store.table.is_set_of(*former.rows, inputs):
+            former = None
+            watch_writers()
+            for tensor in inputs:
+                store.table.watch(tensor, False)
+        freshen([(copy, alias) for copy, alias in zip(chosen, aliases, strict=True) if copy.blocks is None])
+        reads = 1 if former is None or store.table.count_passes() > passes else former.reads
+        unpacked = [i for i, spec in enumerate(self._specs) if spec.blocks is not None and chosen[i].blocks is None]
+        if reads >= PAYS:
+            for i in unpacked:
+                chosen[i] = packed_copy(chosen[i], aliases[i], self._specs[i].blocks)
+            unpacked = []
+        if former is not None and former.copies == chosen:
+            copy_set = former
+        else:
+            copy_set = CopySet(chosen, self._indices, inputs, bool(unpacked))
+            copy_set.whole_reads = whole_reads(inputs[i] for i in self._whole)
             self._make_room()
-        self._sets[ids] = copy_set
-        copy_set.look(weights, cast)
-        return copy_set.forms()
+            self._sets[key] = copy_set
+        copy_set.reads, self._last = reads, copy_set
+        copy_set.settle()
+        found = store.table.buffers_of(*copy_set.rows[:2])
+        return self._cast_each_call(weights) if found is None else self._use(copy_set, found)
+
+    def _choose(self, weight: Tensor, spec: CopySpec) -> Copy:
+        """The copy that the graph is to read: the packed one if its numbers are still the weight's."""
+        packed = None if spec.blocks is None else found_copy(weight, spec.form, spec.blocks)
+        if packed is not None and is_fresh(packed, weight):
+            return packed
+        copy = copy_of(weight, spec.form, trial=spec.trial)
+        if self._in_place:
+            copy.keep_in_place()
+        return copy
 
     def _make_room(self) -> None:
         """Drop the sets of freed weights, each time that the number of sets has doubled."""
         if len(self._sets) >= self._sweep_at:
-            for ids, copy_set in list(self._sets.items()):
-                if copy_set.gone():
-                    del self._sets[ids]
+            for key, copy_set in list(self._sets.items()):
+                if all(copy.tensor is None for copy in copy_set.copies):
+                    del self._sets[key]
             self._sweep_at = 2 * len(self._sets) + 8
-
-
-def _doubtful(members: Sequence[Copy], aliases: Sequence[Tensor]) -> set[Memory]:
-    """Memories whose copies can't be proven fresh: what is cast from them is cast again in the next call."""
-    memories = [copy.memory for copy in members]
-    shared = unexplained(memories, aliases)
-    if store.running:
-        return {*memories}
-    return {*shared, *(record for record in memories if record.step_open)}

@@ -1,9 +1,9 @@
-"""`release_masters`: serve a compiled model without the float32 numbers that no compiled graph reads."""
+"""`release_masters`: serve a compiled model with 16-bit weights where only rounded numbers are read."""
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import Any
@@ -11,22 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampcompile.dtypes import short_name
 from ampcompile.errors import ReleasedError
-from ampcompile.torch_private import dispatcher, dtensors, storages
+from ampcompile.torch_private import dispatcher, dtensors, patches, storages
 
-from .copies import Copy, copies_of, refresh
-from .remains import Remains, forget, record_of, refusal
 from .spec import hoistable
-from .store import store
+from .store import key_of, store
 
-_REFUSED = ("train", "_apply", "state_dict", "_load_from_state_dict")
-"""Methods of modules that read or write weights, or call for it; `.to()`, `.half()` and the like use `_apply`."""
+_released: dict[int, Any] = {}
+"""By id of the weight: a weak reference to the 16-bit storage that it was given."""
+_refusing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules with our hook on `load_state_dict`."""
 
 
 class ReleasedMasters:
-    """The weights that were released and kept, and the way back. `str` lists those that stayed in float32.
+    """The weights that became 16-bit parameters, and the way back. `str` lists those that stayed in float32.
 
-    `bytes_freed`: of float32 numbers. `kept`: why each weight that is still in float32 is, by its name.
+    `bytes_freed`: by the parameters. `kept`: why each weight that is still in float32 is, by its name.
     """
 
     def __init__(self, model: nn.Module, bytes_freed: int, kept: dict[str, str]) -> None:
@@ -37,7 +38,7 @@ class ReleasedMasters:
         return "\n".join([*lines, f"{self.bytes_freed:,} bytes freed"])
 
     def restore(self, checkpoint: Mapping[str, Tensor] | str | PathLike[str]) -> None:
-        """Give the released weights memory again, and load all of the model from `checkpoint`, as `load_state_dict`.
+        """Make the released weights float32 again, and load all of the model from `checkpoint`, as `load_state_dict`.
 
         `checkpoint`: a state dict of the model, or a file for `torch.load`. Everything is loaded, not only what was
         released, so that the model is that of one checkpoint. Raises ReleasedError, and changes nothing, if a released
@@ -47,7 +48,7 @@ class ReleasedMasters:
         if not isinstance(loaded, Mapping):
             loaded = torch.load(loaded, map_location="cpu", weights_only=True, mmap=True)
         numbers = {name.removeprefix("_orig_mod."): value for name, value in loaded.items()}
-        released = {name: weight for name, weight in self._model.named_parameters() if record_of(weight) is not None}
+        released = {name: weight for name, weight in self._model.named_parameters() if is_released(weight)}
         for name, weight in released.items():
             shape = tuple(getattr(numbers.get(name), "shape", ()))
             if name not in numbers or shape != weight.shape:
@@ -56,32 +57,34 @@ class ReleasedMasters:
                     f"checkpoint, expected a tensor of {tuple(weight.shape)}: pass what state_dict() of "
                     f"{type(self._model).__name__} gave before release_masters."
                 )
-        with store.lock, torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
-            masters = {
-                name: torch.empty_like(weight, requires_grad=False).copy_(numbers[name])
-                for name, weight in released.items()
-            }
-            _wait_for_devices(released.values())
+        with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
+            masters = {name: numbers[name].to(weight.device, torch.float32) for name, weight in released.items()}
             for name, weight in released.items():
-                storages.write_data(weight, masters[name])
-                forget(id(weight))
-            _allow(self._model)
+                weight.data = torch.empty_like(weight, dtype=torch.float32).copy_(masters.pop(name))
+                del _released[id(weight)]
         self._model.load_state_dict(numbers)
 
 
+def is_released(weight: Tensor) -> bool:
+    """Return True for a weight that is a 16-bit parameter because its master was released."""
+    reference = _released.get(id(weight))
+    return reference is not None and not reference.expired() and reference.cdata == key_of(weight)
+
+
 def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMasters:
-    """Free the float32 numbers of the weights that compiled graphs read only in 16 bits, for serving.
+    """Turn the weights that compiled graphs read only in 16 bits into 16-bit parameters, for serving.
 
-    Call it once every graph is compiled: after a call with each shape, in the mode and grad mode that you serve in. Of
-    each weight what these graphs read stays, so results keep their bits. What a graph reads in float32 too (a norm's
-    weight, an embedding tied to the head) stays as it is, and so does what can't be proven: a weight that no compiled
-    graph reads in 16 bits, or whose memory something else holds. `keep`: names of further weights or modules to keep,
-    such as those that code outside of compiled graphs reads.
+    Call it after a call with each shape, in the mode and grad mode that you serve in: these graphs show what is read in
+    which type. Then every graph is compiled once more, at its next call. The numbers that are read stay the same, and a
+    16-bit weight needs no copy, so nothing has to be proven about it. What a graph reads in float32 too (a norm's
+    weight, an embedding tied to the head), or in two 16-bit types, stays as it is; so does a weight that no compiled
+    graph reads in 16 bits, that a CUDA graph reads, that has a gradient, or whose memory something else holds. `keep`:
+    names of further weights or modules to keep, such as those that code outside of autocast reads. No call of the model
+    may run in another thread meanwhile.
 
-    Afterwards `train()`, `state_dict`, `load_state_dict`, `.to()`, copies and pickles of the model, reads and writes of
-    a released weight, and graphs that are compiled later raise an error: a ReleasedError, or torch's RuntimeError with
-    the same text. `restore` of the result undoes it from a checkpoint; so does that of a second call's result, which
-    releases what can be released by then. No eager code of the model may run in another thread meanwhile.
+    `restore` of the result gives float32 numbers back from a checkpoint; so does that of a second call's result, which
+    releases what can be released by then. Until then an optimizer's step on a released weight, and `load_state_dict` of
+    other than 16-bit numbers into one without `assign=True`, raise ReleasedError: they would round silently.
 
     Raises ReleasedError, and changes nothing, if the model has weights that FSDP gathers or DTensors, or no weight that
     can be released.
@@ -108,119 +111,87 @@ def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMaste
     for name in kept_names:
         if not any(_is_within(weight, [name]) for weight in weights):
             raise ReleasedError(f"found keep={name!r}, expected the name of a weight or module of the model.")
-    storages.memory_discarder()  # which may have to be compiled
     with store.lock, torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
-        reasons = _reasons_to_keep(weights, kept_names)
-        found = {name: weight for name, weight in weights.items() if not reasons[name] and record_of(weight) is None}
-        if not found and all(record_of(weight) is None for weight in weights.values()):
+        dtypes, reasons = _dtypes_read(weights, kept_names)
+        if not dtypes and not any(map(is_released, weights.values())):
             raise ReleasedError(
                 f"found no weight of {type(model).__name__} that compiled graphs read in 16 bits, and only so; "
                 "expected one: call the compiled model first, with each shape, under torch.no_grad(), and keep no "
                 "tensors on its weights' memory, as a state dict does."
             )
-        _release(found)
-        _refuse(model)
-    freed = sum(weight.numel() * weight.itemsize for name, weight in weights.items() if not reasons[name])
-    return ReleasedMasters(model, freed, {name: because for name, because in reasons.items() if because})
+        _refuse_steps()
+        _refuse_loads(model)
+        for name, dtype in dtypes.items():
+            weight, rounded = weights[name], weights[name].detach().to(dtype)
+            _released[id(weight)] = storages.StorageWeakRef(storages.untyped_storage(rounded))
+            weight.data = rounded
+    freed = sum(2 * weight.numel() for weight in weights.values() if is_released(weight))
+    return ReleasedMasters(model, freed, reasons)
 
 
-def _reasons_to_keep(weights: Mapping[str, Tensor], kept_names: Iterable[str]) -> dict[str, str]:
-    """Return why each weight stays in float32; empty: it needn't."""
-    read_whole, reasons, sharers = store.read_whole(), dict[str, str](), defaultdict[Any, list[str]](list)
+def _dtypes_read(
+    weights: Mapping[str, Tensor], kept_names: Iterable[str]
+) -> tuple[dict[str, torch.dtype], dict[str, str]]:
+    """Return the type that each weight can have, and why the others stay in float32."""
+    read_whole, dtypes, reasons = store.read_whole(), dict[str, torch.dtype](), dict[str, str]()
     for name, weight in weights.items():
-        if record_of(weight) is not None:
-            reasons[name] = ""
+        if is_released(weight):
             continue
-        reasons[name] = "asked for" if _is_within(name, kept_names) else _reason_to_keep(weight, read_whole)
-        if not reasons[name]:
-            sharers[copies_of(weight)[0].memory].append(name)
-    for memory, names in sharers.items():
-        if not memory.held_only_by(len(names)):
-            reasons |= dict.fromkeys(names, "something else holds its memory")
-    return reasons
-
-
-def _reason_to_keep(weight: Tensor, read_whole: set[int]) -> str:
-    if not hoistable(weight) or not (copies := copies_of(weight)):
-        return "no compiled graph reads it in 16 bits"
-    if storages.storage_key(weight) in read_whole:
-        return "a compiled graph reads it in float32"
-    if any(copy.in_place or copy in store.captured for copy in copies):
-        return "a CUDA graph reads it"
-    return ""
+        copies = [copy for copy in list(store.copies.values()) if copy.key == key_of(weight)]
+        read = {copy.form.dtype for copy in copies}
+        if _is_within(name, kept_names):
+            reasons[name] = "asked for"
+        elif not hoistable(weight) or weight.dtype != torch.float32 or not read:
+            reasons[name] = "no compiled graph reads it in 16 bits"
+        elif key_of(weight) in read_whole:
+            reasons[name] = "a compiled graph reads it in float32"
+        elif any(copy.in_place for copy in copies):
+            reasons[name] = "a CUDA graph reads it"
+        elif len(read) > 1:
+            reasons[name] = f"compiled graphs read it as {' and '.join(sorted(map(short_name, read)))}"
+        elif weight.grad is not None:
+            reasons[name] = "it has a gradient"
+        elif store.table.holders_of(weight) > 1:
+            reasons[name] = "something else holds its memory"
+        else:
+            dtypes[name] = read.pop()
+    return dtypes, reasons
 
 
 def _is_within(name: str, kept_names: Iterable[str]) -> bool:
     return any(name == kept or name.startswith(f"{kept}.") for kept in kept_names)
 
 
-def _release(found: Mapping[str, Tensor]) -> None:
-    """Make all copies anew or compare all their bits, and only then free the weights' memory, which can't fail."""
-    copies = {name: copies_of(weight) for name, weight in found.items()}
-    memories = {copy.memory for each in copies.values() for copy in each}
-    for copy_set in list(store.sets):
-        if not memories.isdisjoint(copy_set.memories):
-            copy_set.free()
-    reads = [(copy, weight, None) for name, weight in found.items() for copy in copies[name]]
-    for copy, *_ in reads:
-        copy.packed, copy.reads = {}, 0  # a packed form can't be compared
-    refresh(reads, memories, {})
-    for copy, *_ in reads:
-        _pack(copy)
-    _wait_for_devices(found.values())
-    store.change_buffers()  # first: a thread that found copies fresh looks again
-    for name, weight in found.items():
-        store.released[id(weight)] = Remains(name, weight, {copy.form: copy for copy in copies[name]})
-    store.released_epoch = object()
-    for name, weight in found.items():
-        storages.discard_memory(weight, refusal(f"a read or write of {name} by other code"))
+@functools.cache
+def _refuse_steps() -> None:
+    patches.add_optimizer_hooks(_refuse_step, lambda *_: None)
 
 
-def _pack(copy: Copy) -> None:
-    """Pack a copy for its readers: no update comes that could make it not pay."""
-    for blocks, readers in list(copy.readers.items()):
-        if blocks is not None and readers:
-            copy.pack(blocks)
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if _released and any(is_released(param) for group in optimizer.param_groups for param in group["params"]):
+        raise ReleasedError(
+            "found a step on a weight that ampcompile.release_masters turned into a 16-bit parameter, whose update "
+            "would be rounded; expected float32 weights: call restore(checkpoint) of its result first."
+        )
 
 
-def _wait_for_devices(weights: Iterable[Tensor]) -> None:
-    """Wait for what runs on the weights' GPUs: it may read or write what is about to be freed or read."""
-    for device in {weight.device for weight in weights if weight.is_cuda}:
-        torch.cuda.synchronize(device)
-
-
-class _Refusal:
-    """Stands in a module's `__dict__` for a method of its class, and raises ReleasedError; `eval` goes on working."""
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module, self._name, self._training = weakref.ref(module), name, module.training
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self._module()
-        if not _has_released(module):  # restored by way of another module that has it
-            _allow(module)
-            return getattr(module, self._name)(*args, **kwargs)
-        if self._name == "train":
-            if not (args[0] if args else kwargs.get("mode", True)):
-                self._training = False
-                return type(module).train(module, False)
-            module.training = self._training  # which a wrapper may have set already
-        name = {"_apply": "to() or another conversion", "_load_from_state_dict": "load_state_dict"}.get(self._name)
-        raise ReleasedError(refusal(f"a call of {name or self._name} of {type(module).__name__}"))
-
-
-def _refuse(model: nn.Module) -> None:
+def _refuse_loads(model: nn.Module) -> None:
     for module in model.modules():
-        if _has_released(module):
-            vars(module).update({name: _Refusal(module, name) for name in _REFUSED})
+        if module not in _refusing:
+            _refusing.add(module)
+            module.register_load_state_dict_pre_hook(_refuse_load)
 
 
-def _has_released(module: nn.Module) -> bool:
-    return any(record_of(weight) is not None for weight in module.parameters())
-
-
-def _allow(model: nn.Module) -> None:
-    for module in model.modules():
-        for name in _REFUSED:
-            if isinstance(vars(module).get(name), _Refusal):
-                del vars(module)[name]
+def _refuse_load(
+    module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        return
+    for name, weight in module.named_parameters():
+        loaded = state.get(prefix + name)
+        if is_released(weight) and loaded is not None and loaded.dtype != weight.dtype:
+            raise ReleasedError(
+                f"found {short_name(loaded.dtype)} numbers to load into {prefix + name}, which "
+                f"ampcompile.release_masters turned into {short_name(weight.dtype)}; expected no silent rounding: call "
+                "restore(checkpoint) of its result, or load_state_dict(checkpoint, assign=True)."
+            )

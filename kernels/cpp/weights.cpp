@@ -1,336 +1,390 @@
-// Weights and their copies: what state they are in, samples of their memory, casts. Reads torch's objects by its headers.
+// Which copies of weights still hold their weights' numbers, by the rule in docs/weights.md; and casts on the CPU.
+// Python's lock is held in every function; casts and comparisons let it go. Handles are addresses, which `drop` takes.
 #include <c10/core/TensorImpl.h>
 
-#include <exception>
-#include <memory>
+#include <atomic>
+#include <unordered_map>
 
 #include "chunks.h"
 
-extern "C" void* PyEval_SaveThread();
-extern "C" void PyEval_RestoreThread(void*);
+struct Object;  // of Python: its first field is its reference count, its second its type
+extern "C" {
+extern char _Py_NoneStruct[], _Py_FalseStruct[];
+Object* PyList_New(ssize_t);
+int PyList_SetItem(Object*, ssize_t, Object*);
+Object* PyTuple_GetItem(Object*, ssize_t);
+void Py_IncRef(Object*);
+void Py_DecRef(Object*);
+void* PyEval_SaveThread();
+void PyEval_RestoreThread(void*);
+}
 
 namespace {
-// See `unchanged.Unchanged`. Each array is given by its length and its address.
-struct State {
-  int64_t tensors;
-  c10::TensorImpl* const* tensor;  // that must be alive
-  int64_t counters;
-  c10::TensorImpl* const* counter;
-  int64_t* version;
-  int64_t weights;
-  c10::TensorImpl* const* weight;
-  const int64_t* address;
-  int64_t storages;
-  c10::StorageImpl* const* storage;
-  const int64_t* users;
-  int64_t runs;
-  const char* const* run;
-  int64_t words;
-  const char* const* word;
-  char* sampled;
-};
+using c10::TensorImpl;
+using Target = c10::intrusive_ptr_target;
+template <typename T> using Ptr = c10::intrusive_ptr<T>;
+template <typename T> int64_t uses_of(T* object) { return int64_t(c10::raw::intrusive_ptr::use_count(object)); }
+template <typename T> Ptr<T> hold(T* object) { return Ptr<T>::reclaim_copy(object); }
+template <typename T> int64_t handle(Ptr<T> object) { return reinterpret_cast<int64_t>(object.release()); }
+int32_t references(const void* object) { return *static_cast<const int32_t*>(object); }
+int64_t new_mark() { static int64_t last = 0; return ++last; }
+Object* given(Object* object) { Py_IncRef(object); return object; }
+Object* const none = reinterpret_cast<Object*>(_Py_NoneStruct);
 
-int64_t address_of(const c10::TensorImpl& tensor) {
-  if (tensor.numel() == 0) return 0;
-  if (!tensor.unsafe_storage()) return -1;  // it was let go, see `storages.discard_memory`
-  const auto begin = reinterpret_cast<int64_t>(tensor.unsafe_storage().data());
-  return begin + tensor.storage_offset() * int64_t(tensor.itemsize());
+bool running = false;  // an optimizer
+int64_t passes = 0, tensor_at = 0;
+const void* tensor_types[2];
+
+TensorImpl* tensor_of(Object* object) {
+  const void* type = reinterpret_cast<const void* const*>(object)[1];
+  if (type != tensor_types[0] && type != tensor_types[1]) return nullptr;
+  return *reinterpret_cast<TensorImpl**>(reinterpret_cast<char*>(object) + tensor_at);
 }
 
-// Are all tensors alive, the weights at the noted addresses, and the storages held by as many users as noted?
-bool is_in_place(const State& state) {
-  for (int64_t i = 0; i < state.tensors; ++i)
-    if (c10::raw::intrusive_ptr::use_count(state.tensor[i]) == 0) return false;
-  for (int64_t i = 0; i < state.weights; ++i)
-    if (address_of(*state.weight[i]) != state.address[i]) return false;
-  for (int64_t i = 0; i < state.storages; ++i)
-    if (c10::raw::intrusive_ptr::use_count(state.storage[i]) != state.users[i]) return false;
-  for (int64_t i = 0; i < state.counters; ++i)
-    if (state.counter[i]->is_inference()) return false;
-  return true;
-}
-
-bool is_unwritten(const State& state) {
-  for (int64_t i = 0; i < state.counters; ++i)
-    if (state.counter[i]->version_counter().current_version() != state.version[i]) return false;
-  const char* sampled = state.sampled;
-  for (int64_t i = 0; i < state.runs; ++i, sampled += 64)
-    if (std::memcmp(state.run[i], sampled, 64)) return false;
-  for (int64_t i = 0; i < state.words; ++i, sampled += 4)
-    if (std::memcmp(state.word[i], sampled, 4)) return false;
-  return true;
-}
-
-// Copies what versions and sample are now.
-void read(const State& state, int64_t* version, char* sampled) {
-  for (int64_t i = 0; i < state.counters; ++i) version[i] = state.counter[i]->version_counter().current_version();
-  // after the versions: a write that comes meanwhile is found in the next call
-  for (int64_t i = 0; i < state.runs; ++i, sampled += 64) std::memcpy(sampled, state.run[i], 64);
-  for (int64_t i = 0; i < state.words; ++i, sampled += 4) std::memcpy(sampled, state.word[i], 4);
-}
-
-// The first fields of objects in Python: see `SharerRecord`, `MemoryRecord` and `CopyRecord` in `renewal`.
-struct Sharer {
+struct Counter {
+  c10::VariableVersion version;  // held, so that no other counter gets its address
   int64_t seen;
+  explicit Counter(const c10::VariableVersion& v) : version(v), seen(v.current_version()) {}
+  // The only field of the class is a pointer to the counter, which torch gives nobody.
+  static const Ptr<Target>& pointer(const c10::VariableVersion& v) { return reinterpret_cast<const Ptr<Target>&>(v); }
+  static const void* of(const TensorImpl& tensor) { return pointer(tensor.version_counter()).get(); }
+  const void* key() const { return pointer(version).get(); }
+  int64_t sharers() const { return int64_t(pointer(version).use_count()) - 1; }
+  bool moved() { const int64_t before = seen; return before != (seen = version.current_version()); }
 };
-struct Memory {
-  int64_t mark, doubt, roster, step_open;
-};
-struct Copy {
-  int64_t mark, doubt, buffer, reads;
-  char* words;
-};
+Counter ticks{c10::VariableVersion(0)};
 
-// Float32 numbers to be rounded, and results of `size` bytes an element.
-struct Casts {
-  int64_t tensors;
-  const int64_t *from, *to, *numel, *dtype, *size;
-};
-
-// See `renewal.RenewalTable`.
-struct Table {
-  int64_t sharers;
-  Sharer* const* sharer;  // in the order of the state's versions
-  Memory* const* shared;
-  int64_t memories;
-  Memory* const* memory;
-  const int64_t* roster;
-  int64_t copies;
-  Copy* const* copy;  // in the order of the state's sample, which has `bytes` of each weight, from `offset` on
-  Memory* const* source;
-  const int64_t *buffer, *offset, *bytes;
-  c10::TensorImpl *const *weight, *const *tensor;
-  const int64_t* const* object;  // the tensor's object in Python, whose first field is its reference count
-  c10::StorageImpl* const* storage;
-  Casts casts;
-  int64_t *tensor_owners, *object_owners, *storage_owners;  // as noted when all copies could be overwritten
-  int64_t *mark, *doubt;  // of each copy's memory when the copies were looked at
-  int64_t *stale, *version;
-  char* sampled;
-  State* state;
-};
-
-// Notes what was read when the copies were looked at: they are fresh now.
-void note(const Table& table) {
-  const State& state = *table.state;
-  std::memcpy(state.version, table.version, state.counters * sizeof(int64_t));
-  std::memcpy(state.sampled, table.sampled, state.runs * 64 + state.words * 4);
+// Who holds a storage: tensors, and its Python object, which is made once and kept, if that is held itself.
+int64_t holders(c10::StorageImpl* storage) {
+  const void* const wrapper = storage->pyobj_slot()->load_pyobj();
+  return uses_of(storage) - (wrapper && references(wrapper) == 1);
 }
 
-bool is_as_noted(const Table& table, bool step_open = false) {
-  for (int64_t i = 0; i < table.memories; ++i)
-    if (table.memory[i]->roster != table.roster[i] || table.memory[i]->step_open != step_open) return false;
-  for (int64_t i = 0; i < table.copies; ++i)
-    if (table.copy[i]->buffer != table.buffer[i]) return false;
-  return true;
+const char* address_of(const TensorImpl& tensor) {
+  return tensor.numel() ? static_cast<const char*>(tensor.unsafe_storage().data()) +
+      tensor.storage_offset() * int64_t(tensor.itemsize()) : nullptr;
 }
 
-// A mark that no memory had. It is negative: Python's are positive.
-int64_t new_mark() {
-  static int64_t last = 0;
-  return --last;
-}
+// A storage that copies were made from. `mark`: replaced after each write; `doubt`: after each possible write.
+struct Memory : Target {
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // so that no other storage gets its address
+  c10::StorageImpl* at;
+  std::vector<Counter> counters;
+  std::vector<struct Copy*> copies;
+  int64_t mark = new_mark(), doubt = new_mark(), looked = 0, ours = 0;  // ours: holders that are casts
+  bool explained = true, trainable = false, open = false;
 
-// Gives all memory that was written one new mark, which makes its copies stale.
-void mark_written(const Table& table) {
-  const int64_t mark = new_mark();
-  for (int64_t i = 0; i < table.sharers; ++i)  // all marks first: see `Memory.examine`
-    if (table.sharer[i]->seen != table.version[i]) table.shared[i]->mark = mark;
-  for (int64_t i = 0; i < table.sharers; ++i) table.sharer[i]->seen = table.version[i];
-}
-
-// Calls `act` with each number of owners, and where it is noted.
-template <typename Act> void for_owners(const Table& table, Act act) {
-  for (int64_t i = 0; i < table.copies; ++i) {
-    act(int64_t(c10::raw::intrusive_ptr::use_count(table.tensor[i])), table.tensor_owners[i]);
-    act(*table.object[i], table.object_owners[i]);
-    act(int64_t(c10::raw::intrusive_ptr::use_count(table.storage[i])), table.storage_owners[i]);
+  static std::unordered_map<const void*, Memory*> all;
+  static Memory* of(const TensorImpl* tensor) {
+    const auto found = tensor ? all.find(tensor->unsafe_storage().unsafeGetStorageImpl()) : all.end();
+    return found == all.end() ? nullptr : found->second;
   }
-}
-
-int64_t find_stale(const Table& table) {
-  int64_t found = 0;
-  for (int64_t i = 0; i < table.copies; ++i) {
-    const Copy& copy = *table.copy[i];
-    table.mark[i] = table.source[i]->mark;
-    table.doubt[i] = table.source[i]->doubt;
-    table.stale[i] = copy.mark != table.mark[i];
-    found += table.stale[i];
-    const char* sampled = table.sampled + table.offset[i];
-    const auto same = [&] { return !std::memcmp(copy.words, sampled, table.bytes[i]); };
-    if (!table.stale[i] && !(copy.doubt == table.doubt[i] && same())) return -1;
+  explicit Memory(const c10::Storage& s) : storage(s.getWeakStorageImpl()), at(s.unsafeGetStorageImpl()) {
+    all[at] = this;
   }
-  return found;
-}
+  ~Memory() override { all.erase(at); }
 
-void cast_chunk(const Casts& casts, const Chunk& c) {
-  const float* from = pointer<float>(casts.from[c.tensor], c.begin);
-  const int64_t n = c.end - c.begin;
-  with_dtype(casts.dtype[c.tensor], [&](auto value) {
-    if (casts.size[c.tensor] == 2) {
-      auto* to = pointer<decltype(value)>(casts.to[c.tensor], c.begin);
-      for (int64_t i = 0; i < n; ++i) narrow(from[i], to[i]);
-    } else {
-      float* to = pointer<float>(casts.to[c.tensor], c.begin);
-      for (int64_t i = 0; i < n; ++i) {
-        narrow(from[i], value);
-        to[i] = widen(value);
-      }
+  // Signals 2 and 5 of the rule; 3 and 4 are reported.
+  void look() {
+    int64_t sharing = ours;
+    for (Counter& each : counters) {
+      if (each.moved()) mark = new_mark();
+      sharing += each.sharers();
     }
-  });
+    const bool alone = uses_of(at) && holders(at) == sharing;
+    if (!alone || !explained) doubt = new_mark();
+    explained = alone;
+  }
+  void train() { if (!trainable) trainable = true, doubt = new_mark(); }
+  void admit(const TensorImpl& tensor) {
+    const void* key = Counter::of(tensor);
+    if (!key || std::any_of(counters.begin(), counters.end(), [&](auto& each) { return each.key() == key; })) return;
+    look();  // before those are dropped that nobody holds
+    std::erase_if(counters, [](const Counter& each) { return !each.sharers(); });
+    counters.emplace_back(tensor.version_counter());
+    doubt = new_mark();  // it may have written before
+  }
+};
+std::unordered_map<const void*, Memory*> Memory::all;
+
+enum Status : int64_t { kFresh, kDoubtful, kStale };
+
+struct Copy : Target {
+  Ptr<Memory> memory;
+  const char* begin;
+  std::vector<int64_t> sizes, strides;
+  caffe2::TypeMeta type;
+  int64_t numel, dtype;  // of the rounded numbers, see `native.DTYPE_CODES`
+  bool castable, fixed = false, lent = false;  // by C++; written in place whoever holds it; to a step
+  std::vector<const char*> places;
+  size_t place_bytes;
+  std::vector<char> sampled;
+  int64_t sample_mark = 0, queued = 0, made = 0, mark = 0, doubt = 0, next_mark = 0, next_doubt = 0;  // mark 0: invalid
+  Object* buffer = nullptr;
+  TensorImpl* tensor = nullptr;  // the buffer's
+
+  ~Copy() override {
+    std::erase(memory->copies, this);
+    if (buffer) Py_DecRef(buffer);
+  }
+  bool is_of(const TensorImpl& weight) const {
+    return weight.unsafe_storage().unsafeGetStorageImpl() == memory->at && address_of(weight) == begin &&
+        weight.dtype() == type && weight.sizes().equals(sizes) && weight.strides().equals(strides);
+  }
+  bool writable() const {
+    if (!tensor || fixed) return tensor;
+    return references(buffer) == 1 && uses_of(tensor) == 1 && tensor->unsafe_storage() &&
+        holders(tensor->unsafe_storage().unsafeGetStorageImpl()) == 1;
+  }
+  Status status() const {
+    if (!tensor || running || memory->open || mark != memory->mark) return kStale;
+    return doubt == memory->doubt ? kFresh : kDoubtful;
+  }
+  bool is_in(const c10::StorageImpl& storage) const {  // which may have been resized
+    const auto from = static_cast<const char*>(storage.data());
+    const int64_t size = numel * int64_t(type.itemsize());
+    return !size || (from && begin >= from && begin + size <= from + storage.nbytes());
+  }
+  // Signal 6. The sample is read anew after each write.
+  void look() {
+    const bool lives = uses_of(memory->at) && is_in(*memory->at), known = sample_mark == memory->mark;
+    bool same = lives;
+    char* words = sampled.data();
+    for (size_t i = 0; lives && i < places.size(); ++i, words += place_bytes)
+      if (!known || std::memcmp(places[i], words, place_bytes))
+        same = false, std::memcpy(words, places[i], place_bytes);
+    if (known && !same) memory->mark = new_mark();
+    sample_mark = memory->mark;
+  }
+  void begin_cast() {
+    if (status() == kDoubtful) memory->mark = new_mark();  // as good as written: no other form may count as fresh
+    next_mark = memory->mark, next_doubt = memory->doubt, mark = 0, lent = false;
+  }
+  void end_cast() {  // during a step nothing is fresh beyond the call
+    doubt = next_doubt, mark = running || memory->open ? 0 : next_mark, made = new_mark();
+  }
+};
+
+// What a graph reads: copies, which Python holds; where its inputs have their weights; the counters of these.
+void look_at(Copy* const* copies, int64_t n) {
+  if (ticks.moved()) for (auto& [_, m] : Memory::all) if (m->trainable) m->mark = new_mark();
+  const int64_t now = new_mark();
+  for (int64_t i = 0; i < n; ++i)
+    if (Memory& m = *copies[i]->memory; m.looked != now) m.looked = now, m.look();
+  for (int64_t i = 0; i < n; ++i) copies[i]->look();
 }
 
-// A cast moves 6 bytes an element: one thread takes 30 us for as many as these, and waking another may take 40.
-constexpr int64_t kSerialCast = 1 << 18;
-
-// Called with Python's lock, which it lets go while it casts.
-template <typename Choose> void cast_chosen(const Casts& casts, int threads, Choose chosen) {
-  std::vector<Chunk> chunks = chunks_of(casts.tensors, casts.numel);
-  std::erase_if(chunks, [&](const Chunk& c) { return !chosen(c.tensor); });
+// Calls `body` with each chunk of the weights and their copies, without Python's lock; false if a weight has moved.
+template <typename Body> bool for_numbers(const std::vector<Copy*>& copies, int64_t threads, Body body) {
+  struct Pair { const float* from; char* to; int64_t dtype; bool wide; };
+  std::vector<c10::Storage> held;  // whatever other threads free meanwhile
+  std::vector<Pair> pairs;
+  std::vector<int64_t> numel;
+  for (const Copy* c : copies) {
+    auto storage = c->memory->storage.lock();
+    if (!storage || !c->is_in(*storage)) return false;
+    held.emplace_back(std::move(storage)), held.push_back(c->tensor->unsafe_storage()), numel.push_back(c->numel);
+    pairs.push_back({reinterpret_cast<const float*>(c->begin), static_cast<char*>(held.back().mutable_data()), c->dtype,
+                     c->tensor->itemsize() == 4});
+  }
+  const std::vector<Chunk> chunks = chunks_of(int64_t(copies.size()), numel.data());
+  for (Copy* c : copies) ++c->memory->ours;
   void* const thread = PyEval_SaveThread();
-  for_each_chunk(chunks, threads, [&](const Chunk& c, int64_t) { cast_chunk(casts, c); }, kSerialCast);
+  // A cast moves 6 bytes an element: one thread takes 30 us for as many as these, and waking another may take 40.
+  for_each_chunk(chunks, int(threads), [&](const Chunk& c, int64_t) {
+    const Pair& p = pairs[c.tensor];
+    with_dtype(p.dtype, [&](auto value) {
+      const auto rounded = [&](float from) { narrow(from, value); return value; };
+      const auto widened = [&](float from) { narrow(from, value); return widen(value); };
+      if (p.wide) body(c, p.from + c.begin, reinterpret_cast<float*>(p.to) + c.begin, widened);
+      else body(c, p.from + c.begin, reinterpret_cast<decltype(value)*>(p.to) + c.begin, rounded);
+    });
+  }, 1 << 18);
   PyEval_RestoreThread(thread);
-}
-
-// The memory of weights, kept alive until their casts are done.
-using Held = std::vector<c10::Storage>;
-
-// Marks the stale copies as invalid, for they are about to be written; nothing if a weight isn't where the table says.
-std::unique_ptr<Held> begin(const Table& table) {
-  if (!is_as_noted(table)) return nullptr;  // another thread has freed a copy
-  auto held = std::make_unique<Held>();
-  for (int64_t i = 0; i < table.copies; ++i) {
-    if (!table.stale[i]) continue;
-    const c10::TensorImpl* weight = table.weight[i];
-    if (c10::raw::intrusive_ptr::use_count(table.weight[i]) == 0 || address_of(*weight) != table.casts.from[i])
-      return nullptr;  // another thread has given it other memory
-    held->push_back(weight->unsafe_storage());
-  }
-  for (int64_t i = 0; i < table.copies; ++i) {
-    if (!table.stale[i]) continue;
-    table.copy[i]->mark = table.copy[i]->reads = 0;
-    table.tensor[i]->bump_version();
-  }
-  return held;
-}
-
-// Notes that a copy holds the weight's values at this mark.
-void note_written(const Table& table, int64_t i, int64_t doubt, int64_t mark) {
-  Copy& copy = *table.copy[i];
-  copy.doubt = doubt;
-  std::memcpy(copy.words, table.sampled + table.offset[i], table.bytes[i]);
-  copy.mark = mark;
-}
-
-void end(const Table& table) {
-  for (int64_t i = 0; i < table.copies; ++i)
-    if (table.stale[i]) note_written(table, i, table.doubt[i], table.mark[i]);
-  note(table);
-}
-
-void open(const Table& table) {
-  for (int64_t i = 0; i < table.memories; ++i) table.memory[i]->step_open = 1;
-  for (int64_t i = 0; i < table.copies; ++i) table.copy[i]->mark = 0;
-}
-
-bool close(const Table& table) {
-  if (!is_in_place(*table.state) || !is_as_noted(table, true)) return false;
-  for (int64_t i = 0; i < table.copies; ++i)
-    if (table.copy[i]->mark) return false;  // another thread has cast it meanwhile, from weights of before the step
-  read(*table.state, table.version, table.sampled);
-  const int64_t mark = new_mark();
-  for (int64_t i = 0; i < table.memories; ++i) table.memory[i]->mark = mark;
-  for (int64_t i = 0; i < table.sharers; ++i) table.sharer[i]->seen = table.version[i];
-  for (int64_t i = 0; i < table.copies; ++i) {
-    table.copy[i]->reads = 0;
-    note_written(table, i, table.source[i]->doubt, mark);
-  }
-  for (int64_t i = 0; i < table.memories; ++i) table.memory[i]->step_open = 0;
+  for (Copy* c : copies) --c->memory->ours;
   return true;
 }
 
-template <typename Act> int64_t guarded(int64_t failed, Act act) {
-  try {
-    return act();
-  } catch (const std::exception&) {  // memory that a tensor doesn't give out any more
-    return failed;
-  }
+// Compares all bits of doubtful copies and rounded weights; then casts what is stale and may be overwritten.
+void renew(const std::vector<Copy*>& copies, int64_t threads) {
+  std::vector<Copy*> doubtful, stale;
+  for (Copy* c : copies) if (c->status() == kDoubtful) c->next_doubt = c->memory->doubt, doubtful.push_back(c);
+  std::vector<std::atomic<bool>> differs(doubtful.size());
+  const bool compared = for_numbers(doubtful, threads, [&](const Chunk& c, const float* from, auto* to, auto round) {
+    for (int64_t i = 0; i < c.end - c.begin; ++i)
+      if (const auto expected = round(from[i]); std::memcmp(&expected, &to[i], sizeof(expected)))
+        return void(differs[c.tensor] = true);
+  });
+  for (size_t i = 0; i < doubtful.size(); ++i)
+    if (compared && !differs[i]) doubtful[i]->doubt = doubtful[i]->next_doubt;
+    else doubtful[i]->begin_cast();  // which makes it stale
+  for (Copy* c : copies) if (c->status() == kStale && c->writable()) stale.push_back(c);
+  if (stale.empty()) return;
+  for (Copy* c : stale) c->begin_cast(), c->tensor->bump_version();
+  const bool cast = for_numbers(stale, threads, [](const Chunk& c, const float* from, auto* to, auto round) {
+    for (int64_t i = 0; i < c.end - c.begin; ++i) to[i] = round(from[i]);
+  });
+  for (Copy* c : stale) if (cast) c->end_cast();
+  ++passes;
 }
+
+TensorImpl* input(Object* inputs, int64_t i) { return tensor_of(PyTuple_GetItem(inputs, i)); }
 }  // namespace
 
 extern "C" {
-
-int64_t unchanged(const State* state) {
-  return guarded(0, [&] { return is_in_place(*state) && is_unwritten(*state); });
+void set_up(int64_t at, const void* tensor, const void* parameter, const TensorImpl* ticking) {
+  tensor_at = at, tensor_types[0] = tensor, tensor_types[1] = parameter, ticks = Counter(ticking->version_counter());
 }
 
-// Marks what was written since, and returns how many copies are stale; -1 if anything else changed.
-int64_t find_stale_copies(const Table* table) {
-  return guarded(-1, [&]() -> int64_t {
-    if (!is_in_place(*table->state) || !is_as_noted(*table)) return -1;
-    read(*table->state, table->version, table->sampled);
-    mark_written(*table);
-    const int64_t stale = find_stale(*table);
-    if (!stale) note(*table);
-    return stale;
-  });
+// What the rule reads of a tensor, for the test at load.
+int64_t holders_of(Object* tensor) { return holders(tensor_of(tensor)->unsafe_storage().unsafeGetStorageImpl()); }
+int64_t sharers_of(Object* tensor) { return Counter(tensor_of(tensor)->version_counter()).sharers(); }
+
+void drop(Target* object) { Ptr<Target>::reclaim(object); }
+
+int64_t add_copy(Object* weight, int64_t dtype, int64_t castable, int64_t n, const char* const* places,
+                 int64_t place_bytes) {
+  const TensorImpl& tensor = *tensor_of(weight);
+  auto copy = c10::make_intrusive<Copy>();
+  Memory* const known = Memory::of(&tensor);
+  copy->memory = known ? hold(known) : c10::make_intrusive<Memory>(tensor.unsafe_storage());
+  copy->memory->copies.push_back(copy.get());
+  copy->begin = address_of(tensor), copy->type = tensor.dtype(), copy->numel = tensor.numel();
+  copy->sizes = tensor.sizes().vec(), copy->strides = tensor.strides().vec();
+  copy->dtype = dtype, copy->castable = castable;
+  copy->places.assign(places, places + n), copy->place_bytes = place_bytes, copy->sampled.resize(n * place_bytes);
+  return handle(std::move(copy));
 }
 
-// Has each copy as many owners as were noted? A copy that was freed meanwhile, in Python, has another buffer.
-int64_t owned_as_noted(const Table* table) {
-  bool same = is_as_noted(*table);
-  if (same) for_owners(*table, [&](int64_t owners, int64_t noted) { same &= owners == noted; });
-  return same;
+// Begins to watch writes by way of this tensor, if its storage is watched.
+void watch(Object* object, int64_t trainable) {
+  const TensorImpl* const tensor = tensor_of(object);
+  Memory* const memory = Memory::of(tensor);
+  if (memory && (trainable || tensor->requires_grad())) memory->train();
+  if (memory) memory->admit(*tensor);
 }
 
-int64_t note_owners(const Table* table) {
-  if (is_as_noted(*table)) for_owners(*table, [](int64_t owners, int64_t& noted) { noted = owners; });
+void put(Copy* copy, Object* buffer) {
+  Object* const before = copy->buffer;
+  copy->mark = 0, copy->lent = false;
+  copy->buffer = buffer == none ? nullptr : given(buffer);
+  copy->tensor = buffer == none ? nullptr : tensor_of(buffer);
+  if (before) Py_DecRef(before);
+}
+
+Object* buffer_of(const Copy* copy) { return given(copy->buffer ? copy->buffer : none); }
+void fix(Copy* copy) { copy->fixed = true; }
+
+// A set is what a graph reads: its copies, where its inputs have their weights, and the counters of these.
+void note_counters(int64_t n, const int64_t* slots, Object* inputs, const void** counters) {
+  for (int64_t i = 0; i < n; ++i) counters[i] = Counter::of(*input(inputs, slots[i]));
+}
+
+int64_t is_set_of(int64_t n, Copy* const* copies, const int64_t* slots, const void* const* counters, Object* inputs) {
+  for (int64_t i = 0; i < n; ++i) {
+    const TensorImpl* const weight = input(inputs, slots[i]);
+    if (!weight || Counter::of(*weight) != counters[i] || !copies[i]->is_of(*weight)) return false;
+    if (!copies[i]->memory->trainable && weight->requires_grad()) copies[i]->memory->train();
+  }
+  return true;
+}
+
+Object* buffers_of(int64_t n, Copy* const* copies) {
+  for (int64_t i = 0; i < n; ++i) if (!copies[i]->buffer) return given(none);  // its weight was freed
+  Object* const list = PyList_New(n);
+  for (int64_t i = 0; i < n; ++i) PyList_SetItem(list, i, given(copies[i]->buffer));
+  return list;
+}
+
+// The list of a set's buffers, if all are fresh; None if the set isn't of these weights, else False. With `threads`,
+// others are compared or cast before.
+Object* read_copies(int64_t n, Copy* const* copies, const int64_t* slots, const void* const* counters, Object* inputs,
+                    int64_t threads) try {
+  Object* const no = reinterpret_cast<Object*>(_Py_FalseStruct);
+  if (!is_set_of(n, copies, slots, counters, inputs)) return given(none);
+  look_at(copies, n);
+  const int64_t now = new_mark();
+  std::vector<Copy*> others;
+  for (int64_t i = 0; i < n; ++i) {
+    Copy* const c = copies[i];
+    if (c->status() == kFresh || c->queued == now) continue;
+    if (!threads || running || c->memory->open || !c->castable || !c->tensor) return given(no);
+    c->queued = now, others.push_back(c);
+  }
+  if (!others.empty()) renew(others, threads);
+  for (const Copy* c : others) if (c->status() != kFresh) return given(no);
+  return buffers_of(n, copies);
+} catch (const std::exception&) {
+  return given(none);
+}
+
+// Looks, and gives the status of each copy, plus 4 if it can't be overwritten.
+void statuses(int64_t n, Copy* const* copies, int64_t* found) {
+  look_at(copies, n);
+  for (int64_t i = 0; i < n; ++i) found[i] = copies[i]->status() + (copies[i]->writable() ? 0 : 4);
+}
+
+// Looks, and does what is possible; gives which copies have been cast.
+void renew_all(int64_t n, Copy* const* copies, int64_t threads, int64_t* cast) {
+  look_at(copies, n);
+  const int64_t before = new_mark();
+  renew({copies, copies + n}, threads);
+  for (int64_t i = 0; i < n; ++i) cast[i] = copies[i]->made > before;
+}
+
+// Around casts by others: until `note_made` the copies are invalid.
+void note_begun(int64_t n, Copy* const* copies) { ++passes; for (int64_t i = 0; i < n; ++i) copies[i]->begin_cast(); }
+void note_made(int64_t n, Copy* const* copies) { for (int64_t i = 0; i < n; ++i) copies[i]->end_cast(); }
+
+// A form of the same weight holds the same numbers as the one that it was made of; 0 if that was cast again since.
+int64_t note_made_of(Copy* copy, const Copy* of) {
+  if (copy->mark && copy->mark != of->mark) return 0;
+  copy->mark = of->mark, copy->doubt = of->doubt;
   return 1;
 }
 
-// Casts the weights whose copies were stale; 0 if one isn't where the table says, and nothing was cast.
-int64_t cast_stale(const Table* table, int64_t threads) {
-  return guarded(0, [&] {
-    const auto held = begin(*table);
-    if (!held) return 0;
-    cast_chosen(table->casts, int(threads), [&](int64_t i) { return table->stale[i]; });
-    end(*table);
-    return 1;
-  });
+void doubt_copy(Copy* copy) { copy->doubt = 0; }
+int64_t count_passes() { return passes; }
+void set_running(int64_t now) { running = now; }
+
+// Reports about storages: 0: surely written, 1: if it is trainable, 2: perhaps.
+void report(int64_t n, const void* const* storages, int64_t what) {
+  for (int64_t i = 0; i < n; ++i)
+    if (const auto m = Memory::all.find(storages[i]); m != Memory::all.end() && (what != 1 || m->second->trainable))
+      (what == 2 ? m->second->doubt : m->second->mark) = new_mark();
 }
 
-// The same in two calls, for casts by others in between: what `end_cast` takes, or 0.
-int64_t begin_cast(const Table* table) {
-  return guarded(0, [&] { return reinterpret_cast<int64_t>(begin(*table).release()); });
+// Begins a step that writes these weights: gives the list of the copies that it may write, which are invalid until
+// `close_step`, and their weights' indices. Nothing on these storages is fresh until then.
+Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** lent, int64_t room) {
+  int64_t found = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const TensorImpl* const weight = input(params, i);
+    Memory* const m = Memory::of(weight);
+    if (m && m->open) m->mark = new_mark(), m->open = false;  // a failed step may have written unseen
+    for (Copy* c : m ? m->copies : std::vector<Copy*>()) {
+      if (found == room || !c->is_of(*weight) || !c->tensor || c->tensor->itemsize() != 2) continue;
+      look_at(&c, 1);
+      if (c->status() == kFresh && c->writable()) indices[found] = i, lent[found++] = c;
+    }
+  }
+  for (int64_t i = 0; i < n; ++i) if (Memory* const m = Memory::of(input(params, i))) m->open = true;
+  for (int64_t i = 0; i < found; ++i) lent[i]->mark = 0, lent[i]->lent = true;
+  return buffers_of(found, lent);
 }
 
-int64_t end_cast(const Table* table, Held* held, int64_t written) {
-  const std::unique_ptr<Held> freed(held);
-  if (written) end(*table);
-  return 1;
-}
-
-// Begins a step that writes all these weights and their copies, none of which is stale; until it is closed none counts
-// as fresh.
-int64_t open_step(const Table* table) {
-  open(*table);
-  return 1;
-}
-
-// Ends the step: the copies hold the weights' values. 0 if anything else changed.
-int64_t close_step(const Table* table) {
-  return guarded(0, [&] { return close(*table); });
-}
-
-int64_t cast_all(const Casts* casts, int64_t threads) {
-  cast_chosen(*casts, int(threads), [](int64_t) { return true; });
-  return 1;
-}
-
-// Copies the 64 bytes at each of `runs` addresses, then the 4 bytes at each of `words` addresses, to `out`.
-int64_t read_words(int64_t runs, const int64_t* run, int64_t words, const int64_t* word, char* out) {
-  for (int64_t i = 0; i < runs; ++i, out += 64) std::memcpy(out, pointer<char>(run[i], 0), 64);
-  for (int64_t i = 0; i < words; ++i, out += 4) std::memcpy(out, pointer<char>(word[i], 0), 4);
-  return 1;
+// Ends it: the lent copies hold the weights' new values, unless others wrote as well, as the next look shows.
+void close_step(Object* params, int64_t n, Copy* const* lent, int64_t found) {
+  for (int64_t i = 0; i < n; ++i) {
+    const TensorImpl* const weight = input(params, i);
+    Memory* const m = Memory::of(weight);
+    if (!m) continue;
+    for (Counter& each : m->counters) if (each.key() == Counter::of(*weight)) each.moved();
+    m->open = false, m->mark = new_mark();
+  }
+  for (Copy* c : std::vector<Copy*>(lent, lent + found)) {
+    c->look();  // the first at this mark: reads the sample
+    if (c->lent) c->mark = c->memory->mark, c->lent = false;
+  }
 }
 }

@@ -1,11 +1,13 @@
 """Bindings as compiled graphs have them, of graphs that read one copy of each input."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 import torch
 
 from ampcompile.kernels.packed_conv import Blocks
-from ampcompile.weights import Binding, CopySpec, Form
+from ampcompile.weights import Binding, CopySpec, Form, weight_stats
 
 
 def bind(
@@ -20,3 +22,18 @@ def bind(
     columns = zip(dtypes, wide or no_slots, packed or [None] * len(dtypes), on_trial or no_slots, strict=True)
     specs = [CopySpec(i, Form(dtype, w), blocks, trial) for i, (dtype, w, blocks, trial) in enumerate(columns)]
     return Binding(specs, in_place)
+
+
+def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A list that grows by an item with each call that isn't answered by a look alone: True if a weight was cast."""
+    found: list[bool] = []
+
+    def cast_and_read(self: Binding, *args: Any) -> Any:
+        passes = weight_stats().casts
+        result = original(self, *args)
+        found.append(weight_stats().casts > passes)
+        return result
+
+    original = Binding._cast_and_read
+    monkeypatch.setattr(Binding, "_cast_and_read", cast_and_read)
+    return found

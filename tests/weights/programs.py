@@ -14,6 +14,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch.multiprocessing.reductions import StorageWeakRef
+
 import ampcompile
 from tests.weights.writers import unsampled, unseen
 
@@ -31,7 +33,7 @@ def two(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
 
 @torch.jit.script
 def scripted(w: Tensor, i: int, j: int) -> None:
-    w.data[i, j] += 1.0
+    w.data.add_(float(i + j + 1))
 
 
 class Flat(nn.Module):
@@ -77,7 +79,10 @@ class Program:
         self.weights = LAYOUTS[self.layout](self)
         self.aliases: list[Tensor] = []
         self.steps: dict[int, tuple[Any, Any]] = {}  # the scaler and optimizer of a weight, by its id
-        self.arrays: list[tuple[np.ndarray, tuple[int, ...]]] = []
+        self.arrays: list[tuple[np.ndarray, Any]] = []
+        self.called: dict[
+            int, StorageWeakRef
+        ] = {}  # storages with copies: of others, arrays are seen by a sample alone
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -96,6 +101,8 @@ class Program:
         self.log.append(f"call {mode} {[self._index(w) for w in weights]}")
         x = torch.eye(N).requires_grad_(mode == "grad")
         low = [w.detach().bfloat16() for w in weights]
+        for storage in (w.untyped_storage() for w in weights):
+            self.called[storage._cdata] = StorageWeakRef(storage)
         with MODES[mode]():
             got = self.compiled["two" if len(weights) == 2 else "one"](x, *weights)
             expected = torch.cat([F.linear(x.detach().bfloat16(), w) for w in low], 1)
@@ -273,15 +280,13 @@ def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
 
 @writer("apply_")
 def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    value = float(target[at])
-    target.detach().apply_(lambda v: v + 1 if v == value else v)
+    target.detach().apply_(lambda v: v + 1)
 
 
 @writer("map_")
 def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    other = torch.zeros(target.shape)
-    other[at] = 1
-    target.data.map_(other, lambda v, o: v + o)
+    other = torch.ones(target.shape)
+    target.detach().map_(other, lambda v, o: v + o)
 
 
 @writer("a script")
@@ -305,7 +310,7 @@ def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
 @writer("below the counters")
 def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
     with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
-        target[at] += 1
+        target += 1
 
 
 @contextlib.contextmanager
@@ -356,7 +361,9 @@ def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
 
 @writer("NumPy, kept")
 def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    program.arrays.append((target.detach().numpy(), at))
+    known = program.called.get(target.untyped_storage()._cdata)
+    seen = known is not None and not known.expired()
+    program.arrays.append((target.detach().numpy(), at if seen else ...))
 
 
 @writer("all arrays")

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ampcompile.torch_private import storages
-from ampcompile.weights import copies, gpu
-from ampcompile.weights.sample import SampledAddresses
+from ampcompile.weights import copies
+from ampcompile.weights.sample import Places
 from ampcompile.weights.spec import Form
-from ampcompile.weights.store import store
 
 Launch = Callable[[], object]
 
@@ -127,39 +126,12 @@ class Kernels:
         self.streams.launch(run)
         torch.autograd.graph.increment_version(tensors)
 
-    def recheck_(
-        self, tensors: Any, weights: Any, changed: Tensor, mark: int, rewrite: bool, workspace: Any, known: Any
-    ) -> None:
-        """Compares first elements. A repair takes two steps: what looks in between sees half of it."""
-        where = [copy.data_ptr() for copy in tensors]
-        table, looked_at = workspace.setdefault(self.streams.here, (self.table(tensors, weights, known), where))
-        assert looked_at == where, "a table of where copies were would have others' memory written"
-        halves: list[tuple[np.ndarray, np.ndarray]] = []
-
-        def run() -> None:
-            assert table, "the table is still on its way"
-            for weight, copy, count in table:
-                held, expected = words(copy, count, np.int16), rounded(weight, count)
-                if held[0] != expected[0]:
-                    changed.clamp_(min=mark)
-                    if rewrite:
-                        held[: count // 2] = expected[: count // 2]
-                        halves.append((held, expected))
-
-        def end() -> None:
-            for held, expected in halves:
-                held[:] = expected
-
-        self.streams.launch(run)
-        self.streams.launch(end)
-
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     """CPU tensors treated as a GPU's, whose memory holds NaN until a cast has run."""
     played = Streams()
     kernels = Kernels(played)
-    nothing = np.empty(0, np.int64)
 
     def keep(tensor: Tensor, stream: int) -> None:
         played.kept.setdefault(tensor.data_ptr(), set()).add(stream)
@@ -173,9 +145,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: played.here)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: played.captured is not None)
     monkeypatch.setattr(storages, "current_stream", lambda device: played.here)
-    monkeypatch.setattr(copies, "places", lambda weight: SampledAddresses(nothing, nothing))
+    monkeypatch.setattr(copies, "places", lambda weight: Places(np.empty(0, np.int64), 4))
     monkeypatch.setattr(Form, "empty_like", empty_like)
     monkeypatch.setattr(copies, "cast_many_", kernels.cast_many_)
-    monkeypatch.setattr(gpu, "recheck_", kernels.recheck_)
-    monkeypatch.setattr(store, "reports", {})
     return played

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ampcompile.errors import WeightsError
-from ampcompile.weights.store import free_copies, invalidate, weight_stats
+from ampcompile.weights import free_copies, invalidate, weight_stats
 from tests.threads import running
 from tests.weights.bindings import bind
-from tests.weights.writers import unsampled, unseen
+from tests.weights.writers import unsampled
 
 BF16, F16 = torch.bfloat16, torch.float16
 
@@ -408,23 +408,6 @@ def test_a_backward_that_waits_keeps_the_copy_that_was_freed() -> None:
     torch.testing.assert_close(x.grad[0].float(), expected, rtol=2**-6, atol=0.1)
     del loss
     assert copied() is None
-
-
-def test_only_sets_of_the_same_copies_share_what_was_made_for_them() -> None:
-    params = parameters(2)
-    binding = bind([BF16] * 2)
-    ids = tuple(map(id, params))
-    sets = []
-    for write in (lambda p: p.data, lambda p: torch.randn_like(p)):
-        binding.copies(params)
-        sets.append(binding._sets[ids])
-        params[0].data = write(params[0])
-    binding.copies(params)
-    first, second, third = *sets, binding._sets[ids]
-    assert first is not second and second.sample is first.sample and second.tables is first.tables
-    assert third.sample is not first.sample and third.tables is not first.tables
-    unseen(params[0])[0, :] += 1
-    assert same(binding.copies(params), low(params))
 
 
 @pytest.mark.parametrize("act", [free_copies, invalidate])

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import ampcompile
 import ampcompile.weights as weights
-from ampcompile.weights.copies import PAYS
+from ampcompile.weights.binding import PAYS
 from tests.threads import running
 from tests.weights.writers import unseen
 

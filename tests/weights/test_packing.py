@@ -1,7 +1,6 @@
 """Packed forms are made when they pay, renewed with the copy, and stand in for it where nobody else reads it."""
 
 import gc
-from typing import Any
 
 import pytest
 import torch
@@ -9,9 +8,8 @@ from torch import Tensor, nn
 
 from ampcompile.kernels.packed_conv import ConvBlocks
 from ampcompile.kernels.packed_linear import LinearBlocks, available
-from ampcompile.weights.binding import Binding
-from ampcompile.weights.copies import PAYS, Packed, copies_of
-from ampcompile.weights.store import free_copies, weight_stats
+from ampcompile.weights import Binding, free_copies, weight_stats
+from ampcompile.weights.binding import PAYS
 from tests.weights.bindings import bind
 
 pytestmark = pytest.mark.skipif(not available(torch.bfloat16), reason="this CPU's oneDNN has no bfloat16 products")
@@ -125,20 +123,6 @@ def test_what_may_have_been_written_is_packed_again_only_if_it_was() -> None:
     assert binding.copies(params)[0] is packed
     params[0].data[3, 3] += 1
     assert torch.equal(dense(binding.copies(params)[0]), params[0].detach().to(BF16))
-
-
-def test_another_thread_may_pack_between_two_looks() -> None:
-    class PackedMeanwhile(dict[Any, Tensor]):
-        def get(self, blocks: Any, default: Any = None) -> Any:
-            found = super().get(blocks, default)
-            copy.pack(blocks)
-            return found
-
-    params, binding = setting()
-    binding.copies(params)
-    (copy,) = copies_of(params[0])
-    copy.packed = PackedMeanwhile()
-    assert isinstance(Packed(copy, LinearBlocks()).tensor, Tensor) and copy.tensor is None
 
 
 def test_each_way_to_pack_a_weight_has_its_form() -> None:

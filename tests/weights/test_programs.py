@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.weights import programs as random_programs
-from tests.weights.searching import searches_are_unlimited as searches_are_unlimited
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ampcompile.weights.binding import Binding
-from ampcompile.weights.lending import lend
-from ampcompile.weights.store import free_copies, invalidate, weight_stats
+from ampcompile.weights import Binding, free_copies, invalidate, weight_stats, writable_copies
 from tests.weights.bindings import bind
-from tests.weights.searching import searches_are_unlimited as searches_are_unlimited
 from tests.weights.writers import unsampled, unseen
 
 BF16 = torch.bfloat16
@@ -40,7 +37,6 @@ class World:
         ]
         self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []
         self.aliases: list[Tensor] = []
-        self.lent: dict[int, dict] = {}  # what a step of each weight keeps
         self.optimizers = [torch.optim.SGD([self.weights[0]], lr=0.5, fused=True)]
 
     def call(self, graph: int, mode: str) -> None:
@@ -104,14 +100,14 @@ class World:
             torch.optim.SGD(trained, lr=0.5, fused=True).step()
         elif how == "fused step with copies":
             # The next call must not read what this step could not write.
-            loan = lend([target], self.lent.setdefault(id(target), {}))
-            found = loan.tensors[0]
+            lent = writable_copies([target])
+            found = lent.buffers[0]
             new = target.detach() * 0.5
             unseen(target)[...] = new
             for copy in found:
                 torch.from_dlpack(copy).copy_(new)
             torch.autograd.graph.increment_version([target, *found])
-            loan.wrote()
+            lent.mark_written()
         elif how == "behind PyTorch's back, announced":
             unseen(target)[unsampled(target)] += 1
             invalidate([target])

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ampcompile.weights import weight_stats
 from ampcompile.weights.copies import TRIAL
-from ampcompile.weights.store import weight_stats
-from tests.weights.searching import searches_are_unlimited as searches_are_unlimited
 from tests.weights.writers import EXACT, SAMPLED, Net
 
 MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad}
@@ -25,9 +24,9 @@ def forward(net: Net, x: Tensor, image: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def compiled_net(lower: str, mode: str) -> Net:
+def compiled_net(lower: str, mode: str, writer: str) -> Net:
     """A net whose `look()` calls it and compares with eager autocast, which keeps no cast here."""
-    net, cached = Net(), torch.compile(forward, backend="amp", options={"lower": lower})
+    net, cached = Net(writer), torch.compile(forward, backend="amp", options={"lower": lower})
 
     def look() -> None:
         x, image = torch.randn(3, 24), torch.randn(1, 3, 5, 5)
@@ -55,7 +54,7 @@ def compiled_net(lower: str, mode: str) -> Net:
 )
 @pytest.mark.parametrize("writer", [*EXACT, *SAMPLED])
 def test_the_next_call_sees_the_write(writer: str, lower: str, mode: str) -> None:
-    net = compiled_net(lower, mode)
+    net = compiled_net(lower, mode, writer)
     before = [weight.detach().clone() for weight in net.weights()]
     {**EXACT, **SAMPLED}[writer](net)
     net.look()

@@ -11,29 +11,32 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters
 
-from ampcompile.weights.sample import RUN, places
+from ampcompile.weights.sample import places
+
+
+ALIASES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "alias: .data": lambda w: w.data,
+    "alias: view of .data": lambda w: w.data.t() if w.dim() == 2 else w.data.flatten(0, 1),
+    "alias: detach": lambda w: w.detach(),
+    "alias: .data.detach()": lambda w: w.data.detach(),
+    "alias: numpy": lambda w: w.detach().numpy(),
+}
 
 
 class Net(nn.Module):
-    """Weights of several layouts; `aliases` are tensors that share their memory, taken when the model was made."""
+    """Weights of several layouts; `aliases` share their memory, made before the first call: those the writer needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, writer: str = "") -> None:
         super().__init__()
         self.linear = nn.Linear(24, 18)
         self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
         self.transposed = nn.Parameter(torch.randn(20, 12).t())
         self.frozen = nn.Parameter(torch.randn(16, 10), requires_grad=False)
         self.register_buffer("table", torch.randn(30, 4))
-        self.tied = nn.Linear(24, 18)
-        self.tied.weight = nn.Parameter(self.linear.weight.data)
-        weights = self.weights()
-        self.aliases = {
-            "data": [w.data for w in weights],
-            "view of data": [w.data.t() for w in weights[:1]] + [w.data.flatten(0, 1) for w in weights[1:2]],
-            "detached": [w.detach() for w in weights],
-            "detached data": [w.data.detach() for w in weights],
-            "numpy": [w.detach().numpy() for w in weights],
-        }
+        if writer.startswith("tied"):
+            self.tied = nn.Linear(24, 18)
+            self.tied.weight = nn.Parameter(self.linear.weight.data)
+        self.aliases = [ALIASES[writer](weight) for weight in self.weights()] if writer in ALIASES else []
 
     def weights(self) -> list[torch.Tensor]:
         return [self.linear.weight, self.conv.weight, self.transposed, self.frozen, self.table]
@@ -44,8 +47,8 @@ class Net(nn.Module):
 
 def unsampled(weight: torch.Tensor) -> tuple[int, ...]:
     """The index of an element that the sample does not look at."""
-    found = places(weight)
-    words = {int(place) + i for place in found.runs for i in range(RUN)} | set(found.words.tolist())
+    addresses, nbytes = places(weight)
+    words = {(place + i) // 4 for place in addresses.tolist() for i in range(0, nbytes, 4)}
     for index in np.ndindex(*weight.shape):
         offset = sum(i * s for i, s in zip(index, weight.stride(), strict=True)) * weight.element_size()
         if (weight.data_ptr() + offset) // 4 not in words:
@@ -93,10 +96,10 @@ one_element(".data.data", lambda net: [w.data.data for w in net.weights()])
 one_element(".detach().data", lambda net: [w.detach().data for w in net.weights()])
 one_element("view of .data", lambda net: [w.data.view(-1) for w in (net.linear.weight, net.frozen)])
 one_element("state_dict().data", lambda net: [net.state_dict()["linear.weight"].data])
-one_element("alias: .data", lambda net: net.aliases["data"])
-one_element("alias: view of .data", lambda net: net.aliases["view of data"])
-one_element("alias: detach", lambda net: net.aliases["detached"])
-one_element("alias: .data.detach()", lambda net: net.aliases["detached data"])
+one_element("alias: .data", lambda net: net.aliases)
+one_element("alias: view of .data", lambda net: net.aliases)
+one_element("alias: detach", lambda net: net.aliases)
+one_element("alias: .data.detach()", lambda net: net.aliases)
 one_element("tied weight", lambda net: [net.tied.weight])
 one_element("tied weight's .data", lambda net: [net.tied.weight.data])
 
@@ -391,12 +394,6 @@ def _(net: Net) -> None:
         weight.detach().numpy()[unsampled(weight)] += 1
 
 
-@exact("alias: numpy")
-def _(net: Net) -> None:
-    for weight, alias in zip(net.weights(), net.aliases["numpy"], strict=True):
-        alias[unsampled(weight)] *= 0.5
-
-
 @exact("dlpack")
 def _(net: Net) -> None:
     for weight in net.weights():
@@ -409,6 +406,12 @@ def _(net: Net) -> None:
         new = weight.detach().clone()
         new[unsampled(weight)] += 1
         weight.untyped_storage().copy_(new.untyped_storage())
+
+
+@sampled("alias: numpy")
+def _(net: Net) -> None:
+    for alias in net.aliases:
+        alias *= 0.5
 
 
 @sampled("raw memory")

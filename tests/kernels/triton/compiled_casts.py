@@ -5,9 +5,7 @@ import re
 import torch
 import triton.language as tl
 
-from ampcompile.kernels import recheck
 from ampcompile.kernels.triton import cast_many
-from ampcompile.kernels.triton import recheck as gpu
 from tests.kernels.triton.compiling import compiled
 
 WIDE = {torch.float64: "ld.global.v2.b64", torch.float32: "ld.global.v4.b32"}
@@ -22,11 +20,3 @@ def check(capability: int) -> None:
             hot = re.search(re.escape(instruction) + r".*?st\.global\.v2\.b32", code.ptx, re.DOTALL)
             assert hot and "bar.sync" not in hot[0], "four numbers of 16 bits at a time, none from other threads"
             assert code.stack == 0 and code.registers <= 48
-            for rewrite in (False, True):
-                code = compiled(
-                    gpu.amp_recheck,
-                    {"rows": "*i64", "count": "i32", "changed": "*i32", "mark": "i32"},
-                    {**types, "REWRITE": rewrite, "SAMPLE": recheck.SAMPLE, "ROWS": gpu.ROWS},
-                    capability,
-                )
-                assert code.stack == 0 and code.registers <= 56, "nine programs at once on a multiprocessor"

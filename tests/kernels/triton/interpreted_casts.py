@@ -5,9 +5,7 @@ import os
 import pytest
 import torch
 
-from ampcompile.kernels import recheck
 from ampcompile.kernels.triton import cast_many
-from ampcompile.kernels.triton import recheck as gpu
 from tests.compiling import same_bits
 
 assert os.environ["TRITON_INTERPRET"] == "1"
@@ -21,9 +19,6 @@ def small(monkeypatch):
     """A program takes milliseconds here: few of them."""
     monkeypatch.setattr(cast_many, "CHUNK", CHUNK)
     monkeypatch.setattr(cast_many, "BLOCK", 128)
-    monkeypatch.setattr(gpu, "BLOCK", 128)
-    monkeypatch.setattr(recheck, "CHUNK", CHUNK)
-    monkeypatch.setattr(recheck, "SAMPLE", 32)
 
 
 def weights_of(dtype):
@@ -84,26 +79,3 @@ def test_tables_are_kept_for_tensors_in_the_same_places():
         assert_same_bits(others, parts)
     assert len(known) == cast_many.MOST_TABLES
     assert cast_many.row_tables(copies, weights, CHUNK, known) is not first, "others came since"
-
-
-@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16])
-def test_recheck_equals_its_reference(target):
-    sizes = (1, 31, 32, 33, CHUNK, 2 * CHUNK + 3, 5 * CHUNK)
-    assert sum(-(-size // CHUNK) for size in sizes) % gpu.ROWS, "the last program has fewer chunks than the others"
-    for written in range(-1, len(sizes)):
-        for element in (0, 15, CHUNK - 1, -1, slice(None)):
-            weights = [torch.randn(size) for size in sizes]
-            weights[4][7] = torch.nan
-            copies = [weight.to(target) for weight in weights]
-            if written >= 0:
-                weights[written][element if isinstance(element, slice) else element % sizes[written]] *= -3
-            expected = [copy.clone() for copy in copies]
-            flags = [torch.zeros(1, dtype=torch.int32) for _ in range(2)]
-            workspace, known = {}, {}
-            gpu.recheck_(copies, weights, flags[0], 3, False, workspace, known, CHUNK, 32)
-            assert same_bits(copies, expected)
-            recheck.recheck_reference_(expected, weights, flags[1], 3, True)
-            assert flags[0].item() == flags[1].item() >= 3 * (isinstance(element, slice) and written >= 0)
-            gpu.recheck_(copies, weights, flags[0].zero_(), 3, True, workspace, known, CHUNK, 32)
-            assert flags[0].item() == flags[1].item()
-            assert same_bits(copies, expected)

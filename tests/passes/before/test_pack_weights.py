@@ -15,7 +15,7 @@ from ampcompile.passes.before.pack_weights import GELU, PackWeights
 from ampcompile.passes.graph import decision_of
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import processor
-from ampcompile.weights.copies import PAYS
+from ampcompile.weights.binding import PAYS
 from tests.compiling import same_bits
 from tests.passes.rewriting import count, rewritten
 

@@ -1,0 +1,170 @@
+"""What raises no version counter and reports to the table instead: optimizers, and whatever hands memory out.
+
+The hooks on `optimizer.step()` are torch's own interface; the patches are at the places in `patches.COPIES`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function_unary
+
+from ampcompile.torch_private import dispatcher, optimizers, patches, storages
+from ampcompile.torch_private.dtensors import local_part
+
+from .store import key_of, store
+from .table import PERHAPS_WRITTEN, TICKS, WRITTEN, WRITTEN_IF_TRAINABLE
+
+_keys = store.keys  # the object itself: every `Tensor.data` of the process looks there
+_key_of = storages.storage_address
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
+"""Storages of the parameters of each optimizer when it last stepped."""
+_running: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers in their step, or left by an error."""
+
+
+def _hand_out_data(self: Tensor) -> Tensor:
+    data = storages.read_data(self)
+    try:
+        if (key := _key_of(data)) in _keys or (
+            data is not (part := local_part(data)) and (key := _key_of(part)) in _keys
+        ):
+            store.report([key], PERHAPS_WRITTEN)
+    except (RuntimeError, TypeError):  # wrapped by a transform, without memory, or what a mode returned
+        pass
+    return data
+
+
+def _wrap_data(_: Any) -> property:
+    return property(_hand_out_data, storages.write_data, doc=storages.DATA_DOC)
+
+
+def _wrap_export(export: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what gives out memory: it is given a tensor with a counter of its own, so that its holders don't match."""
+
+    @functools.wraps(export)
+    def exporting(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        holder = self
+        try:  # torch refuses tensors that require grad, and `__torch_function__` handlers call this again
+            refused = self.requires_grad and not kwargs.get("force")
+            if (key := _key_of(self)) in _keys and not refused and not has_torch_function_unary(self):
+                with dispatcher.without_modes():
+                    holder = storages.read_data(self)
+                store.report([key], PERHAPS_WRITTEN)
+        except (RuntimeError, TypeError):
+            pass
+        return export(holder, *args, **kwargs)
+
+    return exporting
+
+
+def _wrap_sharing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method after which something else than the counters of weights may show the tensor's storage."""
+
+    @functools.wraps(method)
+    def sharing(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        if (key := key_of(self)) in _keys and key is not None:
+            store.report([key], PERHAPS_WRITTEN)
+        return result
+
+    return sharing
+
+
+def _wrap_dispatch(after_local_op: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what follows each operation on DTensors, which writes their parts without raising a version."""
+
+    @functools.wraps(after_local_op)
+    def dispatched(self: Any, op: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+        if op._schema.is_mutable:
+            given = [*args, *kwargs.values()]
+            lists = (value if isinstance(value, (list, tuple)) else (value,) for value in given)
+            parts = [local_part(value) for values in lists for value in values if isinstance(value, Tensor)]
+            store.report([key for part in parts if (key := key_of(part)) is not None], WRITTEN)
+        return after_local_op(self, op, args, kwargs, *rest)
+
+    return dispatched
+
+
+_WRAPS: dict[str, patches.Wrap] = {
+    "Tensor.data": _wrap_data,
+    "Tensor.numpy": _wrap_export,
+    "Tensor.__dlpack__": _wrap_export,
+    "dlpack.to_dlpack": _wrap_export,
+    "torch.to_dlpack": _wrap_export,
+    "Tensor.set_": _wrap_sharing,
+    "Tensor.untyped_storage": _wrap_sharing,
+}
+
+
+def watch_writers() -> None:
+    """Install the hooks and patches, at the first copy of a weight."""
+    _hook_optimizers()
+    patches.install(patches.COPIES, _WRAPS)
+
+
+def watch_shards() -> None:
+    """Install the patch for DTensors."""
+    patches.install(patches.SHARDS, {"OpDispatcher._dispatch_fast_path_python_tail": _wrap_dispatch})
+
+
+@functools.cache
+def _hook_optimizers() -> None:
+    patches.add_optimizer_hooks(_step_begins, _step_ended)
+
+
+def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return _tick(optimizer)
+    _running.add(optimizer)
+    store.table.set_running(True)
+    _stepped[optimizer] = _storages(optimizer)
+    _written_by(optimizer)
+
+
+def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return _tick(optimizer)
+    _written_by(optimizer)  # once more, for what another thread has cast meanwhile
+    _running.discard(optimizer)
+    note_running()
+
+
+def note_running() -> None:
+    """Tell the table if an optimizer is in its step, or was left by an error and still lives."""
+    store.table.set_running(len(_running) > 0)
+
+
+def _written_by(optimizer: torch.optim.Optimizer) -> None:
+    """Report the memory of the parameters as written; and all other trainable weights, which sharded optimizers write.
+
+    But if this optimizer surely writes nothing else, not what other such optimizers have stepped: in a GAN, each has
+    weights of its own.
+    """
+    owned = _stepped.get(optimizer, set())
+    elsewhere: set[int] = set()
+    if optimizers.writes_only_parameters(optimizer):
+        for other in _stepped.keyrefs():
+            if (known := other()) is not None and optimizers.writes_only_parameters(known):
+                elsewhere |= _stepped[known]
+    store.report(owned, WRITTEN)
+    store.report(set(_keys) - owned - elsewhere, WRITTEN_IF_TRAINABLE)
+
+
+def _storages(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Keys of the storages of the parameters; for DTensors, those of this rank's parts."""
+    params: Iterable[Any] = (param for group in optimizer.param_groups for param in group["params"])
+    return {key for param in params if (key := key_of(local_part(param))) is not None}
+
+
+def _tick(optimizer: torch.optim.Optimizer) -> None:
+    """Trace an operation into a compiled step that shows when it ran. Unfused optimizers raise versions anyway."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            TICKS.add_(1)
+            return

@@ -1,0 +1,137 @@
+"""The table, in C++, of what is known about weights and their copies: it holds the rule by which a copy is fresh.
+
+It reads private fields of torch's objects. So it is tested as it is loaded, on tensors whose holders are known; where
+it is wrong, or no compiler is found, no copy is kept: each call casts its weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import sysconfig
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ampcompile.kernels import native
+from ampcompile.torch_private import storages
+
+FRESH, DOUBTFUL, STALE, UNWRITABLE = 0, 1, 2, 4
+"""The statuses of copies, and what is added to those that can't be overwritten."""
+WRITTEN, WRITTEN_IF_TRAINABLE, PERHAPS_WRITTEN = 0, 1, 2
+"""What is reported about storages."""
+
+_INT, _OBJECT, _ARRAY = ctypes.c_int64, ctypes.py_object, ctypes.c_void_p
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "set_up": (None, [_INT, _INT, _INT, _INT]),
+    "holders_of": (_INT, [_OBJECT]),
+    "sharers_of": (_INT, [_OBJECT]),
+    "drop": (None, [_INT]),
+    "add_copy": (_INT, [_OBJECT, _INT, _INT, _INT, _ARRAY, _INT]),
+    "watch": (None, [_OBJECT, _INT]),
+    "put": (None, [_INT, _OBJECT]),
+    "buffer_of": (_OBJECT, [_INT]),
+    "fix": (None, [_INT]),
+    "note_counters": (None, [_INT, _ARRAY, _OBJECT, _ARRAY]),
+    "is_set_of": (_INT, [_INT, _ARRAY, _ARRAY, _ARRAY, _OBJECT]),
+    "buffers_of": (_OBJECT, [_INT, _ARRAY]),
+    "read_copies": (_OBJECT, [_INT, _ARRAY, _ARRAY, _ARRAY, _OBJECT, _INT]),
+    "statuses": (None, [_INT, _ARRAY, _ARRAY]),
+    "renew_all": (None, [_INT, _ARRAY, _INT, _ARRAY]),
+    "doubt_copy": (None, [_INT]),
+    "note_begun": (None, [_INT, _ARRAY]),
+    "note_made": (None, [_INT, _ARRAY]),
+    "note_made_of": (_INT, [_INT, _INT]),
+    "count_passes": (_INT, []),
+    "set_running": (None, [_INT]),
+    "report": (None, [_INT, _ARRAY, _INT]),
+    "open_step": (_OBJECT, [_OBJECT, _INT, _ARRAY, _ARRAY, _INT]),
+    "close_step": (None, [_OBJECT, _INT, _ARRAY, _INT]),
+}
+_log = logging.getLogger("ampcompile")
+
+
+class Table:
+    """The functions of `kernels/cpp/weights.cpp`, by name; handles are ints. `threads`, as torch has them."""
+
+    def __init__(self, library: Any) -> None:
+        for name, (returned, taken) in _FUNCTIONS.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = returned, taken
+            setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)  # for mypy: functions are set one by one
+
+
+def array(handles: Sequence[int]) -> np.ndarray:
+    """An array that C++ reads, by its `ctypes.data`."""
+    return np.array(handles, np.int64)
+
+
+@functools.cache
+def load() -> Table | None:
+    """The table; None, after a warning, where each call has to cast."""
+    reason = "this Python has no global lock"
+    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
+        library = native.library("weights")
+        reason = "the C++ compiler's message is above"
+        if library is not None:
+            found = Table(ctypes.PyDLL(library._name))
+            found.set_up(_offset_of_tensors(), id(Tensor), id(torch.nn.Parameter), storages.tensor_address(TICKS))
+            if _is_right(found):
+                return found
+            reason = "this version of torch isn't understood"
+    _log.warning("each call casts its weights, as no copy of them can be proven fresh here: %s", reason)
+    return None
+
+
+TICKS = torch.zeros(1, dtype=torch.int64, device="cpu")
+"""Written by optimizer steps that are compiled with their hooks."""
+
+
+def _offset_of_tensors() -> int:
+    """Where an object of a tensor in Python has the address of that in C++."""
+    tensors = [torch.empty(0, device="cpu") for _ in range(3)]
+    for offset in range(16, 64, 8):
+        if all(ctypes.c_int64.from_address(id(t) + offset).value == storages.tensor_address(t) for t in tensors):
+            return offset
+    return 0
+
+
+class _Counts(NamedTuple):
+    holders: int
+    sharers: int
+
+
+def _is_right(table: Table) -> bool:
+    """Check on known situations that the table sees who holds a storage, and who shares a version counter."""
+
+    def counts(tensor: Tensor) -> _Counts:
+        return _Counts(table.holders_of(tensor), table.sharers_of(tensor))
+
+    if not _offset_of_tensors():
+        return False
+    with torch.inference_mode(False), torch.enable_grad(), storages.NoTorchFunction():
+        weight = torch.nn.Parameter(torch.ones(2, 2, device="cpu"))
+        found = [counts(weight)]
+        kept: Any = storages.read_data(weight)
+        found.append(counts(weight))
+        kept = weight.detach()
+        found.append(counts(weight))
+        kept = kept.view(-1), weight.t()
+        found.append(counts(weight))
+        kept = storages.untyped_storage(weight)
+        found.append(counts(weight))
+        kept = kept[:4]
+        found.append(counts(weight))
+        kept = weight * weight  # whose backward is still to come
+        found.append(counts(weight))
+        del kept
+        found.append(counts(weight))
+    expected = [(1, 1), (2, 1), (2, 2), (4, 4), (2, 1), (2, 1), (1, 1), (1, 1)]
+    return found == expected

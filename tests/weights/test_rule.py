@@ -1,0 +1,220 @@
+"""The rule's six lines, each by what it sees and what it costs: nothing, one comparison, or one cast."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampcompile.weights import Binding, invalidate, mark_unproven, store, table, weight_stats, writable_copies
+from tests.weights.bindings import bind, comparisons
+from tests.weights.writers import unsampled, unseen
+
+BF16 = torch.bfloat16
+
+
+class Case:
+    """A weight, a frozen one, and a graph that reads both."""
+
+    def __init__(self) -> None:
+        self.weight, self.frozen = nn.Parameter(torch.randn(40, 30)), torch.randn(40, 30)
+        self.binding: Binding = bind([BF16] * 2)
+        self.kept: list[Any] = []
+        self.right()
+
+    def right(self) -> bool:
+        weights = [self.weight, self.frozen]
+        read = self.binding.copies(weights)
+        return all(torch.equal(c, w.detach().bfloat16()) for c, w in zip(read, weights, strict=True))
+
+    def one(self, tensor: Tensor) -> None:
+        with torch.no_grad():
+            tensor[unsampled(tensor)] += 1
+
+
+def step(case: Case, *params: Tensor, kind: Any = torch.optim.SGD) -> None:
+    for param in params:
+        param.grad = torch.zeros_like(param)
+        param.grad[unsampled(param)] = 1.0
+    case.kept.append(kind(params, lr=1.0, fused=True))
+    case.kept[-1].step()
+
+
+class OfAnyKind(torch.optim.SGD):
+    """Nobody knows what its step writes."""
+
+
+FREE, COMPARED, CAST = (0, 0), (1, 0), (1, 1)
+# What is done before a call, and what that call does: looks alone, compares once, or casts once.
+LINES: dict[str, tuple[Callable[[Case], object], tuple[int, int]]] = {
+    "nothing": (lambda case: None, FREE),
+    "1: another tensor of the same memory and counter": (
+        lambda case: setattr(case, "weight", case.weight.detach()),
+        FREE,
+    ),
+    "2: a write": (lambda case: case.one(case.weight), CAST),
+    "2: a write through a view": (lambda case: case.one(case.weight.detach().view(30, 40)), CAST),
+    "3: a step": (lambda case: step(case, case.weight), CAST),
+    "3: a step of another weight, by torch's own class, which writes it alone": (
+        lambda case: (step(case, case.weight), case.right(), step(case, nn.Parameter(torch.ones(40, 30)))),
+        FREE,
+    ),
+    "3: a step of another weight by another class, this one trainable": (
+        lambda case: step(case, nn.Parameter(torch.ones(40, 30)), kind=OfAnyKind),
+        CAST,
+    ),
+    "3: an optimizer that owns a frozen weight": (lambda case: step(case, nn.Parameter(case.frozen)), CAST),
+    "4: .data was read": (lambda case: case.weight.data.norm(), COMPARED),
+    "4: an array was made": (lambda case: case.frozen.numpy().mean(), COMPARED),
+    "4: a storage was given out": (lambda case: case.weight.untyped_storage(), COMPARED),
+    "5: a view is kept": (lambda case: case.kept.append(case.weight.detach()[3]), FREE),
+    "6: many numbers differ": (lambda case: unseen(case.weight).__imul__(2), CAST),
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_what_a_line_of_the_rule_sees_and_costs(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, (act, (asked, cast)) = Case(), LINES[line]
+    case.right()
+    act(case)
+    found, casts = comparisons(monkeypatch), weight_stats().casts
+    assert case.right()
+    assert len(found) == asked and weight_stats().casts == casts + cast
+    found.clear()
+    assert case.right() and not found and weight_stats().casts == casts + cast, "from now on nothing"
+
+
+def test_a_kept_alias_with_a_counter_of_its_own_is_compared_for_as_long_as_it_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case()
+    alias = case.weight.data
+    found = comparisons(monkeypatch)
+    for _ in range(3):
+        assert case.right()
+        case.one(alias)
+    assert len(found) == 3
+    del alias
+    assert case.right() and case.right() and len(found) == 4, "once more after it"
+
+
+def test_the_counters_of_all_weights_on_a_storage_explain_its_holders(monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = torch.randn(3, 20, 20)
+    weights = [nn.Parameter(part) for part in flat.clone().unbind()]
+    del flat
+    binding = bind([BF16] * 3)
+    for _ in range(3):
+        binding.copies(weights)
+    found = comparisons(monkeypatch)
+    for _ in range(3):
+        binding.copies(weights)
+    assert not found
+    with torch.no_grad():
+        weights[1].mul_(2)
+    assert torch.equal(binding.copies(weights)[1], weights[1].detach().bfloat16()) and len(found) == 1
+
+
+def test_a_step_of_ours_writes_the_copies_and_nothing_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case()
+    found = comparisons(monkeypatch)
+    for _ in range(3):
+        lent = writable_copies([case.weight])
+        unseen(case.weight)[...] *= 0.5
+        (buffer,) = lent.buffers[0]
+        buffer.copy_(case.weight.detach())
+        torch.autograd.graph.increment_version([case.weight, buffer])
+        del buffer
+        lent.mark_written()
+        del lent
+        assert case.right() and not found
+
+
+def test_a_step_that_failed_leaves_nothing_fresh() -> None:
+    case = Case()
+    lent = writable_copies([case.weight])
+    case.right()  # within the step
+    unseen(case.weight)[unsampled(case.weight)] += 1
+    assert case.right()
+    unseen(case.weight)[unsampled(case.weight)] += 1
+    assert case.right() and lent.buffers, "cast in each call"
+    writable_copies([case.weight]).mark_written()
+    assert case.right()
+
+
+def test_a_write_to_the_same_memory_during_a_step_leaves_it_to_the_next_call() -> None:
+    case = Case()
+    tied = nn.Parameter(case.weight.data)
+    other = bind([BF16])
+    other.copies([tied])
+    lent = writable_copies([case.weight])
+    case.one(tied)
+    torch.autograd.graph.increment_version([case.weight])
+    lent.mark_written()
+    assert case.right()
+
+
+def test_copies_unproven_and_announced() -> None:
+    case = Case()
+    for announce in (lambda: mark_unproven(store.store.keys), lambda: invalidate(case.weight)):
+        unseen(case.weight)[unsampled(case.weight)] += 1
+        assert not case.right(), "what nothing shows"
+        announce()
+        assert case.right()
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_zeros_of_either_sign_are_told_apart(wide: bool) -> None:
+    weight, binding = torch.zeros(40, 30), bind([BF16], wide=[wide])
+    binding.copies([weight])
+    weight.data[unsampled(weight)] = -0.0
+    (read,) = binding.copies([weight])
+    assert torch.equal(torch.signbit(read), torch.signbit(weight))
+    assert read.dtype == (torch.float32 if wide else BF16)
+
+
+def test_without_a_table_each_call_casts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(table.native, "library", lambda name: None)
+    load = table.load
+    monkeypatch.setattr(table, "load", table.load.__wrapped__)
+    with caplog.at_level(logging.WARNING, "ampcompile"):
+        binding = bind([BF16])
+    assert "each call casts its weights" in caplog.text
+    weight = nn.Parameter(torch.randn(40, 30))
+    for _ in range(3):
+        assert torch.equal(binding.copies([weight])[0], weight.detach().bfloat16())
+        unseen(weight)[unsampled(weight)] += 1
+    monkeypatch.setattr(table, "load", load)
+
+
+def test_a_torch_that_is_not_understood_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = table.load()
+    assert found is not None and table._is_right(found)
+    for name in ("holders_of", "sharers_of"):
+        with monkeypatch.context() as patch:
+            patch.setattr(found, name, lambda tensor: 1)
+            assert not table._is_right(found)
+
+
+def test_a_deep_copy_shares_nothing_and_a_moved_weight_is_cast() -> None:
+    case = Case()
+    twin = copy.deepcopy(case.weight)
+    casts = weight_stats().casts
+    case.one(twin)
+    assert case.right() and weight_stats().casts == casts
+    case.weight.data = torch.randn(40, 30)
+    assert case.right() and weight_stats().casts == casts + 1
+
+
+def test_what_waits_keeps_its_numbers_while_the_weight_goes_on() -> None:
+    case = Case()
+    x = torch.randn(2, 30, dtype=BF16, requires_grad=True)
+    loss = nn.functional.linear(x, case.binding.copies([case.weight, case.frozen])[0]).float().sum()
+    expected = case.weight.detach().bfloat16().float().sum(0)
+    for _ in range(3):
+        case.one(case.weight)
+        assert case.right()
+    loss.backward()
+    torch.testing.assert_close(x.grad[0].float(), expected, rtol=2**-6, atol=0.1)
