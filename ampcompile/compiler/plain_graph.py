@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.fx import GraphModule, Node
 
 from ampcompile.errors import DoubleBackwardError
@@ -23,8 +24,6 @@ from ampcompile.passes.graph import graphs, is_below_autograd
 from ampcompile.passes.pipeline import replay
 from ampcompile.passes.replay.enable_second_backward import has_closed_backward
 from ampcompile.torch_private import autocast, compiled_functions, pytree, regions, tracing
-
-from .shared_memory import root_of
 
 CLOSED = (
     "calls a custom autograd function whose backward reads what its forward computed along the way: expected one that "
@@ -68,6 +67,21 @@ def make_stand_in(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_()
 
 
+def _root_of(tensor: Tensor) -> Tensor:
+    """The base to which a view's gradient flows; the tensor itself if it has no gradient, or one of its own.
+
+    A custom autograd function may return a view, also of its input: the gradient of that is the function's.
+    """
+    if (base := tensor._base) is None or not (tensor.requires_grad and base.requires_grad) or tensor.is_leaf:
+        return tensor
+    node, number = tensor.grad_fn, tensor.output_nr
+    while (node, number) != (base.grad_fn, base.output_nr) and getattr(node, "variable", None) is not base:
+        if isinstance(node, BackwardCFunction | None) or len(node.next_functions) != 1:
+            return tensor
+        node, number = node.next_functions[0]
+    return base
+
+
 def hide_behind_node(
     results: Sequence[Any],
     inputs: Sequence[Tensor],
@@ -80,7 +94,7 @@ def hide_behind_node(
     `refusal`: why their gradients can't be differentiated again. `shared`: the autograd graph includes nodes of another
     one, which is behind a node of its own.
     """
-    roots = [root_of(result) if _wants_gradient(result) else None for result in results]
+    roots = [_root_of(result) if _wants_gradient(result) else None for result in results]
     outer = dict(zip(map(id, inside), inputs, strict=True))
     inner = list({id(root): root for root in roots if root is not None and id(root) not in outer}.values())
     if inner:

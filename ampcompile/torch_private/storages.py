@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from operator import attrgetter
-from sys import getrefcount
 from typing import Any
 
 import torch

@@ -22,7 +22,6 @@ from .sample import places
 from .spec import Form
 from .store import store
 
-
 TRIAL = 8
 """Calls in a row that must find a tensor, neither parameter nor buffer, unwritten before its copy is kept."""
 
