@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
 
 from ampcompile.torch_private.storages import is_dense
 
@@ -49,11 +48,11 @@ def root_of(tensor: torch.Tensor) -> torch.Tensor:
     """
     if (base := tensor._base) is None or not (tensor.requires_grad and base.requires_grad) or tensor.is_leaf:
         return tensor
-    (node, *number), (end, *last) = get_gradient_edge(tensor)[:2], get_gradient_edge(base)[:2]
-    while (node, number) != (end, last):
-        if isinstance(node, BackwardCFunction) or len(node.next_functions) != 1:
+    node, number = tensor.grad_fn, tensor.output_nr
+    while (node, number) != (base.grad_fn, base.output_nr) and getattr(node, "variable", None) is not base:
+        if isinstance(node, BackwardCFunction | None) or len(node.next_functions) != 1:
             return tensor
-        node, *number = node.next_functions[0]
+        node, number = node.next_functions[0]
     return base
 
 
