@@ -42,6 +42,7 @@ def _link_to_pages(app: Sphinx, page: str, source: list[str]) -> None:
         readme = README.read_text(encoding="utf-8").replace("](docs/", "](").replace("](C", "](../C")
         source[0] = re.sub("^<!-- README.*?-->", lambda _: readme, source[0])
         app.env.note_dependency(str(README))
+    source[0] = source[0].replace("](../README.md", "](index.md")
     for name in ("CONTRIBUTING", "CHANGELOG"):
         source[0] = source[0].replace(f"](../{name}.md", f"]({name.lower()}.md")
 

@@ -31,7 +31,9 @@ def render(report: Report, width: int | None = None) -> str:
     """The tables of all graphs, at most `width` columns wide (default: the terminal's); what was gained comes first."""
     graphs, parts = report.graphs, list[str | Table]()
     reasons: Footnotes = defaultdict(count(1).__next__)
-    parts += [gain(report), "", *([_balance_table(report.balance), ""] if report.balance else [])]
+    parts += [gain(report), ""]
+    if report.balance:
+        parts += [_balance_table(report.balance), ""]
     for index, graph in enumerate(graphs):
         parts.append(_headline(index, len(graphs), graph))
         if graph.casts or graph.backward_casts:
