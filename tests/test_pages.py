@@ -157,7 +157,6 @@ def test_a_stranger_finds_the_way_into_the_site() -> None:
     for page, title in {
         "docs/explain.md": "# Explain: every cast and why",
         "docs/placement.md": "# Cast placement",
-        "docs/proof.md": "# Proof: what holds, case by case",
     }.items():
         assert titles[page] == title
     readme, index = (ROOT / "README.md").read_text(), (ROOT / "docs/index.md").read_text()
