@@ -49,8 +49,8 @@ class Options:
     type; "float32" the same on every CPU; "torch" always torch's own 16-bit kernels. Copies of weights take 4 bytes a
     number instead of 2 where products run in float32."""
     fuse: str = "auto"
-    """Whether a linear layer and its cross entropy become one kernel: "auto" on a GPU, where that frees a tenth of its
-    memory; "none" never; "linear_cross_entropy" wherever they match, on every device."""
+    """A linear layer and its cross entropy become one kernel: "auto" on a GPU, where that frees a tenth of its memory;
+    "none" never; "linear_cross_entropy" wherever they match, on every device."""
     dynamic: bool | None = None
     """As torch.compile's. Like `fullgraph` and `mode` it may be one of the options, since torch doesn't accept `mode`
     beside options."""

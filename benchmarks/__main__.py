@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import gpu_tests, losses, machine, race, scaler_step
+from benchmarks.peers import BASELINE
 from benchmarks.plans import PLANS, pack, shrink
 from benchmarks.records import Records
 from benchmarks.tables import tabulate
@@ -61,7 +63,8 @@ def main(arguments: Sequence[str]) -> int:
         losses.measure(losses.TINY if options.tiny else losses.SIZES, options.device, records, BUILT / "caches")
     else:
         if options.plan == "gpu-check" and TESTS not in records.stages:
-            found = gpu_tests.run(["tests/kernels/test_recheck.py"] if options.tiny else ["tests"])
+            few: Any = {"paths": ["tests/kernels/test_recheck.py"], "processes": 1}
+            found = gpu_tests.run(**(few if options.tiny else {"paths": ["tests"]}))
             records.add(TESTS, "pytest", **found)
         status = int(bool(records.stages.get(TESTS, {}).get("pytest", {}).get("status", 0)))
         left = _race(options, records, began + options.seconds)
@@ -75,13 +78,16 @@ def main(arguments: Sequence[str]) -> int:
 
 def _race(options: argparse.Namespace, records: Records, until: float) -> int:
     works = [shrink(work) if options.tiny else work for work in PLANS["gpu" if options.gpu else options.plan]]
-    works = [work for work in works if options.only in work.name]
+    works = [
+        replace(work, peers=tuple(name for name in work.peers if name == BASELINE or options.peers in name))
+        for work in works
+        if options.only in work.name
+    ]
     groups = [[work] for work in works]
-    if options.gpu:
-        memory = 140.0 if options.tiny else 0.9 * torch.cuda.get_device_properties(0).total_memory / 2**30
-        groups = list(pack(works, memory))
-    caches = BUILT / "caches"
-    return race.run(groups, records, options.device, caches, options.rounds, options.gpu, until)
+    if options.device == "cuda":
+        groups = list(pack(works, 0.9 * torch.cuda.get_device_properties(0).total_memory / 2**30))
+    together = options.device == "cuda" and options.gpu
+    return race.run(groups, records, options.device, BUILT / "caches", options.rounds, together, until)
 
 
 def show(records: Records) -> str:

@@ -1,4 +1,4 @@
-"""What torch's profiler sees of a call: the names of what ran, and a GPU's time, launches and idle time."""
+"""A call as torch's profiler sees it: the names of what ran, and a GPU's time, launches and idle time."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator

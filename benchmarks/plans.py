@@ -1,4 +1,4 @@
-"""What is measured where: models, shapes and peers on two CPU cores, on a GPU, and of calls that are all host."""
+"""Plans of measurements: models, shapes and peers on two CPU cores, on a GPU, and of calls that are all host."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -58,7 +58,7 @@ CALLS = (
     *(Work(f"{count} weights", 1, 16, FLOAT32) for count in (4, 32, 150)),
     *(Work(model, 32, 0, FLOAT32, kinds) for model in ("MLP 3x64", "LeNet") for kinds in ((CALL,), ("step",))),
 )
-"""What a call costs the host."""
+"""Calls and steps that cost the host more than the processor's units."""
 ON_GPU = (
     Work("GPT 124M", 8, 1024, WAYS, STEP, gigabytes=7),
     Work("BERT classifier", 32, 128, WAYS, STEP, gigabytes=4),

@@ -121,7 +121,7 @@ def run(
     # Our C++ kernels are built once, not by each process.
     subprocess.run([sys.executable, "-c", BUILD], env={**os.environ, KERNELS: f"{caches}/kernels"}, check=False)
     for group in groups:
-        todo = [work for work in group if not all(name_stage(work, kind) in records.stages for kind in work.kinds)]
+        todo = [work for work in group if not is_noted(work, records)]
         began = monotonic()
         if todo and (left or began + longest > until):
             left += len(todo)
@@ -141,6 +141,11 @@ def run(
                     print(name_stage(race.work, kind), {n: min(f["seconds"]) for n, f in timed.items()}, flush=True)
         longest = max(longest, monotonic() - began) if todo else longest
     return left
+
+
+def is_noted(work: Work, records: Records) -> bool:
+    """True if the records hold every peer of a work in each of its kinds."""
+    return all({*work.peers} <= records.stages.get(name_stage(work, kind), {}).keys() for kind in work.kinds)
 
 
 def name_stage(work: Work, kind: str) -> str:

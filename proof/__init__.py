@@ -1,1 +1,1 @@
-"""Proof, case by case, on operators, models, training and random programs: `make proof` tries it and prints tables."""
+"""Proof, case by case, on operators, on models and in training: `make proof` tries it and prints tables."""

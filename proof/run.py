@@ -79,14 +79,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> int:
     """Run what is asked for, print each verdict; returns how many groups are left for another run."""
-    left: list[tuple[Records, str, str]] = []
+    left = [job for name in options.parts for job in _find_jobs(name, options)]
     try:
         with (
             TemporaryDirectory() as caches,
             contextlib.closing(Workers(Path(caches))) as workers,
             limit_time(60 * options.minutes),
         ):
-            left += [job for name in options.parts for job in _find_jobs(name, options)]
             while left:
                 records, name, group = left[0]
                 verdict = workers.judge(name, group, parts.load_part(name).seconds)

@@ -23,7 +23,7 @@ BUILT = ROOT / "build" / "paper.json"
 OURS = "amp_"
 """Prefix of the names of our Triton kernels."""
 COLUMNS = {"launches": 1, "calls": 1, "bytes": 1e9, "flops": 1e12, "saved": 1e9, "peak": 1e9, "roundings": 1}
-"""What is counted, and the unit in which it is shown."""
+"""Count → the unit in which it is shown."""
 Graphs = list[dict[str, Any]]
 
 

@@ -57,15 +57,15 @@ class ByHand:
                 param.copy_(master)
                 master.copy_(param)
             else:
-                param.copy_(ties_away(master))
+                param.copy_(round_ties_away(master))
 
 
-def ties_away(master: Tensor) -> Tensor:
+def round_ties_away(master: Tensor) -> Tensor:
     """Round float32 to bfloat16, ties away from zero."""
     return ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def trained(name: str, seed: int, how: str, draws: int = DRAWS) -> tuple[list[float], list[Tensor], float]:
+def train(name: str, seed: int, how: str, draws: int = DRAWS) -> tuple[list[float], list[Tensor], float]:
     """The losses of a run, step by step, its parameters at the end, and their loss on other data, in float32.
 
     The learning rate falls to 0 in a line.
@@ -104,7 +104,7 @@ def groups(everything: bool) -> list[str]:
 def run(group: str, draws: int = DRAWS) -> Verdict:
     """All runs of one model and seed; where each ends, and whether remainders gave the bits of masters by hand."""
     name, _, seed = group.partition(", seed ")
-    runs = {how: trained(name, int(seed), how, draws) for how in HOWS}
+    runs = {how: train(name, int(seed), how, draws) for how in HOWS}
     (losses, params, _), (others, weights, _) = runs[BY_HAND], runs['`"remainder"`']
     equal = losses == others and all(map(torch.equal, params, weights))
     failures = [] if equal else [Failure("bits", f"remainders end at {others[-1]:.6g}, masters at {losses[-1]:.6g}")]

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.tables import table
 from proof.convergence.subjects import SUBJECTS
-from proof.convergence.training import losses
+from proof.convergence.training import train
 from proof.part import Part
 from proof.results import Failure, Verdict
 
@@ -74,13 +74,13 @@ def tabulate(verdicts: Sequence[Verdict]) -> str:
     head = ["", "by", "float32's loss", *(f"float32 {of}" for of in ("over seeds", "shaken")), "eager autocast"]
     rows = [
         (f"{name}, {kind}", SUBJECTS[name].lower, *_cells(verdicts, name, kind, ending))
-        for (name, kind), ending in endings(verdicts).items()
+        for (name, kind), ending in find_endings(verdicts).items()
     ]
     note = "\nBoth scatters are standard errors of the mean, differences the mean's; all four in thousandths.\n"
     return table([*head, "amp", "holds", CONTROL], rows) + note
 
 
-def endings(verdicts: Sequence[Verdict]) -> dict[tuple[str, str], Ending]:
+def find_endings(verdicts: Sequence[Verdict]) -> dict[tuple[str, str], Ending]:
     """Of each model and type that has all its runs for two seeds at least."""
     found = {verdict.group: verdict.figures for verdict in verdicts}
     rows = {}
@@ -121,15 +121,15 @@ def _cells(verdicts: Sequence[Verdict], name: str, kind: str, ending: Ending) ->
 
 
 def _in_float32(name: str, seed: int) -> dict[str, list[float]]:
-    shaken = {f"shake {n}": losses(name, seed, "float32", shake=n) for n in range(SHAKES)}
-    return {"float32": losses(name, seed, "float32")} | shaken
+    shaken = {f"shake {n}": train(name, seed, "float32", shake=n) for n in range(SHAKES)}
+    return {"float32": train(name, seed, "float32")} | shaken
 
 
 def _in_16_bits(name: str, seed: int, low: torch.dtype) -> dict[str, list[float]]:
     hows = ["eager autocast", "amp", *([CONTROL] if low is torch.bfloat16 else [])]
-    found = {how: losses(name, seed, how, low) for how in hows}
+    found = {how: train(name, seed, how, low) for how in hows}
     if _apart(*(mean(found[how][-LAST:]) for how in ("amp", "eager autocast"))):
-        found["stock"] = losses(name, seed, "stock", low)
+        found["stock"] = train(name, seed, "stock", low)
     return found
 
 

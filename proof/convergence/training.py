@@ -12,7 +12,7 @@ from proof.convergence.subjects import SUBJECTS
 from proof.ops.calls import amp, eager, stock
 
 
-def losses(name: str, seed: int, how: str, low: torch.dtype = torch.bfloat16, shake: int | None = None) -> list[float]:
+def train(name: str, seed: int, how: str, low: torch.dtype = torch.bfloat16, shake: int | None = None) -> list[float]:
     """Of each step. `how`: float32, eager autocast, amp, stock (torch's compilers under autocast) or 16-bit weights.
 
     The same seed gives the same initial weights and batches. `shake` multiplies each initial weight by a random number
@@ -23,12 +23,12 @@ def losses(name: str, seed: int, how: str, low: torch.dtype = torch.bfloat16, sh
     model: Any = subject.model()
     batches = subject.batches(torch.Generator().manual_seed(seed))
     if shake is not None:
-        shaken(model, torch.Generator().manual_seed(1000 + shake))
+        shake_weights(model, torch.Generator().manual_seed(1000 + shake))
     if how == "16-bit weights":
         model.to(low)
         batches = [tuple(_in(low, part) for part in batch) for batch in batches]  # type: ignore[misc]
     torch._dynamo.reset()
-    run = compiled(how, subject.lower, low)(model)
+    run = compile_model(how, subject.lower, low)(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=subject.rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, len(batches))
     scaled = low is torch.float16 and how in ("eager autocast", "amp", "stock")
@@ -50,7 +50,7 @@ def losses(name: str, seed: int, how: str, low: torch.dtype = torch.bfloat16, sh
     return found
 
 
-def shaken(model: nn.Module, draw: torch.Generator) -> None:
+def shake_weights(model: nn.Module, draw: torch.Generator) -> None:
     """Move each weight a little."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -61,6 +61,6 @@ def _in(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
     return value.to(dtype) if value.is_floating_point() else value
 
 
-def compiled(how: str, lower: str, low: torch.dtype) -> Callable[[nn.Module], Any]:
+def compile_model(how: str, lower: str, low: torch.dtype) -> Callable[[nn.Module], Any]:
     """How a model is run: by amp, by torch's compilers, or as it is."""
     return {"amp": amp(dtype=low, lower=lower), "stock": stock(lower)}.get(how, eager)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from proof.models.case import Case
-from proof.models.judge import attempted, outcome
+from proof.models.judge import judge_differences, try_out
 from proof.models.subject import Subject
 from proof.ops.calls import amp, autocast, eager, stock
 from proof.ops.compare import Difference
@@ -82,8 +82,8 @@ def judge(group: str, case: Case, low: torch.dtype, cache: str) -> Verdict:
         text = writer.difference(ours, theirs)
         return [Difference("tokens", text)] if text else []
 
-    found = attempted(lambda: differences(amp(lower="aot_eager", dtype=low), nullcontext()))
+    found = try_out(lambda: differences(amp(lower="aot_eager", dtype=low), nullcontext()))
     if not found:
         return Verdict(group, {SAME if same else TIE: 1})
-    there = attempted(lambda: differences(stock("aot_eager"), autocast(low)))
-    return outcome(group, found, there)
+    there = try_out(lambda: differences(stock("aot_eager"), autocast(low)))
+    return judge_differences(group, found, there)

@@ -36,14 +36,14 @@ SMALL: dict[str, Any] = {
 }
 
 
-def shrunk(kind: Any, **own: Any) -> dict[str, Any]:
+def shrink_config(kind: Any, **own: Any) -> dict[str, Any]:
     """The arguments of a small configuration of that class; `own` ones win, those of its parts stand in dicts."""
     default: Any = kind()
     found = {name: value for name, value in SMALL.items() if _is_number(default, name)}
     found |= {name: 0.0 for name, value in vars(default).items() if "drop" in name and isinstance(value, float)}
     for name in kind.sub_configs:
         if (part := getattr(default, name, None)) is not None:
-            found[name] = shrunk(type(part), **own.get(name, {}))
+            found[name] = shrink_config(type(part), **own.get(name, {}))
     return {
         **found,
         **{name: value for name, value in own.items() if name not in found or name not in kind.sub_configs},
@@ -55,19 +55,19 @@ def _is_number(config: Any, name: str) -> bool:
     return not fixed and isinstance(getattr(config, name, None), int | float)
 
 
-def built(name: str, **own: Any) -> nn.Module:
+def build_model(name: str, **own: Any) -> nn.Module:
     """A model of that class."""
     import transformers
 
     kind = getattr(transformers, name)
-    config = kind.config_class(**shrunk(kind.config_class, **own))
+    config = kind.config_class(**shrink_config(kind.config_class, **own))
     config.use_cache = False
     return kind(config)
 
 
-def case(family: str, name: str, own: dict[str, Any], inputs: Callable[[], Inputs]) -> Case:
+def make_case(family: str, name: str, own: dict[str, Any], inputs: Callable[[], Inputs]) -> Case:
     """Of one row."""
-    return Case(family, partial(built, name, **own), inputs, package="transformers")
+    return Case(family, partial(build_model, name, **own), inputs, package="transformers")
 
 
 TEXTS = {
@@ -79,7 +79,7 @@ TEXTS = {
 }
 SENSES = {"vision": senses.VISION, "audio": senses.AUDIO, "several modalities": senses.SEVERAL}
 CASES = {
-    name: case(family, *row, text.pair if name == "switch" else inputs)
+    name: make_case(family, *row, text.pair if name == "switch" else inputs)
     for family, (rows, inputs) in TEXTS.items()
     for name, row in rows.items()
-} | {name: case(family, *row) for family, rows in SENSES.items() for name, row in rows.items()}
+} | {name: make_case(family, *row) for family, rows in SENSES.items() for name, row in rows.items()}

@@ -16,7 +16,7 @@ from proof.models.subject import Run, Subject
 from proof.models.tally import Tally
 from proof.ops.calls import amp, autocast, stock
 from proof.ops.compare import Difference
-from proof.ops.judge import FAILS, RAISES, STOCK_FAILS, refusals
+from proof.ops.judge import FAILS, RAISES, STOCK_FAILS, find_refusals
 from proof.results import Failure, Verdict
 
 DRAWS = (2, 6, 18)
@@ -104,7 +104,7 @@ class Attempt:
         return tally
 
 
-def attempted(act: Callable[[], Iterable[Difference]]) -> list[Difference]:
+def try_out(act: Callable[[], Iterable[Difference]]) -> list[Difference]:
     """Return the differences that `act` finds; to raise is one, and so is a graph that the backend refused."""
     torch._dynamo.reset()
     counters.clear()
@@ -113,10 +113,10 @@ def attempted(act: Callable[[], Iterable[Difference]]) -> list[Difference]:
         found += act()
     except Exception as error:
         found.append(Difference("raises", f"{type(error).__name__}: {str(error).strip()[:200]}"))
-    return found + refusals()
+    return found + find_refusals()
 
 
-def outcome(group: str, found: Sequence[Difference], there: Sequence[Difference]) -> Verdict:
+def judge_differences(group: str, found: Sequence[Difference], there: Sequence[Difference]) -> Verdict:
     """Of what is wrong, and what is wrong with stock; where that raises, nobody knows what else would be."""
     kinds = {difference.kind for difference in there}
     failures = [Failure(kind, text, kind in kinds or "raises" in kinds) for kind, text in found]
@@ -131,13 +131,13 @@ def judge(group: str, case: Case, mode: str, low: torch.dtype, lower: str) -> Ve
     except Exception:
         return Verdict(group, {RAISES: 1})
     theirs, mine = (Attempt(case, mode, low, way(low, lower)) for way in (stocks, ours))
-    there = attempted(theirs.compiling)
-    found = attempted(mine.differences)
+    there = try_out(theirs.compiling)
+    found = try_out(mine.differences)
     if not there and mine.graphs > theirs.graphs:
         found.append(Difference("graphs", f"{mine.graphs} graphs; stock {theirs.graphs}"))
     if found:
         again = Attempt(case, mode, low, stocks(low, lower))
-        verdict = outcome(group, found, attempted(again.differences))
+        verdict = judge_differences(group, found, try_out(again.differences))
     else:
         verdict = Verdict(group, {"same bits" if mine.same else "as near": 1})
     return dataclasses.replace(verdict, figures={"compile": [mine.seconds], "stock": [theirs.seconds]})

@@ -14,23 +14,23 @@ from proof.models.case import Case, Inputs
 from proof.models.plain import by_place
 
 
-def made(path: str, *args: Any, **kwargs: Any) -> Any:
-    """`made("package.module.name", ...)` is what that gives."""
+def make(path: str, *args: Any, **kwargs: Any) -> Any:
+    """Import a class or a function, and call it."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)(*args, **kwargs)
 
 
-def pictures(size: int = 32) -> Callable[[], Inputs]:
+def draw_pictures(size: int = 32) -> Callable[[], Inputs]:
     """Two pictures."""
     return lambda: {"x": torch.randn(2, 3, size, size)}
 
 
-def graph() -> Inputs:
+def draw_graph() -> Inputs:
     """Ten nodes and thirty edges."""
     return {"x": torch.randn(10, 8), "edge_index": torch.randint(0, 10, (2, 30))}
 
 
-def noised(channels: int = 3, size: int = 16, **more: Callable[[], Any]) -> Callable[[], Inputs]:
+def draw_noised(channels: int = 3, size: int = 16, **more: Callable[[], Any]) -> Callable[[], Inputs]:
     """Two noisy pictures and how noisy they are."""
     return lambda: {
         "sample": torch.randn(2, channels, size, size),
@@ -39,7 +39,7 @@ def noised(channels: int = 3, size: int = 16, **more: Callable[[], Any]) -> Call
     }
 
 
-def found(run: Callable[..., Any], inputs: Inputs) -> Any:
+def find_boxes(run: Callable[..., Any], inputs: Inputs) -> Any:
     """A detector's losses, if it is in training; else the scores of what it finds, and the sum of the boxes: their
     order is another one where two scores are rounded to one.
     """
@@ -51,7 +51,7 @@ def found(run: Callable[..., Any], inputs: Inputs) -> Any:
     return [(result["scores"], result["boxes"].sum(0)) for result in results]
 
 
-def backbone() -> nn.Module:
+def make_backbone() -> nn.Module:
     """Two convolutions, for a detector."""
     module: Any = nn.Sequential(
         nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 32, 3, 2, 1), nn.ReLU()
@@ -60,45 +60,45 @@ def backbone() -> nn.Module:
     return module
 
 
-def detector(name: str, sizes: tuple[int, ...] = (8, 16)) -> nn.Module:
+def make_detector(name: str, sizes: tuple[int, ...] = (8, 16)) -> nn.Module:
     """A detector of torchvision over a small backbone. It keeps all boxes: how many are above a threshold depends on
     roundings.
     """
     ratios = (0.5, 1.0)[: len(sizes)]
-    anchors = made("torchvision.models.detection.anchor_utils.AnchorGenerator", (sizes,), (ratios,))
+    anchors = make("torchvision.models.detection.anchor_utils.AnchorGenerator", (sizes,), (ratios,))
     size = {"num_classes": 3, "min_size": 32, "max_size": 32}
     kept = {"score_thresh": 0.0, "nms_thresh": 1.0, "topk_candidates": 10_000, "detections_per_img": 10_000}
-    return made(f"torchvision.models.detection.{name}", backbone(), anchor_generator=anchors, **size, **kept)
+    return make(f"torchvision.models.detection.{name}", make_backbone(), anchor_generator=anchors, **size, **kept)
 
 
-def segmenter(name: str, head: str, *args: Any) -> nn.Module:
+def make_segmenter(name: str, head: str, *args: Any) -> nn.Module:
     """A segmenter of torchvision over a small backbone."""
     names = importlib.import_module("torchvision.models._utils")
-    layers = names.IntermediateLayerGetter(backbone(), {"4": "out"})
-    return made(
-        f"torchvision.models.segmentation.{name}", layers, made(f"torchvision.models.segmentation.{head}", *args)
+    layers = names.IntermediateLayerGetter(make_backbone(), {"4": "out"})
+    return make(
+        f"torchvision.models.segmentation.{name}", layers, make(f"torchvision.models.segmentation.{head}", *args)
     )
 
 
-def convnext() -> nn.Module:
+def make_convnext() -> nn.Module:
     """ConvNeXt in two stages."""
     block = importlib.import_module("torchvision.models.convnext").CNBlockConfig
-    return made("torchvision.models.ConvNeXt", [block(8, 16, 1), block(16, None, 1)], num_classes=8)
+    return make("torchvision.models.ConvNeXt", [block(8, 16, 1), block(16, None, 1)], num_classes=8)
 
 
 VISION = "torchvision.models"
 TORCHVISION: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "mobilenet v2": (partial(made, f"{VISION}.mobilenet_v2", width_mult=0.1, num_classes=8), by_place),
-    "mobilenet v3": (partial(made, f"{VISION}.mobilenet_v3_small", width_mult=0.1, num_classes=8), by_place),
-    "mnasnet": (partial(made, f"{VISION}.MNASNet", 0.1, num_classes=8), by_place),
-    "densenet": (partial(made, f"{VISION}.DenseNet", 4, (2, 2), 8, num_classes=8), by_place),
-    "vit": (partial(made, f"{VISION}.VisionTransformer", 32, 8, 2, 2, 32, 48, num_classes=8), by_place),
-    "swin": (partial(made, f"{VISION}.SwinTransformer", [4, 4], 8, [1, 1], [2, 2], [2, 2], num_classes=8), by_place),
-    "convnext": (convnext, by_place),
-    "retinanet": (partial(detector, "RetinaNet"), found),
-    "fcos": (partial(detector, "FCOS", sizes=(8,)), found),
-    "deeplabv3": (partial(segmenter, "DeepLabV3", "deeplabv3.DeepLabHead", 32, 4, (2, 3)), by_place),
-    "fcn": (partial(segmenter, "FCN", "fcn.FCNHead", 32, 4), by_place),
+    "mobilenet v2": (partial(make, f"{VISION}.mobilenet_v2", width_mult=0.1, num_classes=8), by_place),
+    "mobilenet v3": (partial(make, f"{VISION}.mobilenet_v3_small", width_mult=0.1, num_classes=8), by_place),
+    "mnasnet": (partial(make, f"{VISION}.MNASNet", 0.1, num_classes=8), by_place),
+    "densenet": (partial(make, f"{VISION}.DenseNet", 4, (2, 2), 8, num_classes=8), by_place),
+    "vit": (partial(make, f"{VISION}.VisionTransformer", 32, 8, 2, 2, 32, 48, num_classes=8), by_place),
+    "swin": (partial(make, f"{VISION}.SwinTransformer", [4, 4], 8, [1, 1], [2, 2], [2, 2], num_classes=8), by_place),
+    "convnext": (make_convnext, by_place),
+    "retinanet": (partial(make_detector, "RetinaNet"), find_boxes),
+    "fcos": (partial(make_detector, "FCOS", sizes=(8,)), find_boxes),
+    "deeplabv3": (partial(make_segmenter, "DeepLabV3", "deeplabv3.DeepLabHead", 32, 4, (2, 3)), by_place),
+    "fcn": (partial(make_segmenter, "FCN", "fcn.FCNHead", 32, 4), by_place),
 }
 TIMM: dict[str, dict[str, Any]] = {
     "test_vit": {"img_size": 64},
@@ -129,11 +129,11 @@ CODED = {
     "latent_channels": 4,
 }
 DIFFUSERS: dict[str, tuple[str, dict[str, Any], Callable[[], Inputs]]] = {
-    "unet": ("UNet2DModel", {"sample_size": 16, "attention_head_dim": 4, **DOWN_UP, **BLOCKS}, noised()),
+    "unet": ("UNet2DModel", {"sample_size": 16, "attention_head_dim": 4, **DOWN_UP, **BLOCKS}, draw_noised()),
     "conditional unet": (
         "UNet2DConditionModel",
         {"sample_size": 16, "in_channels": 4, "out_channels": 4, **CROSS, **BLOCKS},
-        noised(4, encoder_hidden_states=lambda: torch.randn(2, 5, 16)),
+        draw_noised(4, encoder_hidden_states=lambda: torch.randn(2, 5, 16)),
     ),
     "dit": (
         "DiTTransformer2DModel",
@@ -182,27 +182,27 @@ GEOMETRIC = ("GCN", "GAT", "GraphSAGE", "GIN", "EdgeCNN")
 
 
 def _timm(name: str, **own: Any) -> nn.Module:
-    return made("timm.create_model", name, num_classes=8, **own)
+    return make("timm.create_model", name, num_classes=8, **own)
 
 
 CASES = {
     **{
-        f"timm {n}": Case("timm", partial(_timm, n, **own), pictures(own.get("img_size", 64)), by_place, "timm")
+        f"timm {n}": Case("timm", partial(_timm, n, **own), draw_pictures(own.get("img_size", 64)), by_place, "timm")
         for n, own in TIMM.items()
     },
     **{
-        f"torchvision {n}": Case("torchvision", make, pictures(), call, "torchvision")
-        for n, (make, call) in TORCHVISION.items()
+        f"torchvision {n}": Case("torchvision", build, draw_pictures(), call, "torchvision")
+        for n, (build, call) in TORCHVISION.items()
     },
     **{
-        f"diffusers {n}": Case("diffusers", partial(made, f"diffusers.{kind}", **own), inputs, package="diffusers")
+        f"diffusers {n}": Case("diffusers", partial(make, f"diffusers.{kind}", **own), inputs, package="diffusers")
         for n, (kind, own, inputs) in DIFFUSERS.items()
     },
     **{
         f"torch_geometric {n.lower()}": Case(
             "torch_geometric",
-            partial(made, f"torch_geometric.nn.models.{n}", 8, 16, 2, 4),
-            graph,
+            partial(make, f"torch_geometric.nn.models.{n}", 8, 16, 2, 4),
+            draw_graph,
             package="torch_geometric",
         )
         for n in GEOMETRIC

@@ -19,7 +19,7 @@ UNWRITTEN |= {"resize_as_"}
 
 
 @cache
-def operators() -> dict[str, Any]:
+def list_operators() -> dict[str, Any]:
     """Every entry, by name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -31,19 +31,19 @@ def operators() -> dict[str, Any]:
     return {info.full_name: info for info in op_db}
 
 
-def drawn(name: str, rest: bool = False) -> Iterator[tuple[int, Call]]:
+def draw_calls(name: str, rest: bool = False) -> Iterator[tuple[int, Call]]:
     """The calls of an operator's default sample with their places among all of them; or the `rest`."""
-    calls = samples(name)
+    calls = make_calls(name)
     chosen = random.Random(name).sample(range(len(calls)), min(DRAWN, len(calls)))
     for place in sorted(set(range(len(calls))) - set(chosen) if rest else chosen):
         yield place, calls[place]
 
 
-def samples(name: str, at_most: int | None = None) -> list[Call]:
+def make_calls(name: str, at_most: int | None = None) -> list[Call]:
     """The calls of an operator, in float32 where it takes that, always with the same numbers; none if torch can't
     make any on this device.
     """
-    info = operators()[name]
+    info = list_operators()[name]
     dtype = torch.float32 if torch.float32 in info.dtypes else next(iter(sorted(info.dtypes, key=str)), torch.float32)
     differentiable = info.supports_autograd and dtype.is_floating_point
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):

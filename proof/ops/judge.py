@@ -66,7 +66,7 @@ def judge(call: Call, setting: Setting, unwritten: bool) -> tuple[str, list[Fail
     except Exception:
         return RAISES, []
     random = unwritten or not same_numbers(theirs, call.run(eager, autocast(setting.low), setting.gradients, seed=1))
-    exact = in_float64(call, setting.gradients)
+    exact = run_in_float64(call, setting.gradients)
     compare = lambda run: differences(run, theirs, exact, random)  # noqa: E731
     ours, found = attempt(call, setting.amp(), setting.around(), setting.gradients, compare)
     if not found:
@@ -78,7 +78,7 @@ def judge(call: Call, setting: Setting, unwritten: bool) -> tuple[str, list[Fail
     return STOCK_FAILS if all(failure.stock for failure in failures) else FAILS, failures
 
 
-def in_float64(call: Call, gradients: bool) -> Run | None:
+def run_in_float64(call: Call, gradients: bool) -> Run | None:
     """The call without autocast in float64, or in float32 if there is no kernel for that."""
     for wide in (call.in_double(), call):
         try:
@@ -102,10 +102,10 @@ def attempt(
         run = call.run(how, around, gradients)
     except Exception as error:
         return None, [Difference("raises", f"{type(error).__name__}: {str(error).strip()[:200]}")]
-    return run, compare(run) + refusals()
+    return run, compare(run) + find_refusals()
 
 
-def refusals() -> list[Difference]:
+def find_refusals() -> list[Difference]:
     """The first graph that the backend refused since counters were cleared, if there is one."""
     refused = [reason for reason in counters["unimplemented"] if REFUSED in reason][:1]
     return [Difference("refused", text.partition(REFUSED)[2].splitlines()[0].replace("`", "")) for text in refused]

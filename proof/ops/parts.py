@@ -17,7 +17,7 @@ from ampcompile.dtypes import LOW
 from proof.ops import database
 from proof.ops.calls import Call, autocast, eager
 from proof.ops.compare import Difference, Run, dense, too_far
-from proof.ops.judge import FAILS, RAISES, STOCK_FAILS, Setting, attempt, in_float64, judge, verdict
+from proof.ops.judge import FAILS, RAISES, STOCK_FAILS, Setting, attempt, judge, run_in_float64, verdict
 from proof.part import Part
 from proof.results import Failure, Verdict
 from proof.show import share_held, tabulate_counts
@@ -36,24 +36,24 @@ WRITTEN_PAIRS = ("f32 x f32", "bf16 x f32", "f32 x bf16", "f16 x f32", "f32 x f1
 """The type of what is written, and that of the other operands."""
 
 
-def settings_of(everything: bool) -> list[str]:
+def list_settings(everything: bool) -> list[str]:
     """Four settings of each operator, or all eight, and the rest of its samples."""
     settings, beyond = (SETTINGS, ("", REST)) if everything else (sorted(DEFAULT), ("",))
-    return [f"{name}, {s}{rest}" for name in database.operators() for s in settings for rest in beyond]
+    return [f"{name}, {s}{rest}" for name in database.list_operators() for s in settings for rest in beyond]
 
 
 def run_setting(group: str) -> Verdict:
     """Of the samples drawn, or of the rest."""
     name, _, text = group.partition(", ")
     setting, unwritten = SETTINGS[text.removesuffix(REST)], name in database.UNWRITTEN
-    calls = database.drawn(name, rest=text.endswith(REST))
+    calls = database.draw_calls(name, rest=text.endswith(REST))
     return verdict(group, ((place, judge(call, setting, unwritten)) for place, call in calls))
 
 
-def lowered(everything: bool) -> list[str]:
+def list_lowered(everything: bool) -> list[str]:
     """Operators drawn by a seed, the settings in turn."""
     count, settings = OPERATORS_LOWERED * (10 if everything else 1), sorted(DEFAULT)
-    names = random.Random(0).sample(sorted(database.operators()), count)
+    names = random.Random(0).sample(sorted(database.list_operators()), count)
     return [f"{name}, {settings[n % len(settings)]}" for n, name in enumerate(names)]
 
 
@@ -61,13 +61,13 @@ def run_lowered(group: str) -> Verdict:
     """One call, against stock Inductor."""
     name, _, text = group.partition(", ")
     setting = SETTINGS[text]._replace(lower="inductor")
-    calls = list(database.drawn(name))[:1]
+    calls = list(database.draw_calls(name))[:1]
     return verdict(group, ((place, judge(call, setting, name in database.UNWRITTEN)) for place, call in calls))
 
 
-def mixed(everything: bool) -> list[str]:
+def list_mixed(everything: bool) -> list[str]:
     """All pairs, always."""
-    return [f"{name}, {pair}" for name in database.operators() if _first(name) is not None for pair in MIXED_PAIRS]
+    return [f"{name}, {pair}" for name in database.list_operators() if _first(name) is not None for pair in MIXED_PAIRS]
 
 
 def run_mixed(group: str) -> Verdict:
@@ -84,9 +84,9 @@ def run_mixed(group: str) -> Verdict:
     return verdict(group, [(0, judged)])
 
 
-def in_place(everything: bool) -> list[str]:
+def list_in_place(everything: bool) -> list[str]:
     """All pairs, always."""
-    names = [name for name, info in database.operators().items() if info.inplace_variant is not None]
+    names = [name for name, info in database.list_operators().items() if info.inplace_variant is not None]
     return [f"{name}, {pair}" for name in names for pair in WRITTEN_PAIRS]
 
 
@@ -95,7 +95,7 @@ def run_in_place(group: str) -> Verdict:
     name, _, pair = group.partition(", ")
     first, others = (TYPES[short] for short in pair.split(" x "))
     low = next((dtype for dtype in (first, others) if dtype.itemsize == 2), torch.bfloat16)
-    calls = [(place, _typed(_writing(name, call), first, others)) for place, call in database.drawn(name)]
+    calls = [(place, _typed(_writing(name, call), first, others)) for place, call in database.draw_calls(name)]
     judged = (
         (place, judge(call, Setting(low, ambient=True, gradients=gradients), name in database.UNWRITTEN))
         for gradients, (place, call) in zip((True, False), calls, strict=False)
@@ -105,7 +105,7 @@ def run_in_place(group: str) -> Verdict:
 
 def _first(name: str) -> Call | None:
     """An operator's first call with several floating operands."""
-    return next((call for call in database.samples(name, at_most=8) if len(call.floats()) > 1), None)
+    return next((call for call in database.make_calls(name, at_most=8) if len(call.floats()) > 1), None)
 
 
 def _typed(call: Call, first: torch.dtype, others: torch.dtype) -> Call:
@@ -114,7 +114,7 @@ def _typed(call: Call, first: torch.dtype, others: torch.dtype) -> Call:
 
 def _writing(name: str, call: Call) -> Call:
     """The call in place, on a copy: of inputs autograd keeps what it needs."""
-    write = database.operators()[name].inplace_variant
+    write = database.list_operators()[name].inplace_variant
 
     def op(first: Any, *args: Any, **kwargs: Any) -> Any:
         return write(first.clone(), *args, **kwargs)
@@ -129,21 +129,23 @@ def _uniform(call: Call, setting: Setting) -> Run | None:
         runs = [low.run(eager, autocast(setting.low), False, seed) for seed in (0, 1)]
     except Exception:
         return None
-    return runs[0] if too_far_from(runs[0], runs[1], runs[1]) == [] else None
+    return runs[0] if compare_with_float64(runs[0], runs[1], runs[1]) == [] else None
 
 
 def _judge_alone(mixed: Call, uniform: Run, setting: Setting) -> tuple[str, list[Failure]]:
     """Of a call that eager autocast refuses: ours may refuse it, or be as near as one without a mixture."""
-    exact = in_float64(mixed, False)
+    exact = run_in_float64(mixed, False)
     if exact is None:
         return RAISES, []
-    ours, found = attempt(mixed, setting.amp(), setting.around(), False, lambda run: too_far_from(run, uniform, exact))
+    ours, found = attempt(
+        mixed, setting.amp(), setting.around(), False, lambda run: compare_with_float64(run, uniform, exact)
+    )
     if ours is None:
         return RAISES, []
     return (FAILS, [Failure(*each) for each in found]) if found else ("ours runs", [])
 
 
-def too_far_from(run: Run, theirs: Run, exact: Run) -> list[Difference]:
+def compare_with_float64(run: Run, theirs: Run, exact: Run) -> list[Difference]:
     """Results further from float64 than another run's, whatever their types."""
     rows = zip(run.results, theirs.results, exact.results, strict=True)
     texts = [too_far(*map(dense, row)) for row in rows if all(isinstance(value, torch.Tensor) for value in row)]
@@ -174,7 +176,7 @@ OPERATORS = _part(
 Of random numbers, and of memory that nobody wrote, all but the values count. What doesn't hold is tried on stock
 `aot_eager` under autocast too.
 """,
-    settings_of,
+    list_settings,
     run_setting,
 )
 MIXED = _part(
@@ -184,7 +186,7 @@ the first operand in one type and the others in another; autocast's own type is 
 autocast raises, amp may raise too; if it runs, its results are as near to float64 as those of the same call with all
 operands in 16 bits.
 """,
-    mixed,
+    list_mixed,
     run_mixed,
     seconds=300.0,
 )
@@ -193,7 +195,7 @@ IN_PLACE = _part(
     """Each operator that has a form which writes its first operand, inside autocast, by the same rules: that
 operand, a copy of an input, in one type and the others in another.
 """,
-    in_place,
+    list_in_place,
     run_in_place,
     seconds=300.0,
 )
@@ -201,6 +203,6 @@ INDUCTOR = _part(
     "Operators, by Inductor",
     """One call of operators drawn by a seed, by the same rules; "stock" is Inductor under autocast.
 """,
-    lowered,
+    list_lowered,
     run_lowered,
 )

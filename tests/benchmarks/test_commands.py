@@ -43,10 +43,13 @@ def test_a_test_run_tells_what_failed_and_stops_in_time(tmp_path: Path) -> None:
         "import pytest, time\npytestmark = pytest.mark.gpu\n"
         "def test_right(): pass\ndef test_wrong(): assert 0\ndef test_slow(): time.sleep(600)\n"
     )
-    found = gpu_tests.run([str(test), "--override-ini=addopts=", "-o", "markers=gpu", "-k", "not slow"])
+    found = gpu_tests.run([str(test), "--override-ini=addopts=", "-o", "markers=gpu", "-k", "not slow"], processes=2)
     assert found["status"] == 1 and "1 failed, 1 passed" in found["said"]
     assert [name.rpartition("::")[2] for name in found["failed"]] == ["test_wrong"]
-    assert gpu_tests.run([str(test), "--override-ini=addopts=", "-o", "markers=gpu"], seconds=8)["status"] == 124
+    assert (
+        gpu_tests.run([str(test), "--override-ini=addopts=", "-o", "markers=gpu"], seconds=8, processes=2)["status"]
+        == 124
+    )
 
 
 @pytest.mark.parametrize("path", [*sorted(RESULTS.glob("[!g]*.json")), RESULTS / "gpu-h200-steps.json"])

@@ -17,7 +17,7 @@ def test_rounding_by_hand_is_that_of_remainders() -> None:
     param = torch.empty_like(numbers, dtype=torch.bfloat16)
     checksums = torch.empty(-(-len(param) // SPAN), dtype=torch.int32)
     write_master(param, torch.empty_like(param, dtype=torch.int16), checksums, numbers)
-    assert torch.equal(masters.ties_away(numbers).view(torch.int16), param.view(torch.int16))
+    assert torch.equal(masters.round_ties_away(numbers).view(torch.int16), param.view(torch.int16))
     assert not torch.equal(param, numbers.bfloat16())
 
 
@@ -30,7 +30,7 @@ def test_a_short_run_has_equal_bits_and_ways_that_end_apart() -> None:
 
 def test_other_bits_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = {how: ([3.0, 1.0], [torch.ones(2)], 1.0) for how in masters.HOWS}
-    monkeypatch.setattr(masters, "trained", lambda name, seed, how, draws: ends[how])
+    monkeypatch.setattr(masters, "train", lambda name, seed, how, draws: ends[how])
     assert not masters.run("GPT, seed 1").failures
     for other in (([3.5, 1.0], [torch.ones(2)], 1.0), ([3.0, 1.0], [torch.zeros(2)], 1.0)):
         ends['`"remainder"`'] = other

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from proof.models import generating, judge, sweep
-from proof.models.hub import shrunk
+from proof.models.hub import shrink_config
 from proof.models.judge import DRAWS, Way
 from proof.models.missing_ops import nms
 from proof.models.subject import MODES, Run, Subject
@@ -176,10 +176,10 @@ def test_boxes_that_a_better_one_covers_are_dropped() -> None:
 
 def test_configurations_are_shrunk_with_their_parts() -> None:
     transformers = pytest.importorskip("transformers")
-    found = shrunk(transformers.CLIPConfig, vision_config={"image_size": 8})
+    found = shrink_config(transformers.CLIPConfig, vision_config={"image_size": 8})
     assert found["vision_config"]["image_size"] == 8 and found["text_config"]["hidden_size"] == 32
     assert found["text_config"]["attention_dropout"] == 0.0
-    assert "head_dim" not in shrunk(transformers.FalconConfig), "it is computed there"
+    assert "head_dim" not in shrink_config(transformers.FalconConfig), "it is computed there"
 
 
 @pytest.mark.parametrize("cache", [pytest.param(name, marks=pytest.mark.ci) for name in generating.CACHES])

@@ -20,7 +20,7 @@ MATMUL = Call(torch.matmul, (torch.ones(2, 3, requires_grad=True), torch.ones(3,
 
 def test_groups_are_names_and_all_are_more() -> None:
     few, everything = OPERATORS.groups(False), OPERATORS.groups(True)
-    assert len(few) == 4 * len(database.operators()) and set(few) < set(everything)
+    assert len(few) == 4 * len(database.list_operators()) and set(few) < set(everything)
     assert len(DEFAULT) == 4 and len(SETTINGS) == 8
     assert {(s.ambient, s.gradients) for name, s in SETTINGS.items() if name in DEFAULT} == {
         (True, True),
@@ -29,11 +29,11 @@ def test_groups_are_names_and_all_are_more() -> None:
 
 
 def test_the_sample_and_the_rest_are_all_calls_always_the_same() -> None:
-    drawn, again = list(database.drawn("add")), list(database.drawn("add"))
+    drawn, again = list(database.draw_calls("add")), list(database.draw_calls("add"))
     assert [place for place, _ in drawn] == [place for place, _ in again] and len(drawn) == database.DRAWN
     assert all(torch.equal(a.floats()[0], b.floats()[0]) for (_, a), (_, b) in zip(drawn, again, strict=True))
-    places = [place for place, _ in (*drawn, *database.drawn("add", rest=True))]
-    assert sorted(places) == list(range(len(database.samples("add"))))
+    places = [place for place, _ in (*drawn, *database.draw_calls("add", rest=True))]
+    assert sorted(places) == list(range(len(database.make_calls("add"))))
 
 
 @pytest.mark.parametrize("name", DEFAULT)

@@ -25,7 +25,7 @@ def test_what_holds_is_counted_and_what_doesnt_is_told_with_its_reason(tmp_path:
     text = show(["in_place"], tmp_path)
     assert "a CPU, no 16-bit units; Linux, Python 3, torch 2; commit c." in text
     assert "75.00% hold: 3 of 4" in text and "So far 2 of the sample's" in text
-    assert "| `abs` | strides | 1 | no | cause not known yet; f32 x f32: a \\| b |" in text
+    assert "| `abs, f32 x f32` | strides | 1 | no | cause not known yet; a \\| b |" in text
     assert f"| `{entry.name}` | {entry.kind} | 2 | yes | {entry.reason}; f32 x f32: so |" in text
     assert show(["ops"], tmp_path) == ""
 
