@@ -22,7 +22,6 @@ import platform
 import shutil
 import stat
 import subprocess
-import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -168,29 +167,6 @@ def call(name: str, tensors: int, *arrays: torch.Tensor | np.ndarray | None) -> 
     function.restype = None
     addresses = [a if a is None else a.data_ptr() if isinstance(a, torch.Tensor) else a.ctypes.data for a in arrays]
     function(tensors, *addresses, torch.get_num_threads())
-
-
-@functools.cache
-def weights_function(name: str, arguments: int) -> Any:
-    """A function of the library of weights that takes and returns integers; None if it can't be built.
-
-    No other thread of Python runs meanwhile, unless the function allows it; so a Python without its lock has none.
-    """
-    if sysconfig.get_config_var("Py_GIL_DISABLED") or (loaded := library("weights")) is None:
-        return None
-    function = getattr(ctypes.PyDLL(loaded._name), name)
-    function.argtypes, function.restype = [ctypes.c_int64] * arguments, ctypes.c_int64
-    return function
-
-
-def table(*groups: Sequence[Sequence[int] | np.ndarray], also: Sequence[int] = ()) -> tuple[np.ndarray, Any]:
-    """A struct of int64 fields for C++, and its rows, to be kept as long as it is used.
-
-    Each group becomes the length of its first row, the shortest, and the addresses of all; `also` are the last fields.
-    """
-    rows = [[np.array(row, dtype=np.int64) for row in group] for group in groups]
-    counted = (field for group in rows for field in (len(group[0]), *(row.ctypes.data for row in group)))
-    return np.array([*counted, *also], dtype=np.int64), rows
 
 
 def group_values(groups: Sequence[Any]) -> np.ndarray:

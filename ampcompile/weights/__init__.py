@@ -17,7 +17,6 @@ __all__ = [
     "hoistable",
     "invalidate",
     "mark_unproven",
-
     "release_masters",
     "weight_stats",
     "writable_copies",

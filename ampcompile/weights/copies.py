@@ -22,7 +22,6 @@ from .sample import places
 from .spec import Form
 from .store import store
 
-
 TRIAL = 8
 """Calls in a row that must find a tensor, neither parameter nor buffer, unwritten before its copy is kept."""
 
@@ -122,7 +121,7 @@ def is_fresh(packed: Copy, weight: Tensor) -> bool:
 
 @profiling.named("amp: refresh copies of weights")
 def freshen(reads: Sequence[tuple[Copy, Tensor]]) -> bool:
-    """Make strided copies hold their weights' values: doubtful ones are compared, stale ones cast. True if one was cast.
+    """Make strided copies hold their weights' values: compare doubtful ones, cast stale ones. True if one was cast.
 
     A copy that a pending backward holds gets another buffer. Where the host would have to wait for a GPU's answer, and
     for other types than float32, doubtful copies are cast too.

@@ -129,7 +129,9 @@ def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMaste
     return ReleasedMasters(model, freed, reasons)
 
 
-def _dtypes_read(weights: Mapping[str, Tensor], kept_names: Iterable[str]) -> tuple[dict[str, torch.dtype], dict[str, str]]:
+def _dtypes_read(
+    weights: Mapping[str, Tensor], kept_names: Iterable[str]
+) -> tuple[dict[str, torch.dtype], dict[str, str]]:
     """Return the type that each weight can have, and why the others stay in float32."""
     read_whole, dtypes, reasons = store.read_whole(), dict[str, torch.dtype](), dict[str, str]()
     for name, weight in weights.items():
@@ -180,7 +182,9 @@ def _refuse_loads(model: nn.Module) -> None:
             module.register_load_state_dict_pre_hook(_refuse_load)
 
 
-def _refuse_load(module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+def _refuse_load(
+    module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
     if metadata.get("assign_to_params_buffers"):
         return
     for name, weight in module.named_parameters():

@@ -31,7 +31,9 @@ _running: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 def _hand_out_data(self: Tensor) -> Tensor:
     data = storages.read_data(self)
     try:
-        if (key := _key_of(data)) in _keys or (data is not (part := local_part(data)) and (key := _key_of(part)) in _keys):
+        if (key := _key_of(data)) in _keys or (
+            data is not (part := local_part(data)) and (key := _key_of(part)) in _keys
+        ):
             store.report([key], PERHAPS_WRITTEN)
     except (RuntimeError, TypeError):  # wrapped by a transform, without memory, or what a mode returned
         pass

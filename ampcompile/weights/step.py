@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from . import gpu, table
+from . import gpu
 from .store import store
 
 

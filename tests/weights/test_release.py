@@ -193,7 +193,10 @@ HOLDERS: dict[str, tuple[Callable[[Any], object], str]] = {
     "a view": (lambda model: model[0].first.weight.detach()[0], "something else holds its memory"),
     "an array": (lambda model: model[0].first.weight.detach().numpy(), "something else holds its memory"),
     "a graph without copies": (read_in_float32, "a compiled graph reads it in float32"),
-    "another type": (lambda model: called(model, torch.randn(4, 64), dtype=torch.float16), "compiled graphs read it as"),
+    "another type": (
+        lambda model: called(model, torch.randn(4, 64), dtype=torch.float16),
+        "compiled graphs read it as",
+    ),
     "a gradient": (with_gradient, "it has a gradient"),
 }
 

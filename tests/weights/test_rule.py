@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ampcompile.weights import Binding, invalidate, mark_unproven, store, table, weight_stats, writable_copies
+from tests.kernels.test_native import patterns
 from tests.weights.bindings import bind, comparisons
 from tests.weights.writers import unsampled, unseen
 
@@ -52,16 +53,19 @@ FREE, COMPARED, CAST = (0, 0), (1, 0), (1, 1)
 LINES: dict[str, tuple[Callable[[Case], object], tuple[int, int]]] = {
     "nothing": (lambda case: None, FREE),
     "1: another tensor of the same memory and counter": (
-        lambda case: setattr(case, "weight", case.weight.detach()), FREE
+        lambda case: setattr(case, "weight", case.weight.detach()),
+        FREE,
     ),
     "2: a write": (lambda case: case.one(case.weight), CAST),
     "2: a write through a view": (lambda case: case.one(case.weight.detach().view(30, 40)), CAST),
     "3: a step": (lambda case: step(case, case.weight), CAST),
     "3: a step of another weight, by torch's own class, which writes it alone": (
-        lambda case: (step(case, case.weight), case.right(), step(case, nn.Parameter(torch.ones(40, 30)))), FREE
+        lambda case: (step(case, case.weight), case.right(), step(case, nn.Parameter(torch.ones(40, 30)))),
+        FREE,
     ),
     "3: a step of another weight by another class, this one trainable": (
-        lambda case: step(case, nn.Parameter(torch.ones(40, 30)), kind=OfAnyKind), CAST
+        lambda case: step(case, nn.Parameter(torch.ones(40, 30)), kind=OfAnyKind),
+        CAST,
     ),
     "3: an optimizer that owns a frozen weight": (lambda case: step(case, nn.Parameter(case.frozen)), CAST),
     "4: .data was read": (lambda case: case.weight.data.norm(), COMPARED),
@@ -170,6 +174,16 @@ def test_zeros_of_either_sign_are_told_apart(wide: bool) -> None:
     (read,) = binding.copies([weight])
     assert torch.equal(torch.signbit(read), torch.signbit(weight))
     assert read.dtype == (torch.float32 if wide else BF16)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_numbers_are_rounded_as_torch_rounds_them(dtype: torch.dtype, wide: bool) -> None:
+    values, binding = patterns(), bind([dtype], wide=[wide])
+    (read,) = binding.copies([values])
+    expected = values.to(dtype).to(read.dtype)
+    assert torch.equal(read, expected) or torch.equal(read[~read.isnan()], expected[~values.isnan()])
+    assert torch.equal(read.isnan(), values.isnan())
 
 
 def test_without_a_table_each_call_casts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

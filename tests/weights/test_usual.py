@@ -102,9 +102,7 @@ COMPARED = {"a list of .data kept"}
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
-def test_nothing_is_compared_in_steady_state(
-    situation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_compared_in_steady_state(situation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(tmp_path)
     SITUATIONS[situation](case)
     gc.collect()
