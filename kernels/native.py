@@ -23,7 +23,6 @@ import platform
 import shutil
 import stat
 import subprocess
-import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -186,19 +185,6 @@ def function(source: str, name: str, arguments: int) -> Any:
     function = getattr(ctypes.PyDLL(loaded._name), name)
     function.argtypes, function.restype = [ctypes.c_int64] * arguments, ctypes.c_int64
     return function
-
-
-weights_function = functools.partial(function, "weights")
-
-
-def table(*groups: Sequence[Sequence[int] | np.ndarray], also: Sequence[int] = ()) -> tuple[np.ndarray, Any]:
-    """A struct of int64 fields for C++, and its rows, to be kept as long as it is used.
-
-    Each group becomes the length of its first row, the shortest, and the addresses of all; `also` are the last fields.
-    """
-    rows = [[np.array(row, dtype=np.int64) for row in group] for group in groups]
-    counted = (field for group in rows for field in (len(group[0]), *(row.ctypes.data for row in group)))
-    return np.array([*counted, *also], dtype=np.int64), rows
 
 
 def group_values(groups: Sequence[Any]) -> np.ndarray:

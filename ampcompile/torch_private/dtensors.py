@@ -6,10 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-
-from . import dispatcher, patches
 
 
 def includes(tensors: Sequence[Any]) -> bool:
@@ -26,14 +23,6 @@ def local_part(tensor: Any) -> Any:
 def has_plain_part(tensor: Any) -> bool:
     """Return True for a DTensor whose parts are plain tensors."""
     return includes([tensor]) and type(tensor._local_tensor) is Tensor
-
-
-def counter_of(tensor: Any) -> Any:
-    """Return a tensor that shares the version counter of a DTensor, and not its part."""
-    with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
-        counter = tensor.detach()
-    patches.replace_on(counter, "_local_tensor", None)
-    return counter
 
 
 def local_parts(tensors: Sequence[Any], weights: Sequence[Tensor]) -> list[Any] | None:

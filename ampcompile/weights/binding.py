@@ -25,7 +25,7 @@ call is never packed, and no program pays more than twice the least possible."""
 class CopySet:
     """The copies that a graph reads with some weights.
 
-    `slots`: the indices of the weights among the graph's `inputs`. `packable`: some of the copies are still to be packed;
+    `slots`: the indices of the weights among the graph's `inputs`. `packable`: some of the copies are to be packed;
     `reads`: in a row, since one was last cast.
     """
 

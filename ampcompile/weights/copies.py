@@ -121,7 +121,7 @@ def is_fresh(packed: Copy, weight: Tensor) -> bool:
 
 @profiling.named("amp: refresh copies of weights")
 def freshen(reads: Sequence[tuple[Copy, Tensor]]) -> bool:
-    """Make strided copies hold their weights' values: doubtful ones are compared, stale ones cast. True if one was cast.
+    """Make strided copies hold their weights' values: compare doubtful ones, cast stale ones. True if one was cast.
 
     A copy that a pending backward holds gets another buffer. Where the host would have to wait for a GPU's answer, and
     for other types than float32, doubtful copies are cast too.

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ampcompile.errors import DoubleBackwardError
 from ampcompile.scaler.grad_scaler import GradScaler
-from ampcompile.weights.copies import copies_of
 from tests.compiling import HALF, LOW, amp, compiled, draws, eager, error, same_bits
 from tests.pairs import pairs
+from tests.weights.bindings import copies_of
 
 
 class Smooth(nn.Module):
@@ -327,7 +327,7 @@ def test_a_backward_frees_the_inputs_and_a_cycle_keeps_none():
 
 def buffers(model):
     """Where the copies of a model's weights lie."""
-    return tuple(c.tensor.data_ptr() for p in model.parameters() for c in copies_of(p))
+    return tuple(c.data_ptr() for p in model.parameters() for c in copies_of(p))
 
 
 def fused_step(model):

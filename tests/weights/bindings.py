@@ -8,6 +8,7 @@ import torch
 
 from ampcompile.kernels.packed_conv import Blocks
 from ampcompile.weights import Binding, CopySpec, Form, weight_stats
+from ampcompile.weights.store import store
 
 
 def bind(
@@ -22,6 +23,15 @@ def bind(
     columns = zip(dtypes, wide or no_slots, packed or [None] * len(dtypes), on_trial or no_slots, strict=True)
     specs = [CopySpec(i, Form(dtype, w), blocks, trial) for i, (dtype, w, blocks, trial) in enumerate(columns)]
     return Binding(specs, in_place)
+
+
+def copies_of(weight: torch.Tensor) -> list[torch.Tensor]:
+    """The buffers of a weight's copies."""
+    return [
+        tensor
+        for key, copy in store.copies.items()
+        if key[1] == weight.data_ptr() and (tensor := copy.tensor) is not None
+    ]
 
 
 def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[bool]:

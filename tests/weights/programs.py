@@ -13,7 +13,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ampcompile
@@ -380,7 +379,7 @@ def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
 
 @writer("new .data")
 def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    target.data = torch.randn(N, N)
+    target.data = torch.randn(target.shape)  # of another shape, torch refuses a waiting backward's gradient
 
 
 @writer("the data of another")
@@ -392,13 +391,13 @@ def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
 @writer("set_ to new memory")
 def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
     with torch.no_grad():
-        target.set_(torch.randn(N, N))
+        target.set_(torch.randn(target.shape))
 
 
 @writer("swap_tensors")
 def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
     with contextlib.suppress(RuntimeError):  # pending backwards hold the tensor
-        torch.utils.swap_tensors(target, nn.Parameter(torch.randn(N, N), requires_grad=target.requires_grad))
+        torch.utils.swap_tensors(target, nn.Parameter(torch.randn(target.shape), requires_grad=target.requires_grad))
 
 
 def compiled(lower: str) -> Iterator[tuple[str, Callable[..., Tensor]]]:

@@ -1,7 +1,6 @@
 """Where there are copies torch is patched, invisibly."""
 
 import copy
-import gc
 import importlib
 import pickle
 import sys

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ampcompile.weights import Binding, invalidate, mark_unproven, store, table, weight_stats, writable_copies
+from tests.kernels.test_native import patterns
 from tests.weights.bindings import bind, comparisons
 from tests.weights.writers import unsampled, unseen
 
@@ -173,6 +174,16 @@ def test_zeros_of_either_sign_are_told_apart(wide: bool) -> None:
     (read,) = binding.copies([weight])
     assert torch.equal(torch.signbit(read), torch.signbit(weight))
     assert read.dtype == (torch.float32 if wide else BF16)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_numbers_are_rounded_as_torch_rounds_them(dtype: torch.dtype, wide: bool) -> None:
+    values, binding = patterns(), bind([dtype], wide=[wide])
+    (read,) = binding.copies([values])
+    expected = values.to(dtype).to(read.dtype)
+    assert torch.equal(read, expected) or torch.equal(read[~read.isnan()], expected[~values.isnan()])
+    assert torch.equal(read.isnan(), values.isnan())
 
 
 def test_without_a_table_each_call_casts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

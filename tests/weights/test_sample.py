@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn as nn
 
-from ampcompile.weights.sample import FEWEST, MOST, RUN, STRIDE, places
 from ampcompile.weights import weight_stats
+from ampcompile.weights.sample import FEWEST, MOST, RUN, STRIDE, places
 from tests.weights.bindings import bind
 from tests.weights.writers import unseen
 

@@ -13,7 +13,6 @@ from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, 
 
 from ampcompile.weights.sample import places
 
-
 ALIASES: dict[str, Callable[[torch.Tensor], Any]] = {
     "alias: .data": lambda w: w.data,
     "alias: view of .data": lambda w: w.data.t() if w.dim() == 2 else w.data.flatten(0, 1),
