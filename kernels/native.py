@@ -23,6 +23,7 @@ import platform
 import shutil
 import stat
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
