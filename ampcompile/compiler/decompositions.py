@@ -37,7 +37,29 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     table[EMBEDDING_BACKWARD] = embedding_dense_backward
     table |= {norm: _with_exact_statistics(table[norm]) for norm in NORMS if norm in table}
     table[FLASH_BACKWARD] = attention_backward
+    table[ATEN.expm1.default] = _expm1
+    table |= dict.fromkeys((ATEN.remainder.Tensor, ATEN.remainder.Scalar, ATEN.remainder.Scalar_Tensor), _remainder)
     return table
+
+
+def _expm1(x: Tensor) -> Any:
+    """Keep the digits of small numbers on the CPU, where Inductor's vectors compute exp(x) - 1."""
+    if x.device.type != "cpu" or not x.is_floating_point():
+        return NotImplemented
+    wide = x.float() if x.itemsize == 2 else x
+    half = (wide / 2).tanh()
+    return torch.where(wide < 1, 2 * half / (1 - half), wide.exp() - 1).to(x.dtype)
+
+
+def _remainder(x: Any, y: Any) -> Any:
+    """Compute the remainder of large numbers exactly on the CPU, where Inductor's vectors subtract a rounded product."""
+    tensors = [each for each in (x, y) if isinstance(each, Tensor)]
+    if any(each.device.type != "cpu" or not each.is_floating_point() for each in tensors):
+        return NotImplemented
+    dtype = torch.result_type(x, y)
+    x, y = (each.float() if isinstance(each, Tensor) and each.itemsize == 2 else each for each in (x, y))
+    rest = torch.fmod(x if isinstance(x, Tensor) else torch.full_like(y, x), y)
+    return torch.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest).to(dtype)
 
 
 def _with_exact_statistics(decompose: Callable[..., Any]) -> Callable[..., Any]:

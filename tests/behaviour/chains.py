@@ -15,11 +15,11 @@ F.hardswish(y) F.hardsigmoid(y) F.hardtanh(y) F.relu6(y) F.softsign(y) F.logsigm
 y.abs().sqrt() (y.abs()+1).log() (y*y+1).rsqrt() y.abs().log1p() (y.abs()+1).reciprocal() y.clamp(-1,1.1)
 F.glu(torch.cat([y,y*2],-1)) y.floor() y.sign() y.to(low)"""
 SCALAR = """y+C y-C C-y y*C y/C C/(y.abs()+1) y**2 y**3 y**4 y**-1 y**-2 y**.5 (y.abs()+C)**1.7 C**y.tanh()
-y.lerp(b.to(y.dtype),C) y.add(b,alpha=C) y.sub(b,alpha=C) torch.rsub(y,b,alpha=C) y.addcmul(b,b,value=C) y.addcdiv(b,b.abs()+1,value=C)
-y%C torch.where(y>C,y,C) y.clamp(min=C) y.masked_fill(y>C,C)"""
+y.lerp(b.to(y.dtype),C) y.add(b,alpha=C) y.sub(b,alpha=C) torch.rsub(y,b,alpha=C) y.addcmul(b,b,value=C)
+y.addcdiv(b,b.abs()+1,value=C) y%C torch.where(y>C,y,C) y.clamp(min=C) y.masked_fill(y>C,C)"""
 BINARY = """y+b y-b y*b y/(b.abs()+1) torch.maximum(y,b) torch.minimum(y,b) torch.where(y>b,y,b) y.addcmul(b,y)
-y.lerp(b.to(y.dtype),.3) y.addcdiv(b,y.abs()+1) torch.atan2(y,b) torch.hypot(y,b) y*b.sigmoid() y+r y*r (y-b).square() torch.logaddexp(y,b)
-y*s y/(s.abs()+1) y+s"""
+y.lerp(b.to(y.dtype),.3) y.addcdiv(b,y.abs()+1) torch.atan2(y,b) torch.hypot(y,b) y*b.sigmoid() y+r y*r (y-b).square()
+torch.logaddexp(y,b) y*s y/(s.abs()+1) y+s"""
 REDUCING = """y.softmax(-1) y.log_softmax(-1) y.softmax(0) (y*C).softmax(-1) (y/C).softmax(-1) (y*s).softmax(-1)
 y-y.amax(-1,True) y/(y.norm(dim=-1,keepdim=True)+1) y*y.mean(-1,True) y+y.sum(0,True) y-y.logsumexp(-1,True)
 y*y.var(-1,keepdim=True) y+y.std(0,keepdim=True) F.layer_norm(y,(y.shape[-1],)) F.rms_norm(y,(y.shape[-1],))
