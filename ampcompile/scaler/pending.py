@@ -37,7 +37,7 @@ class Pending:
         """
         marks = Marks(grads)
         # No signal handler runs between stores: the state is wholly the former or wholly this.
-        self.factors, self.marks, self.over = factors, marks, False
+        self.factors, self.marks, self.over, self.done = factors, marks, False, False
 
     def drop_call(self) -> Callable[[], object]:
         """Return a C function that removes the factors, which has the effect of `drop`."""
@@ -50,20 +50,26 @@ class Pending:
 
 def pending(optimizer: Any) -> Pending | None:
     """Return an optimizer's hook with pending factors, if it has one."""
-    return optimizers.named_pre_hooks(optimizer).get(NAME)
+    hook = optimizers.named_pre_hooks(optimizer).get(NAME)
+    return None if hook is None or hook.done else hook
 
 
 def set_pending(optimizer: Any, factors: PerDevice, grads: Gradients) -> None:
     """Make the next step multiply the gradients, which are `grads`, by these factors; they replace pending ones."""
-    if (hook := pending(optimizer)) is None:
-        optimizers.named_pre_hooks(optimizer)[NAME] = Pending(factors, grads)
+    hooks = optimizers.named_pre_hooks(optimizer)
+    if (hook := hooks.get(NAME)) is None:
+        hooks[NAME] = Pending(factors, grads)
     else:
         hook.take(factors, grads)
 
 
 def drop(optimizer: Any) -> None:
     """Drop an optimizer's pending factors."""
-    optimizers.named_pre_hooks(optimizer).pop(NAME, None)
+    hooks = optimizers.named_pre_hooks(optimizer)
+    if (hook := hooks.get(NAME)) is not None:
+        hook.done = True
+        if next(reversed(hooks)) == NAME:  # else torch may be calling them, in turn
+            del hooks[NAME]
 
 
 def factors(optimizer: Any, grads: Gradients) -> PerDevice:

@@ -34,7 +34,8 @@ struct Python {
 
 int64_t address_of(const Tensor& tensor) {
   if (tensor.numel() == 0 || !tensor.has_storage() || !tensor.unsafe_storage()) return 0;
-  return reinterpret_cast<int64_t>(tensor.unsafe_storage().data()) + tensor.storage_offset() * int64_t(tensor.itemsize());
+  const auto begin = reinterpret_cast<int64_t>(tensor.unsafe_storage().data());
+  return begin + tensor.storage_offset() * int64_t(tensor.itemsize());
 }
 
 // Type, device and layout. The keys tell sparse, negated, inference, fake and wrapped tensors from plain ones.
@@ -61,14 +62,13 @@ struct Known {
   const Object* object;
   const void* type;
   Tensor* tensor;  // null for other objects, and where a parameter is the name of its state
-  int64_t place;   // of its form and address
+  int64_t form, address;
 };
 
 struct Plan {
   const Python* python;
   std::vector<Known> held, state;  // as `walk_params` and `walk_state` come to them
-  std::vector<Form> forms;
-  std::vector<int64_t> addresses;
+  std::vector<Form> forms;  // each once: few are read for many tensors
   std::vector<Tensor*> params;
   std::vector<int64_t> grad_forms;  // of each parameter; -1 if it has no gradient
   std::vector<Tensor*> grad_tensors;
@@ -106,17 +106,20 @@ Tensor* grad_of(const Tensor& param) {
   return grad == c10::UndefinedTensorImpl::singleton() ? nullptr : grad;
 }
 
-int64_t remember(Plan& plan, const Tensor& tensor) {
-  plan.forms.emplace_back(tensor);
-  plan.addresses.push_back(address_of(tensor));
-  return int64_t(plan.forms.size()) - 1;
+int64_t form_of(Plan& plan, const Tensor& tensor) {
+  auto& forms = plan.forms;
+  const auto known = std::find_if(forms.begin(), forms.end(), [&](const Form& form) { return form.fits(tensor); });
+  const int64_t place = known - forms.begin();
+  if (known == forms.end()) forms.emplace_back(tensor);
+  return place;
 }
 
 auto noting(Plan& plan, std::vector<Known>& all) {
   return [&](const Object* object, bool look) {
     const bool plain = object->type == plan.python->tensor || object->type == plan.python->parameter;
     Tensor* const tensor = look && plain ? tensor_in(*plan.python, object) : nullptr;
-    all.push_back({object, object->type, tensor, tensor ? remember(plan, *tensor) : -1});
+    const int64_t form = tensor ? form_of(plan, *tensor) : 0, address = tensor ? address_of(*tensor) : 0;
+    all.push_back({object, object->type, tensor, form, address});
     return true;
   };
 }
@@ -128,8 +131,8 @@ auto comparing(const Plan& plan, const std::vector<Known>& all, size_t& next) {
     if (object != known.object || object->type != known.type) return false;
     if (!known.tensor) return true;
     // The addresses of C++ objects are compared before the object is read: only then is it surely this one.
-    return tensor_in(*plan.python, object) == known.tensor && plan.forms[known.place].fits(*known.tensor) &&
-           address_of(*known.tensor) == plan.addresses[known.place];
+    return tensor_in(*plan.python, object) == known.tensor && plan.forms[known.form].fits(*known.tensor) &&
+           address_of(*known.tensor) == known.address;
   };
 }
 
@@ -141,7 +144,7 @@ bool note(Plan& plan, Object* groups, Object* state) {
     if (!known.tensor) return false;
     Tensor* const grad = grad_of(*known.tensor);
     plan.params.push_back(known.tensor);
-    plan.grad_forms.push_back(grad ? remember(plan, *grad) : -1);
+    plan.grad_forms.push_back(grad ? form_of(plan, *grad) : -1);
     if (!grad) continue;
     plan.grad_tensors.push_back(grad);
     plan.grads.push_back(address_of(*grad));

@@ -163,6 +163,18 @@ def test_the_optimizers_own_step_is_clipped_too(kind, enabled):
     assert not ours._optimizer_step_pre_hooks
 
 
+def test_a_hook_that_is_registered_after_the_clipping_sees_clipped_gradients():
+    scaler, optimizer, seen = scaler_of(enabled=True), torch.optim.SGD(params_with(8.0), lr=1.0), []
+    for _ in range(2):
+        params(optimizer)[0].grad = torch.full((3,), 8.0)
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        handle = optimizer.register_step_pre_hook(lambda *_: seen.append(params(optimizer)[0].grad.norm().item()))
+        optimizer.step()
+        scaler.update()
+        handle.remove()
+    assert seen == pytest.approx([1.0, 1.0])
+
+
 @pytest.mark.parametrize("copied", [lambda scaler: pickle.loads(pickle.dumps(scaler)), deepcopy])
 def test_another_scaler_steps_with_it_too(copied):
     """A scaler without scaling can be copied at any time; the clipping stays with the optimizer."""
