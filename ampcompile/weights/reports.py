@@ -40,8 +40,14 @@ def _hand_out_data(self: Tensor) -> Tensor:
     return data
 
 
+def _assign_data(self: Tensor, value: Tensor) -> None:
+    if _keys and isinstance(value, Tensor) and (key_of(self) in _keys or key_of(value) in _keys):
+        store.table.note_move(self)
+    storages.write_data(self, value)
+
+
 def _wrap_data(_: Any) -> property:
-    return property(_hand_out_data, storages.write_data, doc=storages.DATA_DOC)
+    return property(_hand_out_data, _assign_data, doc=storages.DATA_DOC)
 
 
 def _wrap_export(export: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,6 +74,8 @@ def _wrap_sharing(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def sharing(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args and _keys:  # `set_`
+            store.table.note_move(self)
         result = method(self, *args, **kwargs)
         if (key := key_of(self)) in _keys and key is not None:
             store.report([key], PERHAPS_WRITTEN)

@@ -33,6 +33,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "drop": (None, [_INT]),
     "add_copy": (_INT, [_OBJECT, _INT, _INT, _INT, _ARRAY, _INT]),
     "watch": (None, [_OBJECT, _INT]),
+    "note_move": (None, [_OBJECT]),
     "put": (None, [_INT, _OBJECT]),
     "buffer_of": (_OBJECT, [_INT]),
     "fix": (None, [_INT]),

@@ -44,6 +44,7 @@ TensorImpl* tensor_of(Object* object) {
 struct Counter {
   c10::VariableVersion version;  // held, so that no other counter gets its address
   int64_t seen;
+  bool scattered = false;  // some who share it are elsewhere
   explicit Counter(const c10::VariableVersion& v) : version(v), seen(v.current_version()) {}
   // The only field of the class is a pointer to the counter, which torch gives nobody.
   static const Ptr<Target>& pointer(const c10::VariableVersion& v) { return reinterpret_cast<const Ptr<Target>&>(v); }
@@ -53,6 +54,7 @@ struct Counter {
   bool moved() { const int64_t before = seen; return before != (seen = version.current_version()); }
 };
 Counter ticks{c10::VariableVersion(0)};
+std::vector<Counter> moved;  // those of tensors that were given other memory, and have not been read since
 
 // Who holds a storage: tensors, and its Python object, which is made once and kept, if that is held itself.
 int64_t holders(c10::StorageImpl* storage) {
@@ -87,11 +89,13 @@ struct Memory : Target {
   // Signals 2 and 5 of the rule; 3 and 4 are reported.
   void look() {
     int64_t sharing = ours;
+    bool together = true;
     for (Counter& each : counters) {
       if (each.moved()) mark = new_mark();
       sharing += each.sharers();
+      together &= !(each.scattered &= each.sharers() > 1);
     }
-    const bool alone = uses_of(at) && holders(at) == sharing;
+    const bool alone = together && uses_of(at) && holders(at) == sharing;
     if (!alone || !explained) doubt = new_mark();
     explained = alone;
   }
@@ -101,7 +105,9 @@ struct Memory : Target {
     if (!key || std::any_of(counters.begin(), counters.end(), [&](auto& each) { return each.key() == key; })) return;
     look();  // before those are dropped that nobody holds
     std::erase_if(counters, [](const Counter& each) { return !each.sharers(); });
+    for (auto& [_, other] : all) std::erase_if(other->counters, [&](auto& each) { return each.key() == key; });
     counters.emplace_back(tensor.version_counter());
+    counters.back().scattered = std::erase_if(moved, [&](const Counter& each) { return each.key() == key; });
     doubt = new_mark();  // it may have written before
   }
 };
@@ -262,6 +268,18 @@ void watch(Object* object, int64_t trainable) {
   Memory* const memory = Memory::of(tensor);
   if (memory && (trainable || tensor->requires_grad())) memory->train();
   if (memory) memory->admit(*tensor);
+}
+
+// A tensor is about to be given other memory; views of what it has now share its counter.
+void note_move(Object* object) {
+  const TensorImpl* const tensor = tensor_of(object);
+  if (!tensor || !Counter::of(*tensor)) return;
+  std::erase_if(moved, [&](auto& each) { return each.sharers() < 2 || each.key() == Counter::of(*tensor); });
+  if (Memory* const memory = Memory::of(tensor)) {
+    std::erase_if(memory->counters, [&](auto& each) { return each.key() == Counter::of(*tensor); });
+    memory->doubt = new_mark();
+  }
+  if (Counter counter(tensor->version_counter()); counter.sharers() > 1) moved.push_back(counter);
 }
 
 void put(Copy* copy, Object* buffer) {

@@ -73,6 +73,7 @@ class World:
         elif how == "keep an alias":
             self.aliases.append(target.data if len(self.aliases) % 2 else target.data.view(-1).detach())
         elif how == "keep an array":
+            self.call(0, "no_grad")  # one that was made before the first call is seen by a sample alone
             self.aliases.append(torch.from_numpy(target.detach().numpy()))
         elif how == "write the aliases":
             for alias in self.aliases:

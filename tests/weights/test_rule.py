@@ -229,3 +229,24 @@ def test_what_waits_keeps_its_numbers_while_the_weight_goes_on() -> None:
         assert case.right()
     loss.backward()
     torch.testing.assert_close(x.grad[0].float(), expected, rtol=2**-6, atol=0.1)
+
+
+def test_a_weight_that_left_vouches_for_nobody_on_its_old_memory() -> None:
+    case, other = Case(), nn.Parameter(torch.randn(40, 30))
+    tied, binding = nn.Parameter(case.weight.data), bind([BF16] * 2)
+    binding.copies([case.weight, tied])
+    alias = tied.data
+    case.weight.data = other.data
+    for _ in range(3):
+        assert torch.equal(binding.copies([other, tied])[1], tied.detach().bfloat16())
+        case.one(alias)
+
+
+def test_a_view_of_its_old_memory_vouches_for_nobody_on_a_weights_new_memory() -> None:
+    case = Case()
+    state, given = case.weight.detach(), torch.randn(40, 30)
+    case.weight.data = given
+    for _ in range(3):
+        assert case.right()
+        case.one(given)
+    assert state.shape == given.shape
