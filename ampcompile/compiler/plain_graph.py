@@ -22,7 +22,7 @@ from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import graphs, is_below_autograd
 from ampcompile.passes.pipeline import replay
 from ampcompile.passes.replay.enable_second_backward import has_closed_backward
-from ampcompile.torch_private import autocast, compiled_functions, pytree, regions, tracing
+from ampcompile.torch_private import autocast, compiled_functions, pytree, regions, storages, tracing
 
 from .shared_memory import root_of
 
@@ -80,8 +80,9 @@ def hide_behind_node(
     `refusal`: why their gradients can't be differentiated again. `shared`: the autograd graph includes nodes of another
     one, which is behind a node of its own.
     """
-    roots = [root_of(result) if _wants_gradient(result) else None for result in results]
     outer = dict(zip(map(id, inside), inputs, strict=True))
+    roots = [root_of(result) if _wants_gradient(result) else None for result in results]
+    roots = [r if r is not None and (r.grad_fn is not None or id(r) in outer) else None for r in roots]
     inner = list({id(root): root for root in roots if root is not None and id(root) not in outer}.values())
     if inner:
         outer |= zip(map(id, inner), _Backward.apply(inner, inside, refusal, shared, *inputs), strict=True)
@@ -89,7 +90,7 @@ def hide_behind_node(
     def of_inputs(result: Any, root: Tensor | None) -> Any:
         if root is None or root is result:
             return outer.get(id(root), result)
-        return outer[id(root)].as_strided(result.shape, result.stride(), result.storage_offset())
+        return storages.view_again(result, outer[id(root)])
 
     return list(map(of_inputs, results, roots))
 

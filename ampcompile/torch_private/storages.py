@@ -77,6 +77,12 @@ def _references_to_unheld_base() -> int:
     return getrefcount(view._base)
 
 
+def view_again(view: Tensor, base: Tensor) -> Tensor:
+    """The same view of another tensor with the layout of its base: also one of another dtype, or a conjugate."""
+    again: Tensor = view._view_func_unsafe(base)  # type: ignore[attr-defined]
+    return again
+
+
 def place(tensor: Tensor) -> tuple[int, int] | None:
     """Return storage and address; None for a tensor without memory of its own: sparse, fake, wrapped by a transform."""
     try:
