@@ -86,9 +86,10 @@ class Candidate:
         losses of the first steps.
         """
         model, inputs = build(self.work.model, self.work.batch, self.work.length, self.work.training)
-        layout = torch.channels_last if self.work.channels_last else torch.preserve_format
-        model = model.to(self.device, memory_format=layout)
-        inputs = tuple(x.to(self.device, memory_format=layout if x.dim() == 4 else None) for x in inputs)
+        model, inputs = model.to(self.device), tuple(x.to(self.device) for x in inputs)
+        if self.work.channels_last:
+            last: Any = {"memory_format": torch.channels_last}
+            model, inputs = model.to(**last), tuple(x.contiguous(**last) if x.dim() == 4 else x for x in inputs)
         with torch.no_grad():
             exact = [] if self.work.training else [model(*inputs)]
         start = perf_counter()
