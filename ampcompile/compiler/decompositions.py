@@ -1,15 +1,21 @@
-"""Decompositions for Inductor, where its own are slow or inexact on the CPU."""
+"""Decompositions for Inductor, where its own are slow or inexact on the CPU, and where its patterns are wrong.
+
+A pattern of Inductor's matches a call whatever keyword arguments it has, and forgets those that it doesn't name: beside
+a product `add` and `sub` lose `alpha` (https://github.com/pytorch/pytorch/issues/167313). So none arrive there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ampcompile.dtypes import LOW
 from ampcompile.kernels.attention_backward import FLASH_BACKWARD, attention_backward
-from ampcompile.torch_private import lowering
+from ampcompile.torch_private import lowering, tracing
 
 ATEN = torch.ops.aten
 EMBEDDING_BACKWARD = ATEN.embedding_dense_backward.default
@@ -39,6 +45,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     table[FLASH_BACKWARD] = attention_backward
     table[ATEN.expm1.default] = _expm1
     table |= dict.fromkeys((ATEN.remainder.Tensor, ATEN.remainder.Scalar, ATEN.remainder.Scalar_Tensor), _remainder)
+    table |= {op: partial(rewrite, op, table.get(op, _keep)) for op, rewrite in WITHOUT_KEYWORDS.items()}
     return table
 
 
@@ -60,6 +67,53 @@ def _remainder(x: Any, y: Any) -> Any:
     x, y = (each.float() if isinstance(each, Tensor) and each.itemsize == 2 else each for each in (x, y))
     rest = torch.fmod(x if isinstance(x, Tensor) else torch.full_like(y, x), y)
     return torch.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest).to(dtype)
+
+
+def _keep(*_: Any, **__: Any) -> Any:
+    return NotImplemented
+
+
+def _scaled_sum(op: Any, keep: Callable[..., Any], x: Tensor, y: Tensor, *, alpha: float = 1) -> Any:
+    """`x + alpha * y`, or the difference: in 16 bits rounded once, after a sum in float32, as eager's kernels do.
+
+    On a GPU Inductor computes an `addcmul` without a rounding between, too.
+    """
+    dtype = torch.result_type(x, y)
+    if alpha == 1 or not (isinstance(x, Tensor) and isinstance(y, Tensor) and dtype.is_floating_point):
+        return keep(x, y, alpha=alpha)
+    if dtype in LOW and x.device.type == y.device.type == "cpu" and isinstance(alpha, int | float):
+        with tracing.on_real_tensors():
+            alpha = torch.tensor(alpha, dtype=dtype).item()
+    wide = torch.float32 if dtype in LOW else dtype
+    factor = -alpha if op is ATEN.sub.Tensor else alpha
+    return torch.addcmul(x.to(wide), y.to(wide), y.new_ones((), dtype=wide), value=factor).to(dtype)
+
+
+def _scaled_product(
+    op: Any, keep: Callable[..., Any], x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Any:
+    """`beta * x + alpha * a @ b` as a batch of one, which no pattern takes apart; `x` isn't read if `beta` is 0."""
+    if beta == 0:
+        return op(x.new_zeros(1), a, b, alpha=alpha)
+    if op is ATEN.addmm.default and not beta == alpha == 1:
+        return torch.baddbmm(x, a.unsqueeze(0), b.unsqueeze(0), beta=beta, alpha=alpha).squeeze(0)
+    return keep(x, a, b, beta=beta, alpha=alpha)
+
+
+def _converted_sum(op: Any, keep: Callable[..., Any], x: Tensor, *args: Any, dtype: torch.dtype | None = None) -> Any:
+    """A sum in another dtype as a sum of converted numbers."""
+    return keep(x, *args, dtype=dtype) if dtype in (None, x.dtype) else op(x.to(dtype), *args)
+
+
+WITHOUT_KEYWORDS: dict[Any, Callable[..., Any]] = {
+    ATEN.add.Tensor: _scaled_sum,
+    ATEN.sub.Tensor: _scaled_sum,
+    ATEN.addmm.default: _scaled_product,
+    ATEN.baddbmm.default: _scaled_product,
+    ATEN.sum.dim_IntList: _converted_sum,
+    ATEN.cumsum.default: _converted_sum,
+}
+"""Rewrites of calls whose keyword arguments some pattern forgets."""
 
 
 def _with_exact_statistics(decompose: Callable[..., Any]) -> Callable[..., Any]:

@@ -93,7 +93,14 @@ def inductor(
     """
     from torch._inductor.compile_fx import compile_fx
 
-    patches.install(patches.SCHEDULING, {"SchedulerNode.recompute_size_and_body": _rename_after_recompute})
+    patches.install(
+        patches.SCHEDULING,
+        {
+            "SchedulerNode.recompute_size_and_body": _rename_after_recompute,
+            "Scheduler.fusable_weak_dep": _fuse_with_no_later_name,
+            "lowering.mutate_to": _write_after_earlier_writes,
+        },
+    )
     for node in gm.graph.find_nodes(op="placeholder"):
         node.meta.pop("val", None)  # with "cpp_wrapper" read instead of the inputs, and captured fakes require no grad
     settings = {**config, "joint_custom_pre_pass": _JointGraphPass(on_joint_graph, key)}
@@ -111,6 +118,40 @@ def _rename_after_recompute(recompute: Callable[..., None]) -> Callable[..., Non
         node.set_read_writes(node.read_writes.rename(node.mutation_renames))
 
     return recompute_and_rename
+
+
+def _write_after_earlier_writes(mutate_to: Callable[..., Any]) -> Callable[..., Any]:
+    """Write a whole value into its buffer if a write through a view comes before.
+
+    Given another buffer instead, as up to 2.13, the value's views would be written there, after all.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    def write(changed: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        box = changed.data if isinstance(changed, ir.TensorBox) else changed
+        if isinstance(box, ir.StorageBox) and isinstance(box.data, ir.Buffer):
+            if box.data.get_name() in V.graph.mutated_buffers:
+                ir.MutationLayoutSHOULDREMOVE.realize_into(value, box, kwargs.get("unsafe_alias", False))
+                return changed
+        return mutate_to(changed, value, *args, **kwargs)
+
+    return write
+
+
+def _fuse_with_no_later_name(fusable: Callable[..., bool]) -> Callable[..., bool]:
+    """Don't put a write into the loop of a read that names the buffer after an earlier write.
+
+    Up to 2.13 such a read is overlooked where it is decided if both are of the same place.
+    """
+
+    def fusable_unless_renamed(scheduler: Any, dep: Any, reader: Any, writer: Any) -> bool:
+        real = scheduler.mutation_real_name
+        names = {read.name for read in reader.read_writes.reads} - {real[dep.mutating_buf]}
+        renamed = any(real.get(name) == real[dep.mutating_buf] for name in names)
+        return not renamed and fusable(scheduler, dep, reader, writer)
+
+    return fusable_unless_renamed
 
 
 _CALLED_IN_COMPILED_CODE = ("associative_scan", "cond", "invoke_subgraph", "map_impl", "scan", "while_loop")

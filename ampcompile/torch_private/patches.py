@@ -83,6 +83,12 @@ SCHEDULING = Group(
         "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body": (
             "before 2.15 forgets which write comes before a read: on CPUs, gradients are read before they are summed"
         ),
+        "torch._inductor.scheduler.Scheduler.fusable_weak_dep": (
+            "before 2.15 writes a buffer in the loop that reads other places of it, if it was written before"
+        ),
+        "torch._inductor.lowering.mutate_to": (
+            "before 2.15 forgets writes through views: the next write of the whole value comes before them"
+        ),
     },
 )
 ONE_GRAPH = Group(
