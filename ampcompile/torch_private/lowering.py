@@ -130,10 +130,10 @@ def _write_after_earlier_writes(mutate_to: Callable[..., Any]) -> Callable[..., 
 
     def write(changed: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         box = changed.data if isinstance(changed, ir.TensorBox) else changed
-        if isinstance(box, ir.StorageBox) and isinstance(box.data, ir.Buffer):
-            if box.data.get_name() in V.graph.mutated_buffers:
-                ir.MutationLayoutSHOULDREMOVE.realize_into(value, box, kwargs.get("unsafe_alias", False))
-                return changed
+        buffer = box.data if isinstance(box, ir.StorageBox) else None
+        if isinstance(buffer, ir.Buffer) and buffer.get_name() in V.graph.mutated_buffers:
+            ir.MutationLayoutSHOULDREMOVE.realize_into(value, box, kwargs.get("unsafe_alias", False))
+            return changed
         return mutate_to(changed, value, *args, **kwargs)
 
     return write
