@@ -11,7 +11,6 @@ import importlib.util
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -53,7 +52,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.gpu = options.plan in ("gpu", "gpu-check")
     if options.gpu and not options.tiny and not torch.cuda.is_available():
         parser.error(f"torch {torch.__version__} sees no CUDA device; --tiny tries the plan on the CPU")
-    options.device = "cuda" if torch.cuda.is_available() and not options.tiny else "cpu"
+    on_cpu = options.tiny or options.plan in ("cpu", "calls") or not torch.cuda.is_available()
+    options.device = "cpu" if on_cpu else "cuda"
     name = f"{options.plan.removesuffix('-check')}{'-tiny' if options.tiny else ''}.json"
     options.file = options.file or BUILT / name
     return options
@@ -63,14 +63,10 @@ def main(arguments: Sequence[str]) -> int:
     """Measure, print tables; 1 if works are left for another run, or a test failed."""
     options, began = parse(arguments), monotonic()
     records = Records.resume(options.file, machine.about(options.device))
-    try:
-        if options.plan == "gpu-check" and TESTS not in records.stages:
-            tests = ["tests/kernels/test_recheck.py"] if options.tiny else ["tests"]
-            records.add(TESTS, "pytest", **run_gpu_tests(tests, processes=1 if options.tiny else PROCESSES))
-        left = _measure(options, records, began + options.seconds)
-    finally:
-        if (out := os.environ.get("OUT")) and records.path.exists():
-            shutil.copy(records.path, out)
+    if options.plan == "gpu-check" and TESTS not in records.stages:
+        tests = ["tests/kernels/test_recheck.py"] if options.tiny else ["tests"]
+        records.add(TESTS, "pytest", **run_gpu_tests(tests, processes=1 if options.tiny else PROCESSES))
+    left = _measure(options, records, began + options.seconds)
     print(show(records), f"{left} works are left: run it again" if left else "nothing is left", sep="\n")
     return int(left > 0 or bool(records.stages.get(TESTS, {}).get("pytest", {}).get("status")))
 
@@ -113,10 +109,9 @@ def _race(options: argparse.Namespace, records: Records, until: float) -> int:
         for work in works
         if options.only in work.name
     ]
-    groups = [[work] for work in works]
-    if options.device == "cuda":
+    groups, together = [[work] for work in works], options.device == "cuda"
+    if together:
         groups = list(pack(works, 0.9 * torch.cuda.get_device_properties(0).total_memory / 2**30))
-    together = options.device == "cuda" and options.gpu
     return race.run(groups, records, options.device, BUILT / "caches", options.rounds, together, until)
 
 
