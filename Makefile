@@ -121,7 +121,7 @@ bench: $(READY) ## peers on models, on this CPU; PLAN=calls, scaler, losses: wha
 paper: $(READY) ## what a GPU would run, counted without one; ALL=1 counts more models
 	$(PYTHON) -m benchmarks.paper $(if $(ALL),--all --options) $(ARGS)
 
-# Installs nothing. A machine for 15 minutes runs it once, and once more for what was left.
+# Installs nothing. On a machine for 15 minutes it runs twice: the second time it measures what was left.
 gpu-check: ## on a CUDA device, 8 minutes: its tests, then training steps in every way; ARGS=--tiny tries it on a CPU
 	$(PYTHON) -m benchmarks gpu-check --rounds 5 --seconds 470 $(ARGS)
 

@@ -1,4 +1,4 @@
-"""Peers on the same work, each in a process with empty caches of its own, timed in turn; what is noted is resumed."""
+"""Peers on the same work, each in a process with caches of its own, timed in turn; what is noted stays."""
 
 import math
 import os

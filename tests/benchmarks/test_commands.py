@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_tests
-from benchmarks.__main__ import TESTS, main, show
+from benchmarks.__main__ import TESTS, main, run_gpu_tests, show
 from benchmarks.losses import OURS
 from benchmarks.peers import AMP
 from benchmarks.records import RESULTS, Records
@@ -43,11 +42,11 @@ def test_a_test_run_tells_what_failed_and_stops_in_time(tmp_path: Path) -> None:
         "import pytest, time\npytestmark = pytest.mark.gpu\n"
         "def test_right(): pass\ndef test_wrong(): assert 0\ndef test_slow(): time.sleep(600)\n"
     )
-    found = gpu_tests.run([str(test), "--override-ini=addopts=", "-o", "markers=gpu", "-k", "not slow"], processes=2)
+    found = run_gpu_tests([str(test), "--override-ini=addopts=", "-o", "markers=gpu", "-k", "not slow"], processes=2)
     assert found["status"] == 1 and "1 failed, 1 passed" in found["said"]
     assert [name.rpartition("::")[2] for name in found["failed"]] == ["test_wrong"]
     assert (
-        gpu_tests.run([str(test), "--override-ini=addopts=", "-o", "markers=gpu"], seconds=8, processes=2)["status"]
+        run_gpu_tests([str(test), "--override-ini=addopts=", "-o", "markers=gpu"], seconds=8, processes=2)["status"]
         == 124
     )
 
