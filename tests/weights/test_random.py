@@ -98,7 +98,8 @@ class World:
             for param in trained:
                 param.grad = torch.zeros_like(param)
                 param.grad[unsampled(param)] = 1.0
-            torch.optim.SGD(trained, lr=0.5, fused=True).step()
+            if trained:
+                torch.optim.SGD(trained, lr=0.5, fused=True).step()
         elif how == "fused step with copies":
             # The next call must not read what this step could not write.
             lent = writable_copies([target])
