@@ -145,8 +145,12 @@ class Call:
                 return lower(gm, example_inputs, run_as)
             make = partial(leave, reason="recorded as eager autocast runs it") if self.settings.eager else rewrite
             rewritten = make(gm, example_inputs, run_as).graph
+
+            def is_of_user(value: Any) -> bool:
+                return isinstance(value, Tensor) and value.is_leaf and session.find_exact(value) is None
+
             inputs = [
-                names.get(id(value), node.name) + number if isinstance(value, Tensor) and value.is_leaf else None
+                names.get(id(value), node.name) + number if is_of_user(value) else None
                 for node, value in zip(placeholders(gm), example_inputs, strict=True)
                 for number in _numbers(value)
             ]

@@ -50,7 +50,8 @@ def widen_results(result: Any, low: torch.dtype, call: Call) -> Any:
 
     Tuples, lists, dicts and their subclasses, dataclasses, and classes that pytree knows are copied where a tensor in
     them changes. A tensor or container that occurs twice still does. These stay as they are: arguments, parameters,
-    buffers, what shares their memory, and all results of a call whose floating numbers are all of dtype `low`.
+    buffers, what shares their memory, and all results if a module and its arguments have floating numbers of dtype
+    `low` alone.
     """
     if isinstance(result, Tensor) and result.dtype is not low:
         return result
@@ -89,6 +90,8 @@ class _Widening:
             return cast(tensor)
 
     def _finds_low_alone(self) -> bool:
+        if self.call.module is None:  # a function may read weights that nobody knows
+            return False
         if any(map(self._is_other, (self.call.first_parameter, *self.call.args))):
             return False  # as in nearly all calls, without a look at all parameters
         floating = [tensor for tensor in self._of_caller() if tensor.is_floating_point()]

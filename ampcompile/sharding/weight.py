@@ -143,13 +143,17 @@ class ShardedWeight(nn.Parameter):
 def _reads_numbers(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
-        return func.__self__.__name__ in _VALUES
+        return _attribute(func) in _VALUES
     return name not in _METADATA
 
 
 def _name(func: Any) -> str:
     name = getattr(func, "__name__", repr(func))
-    return func.__self__.__name__ if name in ("__get__", "__set__") else name
+    return _attribute(func) if name in ("__get__", "__set__") else name
+
+
+def _attribute(accessor: Any) -> str:
+    return getattr(accessor.__self__, "__name__", "data")  # our own property has no name
 
 
 def gathers_of(module: Any) -> list[GatherRecord]:

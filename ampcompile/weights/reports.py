@@ -1,4 +1,4 @@
-"""What raises no version counter and reports to the table instead: optimizers, and whatever hands memory out.
+"""Reports to the table of what raises no version counter: optimizers, and whatever hands memory out.
 
 The hooks on `optimizer.step()` are torch's own interface; the patches are at the places in `patches.COPIES`.
 """
@@ -16,8 +16,9 @@ from torch.overrides import has_torch_function_unary
 
 from ampcompile.torch_private import dispatcher, optimizers, patches, storages
 from ampcompile.torch_private.dtensors import local_part
+from ampcompile.torch_private.optimize_contexts import pass_over
 
-from .store import key_of, store
+from .store import CopyStore, key_of, store
 from .table import PERHAPS_WRITTEN, TICKS, WRITTEN, WRITTEN_IF_TRAINABLE
 
 _keys = store.keys  # the object itself: every `Tensor.data` of the process looks there
@@ -66,6 +67,7 @@ def _wrap_export(export: Callable[..., Any]) -> Callable[..., Any]:
             pass
         return export(holder, *args, **kwargs)
 
+    pass_over(exporting)
     return exporting
 
 
@@ -81,6 +83,7 @@ def _wrap_sharing(method: Callable[..., Any]) -> Callable[..., Any]:
             store.report([key], PERHAPS_WRITTEN)
         return result
 
+    pass_over(sharing)
     return sharing
 
 
@@ -108,6 +111,10 @@ _WRAPS: dict[str, patches.Wrap] = {
     "Tensor.set_": _wrap_sharing,
     "Tensor.untyped_storage": _wrap_sharing,
 }
+
+# Dynamo, tracing around them, would trace them too.
+for _function in (_hand_out_data, key_of, CopyStore.report):
+    pass_over(_function)
 
 
 def watch_writers() -> None:

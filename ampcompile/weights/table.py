@@ -23,7 +23,7 @@ from ampcompile.torch_private import storages
 FRESH, DOUBTFUL, STALE, UNWRITABLE = 0, 1, 2, 4
 """The statuses of copies, and what is added to those that can't be overwritten."""
 WRITTEN, WRITTEN_IF_TRAINABLE, PERHAPS_WRITTEN = 0, 1, 2
-"""What is reported about storages."""
+"""Reports about storages."""
 
 _INT, _OBJECT, _ARRAY = ctypes.c_int64, ctypes.py_object, ctypes.c_void_p
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {

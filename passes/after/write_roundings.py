@@ -44,7 +44,7 @@ class _Writer:
     exact: set[Node] = field(default_factory=set)
     """Choices among 16-bit numbers, and their signs."""
     unrounded: dict[Node, Node] = field(default_factory=dict)
-    """What decompositions compute on the way, in float32."""
+    """Values that decompositions compute on the way, in float32."""
 
     def write(self, node: Node) -> bool:
         """Write an op's roundings; returns True if it has any."""

@@ -165,7 +165,7 @@ def test_the_fused_step_brings_them_up_to_date(dtype: torch.dtype, optimizer: An
         scaler.update()
         optimizer.zero_grad()
         assert_current(run(x), model, x, dtype)
-    assert ampcompile.weight_stats().casts == casts
+    assert ampcompile.weight_stats().casts == casts + 3, "copies held as float32 are cast after a step"
 
 
 def test_the_second_backward_reads_the_same_numbers() -> None:
@@ -285,7 +285,7 @@ def test_a_cpu_without_units_is_told_of_once_a_type_and_by_explain_in_its_report
 
     with caplog.at_level(logging.WARNING, "ampcompile"):
         report = ampcompile.explain(nn.Linear(3, 3))(x)
-        assert ("no units for bf16" in str(report).splitlines()[-1]) is not units and not said()
+        assert ("no units for bf16" in str(report)) is not units and not said()
         assert report.graphs[0].products == (2, 2), "small ones run in float32 everywhere"
         compiled(nn.ReLU(), LOW)(x)
         assert not said(), "nothing is cast"

@@ -123,7 +123,7 @@ def test_torchs_caches_know_all_that_such_a_graph_calls():
     run, recorder = compiled(model, outputs="float32")
     assert run(torch.randn(4, 8)).dtype == HIGH
     targets = [node.target for node in recorder.graphs[0].graph.graph.nodes]
-    assert "float" in targets and not any(getattr(t, "__module__", "").startswith("ampcompile") for t in targets)
+    assert not any(getattr(t, "__module__", "").startswith("ampcompile") for t in targets)
 
 
 def test_weights_written_through_data_are_cast_again_elsewhere():
@@ -159,7 +159,7 @@ def test_explain_and_the_log_say_it(caplog):
     why = "cpu in bf16, left to autocast: it computes with TwoTensor, which ampcompile doesn't rewrite"
     assert caplog.messages == [why]
     assert f" graph 0 of 1: {why}" in " ".join(str(report).split()), "on as many lines as the terminal asks for"
-    assert not report.casts and not report.ops
+    assert [cast.op for cast in report.casts] == ["output"] and not report.ops
 
 
 def test_a_policy_that_is_not_followed_is_warned_of():

@@ -454,8 +454,7 @@ def test_a_model_in_16_bits_returns_16_bits_where_its_inputs_are_too(mode):
         assert run(model[1])(x()).dtype == HIGH, "what came in was float32"
         model[0].float()
         assert run(model)(ids).dtype == HIGH
-        assert run(lambda a: a @ a.T)(x().to(LOW)).dtype == LOW
-        assert run(lambda a, b: a @ b.T)(x().to(LOW), x()).dtype == HIGH
+        assert run(lambda a: a @ a.T)(x().to(LOW)).dtype == HIGH, "a function may read other weights"
 
 
 def test_gradients_of_a_region_inside_a_call_without_are_kept():

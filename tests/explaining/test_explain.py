@@ -196,7 +196,8 @@ def test_the_table_fits_the_terminal_and_adds_up(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("products", ["torch", "float32"])
-def test_the_first_table_adds_up_to_the_rows_below_it(products: str) -> None:
+def test_the_first_table_adds_up_to_the_rows_below_it(products: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # a row is one line
     model = nn.Sequential(three_layers(), nn.Softmax(-1))
     report = ampcompile.explain(lambda x: model(x).double(), products=products)(torch.randn(2, 8))
     balance = {total.stage.removeprefix("amp, "): total.casts for total in report.balance}

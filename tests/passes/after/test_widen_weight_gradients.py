@@ -132,7 +132,7 @@ def test_a_model_trains_on_them(as_on_cuda, weights):
     for name, grad in zip(dict(model.named_parameters()), ours, strict=True):
         if name != "first.bias":
             assert not torch.equal(grad, grad.to(LOW).float()), f"{name}: a rounded gradient has 16 bits' digits"
-    (joint_graph,) = ampcompile.explain(model, weights=weights)(x).graphs
+    (joint_graph,) = ampcompile.explain(model, weights=weights, products="torch")(x).graphs
     assert joint_graph.joint_code.count("mm.dtype(") == 5  # two uses of both layers, and the experts
 
 
