@@ -86,9 +86,10 @@ class Candidate:
         losses of the first steps.
         """
         model, inputs = build(self.work.model, self.work.batch, self.work.length, self.work.training)
-        layout = torch.channels_last if self.work.channels_last else torch.preserve_format
-        model = model.to(self.device, memory_format=layout)
-        inputs = tuple(x.to(self.device, memory_format=layout if x.dim() == 4 else None) for x in inputs)
+        model, inputs = model.to(self.device), tuple(x.to(self.device) for x in inputs)
+        if self.work.channels_last:
+            last: Any = {"memory_format": torch.channels_last}
+            model, inputs = model.to(**last), tuple(x.contiguous(**last) if x.dim() == 4 else x for x in inputs)
         with torch.no_grad():
             exact = [] if self.work.training else [model(*inputs)]
         start = perf_counter()
@@ -100,10 +101,10 @@ class Candidate:
         self._start(self.work.kinds[0])
         if exact:
             figures["error"] = relative_error([self.call()], exact)
-        losses = [self.call() for _ in range(WARM_UP)]
+        # Read at once: a CUDA graph writes its next result in the same place.
+        results = [float(self.call().sum()) for _ in range(WARM_UP)]
         if self.work.training:
-            figures["losses"] = [float(loss) for loss in losses]
-        self._wait()
+            figures["losses"] = results
         figures["compile_seconds"] = perf_counter() - start
         forget_peak(self.device)  # peers that share a GPU need the memory
         return figures

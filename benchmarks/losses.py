@@ -40,7 +40,8 @@ class Loss:
         if way == INDUCTOR:
             layer = lambda x, weight: F.cross_entropy(F.linear(x, weight.to(LOW)).float(), target)  # noqa: E731
             return torch.compile(layer, dynamic=False)
-        options = torch.nn.LinearCrossEntropyOptions(acc_policy=TORCH[way])  # from torch 2.13 on
+        policy: Any = TORCH[way]
+        options = torch.nn.LinearCrossEntropyOptions(acc_policy=policy)  # from torch 2.13 on
         return lambda x, weight: F.linear_cross_entropy(x, weight.to(LOW), target, options=options)
 
     def measure(self, rounds: int = 4) -> dict[str, Any]:

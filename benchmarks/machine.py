@@ -28,7 +28,7 @@ def about(device: str) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "packages": {
-            each: found for each in ("torch", "triton", "transformers", "torchao") if (found := _version(each))
+            each: there for each in ("torch", "triton", "transformers", "torchao") if (there := _version(each))
         },
         "commit": commit(),
     }

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ Params = list[nn.Parameter]
 Step = Callable[[], object]
 
 
-def make_stock(params: Params, cast: bool = False, **options: bool) -> Step:
+def make_stock(params: Params, cast: bool = False, **options: Any) -> Step:
     """torch's scaler and optimizer; with `cast`, the copies that autocast would make in the next forward pass."""
     optimizer = torch.optim.AdamW(params, lr=1e-4, **options)
     scaler = torch.amp.GradScaler(params[0].device.type)

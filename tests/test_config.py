@@ -89,8 +89,9 @@ def test_an_error_says_found_expected_and_the_nearest_match(options, message):
         Options.parse(options)
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # 2.15 reads the values of all options it checks
 def test_inductors_options_are_checked_by_type_as_stock_checks_them():
-    for name in backends.inductor_options():
+    for name in backends.inductor_options().keys() - {ours.name for ours in dataclasses.fields(Options)}:
         for value in ("no", 1.5, 3, [None]):
             try:
                 torch.compile(torch.sin, options={name: value})

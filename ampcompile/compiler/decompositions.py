@@ -52,7 +52,7 @@ def _expm1(x: Tensor) -> Any:
 
 
 def _remainder(x: Any, y: Any) -> Any:
-    """Compute the remainder of large numbers exactly on the CPU, where Inductor's vectors subtract a rounded product."""
+    """Compute exact remainders of large numbers on the CPU, where Inductor's vectors subtract a rounded product."""
     tensors = [each for each in (x, y) if isinstance(each, Tensor)]
     if any(each.device.type != "cpu" or not each.is_floating_point() for each in tensors):
         return NotImplemented

@@ -23,7 +23,7 @@ from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import graphs, is_below_autograd
 from ampcompile.passes.pipeline import replay
 from ampcompile.passes.replay.enable_second_backward import has_closed_backward
-from ampcompile.torch_private import autocast, compiled_functions, pytree, regions, tracing
+from ampcompile.torch_private import autocast, compiled_functions, memory, pytree, regions, tracing
 
 CLOSED = (
     "calls a custom autograd function whose backward reads what its forward computed along the way: expected one that "
@@ -72,7 +72,7 @@ def _root_of(tensor: Tensor) -> Tensor:
 
     A custom autograd function may return a view, also of its input: the gradient of that is the function's.
     """
-    if (base := tensor._base) is None or not (tensor.requires_grad and base.requires_grad) or tensor.is_leaf:
+    if (base := tensor._base) is None or not (tensor.requires_grad and base.requires_grad):
         return tensor
     node, number = tensor.grad_fn, tensor.output_nr
     while (node, number) != (base.grad_fn, base.output_nr) and getattr(node, "variable", None) is not base:
@@ -94,8 +94,9 @@ def hide_behind_node(
     `refusal`: why their gradients can't be differentiated again. `shared`: the autograd graph includes nodes of another
     one, which is behind a node of its own.
     """
-    roots = [_root_of(result) if _wants_gradient(result) else None for result in results]
     outer = dict(zip(map(id, inside), inputs, strict=True))
+    roots = [_root_of(result) if _wants_gradient(result) else None for result in results]
+    roots = [r if r is not None and (r.grad_fn is not None or id(r) in outer) else None for r in roots]
     inner = list({id(root): root for root in roots if root is not None and id(root) not in outer}.values())
     if inner:
         outer |= zip(map(id, inner), _Backward.apply(inner, inside, refusal, shared, *inputs), strict=True)
@@ -103,7 +104,7 @@ def hide_behind_node(
     def of_inputs(result: Any, root: Tensor | None) -> Any:
         if root is None or root is result:
             return outer.get(id(root), result)
-        return outer[id(root)].as_strided(result.shape, result.stride(), result.storage_offset())
+        return memory.view_again(result, outer[id(root)])
 
     return list(map(of_inputs, results, roots))
 

@@ -46,7 +46,7 @@ def root_of(tensor: torch.Tensor) -> torch.Tensor:
 
     A custom autograd function may return a view, also of its input: the gradient of that is the function's.
     """
-    if (base := tensor._base) is None or not (tensor.requires_grad and base.requires_grad) or tensor.is_leaf:
+    if (base := tensor._base) is None or not (tensor.requires_grad and base.requires_grad):
         return tensor
     node, number = tensor.grad_fn, tensor.output_nr
     while (node, number) != (base.grad_fn, base.output_nr) and getattr(node, "variable", None) is not base:
@@ -58,7 +58,7 @@ def root_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_view(tensor: torch.Tensor, root: torch.Tensor) -> bool:
     """True if a view of `root` may replace a tensor of the same memory."""
-    if not type(tensor) is type(root) is torch.Tensor:
+    if not type(tensor) is type(root) is torch.Tensor or tensor.dtype != root.dtype:
         return False
     hooked = tensor._backward_hooks or tensor.retains_grad
     return tensor is root or not tensor.requires_grad or (root_of(tensor) is root and not hooked)

@@ -51,3 +51,9 @@ def _references_to_unheld_base() -> int:
     with torch.inference_mode(False), torch._C.DisableTorchFunction():
         view = torch.empty(1, device="cpu")[0]
     return getrefcount(view._base)
+
+
+def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """The same view of another tensor with the layout of its base: also one of another dtype, or a conjugate."""
+    again: torch.Tensor = view._view_func_unsafe(base)  # type: ignore[attr-defined]
+    return again

@@ -30,8 +30,9 @@ class LastLaunch:
 
 def follow(copies: Iterable[Copy]) -> None:
     """Make the current streams wait for the last launches that wrote these copies."""
-    for launch in {copy.launch for copy in copies} - {None}:
-        launch.wait()
+    for launch in {copy.launch for copy in copies}:
+        if launch is not None:
+            launch.wait()
 
 
 def use_here(copies: Iterable[Copy], buffers: Iterable[Tensor]) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from proof.models.case import Case
 from proof.models.judge import judge_differences, try_out
-from proof.models.subject import Subject
+from proof.models.subject import Case, Subject
 from proof.ops.calls import amp, autocast, eager, stock
 from proof.ops.compare import Difference
 from proof.results import Verdict

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from proof.models import senses, text
-from proof.models.case import Case, Inputs
+from proof.models.subject import Case, Inputs
 
 SMALL: dict[str, Any] = {
     **dict.fromkeys(["hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embed_dim", "emb_dim"], 32),

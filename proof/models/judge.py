@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._dynamo.utils import counters
 
-from proof.models.case import Case, Inputs
-from proof.models.subject import Run, Subject
+from proof.models.subject import Case, Inputs, Run, Subject
 from proof.models.tally import Tally
 from proof.ops.calls import amp, autocast, stock
 from proof.ops.compare import Difference

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from proof.models.case import Case, Inputs
-from proof.models.plain import by_place
+from proof.models.plain import call_in_order
+from proof.models.subject import Case, Inputs
 
 
 def make(path: str, *args: Any, **kwargs: Any) -> Any:
@@ -88,17 +88,20 @@ def make_convnext() -> nn.Module:
 
 VISION = "torchvision.models"
 TORCHVISION: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "mobilenet v2": (partial(make, f"{VISION}.mobilenet_v2", width_mult=0.1, num_classes=8), by_place),
-    "mobilenet v3": (partial(make, f"{VISION}.mobilenet_v3_small", width_mult=0.1, num_classes=8), by_place),
-    "mnasnet": (partial(make, f"{VISION}.MNASNet", 0.1, num_classes=8), by_place),
-    "densenet": (partial(make, f"{VISION}.DenseNet", 4, (2, 2), 8, num_classes=8), by_place),
-    "vit": (partial(make, f"{VISION}.VisionTransformer", 32, 8, 2, 2, 32, 48, num_classes=8), by_place),
-    "swin": (partial(make, f"{VISION}.SwinTransformer", [4, 4], 8, [1, 1], [2, 2], [2, 2], num_classes=8), by_place),
-    "convnext": (make_convnext, by_place),
+    "mobilenet v2": (partial(make, f"{VISION}.mobilenet_v2", width_mult=0.1, num_classes=8), call_in_order),
+    "mobilenet v3": (partial(make, f"{VISION}.mobilenet_v3_small", width_mult=0.1, num_classes=8), call_in_order),
+    "mnasnet": (partial(make, f"{VISION}.MNASNet", 0.1, num_classes=8), call_in_order),
+    "densenet": (partial(make, f"{VISION}.DenseNet", 4, (2, 2), 8, num_classes=8), call_in_order),
+    "vit": (partial(make, f"{VISION}.VisionTransformer", 32, 8, 2, 2, 32, 48, num_classes=8), call_in_order),
+    "swin": (
+        partial(make, f"{VISION}.SwinTransformer", [4, 4], 8, [1, 1], [2, 2], [2, 2], num_classes=8),
+        call_in_order,
+    ),
+    "convnext": (make_convnext, call_in_order),
     "retinanet": (partial(make_detector, "RetinaNet"), find_boxes),
     "fcos": (partial(make_detector, "FCOS", sizes=(8,)), find_boxes),
-    "deeplabv3": (partial(make_segmenter, "DeepLabV3", "deeplabv3.DeepLabHead", 32, 4, (2, 3)), by_place),
-    "fcn": (partial(make_segmenter, "FCN", "fcn.FCNHead", 32, 4), by_place),
+    "deeplabv3": (partial(make_segmenter, "DeepLabV3", "deeplabv3.DeepLabHead", 32, 4, (2, 3)), call_in_order),
+    "fcn": (partial(make_segmenter, "FCN", "fcn.FCNHead", 32, 4), call_in_order),
 }
 TIMM: dict[str, dict[str, Any]] = {
     "test_vit": {"img_size": 64},
@@ -187,7 +190,9 @@ def _timm(name: str, **own: Any) -> nn.Module:
 
 CASES = {
     **{
-        f"timm {n}": Case("timm", partial(_timm, n, **own), draw_pictures(own.get("img_size", 64)), by_place, "timm")
+        f"timm {n}": Case(
+            "timm", partial(_timm, n, **own), draw_pictures(own.get("img_size", 64)), call_in_order, "timm"
+        )
         for n, own in TIMM.items()
     },
     **{

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from proof.models.case import Case, Inputs
+from proof.models.subject import Case, Inputs
 
 WIDTH = 32
 
@@ -118,12 +118,12 @@ def laplacian(run: Callable[..., Any], inputs: Inputs) -> Any:
     return field, slope, sum(torch.autograd.grad(slope[:, n].sum(), x, create_graph=True)[0][:, n] for n in range(2))
 
 
-def by_place(run: Callable[..., Any], inputs: Inputs) -> Any:
+def call_in_order(run: Callable[..., Any], inputs: Inputs) -> Any:
     """One call with the inputs in order."""
     return run(*inputs.values())
 
 
-def _of(make: Callable[[], nn.Module], inputs: Callable[[], Inputs], call: Any = by_place) -> Case:
+def _of(make: Callable[[], nn.Module], inputs: Callable[[], Inputs], call: Any = call_in_order) -> Case:
     return Case("plain torch", make, inputs, call)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from proof.models.case import Inputs
+from proof.models.subject import Inputs
 from proof.models.text import tokens
 
 Rows = dict[str, tuple[str, dict[str, Any], Callable[[], Inputs]]]

@@ -1,20 +1,39 @@
-"""One model and the ways in which it is run: eager autocast, in float64, compiled by torch, compiled by amp."""
+"""A model of the sweep, how it is made and called, and the ways in which it is run: eager, in float64, compiled."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from proof.models.case import Case, Inputs
 from proof.ops.calls import grads_of
 
 MODES = ("train", "eval", "no_grad")
+Inputs = dict[str, Any]
+
+
+def call_by_name(run: Callable[..., Any], inputs: Inputs) -> Any:
+    """One call with the inputs by name."""
+    return run(**inputs)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`build` makes a model with random weights, `inputs` draws what it is given; both from torch's generator."""
+
+    family: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], Inputs]
+    call: Callable[[Callable[..., Any], Inputs], Any] = call_by_name
+    """The call of the model, or with the compiled one in its place."""
+    package: str = "torch"
+    """The package that it needs."""
 
 
 class Run(NamedTuple):

@@ -10,9 +10,8 @@ from statistics import median
 from ampcompile.dtypes import LOW
 from benchmarks.tables import table
 from proof.models import generating, hub, judge, packages, plain
-from proof.models.case import Case
 from proof.models.missing_ops import stand_in
-from proof.models.subject import MODES
+from proof.models.subject import MODES, Case
 from proof.ops.judge import FAILS, RAISES, STOCK_FAILS
 from proof.part import Part
 from proof.results import Verdict

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from proof.models.case import Inputs
+from proof.models.subject import Inputs
 
 Rows = dict[str, tuple[str, dict[str, Any]]]
 TWO = {"layer_types": ["linear_attention", "full_attention"]}

@@ -133,6 +133,34 @@ def test_views_of_results_share_their_memory_and_history():
     assert torch.equal(x.grad, torch.tensor([[18.0] * 3, [6.0] * 3]))
 
 
+def view_without_gradient(y):
+    h = 2 * y
+    with torch.no_grad():
+        return h, h.view(-1), h.detach()
+
+
+VIEWS = {
+    "of another dtype": lambda y: (h := torch.complex(y, 2 * y), torch.view_as_real(h), h.real, h.conj().imag),
+    "of pairs": lambda y: torch.view_as_complex((3 * y).view(2, 2, 2)),
+    "several": lambda y: (h := 2 * y, *h.chunk(2), h[0].unfold(0, 2, 1), h.mT[1:].diagonal()),
+    "without gradient": view_without_gradient,
+    "written": lambda y: (h := 2 * y, v := h[0], v.mul_(3), h.add_(1)),
+}
+
+
+@pytest.mark.parametrize("views", VIEWS.values(), ids=VIEWS)
+def test_each_kind_of_view_is_what_it_is_in_eager_mode(views):
+    def results(run):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        made = run(x)
+        tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in pytree.tree_leaves(made)]
+        loss = sum((i + 2) * t.square().sum() for i, t in enumerate(tensors) if t.requires_grad)
+        return [*tensors, *torch.autograd.grad(loss, x)]
+
+    torch._dynamo.reset()
+    assert same_bits(results(amp(views, lower="eager")[0]), results(views))
+
+
 class Own(torch.autograd.Function):
     """Returns a view, or its input, with a gradient of its own."""
 

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from ampcompile.kernels.packed_conv import Blocks
 from ampcompile.weights import Binding, CopySpec, Form, weight_stats
 from ampcompile.weights.store import store
+from tests.weights.writers import unsampled
 
 
 def bind(
@@ -47,3 +49,22 @@ def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     original = Binding._cast_and_read
     monkeypatch.setattr(Binding, "_cast_and_read", cast_and_read)
     return found
+
+
+class Case:
+    """A weight, a frozen one, and a graph that reads both."""
+
+    def __init__(self) -> None:
+        self.weight, self.frozen = nn.Parameter(torch.randn(40, 30)), torch.randn(40, 30)
+        self.binding: Binding = bind([torch.bfloat16] * 2)
+        self.kept: list[Any] = []
+        self.right()
+
+    def right(self) -> bool:
+        weights = [self.weight, self.frozen]
+        read = self.binding.copies(weights)
+        return all(torch.equal(c, w.detach().bfloat16()) for c, w in zip(read, weights, strict=True))
+
+    def one(self, tensor: Tensor) -> None:
+        with torch.no_grad():
+            tensor[unsampled(tensor)] += 1

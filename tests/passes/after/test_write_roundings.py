@@ -1,18 +1,17 @@
-"""What 16-bit ops round is written as casts; what is 16 bits already isn't rounded; Inductor then forgets nothing."""
-
-import uuid
+"""What ops on 16-bit numbers round is written as casts, and what has 16 bits already isn't rounded again."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
-from ampcompile.compiler import lower
 from ampcompile.passes.after.write_roundings import WriteRoundings
 from ampcompile.passes.base import run_passes
 from ampcompile.torch_private import lowering
-from tests.compiling import HIGH, LOW, amp, gradients, leave_out, same_bits
+from tests.compiling import LOW, same_bits
 
 CASES = {  # what is done to two matrices: the ops afterwards, `>` widens, `<` rounds, `!` is marked for Inductor
     "a sum": (lambda a, b: a + b, "> > add <"),
@@ -33,38 +32,78 @@ CASES = {  # what is done to two matrices: the ops afterwards, `>` widens, `<` r
 
 
 def graph(f, *args: Tensor) -> torch.fx.GraphModule:
-    """With the marks that torch gives: of all ops that read or give 16-bit numbers."""
-    gm = make_fx(f, tracing_mode="fake", decomposition_table={torch.ops.aten._to_copy.default: to_copy})(*args)
-    for node in gm.graph.nodes:
-        if node.op == "call_function":
-            node.meta[lowering.ROUNDS] = True
+    """With casts as they are there, and with marks on all ops, as torch marks those on 16-bit numbers."""
+    gm = make_fx(f, decomposition_table={torch.ops.aten._to_copy.default: convert}, tracing_mode="fake")(*args)
+    for node in calls(gm):
+        node.meta[lowering.ROUNDS] = True
     return gm
 
 
-def to_copy(x: Tensor, dtype: torch.dtype) -> Tensor:
+def convert(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ops.prims.convert_element_type.default(x, dtype)
 
 
-def text(gm: torch.fx.GraphModule) -> str:
-    def word(node):
-        name = node.target._schema.name.split("::")[1]
-        cast = name == "convert_element_type"
-        marked = "!" * (
-            node.meta.get(lowering.ROUNDS, False)
-            and not node.target.is_view
-            and not (cast and lowering.CASTS_NEED_MARKS)
-        )
-        return (("<" if node.meta["val"].dtype == LOW else ">") if cast else name) + marked
+def write(gm: torch.fx.GraphModule) -> int:
+    return run_passes([WriteRoundings()], gm)[0].rewrites
 
-    return " ".join(word(node) for node in gm.graph.nodes if node.op == "call_function")
+
+def calls(gm: torch.fx.GraphModule) -> list[Node]:
+    return [node for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def words(gm: torch.fx.GraphModule) -> str:
+    return " ".join(map(word, calls(gm)))
+
+
+def word(node: Node) -> str:
+    name = node.target._schema.name.split("::")[1]
+    if name == "convert_element_type":
+        name = "<" if node.meta["val"].dtype == LOW else ">"
+    of_no_use = node.target.is_view or (name == "<" and lowering.CASTS_NEED_MARKS)
+    return name + "!" * (node.meta.get(lowering.ROUNDS, False) and not of_no_use)
+
+
+def operands() -> Tensor:
+    return torch.rand(2, 4, 4, dtype=LOW)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_rounded_and_where(name):
     f, expected = CASES[name]
-    gm = graph(f, torch.ones(4, 4, dtype=LOW), torch.ones(4, 4, dtype=LOW))
-    changed = run_passes([WriteRoundings()], gm)[0].rewrites
-    assert text(gm) == expected and bool(changed) == (">" in expected)
-    assert WriteRoundings().apply(gm) == 0
-    a, b = torch.rand(2, 4, 4, dtype=LOW)
+    a, b = operands()
+    gm = graph(f, a, b)
+    changed = write(gm)
+    assert words(gm) == expected and bool(changed) == (">" in expected)
+    assert write(gm) == 0
     assert same_bits(gm(a, b), f(a, b))
+
+
+def test_what_is_computed_on_the_way_to_a_result_is_not_rounded():
+    gm = graph(lambda a, b: a * b + a, *operands())
+    calls(gm)[0].meta[lowering.ROUNDS] = False
+    write(gm)
+    a, b = operands()
+    assert words(gm) == "> > mul > add <" and same_bits(gm(a, b), (a.float() * b.float() + a.float()).to(LOW))
+
+
+def test_a_graph_without_marks_stays_as_it_is():
+    gm = graph(lambda a, b: a * b + a, *operands())
+    for node in calls(gm):
+        del node.meta[lowering.ROUNDS]
+    assert write(gm) == 0
+
+
+def test_templates_hand_on_what_they_add_up():
+    gm = graph(lambda a, b: (a @ b) * 2, *operands())
+    with torch._inductor.config.patch(max_autotune_gemm=True):
+        write(gm)
+    assert words(gm) == "mm! >! mul <"
+
+
+def test_marks_of_a_value_stay_with_its_16_bits():
+    gm = graph(lambda a, b: a * b, *operands())
+    marks = {"recompute": CheckpointPolicy.MUST_SAVE, lowering.WRITTEN: True}
+    calls(gm)[0].meta |= marks
+    write(gm)
+    *_, product, result = calls(gm)
+    assert marks.items() <= result.meta.items() and not marks.keys() & product.meta.keys()

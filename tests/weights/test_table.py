@@ -9,31 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampcompile.weights import Binding, invalidate, mark_unproven, store, table, weight_stats, writable_copies
-from tests.kernels.test_native import patterns
-from tests.weights.bindings import bind, comparisons
+from ampcompile.weights import table, weight_stats
+from tests.weights.bindings import Case, bind, comparisons
 from tests.weights.writers import unsampled, unseen
 
 BF16 = torch.bfloat16
-
-
-class Case:
-    """A weight, a frozen one, and a graph that reads both."""
-
-    def __init__(self) -> None:
-        self.weight, self.frozen = nn.Parameter(torch.randn(40, 30)), torch.randn(40, 30)
-        self.binding: Binding = bind([BF16] * 2)
-        self.kept: list[Any] = []
-        self.right()
-
-    def right(self) -> bool:
-        weights = [self.weight, self.frozen]
-        read = self.binding.copies(weights)
-        return all(torch.equal(c, w.detach().bfloat16()) for c, w in zip(read, weights, strict=True))
-
-    def one(self, tensor: Tensor) -> None:
-        with torch.no_grad():
-            tensor[unsampled(tensor)] += 1
 
 
 def step(case: Case, *params: Tensor, kind: Any = torch.optim.SGD) -> None:
@@ -118,74 +98,6 @@ def test_the_counters_of_all_weights_on_a_storage_explain_its_holders(monkeypatc
     assert torch.equal(binding.copies(weights)[1], weights[1].detach().bfloat16()) and len(found) == 1
 
 
-def test_a_step_of_ours_writes_the_copies_and_nothing_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case()
-    found = comparisons(monkeypatch)
-    for _ in range(3):
-        lent = writable_copies([case.weight])
-        unseen(case.weight)[...] *= 0.5
-        (buffer,) = lent.buffers[0]
-        buffer.copy_(case.weight.detach())
-        torch.autograd.graph.increment_version([case.weight, buffer])
-        del buffer
-        lent.mark_written()
-        del lent
-        assert case.right() and not found
-
-
-def test_a_step_that_failed_leaves_nothing_fresh() -> None:
-    case = Case()
-    lent = writable_copies([case.weight])
-    case.right()  # within the step
-    unseen(case.weight)[unsampled(case.weight)] += 1
-    assert case.right()
-    unseen(case.weight)[unsampled(case.weight)] += 1
-    assert case.right() and lent.buffers, "cast in each call"
-    writable_copies([case.weight]).mark_written()
-    assert case.right()
-
-
-def test_a_write_to_the_same_memory_during_a_step_leaves_it_to_the_next_call() -> None:
-    case = Case()
-    tied = nn.Parameter(case.weight.data)
-    other = bind([BF16])
-    other.copies([tied])
-    lent = writable_copies([case.weight])
-    case.one(tied)
-    torch.autograd.graph.increment_version([case.weight])
-    lent.mark_written()
-    assert case.right()
-
-
-def test_copies_unproven_and_announced() -> None:
-    case = Case()
-    for announce in (lambda: mark_unproven(store.store.keys), lambda: invalidate(case.weight)):
-        unseen(case.weight)[unsampled(case.weight)] += 1
-        assert not case.right(), "what nothing shows"
-        announce()
-        assert case.right()
-
-
-@pytest.mark.parametrize("wide", [False, True])
-def test_zeros_of_either_sign_are_told_apart(wide: bool) -> None:
-    weight, binding = torch.zeros(40, 30), bind([BF16], wide=[wide])
-    binding.copies([weight])
-    weight.data[unsampled(weight)] = -0.0
-    (read,) = binding.copies([weight])
-    assert torch.equal(torch.signbit(read), torch.signbit(weight))
-    assert read.dtype == (torch.float32 if wide else BF16)
-
-
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_numbers_are_rounded_as_torch_rounds_them(dtype: torch.dtype, wide: bool) -> None:
-    values, binding = patterns(), bind([dtype], wide=[wide])
-    (read,) = binding.copies([values])
-    expected = values.to(dtype).to(read.dtype)
-    assert torch.equal(read, expected) or torch.equal(read[~read.isnan()], expected[~values.isnan()])
-    assert torch.equal(read.isnan(), values.isnan())
-
-
 def test_without_a_table_each_call_casts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(table.native, "library", lambda name: None)
     load = table.load
@@ -217,18 +129,6 @@ def test_a_deep_copy_shares_nothing_and_a_moved_weight_is_cast() -> None:
     assert case.right() and weight_stats().casts == casts
     case.weight.data = torch.randn(40, 30)
     assert case.right() and weight_stats().casts == casts + 1
-
-
-def test_what_waits_keeps_its_numbers_while_the_weight_goes_on() -> None:
-    case = Case()
-    x = torch.randn(2, 30, dtype=BF16, requires_grad=True)
-    loss = nn.functional.linear(x, case.binding.copies([case.weight, case.frozen])[0]).float().sum()
-    expected = case.weight.detach().bfloat16().float().sum(0)
-    for _ in range(3):
-        case.one(case.weight)
-        assert case.right()
-    loss.backward()
-    torch.testing.assert_close(x.grad[0].float(), expected, rtol=2**-6, atol=0.1)
 
 
 def test_a_weight_that_left_vouches_for_nobody_on_its_old_memory() -> None:
