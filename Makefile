@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-tools fuzz check lint format types docs matrix test-isa test-integrations test-distributed \
-	rooms pictures proof paper bench test-gpu gpu-check
+	pictures proof paper bench test-gpu gpu-check
 
 VENV := .venv/bin/python
 PYTHON := $(VENV)
@@ -101,9 +101,6 @@ test-integrations: $(INTEGRATIONS) ## amp in the loops of Accelerate, transforme
 test-distributed: $(READY) ## all tests of several processes: each way to share a model x whole, by block x loops
 	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PYTHON) $(PYTEST) -m "" tests/sharding tests/scaler/test_distributed.py \
 		tests/behaviour/test_distributed.py tests/behaviour/test_tensor_parallel.py $(ARGS)
-
-rooms: $(READY) ## docs/rooms.md, from the pipeline, the imports and the docstrings
-	$(PYTHON) -m tests.rooms_page
 
 pictures: $(READY) ## docs/pictures: the page of casts (needs Chromium)
 	$(PYTHON) -m tests.pictures

@@ -37,14 +37,13 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def _link_to_pages(app: Sphinx, page: str, source: list[str]) -> None:
-    """The home is the README; `contributing.md` and `changelog.md` include files from outside of this folder, too."""
+    """The home is the README; CONTRIBUTING.md, which is for who has a checkout, is there to download."""
     if page == "index":
-        readme = README.read_text(encoding="utf-8").replace("](docs/", "](").replace("](C", "](../C")
+        readme = README.read_text(encoding="utf-8").replace("](docs/", "](")
+        readme = readme.replace("[CONTRIBUTING](CONTRIBUTING.md)", "{download}`CONTRIBUTING <../CONTRIBUTING.md>`")
         source[0] = re.sub("^<!-- README.*?-->", lambda _: readme, source[0])
         app.env.note_dependency(str(README))
     source[0] = source[0].replace("](../README.md", "](index.md")
-    for name in ("CONTRIBUTING", "CHANGELOG"):
-        source[0] = source[0].replace(f"](../{name}.md", f"]({name.lower()}.md")
 
 
 def setup(app: Sphinx) -> None:

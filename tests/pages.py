@@ -16,19 +16,22 @@ class Block(NamedTuple):
     code: str
 
 
-def blocks(page: str) -> list[Block]:
-    """The blocks of a page, which is named by its path in the repository."""
-    found = FENCED.findall((ROOT / page).read_text())
+def blocks(page: str, section: str = "") -> list[Block]:
+    """The blocks of a page, which is named by its path in the repository, or of what stands under one `## section`."""
+    text = (ROOT / page).read_text()
+    if section:
+        text = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    found = FENCED.findall(text)
     return [Block(language, re.sub(f"(?m)^{indent}", "", code)) for indent, language, code in found]
 
 
-def run(page: str, **names: Any) -> dict[str, Any]:
-    """What is defined after all of a page's Python, with `names` defined before it.
+def run(page: str, section: str = "", /, **names: Any) -> dict[str, Any]:
+    """What is defined after all of the Python of a page, or of one section, with `names` defined before it.
 
     A block that begins with `# name.py` is written to that file, and runs as it.
     """
     names["__name__"] = "page"
-    for number, code in enumerate(block.code for block in blocks(page) if block.language == "python"):
+    for number, code in enumerate(block.code for block in blocks(page, section) if block.language == "python"):
         if not torch.cuda.is_available():
             code = code.replace("GradScaler()", 'GradScaler("cpu")')  # its default is CUDA
         file = re.match(r"# (\w+\.py)\n", code)

@@ -16,10 +16,8 @@ PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").gl
 ELSEWHERE = {
     "README.md",
     "docs/explain.md",
-    "docs/export.md",
-    "docs/steering.md",
-    "docs/adding_a_kernel.md",
     "docs/integrations.md",
+    "docs/options.md",
 }
 """Pages whose Python runs in tests of their own, or needs more than the suite has."""
 
@@ -48,15 +46,13 @@ class Writer:
 
 def watching() -> dict[str, Any]:
     scaler = ampcompile.GradScaler("cpu")
-    model = nn.Linear(4, 3)
-    given = {"torch": torch, "model": model, "optimizer": torch.optim.SGD(model.parameters())}
-    return training() | given | {"scaler": scaler, "writer": Writer(), "step": 1}
+    given = training()
+    return given | {"torch": torch, "network": given["model"], "scaler": scaler, "writer": Writer(), "step": 1}
 
 
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
-    "docs/masters.md": training,
+    "docs/audit.md": watching,
     "docs/scaler.md": training,
-    "docs/watch.md": watching,
     "docs/weights.md": lambda: {
         "torch": torch,
         "ampcompile": ampcompile,

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,7 +17,8 @@ from tests.test_layout import ROOT
 HIGH = torch.float32
 
 
-def test_explaining(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explaining(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     given = {"ampcompile": ampcompile, "torch": torch, "model": nn.Linear(4, 4)}
     found = pages.run("docs/explain.md", x=torch.randn(2, 4), **given)
     assert capsys.readouterr().out.startswith("amp removes")
@@ -32,13 +34,12 @@ def test_steering(monkeypatch: pytest.MonkeyPatch) -> None:
     ops.RoIPool = RoIPool
     monkeypatch.setitem(sys.modules, "torchvision", vision)
     monkeypatch.setitem(sys.modules, "torchvision.ops", ops)
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)
     with torch.library._scoped_library("mylib", "FRAGMENT") as library:
         library.define("attention(Tensor x) -> Tensor")
         library.impl("attention", torch.clone, "CompositeExplicitAutograd")
         library.impl("attention", torch.empty_like, "Meta")
-        found = pages.run("docs/steering.md", ampcompile=ampcompile, torch=torch, model=model, x=x)
-    policy = found["policy"]
+        found = pages.run("docs/options.md", ampcompile=ampcompile)
+    policy, model, x = found["policy"], found["model"], found["x"]
     assert ampcompile.Policy.parse(str(policy)) == policy
     with torch.autocast("cpu"):
         assert [layer(x).dtype for layer in model] == [HIGH, torch.float16, torch.bfloat16]

@@ -12,7 +12,7 @@ import torch
 from ampcompile.torch_private import patches
 from ampcompile.torch_private.patches import TABLE, Group
 
-PAGE = Path(__file__).parents[2] / "docs" / "patches.md"
+PAGE = Path(__file__).parents[2] / "docs" / "weights.md"
 
 
 class Base:
@@ -144,14 +144,15 @@ def test_a_scaler_patches_nothing(use: str) -> None:
 
 
 def page() -> str:
-    """What docs/patches.md shows of the table."""
-    parts = [(PAGE.read_text() if PAGE.exists() else "").partition("\n## ")[0]]
+    """docs/weights.md, which ends with the table."""
+    text, heading, _ = PAGE.read_text().partition("\n| patch of torch | why |\n")
+    rows = [heading.strip(), "|---|---|"]
     for group in TABLE:
-        reasons = dict.fromkeys(group.patches.values())
-        rows = [f"| {', '.join(f'`{w}`' for w, why in group.patches.items() if why == r)} | {r} |" for r in reasons]
-        parts.append(f"## {group.name}\n\nMade {group.when}, undone {group.undone}.\n")
-        parts.append("\n".join(["| place | why |", "|---|---|", *rows]) + "\n")
-    return "\n".join(parts)
+        rows.append(f"| **{group.name}** | made {group.when}, undone {group.undone} |")
+        for reason in dict.fromkeys(group.patches.values()):
+            places = (f"`{place}`" for place, why in group.patches.items() if why == reason)
+            rows.append(f"| {', '.join(places)} | {reason} |")
+    return "\n".join([text, *rows, ""])
 
 
 def test_the_documentation_shows_the_table() -> None:
