@@ -19,15 +19,15 @@ y.lerp(b.to(y.dtype),C) y.add(b,alpha=C) y.sub(b,alpha=C) torch.rsub(y,b,alpha=C
 y.addcdiv(b,b.abs()+1,value=C) y%C torch.where(y>C,y,C) y.clamp(min=C) y.masked_fill(y>C,C)"""
 BINARY = """y+b y-b y*b y/(b.abs()+1) torch.maximum(y,b) torch.minimum(y,b) torch.where(y>b,y,b) y.addcmul(b,y)
 y.lerp(b.to(y.dtype),.3) y.addcdiv(b,y.abs()+1) torch.atan2(y,b) torch.hypot(y,b) y*b.sigmoid() y+r y*r (y-b).square()
-torch.logaddexp(y,b) y*s y/(s.abs()+1) y+s"""
+y*s y/(s.abs()+1) y+s"""
 REDUCING = """y.softmax(-1) y.log_softmax(-1) y.softmax(0) (y*C).softmax(-1) (y/C).softmax(-1) (y*s).softmax(-1)
 y-y.amax(-1,True) y/(y.norm(dim=-1,keepdim=True)+1) y*y.mean(-1,True) y+y.sum(0,True) y-y.logsumexp(-1,True)
 y*y.var(-1,keepdim=True) y+y.std(0,keepdim=True) F.layer_norm(y,(y.shape[-1],)) F.rms_norm(y,(y.shape[-1],))
 F.normalize(y,dim=-1) F.layer_norm(y,(y.shape[-1],),r,r) y.cumsum(-1) F.group_norm(y,1)
 F.batch_norm(y,None,None,training=True) y+y.max(-1,True)[0]
-F.batch_norm(y,None,None,r.float(),r.float(),True)"""
+F.batch_norm(y,None,None,r.to(wide),r.to(wide),True)"""
 PRODUCTS = "y@m F.linear(y,m,r) y@m+b y@m+y b-y@m torch.addmm(y,y,m) (y@y.mT)@y F.linear(y,m,r).relu()+y"
-ENDS = "y y y y.sum(-1) y.mean(-1) y.square().sum(-1) y.logsumexp(-1) y.float().sum(-1) y.amax(-1) y.var(-1)"
+ENDS = "y y y y.sum(-1) y.mean(-1) y.square().sum(-1) y.logsumexp(-1) y.to(wide).sum(-1) y.amax(-1) y.var(-1)"
 SHARES = {UNARY: 8, SCALAR: 6, BINARY: 6, REDUCING: 6, PRODUCTS: 1}
 CONSTANTS = ["0.1", "1.1", "-0.7", "3.3", "48**-.5", "2"]
 SIZES = [(8, 48), (7, 37), (16, 64), (3, 130)]
@@ -63,6 +63,7 @@ class Chain:
 def together(chains: Sequence[Chain]) -> Callable[..., list[Tensor]]:
     """All chains as one function of an example of the 16-bit type and of all their inputs."""
     lines = ["def run(low, *given):", "    low, results = low.dtype, []"]
+    lines += ["    wide = torch.promote_types(low, torch.float32)"]
     for i, chain in enumerate(chains):
         lines += [
             f"    y, b, r, s, m = [each.to(low) for each in given[{INPUTS * i}:{INPUTS * (i + 1)}]]",
