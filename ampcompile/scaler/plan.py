@@ -201,7 +201,9 @@ class Plan:
             for device, work in self.work.items():
                 assert work.step is not None
                 workspace = self.workspaces.setdefault(device, {})
-                if params and there_are_copies():
+                if (
+                    params and not self.distributed and there_are_copies()
+                ):  # those of DTensors are cast in the next call
                     own = params if self._alone else [params[i] for i in work.chosen]
                     written.append(CopiesOfStep(own, work.takes_copy))
                 take_copies(work.step, written[-1].by_kernel if written else {})

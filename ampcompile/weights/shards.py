@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ampcompile.torch_private import dtensors
+from ampcompile.torch_private import dtensors, storages
 
 from .binding import Binding
 from .reports import watch_shards
 from .store import store
+from .table import PERHAPS_WRITTEN
 
 
 class ShardBinding(Binding):
@@ -23,6 +24,9 @@ class ShardBinding(Binding):
         sharded = [i for i in self._indices if parts[i] is not inputs[i]]
         if sharded:
             watch_shards()
+            # The part of a detached DTensor has a version counter of its own: whoever wrote through one has left no
+            # trace. So parts are compared with their copies in each call.
+            store.report({storages.storage_address(parts[i]) for i in sharded}, PERHAPS_WRITTEN)
         copies = super().copies(parts)
         for i in sharded:
             if inputs[i].requires_grad and self._read is not None:
