@@ -19,6 +19,7 @@ from ampcompile.config import Options
 from ampcompile.errors import AmpWarning, OptionError
 from ampcompile.torch_private import (
     autocast,
+    dynamo_marks,
     dynamo_modules,
     open_regions,
     optimize_contexts,
@@ -179,7 +180,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
             _restore(outer, callback, cached, opened)
             raise
 
-    optimize_contexts.pass_over(under_autocast)
+    dynamo_marks.pass_over(under_autocast)
     under_autocast._torchdynamo_inline = _make_inlined(compiled)  # type: ignore[attr-defined]
     return under_autocast
 
@@ -205,7 +206,7 @@ def _restore(outer: Any, callback: Any, cached: bool, opened: tuple[str, bool, t
         torch.set_autocast_dtype(device_type, dtype)
 
 
-optimize_contexts.pass_over(_restore)
+dynamo_marks.pass_over(_restore)
 
 
 def _make_inlined(compiled: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import optimize_contexts, patches
+from . import dynamo_marks, optimize_contexts, patches
 from .autocast import any_autocast_enabled, autocast_nesting, autocast_states
 
 
@@ -137,6 +137,6 @@ def carry_through_checkpoints(original: Any) -> Any:
 
 
 def _unseen_by_dynamo(function: Any, original: Any) -> Any:
-    optimize_contexts.pass_over(function)
+    dynamo_marks.pass_over(function)
     function._torchdynamo_inline = original  # for where it traces through classes that inherit from torch.autocast
     return function

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._dynamo import eval_frame, trace_rules
 
+from . import dynamo_marks
 from .patches import Wrap
 
 
@@ -54,7 +55,7 @@ def wrap_call(
                 wrapped._torchdynamo_wrapper_id = id(wrapped)
             return wrapped
 
-        pass_over(call)
+        dynamo_marks.pass_over(call)
         return call
 
     return wrap_context
@@ -70,15 +71,6 @@ def compiles_nothing(fn: Any) -> bool:
         return False
     framed = getattr(eval_frame.OptimizedModule, "_should_wrap_module_call_impl", None)
     return bool(trace_rules.check(module.forward)) and not (framed and framed(fn))
-
-
-def pass_over(function: Any) -> None:
-    """Exclude a function of ours from Dynamo's tracing, as torch's own are, but not the functions that it calls.
-
-    Dynamo looks at each call in a compiled function after a graph break, also in a backward there, which calls what
-    compiled autograd compiles. `set_frame_callback(None)` stops that for a while, for the called functions too.
-    """
-    eval_frame.skip_code(function.__code__)
 
 
 set_frame_callback = eval_frame.set_eval_frame  # returns the one before

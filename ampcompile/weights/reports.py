@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
-from ampcompile.torch_private import dispatcher, optimizers, patches, storages
+from ampcompile.torch_private import dispatcher, dynamo_marks, optimizers, patches, storages
 from ampcompile.torch_private.dtensors import local_part
-from ampcompile.torch_private.optimize_contexts import pass_over
 
 from .store import CopyStore, key_of, store
 from .table import PERHAPS_WRITTEN, TICKS, WRITTEN, WRITTEN_IF_TRAINABLE
@@ -67,7 +66,7 @@ def _wrap_export(export: Callable[..., Any]) -> Callable[..., Any]:
             pass
         return export(holder, *args, **kwargs)
 
-    pass_over(exporting)
+    dynamo_marks.pass_over(exporting)
     return exporting
 
 
@@ -83,7 +82,7 @@ def _wrap_sharing(method: Callable[..., Any]) -> Callable[..., Any]:
             store.report([key], PERHAPS_WRITTEN)
         return result
 
-    pass_over(sharing)
+    dynamo_marks.pass_over(sharing)
     return sharing
 
 
@@ -112,14 +111,12 @@ _WRAPS: dict[str, patches.Wrap] = {
     "Tensor.untyped_storage": _wrap_sharing,
 }
 
-# Dynamo, tracing around them, would trace them too.
-for _function in (_hand_out_data, key_of, CopyStore.report):
-    pass_over(_function)
-
 
 def watch_writers() -> None:
     """Install the hooks and patches, at the first copy of a weight."""
     _hook_optimizers()
+    for function in (_hand_out_data, key_of, CopyStore.report):  # else Dynamo, tracing around them, traces them too
+        dynamo_marks.pass_over(function)
     patches.install(patches.COPIES, _WRAPS)
 
 

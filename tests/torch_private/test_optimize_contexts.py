@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampcompile.torch_private import optimize_contexts, patches
+from ampcompile.torch_private import dynamo_marks, optimize_contexts, patches
 from tests.compiling import Looking
 
 
@@ -44,7 +44,7 @@ def test_dynamo_looks_at_no_frame_while_its_callback_is_unset() -> None:
         finally:
             assert optimize_contexts.set_frame_callback(before) is None
 
-    optimize_contexts.pass_over(outer)
+    dynamo_marks.pass_over(outer)
     torch.compile(outer, backend=counting)(torch.ones(2))
     assert not counting.found
 
