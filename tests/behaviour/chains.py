@@ -50,7 +50,7 @@ torch.addmv(y[:,0],y,r,alpha=C,beta=C)[:,None]+b torch.addmv(y[:,0]+torch.nan,b,
 torch.addr(y@m,b[:,0],r,alpha=C,beta=C) torch.addr(y+torch.nan,y[:,0],r,beta=0,alpha=C)"""
 ACTIVATED = """F.gelu(y@m,approximate="tanh") F.leaky_relu(y@m,C) F.elu(y@m,P) F.elu(y@m,P,inplace=True)
 F.celu(y@m,P) F.softplus(y@m,P,3) F.hardtanh(y@m,-P,P) F.threshold(y@m,C,C) F.hardshrink(y@m,P) F.softshrink(y@m,P)
-F.linear(y,m,r).clamp(min=C) F.linear(y,m,r).clamp(-P,P) (y@m).nan_to_num(C) F.rrelu(y@m,P,P) F.prelu(y@m,r[:1])
+F.linear(y,m,r).clamp(min=C) F.linear(y,m,r).clamp(-P,P) (y@m).nan_to_num(C) F.prelu(y@m,r[:1])
 (y@m).clamp_min(C)*b torch.logit((y@m).sigmoid(),eps=.1)"""
 REDUCED = """F.layer_norm(y@m,(y.shape[-1],),eps=P) F.layer_norm(y@m,(y.shape[-1],),r,r,eps=P)
 F.group_norm(y@m,1,eps=P) F.rms_norm(y@m,(y.shape[-1],),eps=P) F.batch_norm(y@m,None,None,training=True,eps=P)
