@@ -94,8 +94,8 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     copied, gathered = dict[Node, bool](), frozenset[Node]()
     if options.weights == "cached":
         copied, gathered = find_copied_weights(graph, example_inputs), find_gathered_weights(graph, example_inputs)
-    logged = logs.recorder(example_inputs)
-    watch = logs.watch_both(watch, None if logged is None else logged.watch)
+    logged = logs.recorder(example_inputs) if watch is None else None
+    watch = watch if logged is None else logged.watch
     history = [captured, *run_passes(pipeline(options, regions, copied, gathered), graph, watch)]
     if fuse := fusion(options, device_type):
         if torch.is_grad_enabled():

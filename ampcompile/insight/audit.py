@@ -19,21 +19,12 @@ from ampcompile.torch_private import joint_graphs
 from .call import Subject
 from .exact import combine, find_not_finite, ratio, relative_error, squares
 from .measured_call import MeasuredCall, Settings
-from .records import Numbers, OpRecord, plain
+from .records import Numbers, OpRecord
 from .run import Session
 from .show import error_text, table, text_of
 
 MODULES, OPS, NAMES = 40, 10, 3
 """Most rows of the tables of modules and of ops, and most names in a line."""
-
-
-@dataclass(frozen=True)
-class ModuleNumbers:
-    """All ops that one module calls itself, forward and backward: the worst errors, shares of all elements."""
-
-    module: str
-    ops: int
-    numbers: Numbers
 
 
 @dataclass(frozen=True)
@@ -61,30 +52,30 @@ class Audit:
     """The audited callable and its inputs, to run it again."""
 
     @property
-    def modules(self) -> list[ModuleNumbers]:
-        """The ops of each module, those that it calls itself; in the order in which modules ran first."""
+    def modules(self) -> dict[str, Numbers]:
+        """What was measured of the ops that each module calls itself: the worst errors, shares of all elements.
+
+        By path, in the order in which modules ran first.
+        """
         groups: dict[str, list[Numbers]] = {}
-        for op, numbers in self._measured():
-            groups.setdefault(op.module, []).append(numbers)
-        return [ModuleNumbers(module, len(parts), combine(parts)) for module, parts in groups.items()]
+        for op in self.ops:
+            groups.setdefault(op.module, []).append(op.numbers)
+        return {module: combine(parts) for module, parts in groups.items()}
 
     @property
     def first_overflow(self) -> OpRecord | None:
         """The first op that made an infinity or NaN out of finite numbers where float32 would not."""
-        return next((op for op, numbers in self._measured() if numbers.overflowed), None)
+        return next((op for op in self.ops if op.numbers.overflowed), None)
 
     @property
     def first_not_finite(self) -> OpRecord | None:
         """The first op with NaN in either run, or with an infinity in one alone; its operands may have some already."""
-        return next((op for op, n in self._measured() if n.not_finite or n.not_finite_exact), None)
+        return next((op for op in self.ops if op.numbers.not_finite), None)
 
     @property
     def first_underflow(self) -> OpRecord | None:
         """The first op that flushed a number to zero that float32 would have kept."""
-        return next((op for op, numbers in self._measured() if numbers.flushed), None)
-
-    def _measured(self) -> Iterator[tuple[OpRecord, Numbers]]:
-        return ((op, op.numbers) for op in self.ops if op.numbers is not None)
+        return next((op for op in self.ops if op.numbers.flushed), None)
 
     @property
     def error(self) -> float:
@@ -133,8 +124,8 @@ class Audit:
             "not_finite": dict(self.not_finite),
             **{name: op and _place(op) for name, op in firsts.items()},
             "unmeasured": list(self.unmeasured),
-            "modules": [{"module": m.module, "ops": m.ops, **asdict(m.numbers)} for m in self.modules],
-            "ops": [{**_place(op), "dtype": plain(op)["dtype"], **asdict(n)} for op, n in self._measured()],
+            "modules": [{"module": module, **asdict(numbers)} for module, numbers in self.modules.items()],
+            "ops": [{**_place(op), "dtype": op.in_dtype, **asdict(op.numbers)} for op in self.ops],
         }
 
     def __str__(self) -> str:
@@ -142,18 +133,18 @@ class Audit:
 
     def _parts(self) -> list[str | Table]:
         """The lines and tables of the text: the whole run, the first overflow, modules, the worst ops."""
-        lost = [op for op, n in self._measured() if n.not_finite or n.not_finite_exact]
-        exact = [f"in {short_name(self.against)}"] if any(op.numbers.not_finite_exact for op in lost) else []  # type: ignore[union-attr]
-        columns = ["alone", "from start", "largest", "overflow", "to zero", *(["not finite", *exact] if lost else [])]
-        modules = self.modules
-        worst = sorted(modules, key=lambda m: _badness(m.numbers), reverse=True)[:MODULES]
+        lost, modules = [op for op in self.ops if op.numbers.not_finite], self.modules
+        columns = ["alone", "from start", "largest", "overflow", "to zero", *(["not finite"] if lost else [])]
+        worst = sorted(modules, key=lambda module: _badness(modules[module]), reverse=True)[:MODULES]
         title = "module" if len(worst) == len(modules) else f"module (the worst {len(worst)} of {len(modules)})"
-        rows = [(m.module or "(none)", str(m.ops), *_cells(m.numbers)[: len(columns)]) for m in modules if m in worst]
         # Below the first of `lost`: NaN in all that follow may come from there.
-        ops = sorted(self._measured(), key=lambda pair: (pair[0] in lost[:1], _badness(pair[1])), reverse=True)[:OPS]
-        op_rows = [
-            (op.title, op.module or "(none)", op.line, plain(op)["dtype"], *_cells(n)[: len(columns)]) for op, n in ops
-        ]
+        ops = sorted(self.ops, key=lambda op: (op in lost[:1], _badness(op.numbers)), reverse=True)[:OPS]
+
+        def cells(numbers: Numbers) -> Sequence[str]:
+            return _cells(numbers)[: len(columns)]
+
+        rows = [(m or "(none)", str(modules[m].ops), *cells(modules[m])) for m in modules if m in worst]
+        op_rows = [(op.title, op.module or "(none)", op.line, op.in_dtype, *cells(op.numbers)) for op in ops]
         parts: list[str | Table] = [
             *self._headlines(lost),
             "",
@@ -177,10 +168,8 @@ class Audit:
             named = [f"{name} ({_share(share)})" for name, share in self.not_finite.items()]
             more = f" and {len(named) - NAMES} more" if len(named) > NAMES else ""
             yield f"not finite: {', '.join(named[:NAMES])}{more}"
-        if lost and (first := lost[0].numbers) is not None:
-            in_mixed, in_exact = first.not_finite > 0, first.not_finite_exact > 0
-            run = "both runs" if in_mixed and in_exact else "the mixed run" if in_mixed else f"the {exact} run"
-            yield f"first not finite: {lost[0]}, in {run}; {len(lost)} ops in all"
+        if lost:
+            yield f"first not finite: {lost[0]}; {len(lost)} ops in all"
         if self.outputs:
             yield f"relative error of the outputs: {', '.join(map(error_text, self.outputs))}"
         if self.gradient_error is not None:
@@ -209,7 +198,7 @@ def measure_call(call: MeasuredCall, local: bool = True) -> Audit:
     gradients = {name: squares(*pair) for name, pair in session.gradients.items()}
     compared = [pair for pair in gradients.values() if not math.isnan(pair[0])] or [*gradients.values()]
     lost = {name: find_not_finite(*pair) for name, pair in pairs.items()}
-    shares = {name: float((a | b).double().mean()) if a.numel() else 0.0 for name, (a, b) in lost.items()}
+    shares = {name: float(mask.double().mean()) if mask.numel() else 0.0 for name, mask in lost.items()}
     return Audit(
         ops=session.ops,
         outputs=[*errors.values()],
@@ -247,8 +236,8 @@ class _Search:
             for depth in sorted({_depth(module) for module in outer}):
                 kept = self._shrink(kept, sorted(m for m in outer if _depth(m) == depth))
         if "" not in kept:
-            badness = {m.module: _badness(m.numbers) for m in self.audit.modules}
-            kept = self._shrink(kept, sorted(kept - outer, key=lambda m: (badness[m], m)))
+            numbers = self.audit.modules
+            kept = self._shrink(kept, sorted(kept - outer, key=lambda m: (_badness(numbers[m]), m)))
         return self._policy(kept)
 
     def _shrink(self, kept: frozenset[str], candidates: list[str]) -> frozenset[str]:
@@ -298,7 +287,7 @@ def _badness(numbers: Numbers) -> tuple[bool, float, float]:
 
 def _cells(numbers: Numbers) -> tuple[str, ...]:
     errors = error_text(numbers.local), error_text(numbers.cumulative), f"{numbers.largest:.1e}"
-    shares = numbers.overflowed, numbers.flushed, numbers.not_finite, numbers.not_finite_exact
+    shares = numbers.overflowed, numbers.flushed, numbers.not_finite
     return (*errors, *map(_share, shares))
 
 

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 
-from ampcompile.dtypes import LOW, short_name
+from ampcompile.dtypes import LOW
 from ampcompile.errors import AuditError
 
 from .recording import Recording
-from .records import Numbers, OpRecord, plain
-from .show import comparison_page, frame
+from .records import OpRecord, plain
+from .show import error_text, table, text_of
 
 FEW = 64
 """Results of fewer elements may be nearer to the exact ones by chance."""
+ROWS = 20
+"""Most rows that the text has."""
 SAME = 1e-6
 """Most relative distance of two runs in float64 that compute the same: of ops that have a kernel for float32 alone."""
 FACTOR = 4
 """How many times larger an error may be than the other run's."""
 _EPS_OF_SUMS = torch.finfo(torch.float32).eps
-_NOTHING = Numbers(None, None)
 
 
 @dataclass(frozen=True)
 class Row:
-    """An input or op of both runs, or of one: the other is None."""
+    """An input or op of both runs, or of one: the other is None. `str` says where it is, and how the runs differ."""
 
     a: OpRecord | None
     b: OpRecord | None
@@ -42,6 +43,8 @@ class Row:
     limits: tuple[float, float | None, float | None] | None = None
     """The most that rounding may make of the distance, the op's own error and the error so far; None where nothing
     was measured. None if one run alone has the op."""
+    why: str = ""
+    """How the two differ; empty if only by rounding."""
 
     @property
     def place(self) -> OpRecord:
@@ -50,10 +53,15 @@ class Row:
         return place
 
     @property
+    def run(self) -> str:
+        """The run that the op is in, "a" or "b", if the other has none like it."""
+        return "a" if self.b is None else "b" if self.a is None else ""
+
+    @property
     def alone(self) -> tuple[float | None, float | None]:
         """The op's own error in each run."""
-        a, b = ((op and op.numbers) or _NOTHING for op in (self.a, self.b))
-        return a.local, b.local
+        a, b = (op and op.numbers.local for op in (self.a, self.b))
+        return a, b
 
     @property
     def exceeds(self) -> tuple[bool, bool, bool]:
@@ -63,48 +71,15 @@ class Row:
         apart, alone, so_far = self.limits
         return self.apart > apart, _exceed(self.alone, alone), _exceed(self.so_far, so_far)
 
-    @property
-    def why(self) -> str:
-        """How the two differ; empty if only by rounding."""
-        if self.a is None or self.b is None:
-            return ""
-        if self.a.dtype != self.b.dtype:
-            return f"{_dtype(self.a)} in a, {_dtype(self.b)} in b"
-        apart, alone, so_far = self.exceeds
-        if apart:
-            return f"computed in float64 the results are {self.apart:.1e} apart, of their norm"
-        if alone:
-            return "the op's own error is {:.1e} in a, {:.1e} in b".format(*self.alone)
-        return "the error so far is {:.1e} in a, {:.1e} in b".format(*self.so_far) if so_far else ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        a, b = (op and plain(op) for op in (self.a, self.b))
-        rest = {"apart": self.apart, "so_far": self.so_far, "limits": self.limits, "why": self.why}
-        return {"a": a, "b": b, **rest}
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first difference of two runs."""
-
-    place: OpRecord
-    """The op, its module, its line, and its direction."""
-    why: str
-    run: str = ""
-    """The run that the op is in, "a" or "b", if the other has none like it."""
-    row: int = 0
-    """Its number among `Comparison.rows`."""
-
     def __str__(self) -> str:
         return f"{self.place}{f', in {self.run} alone' if self.run else ''}: {self.why}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of `ampcompile.compare`. `str` is a few lines; in a notebook it is shown as its page."""
+    """The result of `ampcompile.compare`. `str` shows the two runs side by side where they differ."""
 
-    first: Difference | None
+    first: Row | None
     """The first difference; None if all ops agree but for rounding."""
     results: Mapping[str, str]
     """Results of the compiled calls that their own ops don't account for, with the reason."""
@@ -112,41 +87,17 @@ class Comparison:
     """Versions, device and options of a and of b."""
     rows: Sequence[Row] = field(repr=False)
     """All inputs and ops of both runs, in order."""
-    files: tuple[str, str] = field(default=("", ""), compare=False)
-    """Their names, where files were compared."""
 
     @property
     def agree(self) -> bool:
         """True if neither ops nor results differ beyond rounding."""
         return self.first is None and not self.results
 
-    @property
-    def only_a(self) -> int:
-        """Inputs and ops that a has alone."""
-        return sum(row.b is None for row in self.rows)
-
-    @property
-    def only_b(self) -> int:
-        """Inputs and ops that b has alone."""
-        return sum(row.a is None for row in self.rows)
-
-    @property
-    def compared(self) -> int:
-        """Inputs and ops that both runs have."""
-        return len(self.rows) - self.only_a - self.only_b
-
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        first = self.first and {**vars(self.first), "place": plain(self.first.place)}
-        names = ("agree", "results", "compared", "only_a", "only_b", "about", "files")
-        return {"first": first, "rows": [row.as_dict() for row in self.rows]} | {n: getattr(self, n) for n in names}
-
-    def save(self, path: str | Path) -> None:
-        """Write the two runs side by side as a self-contained page: `comparison.save("compared.html")`."""
-        Path(path).write_text(comparison_page(self), encoding="utf-8")
-
-    def _repr_html_(self) -> str:
-        return frame(comparison_page(self))
+        """Plain values, for JSON; `first` is the number of a row."""
+        rows = [{**vars(row), "a": row.a and plain(row.a), "b": row.b and plain(row.b)} for row in self.rows]
+        first = self.first and self.rows.index(self.first)
+        return {"agree": self.agree, "first": first, "results": self.results, "about": self.about, "rows": rows}
 
     @property
     def headlines(self) -> list[str]:
@@ -155,18 +106,36 @@ class Comparison:
         results = [f"{name}: {why}" for name, why in self.results.items()]
         if results and self.first is None:
             results.append("ops agree and results don't: look at the lowering, or at copies of weights")
-        counts = f"{self.compared} inputs and ops compared, {self.only_a} in a alone, {self.only_b} in b alone"
-        return [first, *results, counts]
-
-    @property
-    def settings(self) -> list[tuple[str, str, str]]:
-        """Versions, device and options by name, of a and of b."""
-        a, b = self.about
-        return [(name, a.get(name, "none"), b.get(name, "none")) for name in dict.fromkeys([*a, *b])]
+        both, a, b = (sum(row.run == run for row in self.rows) for run in ("", "a", "b"))
+        return [first, *results, f"{both} inputs and ops compared, {a} in a alone, {b} in b alone"]
 
     def __str__(self) -> str:
-        changed = [f"{name}: {a} in a, {b} in b" for name, a, b in self.settings if a != b and name != "recorded"]
-        return "\n".join([*self.headlines, *changed])
+        a, b = self.about
+        settings = [(name, a.get(name, "none"), b.get(name, "none")) for name in dict.fromkeys([*a, *b])]
+        changed = [row for row in settings if row[1] != row[2] and row[0] != "recorded"]
+        parts: list[str | Table] = [*self.headlines]
+        if changed:
+            parts += ["", table(["setting", "a", "b"], [], changed)]
+        if rows := [row for row in self.rows if row.why or row.run]:
+            parts += ["", _side_by_side(rows)]
+        return text_of(parts)
+
+
+def _side_by_side(rows: Sequence[Row]) -> Table:
+    """The table of these rows, the first `ROWS` of them: dtypes, norms and errors of both runs."""
+    shown = []
+    for row in rows[:ROWS]:
+        dtypes, norms = (
+            [f"{getter(op)}" if op is not None else "" for op in (row.a, row.b)]
+            for getter in (lambda op: op.in_dtype, lambda op: f"{op.fingerprint[0]:.4g}")
+        )
+        apart = f"{row.apart:.1e}" if not row.run else ""
+        errors = [", ".join(map(error_text, pair)) for pair in (row.alone, row.so_far)] if not row.run else ["", ""]
+        place = row.place
+        shown.append((place.title, place.module, place.line, *dtypes, *norms, apart, *errors))
+    title = "op that differs" if len(rows) <= ROWS else f"op that differs (the first {ROWS} of {len(rows)})"
+    numbers = ["norm in a", "norm in b", "apart", "own errors", "errors so far"]
+    return table([title, "module", "line", "a", "b"], numbers, shown)
 
 
 def compare(a: Recording | str | Path, b: Recording | str | Path) -> Comparison:
@@ -185,36 +154,35 @@ def compare(a: Recording | str | Path, b: Recording | str | Path) -> Comparison:
     """
     first, second = (run if isinstance(run, Recording) else Recording.load(run) for run in (a, b))
     rows = list(_make_rows(first.steps, second.steps))
-    if all(row.limits is None or row.place.op.startswith("input ") for row in rows):
+    if all(row.run or row.place.op.startswith("input ") for row in rows):
         raise AuditError(
             "found no op that both runs have; expected two recordings of one model, on inputs of the same shapes. "
             "Record both with the same call."
         )
     found = {f"{name} in {run}": why for run, r in (("a", first), ("b", second)) for name, why in _astray(r).items()}
-    file_a, file_b = ("" if isinstance(run, Recording) else os.path.basename(run) for run in (a, b))
-    return Comparison(_first_difference(rows), found, (first.about, second.about), rows, (file_a, file_b))
+    return Comparison(_mark_first(rows), found, (first.about, second.about), rows)
 
 
-def _first_difference(rows: Sequence[Row]) -> Difference | None:
-    """Return the first difference, at an earlier op if it reads one that the other run lacks."""
+def _mark_first(rows: list[Row]) -> Row | None:
+    """Return the first difference; if it reads an op that the other run lacks, that one's row, marked as different."""
     found = next((number for number, row in enumerate(rows) if row.why), None)
     if found is None:
         return None
-    why = rows[found].why
-    for run, ops in (("a", [row.a for row in rows]), ("b", [row.b for row in rows])):
+    for ops in ([row.a for row in rows], [row.b for row in rows]):
         row_of = {op.name: number for number, op in enumerate(ops) if op is not None}
-        row, op = found, ops[found]
-        while op is not None and (lacking := [row_of[o] for o in op.reads if rows[row_of[o]].limits is None]):
-            row = lacking[-1]
-            op = ops[row]
-        if op is not None and row != found:
-            return Difference(op, f"it gives {_dtype(op)}; after it: {why}", run, row)
-    return Difference(rows[found].place, why, row=found)
+        at, op = found, ops[found]
+        while op is not None and (lacking := [row_of[name] for name in op.reads if rows[row_of[name]].run]):
+            at = lacking[-1]
+            op = ops[at]
+        if op is not None and at != found:
+            rows[at] = replace(rows[at], why=f"it gives {op.in_dtype}; after it: {rows[found].why}")
+            return rows[at]
+    return rows[found]
 
 
 def _astray(run: Recording) -> dict[str, str]:
     """Results of a compiled call that are further from float64 than those of its ops, and how far."""
-    worst = max((_from_start(op) for op in run.steps), default=0.0)
+    worst = max((op.numbers.cumulative or 0.0 for op in run.steps), default=0.0)
     found = {}
     for name, result in run.results.items():
         expected = max(result.ops, worst if result.elements < FEW else 0.0)
@@ -232,14 +200,25 @@ def _make_rows(a: Sequence[OpRecord], b: Sequence[OpRecord]) -> Iterator[Row]:
         i, j = i_next + 1, j_next + 1
         if i_next < len(a):
             ours, theirs = a[i_next], b[j_next]
-            so_far = max(so_far[0], _from_start(ours)), max(so_far[1], _from_start(theirs))
+            so_far = tuple(max(e, op.numbers.cumulative or 0.0) for e, op in zip(so_far, (ours, theirs), strict=True))
             halves = [torch.finfo(op.dtype).eps / 2 for op in (ours, theirs) if op.dtype in LOW]
             rounding = max([*halves, FACTOR * _EPS_OF_SUMS * max(ours.length, theirs.length) ** 0.5])
             row = Row(ours, theirs, _distance(ours.fingerprint, theirs.fingerprint), so_far)
             apart = SAME + FACTOR * (sum(so_far) + rounding) if inexact else SAME
-            limits = apart, _limit(row.alone, rounding), _limit(so_far, rounding)
-            yield Row(ours, theirs, row.apart, so_far, limits)
+            row = replace(row, limits=(apart, _limit(row.alone, rounding), _limit(so_far, rounding)))
+            yield replace(row, why=_why(row, ours, theirs))
             inexact |= None in row.alone
+
+
+def _why(row: Row, a: OpRecord, b: OpRecord) -> str:
+    if a.dtype != b.dtype:
+        return f"{a.in_dtype} in a, {b.in_dtype} in b"
+    apart, alone, so_far = row.exceeds
+    if apart:
+        return f"computed in float64 the results are {row.apart:.1e} apart, of their norm"
+    if alone:
+        return "the op's own error is {:.1e} in a, {:.1e} in b".format(*row.alone)
+    return "the error so far is {:.1e} in a, {:.1e} in b".format(*row.so_far) if so_far else ""
 
 
 def _pair(a: Sequence[OpRecord], b: Sequence[OpRecord]) -> dict[int, int]:
@@ -259,10 +238,6 @@ def _pair(a: Sequence[OpRecord], b: Sequence[OpRecord]) -> dict[int, int]:
     return pairs
 
 
-def _from_start(op: OpRecord) -> float:
-    return (op.numbers or _NOTHING).cumulative or 0.0
-
-
 def _distance(a: Sequence[float], b: Sequence[float]) -> float:
     """Return the relative L2 distance of two tensors, estimated from their fingerprints."""
     squares = [(x - y) ** 2 for x, y in zip(a[1:], b[1:], strict=True)]
@@ -277,7 +252,3 @@ def _limit(errors: tuple[float | None, float | None], rounding: float) -> float 
 
 def _exceed(errors: tuple[float | None, float | None], limit: float | None) -> bool:
     return limit is not None and max(error or 0.0 for error in errors) > limit
-
-
-def _dtype(op: OpRecord) -> str:
-    return short_name(op.dtype) if op.dtype is not None else ""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
 
 from ampcompile.passes.analysis.op_traits import COPIES_AFTER, draws_random_numbers, has, is_view, reads_bits
 from ampcompile.passes.analysis.schema import arguments_by_name, name_of
@@ -90,10 +91,9 @@ def _retype(arguments: Any, dtype: torch.dtype) -> Any:
 
 def _body(body: GraphModule, dtype: torch.dtype) -> GraphModule:
     copy = copy_graph(body)
-    replace: Callable[[Any], Any] = lambda value: _retype(value, dtype)  # noqa: E731
     for node in copy.graph.nodes:
         if node.op == "call_function":
-            node.args, node.kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), replace)
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), lambda value: _retype(value, dtype))
         elif node.op == "get_attr":
             setattr(copy, str(node.target), to_high_precision(_retype(getattr(body, str(node.target)), dtype), dtype))
     copy.recompile()
@@ -139,9 +139,9 @@ def is_attention(target: Any) -> bool:
 
 
 def attention(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any) -> tuple[Any, ...] | None:
-    """Compute `op` on these operands, in their own precision; results beside attention itself are those of `mixed`.
+    """Compute `op` by plain ops, in the operands' own precision; results beside attention itself are those of `mixed`.
 
-    None with dropout: only the fused kernel knows its mask.
+    Accelerators' fused kernels take 16-bit types only. None with dropout: only the fused kernel knows its mask.
     """
     arguments = arguments_by_name(op, args, kwargs)
     if arguments.get("dropout_p"):
@@ -149,28 +149,15 @@ def attention(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mix
     bias = next((arguments[name] for name in ("attn_bias", "attn_mask") if arguments.get(name) is not None), None)
     operands = [arguments["query"], arguments["key"], arguments["value"], *([bias] if bias is not None else [])]
     gradient = next((arguments[name] for name in ("grad_out", "grad_out_") if name in arguments), None)
-    if gradient is None:
-        return (_compute_attention(arguments, *operands), *mixed[1:])
+    operands = [operand.detach().requires_grad_(gradient is not None) for operand in operands]
     with torch.enable_grad():
-        inner = [operand.detach().requires_grad_() for operand in operands]
-        result = _compute_attention(arguments, *inner)
-        gradients = torch.autograd.grad(result, inner, gradient)
+        result, _ = aten._scaled_dot_product_attention_math(
+            *operands, is_causal=arguments.get("is_causal", False), scale=arguments.get("scale"), enable_gqa=True
+        )
+    if gradient is None:
+        return (result, *mixed[1:])
+    gradients = torch.autograd.grad(result, operands, gradient)
     return (*gradients[: len(mixed)], *mixed[len(gradients) :])
-
-
-def _compute_attention(
-    arguments: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    if key.shape[-3] != query.shape[-3]:  # groups of heads share keys and values
-        key, value = (v.repeat_interleave(query.shape[-3] // v.shape[-3], -3) for v in (key, value))
-    scale = arguments.get("scale")
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if bias is not None:
-        scores = scores + bias
-    if arguments.get("is_causal"):
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(later, float("-inf"))
-    return scores.softmax(-1) @ value
 
 
 def measure(mixed: Sequence[Tensor], local: Sequence[Tensor] | None, exact: Sequence[Tensor] | None) -> Numbers:
@@ -178,7 +165,6 @@ def measure(mixed: Sequence[Tensor], local: Sequence[Tensor] | None, exact: Sequ
     elements = sum(value.numel() for value in mixed)
     alone = [*zip(mixed, local, strict=True)] if local is not None else []
     other = exact if exact is not None else local
-    lost = [find_not_finite(m, e) for m, e in zip(mixed, other or mixed, strict=True)]
 
     def share(masks: Iterable[Tensor]) -> float:
         return sum(int(mask.sum()) for mask in masks) / max(elements, 1)
@@ -190,8 +176,7 @@ def measure(mixed: Sequence[Tensor], local: Sequence[Tensor] | None, exact: Sequ
         overflowed=share(~m.isfinite() & _finite_in_float32(e) for m, e in alone),
         flushed=share((m == 0) & (e.abs() >= _SMALLEST) for m, e in alone),
         elements=elements,
-        not_finite=share(mask for mask, _ in lost),
-        not_finite_exact=share(mask for _, mask in lost) if other is not None else 0.0,
+        not_finite=share(map(find_not_finite, mixed, other or mixed)),
     )
 
 
@@ -200,7 +185,7 @@ def combine(parts: Sequence[Numbers]) -> Numbers:
     elements = sum(part.elements for part in parts)
     shares = {
         name: sum(getattr(part, name) * part.elements for part in parts) / max(elements, 1)
-        for name in ("overflowed", "flushed", "not_finite", "not_finite_exact")
+        for name in ("overflowed", "flushed", "not_finite")
     }
     local, cumulative = (
         [error for part in parts if (error := getattr(part, name)) is not None] for name in ("local", "cumulative")
@@ -210,15 +195,16 @@ def combine(parts: Sequence[Numbers]) -> Numbers:
         cumulative=_worst(cumulative) if cumulative else None,
         largest=_worst(part.largest for part in parts),
         elements=elements,
+        ops=sum(part.ops for part in parts),
         **shares,
     )
 
 
-def find_not_finite(mixed: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
-    """Return masks of the NaNs and infinities of the mixed run, and of the exact run, that the other doesn't have."""
+def find_not_finite(mixed: Tensor, exact: Tensor) -> Tensor:
+    """Return a mask of the elements that are NaN in either run, or infinite in one alone."""
     same_sign = torch.ones_like(mixed, dtype=torch.bool) if mixed.is_complex() else mixed.sign() == exact.sign()
     agreeing = mixed.isinf() & (exact.abs() > _FLOAT32.max) & same_sign
-    return ~mixed.isfinite() & ~agreeing, ~exact.isfinite() & ~agreeing
+    return ~(mixed.isfinite() & exact.isfinite()) & ~agreeing
 
 
 def squares(mixed: Tensor, exact: Tensor) -> tuple[float, float]:

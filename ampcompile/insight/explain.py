@@ -70,8 +70,6 @@ def _recording_backend(subject: Subject, graphs: list[GraphRecord], lacking: set
 
     def record(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         recorder, reason = Recorder(example_inputs), find_reason(gm)
-        if not reason:
-            recorder.count_eager(gm)
         rewritten = rewrite(gm, example_inputs, run_as, recorder.watch)
         if (low := find_type_without_units(rewritten, example_inputs)) is not None:
             lacking.add(low)

@@ -14,11 +14,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import GraphModule
 
-from ampcompile.dtypes import short_name
 from ampcompile.passes.analysis.wide_products import advice_without_units
-from ampcompile.passes.base import Pass, Watch
 from ampcompile.torch_private import structured_trace
 
 if TYPE_CHECKING:
@@ -35,18 +32,6 @@ def recorder(example_inputs: Sequence[Any]) -> Recorder | None:
     from .recorder import Recorder  # here: its records' classes take 10 ms to make
 
     return Recorder(example_inputs)
-
-
-def watch_both(first: Watch | None, second: Watch | None) -> Watch | None:
-    """Combine two watches, either of which may be None."""
-    if first is None or second is None:
-        return first or second
-
-    def watch(done: Pass | None, gm: GraphModule) -> None:
-        first(done, gm)
-        second(done, gm)
-
-    return watch
 
 
 def warn_of_unscaled(device_type: str, example_inputs: Sequence[Any]) -> None:
@@ -85,8 +70,7 @@ def log_graph(graph: GraphRecord) -> None:
     log.info("%s%s%s", graph.precision, counts, ", ".join(f"{a.name} {1e3 * a.seconds:.1f} ms" for a in graph.history))
     if log.isEnabledFor(logging.DEBUG):
         for op in graph.ops:
-            dtype = short_name(op.dtype) if op.dtype else "-"
-            log.debug("%s", f"{op.op} in {dtype}: {op.because}{_where(op)}")
+            log.debug("%s", f"{op.op} in {op.in_dtype or '-'}: {op.because}{_where(op)}")
         for cast in graph.casts:
             what, fate = f"{cast.of} {cast.sizes} {cast.dtypes}", "+".join(cast.fate)
             log.debug("%s", f"cast of {what} for {cast.op}, {cast.bytes} bytes, {fate}{_where(cast)}")

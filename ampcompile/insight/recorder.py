@@ -14,6 +14,7 @@ from ampcompile.dtypes import FLOATS, short_name
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.op_traits import CONVERSIONS, PRODUCTS_AFTER, has, is_view
 from ampcompile.passes.analysis.schema import operands
+from ampcompile.passes.analysis.sizes import elements_hint
 from ampcompile.passes.analysis.weights import find_weights
 from ampcompile.passes.base import Applied, Pass
 from ampcompile.passes.before.insert_casts import InsertCasts
@@ -33,8 +34,7 @@ from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import autocast, dynamo_attempts, pytree
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
-from .conversions import bytes_of, conversions, eager_totals, total_of
-from .records import JOINT, CastRecord, FusionRecord, GraphRecord, OpRecord, Shape, Total
+from .records import BACKWARD, JOINT, CastRecord, GraphRecord, OpRecord, Shape, Total, add_up
 
 
 class Recorder:
@@ -50,7 +50,7 @@ class Recorder:
         """Record the captured graph after a pass."""
         if done is None or UNDECIDED in gm.meta:  # no casts are inserted yet
             return
-        self._add_total(total_of(done.name, gm))
+        self._add_total(done.name, gm)
         if isinstance(done, InsertCasts):
             values, self._casts = _values_and_casts(gm, set(find_weights(gm, self.example_inputs)))
             self.graph = replace(self.graph, values=values)
@@ -66,19 +66,17 @@ class Recorder:
 
     def watch_joint(self, done: Pass | None, gm: GraphModule) -> None:
         """Record the graph after differentiation, or after a later pass."""
-        self._add_total(total_of(f"differentiated: {JOINT}" if done is None else f"{done.name}, {JOINT}", gm))
+        self._add_total(f"{'differentiated' if done is None else done.name}, {JOINT}", gm)
+        casts = tuple(_backward_casts(gm))
+        if done is None:
+            self.graph = replace(self.graph, totals=(*self.graph.totals, add_up(BACKWARD, casts)))
         products = [node for graph in graphs(gm) for node in graph.graph.nodes if has(node.target, PRODUCTS_AFTER)]
         self.graph = replace(
             self.graph,
-            backward_casts=tuple(_backward_casts(gm)),
+            backward_casts=casts,
             products=(sum(decision_of(node).widened for node in products), len(products)),
             joint_code=gm.print_readable(print_output=False),
         )
-
-    def count_eager(self, gm: GraphModule) -> None:
-        """Add the totals of eager autocast, of the graph that Dynamo gave."""
-        for total in eager_totals(gm, self.example_inputs):
-            self._add_total(total)
 
     def finish(
         self, original: GraphModule, rewritten: GraphModule, history: Sequence[Applied], left: str = ""
@@ -96,21 +94,13 @@ class Recorder:
             code=rewritten.print_readable(print_output=False),
             casts=tuple(self._casts.values()),
             history=tuple(history),
-            fusions=tuple(
-                FusionRecord(
-                    op=fusion.op,
-                    module=module_path(node),
-                    source=source_line(node),
-                    family=fusion.family,
-                    saved=fusion.saved,
-                    freed=fusion.freed,
-                )
-                for node, fusion in fusions(rewritten)
-            ),
+            fusions=tuple(fusion for _, fusion in fusions(rewritten)),
         )
         return self.graph
 
-    def _add_total(self, total: Total) -> None:
+    def _add_total(self, stage: str, gm: GraphModule) -> None:
+        nodes = [node for graph in graphs(gm) for node in conversions(graph)]
+        total = Total(stage, len(nodes), sum(map(bytes_of, nodes)))
         self.graph = replace(self.graph, totals=(*self.graph.totals, total))
 
 
@@ -141,7 +131,7 @@ def record_cast(node: Node, of: str, op: str = "", **fields: Any) -> CastRecord:
         shape=shape_of(after),
         dtype_from=before.dtype,
         dtype_to=after.dtype,
-        bytes=bytes_of(before, after),
+        bytes=bytes_of(node),
         of=of,
         **fields,
     )
@@ -245,11 +235,30 @@ def _backward_casts(gm: GraphModule) -> Iterator[CastRecord]:
             backward.add(node)
     for node in conversions(gm):
         if node in backward:
-            made = node.args[0]
+            made: Any = node.args[0]
             while is_view(made.target) or has(made.target, CONVERSIONS):
                 made = made.args[0]
             of = op_name(made.target)
             yield record_cast(node, "gradient" if of.startswith("tangents") else of, backward=True)
+
+
+def conversions(gm: GraphModule) -> Iterator[Node]:
+    """Yield the nodes of a graph that convert a tensor from one floating dtype to another.
+
+    Those around products that a CPU runs in float32 don't count: Inductor makes them part of the kernels beside them.
+    """
+    for node in gm.graph.nodes:
+        if has(node.target, CONVERSIONS) and not decision_of(node).widened and isinstance(node.args[0], Node):
+            values = [each.meta.get("val") for each in (node.args[0], node)]
+            dtypes = {v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()}
+            if len(dtypes) == 2:
+                yield node
+
+
+def bytes_of(node: Node) -> int:
+    """Bytes that a conversion reads and writes, with traced sizes; 0 if the sizes depend on data."""
+    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    return (elements_hint(before) or 0) * (before.dtype.itemsize + after.dtype.itemsize)
 
 
 def _precision(example_inputs: Sequence[Any]) -> str:

@@ -26,7 +26,7 @@ from ampcompile.torch_private.patches import uncompiled
 from .call import Backend, Subject, preserve_state
 from .exact import is_floating, relative_error
 from .measured_call import MeasuredCall, Settings
-from .records import Numbers, OpRecord, plain
+from .records import Numbers, OpRecord
 from .run import Session
 from .show import error_text, table, text_of
 
@@ -57,8 +57,8 @@ class Recording:
 
     def __str__(self) -> str:
         steps = [
-            (step.title, step.module, step.line, plain(step)["dtype"], "x".join(map(str, step.shape)), *_errors(step))
-            for step in self.steps
+            (s.title, s.module, s.line, s.in_dtype, s.sizes, *map(error_text, (s.numbers.local, s.numbers.cumulative)))
+            for s in self.steps
         ]
         results = [(name, error_text(result.ops), error_text(result.call)) for name, result in self.results.items()]
         headings = ["input or op", "module", "line", "dtype", "shape"]
@@ -91,11 +91,6 @@ class Recording:
                 f"found {path}, which is no recording that this version reads ({error}); expected a file written by "
                 "ampcompile.record(model)(x).save(path). Record the run again."
             ) from error
-
-
-def _errors(step: OpRecord) -> tuple[str, str]:
-    assert step.numbers is not None
-    return error_text(step.numbers.local), error_text(step.numbers.cumulative)
 
 
 def _read_step(read: dict[str, Any]) -> OpRecord:

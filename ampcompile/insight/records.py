@@ -11,11 +11,12 @@ import torch
 
 from ampcompile.dtypes import short_name
 from ampcompile.passes.base import Applied
+from ampcompile.passes.graph import Fusion
 
 Shape = tuple[int | str, ...]
 PER_UPDATE = "once per update"
-EAGER_FORWARD, EAGER_BACKWARD = "eager autocast, forward", "eager autocast, backward"
-"""The stages of eager autocast's totals."""
+INSERTED, BACKWARD = "insert_casts", "differentiated: backward"
+"""The stages at which forward and backward have the casts that eager autocast places."""
 JOINT = "forward and backward"
 """The end of the names of stages after differentiation."""
 
@@ -78,10 +79,13 @@ class Numbers:
     flushed: float = 0.0
     """Share of the elements that are zero where float32 would give another number, of the op alone."""
     elements: int = 0
+    ops: int = 1
+    """The number of ops."""
     not_finite: float = 0.0
-    """Share of the elements that are NaN or infinite in the mixed run, without the infinities that both runs have."""
-    not_finite_exact: float = 0.0
-    """The same in the run in high precision."""
+    """Share of the elements that are NaN in either run, or infinite in one alone."""
+
+
+UNMEASURED = Numbers(None, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +96,17 @@ class OpRecord(Record):
     """Dtype of the result if floating, else of the first floating operand, else of the result."""
     known: bool = True
     """False if the op is unknown to the policy."""
-    numbers: Numbers | None = None
-    """What an audit or a recording measured."""
+    numbers: Numbers = UNMEASURED
+    """The measurements of an audit or a recording."""
     fingerprint: tuple[float, ...] = ()
     """Of the result in float64, in a recording: norm, then projections on fixed directions."""
     length: float = 0.0
     """In a recording: how many numbers each number of the result is a sum of, about."""
+
+    @property
+    def in_dtype(self) -> str:
+        """The dtype as `bf16`; empty if there is none."""
+        return short_name(self.dtype) if self.dtype is not None else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,17 +141,6 @@ class CastRecord(Record):
         return next((fate for fate in self.fate if fate in ("shared", "folded", "fused")), PER_UPDATE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FusionRecord(Record):
-    """One op, or several, that a fused kernel replaced."""
-
-    family: str
-    saved: int
-    """Bytes of memory traffic saved in one call, forward and backward, counted against Inductor's own code."""
-    freed: int
-    """Reduction of the memory held at one time, in bytes."""
-
-
 @dataclass(frozen=True)
 class Total:
     """Conversions of one call at one stage, the user's own included. `bytes`: read and written by them."""
@@ -171,8 +169,9 @@ class GraphRecord:
     """The ops in order, bodies of higher-order ops after their caller's; and what each returns, as `output`."""
     history: tuple[Applied, ...] = field(default=(), repr=False)
     totals: tuple[Total, ...] = ()
-    """Conversions in eager autocast, then in the graph after each pass, then after differentiation."""
-    fusions: tuple[FusionRecord, ...] = ()
+    """Conversions in the graph after each pass, then after differentiation."""
+    fusions: tuple[Fusion, ...] = ()
+    """The fused kernels that replaced ops."""
     products: tuple[int, int] = (0, 0)
     """The products after differentiation that a CPU runs in float32, and all of them."""
     left: bool = False
@@ -191,5 +190,9 @@ def add_up(stage: str, casts: Iterable[CastRecord]) -> Total:
 
 
 def plain(record: Any) -> dict[str, Any]:
-    """Return a record as plain data, with dtypes as `bf16`: for JSON."""
-    return {name: short_name(v) if isinstance(v, torch.dtype) else v for name, v in asdict(record).items()}
+    """Return a record as plain data, with dtypes as `bf16`: for JSON. What wasn't measured is left out."""
+    kept = {name: short_name(v) if isinstance(v, torch.dtype) else v for name, v in asdict(record).items()}
+    if getattr(record, "numbers", None) == UNMEASURED:
+        for name in ("numbers", "fingerprint", "length"):
+            del kept[name]
+    return kept

@@ -5,22 +5,21 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from ampcompile.dtypes import short_name
+from ampcompile.passes.graph import Fusion
 from ampcompile.sharding.weight import GatherRecord
 
 from .records import (
-    EAGER_BACKWARD,
-    EAGER_FORWARD,
+    BACKWARD,
+    INSERTED,
     PER_UPDATE,
     CastRecord,
-    FusionRecord,
     GraphRecord,
     OpRecord,
     Record,
@@ -76,7 +75,7 @@ class Report:
         return [op for graph in self.graphs for op in graph.ops]
 
     @property
-    def fusions(self) -> list[FusionRecord]:
+    def fusions(self) -> list[Fusion]:
         """Every op that a fused kernel replaced, in order."""
         return [fusion for graph in self.graphs for fusion in graph.fusions]
 
@@ -87,26 +86,25 @@ class Report:
 
     @property
     def totals(self) -> list[Total]:
-        """Conversions per call: in eager autocast, after each pass, and after differentiation. All graphs together."""
-        sums: dict[str, Total] = {}
+        """Conversions per call, after each pass and after differentiation. All graphs together."""
+        sums: dict[str, list[Total]] = {}
         for total in (total for graph in self.graphs for total in graph.totals):
-            before = sums.get(total.stage, Total(total.stage, 0, 0))
-            sums[total.stage] = Total(total.stage, before.casts + total.casts, before.bytes + total.bytes)
-        return list(sums.values())
+            sums.setdefault(total.stage, []).append(total)
+        return [Total(s, sum(t.casts for t in each), sum(t.bytes for t in each)) for s, each in sums.items()]
 
     @property
     def balance(self) -> list[Total]:
-        """The casts of eager autocast and those of amp, by when they run; empty without a graph that amp rewrote.
+        """The casts of a call: as eager autocast places them, then those of amp by when they run.
 
         Those that are there because a CPU multiplies in float32 don't count: Inductor fuses them.
         """
         stages = {total.stage: total for total in self.totals}
-        if EAGER_FORWARD not in stages:
+        if INSERTED not in stages:
             return []
-        inserted, ours = stages["insert_casts"], [cast for graph in self.graphs for cast in graph.casts]
+        inserted, ours = stages[INSERTED], [cast for graph in self.graphs for cast in graph.casts]
         rows = [
-            stages[EAGER_FORWARD],
-            stages[EAGER_BACKWARD] if self.joint_code else Total(EAGER_BACKWARD, 0, 0),
+            replace(inserted, stage="eager autocast, forward"),
+            replace(stages.get(BACKWARD, Total(BACKWARD, 0, 0)), stage="eager autocast, backward"),
             *(add_up(f"amp, {when}", [c for c in self.casts if c.when == when]) for when in ("every call", PER_UPDATE)),
             add_up("amp, backward", [cast for graph in self.graphs for cast in graph.backward_casts]),
             Total("amp, written in your code", inserted.casts - len(ours), inserted.bytes - sum(c.bytes for c in ours)),
@@ -115,9 +113,12 @@ class Report:
 
     @property
     def gain(self) -> str:
-        """How many of eager autocast's casts amp removes, in one line; why there is nothing to compare."""
+        """How many casts amp runs, and eager autocast, in one line; or why there are none."""
+        if not self.graphs:
+            nothing = "Dynamo made no graph: nothing is compiled"
+            return nothing if self.breaks else f"{nothing}. torch._dynamo.reset() before this call may show why"
         if not self.balance:
-            return self._nothing_to_compare()
+            return "every graph is left to autocast" if any(graph.left for graph in self.graphs) else "no casts"
         groups: dict[str, list[Total]] = {"eager autocast": [], PER_UPDATE: [], "amp": []}
         for total in self.balance:
             groups[next(name for name in groups if name in total.stage)].append(total)
@@ -131,12 +132,6 @@ class Report:
             removed = f"amp removes {eager - ours} of eager autocast's {eager} casts a {span}"
             line = f"{removed}, {eager_bytes} become {our_bytes}"
         return line + f"; {once} of weights run {PER_UPDATE} instead, {once_bytes}" * bool(once)
-
-    def _nothing_to_compare(self) -> str:
-        if self.graphs:
-            return "every graph is left to autocast" if any(graph.left for graph in self.graphs) else "no casts"
-        nothing = "Dynamo made no graph: nothing is compiled"
-        return nothing if self.breaks else f"{nothing}. torch._dynamo.reset() before this call may show why"
 
     @property
     def notes(self) -> list[str]:
@@ -233,7 +228,7 @@ def _cast_table(casts: Sequence[CastRecord], reasons: defaultdict[str, int]) -> 
 
 
 def _op_table(ops: Sequence[OpRecord], reasons: defaultdict[str, int]) -> Table:
-    counted = Counter((op.op, short_name(op.dtype) if op.dtype else "", op.because) for op in ops)
+    counted = Counter((op.op, op.in_dtype, op.because) for op in ops)
     rows = [
         (op, dtype, str(times), _footnote(because, reasons)) for (op, dtype, because), times in sorted(counted.items())
     ]

@@ -1,4 +1,4 @@
-"""Text and pages: tables that fit a terminal, and self-contained pages of a report and of two runs compared."""
+"""Text and pages: tables that fit a terminal, and the self-contained page of a report."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from rich.table import Table
 
 from ampcompile.dtypes import short_name
 
-from .records import CastRecord, GraphRecord, OpRecord, plain
+from .records import CastRecord, GraphRecord, plain
 
 if TYPE_CHECKING:
-    from .compare import Comparison, Row
     from .report import Report
 
 _UNLIMITED = 10_000
@@ -84,7 +83,6 @@ def report_page(report: Report) -> str:
     index = {id(cast): i for i, cast in enumerate(casts)}
     sources = {each.source for each in (*(value for graph in graphs for value in graph.values), *casts)}
     return _fill(
-        "page.html",
         {
             "graphs": [
                 {"precision": graph.precision, "reason": graph.reason, "ops": list(_ops(graph, index, texts))}
@@ -130,7 +128,7 @@ def _ops(graph: GraphRecord, index: Mapping[int, int], texts: Mapping[str, int])
             "op": "returned" if value.op == "output" else value.op,
             "module": texts[value.module],
             "source": texts[value.source],
-            "dtype": short_name(value.dtype) if value.dtype is not None else "",
+            "dtype": value.in_dtype,
             "shape": value.shape,
             "because": texts[value.because],
             "reads": [read(name) for name in value.reads],
@@ -146,47 +144,8 @@ def _line(source: str) -> str:
     return linecache.getline(path, int(number)).strip() if path else ""
 
 
-def comparison_page(comparison: Comparison) -> str:
-    """The page of two runs. Only what recordings hold is in it: no file that they name is read."""
-    first = comparison.first
-    return _fill(
-        "compare.html",
-        _fields(comparison, "headlines", "agree", "files", "settings")
-        | {"first": first and first.row, "why": first and first.why, "rows": list(map(_compared, comparison.rows))},
-    )
-
-
-def _compared(row: Row) -> dict[str, Any]:
-    """One row of two runs; numbers as text, since JSON has neither NaN nor infinity."""
-
-    def zero(error: float | None) -> str:
-        return "0" if error == 0 else error_text(error)
-
-    def side(record: OpRecord | None) -> dict[str, Any] | None:
-        if record is None or record.numbers is None:
-            return None
-        return {
-            "dtype": short_name(record.dtype) if record.dtype is not None else "",
-            "shape": [str(size) for size in record.shape],
-            "norm": f"{record.fingerprint[0]:.4g}",
-            "alone": zero(record.numbers.local),
-            "from_start": zero(record.numbers.cumulative),
-            "source": record.source,
-        }
-
-    return {
-        **_fields(row.place, "op", "module", "source", "line", "backward"),
-        **_fields(row, "exceeds", "why"),
-        "a": side(row.a),
-        "b": side(row.b),
-        "apart": zero(row.apart),
-        "so_far": [zero(error) for error in row.so_far],
-        "limits": row.limits and [error_text(limit) for limit in row.limits],
-    }
-
-
-def _fill(name: str, data: Any) -> str:
-    """Return a page of the folder `page`, with data as JSON and the files that it names in it.
+def _fill(data: Any) -> str:
+    """Return the page with data as JSON, and the files that it names, in it.
 
     The text loads no other files, so it opens from a disk or an attachment.
     """
@@ -198,7 +157,7 @@ def _fill(name: str, data: Any) -> str:
         return (folder / file).read_text(encoding="utf-8")
 
     # One substitution for all: inserted text may look like a placeholder itself.
-    return re.sub(r"/\*([a-z.]+)\*/", lambda match: parts.get(match[1]) or read(match[1]), read(name))
+    return re.sub(r"/\*([a-z.]+)\*/", lambda match: parts.get(match[1]) or read(match[1]), read("page.html"))
 
 
 def frame(text: str) -> str:

@@ -1,25 +1,24 @@
-"""The public name, and the report: which number first left the range of its type, and how near others come."""
+"""The first number out of the range of its type in a real run, and how near others come, read when asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ampcompile.compiler.ambient import options_of
-from ampcompile.compiler.module_names import modules_of
 from ampcompile.compiler.watched_graph import WatchedGraph, graphs, limit
 from ampcompile.dtypes import NAMES
 from ampcompile.errors import OptionError
 from ampcompile.passes.after.record_magnitudes import WatchedValue
 from ampcompile.torch_private import dynamo_caches
 
-from .show import render_table
+from .show import table, text_of
 
-_NEAREST = 10
+NEAREST = 10
+"""Most rows of the table."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +46,8 @@ class OutOfRange:
     at: Magnitude
     before: float | None
     """The magnitude in the call before; None in the first call."""
-    bound: float | None
-    """No exact number can be larger: of a cast, what it reads; of a product, by its factors, what is added to it aside.
-    None if unknown."""
     maybe_before: Sequence[WatchedValue] = ()
     """Sampled values that it is computed from: the first number may be in a row of theirs that isn't read."""
-
-    @property
-    def held_by(self) -> list[str]:
-        """The types that would have held the numbers, of bfloat16 and float32; empty if that is unknown."""
-        largest = {name: torch.finfo(getattr(torch, name)).max for name in ("bfloat16", "float32")}
-        return [name for name, most in largest.items() if self.bound is not None and self.bound <= most]
 
     def __str__(self) -> str:
         value = self.at.value
@@ -66,12 +56,6 @@ class OutOfRange:
         lines += [f"or before, in a row that isn't read: {_where(each)}: {each.op}" for each in self.maybe_before]
         if self.before is not None:
             lines.append(f"largest magnitude in the call before: {self.before:.6g}")
-        if self.bound is None:
-            lines.append("no bound is known of the exact numbers")
-        elif self.held_by:
-            lines.append(f"no exact number is above {self.bound:.6g}: {' and '.join(self.held_by)} would have held it")
-        else:
-            lines.append(f"exact numbers may reach {self.bound:.6g}, which float32 doesn't hold either")
         return "\n".join(lines)
 
 
@@ -86,14 +70,14 @@ class WatchReport:
     def __str__(self) -> str:
         if not self.last:
             return "no watched value yet: call what was compiled, then ask for a report"
-        head = str(self.first) if self.first is not None else "no number left the range of its type"
-        nearest = sorted(self.last, key=lambda each: -each.share)[:_NEAREST]
         rows = [
             (v.module, v.source, v.op, v.dtype, _direction(v), f"{size:.4g}{' (sampled)' * v.sampled}", f"{share:.2g}")
-            for v, size, share in ((each.value, each.largest, each.share) for each in nearest)
+            for share, size, v in sorted(((m.share, m.largest, m.value) for m in self.last), key=lambda row: -row[0])
         ]
-        table = render_table(("module", "line", "op", "dtype", "in", "largest magnitude", "of its range"), rows)
-        return f"{head}\n\nnearest to the end of their range in the last call\n{table}"
+        headings = ("module", "line", "op", "dtype", "in"), ("largest magnitude", "of its range")
+        head = str(self.first) if self.first is not None else "no number left the range of its type"
+        caption = "nearest to the end of their range in the last call"
+        return text_of([head, "", caption, table(*headings, rows[:NEAREST])])
 
 
 @dataclass(frozen=True)
@@ -105,7 +89,7 @@ class Watch:
     def report(self) -> WatchReport:
         """Read the magnitudes; waits for the device."""
         mine = [graph for graph in graphs if graph.belongs_to(self.f)]
-        firsts = [found for graph in mine for found in _first(graph, self.f)]
+        firsts = [found for graph in mine for found in _first(graph)]
         first = min(firsts, key=lambda each: each[0])[1] if firsts else None
         return WatchReport(first, [each for graph in mine for each in _last(graph)])
 
@@ -140,7 +124,7 @@ def _direction(value: WatchedValue) -> str:
     return "backward" if value.backward else "forward"
 
 
-def _first(graph: WatchedGraph, f: Any) -> Iterator[tuple[int, OutOfRange]]:
+def _first(graph: WatchedGraph) -> Iterator[tuple[int, OutOfRange]]:
     for backward, kept in graph.kept.items():
         if (found := kept.first()) is None:
             continue
@@ -149,9 +133,7 @@ def _first(graph: WatchedGraph, f: Any) -> Iterator[tuple[int, OutOfRange]]:
         out = [i for i, value in enumerate(values) if not magnitudes[i] <= limit(value)]
         i = next((i for i in out if not any(operand in out for operand in values[i].operands)), out[0])
         at = Magnitude(values[i], call, magnitudes[i], int(kept.counts[i]))
-        maybe_before = _sampled_before(values, i)
-        bound = None if maybe_before else _bound(values[i], i, magnitudes, f)
-        yield time, OutOfRange(at, float(before[i]) if call > 1 else None, bound, maybe_before)
+        yield time, OutOfRange(at, float(before[i]) if call > 1 else None, _sampled_before(values, i))
 
 
 def _sampled_before(values: Sequence[WatchedValue], index: int) -> list[WatchedValue]:
@@ -170,21 +152,3 @@ def _last(graph: WatchedGraph) -> Iterator[Magnitude]:
             values = graph.values_in(backward)
             for value, largest, count in zip(values, row.magnitudes.tolist(), kept.counts.tolist(), strict=False):
                 yield Magnitude(value, row.call, largest, int(count))
-
-
-def _bound(value: WatchedValue, index: int, magnitudes: Sequence[float], f: Any) -> float | None:
-    """Exact numbers are at most this; the weight of a module is taken as it is now."""
-    if value.kind == "cast":
-        return magnitudes[index]
-    factors = [magnitudes[i] for i in value.operands]
-    weight = _weight_of(value.module, f) if len(factors) == 1 and value.input_factor else None
-    if weight is not None and weight.shape in (value.input_factor, value.input_factor[::-1]):
-        factors.append(float(weight.detach().abs().max()))
-    return value.length * factors[0] * factors[1] if value.length and len(factors) == 2 else None
-
-
-def _weight_of(module: str, f: Any) -> torch.Tensor | None:
-    for root in modules_of(f):
-        with suppress(AttributeError):
-            return getattr(root.get_submodule(module), "weight", None)
-    return None

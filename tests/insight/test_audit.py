@@ -41,7 +41,7 @@ def test_a_planted_overflow_is_found_where_it_is(monkeypatch: pytest.MonkeyPatch
     first = audit.first_overflow
     assert first is not None and (first.op, first.module, first.backward) == ("aten.mul", "1.1", False)
     assert first.source.startswith(models.__file__)
-    overflowed = [m.module for m in audit.modules if m.numbers.overflowed]
+    overflowed = [module for module, numbers in audit.modules.items() if numbers.overflowed]
     assert overflowed[0] == "1.1" and "0" not in overflowed
     assert audit.error == float("inf")
     in_float32_too = ampcompile.audit(planted(3e30), dtype=torch.bfloat16, backward=False)(torch.randn(4, 8))
@@ -57,8 +57,7 @@ def test_a_planted_underflow_is_found_where_it_is() -> None:
     assert audit.first_overflow is None
     first = audit.first_underflow
     assert first is not None and (first.op, first.module) == ("aten.mul", "1.1")
-    [module] = [m for m in audit.modules if m.module == "1.1"]
-    assert module.numbers.flushed > 0.4  # forward, at least
+    assert audit.modules["1.1"].flushed > 0.4  # forward, at least
 
 
 def test_gradients_that_underflow_are_found() -> None:
@@ -119,18 +118,18 @@ def in_exact(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("f", "op", "text", "error"),
+    ("f", "op", "error"),
     [
-        (in_both, "aten.div", "both runs", NAN),
-        (in_mixed, "aten.mm", "the mixed run", INF),
-        (in_exact, "aten.sqrt", "the f64 run", INF),
+        (in_both, "aten.div", NAN),
+        (in_mixed, "aten.mm", INF),
+        (in_exact, "aten.sqrt", INF),
     ],
 )
-def test_an_op_that_gives_no_number_is_named(f: Callable[..., Tensor], op: str, text: str, error: float) -> None:
+def test_an_op_that_gives_no_number_is_named(f: Callable[..., Tensor], op: str, error: float) -> None:
     x, w = torch.full((4, 4), 0.25), torch.full((4, 4), 1.001)
     audit = ampcompile.audit(f, dtype=HALF if f is in_mixed else torch.bfloat16, backward=False)(x, w)
     first = audit.first_not_finite
-    assert first is not None and first.op == op and f", in {text}; " in str(audit)
+    assert first is not None and first.op == op and f"first not finite: {first}; " in str(audit)
     assert (audit.first_overflow is None) == (f is not in_mixed)
     assert audit.not_finite == {"output 0": 1} and audit.outputs == pytest.approx([error], nan_ok=True)
 
@@ -203,11 +202,11 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_without_a_loss_the_mean_squares_of_all_results_are_differentiated() -> None:
-    x = torch.randn(4, requires_grad=True)
-    f = lambda x: (x * 2, torch.view_as_complex(x.view(2, 2)))  # noqa: E731
-    alone = ampcompile.audit(f)(x)
-    given = ampcompile.audit(f, loss=lambda y: y[0].square().mean() + y[1].abs().square().mean())(x)
-    assert alone.gradients.keys() == given.gradients.keys() != set() and alone.gradient_error == given.gradient_error
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    f = lambda x, w: (x @ w, (x * 2).sin())  # noqa: E731
+    alone = ampcompile.audit(f)(x, w)
+    given = ampcompile.audit(f, loss=lambda y: y[0].float().square().mean() + y[1].square().mean())(x, w)
+    assert alone.gradients and alone.gradients == pytest.approx(given.gradients, rel=1e-3)
 
 
 def test_gradients_have_the_names_of_parameters_also_of_modules_among_the_arguments() -> None:

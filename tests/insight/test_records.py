@@ -156,13 +156,12 @@ def test_a_graph_says_under_which_autocast_it_was_traced() -> None:
 def test_every_pass_since_the_casts_is_in_the_totals() -> None:
     found = record(double, torch.randn(2, 2, requires_grad=True))
     stages = [total.stage for total in found.totals]
-    assert stages[:3] == ["eager autocast, forward", "eager autocast, backward", "insert_casts"]
+    assert stages[0] == "insert_casts" and "differentiated: backward" in stages
     joint = [stage for stage in stages if stage.endswith("forward and backward")]
-    assert joint[0] == "differentiated: forward and backward" and len(joint) > 3
-    assert stages.index("insert_casts") < stages.index(joint[0]) == len(stages) - len(joint)
+    assert joint[0] == "differentiated, forward and backward" and len(joint) > 3
     done = [applied.name for applied in found.history]
     assert done.index("assign_precision") < done.index("insert_casts")
-    assert [stage for stage in stages[2 : -len(joint)]] == done[done.index("insert_casts") :]
+    assert stages[: stages.index(joint[0])] == done[done.index("insert_casts") :]
 
 
 def test_inputs_that_dynamo_knows_as_parameters_or_buffers_are_weights() -> None:

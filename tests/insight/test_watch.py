@@ -98,7 +98,6 @@ class Case:
     fault: float
     op: str
     layer: Callable[[], nn.Module] | None = None
-    held: str = ""
 
 
 CASES = {
@@ -108,7 +107,7 @@ CASES = {
     "NaN from a root": Case(lambda h, fault: (h.float().abs() + 2 - fault).sqrt(), 1e3, "aten.sqrt"),
     "an exponential": Case(lambda h, fault: (h.float() + fault - 1).exp(), 200.0, "aten.exp"),
     "a logarithm": Case(lambda h, fault: (h.float().abs() + 2 - fault).log(), 1e3, "aten.log"),
-    "a product": Case(product, 200.0, "aten.mm", held="bfloat16 and float32"),
+    "a product": Case(product, 200.0, "aten.mm"),
     "a sum in 16 bits": Case(lambda h, fault: h + (h.half() * 0 + fault.half()).sum(0), 4e4, "aten.sum"),
     "attention scores": Case(attention, 300.0, "aten.mm"),
     "a convolution": Case(convolution, 4e4, "aten.convolution", lambda: nn.Conv2d(2, 2, 3, padding=1)),
@@ -157,7 +156,6 @@ def test_a_fault_between_layers(name: str) -> None:
     value, backward = first.at.value, case.op.endswith("_backward")
     assert (first.at.call, value.op, value.backward) == (FAULT_AT, case.op, backward), first
     assert first.before is not None and first.at.calls_out_of_range == 1
-    assert f"{case.held} would have held it" in str(first) or not case.held
     lines, start = inspect.getsourcelines(case.between)
     marked = [i for i, line in enumerate(lines) if "# the fault" in line] or range(len(lines))
     assert value.source in [f"{__file__}:{start + i}" for i in marked], first
@@ -168,7 +166,6 @@ def test_a_fault_in_a_cast_is_named_by_who_reads_it() -> None:
     first = trained(Net(lambda h, fault: h.float() * fault), {FAULT_AT: 1e7}).report().first
     assert first is not None and first.at.call == FAULT_AT and first.at.value.kind == "cast"
     assert (first.at.value.module, first.at.value.source) == ("last", line_of(Net.forward, "self.last(h)"))
-    assert "bfloat16 and float32 would have held it" in str(first)
 
 
 @LOWERED
@@ -182,7 +179,7 @@ def test_a_gradient_that_a_growing_scale_makes_too_large() -> None:
     net = Net(lambda h, _: h.relu())
     first = trained(net, {}, scale=64.0, growth=1).report().first
     assert first is not None and first.at.value.backward and first.at.call == 4 and first.before is not None
-    assert first.before < 65504 < first.at.largest and first.held_by == ["bfloat16", "float32"], first
+    assert first.before < 65504 < first.at.largest, first
     assert first.at.value.source == line_of(Net.forward, ".float()"), "where float32 begins, whose gradient is narrowed"
 
 
@@ -209,24 +206,9 @@ def test_a_fault_in_a_row_that_is_not_read_is_named_by_who_reads_it() -> None:
     report = trained(Rows(), {FAULT_AT: 6e4}).report()
     first = report.first
     assert first is not None and first.at.call == FAULT_AT and first.at.value.module == "last", report
-    assert [each.module for each in first.maybe_before] == ["first"] and first.bound is None
+    assert [each.module for each in first.maybe_before] == ["first"]
     assert f"or before, in a row that isn't read: first {__file__}" in str(first)
     assert "(sampled)" in str(report)
-
-
-def test_a_bound_takes_the_weight_for_a_factor_in_forward_alone() -> None:
-    net = Net(lambda h, fault: h.half() * fault.half())
-    with torch.no_grad():
-        net.last.weight.fill_(2.0)
-    report = trained(net, {FAULT_AT: 1e4}).report()
-    first = report.first
-    assert first is not None and first.at.value.op == "aten.addmm" and first.at.value.module == "last", str(report)
-    assert first.held_by == ["bfloat16", "float32"] and first.bound is not None and 65504 < first.bound < 32 * 65504 * 3
-    values = [each.value for each in report.last if each.value.kind == "product"]
-    assert {each.input_factor != () for each in values if each.backward} == {False}, (
-        "saved by forward, or an activation"
-    )
-    assert {each.input_factor != () for each in values if not each.backward} == {True}
 
 
 def test_a_graph_without_inputs() -> None:
