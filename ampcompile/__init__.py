@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .auditing.audit import audit, record
 from .errors import (
     AmpError,
     AmpWarning,
@@ -26,18 +25,18 @@ from .errors import (
     ShardingError,
     WeightsError,
 )
-from .explaining.explain import explain
+from .insight.ask import audit, explain, record
 from .precision import keep_fp32, precision
 
 if TYPE_CHECKING:
-    from .auditing.compare import compare
     from .compiler.export import export
     from .compiler.methods import compile_methods
+    from .insight.compare import compare
+    from .insight.watch import watch
     from .policy import Policy
     from .rules import register_op
     from .scaler import GradScaler, keep_masters
     from .sharding import shard_policy
-    from .watching.watch import watch
     from .weights import free_copies, invalidate, release_masters, weight_stats
 
 __all__ = [
@@ -83,7 +82,7 @@ __all__ = [
 # can't be, since the import of the module would bind its name to it.
 _LATER = {
     "GradScaler": "scaler",
-    "compare": "auditing.compare",
+    "compare": "insight.compare",
     "compile_methods": "compiler.methods",
     "export": "compiler.export",
     "Policy": "policy",
@@ -93,7 +92,7 @@ _LATER = {
     "register_op": "rules",
     "release_masters": "weights",
     "shard_policy": "sharding",
-    "watch": "watching.watch",
+    "watch": "insight.watch",
     "weight_stats": "weights",
 }
 

@@ -32,10 +32,9 @@ LAW = [
     {"passes.analysis"},
     {"passes.capture", "passes.decide", "passes.before", "passes.fuse", "passes.after", "passes.replay"},
     {"passes.pipeline", "passes"},
-    {"records"},
+    {"insight.logs", "insight.recorder", "insight.conversions", "insight.records"},
     {"compiler"},
-    {"backend", "explaining"},
-    {"auditing", "watching"},
+    {"backend", "insight"},
     {"command_line", "__init__", "integrations"},
     {"__main__"},
 ]
@@ -45,6 +44,10 @@ OPEN = {
     "passes.base",
     "passes.weight_copy",
     "passes.watch_op",
+    "insight.logs",
+    "insight.recorder",
+    "insight.conversions",
+    "insight.records",
     "errors",
     "dtypes",
 }  # import one another

@@ -16,9 +16,9 @@ import torch
 from torch.fx import GraphModule
 
 from ampcompile.errors import AmpWarning
+from ampcompile.insight import logs
 from ampcompile.passes.graph import graphs, module_path
 from ampcompile.policy import Policy
-from ampcompile.records import logs
 from ampcompile.torch_private import dynamo_attempts
 from ampcompile.torch_private.types import OpOverload
 

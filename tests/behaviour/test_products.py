@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ampcompile
-from ampcompile.records import logs
+from ampcompile.insight import logs
 from ampcompile.torch_private import processor
 from tests.compiling import draws, error, gradients
 

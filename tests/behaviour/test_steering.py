@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import ampcompile
 from ampcompile import Policy, keep_fp32, precision
-from ampcompile.explaining.report import Report
+from ampcompile.insight.report import Report
 from tests.pairs import pairs
 
 LOW, HIGH, HALF = torch.bfloat16, torch.float32, torch.float16

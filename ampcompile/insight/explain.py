@@ -1,0 +1,144 @@
+"""Run a call with a backend that records every graph, without lowering through Inductor."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import date
+from functools import partial
+from importlib.metadata import version
+from threading import get_ident
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from ampcompile.compiler.backend import find_type_without_units, rewrite
+from ampcompile.compiler.left_to_autocast import find_reason
+from ampcompile.compiler.lower import lower
+from ampcompile.compiler.module_names import module_names, modules_of
+from ampcompile.compiler.results import BECAUSE
+from ampcompile.compiler.unmatched import named
+from ampcompile.passes.analysis.wide_products import WideProducts, advice_without_units
+from ampcompile.sharding.weight import gathers_of
+from ampcompile.torch_private import dynamo_attempts
+
+from .call import Backend, Subject
+from .recorder import Recorder, shape_of
+from .records import CastRecord, GraphRecord, Record
+from .report import Report
+
+
+def make_explainer(f: Any, options: dict[str, Any], mode: str | None, dynamic: bool | None) -> Callable[..., Report]:
+    """Return the callable behind `ampcompile.explain`; checks the options immediately."""
+    subject = Subject.of(f, options, mode, dynamic)
+
+    def explain_call(*args: Any, **kwargs: Any) -> Report:
+        graphs, results, lacking = list[GraphRecord](), list[CastRecord](), set[torch.dtype]()
+
+        def cast(result: Tensor) -> Tensor:
+            results.append(_cast_of_result(result, subject.f))
+            return result.float()
+
+        before = dynamo_attempts.count()
+        backend = _recording_backend(subject, graphs, lacking)
+        with subject.set_apart(args, kwargs, backend, cast) as compiled, _modules_run(subject.f) as run:
+            compiled(*args, **kwargs)
+        broken = map(dynamo_attempts.in_short, dynamo_attempts.reasons_since(before))
+        return Report(
+            graphs,
+            results,
+            eager=_run_eagerly(subject.f, run, {op.module for graph in graphs for op in graph.ops}),
+            breaks=[reason for reason in broken if not any(reason in graph.reason for graph in graphs)],
+            about=f"{named(subject.f)}; ampcompile {version('ampcompile')}, torch {torch.__version__}; {date.today()}",
+            gathers=gathers_of(subject.f),
+            advice="; ".join(map(advice_without_units, sorted(lacking, key=str))),
+        )
+
+    return explain_call
+
+
+def _recording_backend(subject: Subject, graphs: list[GraphRecord], lacking: set[torch.dtype]) -> Backend:
+    """Return a backend that records every graph and runs it with torch's own kernels."""
+    options = subject.options
+    run_as = replace(options, lower="eager" if options.lower == "eager" else "aot_eager")
+
+    def record(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        recorder, reason = Recorder(example_inputs), find_reason(gm)
+        rewritten = rewrite(gm, example_inputs, run_as, recorder.watch)
+        if (low := find_type_without_units(rewritten, example_inputs)) is not None:
+            lacking.add(low)
+        recorder.finish(gm, rewritten.graph, rewritten.history, reason)
+        wide = WideProducts.on_this_cpu(options)
+        compiled = lower(rewritten.graph, example_inputs, run_as, recorder.watch_joint, wide)
+        graphs.append(recorder.graph)
+        return compiled
+
+    return Backend(options, record, run_as)
+
+
+def _cast_of_result(result: Tensor, f: Any) -> CastRecord:
+    """The cast of a call's result outside of any graph; its line is that of the function, or of `forward`."""
+    code = getattr(inspect.unwrap(getattr(f, "forward", f)), "__code__", None)
+    return CastRecord(
+        op="output",
+        source=f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "",
+        shape=shape_of(result),
+        because=BECAUSE,
+        dtype_from=result.dtype,
+        dtype_to=torch.float32,
+        bytes=result.numel() * (result.itemsize + torch.float32.itemsize),
+        fate=("inserted",),
+        of="activation",
+    )
+
+
+@contextmanager
+def _modules_run(f: Any) -> Iterator[dict[int, nn.Module]]:
+    """Collect, by id, the modules of `f` whose `forward` runs as Python code in this context and thread.
+
+    Code that Dynamo makes of a `forward` is another code object. While Dynamo compiles, nothing is slowed down.
+    """
+    forwards = {_forward_of(module) for root in modules_of(f) for module in root.modules()}
+    run, thread, before = dict[int, nn.Module](), get_ident(), sys.getprofile()
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in forwards:
+            module = frame.f_locals[frame.f_code.co_varnames[0]]
+            run[id(module)] = module
+
+    def profile(function: Any) -> None:
+        if get_ident() == thread:
+            sys.setprofile(function)
+
+    with dynamo_attempts.around_compiling(partial(profile, None), partial(profile, see)):
+        profile(see)
+        try:
+            yield run
+        finally:
+            profile(before)
+
+
+def _run_eagerly(f: Any, run: dict[int, nn.Module], compiled: set[str]) -> list[Record]:
+    """The outermost modules that ran eagerly with all they hold; `compiled`: paths of modules in graphs."""
+    names, rows = module_names(f), dict[str, Record]()
+    for key, module in run.items():
+        path = names.get(str(key), "")
+        if not any(path in ("", each) or each.startswith(f"{path}.") for each in compiled):
+            code = _forward_of(module)
+            source = f"{code.co_filename}:{code.co_firstlineno}"
+            rows[path] = Record(op=type(module).__name__, module=path, source=source)
+    return [row for path, row in rows.items() if not any(_holds(other, path) for other in rows)]
+
+
+def _forward_of(module: nn.Module) -> Any:
+    return inspect.unwrap(type(module).forward).__code__
+
+
+def _holds(outer: str, inner: str) -> bool:
+    return outer != inner and (not outer or inner.startswith(f"{outer}."))
