@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from ampcompile.passes.analysis.op_traits import STATISTICS
+from ampcompile.passes.analysis.op_traits import LINEAR_PRODUCTS, STATISTICS, has
 from ampcompile.passes.analysis.schema import arguments_of, computes
 from ampcompile.rules.table import Rule
 from ampcompile.torch_private.types import OpOverload
@@ -22,12 +22,13 @@ from .errors import AmpWarning, PolicyError
 from .rules import table as rules
 from .rules.group import Category
 
-OP_VALUES = ("low", "bf16", "fp16", "fp32", "promote", "fp32_inside", "as_arrives", "default")
-MODULE_VALUES = ("low", "bf16", "fp16", "fp32", "default")
+OP_VALUES = ("low", "bf16", "fp16", "fp8", "fp32", "promote", "fp32_inside", "as_arrives", "default")
+MODULE_VALUES = ("low", "bf16", "fp16", "fp8", "fp32", "default")
 _CATEGORIES: dict[str, Category] = {
     "low": "lower_precision_fp",
     "bf16": "lower_precision_fp",
     "fp16": "lower_precision_fp",
+    "fp8": "lower_precision_fp",
     "fp32": "fp32",
     "promote": "promote",
     "fp32_inside": "fp32_inside",
@@ -57,10 +58,11 @@ class Policy:
     op; one without an overload stands for all of them. `("softmax@blocks.3", "fp32")` is about softmax inside the
     module `blocks.3` alone; behind the `@` stands a glob on module paths. The rule is `"low"`, `"fp32"`, `"promote"`
     (operands in the widest of their dtypes), `"fp32_inside"` (float32 inside, low precision out, as norms may want
-    it), `"as_arrives"` or `"default"`.
+    it), `"as_arrives"` or `"default"`; or `"fp8"`, for linear products alone: see docs/numerics.md.
     `modules`: (glob on module paths as `named_modules` gives them, dtype), as `("encoder.*.norm", "fp32")`. The dtype
     is `"low"`, `"bf16"`, `"fp16"`, `"fp32"` or `"default"`. A path stands for all inside it; `*` matches dots too.
-    There, every op that computes runs in that dtype, whatever its own rule.
+    There, every op that computes runs in that dtype, whatever its own rule; with `"fp8"`, every linear product, and
+    all else as without it.
 
     Of several matches the last wins, a module beats an op, and `"default"` goes back to the table. Both may be dicts; a
     dtype may be torch's, or have any usual name, and `"lower_precision_fp"` is `"low"`. A name that holds `*`, `?` or
@@ -124,6 +126,10 @@ class Policy:
         """Return the rule of an op called in the module at `module_path`; None: it runs in whatever dtype arrives."""
         return self._override(op, module_path) or rules.rule_for(op, device_type)
 
+    def asks_fp8(self) -> bool:
+        """Return True if any op or module is to be quantized."""
+        return any(value == "fp8" for _, value in (*self.ops, *self.modules))
+
     def keeps_fp32(self, module_path: str) -> bool:
         """Return True if all that computes in the module at `module_path` runs in float32."""
         paths = _and_ancestors(module_path)
@@ -166,7 +172,7 @@ class Policy:
             ("op", self.ops, concerns),
         ):
             glob, value = _last_match(overrides, matches)
-            if value != "default" and computes(op):
+            if value != "default" and computes(op) and (value != "fp8" or has(op, LINEAR_PRODUCTS)):
                 return _rule(op, value, f"policy: {_entry(kind, glob, value)}")
         return None
 
@@ -208,7 +214,7 @@ def _rule(op: OpOverload, value: str, because: str) -> Rule:
     category = _CATEGORIES[value]
     if statistics and category == "lower_precision_fp":
         return Rule("as_arrives", f"{because}, except that running statistics stay as they are")
-    return Rule(category, because, dtype=_DTYPES.get(value), keeps=statistics)
+    return Rule(category, because, dtype=_DTYPES.get(value), keeps=statistics, fp8=value == "fp8")
 
 
 def _spellings(name: str) -> list[str]:

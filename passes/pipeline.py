@@ -58,10 +58,16 @@ def pipeline(
     """
     gradients = torch.is_grad_enabled()
     passes: tuple[Pass, ...] = (
-        AssignPrecision(options.policy, regions, options.range_guards),  # needs a captured graph with its fakes
+        AssignPrecision(
+            options.policy, regions, options.range_guards, options.products
+        ),  # needs a captured graph with its fakes
         InsertCasts(),  # needs a decision on every node
         FoldCasts(gradients, options.numerics == "relaxed"),  # needs all casts, ours and the user's
     )
+    if options.policy.asks_fp8():
+        from ampcompile.passes.before.quantize_products import QuantizeProducts  # defines ops that few need
+
+        passes += (QuantizeProducts(bool(gathered)),)  # needs casts, some of which it replaces
     if options.weights == "cached":
         # Needs all casts in their final places: those that still read a weight are the weight's own.
         wide = WideProducts.on_this_cpu(options)

@@ -6,6 +6,7 @@ a product `add` and `sub` lose `alpha` (https://github.com/pytorch/pytorch/issue
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -45,6 +46,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     table[FLASH_BACKWARD] = attention_backward
     table[ATEN.expm1.default] = _expm1
     table |= dict.fromkeys((ATEN.remainder.Tensor, ATEN.remainder.Scalar, ATEN.remainder.Scalar_Tensor), _remainder)
+    if (fp8 := sys.modules.get("ampcompile.kernels.fp8")) is not None:  # a graph has its ops
+        table |= fp8.DECOMPOSITIONS
     table |= {op: partial(rewrite, op, table.get(op, _keep)) for op, rewrite in REWRITTEN.items()}
     return table
 

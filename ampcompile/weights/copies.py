@@ -35,9 +35,9 @@ class Copy:
     def __init__(self, weight: Tensor, form: Form, blocks: Blocks | None, trial: bool) -> None:
         self.form, self.blocks, self.key = form, blocks, storages.storage_key(weight)
         self.on_gpu, self.in_place = weight.is_cuda, False
-        self.castable = weight.dtype == torch.float32 and not self.on_gpu and blocks is None
+        self.castable = weight.dtype == torch.float32 and not (self.on_gpu or blocks is not None or form.quantized)
         sampled, nbytes = places(weight)
-        how = native.DTYPE_CODES[form.dtype], self.castable
+        how = native.DTYPE_CODES.get(form.dtype, 0), self.castable
         self.handle = store.table.add_copy(weight, *how, len(sampled), sampled.ctypes.data, nbytes)
         store.add(self)
         weakref.finalize(self, store.drop, self.handle, self.key).atexit = False
@@ -174,10 +174,16 @@ def _on_rows(function: Callable[..., object], copies: Sequence[Copy], *more: int
 
 def cast_into(jobs: Sequence[tuple[Form, Tensor | None, Tensor]]) -> None:
     """Write weights, rounded, into buffers."""
-    narrow = [(buffer, weight) for form, buffer, weight in jobs if buffer is not None and not form.wide]
+    held = [(form, buffer, weight) for form, buffer, weight in jobs if buffer is not None]
+    narrow = [(buffer, weight) for form, buffer, weight in held if not form.wide and not form.quantized]
     cast_many_([buffer for buffer, _ in narrow], [weight for _, weight in narrow], {})
-    for form, buffer, weight in jobs:
-        if buffer is not None and form.wide:
+    quantized = [(buffer, weight) for form, buffer, weight in held if form.quantized]
+    if quantized:
+        from ampcompile.kernels.fp8 import quantize_many_  # defines ops that few need
+
+        quantize_many_([buffer for buffer, _ in quantized], [weight for _, weight in quantized])
+    for form, buffer, weight in held:
+        if form.wide:
             buffer.copy_(weight.to(form.dtype))
 
 

@@ -15,13 +15,25 @@ _CLASSES = (Tensor, torch.nn.Parameter, storages.FakeTensor)
 
 
 class Form(NamedTuple):
-    """The format of a copy: values rounded to `dtype`, held in it or, if `wide`, as float32."""
+    """The format of a copy: values rounded to `dtype`, held in it or, if `wide`, as float32.
+
+    Of an 8-bit type: quantized, in a buffer as `kernels/fp8.py` describes it.
+    """
 
     dtype: torch.dtype
     wide: bool = False
 
+    @property
+    def quantized(self) -> bool:
+        """True if the numbers are scaled, and lie in a buffer together with the scale."""
+        return self.dtype.itemsize == 1
+
     def empty_like(self, weight: Tensor) -> Tensor:
         """An uninitialized buffer for a copy of `weight`, in its strides."""
+        if self.quantized:
+            from ampcompile.kernels.fp8 import buffer_like  # defines ops that few need
+
+            return buffer_like(weight)
         held = torch.float32 if self.wide else self.dtype
         return torch.empty_like(weight, dtype=held, requires_grad=False)
 

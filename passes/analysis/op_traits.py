@@ -36,6 +36,8 @@ slice narrow select diagonal split split_with_sizes chunk unbind tensor_split al
 MOVES = REARRANGES | _aten("""
 clone contiguous flip roll constant_pad_nd pad tril triu masked_fill pixel_shuffle pixel_unshuffle channel_shuffle
 """)
+# Products of rows with a matrix, which may be a weight.
+LINEAR_PRODUCTS = _aten("linear addmm mm matmul")
 # They repeat numbers, so their gradient is a sum, which is rounded in the type in which it is computed.
 REPEATS = _aten("""
 expand expand_as repeat repeat_interleave index_select gather index _unsafe_index embedding take take_along_dim

@@ -34,8 +34,10 @@ _OPERANDS_FROM: dict[Any, int] = {
     torch.ops.higher_order.tag_activation_checkpoint: 1,
     torch.ops.higher_order.invoke_subgraph: 2,
 }
-# Ops with a weight among their arguments, at these indices, that read only its copy.
-_READS_COPY = {WEIGHT_COPY: [0], PACKED_LINEAR: [1], PACKED_CONV: [1]}
+# Ops with a weight among their arguments, at these indices, that read only its copy, by name: few graphs need all.
+_READS_COPY = {**{str(op): [1] for op in (PACKED_LINEAR, PACKED_CONV)}, str(WEIGHT_COPY): [0]}
+_READS_COPY["ampcompile.fp8_linear.default"] = [3]
+_QUANTIZE_WEIGHT = "ampcompile.quantize_weight.default"
 
 
 def _look_through_views(cast: Node) -> tuple[Node, list[Node]]:
@@ -106,6 +108,10 @@ def _hoist(gm: GraphModule, weights: set[Node], wide: WideProducts, copy_of: Cop
         if weight in weights and _may_be_hoisted(cast) and all(use == "read" for use in _uses(cast)):
             _replace(cast, weight, views, copy_of(weight, Form(cast.args[1], _is_read_wide(cast, wide))))
             hoisted += 1
+    for node in [node for node in gm.graph.nodes if str(node.target) == _QUANTIZE_WEIGHT and node.args[0] in weights]:
+        node.replace_all_uses_with(copy_of(node.args[0], Form(torch.float8_e4m3fn)))
+        gm.graph.erase_node(node)
+        hoisted += 1
     calls: dict[GraphModule, list[Node]] = {}
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in _OPERANDS_FROM:
@@ -159,7 +165,7 @@ def other_reads(weight: Node) -> Iterator[Node]:
             for i, argument in enumerate(user.args):
                 if argument is weight:
                     yield from other_reads(inner[i - first])
-        elif [i for i, argument in enumerate(user.args) if argument is weight] != _READS_COPY.get(user.target):
+        elif [i for i, argument in enumerate(user.args) if argument is weight] != _READS_COPY.get(str(user.target)):
             yield user
 
 

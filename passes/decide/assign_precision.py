@@ -60,6 +60,7 @@ from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from .decisions import Call, decide
 from .dtype_memo import DtypeMemo, prefer_traced
+from .fp8 import decide_fp8
 from .range_guards import guard, lengths
 
 # Libraries whose ops are known without a rule: they run in the dtypes that arrive.
@@ -73,6 +74,7 @@ class _Walk:
     def __init__(self, parent: AssignPrecision | _Walk, gm: GraphModule, regions: Regions) -> None:
         self.policy: Policy = parent.policy
         self.range_guards: bool = parent.range_guards
+        self.products: str = parent.products
         self.walks: dict[GraphModule, dict[Any, _Walk]] = parent.walks if isinstance(parent, _Walk) else {}
         self.memo: DtypeMemo = parent.memo if isinstance(parent, _Walk) else DtypeMemo()
         self.gm, self.regions = gm, regions
@@ -134,6 +136,8 @@ class _Walk:
         rule = self.policy.rule_for(op, device_type, module_path(node))
         if rule is not None:
             decision = decide(call, rule, low)
+            if rule.fp8:
+                decision = decide_fp8(call, decision, low, self.products)
         elif op.namespace in _KNOWN_NAMESPACES:
             decision = Decision("autocast leaves it alone: runs in the dtypes that arrive")
         else:
@@ -230,11 +234,13 @@ class _Walk:
 
 @dataclass(frozen=True)
 class AssignPrecision:
-    """`regions`: the autocast state around the graph. Returns the number of ops with an operand to cast."""
+    """`regions`: the autocast state around the graph; `products`: the option. Returns the number of ops with an operand
+    to cast."""
 
     policy: Policy
     regions: Regions
     range_guards: bool = True
+    products: str = "auto"
     name = "assign_precision"
     exact = True
     fate = ""

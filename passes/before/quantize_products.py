@@ -1,0 +1,117 @@
+"""Before differentiation: let the products that `assign_precision` has decided for fp8 multiply quantized operands.
+
+`linear(x, to(weight, bf16))` becomes `fp8_linear(x, numbers, scale, weight, buffer)` of `kernels/fp8.py`: `quantize(x)`
+gives the numbers and their scale, once for all products that read `x`, and `quantize_weight(weight)` the buffer, which
+`hoist_weights` takes out of the graph as it does casts. A bias is added behind the product.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ampcompile.errors import AmpWarning
+from ampcompile.kernels.fp8 import FP8_LINEAR, QUANTIZE, QUANTIZE_WEIGHT
+from ampcompile.passes.analysis.aliasing import Aliases
+from ampcompile.passes.analysis.commuting import CAST
+from ampcompile.passes.analysis.schema import arguments_by_name
+from ampcompile.passes.decide.fp8 import bias_of, operands
+from ampcompile.passes.graph import Cast, call_on_values, cast_of, decision_of, erase_unread, graphs, note, op_name
+from ampcompile.torch_private import tracing
+
+ATEN = torch.ops.aten
+SIZE = ATEN.sym_size.int
+TURNS = (ATEN.t.default, ATEN.numpy_T.default, ATEN.mT.default, ATEN.adjoint.default)
+
+
+class _Graph:
+    """One graph's products; `quantized`: the numbers and scales that several products may read, by what was cast."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.graph, self.memory = gm.graph, Aliases(gm.graph)
+        self.quantized: dict[Any, tuple[Node, Node]] = {}
+
+    def replace(self, product: Node) -> None:
+        """Put quantized operands before a product."""
+        target: Any = product.target
+        arguments = arguments_by_name(target, product.args, product.kwargs)
+        x, matrix = operands(arguments)
+        weight, turned, path = _look_through(matrix, "weight" not in arguments)
+        because, sizes = f"{op_name(target)} multiplies e4m3", x.meta["val"].shape
+        with self.graph.inserting_before(product):
+            rows = x if len(sizes) == 2 else self._call(product, ATEN.reshape.default, x, [-1, sizes[-1]])
+            numbers, scale = self._quantize(x, rows, product, because)
+            buffer = self._call(product, QUANTIZE_WEIGHT, weight)
+            note(buffer, cast=Cast(op_name(target), f"{because}, the weight's scale is a power of two"))
+            result = self._call(product, FP8_LINEAR, rows, numbers, scale, weight, buffer, turned)
+            if rows is not x:
+                leading = [
+                    s if isinstance(s, int) else self._call(product, SIZE, x, i) for i, s in enumerate(sizes[:-1])
+                ]
+                result = self._call(product, ATEN.reshape.default, result, [*leading, result.meta["val"].shape[-1]])
+            if (bias := bias_of(arguments)) is not None:
+                result = self._call(product, ATEN.add.Tensor, result, bias)
+        note(result, fp8=True, because=decision_of(product).because)
+        product.replace_all_uses_with(result)
+        erase_unread([*path, product])
+
+    def _quantize(self, x: Node, rows: Node, product: Node, because: str) -> tuple[Node, Node]:
+        """The numbers of `x` and their scale: those of another product, if nothing writes to what both cast."""
+        source = x.args[0] if x.target is CAST and cast_of(x) is not None else x
+        key = source, x.meta["val"].dtype
+        if key not in self.quantized:
+            both = self._call(product, QUANTIZE, rows)
+            note(both, cast=Cast(op_name(product.target), f"{because}, scaled by its largest magnitude"))
+            found = self._call(product, operator.getitem, both, 0), self._call(product, operator.getitem, both, 1)
+            if isinstance(source, Node) and self.memory.is_written(source):
+                return found
+            self.quantized[key] = found
+        return self.quantized[key]
+
+    def _call(self, product: Node, target: Any, *args: Any) -> Node:
+        node = self.graph.call_function(target, args)
+        node.meta = {key: value for key, value in product.meta.items() if key not in ("val", "amp")}
+        node.meta["val"] = call_on_values(node)
+        return node
+
+
+def _look_through(matrix: Node, turned: bool) -> tuple[Node, bool, list[Node]]:
+    """The matrix behind transpositions and our cast; whether its rows are features; the nodes passed, in order."""
+    path: list[Node] = []
+    while True:
+        turns = matrix.target in TURNS or (matrix.target is ATEN.transpose.int and matrix.args[1] != matrix.args[2])
+        if not turns and (matrix.target is not CAST or cast_of(matrix) is None):
+            return matrix, turned, path
+        path.insert(0, matrix)
+        matrix, turned = matrix.args[0], turned ^ turns  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class QuantizeProducts:
+    """Returns the number of products. `gathered`: FSDP gathers weights, in 16 bits, and nothing is quantized."""
+
+    gathered: bool = False
+    name = "quantize_products"
+    exact = False
+    fate = ""
+
+    def apply(self, gm: GraphModule) -> int:
+        products = [node for each in graphs(gm) for node in each.graph.nodes if decision_of(node).fp8]
+        if products and self.gathered:
+            warnings.warn(
+                "the policy asks for fp8, and FSDP gathers weights of this graph; expected plain parameters. Products "
+                "run in 16 bits here.",
+                AmpWarning,
+                stacklevel=2,
+            )
+            return 0
+        with tracing.on_fakes_of(gm):
+            of_graphs = {product.graph: _Graph(product.graph.owning_module) for product in products}
+            for product in products:
+                of_graphs[product.graph].replace(product)
+        return len(products)
