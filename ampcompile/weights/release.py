@@ -145,6 +145,8 @@ def _dtypes_read(
             reasons[name] = "no compiled graph reads it in 16 bits"
         elif key_of(weight) in read_whole:
             reasons[name] = "a compiled graph reads it in float32"
+        elif any(copy.form.quantized for copy in copies):
+            reasons[name] = "a compiled graph reads it in 8 bits"
         elif any(copy.in_place for copy in copies):
             reasons[name] = "a CUDA graph reads it"
         elif len(read) > 1:
