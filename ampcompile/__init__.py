@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .rules import register_op
     from .scaler import GradScaler, keep_masters
     from .sharding import shard_policy
+    from .timing.step_profile import profile_step
     from .watching.watch import watch
     from .weights import free_copies, invalidate, release_masters, weight_stats
 
@@ -71,6 +72,7 @@ __all__ = [
     "keep_fp32",
     "keep_masters",
     "precision",
+    "profile_step",
     "record",
     "register_op",
     "release_masters",
@@ -90,6 +92,7 @@ _LATER = {
     "free_copies": "weights",
     "invalidate": "weights",
     "keep_masters": "scaler",
+    "profile_step": "timing.step_profile",
     "register_op": "rules",
     "release_masters": "weights",
     "shard_policy": "sharding",
