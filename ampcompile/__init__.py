@@ -11,6 +11,7 @@ from .errors import (
     AmpWarning,
     AuditError,
     BannedOpError,
+    CaptureError,
     ClipError,
     CommandLineError,
     DoubleBackwardError,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from .compiler.methods import compile_methods
     from .policy import Policy
     from .rules import register_op
-    from .scaler import GradScaler, keep_masters
+    from .scaler import GradScaler, capture_step, keep_masters
     from .sharding import shard_policy
     from .timing.step_profile import profile_step
     from .watching.watch import watch
@@ -46,6 +47,7 @@ __all__ = [
     "AmpWarning",
     "AuditError",
     "BannedOpError",
+    "CaptureError",
     "ClipError",
     "CommandLineError",
     "DoubleBackwardError",
@@ -63,6 +65,7 @@ __all__ = [
     "ShardingError",
     "WeightsError",
     "audit",
+    "capture_step",
     "compare",
     "compile_methods",
     "explain",
@@ -85,6 +88,7 @@ __all__ = [
 # can't be, since the import of the module would bind its name to it.
 _LATER = {
     "GradScaler": "scaler",
+    "capture_step": "scaler",
     "compare": "auditing.compare",
     "compile_methods": "compiler.methods",
     "export": "compiler.export",

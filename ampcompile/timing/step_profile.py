@@ -11,7 +11,6 @@ import torch
 
 from ampcompile.errors import OptionError
 from ampcompile.explaining.explain import Awaiting, check_arguments
-from ampcompile.explaining.text import render_table
 from ampcompile.torch_private import backends
 
 from . import bound
@@ -94,6 +93,8 @@ class StepProfile:
 
 def table(profiles: Mapping[str, StepProfile]) -> str:
     """A line for each profile, by name; a GPU's columns where there is one."""
+    from ampcompile.explaining.text import render_table  # it imports rich, which a GPU's machine may lack
+
     gpu = any(profile.busy for profile in profiles.values())
     headings = ["", "wall", *(["on the GPU", "idle", "launches"] if gpu else []), *KINDS, "bound"]
     rows = []
