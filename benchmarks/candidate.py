@@ -139,7 +139,8 @@ class Candidate:
         ours = self.peer.compiler == "amp"
         self.call: Callable[[], Tensor] = self._infer
         if kind != CALL:
-            self.call = TrainingStep(self.model, self._forward, KINDS[kind], ours, self.device)
+            step = TrainingStep(self.model, self._forward, KINDS[kind], ours, self.device)
+            self.call = ampcompile.capture_step(step, step.optimizer) if self.peer.whole else step
 
     def _forward(self) -> Tensor:
         if self.peer.graphs:
