@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ampcompile.errors import CaptureError
 from ampcompile.torch_private import pytree, storages
-from ampcompile.weights import mark_replayed, taken_copies
+from ampcompile.weights import replaying, taken_copies
 
 from .pending import parameters
 from .steps import counts_on_device
@@ -22,14 +23,18 @@ DEVICE = "cuda"
 class StepGraph:
     """A CUDA graph of one function, and the calls that come before its capture."""
 
-    def __init__(self) -> None:
-        self._graph, self._beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._graph, self._beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
 
     def warm_up(self, call: Callable[[], Any], strict: bool) -> Any:
         """Call the function on a stream beside the current one, as a capture needs; `strict`: raise where it waits."""
-        now, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
+        now, mode = torch.cuda.current_stream(self._device), torch.cuda.get_sync_debug_mode()
         self._beside.wait_stream(now)
-        torch.cuda.set_sync_debug_mode("error" if strict else mode)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "does not yet detect all synchronizing operations": the capture does
+            torch.cuda.set_sync_debug_mode("error" if strict else mode)
         try:
             with torch.cuda.stream(self._beside):
                 return call()
@@ -38,13 +43,15 @@ class StepGraph:
             now.wait_stream(self._beside)
 
     def capture(self, call: Callable[[], Any]) -> Any:
-        """Call the function without running what it launches."""
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # loaders' threads may go on
+        """Call the function without running what it launches. Other threads, which load data, may go on meanwhile."""
+        here = torch.cuda.device(self._device)
+        with here, torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             return call()
 
     def replay(self) -> None:
         """Run what was captured."""
-        self._graph.replay()
+        with torch.cuda.device(self._device):
+            self._graph.replay()
 
 
 class CapturedStep:
@@ -55,7 +62,8 @@ class CapturedStep:
     def __init__(self, step: Callable[..., Any], optimizers: Sequence[torch.optim.Optimizer], warm_up: int) -> None:
         self._step, self._optimizers, self._warm_up, self._calls = step, optimizers, warm_up, 0
         self._params = [param for optimizer in optimizers for param in parameters(optimizer)]
-        self._graph = StepGraph() if _device_type(self._params) == DEVICE else None
+        on_gpu = _device_type(self._params) == DEVICE
+        self._graph = StepGraph(self._params[0].device) if on_gpu else None
         self._inputs: list[Any] | None = None
         self._structure: Any = None
         self._result: Any = None
@@ -78,9 +86,9 @@ class CapturedStep:
             return self._before_capture(self._graph.warm_up, strict=last)
         else:
             self._capture(self._graph)
-        self._graph.replay()
-        torch.autograd.graph.increment_version(self._params)
-        mark_replayed(self._written)
+        with replaying(self._written):
+            self._graph.replay()
+            torch.autograd.graph.increment_version(self._params)
         return self._result
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -132,8 +140,8 @@ class CapturedStep:
             with taken_copies() as written:
                 result = self._before_capture(graph.capture)
         except BaseException:
-            mark_replayed(())  # the host has noted steps that nobody ran
-            raise
+            with replaying(()):  # the host has noted a step that nobody ran
+                raise
         self._written, self._kept = written, [param.grad for param in self._params]
         self._result = pytree.tree_map_only(Tensor, Tensor.detach, result)
         self._known, self.captured = self._what_is_fixed(), True

@@ -4,7 +4,7 @@ from .binding import Binding
 from .release import release_masters
 from .shards import ShardBinding
 from .spec import CopySpec, Form, hoistable
-from .step import WritableCopies, mark_replayed, taken_copies, writable_copies
+from .step import WritableCopies, replaying, taken_copies, writable_copies
 from .store import free_copies, invalidate, mark_unproven, weight_stats
 
 __all__ = [
@@ -16,9 +16,9 @@ __all__ = [
     "free_copies",
     "hoistable",
     "invalidate",
-    "mark_replayed",
     "mark_unproven",
     "release_masters",
+    "replaying",
     "taken_copies",
     "weight_stats",
     "writable_copies",

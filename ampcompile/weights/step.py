@@ -78,13 +78,18 @@ def taken_copies() -> Iterator[set[Copy]]:
         store.taken = before
 
 
-def mark_replayed(copies: Collection[Copy]) -> None:
-    """Mark the copies that a CUDA graph has just written, from their weights, as fresh, and all others as stale.
+@contextlib.contextmanager
+def replaying(copies: Collection[Copy]) -> Iterator[None]:
+    """Replay a CUDA graph that writes these copies from their weights: they are fresh afterwards, all others stale.
 
-    A graph may write anything, and no signal shows it. Call it after versions of weights were raised.
+    A graph may write anything, and no signal shows it. Raise the versions of weights in the context, too.
     """
-    if store.keys:
-        with store.lock:
-            handles = table.array([copy.handle for copy in copies])
-            store.table.note_replayed(len(handles), handles.ctypes.data)
-            gpu.cast_done(list(copies))
+    gpu.follow(copies)
+    try:
+        yield
+    finally:
+        if store.keys:
+            with store.lock:
+                handles = table.array([copy.handle for copy in copies])
+                store.table.note_replayed(len(handles), handles.ctypes.data)
+                gpu.cast_done(list(copies))

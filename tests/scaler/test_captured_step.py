@@ -35,7 +35,7 @@ class MadeUpGraph:
     params: tuple[Tensor, ...] = ()
     taken: set[Any]
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.strict: list[bool] = []
         self.replays = 0
 
