@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampcompile.backend import amp
+from ampcompile.compiler.backend import amp
 from ampcompile.config import Options
 
 
@@ -87,7 +87,7 @@ def _compile_without_checks(
 
 AMP, BASELINE = "amp", "Inductor + autocast"
 SAME = "amp's graph, called by stock torch.compile"
-"""What a call of amp takes beyond it is amp's own: its wrapper, and the look at all weights."""
+"""A call of amp takes more by what is amp's own: its wrapper, and the look at all weights."""
 CONVERTED = "Inductor, converted"
 """The whole model in the low type: fast, and not mixed precision any more."""
 GRAPHS, CPP, WHOLE = ", CUDA graphs", ", C++ wrapper", "amp, the whole step in a CUDA graph"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -74,14 +73,14 @@ def sort_events(events: Iterable[Any], elapsed: float, calls: int = 1) -> Trace:
     for event in events:
         (gpu if event.device_type == torch.autograd.DeviceType.CUDA else host).append(event)
     if not gpu:
-        times = Counter(dict.fromkeys(KINDS, 0.0))
+        times = dict.fromkeys(KINDS, 0.0)
         for kind, start, end in _outermost(host):
             times[kind] += (end - start) / 1e6
-        times[REST] = max(0.0, elapsed - times.total())
+        times[REST] = max(0.0, elapsed - sum(times.values()))
         return Trace({kind: times[kind] / calls for kind in KINDS})
     named = {event.name for event in host}
     kernels = [event for event in gpu if event.name not in named and not getattr(event, "is_user_annotation", False)]
-    times, spans = Counter(dict.fromkeys(KINDS, 0.0)), list(_outermost(gpu))
+    times, spans = dict.fromkeys(KINDS, 0.0), list(_outermost(gpu))
     for event in kernels:
         start, end = _times_of(event)
         around = (kind for kind, first, last in spans if first <= start < last)
@@ -100,10 +99,10 @@ def _kind_of(name: str, patterns: dict[str, re.Pattern[str]]) -> str | None:
 
 def _outermost(events: Iterable[Any]) -> Iterator[tuple[str, float, float]]:
     """Yield kind, start and end of each span of a kind that is in no other one, thread by thread."""
-    until = Counter[Any]()
+    until: dict[Any, float] = {}
     for event in sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end)):
         start, end = _times_of(event)
-        if start >= until[event.thread] and (kind := _kind_of(event.name, _SPANS)):
+        if start >= until.get(event.thread, start) and (kind := _kind_of(event.name, _SPANS)):
             until[event.thread] = end
             yield kind, start, end
 

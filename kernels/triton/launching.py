@@ -22,7 +22,7 @@ class Constants(dict[str, Any]):
     """
 
     __hash__ = object.__hash__  # type: ignore[assignment]
-    __eq__ = object.__eq__  # type: ignore[assignment]
+    __eq__ = object.__eq__
 
 
 def start(
