@@ -11,6 +11,7 @@ from .errors import (
     AmpWarning,
     AuditError,
     BannedOpError,
+    CaptureError,
     ClipError,
     CommandLineError,
     DoubleBackwardError,
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
     from .compiler.methods import compile_methods
     from .policy import Policy
     from .rules import register_op
-    from .scaler import GradScaler, keep_masters
+    from .scaler import GradScaler, capture_step, keep_masters
     from .sharding import shard_policy
+    from .timing.step_profile import profile_step
     from .watching.watch import watch
     from .weights import free_copies, invalidate, release_masters, weight_stats
 
@@ -45,6 +47,7 @@ __all__ = [
     "AmpWarning",
     "AuditError",
     "BannedOpError",
+    "CaptureError",
     "ClipError",
     "CommandLineError",
     "DoubleBackwardError",
@@ -62,6 +65,7 @@ __all__ = [
     "ShardingError",
     "WeightsError",
     "audit",
+    "capture_step",
     "compare",
     "compile_methods",
     "explain",
@@ -71,6 +75,7 @@ __all__ = [
     "keep_fp32",
     "keep_masters",
     "precision",
+    "profile_step",
     "record",
     "register_op",
     "release_masters",
@@ -83,6 +88,7 @@ __all__ = [
 # can't be, since the import of the module would bind its name to it.
 _LATER = {
     "GradScaler": "scaler",
+    "capture_step": "scaler",
     "compare": "auditing.compare",
     "compile_methods": "compiler.methods",
     "export": "compiler.export",
@@ -90,6 +96,7 @@ _LATER = {
     "free_copies": "weights",
     "invalidate": "weights",
     "keep_masters": "scaler",
+    "profile_step": "timing.step_profile",
     "register_op": "rules",
     "release_masters": "weights",
     "shard_policy": "sharding",

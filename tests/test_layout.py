@@ -35,7 +35,7 @@ LAW = [
     {"records"},
     {"compiler"},
     {"backend", "explaining"},
-    {"auditing", "watching"},
+    {"auditing", "watching", "timing"},
     {"command_line", "__init__", "integrations"},
     {"__main__"},
 ]

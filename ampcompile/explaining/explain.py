@@ -33,14 +33,14 @@ class Awaiting:
         return f"<{self.name}({of}) waits for a call of {of}: {self.name}({of})(*args, **kwargs) gives the result>"
 
 
-def check_arguments(name: str, f: Any, arguments: tuple[Any, ...]) -> None:
-    """Raise OptionError if `explain` or `audit` was given no callable, or the arguments of the call as well."""
+def check_arguments(name: str, f: Any, arguments: tuple[Any, ...], option: str = "dtype=torch.float16") -> None:
+    """Raise OptionError if `explain` or one of its kind was given no callable, or the arguments of the call as well."""
     if not callable(f):
         raise OptionError(f"{name} got {f!r}, expected a module or function: {name}(model)(x).")
     if arguments:
         raise OptionError(
             f"{name} got {1 + len(arguments)} arguments, expected the callable alone, and options by name. Call what "
-            f"it returns with the arguments of the call: {name}(model)(x), or {name}(model, dtype=torch.float16)(x)."
+            f"it returns with the arguments of the call: {name}(model)(x), or {name}(model, {option})(x)."
         )
 
 
