@@ -53,7 +53,7 @@ class Audit:
 
     @property
     def modules(self) -> dict[str, Numbers]:
-        """What was measured of the ops that each module calls itself: the worst errors, shares of all elements.
+        """The measurements of the ops that each module calls itself: the worst errors, shares of all elements.
 
         By path, in the order in which modules ran first.
         """
@@ -178,16 +178,9 @@ class Audit:
         yield f"first flush to zero: {self.first_underflow or 'none'}"
 
 
-def make_auditor(
-    f: Any, settings: Settings, options: dict[str, Any], mode: str | None, dynamic: bool | None
-) -> Callable[..., Audit]:
-    """Return what `ampcompile.audit` returns; its arguments are checked at once."""
-    subject = Subject.of(f, options, mode, dynamic)
-
-    def audit_call(*args: Any, **kwargs: Any) -> Audit:
-        return measure_call(MeasuredCall(subject, settings, args, kwargs, joint_graphs.random_state()))
-
-    return audit_call
+def audit_call(subject: Subject, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Audit:
+    """Run a call in mixed and in high precision, and compare."""
+    return measure_call(MeasuredCall(subject, settings, args, kwargs, joint_graphs.random_state()))
 
 
 def measure_call(call: MeasuredCall, local: bool = True) -> Audit:

@@ -116,8 +116,9 @@ class Comparison:
         parts: list[str | Table] = [*self.headlines]
         if changed:
             parts += ["", table(["setting", "a", "b"], [], changed)]
-        if rows := [row for row in self.rows if row.why or row.run]:
-            parts += ["", _side_by_side(rows)]
+        if self.first is not None:
+            following = self.rows[self.rows.index(self.first) :]
+            parts += ["", _side_by_side([row for row in following if row.why or row.run])]
         return text_of(parts)
 
 
