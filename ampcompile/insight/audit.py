@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from glob import escape
 from typing import Any
 
@@ -19,7 +19,7 @@ from ampcompile.torch_private import joint_graphs
 from .call import Subject
 from .exact import combine, find_not_finite, ratio, relative_error, squares
 from .measured_call import MeasuredCall, Settings
-from .records import Numbers, OpRecord
+from .records import Numbers, OpRecord, plain
 from .run import Session
 from .show import error_text, table, text_of
 
@@ -114,19 +114,8 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        firsts = {name: getattr(self, name) for name in ("first_not_finite", "first_overflow", "first_underflow")}
-        return {
-            "against": short_name(self.against),
-            "policy": str(self.policy),
-            "outputs": list(self.outputs),
-            "gradient_error": self.gradient_error,
-            "gradients": dict(self.gradients),
-            "not_finite": dict(self.not_finite),
-            **{name: op and _place(op) for name, op in firsts.items()},
-            "unmeasured": list(self.unmeasured),
-            "modules": [{"module": module, **asdict(numbers)} for module, numbers in self.modules.items()],
-            "ops": [{**_place(op), "dtype": op.in_dtype, **asdict(op.numbers)} for op in self.ops],
-        }
+        derived = ("modules", "first_not_finite", "first_overflow", "first_underflow")
+        return plain(self) | {name: plain(getattr(self, name)) for name in derived}
 
     def __str__(self) -> str:
         return text_of(self._parts())
@@ -190,8 +179,7 @@ def measure_call(call: MeasuredCall, local: bool = True) -> Audit:
     errors = {name: relative_error(*pair) for name, pair in pairs.items() if name.startswith("output ")}
     gradients = {name: squares(*pair) for name, pair in session.gradients.items()}
     compared = [pair for pair in gradients.values() if not math.isnan(pair[0])] or [*gradients.values()]
-    lost = {name: find_not_finite(*pair) for name, pair in pairs.items()}
-    shares = {name: float(mask.double().mean()) if mask.numel() else 0.0 for name, mask in lost.items()}
+    shares = {name: float(find_not_finite(*pair).double().mean()) for name, pair in pairs.items() if pair[0].numel()}
     return Audit(
         ops=session.ops,
         outputs=[*errors.values()],
@@ -267,10 +255,6 @@ class _Search:
 
 def _depth(module: str) -> int:
     return len(module.split(".")) if module else 0
-
-
-def _place(op: OpRecord) -> dict[str, Any]:
-    return {"op": op.op, "module": op.module, "source": op.source, "backward": op.backward}
 
 
 def _badness(numbers: Numbers) -> tuple[bool, float, float]:

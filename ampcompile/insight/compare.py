@@ -94,10 +94,8 @@ class Comparison:
         return self.first is None and not self.results
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; `first` is the number of a row."""
-        rows = [{**vars(row), "a": row.a and plain(row.a), "b": row.b and plain(row.b)} for row in self.rows]
-        first = self.first and self.rows.index(self.first)
-        return {"agree": self.agree, "first": first, "results": self.results, "about": self.about, "rows": rows}
+        """Plain values, for JSON."""
+        return plain(self) | {"agree": self.agree, "rows": plain(self.rows)}
 
     @property
     def headlines(self) -> list[str]:

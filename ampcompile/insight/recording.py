@@ -6,7 +6,7 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +19,7 @@ from ampcompile.compiler.ambient import autocast_for, device_type_of
 from ampcompile.compiler.backend import rewrite
 from ampcompile.compiler.lower import lower
 from ampcompile.compiler.unmatched import named
+from ampcompile.dtypes import short_name
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
 from ampcompile.torch_private import joint_graphs, pytree
@@ -26,11 +27,12 @@ from ampcompile.torch_private import joint_graphs, pytree
 from .call import Backend, Subject, preserve_state
 from .exact import is_floating, relative_error
 from .measured_call import MeasuredCall, Settings
-from .records import Numbers, OpRecord
+from .records import Numbers, OpRecord, plain
 from .run import Session
 from .show import error_text, table, text_of
 
 FORMAT = "ampcompile recording 2"
+_DTYPES = {short_name(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,7 @@ class Recording:
 
     def save(self, path: str | Path) -> None:
         """Write the recording as JSON, about 700 bytes for each op."""
-        steps = [asdict(step) | {"dtype": str(step.dtype).removeprefix("torch.")} for step in self.steps]
-        results = {name: asdict(result) for name, result in self.results.items()}
-        kept = {"format": FORMAT, "about": dict(self.about), "steps": steps, "results": results}
-        Path(path).write_text(json.dumps(kept), encoding="utf-8")
+        Path(path).write_text(json.dumps({"format": FORMAT} | plain(self)), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Recording:
@@ -86,7 +85,7 @@ class Recording:
                 raise ValueError(read["format"])
             steps = [_read_step(step) for step in read["steps"]]
             return cls(read["about"], steps, {name: Returned(**r) for name, r in read["results"].items()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise AuditError(
                 f"found {path}, which is no recording that this version reads ({error}); expected a file written by "
                 "ampcompile.record(model)(x).save(path). Record the run again."
@@ -95,7 +94,7 @@ class Recording:
 
 def _read_step(read: dict[str, Any]) -> OpRecord:
     tuples = {name: tuple(value) for name, value in read.items() if isinstance(value, list)}
-    return OpRecord(**read | tuples | {"dtype": getattr(torch, read["dtype"]), "numbers": Numbers(**read["numbers"])})
+    return OpRecord(**read | tuples | {"dtype": _DTYPES[read["dtype"]], "numbers": Numbers(**read["numbers"])})
 
 
 def record_call(subject: Subject, settings: Settings, compiled: Any, args: Any, kwargs: Any) -> Recording:

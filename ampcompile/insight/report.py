@@ -150,21 +150,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain data, graph by graph, with dtypes as `bf16`: for JSON."""
-        lists = ("ops", "casts", "fusions", "backward_casts")
-        graphs = [
-            {"precision": graph.precision, "reason": graph.reason}
-            | {name: [plain(each) for each in getattr(graph, name)] for name in lists}
-            for graph in self.graphs
-        ]
-        return {
-            "about": self.about,
-            "advice": self.advice,
-            "breaks": [*self.breaks],
-            "unknown_ops": self.unknown_ops,
-            "graphs": graphs,
-            "gathers": [gather._asdict() for gather in self.gathers],
-            **{name: [plain(each) for each in getattr(self, name)] for name in ("results", "eager", "totals")},
-        }
+        return plain(self) | {"unknown_ops": self.unknown_ops, "totals": plain(self.totals)}
 
     def _repr_html_(self) -> str:
         return frame(report_page(self))
