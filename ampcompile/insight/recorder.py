@@ -138,7 +138,7 @@ def record_cast(node: Node, of: str, op: str = "", **fields: Any) -> CastRecord:
 
 
 def inserted_cast(node: Node) -> Cast | None:
-    """What passes wrote of a cast that ampcompile inserted, hoisted or not; None for other nodes."""
+    """The record that passes keep of an inserted cast, hoisted or not; None for other nodes."""
     return decision_of(node).cast if node.target in (CAST, WEIGHT_COPY) else None
 
 

@@ -137,7 +137,8 @@ def test_files_compare_as_recordings_do(tmp_path: Path) -> None:
     assert (row["a"]["module"], row["a"]["dtype"]) == ("second.norm", "f32") and "computed in float64" in row["why"]
 
 
-def test_the_text_has_both_runs_side_by_side_where_they_differ() -> None:
+def test_the_text_has_both_runs_side_by_side_where_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     comparison = compared(Net(), Net(), policy="module second.down=fp32")
     rows = [line.split() for line in str(comparison).splitlines()]
     at = comparison.rows.index(comparison.first)
