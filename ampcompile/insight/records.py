@@ -194,7 +194,7 @@ def plain(value: Any) -> Any:
         return short_name(value)
     if isinstance(value, Mapping):
         return {name: plain(each) for name, each in value.items()}
-    if hasattr(value, "_asdict"):
+    if hasattr(value, "_asdict"):  # a NamedTuple
         return plain(value._asdict())
     if isinstance(value, str | int | float | None):
         return value
