@@ -115,7 +115,7 @@ class Audit:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         derived = ("modules", "first_not_finite", "first_overflow", "first_underflow")
-        return plain(self) | {name: plain(getattr(self, name)) for name in derived}
+        return plain(self) | {name: plain(getattr(self, name)) for name in derived} | {"policy": str(self.policy)}
 
     def __str__(self) -> str:
         return text_of(self._parts())

@@ -133,7 +133,8 @@ def test_files_compare_as_recordings_do(tmp_path: Path) -> None:
     comparison = ampcompile.compare(tmp_path / "a.json", str(tmp_path / "b.json"))
     assert comparison == ampcompile.compare(a, b)
     plain = json.loads(json.dumps(comparison.as_dict()))
-    row = plain["rows"][plain["first"]]
+    row = plain["first"]
+    assert row in plain["rows"] and not plain["agree"]
     assert (row["a"]["module"], row["a"]["dtype"]) == ("second.norm", "f32") and "apart in float64: " in row["why"]
 
 
