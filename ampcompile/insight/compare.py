@@ -195,19 +195,8 @@ def _make_rows(a: Sequence[OpRecord], b: Sequence[OpRecord]) -> Iterator[Row]:
         i, j = i_next + 1, j_next + 1
         if i_next < len(a):
             ours, theirs = a[i_next], b[j_next]
-            so_far = tuple(max(e, op.numbers.cumulative or 0.0) for e, op in zip(so_far, (ours, theirs), strict=True))
-            halves = [torch.finfo(op.dtype).eps / 2 for op in (ours, theirs) if op.dtype in LOW]
-            rounding = max([*halves, FACTOR * _EPS_OF_SUMS * max(ours.length, theirs.length) ** 0.5])
-            alone = ours.numbers.local, theirs.numbers.local
-            measures = (
-                Measure(
-                    APART,
-                    (_distance(ours.fingerprint, theirs.fingerprint),),
-                    SAME + (FACTOR * (sum(so_far) + rounding) if inexact else 0.0),
-                ),
-                Measure(OWN, alone, _limit(alone, rounding)),
-                Measure(SO_FAR, so_far, _limit(so_far, rounding)),
-            )
+            ours_so_far, theirs_so_far = (op.numbers.cumulative or 0.0 for op in (ours, theirs))
+            so_far = max(so_far[0], ours_so_far), max(so_far[1], theirs_so_far)
             over = next((f"{measure.what}: {measure}" for measure in measures if measure.is_over), "")
             dtypes = f"{ours.in_dtype} in a, {theirs.in_dtype} in b" if ours.dtype != theirs.dtype else ""
             yield Row(ours, theirs, measures, dtypes or over)

@@ -123,7 +123,7 @@ def record_op(node: Node, prefix: str = "", backward: bool = False) -> OpRecord:
 
 def record_cast(node: Node, of: str, op: str = "", **fields: Any) -> CastRecord:
     """The record of a node that converts its first operand to another dtype."""
-    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    before, after = node.args[0].meta["val"], node.meta["val"]
     return CastRecord(
         op=op,
         module=module_path(node),
@@ -245,7 +245,7 @@ def conversions(gm: GraphModule) -> Iterator[Node]:
 
 def bytes_of(node: Node) -> int:
     """Bytes that a conversion reads and writes, with traced sizes; 0 if the sizes depend on data."""
-    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    before, after = node.args[0].meta["val"], node.meta["val"]
     return (elements_hint(before) or 0) * (before.dtype.itemsize + after.dtype.itemsize)
 
 
