@@ -103,7 +103,8 @@ class Policy:
                 "head=fp32', or a dict such as {'ops': {'softmax*': 'low'}, 'modules': {'head': 'fp32'}}."
             )
         overrides: dict[str, list[tuple[str, str]]] = {"op": [], "module": []}
-        position, more = 0, given.strip() not in ("", "default")
+        position: int = 0
+        more: Any = given.strip() not in ("", "default")
         while more:
             if (entry := _ENTRY.match(given, position)) is None:
                 raise PolicyError(

@@ -77,10 +77,11 @@ def load(spelling: str) -> Target:
         ) from error
     target = _check(factory(), spelling)
     _call_once(target, spelling)
-    code, place = getattr(inspect.unwrap(factory), "__code__", None), {"co_filename": module.__file__ or ""}
+    code = getattr(inspect.unwrap(factory), "__code__", None)
+    origin: dict[str, Any] = {"co_filename": module.__file__ or ""}
     if code is not None:
-        place = {"co_filename": code.co_filename, "co_firstlineno": code.co_firstlineno}
-    return replace(target, call=FunctionType(Target.call.__code__.replace(**place), {}))
+        origin = {"co_filename": code.co_filename, "co_firstlineno": code.co_firstlineno}
+    return replace(target, call=FunctionType(Target.call.__code__.replace(**origin), {}))
 
 
 def _of_file(path: Path) -> tuple[str, str]:

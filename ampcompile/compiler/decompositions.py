@@ -45,7 +45,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     table[FLASH_BACKWARD] = attention_backward
     table[ATEN.expm1.default] = _expm1
     table |= dict.fromkeys((ATEN.remainder.Tensor, ATEN.remainder.Scalar, ATEN.remainder.Scalar_Tensor), _remainder)
-    table |= {op: partial(rewrite, op, table.get(op, _keep)) for op, rewrite in WITHOUT_KEYWORDS.items()}
+    table |= {op: partial(rewrite, op, table.get(op, _keep)) for op, rewrite in REWRITTEN.items()}
     return table
 
 
@@ -105,15 +105,24 @@ def _converted_sum(op: Any, keep: Callable[..., Any], x: Tensor, *args: Any, dty
     return keep(x, *args, dtype=dtype) if dtype in (None, x.dtype) else op(x.to(dtype), *args)
 
 
-WITHOUT_KEYWORDS: dict[Any, Callable[..., Any]] = {
+def _rounded_once(op: Any, keep: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+    """Compute an op on 16-bit numbers in float32 and round its result, as eager's kernels do."""
+    if x.dtype not in LOW:
+        return keep(x, *args)
+    wide = (each.float() if isinstance(each, Tensor) else each for each in args)
+    return op(x.float(), *wide).to(x.dtype)
+
+
+REWRITTEN: dict[Any, Callable[..., Any]] = {
     ATEN.add.Tensor: _scaled_sum,
     ATEN.sub.Tensor: _scaled_sum,
     ATEN.addmm.default: _scaled_product,
     ATEN.baddbmm.default: _scaled_product,
     ATEN.sum.dim_IntList: _converted_sum,
     ATEN.cumsum.default: _converted_sum,
+    **dict.fromkeys((ATEN.glu.default, ATEN.lerp.Scalar, ATEN.lerp.Tensor), _rounded_once),
 }
-"""Rewrites of calls whose keyword arguments some pattern forgets."""
+"""Calls whose keyword arguments some pattern forgets, and ops that Inductor's code rounds on the way to the result."""
 
 
 def _with_exact_statistics(decompose: Callable[..., Any]) -> Callable[..., Any]:

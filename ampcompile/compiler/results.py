@@ -124,14 +124,14 @@ class _Widening:
                 new = [self.of(part) for part in parts]
                 return rebuild(new) if any(map(is_not, new, parts)) else container
             if isinstance(container, Mapping | Set):
-                parts = container.values() if isinstance(container, Mapping) else container
-                if any(isinstance(part, Tensor) and part.dtype is self.low for part in parts):
+                values = container.values() if isinstance(container, Mapping) else container
+                if any(isinstance(value, Tensor) and value.dtype is self.low for value in values):
                     _warn(kind, "its class isn't registered in torch.utils._pytree")
         except Exception as error:  # a class of the user's may raise any error
             _warn(kind, f"{type(error).__name__}: {error}")
         return container
 
-    def _rebuild_fields(self, container: Any, kind: type) -> Any:
+    def _rebuild_fields(self, container: Any, kind: Any) -> Any:
         """Copy a dict of a class of its own, or a dataclass, or both, if one of its items or fields changes."""
         items = self._changed(container) if issubclass(kind, dict) else {}
         names = kind.__dataclass_fields__ if is_dataclass(kind) else ()

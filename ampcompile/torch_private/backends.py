@@ -27,7 +27,8 @@ def inductor_options() -> dict[str, type]:
     """Inductor's options with the types that torch.compile demands of their values; `object` where it checks none."""
     from torch._inductor import config
 
-    kinds = {name: config.get_type(name) for name in config.get_config_copy()}
+    typed: Any = config
+    kinds = {name: typed.get_type(name) for name in typed.get_config_copy()}
     return {name: k if isinstance(k, type) and get_origin(k) is None else object for name, k in kinds.items()}
 
 

@@ -55,5 +55,5 @@ def _references_to_unheld_base() -> int:
 
 def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """The same view of another tensor with the layout of its base: also one of another dtype, or a conjugate."""
-    again: torch.Tensor = view._view_func_unsafe(base)  # type: ignore[attr-defined]
+    again: torch.Tensor = view._view_func_unsafe(base)
     return again

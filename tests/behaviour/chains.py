@@ -1,6 +1,10 @@
-"""Chains of elementwise ops, reductions, norms and products, drawn by a seed and compiled many to a graph."""
+"""Chains of ops on one value, drawn by a seed and compiled many to a graph.
+
+Elementwise ops, reductions, norms and products; ops with keyword arguments beside products; writes in place.
+"""
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,25 +33,92 @@ F.batch_norm(y,None,None,r.to(wide),r.to(wide),True)"""
 PRODUCTS = "y@m F.linear(y,m,r) y@m+b y@m+y b-y@m torch.addmm(y,y,m) (y@y.mT)@y F.linear(y,m,r).relu()+y"
 ENDS = "y y y y.sum(-1) y.mean(-1) y.square().sum(-1) y.logsumexp(-1) y.to(wide).sum(-1) y.amax(-1) y.var(-1)"
 SHARES = {UNARY: 8, SCALAR: 6, BINARY: 6, REDUCING: 6, PRODUCTS: 1}
-CONSTANTS = ["0.1", "1.1", "-0.7", "3.3", "48**-.5", "2"]
+
+SUMS = """torch.add(y,b,alpha=C) torch.add(y@m,b,alpha=C) torch.add(b,y@m,alpha=C) torch.sub(y@m,b,alpha=C)
+torch.sub(b,F.linear(y,m,r),alpha=C) torch.rsub(y@m,b,alpha=C) torch.add(y@m,r,alpha=C) torch.sub(r,y@m,alpha=C)
+torch.add(y@m,b@m,alpha=C) torch.sub(F.linear(y,m),b@m,alpha=C) torch.add(y@m,s,alpha=C) torch.rsub(y@m,b@m,alpha=C)
+F.linear(y,m,r).add(F.linear(b,m),alpha=C) torch.add((y@m).relu(),b,alpha=C) (y@m).addcmul(b,r,value=C)
+(y@m).addcdiv(b,b.abs()+1,value=C) b.addcmul(y@m,b@m,value=C) torch.add(y@m,y@m,alpha=C).relu()"""
+ADDING = """torch.addmm(b,y,m,alpha=C,beta=C) torch.addmm(r,y,m,beta=C) torch.addmm(b@m,y,m,alpha=C)
+torch.addmm(y[:,:1],y,m,alpha=C,beta=C) torch.addmm(s,y,m,alpha=C) torch.addmm(b,y@m,m,beta=C).relu()
+torch.addmm(y@m,b,m,alpha=C,beta=C)+y@m torch.addmm(b+torch.nan,y,m,beta=0,alpha=C)
+F.gelu(torch.addmm(r,y,m,alpha=C)) torch.baddbmm(b[None],y[None],m[None],alpha=C,beta=C)[0]
+torch.baddbmm(r,y[None],m[None],beta=C)[0] torch.baddbmm(b[None]+torch.nan,y[None],m[None],beta=0,alpha=C)[0]
+torch.baddbmm(b[None],y[None],m[None]@m,alpha=C)[0]
+torch.addbmm(b,y.expand(2,*y.shape),m.expand(2,*m.shape),alpha=C,beta=C) torch.addr(y,b[:,0],r,alpha=C,beta=C)
+torch.addmv(y[:,0],y,r,alpha=C,beta=C)[:,None]+b torch.addmv(y[:,0]+torch.nan,b,r,beta=0,alpha=C)[:,None]+y
+torch.addr(y@m,b[:,0],r,alpha=C,beta=C) torch.addr(y+torch.nan,y[:,0],r,beta=0,alpha=C)"""
+ACTIVATED = """F.gelu(y@m,approximate="tanh") F.leaky_relu(y@m,C) F.elu(y@m,P) F.elu(y@m,P,inplace=True)
+F.celu(y@m,P) F.softplus(y@m,P,3) F.hardtanh(y@m,-P,P) F.threshold(y@m,C,C) F.hardshrink(y@m,P) F.softshrink(y@m,P)
+F.linear(y,m,r).clamp(min=C) F.linear(y,m,r).clamp(-P,P) (y@m).nan_to_num(C) F.prelu(y@m,r[:1])
+(y@m).clamp_min(C)*b torch.logit((y@m).sigmoid(),eps=.1)"""
+REDUCED = """F.layer_norm(y@m,(y.shape[-1],),eps=P) F.layer_norm(y@m,(y.shape[-1],),r,r,eps=P)
+F.group_norm(y@m,1,eps=P) F.rms_norm(y@m,(y.shape[-1],),eps=P) F.batch_norm(y@m,None,None,training=True,eps=P)
+F.normalize(y@m,3.0,eps=P) y*(y@m).var(-1,correction=0,keepdim=True) y+(y@m).std(0,correction=2,keepdim=True)
+(y@m).softmax(-1,dtype=wide).to(low) y+(y@m).sum(-1,keepdim=True,dtype=wide) (y@m).cumsum(-1,dtype=wide).to(low)
+y*(y@m).mean(-1,keepdim=True,dtype=wide) F.log_softmax(y@m,-1,dtype=wide).to(low) (y@m).sum(0,dtype=wide)+b
+y*(y@m).norm(3,-1,True) F.softmin(y@m,0,dtype=wide) y*torch.linalg.vector_norm(y@m,3,-1,True,dtype=wide)
+y+F.cosine_similarity(y@m,b,0,P) (y@m).renorm(2,0,P) y+F.pairwise_distance(y@m,b,3,P,True)
+y*F.mse_loss(y@m,b,reduction="sum") y*F.smooth_l1_loss(y@m,b,beta=P) y*F.huber_loss(y@m,b,delta=P)
+y*F.kl_div(y@m,b,reduction="sum",log_target=True) y*F.poisson_nll_loss(y@m,b,full=False)
+y*F.binary_cross_entropy_with_logits(y@m,b.sigmoid(),pos_weight=r.abs()) y*F.soft_margin_loss(y@m,b.sign())
+y*F.cross_entropy(y@m,b.softmax(-1),label_smoothing=.1) y*F.margin_ranking_loss(y@m,b,b.sign(),P)
+y*F.cross_entropy(y@m,torch.arange(len(y)),r.abs()+1,ignore_index=1,label_smoothing=.2)
+y*F.nll_loss(y@m,torch.arange(len(y)),r,ignore_index=2,reduction="sum")
+y*F.cosine_embedding_loss(y@m,b,s.sign()[None],P) y*F.triplet_margin_loss(y@m,b,b@m,P,3,P,True)
+y*F.multi_margin_loss(y@m,torch.arange(len(y)),2,P) y*F.hinge_embedding_loss(y@m,b.sign(),P)"""
+SHAPED = """F.scaled_dot_product_attention(y[None],(y@m)[None],b[None],scale=P)[0]
+F.scaled_dot_product_attention(y[None,None],b[None,None],y[None,None],is_causal=True,scale=P)[0,0]
+F.conv1d(y[None],b[:,None,:3],y[:,0],padding=1,groups=len(y))[0]
+F.conv1d(y[None],b[:,None,:3],padding="same",groups=len(y),dilation=2)[0]
+F.conv_transpose1d(y[None],b[:,None,:3],y[:,0],padding=1,groups=len(y))[0]
+F.avg_pool1d(y@m,3,1,1,count_include_pad=False)
+F.interpolate((y@m)[None,None],scale_factor=2,mode="bilinear",align_corners=True)[0,0,::2,::2]
+F.max_pool1d(y@m,3,1,1) torch.linalg.multi_dot([y,m,m]) torch.einsum("ij,jk->ik",y,m)
+torch.nn.functional.bilinear(y,y[:,:1],m[:,:,None],r) torch.tensordot(y,m,dims=([1],[0])) torch.inner(y,m)"""
+KEYWORDS = {SUMS: 6, ADDING: 6, ACTIVATED: 3, REDUCED: 3, SHAPED: 2, BINARY: 1}
+
+STARTS = "y@m F.linear(y,m,r) y*C y+b F.linear(y,m).relu() y.softmax(-1) (y@m).t().contiguous().t() b-y@m"
+WRITES = """y.fill_diagonal_(C) y.masked_fill_(y>C,C) y[y>C]=C y[1:].mul_(C) y[:,1::3].add_(C) y[0]=C y[:,0]=r[0]
+y[1]=r y[:,2:5]=b[:,2:5] y.diagonal().copy_(b.diagonal()) y.diagonal().mul_(C) y.t()[2:6]=C y.t()[1].add_(y[:,0])
+y.index_fill_(1,i,C) y.index_add_(0,j,b[:2],alpha=C) y.index_copy_(1,i,b[:,:3])
+y.index_put_((j,),b[:2],accumulate=True) y[j]=b[:2] y[:,i]*=C y.scatter_(1,i.expand(len(y),3),C)
+y.scatter_add_(0,j[:,None].expand(2,y.shape[1]),b[:2]) y.copy_(b) y.masked_scatter_(y>C,b) y[1:]=y[:-1].clone()
+y[:,1:].copy_(y[:,:-1]*C) y.view(-1)[::7]=C y.flatten()[3:9].neg_() y.select(0,1).zero_() y.narrow(1,1,3).fill_(C)
+y.unflatten(0,(1,-1))[0,1]+=C y.relu_() y.mul_(b).add_(C) y.addcmul_(b,b,value=C) y.clamp_(max=C) y.copy_(y@m)
+y[:2].copy_(b[:2]@m) torch.add(y,b,alpha=C,out=y) torch.mul(y,b,out=y) torch.mm(b,m,out=y)
+y[1:].copy_(torch.relu(y[1:])) y[y.abs()>1]*=C y[0],y[1]=y[1].clone(),y[0].clone() z=y[1:];z+=y[:-1].clone()
+z=y.t();z[1]=C z=y.view(-1);y[0]=C;z[1:4].mul_(C) z=y;y=y*C;z[1:]=C;y=y+z
+z=y[:,1:4];y=y.tanh();z.fill_(C);y[:,1:4]+=z y.add_(y.t()[0,0]) y.cumsum_(-1) y.swapaxes(0,1)[0].exp_()
+y.lerp_(b.to(y.dtype),C) F.dropout(y,0.0,True,inplace=True) y.tril_() y.tril_().fill_diagonal_(C)
+y.sub_(y.mean(-1,True)) y.div_(y.norm()+1) y.squeeze_() torch.where(y>C,y,b,out=y)"""
+BETWEEN = """y=y@m y=F.linear(y,m,r) y=y*C y=y+b y=y.relu() y=y.softmax(-1) y=y-y.amax(-1,True) y=y+y.sum(0)
+y=(y@m)@m y=y.clone()"""
+IN_PLACE = {WRITES: 4, BETWEEN: 1}
+
+CONSTANTS = {"C": ["0.1", "1.1", "-0.7", "3.3", "48**-.5", "2"], "P": ["0.1", "0.3", "1.1", "2"]}
+PLACES = re.compile(r"\b[CP]\b")
 SIZES = [(8, 48), (7, 37), (16, 64), (3, 130)]
 INPUTS = 5
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Ops on `y`: `b` has its shape, `r` is a row, `s` a number and `m` a square matrix, all of the 16-bit type."""
+    """Statements on `y`: `b` has its shape, `r` is a row, `s` a number, `m` a square matrix, all of the 16-bit type."""
 
     steps: tuple[str, ...]
     size: tuple[int, int]
 
     @classmethod
-    def drawn(cls, seed: int) -> "Chain":
-        """The chain of a seed: 3 to 6 ops."""
+    def drawn(cls, seed: int, kinds: dict[str, int] = SHARES, first: str = "", ends: str = ENDS) -> "Chain":
+        """The chain of a seed: 3 to 6 ops, or statements, of these kinds by their shares."""
         rng = random.Random(seed)
-        kinds = rng.choices([*SHARES], [*SHARES.values()], k=rng.randint(2, 5))
-        steps = [rng.choice(kind.split()).replace("C", rng.choice(CONSTANTS)) for kind in kinds]
-        return cls((*steps, rng.choice(ENDS.split())), rng.choice(SIZES))
+        drawn = rng.choices([*kinds], [*kinds.values()], k=rng.randint(2, 5))
+        steps = []
+        for kind in [*([first] if first else []), *drawn, ends]:
+            step = PLACES.sub(lambda place: rng.choice(CONSTANTS[place[0]]), rng.choice(kind.split()))
+            steps.append(step if kind in IN_PLACE else f"y = {step}")
+        return cls(tuple(steps), rng.choice(SIZES))
 
     def inputs(self, seed: int) -> list[Tensor]:
         """`y`, `b`, `r`, `s`, `m`, in float32."""
@@ -64,10 +135,11 @@ def together(chains: Sequence[Chain]) -> Callable[..., list[Tensor]]:
     """All chains as one function of an example of the 16-bit type and of all their inputs."""
     lines = ["def run(low, *given):", "    low, results = low.dtype, []"]
     lines += ["    wide = torch.promote_types(low, torch.float32)"]
+    lines += ["    i, j = torch.tensor([0, 2, 3]), torch.tensor([2, 0])"]
     for i, chain in enumerate(chains):
         lines += [
             f"    y, b, r, s, m = [each.to(low) for each in given[{INPUTS * i}:{INPUTS * (i + 1)}]]",
-            *(f"    y = {step}" for step in chain.steps),
+            *(f"    {step}" for step in chain.steps),
             "    results.append(y)",
         ]
     names: dict[str, Any] = {"torch": torch, "F": F}
