@@ -197,6 +197,14 @@ def _make_rows(a: Sequence[OpRecord], b: Sequence[OpRecord]) -> Iterator[Row]:
             ours, theirs = a[i_next], b[j_next]
             ours_so_far, theirs_so_far = (op.numbers.cumulative or 0.0 for op in (ours, theirs))
             so_far = max(so_far[0], ours_so_far), max(so_far[1], theirs_so_far)
+            halves = [torch.finfo(op.dtype).eps / 2 for op in (ours, theirs) if op.dtype in LOW]
+            rounding = max([*halves, FACTOR * _EPS_OF_SUMS * max(ours.length, theirs.length) ** 0.5])
+            apart, alone = _distance(ours.fingerprint, theirs.fingerprint), (ours.numbers.local, theirs.numbers.local)
+            measures = (
+                Measure(APART, (apart,), SAME + (FACTOR * (sum(so_far) + rounding) if inexact else 0.0)),
+                Measure(OWN, alone, _limit(alone, rounding)),
+                Measure(SO_FAR, so_far, _limit(so_far, rounding)),
+            )
             over = next((f"{measure.what}: {measure}" for measure in measures if measure.is_over), "")
             dtypes = f"{ours.in_dtype} in a, {theirs.in_dtype} in b" if ours.dtype != theirs.dtype else ""
             yield Row(ours, theirs, measures, dtypes or over)

@@ -190,8 +190,8 @@ class Report:
         if unknown := self.unknown_ops:
             parts.append(f"unknown to the policy: {', '.join(unknown)} (ampcompile.register_op gives a rule)")
         if self.gathers:
-            rows = [(*gather[:3], human_bytes(gather.bytes_saved)) for gather in self.gathers]
-            parts += ["", table(["weight", "gathered as", "because"], ["bytes saved"], rows)]
+            gathers = [(*gather[:3], human_bytes(gather.bytes_saved)) for gather in self.gathers]
+            parts += ["", table(["weight", "gathered as", "because"], ["bytes saved"], gathers)]
         if self.fusions:
             families = Counter(fusion.family for fusion in self.fusions).items()
             saved, freed = (human_bytes(sum(getattr(f, name) for f in self.fusions)) for name in ("saved", "freed"))
