@@ -116,21 +116,21 @@ class Comparison:
         if changed:
             parts += ["", table(["setting", "a", "b"], [], changed)]
         if self.first is not None:
-            following = self.rows[self.rows.index(self.first) :]
-            parts += ["", _side_by_side([row for row in following if row.why or row.run])]
+            differing = [row for row in self.rows[self.rows.index(self.first) :] if row.why or row.run]
+            parts += ["", f"from there on {len(differing)} differ{', the first of them' * (len(differing) > ROWS)}:"]
+            parts.append(_side_by_side(differing[:ROWS]))
         return text_of(parts)
 
 
 def _side_by_side(rows: Sequence[Row]) -> Table:
-    """The table of these rows, the first `ROWS` of them: dtypes, norms and errors of both runs."""
+    """The table of these rows: dtypes, norms and errors of both runs."""
     shown = []
-    for row in rows[:ROWS]:
+    for row in rows:
         dtypes = [op.in_dtype if op else "" for op in (row.a, row.b)]
         norms = [f"{op.fingerprint[0]:.4g}" if op else "" for op in (row.a, row.b)]
         place, measured = row.place, [str(measure) for measure in row.measures] or ["", "", ""]
         shown.append((place.title, place.module, place.line, *dtypes, *norms, *measured))
-    title = "op that differs" if len(rows) <= ROWS else f"op that differs (the first {ROWS} of {len(rows)})"
-    return table([title, "module", "line", "a", "b"], ["norm in a", "norm in b", APART, OWN, SO_FAR], shown)
+    return table(["op", "module", "line", "a", "b"], ["norm in a", "norm in b", APART, OWN, SO_FAR], shown)
 
 
 def compare(a: Recording | str | Path, b: Recording | str | Path) -> Comparison:
