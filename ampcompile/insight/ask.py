@@ -107,10 +107,11 @@ def audit(
     (True, True)
     """
     subject = _subject("ampcompile.audit", f, arguments, options, mode, dynamic)
+    if named(against) not in (torch.float64, torch.float32):
+        raise OptionError(f"audit got against={against!r}: expected torch.float64 or torch.float32.")
     from .audit import audit_call
-    from .measured_call import Settings
 
-    settings = Settings(named(against), loss, backward, cumulative)
+    settings = {"against": named(against), "loss": loss, "backward": backward, "cumulative": cumulative}
     return Question(f, partial(audit_call, subject, settings), "ampcompile.audit")
 
 
@@ -138,9 +139,8 @@ def record(
     subject = _subject("ampcompile.record", f, arguments, options, mode, dynamic)
     from ampcompile.torch_private.dynamo_caches import how_compiled
 
-    from .measured_call import Settings
     from .recording import record_call
 
     as_given = how_compiled(f) is not None and not options and mode is None
-    settings = Settings(torch.float64, loss, backward, eager=eager)
+    settings = {"loss": loss, "backward": backward, "eager": eager}
     return Question(f, partial(record_call, subject, settings, f if as_given else None), "ampcompile.record")

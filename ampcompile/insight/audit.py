@@ -14,11 +14,10 @@ from rich.table import Table
 from ampcompile.dtypes import short_name
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
-from ampcompile.torch_private import joint_graphs
 
 from .call import Subject
 from .exact import combine, find_not_finite, ratio, relative_error, squares
-from .measured_call import MeasuredCall, Settings
+from .measured_call import MeasuredCall
 from .records import Numbers, OpRecord, plain
 from .run import Session
 from .show import error_text, table, text_of
@@ -167,14 +166,14 @@ class Audit:
         yield f"first flush to zero: {self.first_underflow or 'none'}"
 
 
-def audit_call(subject: Subject, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Audit:
+def audit_call(subject: Subject, settings: dict[str, Any], args: Any, kwargs: Any) -> Audit:
     """Run a call in mixed and in high precision, and compare."""
-    return measure_call(MeasuredCall(subject, settings, args, kwargs, joint_graphs.random_state()))
+    return measure_call(MeasuredCall(subject, args, kwargs, **settings))
 
 
 def measure_call(call: MeasuredCall, local: bool = True) -> Audit:
     """Run a call; `local`: each op also alone."""
-    session = Session(call.settings.against, call.settings.cumulative, local)
+    session = Session(call.against, call.cumulative, local)
     pairs = call.run(session)
     errors = {name: relative_error(*pair) for name, pair in pairs.items() if name.startswith("output ")}
     gradients = {name: squares(*pair) for name, pair in session.gradients.items()}
@@ -187,7 +186,7 @@ def measure_call(call: MeasuredCall, local: bool = True) -> Audit:
         gradient_error=ratio(*map(sum, zip(*compared, strict=True))) if compared else None,
         not_finite=session.not_finite | {name: share for name, share in shares.items() if share},
         unmeasured=sorted(session.unmeasured),
-        against=call.settings.against,
+        against=call.against,
         policy=call.subject.options.policy,
         call=call,
     )

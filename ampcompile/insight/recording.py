@@ -26,7 +26,7 @@ from ampcompile.torch_private import joint_graphs, pytree
 
 from .call import Backend, Subject, preserve_state
 from .exact import is_floating, relative_error
-from .measured_call import MeasuredCall, Settings
+from .measured_call import MeasuredCall
 from .records import Numbers, OpRecord, plain
 from .run import Session
 from .show import error_text, table, text_of
@@ -97,11 +97,11 @@ def _read_step(read: dict[str, Any]) -> OpRecord:
     return OpRecord(**read | tuples | {"dtype": _DTYPES[read["dtype"]], "numbers": Numbers(**read["numbers"])})
 
 
-def record_call(subject: Subject, settings: Settings, compiled: Any, args: Any, kwargs: Any) -> Recording:
+def record_call(subject: Subject, settings: dict[str, Any], compiled: Any, args: Any, kwargs: Any) -> Recording:
     """Run a call as `compiled`, or else compiled anew, or run eagerly; then op by op."""
-    if settings.eager:
+    if settings["eager"]:
         subject = replace(subject, options=replace(subject.options, policy=Policy()))  # ours, not autocast's
-    call = MeasuredCall(subject, settings, args, kwargs, joint_graphs.random_state())
+    call = MeasuredCall(subject, args, kwargs, **settings)
     found = _results_of(call, compiled)  # first: the other run has copies of weights cast again
     session = Session(fingerprints=True)
     results = {
@@ -121,7 +121,7 @@ def _about(call: MeasuredCall) -> dict[str, str]:
         "torch": torch.__version__,
         "ampcompile": version("ampcompile"),
         "machine": f"{platform.system()} {platform.machine()}, {device_type} {device}",
-        "run": "eager autocast" if call.settings.eager else "compiled",
+        "run": "eager autocast" if call.eager else "compiled",
     } | {f"option {name}": str(value) for name, value in vars(call.subject.options).items()}
 
 
@@ -130,12 +130,12 @@ def _results_of(call: MeasuredCall, compiled: Any) -> dict[str, Tensor]:
     subject, options, (args, kwargs) = call.subject, call.subject.options, (call.args, call.kwargs)
     backend = Backend(options, lambda gm, x: lower(rewrite(gm, x, options).graph, x, options), options)
     with ExitStack() as stack:
-        if compiled is None or call.settings.eager:
+        if compiled is None or call.eager:
             compiled = stack.enter_context(subject.set_apart(args, kwargs, backend))
         else:
             stack.enter_context(preserve_state(subject.f, args, kwargs))
         joint_graphs.start_from(call.random_state)
-        if call.settings.eager:
+        if call.eager:
             with autocast_for(device_type_of(None, args, kwargs), options):
                 result = subject.f(*args, **kwargs)
         else:

@@ -15,18 +15,7 @@ from rich.table import Table
 from ampcompile.passes.graph import Fusion
 from ampcompile.sharding.weight import GatherRecord
 
-from .records import (
-    BACKWARD,
-    INSERTED,
-    PER_UPDATE,
-    CastRecord,
-    GraphRecord,
-    OpRecord,
-    Record,
-    Total,
-    add_up,
-    plain,
-)
+from .records import BACKWARD, INSERTED, PER_UPDATE, CastRecord, GraphRecord, OpRecord, Record, Total, add_up, plain
 from .show import frame, human_bytes, report_page, table, text_of
 
 
