@@ -24,7 +24,7 @@ from ampcompile.passes.graph import Regions, name_modules
 from ampcompile.passes.pipeline import fusion, pipeline
 from ampcompile.torch_private import autocast, compiled_functions, dynamo_modules, tracing
 
-from . import ambient, left_to_autocast
+from . import advice, ambient, left_to_autocast
 from .call_state import current_call
 from .double_backward import copy_with_bodies
 from .left_to_autocast import LEFT
@@ -122,13 +122,13 @@ def _device_type(example_inputs: Sequence[Any]) -> str:
 def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """Dynamo backend. `mode` and `options` are those of `torch.compile`; see `ampcompile.config.Options`."""
     options = Options.parse(**kwargs)
-    logs.warn_of_unscaled(_device_type(example_inputs), example_inputs)
+    advice.warn_of_unscaled(_device_type(example_inputs), example_inputs)
     graph = gm
     if not compiled_functions.is_backward(example_inputs):
         rewritten = rewrite(gm, example_inputs, options)
         graph = rewritten.graph
         if (low := find_type_without_units(rewritten, example_inputs)) is not None:
-            logs.warn_of_missing_units(low)
+            advice.warn_of_missing_units(low)
     with _collect_rarely():
         return lower(graph, example_inputs, options)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from ampcompile.errors import OptionError
 
 if TYPE_CHECKING:
     from .audit import Audit
+    from .call import Subject
     from .recording import Recording
     from .report import Report
 
@@ -25,11 +27,11 @@ class Question:
     """The result of `explain(f)`, `audit(f)` and `record(f)`: calling it with the arguments of `f` does the work."""
 
     f: Callable[..., Any]
-    run: Callable[..., Any]
+    answer: Callable[[Any, Any], Any]
     name: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
+        return self.answer(args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in self.__dataclass_fields__:
@@ -41,15 +43,22 @@ class Question:
         return f"<{self.name}({of}) waits for a call of {of}: {self.name}({of})(*args, **kwargs) gives the result>"
 
 
-def _check_arguments(name: str, f: Any, arguments: tuple[Any, ...]) -> None:
+def check_arguments(name: str, f: Any, arguments: tuple[Any, ...], option: str = "dtype=torch.float16") -> None:
     """Raise OptionError for what can't be called, and for arguments that belong to the call."""
     if not callable(f):
         raise OptionError(f"{name} got {f!r}, expected a module or function: {name}(model)(x).")
     if arguments:
         raise OptionError(
             f"{name} got {1 + len(arguments)} arguments, expected the callable alone, and options by name. Call what "
-            f"it returns with the arguments of the call: {name}(model)(x), or {name}(model, dtype=torch.float16)(x)."
+            f"it returns with the arguments of the call: {name}(model)(x), or {name}(model, {option})(x)."
         )
+
+
+def _subject(name: str, f: Any, arguments: tuple[Any, ...], *how: Any) -> Subject:
+    check_arguments(name, f, arguments)
+    from .call import Subject
+
+    return Subject.of(f, *how)
 
 
 def explain(
@@ -71,10 +80,10 @@ def explain(
     aten.linear bias 4 f32>f16 inserted hoisted
     output activation 8x4 f16>f32 inserted
     """
-    _check_arguments("ampcompile.explain", f, arguments)
-    from .explain import make_explainer
+    subject = _subject("ampcompile.explain", f, arguments, options, mode, dynamic)
+    from .explain import explain_call
 
-    return Question(f, make_explainer(f, options, mode, dynamic), "ampcompile.explain")
+    return Question(f, partial(explain_call, subject), "ampcompile.explain")
 
 
 def audit(
@@ -101,12 +110,13 @@ def audit(
     >>> audit.first_overflow is None, 1e-4 < audit.error < 1e-2
     (True, True)
     """
-    _check_arguments("ampcompile.audit", f, arguments)
-    from .audit import make_auditor
-    from .measured_call import Settings
+    subject = _subject("ampcompile.audit", f, arguments, options, mode, dynamic)
+    if named(against) not in (torch.float64, torch.float32):
+        raise OptionError(f"audit got against={against!r}: expected torch.float64 or torch.float32.")
+    from .audit import audit_call
 
-    run = make_auditor(f, Settings(named(against), loss, backward, cumulative), options, mode, dynamic)
-    return Question(f, run, "ampcompile.audit")
+    settings = {"against": named(against), "loss": loss, "backward": backward, "cumulative": cumulative}
+    return Question(f, partial(audit_call, subject, settings), "ampcompile.audit")
 
 
 def record(
@@ -130,9 +140,11 @@ def record(
     >>> ampcompile.compare("run.json", ampcompile.record(model, eager=True)(x)).agree
     True
     """
-    _check_arguments("ampcompile.record", f, arguments)
-    from .measured_call import Settings
-    from .recording import make_recorder
+    subject = _subject("ampcompile.record", f, arguments, options, mode, dynamic)
+    from ampcompile.torch_private.dynamo_caches import how_compiled
 
-    run = make_recorder(f, Settings(torch.float64, loss, backward, eager=eager), options, mode, dynamic)
-    return Question(f, run, "ampcompile.record")
+    from .recording import record_call
+
+    as_given = how_compiled(f) is not None and not options and mode is None
+    settings = {"loss": loss, "backward": backward, "eager": eager}
+    return Question(f, partial(record_call, subject, settings, f if as_given else None), "ampcompile.record")

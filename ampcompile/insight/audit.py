@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,12 +13,11 @@ from rich.table import Table
 from ampcompile.dtypes import short_name
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
-from ampcompile.torch_private import joint_graphs
 
 from .call import Subject
 from .exact import combine, find_not_finite, ratio, relative_error, squares
-from .measured_call import MeasuredCall, Settings
-from .records import Numbers, OpRecord
+from .measured_call import MeasuredCall
+from .records import Numbers, OpRecord, plain
 from .run import Session
 from .show import error_text, table, text_of
 
@@ -52,7 +51,7 @@ class Audit:
 
     @property
     def modules(self) -> dict[str, Numbers]:
-        """What was measured of the ops that each module calls itself: the worst errors, shares of all elements.
+        """The measurements of the ops that each module calls itself: the worst errors, shares of all elements.
 
         By path, in the order in which modules ran first.
         """
@@ -125,19 +124,8 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        firsts = {name: getattr(self, name) for name in ("first_not_finite", "first_overflow", "first_underflow")}
-        return {
-            "against": short_name(self.against),
-            "policy": str(self.policy),
-            "outputs": list(self.outputs),
-            "gradient_error": self.gradient_error,
-            "gradients": dict(self.gradients),
-            "not_finite": dict(self.not_finite),
-            **{name: op and _place(op) for name, op in firsts.items()},
-            "unmeasured": list(self.unmeasured),
-            "modules": [{"module": module, **asdict(numbers)} for module, numbers in self.modules.items()],
-            "ops": [{**_place(op), "dtype": op.in_dtype, **asdict(op.numbers)} for op in self.ops],
-        }
+        derived = ("modules", "first_not_finite", "first_overflow", "first_underflow")
+        return plain(self) | {name: plain(getattr(self, name)) for name in derived} | {"policy": str(self.policy)}
 
     def __str__(self) -> str:
         return text_of(self._parts())
@@ -189,27 +177,19 @@ class Audit:
         yield f"first flush to zero: {self.first_underflow or 'none'}"
 
 
-def make_auditor(
-    f: Any, settings: Settings, options: dict[str, Any], mode: str | None, dynamic: bool | None
-) -> Callable[..., Audit]:
-    """Return what `ampcompile.audit` returns; its arguments are checked at once."""
-    subject = Subject.of(f, options, mode, dynamic)
-
-    def audit_call(*args: Any, **kwargs: Any) -> Audit:
-        return measure_call(MeasuredCall(subject, settings, args, kwargs, joint_graphs.random_state()))
-
-    return audit_call
+def audit_call(subject: Subject, settings: dict[str, Any], args: Any, kwargs: Any) -> Audit:
+    """Run a call in mixed and in high precision, and compare."""
+    return measure_call(MeasuredCall(subject, args, kwargs, **settings))
 
 
 def measure_call(call: MeasuredCall, local: bool = True) -> Audit:
     """Run a call; `local`: each op also alone."""
-    session = Session(call.settings.against, call.settings.cumulative, local)
+    session = Session(call.against, call.cumulative, local)
     pairs = call.run(session)
     errors = {name: relative_error(*pair) for name, pair in pairs.items() if name.startswith("output ")}
     gradients = {name: squares(*pair) for name, pair in session.gradients.items()}
     compared = [pair for pair in gradients.values() if not math.isnan(pair[0])] or [*gradients.values()]
-    lost = {name: find_not_finite(*pair) for name, pair in pairs.items()}
-    shares = {name: float(mask.double().mean()) if mask.numel() else 0.0 for name, mask in lost.items()}
+    shares = {name: float(find_not_finite(*pair).double().mean()) for name, pair in pairs.items() if pair[0].numel()}
     return Audit(
         ops=session.ops,
         outputs=[*errors.values()],
@@ -217,14 +197,10 @@ def measure_call(call: MeasuredCall, local: bool = True) -> Audit:
         gradient_error=ratio(*map(sum, zip(*compared, strict=True))) if compared else None,
         not_finite=session.not_finite | {name: share for name, share in shares.items() if share},
         unmeasured=sorted(session.unmeasured),
-        against=call.settings.against,
+        against=call.against,
         policy=call.subject.options.policy,
         call=call,
     )
-
-
-def _place(op: OpRecord) -> dict[str, Any]:
-    return {"op": op.op, "module": op.module, "source": op.source, "backward": op.backward}
 
 
 def badness(numbers: Numbers) -> tuple[bool, float, float]:

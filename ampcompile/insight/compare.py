@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
@@ -21,6 +21,8 @@ from .show import error_text, table, text_of
 
 FEW = 64
 """Results of fewer elements may be nearer to the exact ones by chance."""
+APART, OWN, SO_FAR = "apart in float64", "own errors", "errors so far"
+"""The names of measures."""
 ROWS = 20
 """Most rows that the text has."""
 SAME = 1e-6
@@ -30,19 +32,32 @@ FACTOR = 4
 _EPS_OF_SUMS = torch.finfo(torch.float32).eps
 
 
+class Measure(NamedTuple):
+    """Something that differs between two runs, and the most that rounding may make of it."""
+
+    what: str
+    found: tuple[float | None, ...]
+    """Of a and of b, or of both together; None where nothing was measured."""
+    limit: float | None
+
+    @property
+    def is_over(self) -> bool:
+        """True if it is more than rounding may make of it."""
+        return self.limit is not None and max(error or 0.0 for error in self.found) > self.limit
+
+    def __str__(self) -> str:
+        return ", ".join(map(error_text, self.found))
+
+
 @dataclass(frozen=True)
 class Row:
     """An input or op of both runs, or of one: the other is None. `str` says where it is, and how the runs differ."""
 
     a: OpRecord | None
     b: OpRecord | None
-    apart: float = 0.0
-    """Distance of the two runs in float64, relative."""
-    so_far: tuple[float, float] = (0.0, 0.0)
-    """The largest error from the start until here, of each run."""
-    limits: tuple[float, float | None, float | None] | None = None
-    """The most that rounding may make of the distance, the op's own error and the error so far; None where nothing
-    was measured. None if one run alone has the op."""
+    measures: tuple[Measure, ...] = ()
+    """The distance of the two runs in float64, relative; the op's own errors; the largest errors from the start until
+    here. Empty if one run alone has the op."""
     why: str = ""
     """How the two differ; empty if only by rounding."""
 
@@ -56,20 +71,6 @@ class Row:
     def run(self) -> str:
         """The run that the op is in, "a" or "b", if the other has none like it."""
         return "a" if self.b is None else "b" if self.a is None else ""
-
-    @property
-    def alone(self) -> tuple[float | None, float | None]:
-        """The op's own error in each run."""
-        a, b = (op and op.numbers.local for op in (self.a, self.b))
-        return a, b
-
-    @property
-    def exceeds(self) -> tuple[bool, bool, bool]:
-        """Which of the three limits are exceeded: distance, the op's own error, the error so far."""
-        if self.limits is None:
-            return (False, False, False)
-        apart, alone, so_far = self.limits
-        return self.apart > apart, _exceed(self.alone, alone), _exceed(self.so_far, so_far)
 
     def __str__(self) -> str:
         return f"{self.place}{f', in {self.run} alone' if self.run else ''}: {self.why}"
@@ -94,10 +95,8 @@ class Comparison:
         return self.first is None and not self.results
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; `first` is the number of a row."""
-        rows = [{**vars(row), "a": row.a and plain(row.a), "b": row.b and plain(row.b)} for row in self.rows]
-        first = self.first and self.rows.index(self.first)
-        return {"agree": self.agree, "first": first, "results": self.results, "about": self.about, "rows": rows}
+        """Plain values, for JSON."""
+        return plain(self) | {"agree": self.agree, "rows": plain(self.rows)}
 
     @property
     def headlines(self) -> list[str]:
@@ -116,26 +115,22 @@ class Comparison:
         parts: list[str | Table] = [*self.headlines]
         if changed:
             parts += ["", table(["setting", "a", "b"], [], changed)]
-        if rows := [row for row in self.rows if row.why or row.run]:
-            parts += ["", _side_by_side(rows)]
+        if self.first is not None:
+            differing = [row for row in self.rows[self.rows.index(self.first) :] if row.why or row.run]
+            parts += ["", f"from there on {len(differing)} differ{', the first of them' * (len(differing) > ROWS)}:"]
+            parts.append(_side_by_side(differing[:ROWS]))
         return text_of(parts)
 
 
 def _side_by_side(rows: Sequence[Row]) -> Table:
-    """The table of these rows, the first `ROWS` of them: dtypes, norms and errors of both runs."""
+    """The table of these rows: dtypes, norms and errors of both runs."""
     shown = []
-    for row in rows[:ROWS]:
-        dtypes, norms = (
-            [f"{getter(op)}" if op is not None else "" for op in (row.a, row.b)]
-            for getter in (lambda op: op.in_dtype, lambda op: f"{op.fingerprint[0]:.4g}")
-        )
-        apart = f"{row.apart:.1e}" if not row.run else ""
-        errors = [", ".join(map(error_text, pair)) for pair in (row.alone, row.so_far)] if not row.run else ["", ""]
-        place = row.place
-        shown.append((place.title, place.module, place.line, *dtypes, *norms, apart, *errors))
-    title = "op that differs" if len(rows) <= ROWS else f"op that differs (the first {ROWS} of {len(rows)})"
-    numbers = ["norm in a", "norm in b", "apart", "own errors", "errors so far"]
-    return table([title, "module", "line", "a", "b"], numbers, shown)
+    for row in rows:
+        dtypes = [op.in_dtype if op else "" for op in (row.a, row.b)]
+        norms = [f"{op.fingerprint[0]:.4g}" if op else "" for op in (row.a, row.b)]
+        place, measured = row.place, [str(measure) for measure in row.measures] or ["", "", ""]
+        shown.append((place.title, place.module, place.line, *dtypes, *norms, *measured))
+    return table(["op", "module", "line", "a", "b"], ["norm in a", "norm in b", APART, OWN, SO_FAR], shown)
 
 
 def compare(a: Recording | str | Path, b: Recording | str | Path) -> Comparison:
@@ -200,25 +195,20 @@ def _make_rows(a: Sequence[OpRecord], b: Sequence[OpRecord]) -> Iterator[Row]:
         i, j = i_next + 1, j_next + 1
         if i_next < len(a):
             ours, theirs = a[i_next], b[j_next]
-            so_far = tuple(max(e, op.numbers.cumulative or 0.0) for e, op in zip(so_far, (ours, theirs), strict=True))
+            ours_so_far, theirs_so_far = (op.numbers.cumulative or 0.0 for op in (ours, theirs))
+            so_far = max(so_far[0], ours_so_far), max(so_far[1], theirs_so_far)
             halves = [torch.finfo(op.dtype).eps / 2 for op in (ours, theirs) if op.dtype in LOW]
             rounding = max([*halves, FACTOR * _EPS_OF_SUMS * max(ours.length, theirs.length) ** 0.5])
-            row = Row(ours, theirs, _distance(ours.fingerprint, theirs.fingerprint), so_far)
-            apart = SAME + FACTOR * (sum(so_far) + rounding) if inexact else SAME
-            row = replace(row, limits=(apart, _limit(row.alone, rounding), _limit(so_far, rounding)))
-            yield replace(row, why=_why(row, ours, theirs))
-            inexact |= None in row.alone
-
-
-def _why(row: Row, a: OpRecord, b: OpRecord) -> str:
-    if a.dtype != b.dtype:
-        return f"{a.in_dtype} in a, {b.in_dtype} in b"
-    apart, alone, so_far = row.exceeds
-    if apart:
-        return f"computed in float64 the results are {row.apart:.1e} apart, of their norm"
-    if alone:
-        return "the op's own error is {:.1e} in a, {:.1e} in b".format(*row.alone)
-    return "the error so far is {:.1e} in a, {:.1e} in b".format(*row.so_far) if so_far else ""
+            apart, alone = _distance(ours.fingerprint, theirs.fingerprint), (ours.numbers.local, theirs.numbers.local)
+            measures = (
+                Measure(APART, (apart,), SAME + (FACTOR * (sum(so_far) + rounding) if inexact else 0.0)),
+                Measure(OWN, alone, _limit(alone, rounding)),
+                Measure(SO_FAR, so_far, _limit(so_far, rounding)),
+            )
+            over = next((f"{measure.what}: {measure}" for measure in measures if measure.is_over), "")
+            dtypes = f"{ours.in_dtype} in a, {theirs.in_dtype} in b" if ours.dtype != theirs.dtype else ""
+            yield Row(ours, theirs, measures, dtypes or over)
+            inexact |= None in alone
 
 
 def _pair(a: Sequence[OpRecord], b: Sequence[OpRecord]) -> dict[int, int]:
@@ -248,7 +238,3 @@ def _distance(a: Sequence[float], b: Sequence[float]) -> float:
 def _limit(errors: tuple[float | None, float | None], rounding: float) -> float | None:
     known = [error for error in errors if error is not None and not math.isnan(error)]
     return FACTOR * min(known) + rounding if len(known) == 2 else None
-
-
-def _exceed(errors: tuple[float | None, float | None], limit: float | None) -> bool:
-    return limit is not None and max(error or 0.0 for error in errors) > limit

@@ -41,11 +41,7 @@ def to_high_precision(value: Any, dtype: torch.dtype) -> Any:
 
 
 def compute_in_high_precision(
-    node: Node,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    mixed: Any,
-    dtype: torch.dtype,
+    node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any, dtype: torch.dtype
 ) -> Any:
     """Compute a node on operands in high precision, laid out as `mixed`, its result in the mixed run.
 

@@ -34,33 +34,27 @@ from .records import CastRecord, GraphRecord, Record
 from .report import Report
 
 
-def make_explainer(f: Any, options: dict[str, Any], mode: str | None, dynamic: bool | None) -> Callable[..., Report]:
-    """Return the callable behind `ampcompile.explain`; checks the options immediately."""
-    subject = Subject.of(f, options, mode, dynamic)
+def explain_call(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
+    """Run a call once, and report every cast in it."""
+    graphs, results, lacking = list[GraphRecord](), list[CastRecord](), set[torch.dtype]()
 
-    def explain_call(*args: Any, **kwargs: Any) -> Report:
-        graphs, results, lacking = list[GraphRecord](), list[CastRecord](), set[torch.dtype]()
+    def cast(result: Tensor) -> Tensor:
+        results.append(_cast_of_result(result, subject.f))
+        return result.float()
 
-        def cast(result: Tensor) -> Tensor:
-            results.append(_cast_of_result(result, subject.f))
-            return result.float()
-
-        before = dynamo_attempts.count()
-        backend = _recording_backend(subject, graphs, lacking)
-        with subject.set_apart(args, kwargs, backend, cast) as compiled, _modules_run(subject.f) as run:
-            compiled(*args, **kwargs)
-        broken = map(dynamo_attempts.in_short, dynamo_attempts.reasons_since(before))
-        return Report(
-            graphs,
-            results,
-            eager=_run_eagerly(subject.f, run, {op.module for graph in graphs for op in graph.ops}),
-            breaks=[reason for reason in broken if not any(reason in graph.reason for graph in graphs)],
-            about=f"{named(subject.f)}; ampcompile {version('ampcompile')}, torch {torch.__version__}; {date.today()}",
-            gathers=gathers_of(subject.f),
-            advice="; ".join(map(advice_without_units, sorted(lacking, key=str))),
-        )
-
-    return explain_call
+    before, backend = dynamo_attempts.count(), _recording_backend(subject, graphs, lacking)
+    with subject.set_apart(args, kwargs, backend, cast) as compiled, _modules_run(subject.f) as run:
+        compiled(*args, **kwargs)
+    broken = map(dynamo_attempts.in_short, dynamo_attempts.reasons_since(before))
+    return Report(
+        graphs,
+        results,
+        eager=_run_eagerly(run, {op.module for graph in graphs for op in graph.ops}),
+        breaks=[reason for reason in broken if not any(reason in graph.reason for graph in graphs)],
+        about=f"{named(subject.f)}; ampcompile {version('ampcompile')}, torch {torch.__version__}; {date.today()}",
+        gathers=gathers_of(subject.f),
+        advice="; ".join(map(advice_without_units, sorted(lacking, key=str))),
+    )
 
 
 def _recording_backend(subject: Subject, graphs: list[GraphRecord], lacking: set[torch.dtype]) -> Backend:
@@ -99,18 +93,21 @@ def _cast_of_result(result: Tensor, f: Any) -> CastRecord:
 
 
 @contextmanager
-def _modules_run(f: Any) -> Iterator[dict[int, nn.Module]]:
-    """Collect, by id, the modules of `f` whose `forward` runs as Python code in this context and thread.
+def _modules_run(f: Any) -> Iterator[dict[str, Record]]:
+    """Collect the modules of `f` whose `forward` runs as Python code in this context and thread, by path.
 
     Code that Dynamo makes of a `forward` is another code object. While Dynamo compiles, nothing is slowed down.
     """
+    names = module_names(f)
     forwards = {_forward_of(module) for root in modules_of(f) for module in root.modules()}
-    run, thread, before = dict[int, nn.Module](), get_ident(), sys.getprofile()
+    run, thread, before = dict[str, Record](), get_ident(), sys.getprofile()
 
     def see(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code in forwards:
-            module = frame.f_locals[frame.f_code.co_varnames[0]]
-            run[id(module)] = module
+        code = frame.f_code
+        if event == "call" and code in forwards:
+            module = frame.f_locals[code.co_varnames[0]]
+            path, source = names.get(str(id(module)), ""), f"{code.co_filename}:{code.co_firstlineno}"
+            run[path] = Record(op=type(module).__name__, module=path, source=source)
 
     def profile(function: Any) -> None:
         if get_ident() == thread:
@@ -124,16 +121,10 @@ def _modules_run(f: Any) -> Iterator[dict[int, nn.Module]]:
             profile(before)
 
 
-def _run_eagerly(f: Any, run: dict[int, nn.Module], compiled: set[str]) -> list[Record]:
+def _run_eagerly(run: dict[str, Record], compiled: set[str]) -> list[Record]:
     """The outermost modules that ran eagerly with all they hold; `compiled`: paths of modules in graphs."""
-    names, rows = module_names(f), dict[str, Record]()
-    for key, module in run.items():
-        path = names.get(str(key), "")
-        if not any(path in ("", each) or each.startswith(f"{path}.") for each in compiled):
-            code = _forward_of(module)
-            source = f"{code.co_filename}:{code.co_firstlineno}"
-            rows[path] = Record(op=type(module).__name__, module=path, source=source)
-    return [row for path, row in rows.items() if not any(_holds(other, path) for other in rows)]
+    eager = [path for path in run if not any(_holds(path, each) for each in compiled)]
+    return [run[path] for path in eager if not any(_holds(other, path) for other in eager if other != path)]
 
 
 def _forward_of(module: nn.Module) -> Any:
@@ -141,4 +132,4 @@ def _forward_of(module: nn.Module) -> Any:
 
 
 def _holds(outer: str, inner: str) -> bool:
-    return outer != inner and (not outer or inner.startswith(f"{outer}."))
+    return outer in ("", inner) or inner.startswith(f"{outer}.")

@@ -6,16 +6,11 @@ and its casts are artifacts of the structured trace, which `tlparse` shows besid
 
 from __future__ import annotations
 
-import functools
-import gc
 import json
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ampcompile.passes.analysis.wide_products import advice_without_units
 from ampcompile.torch_private import structured_trace
 
 if TYPE_CHECKING:
@@ -32,32 +27,6 @@ def recorder(example_inputs: Sequence[Any]) -> Recorder | None:
     from .recorder import Recorder  # here: its records' classes take 10 ms to make
 
     return Recorder(example_inputs)
-
-
-def warn_of_unscaled(device_type: str, example_inputs: Sequence[Any]) -> None:
-    """Warn, once, that a graph about to be compiled trains in float16 while this process has no scaler."""
-    if not torch.is_autocast_enabled(device_type) or torch.get_autocast_dtype(device_type) is not torch.float16:
-        return
-    trains = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
-    if trains:
-        _look_for_a_scaler(device_type)
-
-
-@functools.cache
-def _look_for_a_scaler(device_type: str) -> None:
-    # Not `isinstance`: it reads `__class__`, which makes lazy objects of some packages load modules.
-    if not any(issubclass(type(instance), torch.amp.GradScaler) for instance in gc.get_objects()):
-        log.warning(
-            "ampcompile: a graph trains in float16 on %s, and no GradScaler has been made: small gradients become zero "
-            "there. Scale the loss (see ampcompile.GradScaler), or compile with options={'dtype': torch.bfloat16}",
-            device_type,
-        )
-
-
-@functools.cache
-def warn_of_missing_units(low: torch.dtype) -> None:
-    """Warn, once, that a graph computes in a 16-bit type for which this CPU has no units."""
-    log.warning("ampcompile: %s", advice_without_units(low))
 
 
 def log_graph(graph: GraphRecord) -> None:
@@ -79,13 +48,6 @@ def log_graph(graph: GraphRecord) -> None:
     structured_trace.trace_artifact("ampcompile_graph", "string", lambda: graph.code)
     structured_trace.trace_artifact(
         "ampcompile_casts", "json", lambda: json.dumps([plain(c) for c in graph.casts], indent=1)
-    )
-
-
-def log_no_graph(name: str, why: str) -> None:
-    """Log that Dynamo compiled nothing of a callable."""
-    log.info(
-        "Dynamo made no graph of %s, which runs eagerly under autocast: %s", name, why or "it has no tensor operation"
     )
 
 

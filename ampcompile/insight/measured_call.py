@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from ampcompile.compiler.backend import leave, rewrite
 from ampcompile.compiler.call_state import current_call
 from ampcompile.compiler.left_to_autocast import LEFT
 from ampcompile.compiler.module_names import module_names
-from ampcompile.errors import AuditError, OptionError
+from ampcompile.errors import AuditError
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import placeholders
 from ampcompile.passes.replay.bind_weights_eagerly import BindWeightsEagerly
@@ -28,30 +28,19 @@ from .run import Session, interpreters
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The arguments of `ampcompile.audit`, beside the options of compilation."""
-
-    against: torch.dtype
-    loss: Callable[[Any], Tensor] | None
-    backward: bool
-    cumulative: bool = True
-    eager: bool = False
-    """True if eager autocast inserts the casts, and not we."""
-
-    def __post_init__(self) -> None:
-        if self.against not in (torch.float64, torch.float32):
-            raise OptionError(f"audit got against={self.against!r}: expected torch.float64 or torch.float32.")
-
-
-@dataclass(frozen=True)
 class MeasuredCall:
     """One call to run and measure, as often as asked, with the same random numbers each time."""
 
     subject: Subject
-    settings: Settings
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    random_state: Any
+    random_state: Any = field(default_factory=joint_graphs.random_state)
+    against: torch.dtype = torch.float64
+    loss: Callable[[Any], Tensor] | None = None
+    backward: bool = True
+    cumulative: bool = True
+    eager: bool = False
+    """True if eager autocast inserts the casts, and not we."""
 
     def with_policy(self, policy: Policy) -> MeasuredCall:
         """Return the same call under another policy."""
@@ -92,10 +81,10 @@ class MeasuredCall:
         It is compiled like the call: gradients may underflow where they enter the graph.
         """
         leaves = [leaf for leaf in pytree.tree_leaves(result) if is_floating(leaf) and leaf.requires_grad]
-        if not self.settings.backward:
+        if not self.backward:
             return
-        if self.settings.loss is not None:
-            compile_loss(self.settings.loss)(result).backward()
+        if self.loss is not None:
+            compile_loss(self.loss)(result).backward()
         elif (scalar := next((leaf for leaf in leaves if leaf.numel() == 1), None)) is not None:
             scalar.sum().backward()
         elif leaves:
@@ -106,7 +95,7 @@ class MeasuredCall:
         names = {id(parameter): name for name, parameter in self.named_parameters()}
 
         def interpret(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            make = partial(leave, reason="recorded as eager autocast runs it") if self.settings.eager else rewrite
+            make = partial(leave, reason="recorded as eager autocast runs it") if self.eager else rewrite
             rewritten = make(gm, example_inputs, run_as).graph
             inputs = [
                 names.get(id(value), node.name) + number if _is_of_user(value, session) else None

@@ -123,7 +123,7 @@ def record_op(node: Node, prefix: str = "", backward: bool = False) -> OpRecord:
 
 def record_cast(node: Node, of: str, op: str = "", **fields: Any) -> CastRecord:
     """The record of a node that converts its first operand to another dtype."""
-    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    before, after = node.args[0].meta["val"], node.meta["val"]
     return CastRecord(
         op=op,
         module=module_path(node),
@@ -138,7 +138,7 @@ def record_cast(node: Node, of: str, op: str = "", **fields: Any) -> CastRecord:
 
 
 def inserted_cast(node: Node) -> Cast | None:
-    """What passes wrote of a cast that ampcompile inserted, hoisted or not; None for other nodes."""
+    """The record that passes keep of an inserted cast, hoisted or not; None for other nodes."""
     return decision_of(node).cast if node.target in (CAST, WEIGHT_COPY) else None
 
 
@@ -160,13 +160,12 @@ def _values_and_casts(gm: GraphModule, weights: set[Node]) -> tuple[tuple[OpReco
 
     Of a part that is left to autocast (`torch.func` transforms), the functions that it calls are the values.
     """
-    origins = {n: "weight" if n in weights else "input" for n in placeholders(gm)}
+    origins = {n: "weight" if n in weights else "input" for n in placeholders(gm)}  # a body's inputs are activations
     values, casts, prefixes = list[OpRecord](), dict[int, CastRecord](), {gm: ""}
     for graph in graphs(gm):
         prefix = prefixes[graph]
         for attribute, body in bodies(graph):
             prefixes.setdefault(body, f"{prefix}{attribute.name}/")
-            _trace_into_body(attribute, body, origins)
         for node in graph.graph.nodes:
             if (cast := inserted_cast(node)) is not None:
                 of = _origin(node.args[0], origins)
@@ -193,17 +192,6 @@ def _functions_of_transform(part: Node, prefix: str) -> Iterator[OpRecord]:
         name = op_name(node.target)
         if node.op in ("call_function", "call_method") and not name.startswith(("_", "lazy_load")):
             yield replace(whole, op=name, module=module_path(node), source=source_line(node))
-
-
-def _trace_into_body(attribute: Node, body: GraphModule, origins: dict[Node, str]) -> None:
-    """Add the origins of the inputs of a body that a graph calls; one with several callers keeps the first's."""
-    inner = placeholders(body)
-    call = next(iter(attribute.users), None)
-    # The last operands are the body's inputs; an op may have other arguments before them.
-    outer = pytree.tree_leaves(call.args if call is not None else ())[-len(inner) :] if inner else []
-    for value, given in zip(inner, outer, strict=False):
-        if isinstance(given, Node):
-            origins.setdefault(value, _origin(given, origins))
 
 
 def _origin(node: Any, origins: dict[Node, str]) -> str:
@@ -257,7 +245,7 @@ def conversions(gm: GraphModule) -> Iterator[Node]:
 
 def bytes_of(node: Node) -> int:
     """Bytes that a conversion reads and writes, with traced sizes; 0 if the sizes depend on data."""
-    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    before, after = node.args[0].meta["val"], node.meta["val"]
     return (elements_hint(before) or 0) * (before.dtype.itemsize + after.dtype.itemsize)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -18,19 +19,20 @@ from ampcompile.compiler.ambient import autocast_for, device_type_of
 from ampcompile.compiler.backend import rewrite
 from ampcompile.compiler.lower import lower
 from ampcompile.compiler.unmatched import named
+from ampcompile.dtypes import short_name
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
-from ampcompile.torch_private import dynamo_caches, joint_graphs, pytree
-from ampcompile.torch_private.patches import uncompiled
+from ampcompile.torch_private import joint_graphs, pytree
 
 from .call import Backend, Subject, preserve_state
 from .exact import is_floating, relative_error
-from .measured_call import MeasuredCall, Settings
-from .records import Numbers, OpRecord
+from .measured_call import MeasuredCall
+from .records import Numbers, OpRecord, plain
 from .run import Session
 from .show import error_text, table, text_of
 
 FORMAT = "ampcompile recording 2"
+_DTYPES = {short_name(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,7 @@ class Recording:
 
     def save(self, path: str | Path) -> None:
         """Write the recording as JSON, about 700 bytes for each op."""
-        steps = [asdict(step) | {"dtype": str(step.dtype).removeprefix("torch.")} for step in self.steps]
-        results = {name: asdict(result) for name, result in self.results.items()}
-        kept = {"format": FORMAT, "about": dict(self.about), "steps": steps, "results": results}
-        Path(path).write_text(json.dumps(kept), encoding="utf-8")
+        Path(path).write_text(json.dumps({"format": FORMAT} | plain(self)), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Recording:
@@ -86,7 +85,7 @@ class Recording:
                 raise ValueError(read["format"])
             steps = [_read_step(step) for step in read["steps"]]
             return cls(read["about"], steps, {name: Returned(**r) for name, r in read["results"].items()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise AuditError(
                 f"found {path}, which is no recording that this version reads ({error}); expected a file written by "
                 "ampcompile.record(model)(x).save(path). Record the run again."
@@ -95,30 +94,22 @@ class Recording:
 
 def _read_step(read: dict[str, Any]) -> OpRecord:
     tuples = {name: tuple(value) for name, value in read.items() if isinstance(value, list)}
-    return OpRecord(**read | tuples | {"dtype": getattr(torch, read["dtype"]), "numbers": Numbers(**read["numbers"])})
+    return OpRecord(**read | tuples | {"dtype": _DTYPES[read["dtype"]], "numbers": Numbers(**read["numbers"])})
 
 
-def make_recorder(
-    f: Any, settings: Settings, options: dict[str, Any], mode: str | None, dynamic: bool | None
-) -> Callable[..., Recording]:
-    """Return what `ampcompile.record` returns; its arguments are checked at once."""
-    subject = Subject.of(f, options, mode, dynamic)
-    if settings.eager:
+def record_call(subject: Subject, settings: dict[str, Any], compiled: Any, args: Any, kwargs: Any) -> Recording:
+    """Run a call as `compiled`, or else compiled anew, or run eagerly; then op by op."""
+    if settings["eager"]:
         subject = replace(subject, options=replace(subject.options, policy=Policy()))  # ours, not autocast's
-    as_given = dynamo_caches.how_compiled(f) is not None and not options and mode is None
-
-    def record_call(*args: Any, **kwargs: Any) -> Recording:
-        call = MeasuredCall(subject, settings, args, kwargs, joint_graphs.random_state())
-        found = _results_of(call, f if as_given else None)  # first: the other run has copies of weights cast again
-        session = Session(fingerprints=True)
-        results = {
-            name: Returned(relative_error(mixed, exact), relative_error(found[name], exact), exact.numel())
-            for name, (mixed, exact) in call.run(session).items()
-            if name in found and found[name].shape == exact.shape
-        }
-        return Recording(_about(call), session.ops, results)
-
-    return record_call
+    call = MeasuredCall(subject, args, kwargs, **settings)
+    found = _results_of(call, compiled)  # first: the other run has copies of weights cast again
+    session = Session(fingerprints=True)
+    results = {
+        name: Returned(relative_error(mixed, exact), relative_error(found[name], exact), exact.numel())
+        for name, (mixed, exact) in call.run(session).items()
+        if name in found and found[name].shape == exact.shape
+    }
+    return Recording(_about(call), session.ops, results)
 
 
 def _about(call: MeasuredCall) -> dict[str, str]:
@@ -130,33 +121,26 @@ def _about(call: MeasuredCall) -> dict[str, str]:
         "torch": torch.__version__,
         "ampcompile": version("ampcompile"),
         "machine": f"{platform.system()} {platform.machine()}, {device_type} {device}",
-        "run": "eager autocast" if call.settings.eager else "compiled",
+        "run": "eager autocast" if call.eager else "compiled",
     } | {f"option {name}": str(value) for name, value in vars(call.subject.options).items()}
 
 
 def _results_of(call: MeasuredCall, compiled: Any) -> dict[str, Tensor]:
-    """Return outputs, and gradients of parameters, of the call as `compiled`, or else compiled anew, or run eagerly."""
-    f, options = call.subject.f, call.subject.options
-
-    def collect(run: Callable[..., Any]) -> dict[str, Tensor]:
+    """Return outputs, and gradients of parameters, of the call itself."""
+    subject, options, (args, kwargs) = call.subject, call.subject.options, (call.args, call.kwargs)
+    backend = Backend(options, lambda gm, x: lower(rewrite(gm, x, options).graph, x, options), options)
+    with ExitStack() as stack:
+        if compiled is None or call.eager:
+            compiled = stack.enter_context(subject.set_apart(args, kwargs, backend))
+        else:
+            stack.enter_context(preserve_state(subject.f, args, kwargs))
         joint_graphs.start_from(call.random_state)
-        result = run(*call.args, **call.kwargs)
+        if call.eager:
+            with autocast_for(device_type_of(None, args, kwargs), options):
+                result = subject.f(*args, **kwargs)
+        else:
+            result = compiled(*args, **kwargs)
         call.differentiate(result, lambda loss: loss)
         leaves = [leaf for leaf in pytree.tree_leaves(result) if is_floating(leaf)]
         found = {f"output {i}": leaf.detach() for i, leaf in enumerate(leaves)}
         return found | {f"gradient of {name}": p.grad for name, p in call.named_parameters() if p.grad is not None}
-
-    if not call.settings.eager and compiled is None:
-        backend = Backend(options, lambda gm, x: lower(rewrite(gm, x, options).graph, x, options), options)
-        with call.subject.set_apart(call.args, call.kwargs, backend) as anew:
-            return collect(anew)
-    with preserve_state(f, call.args, call.kwargs):
-        if not call.settings.eager:
-            return collect(compiled)
-        with uncompiled(f):
-            return collect(lambda *a, **k: _run_eagerly(call, *a, **k))
-
-
-def _run_eagerly(call: MeasuredCall, *args: Any, **kwargs: Any) -> Any:
-    with autocast_for(device_type_of(None, args, kwargs), call.subject.options):
-        return call.subject.f(*args, **kwargs)

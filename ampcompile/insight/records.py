@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -85,9 +85,6 @@ class Numbers:
     """Share of the elements that are NaN in either run, or infinite in one alone."""
 
 
-UNMEASURED = Numbers(None, None)
-
-
 @dataclass(frozen=True, kw_only=True)
 class OpRecord(Record):
     """An op on tensors, and the dtype in which it computes."""
@@ -96,7 +93,7 @@ class OpRecord(Record):
     """Dtype of the result if floating, else of the first floating operand, else of the result."""
     known: bool = True
     """False if the op is unknown to the policy."""
-    numbers: Numbers = UNMEASURED
+    numbers: Numbers = Numbers(None, None)
     """The measurements of an audit or a recording."""
     fingerprint: tuple[float, ...] = ()
     """Of the result in float64, in a recording: norm, then projections on fixed directions."""
@@ -158,14 +155,14 @@ class GraphRecord:
     """Precision by device type; for a graph that is left to autocast also the reason."""
     reason: str = ""
     """Why a graph break ends it; empty if the function ends there."""
-    code: str = ""
-    joint_code: str = ""
+    code: str = field(default="", repr=False)
+    joint_code: str = field(default="", repr=False)
     """Forward and backward as one graph, after the passes on it; without gradients, forward alone."""
     casts: tuple[CastRecord, ...] = ()
     """The casts inserted, in order."""
     backward_casts: tuple[CastRecord, ...] = ()
     """The conversions that run in backward."""
-    values: tuple[OpRecord, ...] = field(default=(), repr=False)
+    values: tuple[OpRecord, ...] = ()
     """The ops in order, bodies of higher-order ops after their caller's; and what each returns, as `output`."""
     history: tuple[Applied, ...] = field(default=(), repr=False)
     totals: tuple[Total, ...] = ()
@@ -189,10 +186,16 @@ def add_up(stage: str, casts: Iterable[CastRecord]) -> Total:
     return Total(stage, len(sizes), sum(sizes))
 
 
-def plain(record: Any) -> dict[str, Any]:
-    """Return a record as plain data, with dtypes as `bf16`: for JSON. What wasn't measured is left out."""
-    kept = {name: short_name(v) if isinstance(v, torch.dtype) else v for name, v in asdict(record).items()}
-    if getattr(record, "numbers", None) == UNMEASURED:
-        for name in ("numbers", "fingerprint", "length"):
-            del kept[name]
-    return kept
+def plain(value: Any) -> Any:
+    """Return records, and what holds them, as plain data for JSON: dtypes as `bf16`, without long texts."""
+    if is_dataclass(value):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value) if each.repr}
+    if isinstance(value, torch.dtype):
+        return short_name(value)
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    if hasattr(value, "_asdict"):  # a NamedTuple
+        return plain(value._asdict())
+    if isinstance(value, str | int | float | None):
+        return value
+    return [plain(each) for each in value] if isinstance(value, Iterable) else str(value)

@@ -15,18 +15,7 @@ from rich.table import Table
 from ampcompile.passes.graph import Fusion
 from ampcompile.sharding.weight import GatherRecord
 
-from .records import (
-    BACKWARD,
-    INSERTED,
-    PER_UPDATE,
-    CastRecord,
-    GraphRecord,
-    OpRecord,
-    Record,
-    Total,
-    add_up,
-    plain,
-)
+from .records import BACKWARD, INSERTED, PER_UPDATE, CastRecord, GraphRecord, OpRecord, Record, Total, add_up, plain
 from .show import frame, human_bytes, report_page, table, text_of
 
 
@@ -150,21 +139,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain data, graph by graph, with dtypes as `bf16`: for JSON."""
-        lists = ("ops", "casts", "fusions", "backward_casts")
-        graphs = [
-            {"precision": graph.precision, "reason": graph.reason}
-            | {name: [plain(each) for each in getattr(graph, name)] for name in lists}
-            for graph in self.graphs
-        ]
-        return {
-            "about": self.about,
-            "advice": self.advice,
-            "breaks": [*self.breaks],
-            "unknown_ops": self.unknown_ops,
-            "graphs": graphs,
-            "gathers": [gather._asdict() for gather in self.gathers],
-            **{name: [plain(each) for each in getattr(self, name)] for name in ("results", "eager", "totals")},
-        }
+        return plain(self) | {"unknown_ops": self.unknown_ops, "totals": plain(self.totals)}
 
     def _repr_html_(self) -> str:
         return frame(report_page(self))
@@ -204,8 +179,8 @@ class Report:
         if unknown := self.unknown_ops:
             parts.append(f"unknown to the policy: {', '.join(unknown)} (ampcompile.register_op gives a rule)")
         if self.gathers:
-            rows = [(*gather[:3], human_bytes(gather.bytes_saved)) for gather in self.gathers]
-            parts += ["", table(["weight", "gathered as", "because"], ["bytes saved"], rows)]
+            gathers = [(*gather[:3], human_bytes(gather.bytes_saved)) for gather in self.gathers]
+            parts += ["", table(["weight", "gathered as", "because"], ["bytes saved"], gathers)]
         if self.fusions:
             families = Counter(fusion.family for fusion in self.fusions).items()
             saved, freed = (human_bytes(sum(getattr(f, name) for f in self.fusions)) for name in ("saved", "freed"))

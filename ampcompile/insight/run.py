@@ -33,28 +33,19 @@ class Session:
     """One call that is measured, through which its graphs pass each other the exact run's values."""
 
     against: torch.dtype = torch.float64
-    cumulative: bool = True
-    """True if there is an exact run."""
-    local: bool = True
-    """True if each op also runs alone, and is measured."""
-    fingerprints: bool = False
-    """True if inputs are recorded too, and the exact run's values by their fingerprints."""
-    ran: bool = False
-    """True once a graph has run."""
+    cumulative: bool = True  # True if there is an exact run
+    local: bool = True  # True if each op also runs alone, and is measured
+    fingerprints: bool = False  # True if inputs are recorded too, and the exact run's values by their fingerprints
+    ran: bool = False  # True once a graph has run
     ops: list[OpRecord] = field(default_factory=list)
     unmeasured: set[str] = field(default_factory=set)
+    not_finite: dict[str, float] = field(default_factory=dict)  # the share of the elements, by input
+    # The exact run's values, by those of the mixed run that left a graph; and what left the graph that ran last.
     exact: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
-    """The exact run's values, by those of the mixed run that left a graph."""
     returned: list[Tensor] = field(default_factory=list)
-    """By the graph that ran last."""
-    pending: list[_Saved] = field(default_factory=list)
-    """Forward runs whose backward hasn't run."""
-    gradients: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Mixed and exact, summed over all uses."""
-    backwards: list[list[Any]] = field(default_factory=list)
-    """Held, else autograd adds in place."""
-    not_finite: dict[str, float] = field(default_factory=dict)
-    """The share of the elements, by input."""
+    pending: list[_Saved] = field(default_factory=list)  # forward runs whose backward hasn't run
+    gradients: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # both runs', summed over all uses
+    backwards: list[list[Any]] = field(default_factory=list)  # held, else autograd adds in place
 
     def exact_of(self, value: Any) -> Any:
         """Return the exact run's value of a graph input; one that no graph made is taken as exact."""
@@ -88,9 +79,9 @@ class Session:
 class _Saved:
     """The exact run's values that a forward run keeps for its backward, by the names they have in both graphs."""
 
-    def __init__(self, values: dict[str, Any], exact: dict[str, Any]) -> None:
-        self.memory = {name: _memory(value) for name, value in values.items()}
-        self.exact = exact
+    def __init__(self, pairs: dict[str, tuple[Any, Any]]) -> None:
+        self.memory = {name: _memory(value) for name, (value, _) in pairs.items()}
+        self.exact = {name: exact for name, (_, exact) in pairs.items()}
 
     def belongs_to(self, values: dict[str, Any]) -> bool:
         return all(self.memory.get(name) == _memory(value) for name, value in values.items() if name in self.memory)
@@ -133,41 +124,31 @@ class _PairedRun:
             seen.update(node.all_input_nodes)
 
     @torch.no_grad()
-    def run(self, args: list[Any], exact: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Return the results of both runs. `exact` are the exact run's inputs, empty if there is no such run."""
-        values: dict[Node, Any] = dict(zip(self.placeholders, args, strict=True))
-        exact_values: dict[Node, Any] = dict.fromkeys(self.placeholders) | dict(
-            zip(self.placeholders, exact, strict=False)
-        )
+    def run(self, args: list[Any], exact: list[Any]) -> list[tuple[Any, Any]]:
+        """Return both runs' results. `exact` are the exact run's inputs, None where there is no such run."""
+        values: dict[Node, tuple[Any, Any]] = dict(zip(self.placeholders, zip(args, exact, strict=True), strict=True))
         if self.session.fingerprints and not self.backward:
             for node, name in zip(self.placeholders, self.inputs, strict=False):
-                if name and isinstance(values[node], Tensor):
-                    record = OpRecord(op=f"input {name}", numbers=Numbers(0.0, 0.0))
-                    self._add(node, record, values[node], exact_values[node])
+                if name and isinstance(values[node][0], Tensor):
+                    self._add(node, OpRecord(op=f"input {name}", numbers=Numbers(0.0, 0.0)), *values[node])
         for node in self.gm.graph.nodes:
             if node.op == "get_attr":
-                values[node] = attrgetter(str(node.target))(self.gm)
-                exact_values[node] = to_high_precision(values[node], self.session.against)
+                held = attrgetter(str(node.target))(self.gm)
+                values[node] = held, to_high_precision(held, self.session.against)
             elif node.op == "call_function":
-                values[node], exact_values[node] = self._step(node, values, exact_values)
-            else:
-                assert node.op in ("placeholder", "output"), f"unexpected {node.op} in a functional graph"
-                continue
+                values[node] = self._step(node, values)
             for unused in self.last_uses[node]:
                 if unused not in self.outputs:
-                    del values[unused], exact_values[unused]
-        results, exact_results = (
-            [env[o] if isinstance(o, Node) else o for o in self.outputs] for env in (values, exact_values)
-        )
-        return results, exact_results
+                    del values[unused]
+        return [values[o] if isinstance(o, Node) else (o, o) for o in self.outputs]
 
-    def _step(self, node: Node, values: dict[Node, Any], exact_values: dict[Node, Any]) -> tuple[Any, Any]:
+    def _step(self, node: Node, values: dict[Node, tuple[Any, Any]]) -> tuple[Any, Any]:
         session = self.session
-        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        args, kwargs = map_arg((node.args, node.kwargs), lambda operand: values[operand][0])
+        result = node.target(*args, **kwargs)
         exact = None
         if session.cumulative:
-            exact_args, exact_kwargs = map_arg((node.args, node.kwargs), exact_values.__getitem__)
+            exact_args, exact_kwargs = map_arg((node.args, node.kwargs), lambda operand: values[operand][1])
             exact = self._compute_high(node, exact_args, exact_kwargs, result)
         if session.local and rounds(node, result):
             self._measure(node, result, self._compute_high(node, args, kwargs, result), exact)
@@ -218,14 +199,13 @@ class _Forward(_PairedRun):
         for name, value in zip(self.inputs, args, strict=False):
             if name is not None and is_floating(value) and not value.isfinite().all():
                 session.not_finite[f"input {name}"] = 1 - float(value.isfinite().double().mean())
-        values, exact_values = self.run(args, [session.exact_of(arg) for arg in args] if session.cumulative else [])
-        session.returned = [value for value in values if is_floating(value)]
+        pairs = self.run(args, [session.exact_of(arg) if session.cumulative else None for arg in args])
+        session.returned = [value for value, _ in pairs if is_floating(value)]
         if session.cumulative:
-            session.exact.update({v: e for v, e in zip(values, exact_values, strict=True) if is_floating(v)})
-            keys = [n.name if isinstance(n, Node) else "" for n in self.outputs]
-            saved = (dict(zip(keys, each, strict=True)) for each in (values, exact_values))
-            session.pending.append(_Saved(*saved))
-        return values
+            session.exact.update({value: exact for value, exact in pairs if is_floating(value)})
+            names = [n.name if isinstance(n, Node) else "" for n in self.outputs]
+            session.pending.append(_Saved(dict(zip(names, pairs, strict=True))))
+        return [value for value, _ in pairs]
 
 
 class _Backward(_PairedRun):
@@ -243,10 +223,11 @@ class _Backward(_PairedRun):
             session.pending.remove(saved)
         kept = saved.exact if saved is not None else {}
         exact = [session.exact_of(arg) if kept.get(n) is None else kept[n] for n, arg in by_name.items()]
-        values, exact_values = self.run(args, exact if session.cumulative else [])
+        pairs = self.run(args, exact if session.cumulative else [None] * len(args))
+        values = [value for value, _ in pairs]
         session.backwards.append(values)
-        if session.cumulative and len(values) == len(self.inputs):
-            for name, value, reference in zip(self.inputs, values, exact_values, strict=True):
+        if session.cumulative and len(pairs) == len(self.inputs):
+            for name, (value, reference) in zip(self.inputs, pairs, strict=True):
                 if is_floating(value):
                     session.exact[value] = reference
                     if name is not None:

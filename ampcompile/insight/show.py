@@ -8,19 +8,15 @@ import linecache
 import math
 import re
 import shutil
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
-from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from ampcompile.dtypes import short_name
-
-from .records import CastRecord, GraphRecord, plain
+from .records import plain
 
 if TYPE_CHECKING:
     from .report import Report
@@ -77,80 +73,15 @@ def error_text(value: float | None) -> str:
 
 
 def report_page(report: Report) -> str:
-    """The page of a report: the graph by module, searchable, all casts with sizes and reasons."""
-    graphs, texts = report.graphs, defaultdict[str, int](count().__next__)
-    casts = report.casts
-    index = {id(cast): i for i, cast in enumerate(casts)}
-    sources = {each.source for each in (*(value for graph in graphs for value in graph.values), *casts)}
-    return _fill(
-        {
-            "graphs": [
-                {"precision": graph.precision, "reason": graph.reason, "ops": list(_ops(graph, index, texts))}
-                for graph in graphs
-            ],
-            "casts": [
-                _fields(cast, "op", "module", "source", "shape", "bytes", "fate", "of", "runs")
-                | {"from": short_name(cast.dtype_from), "to": short_name(cast.dtype_to), "because": texts[cast.because]}
-                for cast in casts
-            ],
-            "totals": [plain(total) for total in report.balance],
-            "gain": report.gain,
-            "about": report.about,
-            "notes": report.notes,
-            "backward": [
-                _fields(cast, "of", "dtypes", "shape", "bytes", "module", "source")
-                for graph in graphs
-                for cast in graph.backward_casts
-            ],
-            "eager": [_fields(each, "op", "module", "source") for each in report.eager],
-            "unknown": report.unknown_ops,
-            "lines": {source: line for source in sources if (line := _line(source))},
-            "texts": list(texts),
-        },
-    )
-
-
-def _ops(graph: GraphRecord, index: Mapping[int, int], texts: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Yield the rows to draw: casts are listed with the operands of the ops that read them."""
-    casts = {cast.name: cast for cast in graph.casts}
-    rows = {value.name: i for i, value in enumerate(graph.values)}
-
-    def read(name: str) -> list[Any]:
-        through: list[CastRecord] = []
-        while name in casts:
-            through.append(casts[name])
-            name = casts[name].reads[0]
-        return [rows.get(name, -1), name, [index[id(cast)] for cast in through]]
-
-    for value in graph.values:
-        yield {
-            "name": value.name,
-            "op": "returned" if value.op == "output" else value.op,
-            "module": texts[value.module],
-            "source": texts[value.source],
-            "dtype": value.in_dtype,
-            "shape": value.shape,
-            "because": texts[value.because],
-            "reads": [read(name) for name in value.reads],
-        }
-
-
-def _fields(record: Any, *names: str) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in names}
-
-
-def _line(source: str) -> str:
-    path, _, number = source.rpartition(":")
-    return linecache.getline(path, int(number)).strip() if path else ""
-
-
-def _fill(data: Any) -> str:
-    """Return the page with data as JSON, and the files that it names, in it.
+    """The page of a report: the graph by module, searchable, all casts with sizes and reasons.
 
     The text loads no other files, so it opens from a disk or an attachment.
     """
+    sources = {each.source for each in (*(value for graph in report.graphs for value in graph.values), *report.casts)}
+    lines = {source: line for source in sources if (line := _line(source))}
+    data = report.as_dict() | {name: plain(getattr(report, name)) for name in ("gain", "notes", "balance")}
     folder = files(__package__) / "page"
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(data | {"lines": lines}, separators=(",", ":"), allow_nan=False)
     parts = {"data": text.replace("<", "\\u003c")}  # data inside a script element must not contain its end tag
 
     def read(file: str) -> str:
@@ -158,6 +89,11 @@ def _fill(data: Any) -> str:
 
     # One substitution for all: inserted text may look like a placeholder itself.
     return re.sub(r"/\*([a-z.]+)\*/", lambda match: parts.get(match[1]) or read(match[1]), read("page.html"))
+
+
+def _line(source: str) -> str:
+    path, _, number = source.rpartition(":")
+    return linecache.getline(path, int(number)).strip() if path else ""
 
 
 def frame(text: str) -> str:

@@ -72,7 +72,7 @@ def test_an_op_in_another_dtype_is_found() -> None:
 def test_a_changed_epsilon_and_a_changed_weight_are_found() -> None:
     comparison = compared(Net(), Net(eps=1e-4))
     assert first(comparison) == ("aten.native_layer_norm", "second.norm", "")
-    assert comparison.first is not None and "computed in float64" in comparison.first.why
+    assert comparison.first is not None and "apart in float64: " in comparison.first.why
     changed = Net()
     changed.second.up.weight.data[0, 0] += 1
     assert first(compared(Net(), changed))[0] == "input second.up.weight"
@@ -133,15 +133,18 @@ def test_files_compare_as_recordings_do(tmp_path: Path) -> None:
     comparison = ampcompile.compare(tmp_path / "a.json", str(tmp_path / "b.json"))
     assert comparison == ampcompile.compare(a, b)
     plain = json.loads(json.dumps(comparison.as_dict()))
-    row = plain["rows"][plain["first"]]
-    assert (row["a"]["module"], row["a"]["dtype"]) == ("second.norm", "f32") and "computed in float64" in row["why"]
+    row = plain["first"]
+    assert row in plain["rows"] and not plain["agree"]
+    assert (row["a"]["module"], row["a"]["dtype"]) == ("second.norm", "f32") and "apart in float64: " in row["why"]
 
 
-def test_the_text_has_both_runs_side_by_side_where_they_differ() -> None:
+def test_the_text_has_both_runs_side_by_side_where_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     comparison = compared(Net(), Net(), policy="module second.down=fp32")
     rows = [line.split() for line in str(comparison).splitlines()]
-    differing = [row for row in comparison.rows if row.why or row.run]
-    start = next(i for i, row in enumerate(rows) if row[:3] == ["op", "that", "differs"])
+    at = comparison.rows.index(comparison.first)
+    differing = [row for row in comparison.rows[at:] if row.why or row.run]
+    start = next(i for i, row in enumerate(rows) if row[:2] == ["op", "module"])
     assert len(rows) - start - 1 == min(len(differing), 20)
     [product] = [row for row in rows[start:] if row[:2] == ["aten.addmm", "second.down"]]
     assert product[3:5] == ["bf16", "f32"] and len(product) == 12
@@ -166,19 +169,23 @@ def test_what_one_run_has_alone_stands_before_the_next_pair() -> None:
         ("u", None), ("v", "v"), (None, "w"), ("x", "x"), ("y", None), (None, "z"),
     ]  # fmt: skip
     assert not any(row.why for row in rows)
-    assert [row.limits is None for row in rows] == [row.a is None or row.b is None for row in rows]
+    assert [not row.measures for row in rows] == [bool(row.run) for row in rows]
 
 
 def test_each_limit_is_told_apart() -> None:
     numbers = lambda *errors: {"numbers": Numbers(*errors)}  # noqa: E731
     for changes, exceeds, why in (
         ({}, (False, False, False), ""),
-        ({"fingerprint": (1.0, *(1.001,) * 8)}, (True, False, False), "computed in float64"),
-        (numbers(1e-3, 1e-7), (False, True, False), "the op's own error is 1.0e-07 in a, 1.0e-03 in b"),
-        (numbers(1e-7, 1e-3), (False, False, True), "the error so far is 1.0e-07 in a, 1.0e-03 in b"),
+        ({"fingerprint": (1.0, *(1.001,) * 8)}, (True, False, False), "apart in float64: 1.0e-03"),
+        (numbers(1e-3, 1e-7), (False, True, False), "own errors: 1.0e-07, 1.0e-03"),
+        (numbers(1e-7, 1e-3), (False, False, True), "errors so far: 1.0e-07, 1.0e-03"),
         ({"dtype": torch.bfloat16}, (False, False, False), "f32 in a, bf16 in b"),
         (numbers(float("nan"), 1e-7), (False, False, False), ""),
         (numbers(None, 1e-7), (False, False, False), ""),
     ):
         [row] = compared_rows([MADE], [replace(MADE, **changes)])
-        assert row.exceeds == exceeds and row.why.startswith(why) and bool(row.why) == bool(why)
+        assert (
+            tuple(measure.is_over for measure in row.measures) == exceeds
+            and row.why.startswith(why)
+            and bool(row.why) == bool(why)
+        )

@@ -55,25 +55,6 @@ def test_biases_are_told_from_weights() -> None:
     ]
 
 
-def test_a_bodys_inputs_come_from_its_caller() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cond(x.sum() > 0, lambda x, w: x @ w, lambda x, w: (x + 1) @ w, (x, self.weight))
-
-    with torch.no_grad():
-        found = casts(Branches(), torch.randn(2, 4))
-    assert [(cast.of, cast.shape) for cast in found if cast.op == "aten.matmul"] == [
-        ("input", (2, 4)),
-        ("weight", (4, 4)),
-        ("activation", (2, 4)),
-        ("weight", (4, 4)),
-    ]
-
-
 def test_a_cast_runs_in_every_call_unless_it_became_something_else() -> None:
     fates = [("inserted",), ("inserted", "hoisted"), ("shared",), ("inserted", "folded"), ("fused",)]
     assert [cast(fate=fate).runs for fate in fates] == [True, False, False, False, False]

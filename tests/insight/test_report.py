@@ -64,7 +64,10 @@ def test_it_is_a_page_short_in_a_debugger_and_plain_data_for_other_programs(tmp_
     assert repr(REPORT) == "<ampcompile report: 2 graphs, 4 ops, 3 casts>"
     data = json.loads(json.dumps(REPORT.as_dict()))
     assert data["gathers"] == [GATHER._asdict()]
-    assert [[op["op"] for op in each["ops"]] for each in data["graphs"]] == [["b.b", "a.a"], ["a.a", "c.c"]]
+    assert [[op["op"] for op in each["values"]] for each in data["graphs"]] == [
+        ["b.b", "a.a", "output"],
+        ["a.a", "c.c"],
+    ]
     assert data["graphs"][0]["casts"][0]["dtype_to"] == "bf16" and data["graphs"][1]["fusions"][0]["saved"] == 1024
     assert data["totals"][0] == {"stage": "first", "casts": 4, "bytes": 30} and data["unknown_ops"] == ["a.a", "b.b"]
 

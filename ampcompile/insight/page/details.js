@@ -50,24 +50,24 @@ function ofEdge(edge) {
 }
 
 function ofReport() {
-  const most = Math.max(1, ...data.totals.map((total) => total.bytes));
+  const most = Math.max(1, ...data.balance.map((total) => total.bytes));
   const table = make("table", "", make("tr", "", ...["casts", "times", "bytes"].map((head) => make("th", "", head))),
-    ...data.totals.map((total) => {
+    ...data.balance.map((total) => {
       const meter = make("div", "meter");
       meter.style.width = `${(100 * total.bytes) / most}%`;
       return make("tr", "", make("td", "", total.stage, meter), make("td", "", String(total.casts)), make("td", "", human(total.bytes)));
     }));
   const eager = data.eager.map((each) => make("div", "line", each.module || "the callable", " ",
     make("span", "dim", `${each.op}, ${each.source}`)));
-  const backward = [...data.backward].sort((a, b) => b.bytes - a.bytes).slice(0, 12).map((cast) => make("div", "line",
-    ...cast.dtypes.split(">").flatMap((dtype, i) => (i ? [" \u2192 ", chip(dtype)] : [chip(dtype)])),
-    ` ${human(cast.bytes)} ${plain(cast.of)} `, make("span", "dim", `${shape(cast.shape)} ${cast.module} ${cast.source}`)));
+  const inBackward = data.graphs.flatMap((graph) => graph.backward_casts);
+  const backward = [...inBackward].sort((a, b) => b.bytes - a.bytes).slice(0, 12).map((cast) => make("div", "line",
+    chip(cast.dtype_from), " \u2192 ", chip(cast.dtype_to), ` ${human(cast.bytes)} ${plain(cast.of)} `, make("span", "dim", `${shape(cast.shape)} ${cast.module} ${cast.source}`)));
   return [make("h2", "", unique(data.graphs.map((graph) => graph.precision)).join("; ") || "no graph"),
     make("p", "dim", data.about), make("p", "", `${data.gain}.`), ...data.notes.map((note) => make("p", "", `${note}.`)), table,
     make("h3", "", "legend"), ofLegend(),
     ...(eager.length ? [make("h3", "", "runs eagerly, under autocast"), ...eager] : []),
-    ...(data.backward.length ? [make("h3", "", `${data.backward.length} casts in backward, largest first`), ...backward] : []),
-    ...(data.unknown.length ? [make("h3", "", "unknown to the policy"), make("p", "", data.unknown.join(", "))] : []),
+    ...(backward.length ? [make("h3", "", `${inBackward.length} casts in backward, largest first`), ...backward] : []),
+    ...(data.unknown_ops.length ? [make("h3", "", "unknown to the policy"), make("p", "", data.unknown_ops.join(", "))] : []),
     ...(casts.some(running) ? [make("h3", "", "largest casts in every call"), ...largest(casts.filter(running)).map(castLink)] : [])];
 }
 

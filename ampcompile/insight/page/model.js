@@ -1,8 +1,8 @@
 // The data as a tree of blocks and ops, and what a search leaves of it. Nothing here touches the page.
 
-const text = (number) => data.texts[number];
-const casts = data.casts.map((cast, id) => ({ ...cast, kind: "cast", id, because: text(cast.because), readers: [] }));
-const running = (cast) => cast.runs;
+const casts = [...data.graphs.flatMap((graph) => graph.casts), ...data.results]
+  .map((cast, id) => ({ ...cast, kind: "cast", id, from: cast.dtype_from, to: cast.dtype_to, readers: [] }));
+const running = (cast) => !["hoisted", "shared", "folded", "fused"].some((fate) => cast.fate.includes(fate));
 const size = (list) => list.reduce((sum, cast) => sum + cast.bytes, 0);
 const units = ["B", "KiB", "MiB", "GiB", "TiB"];
 const human = (n, unit = 0) => (n < 1024 || unit === 4 ? `${unit ? n.toFixed(1) : n} ${units[unit]}` : human(n / 1024, unit + 1));
@@ -11,15 +11,24 @@ const ops = [];
 const root = { kind: "block", key: "", path: "", items: [], ops: [], depth: -1, open: true };
 const blocks = [];
 
+let counted = 0;  // casts of the graphs before
+
 data.graphs.forEach((graph, number) => {
-  const first = ops.length;
+  const own = new Map(casts.slice(counted, counted += graph.casts.length).map((cast) => [cast.name, cast]));
+  const rows = new Map(graph.values.map((value, i) => [value.name, ops.length + i]));
   const several = data.graphs.length > 1;
   const top = several ? block(root, `graph ${number}`, `${number}`) : root;
   top.note = graph.precision;
   const stack = [top];
-  graph.ops.forEach((op) => {
-    op = { ...op, kind: "op", id: ops.length, module: text(op.module), source: text(op.source), because: text(op.because), users: [] };
-    op.reads = op.reads.map(([from, name, through]) => ({ from: from < 0 ? null : ops[first + from], name, casts: through.map((i) => casts[i]) }));
+  // What an op reads: the value behind casts, and the casts.
+  const read = (name) => {
+    const through = [];
+    for (; own.has(name); [name] = own.get(name).reads) through.push(own.get(name));
+    return { from: ops[rows.get(name)] || null, name, casts: through };
+  };
+  graph.values.forEach((value) => {
+    const op = { ...value, op: value.op === "output" ? "returned" : value.op, dtype: value.dtype || "", kind: "op", id: ops.length, users: [] };
+    op.reads = value.reads.map(read);
     op.reads.forEach((read) => { if (read.from) read.from.users.push(op); read.casts.forEach((cast) => cast.readers.push(op)); });
     op.casts = unique(op.reads.flatMap((read) => read.casts));
     op.text = [op.op, op.name, op.module, op.source, data.lines[op.source] || "", op.because, op.dtype,
