@@ -53,8 +53,8 @@ def buffer_like(weight: Tensor) -> Tensor:
 def parts(buffer: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """A buffer's matrix (rows, columns), its transposed one (columns, rows), both e4m3, and its float32 scale."""
     size = rows * columns
-    scale = buffer[2 * size : 2 * size + 4].view(torch.float32)
-    return buffer[:size].view(rows, columns), buffer[size : 2 * size].view(columns, rows), scale.view(())
+    plain, other, scale, _ = buffer.split([size, size, 4, TAIL - 4])
+    return plain.view(rows, columns), other.view(columns, rows), scale.view(torch.float32).view(())
 
 
 def quantize_many_(buffers: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
@@ -95,9 +95,10 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("ampcompile::fp8_linear", mutates_args=())
 def fp8_linear(x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, turned: bool) -> Tensor:
-    """`x @ weight.t()`, or `x @ weight` if `turned`, of quantized operands, in the 16-bit type of `x`, (rows, features).
+    """`x @ weight.t()`, or `x @ weight` if `turned`, of quantized operands, in the 16-bit type of `x`.
 
-    `numbers`, `scale`: what `quantize` gives for `x`; `buffer`: for `weight`, both of whom are only given gradients.
+    `x`: (rows, features); `numbers`, `scale`: what `quantize` gives for it; `buffer`: what `quantize_weight` gives for
+    `weight`. `x` and `weight` are there for their gradients: the one in its type, the other added up in float32.
     """
     return _product(x, numbers, scale, weight, buffer, turned)
 
@@ -111,6 +112,10 @@ def _multiply(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, dtype: torch.dty
     """`a @ b.t()`, both stored row by row."""
     result: Tensor = torch._scaled_mm(a, b.t(), of_a, of_b, out_dtype=dtype, use_fast_accum=fast and a.is_cuda)
     return result
+
+
+def _turn(x: Tensor) -> Tensor:
+    return torch.clone(x.t(), memory_format=torch.contiguous_format)
 
 
 @fp8_linear.register_fake
@@ -137,10 +142,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             sides = [(grads, of_grad), (numbers, scale)]
             (a, of_a), (b, of_b) = reversed(sides) if ctx.turned else sides
             wide = torch.float32 if of_type not in (torch.bfloat16, torch.float16) else of_type
-            to_weight = _multiply(a.t().contiguous(), b.t().contiguous(), of_a, of_b, wide)
+            to_weight = _multiply(_turn(a), _turn(b), of_a, of_b, wide)
         else:
-            x = (numbers.float() * scale).to(low)
-            to_weight = x.t() @ grad if ctx.turned else grad.t() @ x
+            x = (numbers.float() / 512).to(low)  # exact, and no larger than 1
+            to_weight = (x.t() @ grad if ctx.turned else grad.t() @ x).float() * (scale * 512)
         to_weight = to_weight.to(of_type)
     return to_x, None, None, to_weight, None, None
 

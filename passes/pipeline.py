@@ -58,9 +58,8 @@ def pipeline(
     """
     gradients = torch.is_grad_enabled()
     passes: tuple[Pass, ...] = (
-        AssignPrecision(
-            options.policy, regions, options.range_guards, options.products
-        ),  # needs a captured graph with its fakes
+        # Needs a captured graph with its fakes.
+        AssignPrecision(options.policy, regions, options.range_guards, options.products),
         InsertCasts(),  # needs a decision on every node
         FoldCasts(gradients, options.numerics == "relaxed"),  # needs all casts, ours and the user's
     )

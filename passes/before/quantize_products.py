@@ -19,6 +19,7 @@ from ampcompile.errors import AmpWarning
 from ampcompile.kernels.fp8 import FP8_LINEAR, QUANTIZE, QUANTIZE_WEIGHT
 from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST
+from ampcompile.passes.analysis.op_traits import REARRANGES, has
 from ampcompile.passes.analysis.schema import arguments_by_name
 from ampcompile.passes.decide.fp8 import bias_of, operands
 from ampcompile.passes.graph import Cast, call_on_values, cast_of, decision_of, erase_unread, graphs, note, op_name
@@ -26,7 +27,6 @@ from ampcompile.torch_private import tracing
 
 ATEN = torch.ops.aten
 SIZE = ATEN.sym_size.int
-TURNS = (ATEN.t.default, ATEN.numpy_T.default, ATEN.mT.default, ATEN.adjoint.default)
 
 
 class _Graph:
@@ -50,10 +50,10 @@ class _Graph:
             note(buffer, cast=Cast(op_name(target), f"{because}, the weight's scale is a power of two"))
             result = self._call(product, FP8_LINEAR, rows, numbers, scale, weight, buffer, turned)
             if rows is not x:
-                leading = [
-                    s if isinstance(s, int) else self._call(product, SIZE, x, i) for i, s in enumerate(sizes[:-1])
-                ]
-                result = self._call(product, ATEN.reshape.default, result, [*leading, result.meta["val"].shape[-1]])
+                leading = [n if isinstance(n, int) else self._call(product, SIZE, x, i) for i, n in enumerate(sizes)]
+                result = self._call(
+                    product, ATEN.reshape.default, result, [*leading[:-1], result.meta["val"].shape[-1]]
+                )
             if (bias := bias_of(arguments)) is not None:
                 result = self._call(product, ATEN.add.Tensor, result, bias)
         note(result, fp8=True, because=decision_of(product).because)
@@ -84,11 +84,21 @@ def _look_through(matrix: Node, turned: bool) -> tuple[Node, bool, list[Node]]:
     """The matrix behind transpositions and our cast; whether its rows are features; the nodes passed, in order."""
     path: list[Node] = []
     while True:
-        turns = matrix.target in TURNS or (matrix.target is ATEN.transpose.int and matrix.args[1] != matrix.args[2])
+        turns = _is_transposed(matrix)
         if not turns and (matrix.target is not CAST or cast_of(matrix) is None):
             return matrix, turned, path
         path.insert(0, matrix)
         matrix, turned = matrix.args[0], turned ^ turns  # type: ignore[assignment]
+
+
+def _is_transposed(view: Node) -> bool:
+    """True for a transposed view of a matrix."""
+    if not has(view.target, REARRANGES) or not isinstance(view.args[0], Node):
+        return False
+    before, after = view.args[0].meta["val"], view.meta["val"]
+    if not isinstance(before, torch.Tensor) or before.dim() != 2 or before.shape[::-1] != after.shape:
+        return False
+    return bool(before.stride()[::-1] == after.stride() != before.stride())
 
 
 @dataclass(frozen=True)
