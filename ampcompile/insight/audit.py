@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from glob import escape
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -90,26 +89,38 @@ class Audit:
             )
         return next(filter(math.isnan, errors), max(errors))
 
-    def suggest(self, tolerance: float, trials: int = 60, progress: Callable[[str], None] | None = None) -> Policy:
+    def suggest(
+        self,
+        tolerance: float,
+        trials: int = 60,
+        progress: Callable[[str], None] | None = None,
+        allow: str | None = None,
+    ) -> Policy:
         """Return a policy that keeps few modules in float32 so that `error` is at most `tolerance`, as measured.
 
         Audits at most `trials` policies: first everything in float32, then without the modules that aren't needed,
-        halves of them first, then quarters, at last single modules. `progress` gets a line on each. Raises AuditError
-        if everything in float32 doesn't meet the tolerance, and for a tolerance that is no number above 0.
+        halves of them first, then quarters, at last single modules. With `allow="fp8"` it then quantizes as many
+        modules with linear products as the tolerance admits, those with large weights first, whose results other ops
+        of their graph read: the head stays as it is. `progress` gets a line on each. Raises AuditError if everything
+        in float32 doesn't meet the tolerance, and for a tolerance that is no number above 0.
         """
         if not (isinstance(tolerance, int | float) and 0 < tolerance < math.inf and trials >= 1):
             raise AuditError(
                 f"found suggest(tolerance={tolerance!r}, trials={trials!r}); expected a relative error above 0, such "
                 "as 1e-2, and at least one trial."
             )
+        if allow not in (None, "fp8"):
+            raise AuditError(f'found suggest(allow={allow!r}); expected "fp8", or None for 16 bits and float32 alone.')
         if math.isnan(self.error):
             raise AuditError(
                 "found outputs or gradients in which no number is finite in both runs; expected some to compare. "
                 "audit.not_finite and audit.first_not_finite say where that begins: mend the model or its inputs there."
             )
-        if self.error <= tolerance:
-            return self.policy
-        return _Search(self, tolerance, trials, progress or (lambda _: None)).run()
+        from .search import Trials, keep_in_float32, quantize
+
+        audits = Trials(self, tolerance, trials, progress or (lambda _: None))
+        policy = self.policy if self.error <= tolerance else keep_in_float32(audits)
+        return policy if allow is None else quantize(audits, policy)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -123,10 +134,10 @@ class Audit:
         """The lines and tables of the text: the whole run, the first overflow, modules, the worst ops."""
         lost, modules = [op for op in self.ops if op.numbers.not_finite], self.modules
         columns = ["alone", "from start", "largest", "overflow", "to zero", *(["not finite"] if lost else [])]
-        worst = sorted(modules, key=lambda module: _badness(modules[module]), reverse=True)[:MODULES]
+        worst = sorted(modules, key=lambda module: badness(modules[module]), reverse=True)[:MODULES]
         title = "module" if len(worst) == len(modules) else f"module (the worst {len(worst)} of {len(modules)})"
         # Below the first of `lost`: NaN in all that follow may come from there.
-        ops = sorted(self.ops, key=lambda op: (op in lost[:1], _badness(op.numbers)), reverse=True)[:OPS]
+        ops = sorted(self.ops, key=lambda op: (op in lost[:1], badness(op.numbers)), reverse=True)[:OPS]
 
         def cells(numbers: Numbers) -> Sequence[str]:
             return _cells(numbers)[: len(columns)]
@@ -192,71 +203,8 @@ def measure_call(call: MeasuredCall, local: bool = True) -> Audit:
     )
 
 
-class _Search:
-    """A search for few modules that meet the tolerance in float32; each set is audited."""
-
-    def __init__(self, audit: Audit, tolerance: float, trials: int, progress: Callable[[str], None]) -> None:
-        self.audit, self.tolerance, self.trials, self.progress = audit, tolerance, trials, progress
-        self.modules = frozenset(op.module for op in audit.ops)
-        self.errors = dict[frozenset[str], float]()  # measured, by the modules kept
-
-    def run(self) -> Policy:
-        """Return the policy. Raises AuditError if everything in float32 doesn't meet the tolerance."""
-        error = self._measure(self.modules)
-        if error > self.tolerance:
-            raise AuditError(
-                f"found a relative error of {error:.2g} with everything in float32; expected at most "
-                f"{self.tolerance:.2g}. Ask for a tolerance above that: no choice of modules is better."
-            )
-        # An outer module stands for all inside it: first see which of those are needed for ops of their own.
-        outer = {m for m in self.modules if any(not m or other.startswith(f"{m}.") for other in self.modules - {m})}
-        kept = self.modules - outer
-        if outer and not (kept and self._measure(kept) <= self.tolerance):
-            kept = self.modules
-            for depth in sorted({_depth(module) for module in outer}):
-                kept = self._shrink(kept, sorted(m for m in outer if _depth(m) == depth))
-        if "" not in kept:
-            numbers = self.audit.modules
-            kept = self._shrink(kept, sorted(kept - outer, key=lambda m: (_badness(numbers[m]), m)))
-        return self._policy(kept)
-
-    def _shrink(self, kept: frozenset[str], candidates: list[str]) -> frozenset[str]:
-        """Drop the candidates that aren't needed: all at once, halves, quarters, at last single ones."""
-        size = len(candidates)
-        while size:
-            start = 0
-            while start < len(candidates):
-                fewer = kept.difference(candidates[start : start + size])
-                if fewer and len(self.errors) < self.trials and self._measure(fewer) <= self.tolerance:
-                    kept = fewer
-                    del candidates[start : start + size]
-                else:
-                    start += size
-            size //= 2
-        return kept
-
-    def _measure(self, kept: frozenset[str]) -> float:
-        if kept not in self.errors:
-            assert self.audit.call is not None
-            error = measure_call(self.audit.call.with_policy(self._policy(kept)), local=False).error
-            self.progress(f"{len(kept)} module{'s' * (len(kept) != 1)} in float32: error {error:.2g}")
-            self.errors[kept] = math.inf if math.isnan(error) else error
-        return self.errors[kept]
-
-    def _policy(self, kept: frozenset[str]) -> Policy:
-        """Return the audit's policy with these modules in float32, a path standing for all inside it."""
-        everything = "" in kept or kept == self.modules
-        outer = [m for m in sorted(kept) if not any(m.startswith(f"{other}.") for other in kept)]
-        globs = ["*"] if everything else map(escape, outer)
-        overrides = tuple((glob, "fp32") for glob in globs)
-        return replace(self.audit.policy, modules=self.audit.policy.modules + overrides)
-
-
-def _depth(module: str) -> int:
-    return len(module.split(".")) if module else 0
-
-
-def _badness(numbers: Numbers) -> tuple[bool, float, float]:
+def badness(numbers: Numbers) -> tuple[bool, float, float]:
+    """The key by which modules and ops are sorted, the worst last."""
     local = numbers.local or 0.0
     return numbers.overflowed > 0, numbers.flushed, 0.0 if math.isnan(local) else local
 

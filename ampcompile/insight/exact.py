@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -66,12 +67,31 @@ def _call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any
         return attention(target, args, kwargs, to_high_precision(mixed, dtype))
     if draws_random_numbers(target) or reads_bits(target):
         return None
+    if (quantized := _quantized(target)) is not None:
+        return quantized.compute(target, args, mixed, dtype)
     if target in _OUT_DTYPE:
         arguments = arguments_by_name(target, args, kwargs)
         return _OUT_DTYPE[target](**{name: value for name, value in arguments.items() if name != "out_dtype"})
     if target in _SOFTMAX:
         return target(args[0], args[1], False)  # its flag converts a 16-bit operand to float32
     return target(*args, **kwargs)
+
+
+def _quantized(target: Any) -> Any:
+    """The module about ops of 8-bit products, if `target` is one: imported with them, as it defines them."""
+    if "ampcompile.kernels.fp8" not in sys.modules:
+        return None
+    from . import quantized
+
+    return quantized if target in quantized.OPS else None
+
+
+def compared(target: Any, value: Any) -> list[Tensor]:
+    """Return the floating tensors of a result; those of 8 bits in float32, and a quantized weight once."""
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if is_floating(leaf)]
+    if (quantized := _quantized(target)) is not None and target is quantized.QUANTIZE_WEIGHT:
+        leaves = [quantized.matrix_of(leaf) for leaf in leaves]
+    return [leaf.float() if leaf.itemsize == 1 else leaf for leaf in leaves]
 
 
 def _retype(arguments: Any, dtype: torch.dtype) -> Any:
@@ -115,11 +135,11 @@ def _lay_out_as(result: Any, mixed: Any) -> Any:
 
 
 def rounds(node: Node, result: Any) -> bool:
-    """Return True if an op computes floating values: no view, no copy, no choice among values."""
+    """Return True if an op computes floating values: no view, no copy, no choice, no constant number."""
     target = node.target
     if not isinstance(target, OpOverload | HigherOrderOperator):
         return False
-    if is_view(target) or has(target, COPIES_AFTER):
+    if is_view(target) or has(target, COPIES_AFTER) or target is aten.scalar_tensor.default:
         return False
     return any(is_floating(value) for value in pytree.tree_leaves(result))
 

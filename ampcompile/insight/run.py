@@ -19,7 +19,7 @@ from ampcompile.passes.graph import name_modules, placeholders
 from ampcompile.torch_private import joint_graphs, pytree
 from ampcompile.torch_private.storages import is_dense
 
-from .exact import compute_in_high_precision, is_floating, measure, rounds, to_high_precision
+from .exact import compared, compute_in_high_precision, is_floating, measure, rounds, to_high_precision
 from .recorder import record_op
 from .records import Numbers, OpRecord
 
@@ -165,8 +165,7 @@ class _PairedRun:
 
     def _measure(self, node: Node, result: Any, alone: Any, exact: Any) -> None:
         mixed, local, cumulative = (
-            None if value is None else [leaf for leaf in pytree.tree_leaves(value) if is_floating(leaf)]
-            for value in (result, alone, exact)
+            None if value is None else compared(node.target, value) for value in (result, alone, exact)
         )
         assert mixed is not None
         numbers, computes = measure(mixed, local, cumulative), any(map(_is_floating_node, node.all_input_nodes))
@@ -180,7 +179,8 @@ class _PairedRun:
     def _add(self, node: Node, record: OpRecord, mixed: Tensor, exact: Tensor) -> None:
         """Add an input, or an op with its first floating result, to the session's records."""
         name = str(len(self.session.ops))
-        record = replace(record, name=name, reads=self._reads(node), dtype=mixed.dtype, shape=tuple(mixed.shape))
+        first = next((leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if is_floating(leaf)), mixed)
+        record = replace(record, name=name, reads=self._reads(node), dtype=first.dtype, shape=tuple(mixed.shape))
         if self.session.fingerprints:
             sizes = sorted(n.meta["val"].numel() for n in node.all_input_nodes if _is_floating_node(n))[-2:]
             length = (prod(sizes) / max(mixed.numel(), 1)) ** (1 / max(len(sizes), 1))

@@ -1,0 +1,188 @@
+"""The search of `Audit.suggest`: few modules in float32, many in fp8, by audits of one policy after another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from glob import escape
+
+from ampcompile.errors import AuditError
+from ampcompile.policy import Policy
+
+from .audit import Audit, badness, measure_call
+from .records import OpRecord
+
+Modules = frozenset[str]
+_CASTS = ("aten._to_copy", "prims.convert_element_type")
+_LOSSES = ("aten._log_softmax", "aten._softmax")
+
+
+@dataclass
+class Trials:
+    """The call of an audit under other policies, at most `most` times."""
+
+    audit: Audit
+    tolerance: float
+    most: int
+    progress: Callable[[str], None]
+    errors: dict[Policy, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.errors = {self.audit.policy: self.audit.error}
+
+    @property
+    def are_left(self) -> bool:
+        return len(self.errors) <= self.most
+
+    def measure(self, policy: Policy, words: str) -> float:
+        """Return the error under a policy, infinite if it is NaN; `words` say what is tried."""
+        if policy not in self.errors:
+            self.note(policy, self.run(policy, local=False), words)
+        return self.errors[policy]
+
+    def run(self, policy: Policy, local: bool) -> Audit:
+        """Audit the call under a policy."""
+        assert self.audit.call is not None
+        return measure_call(self.audit.call.with_policy(policy), local)
+
+    def note(self, policy: Policy, audit: Audit, words: str) -> None:
+        """Count an audit."""
+        self.progress(f"{words}: error {audit.error:.2g}")
+        self.errors[policy] = math.inf if math.isnan(audit.error) else audit.error
+
+    def shrink(self, kept: Modules, candidates: Iterable[str], choice: Choice) -> Modules:
+        """Drop the candidates that aren't needed: all at once, halves, quarters, at last single ones."""
+        candidates = list(candidates)
+        size = len(candidates)
+        while size:
+            start = 0
+            while start < len(candidates):
+                fewer = kept.difference(candidates[start : start + size])
+                if self._meets(fewer, choice):
+                    kept = fewer
+                    del candidates[start : start + size]
+                else:
+                    start += size
+            size //= 2
+        return kept
+
+    def _meets(self, kept: Modules, choice: Choice) -> bool:
+        policy, words = choice(kept)
+        return (policy in self.errors or self.are_left) and self.measure(policy, words) <= self.tolerance
+
+
+Choice = Callable[[Modules], tuple[Policy, str]]
+"""The policy that spares some modules, and words about it."""
+
+
+@dataclass(frozen=True)
+class _InFloat32:
+    """The policy with some modules in float32, a path standing for all inside it; `all`: of all that compute."""
+
+    policy: Policy
+    all: Modules
+
+    def __call__(self, kept: Modules) -> tuple[Policy, str]:
+        everything = "" in kept or kept == self.all
+        outer = [m for m in sorted(kept) if not any(m.startswith(f"{other}.") for other in kept)]
+        globs = ["*"] if everything else map(escape, outer)
+        overrides = tuple((glob, "fp32") for glob in globs)
+        policy = replace(self.policy, modules=self.policy.modules + overrides)
+        return policy, f"{_count(len(kept))} in float32"
+
+
+def keep_in_float32(trials: Trials) -> Policy:
+    """Find few modules to keep in float32. Raises AuditError if everything in float32 misses the tolerance."""
+    numbers = trials.audit.modules
+    modules = frozenset(numbers)
+    choice = _InFloat32(trials.audit.policy, modules)
+    error = trials.measure(*choice(modules))
+    if error > trials.tolerance:
+        raise AuditError(
+            f"found a relative error of {error:.2g} with everything in float32; expected at most "
+            f"{trials.tolerance:.2g}. Ask for a tolerance above that: no choice of modules is better."
+        )
+    # An outer module stands for all inside it: first see which of those are needed for ops of their own.
+    outer = {m for m in modules if any(not m or other.startswith(f"{m}.") for other in modules - {m})}
+    kept = modules - outer
+    if outer and not (kept and trials.measure(*choice(kept)) <= trials.tolerance):
+        kept = modules
+        for depth in sorted({_depth(module) for module in outer}):
+            kept = trials.shrink(kept, sorted(m for m in outer if _depth(m) == depth), choice)
+    if "" not in kept:
+        kept = trials.shrink(kept, sorted(kept - outer, key=lambda m: (badness(numbers[m]), m)), choice)
+    return choice(kept)[0]
+
+
+@dataclass(frozen=True)
+class _InFp8:
+    """The policy with modules in fp8, but for some; what it says of modules itself goes before.
+
+    `quantized`: all modules whose products can be. A path stands for all inside it, if none there is spared.
+    """
+
+    policy: Policy
+    quantized: Modules
+
+    def __call__(self, kept: Modules) -> tuple[Policy, str]:
+        chosen = self.quantized - kept
+        outer = {next((a for a in _ancestors(m) if self._inside(a) <= chosen), m) for m in chosen}
+        overrides = [(escape(m), "fp8") for m in sorted(outer)]
+        overrides += [(escape(m), "default") for m in sorted(kept) if not outer.isdisjoint(_ancestors(m))]
+        policy = replace(self.policy, modules=(*overrides, *self.policy.modules))
+        return policy, f"{_count(len(chosen))} in fp8"
+
+    def _inside(self, path: str) -> Modules:
+        return frozenset(m for m in self.quantized if m == path or m.startswith(f"{path}."))
+
+
+def quantize(trials: Trials, policy: Policy) -> Policy:
+    """Let as many modules of a policy that meets the tolerance run in fp8 as meet it, too."""
+    if not trials.are_left:
+        return policy
+    everything = replace(policy, modules=(("*", "fp8"), *policy.modules))
+    audit = trials.run(everything, local=True)
+    weights: dict[str, int] = {}
+    for op in audit.ops:
+        if op.op == "ampcompile.quantize_weight" and op.module:
+            weights[op.module] = weights.get(op.module, 0) + op.numbers.elements
+    trials.note(everything, audit, f"{_count(len(weights))} in fp8")
+    heads = _heads(audit.ops)
+    choice = _InFp8(policy, frozenset(weights))
+    candidates = sorted(weights.keys() - heads, key=lambda m: -weights[m])
+    return choice(trials.shrink(frozenset(weights), candidates, choice))[0]
+
+
+def _heads(ops: Sequence[OpRecord]) -> set[str]:
+    """The modules of which a quantized product is read by nothing but a loss, as far as its graph shows."""
+    readers: dict[str, list[OpRecord]] = {}
+    for op in ops:
+        for name in op.reads:
+            readers.setdefault(name, []).append(op)
+    heads = set()
+    for product in ops:
+        if product.op == "ampcompile.fp8_linear" and not product.backward:
+            pending, read = [product], False
+            while pending and not read:
+                following = [op for op in readers.get(pending.pop().name, []) if not op.backward]
+                passing = [op for op in following if op.module == product.module or op.op in _CASTS]
+                read = any(op not in passing and op.op not in _LOSSES for op in following)
+                pending += passing
+            if not read:
+                heads.add(product.module)
+    return heads
+
+
+def _ancestors(path: str) -> list[str]:
+    """Paths of a module's parents and its own, the outermost first."""
+    parts = path.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def _depth(module: str) -> int:
+    return len(module.split(".")) if module else 0
+
+
+def _count(modules: int) -> str:
+    return f"{modules} module{'s' * (modules != 1)}"

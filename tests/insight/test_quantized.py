@@ -1,0 +1,179 @@
+"""Audits of quantized products: errors against float64, what isn't finite, and which modules `suggest` lets run so."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ampcompile
+from ampcompile import Policy
+from ampcompile.errors import AuditError
+from ampcompile.insight.audit import Audit
+from ampcompile.insight.run import Session
+from tests.insight.models import Block
+
+
+def audited(model: Any, *args: Any, policy: Any = "op linear=fp8", **settings: Any) -> Audit:
+    result: Audit = ampcompile.audit(model, policy=policy, products="torch", **settings)(*args)
+    return result
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(Block(16), Block(16), nn.Linear(16, 32))
+
+
+def made_by(audit: Audit, op: str) -> list[Any]:
+    return [record for record in audit.ops if record.op == op]
+
+
+def test_each_quantization_has_its_own_error_and_dtype() -> None:
+    audit = audited(nn.Sequential(nn.Linear(32, 16, bias=False), nn.GELU()), torch.randn(16, 32))
+    assert not audit.unmeasured and not audit.not_finite and audit.first_not_finite is None
+    for op in ("ampcompile.quantize", "ampcompile.quantize_weight"):
+        (record,) = made_by(audit, op)
+        assert record.in_dtype == "f8_e4m3fn" and record.module == "0"
+        assert 0.01 < record.numbers.local < 0.04  # 3 bits behind the point: 2**-5 for the mean square at most
+    (of_gradient,) = [record for record in audit.ops if record.in_dtype == "f8_e5m2"]
+    assert of_gradient.backward and 0.02 < of_gradient.numbers.local < 0.08
+    (product,) = made_by(audit, "ampcompile.fp8_linear")
+    assert product.numbers.local < 2**-8 < 0.02 < product.numbers.cumulative < 0.06
+    assert 0.02 < audit.gradients["0.weight"] < 0.12
+
+
+def test_products_of_quantized_numbers_are_compared_with_their_exact_sum() -> None:
+    x, weight = torch.randn(16, 32), torch.randn(32, 16)
+    audit = audited(lambda x, w: x @ w, x, weight, policy="op matmul=fp8", backward=False)
+    (record,) = made_by(audit, "ampcompile.quantize_weight")
+    assert record.numbers.elements == 32 * 16
+    (product,) = made_by(audit, "ampcompile.fp8_linear")
+    assert product.numbers.local < 2**-8 < 0.01 < product.numbers.cumulative < 0.06
+
+
+@pytest.mark.parametrize("rows", [16, 7])
+def test_the_exact_run_does_not_depend_on_the_policy(rows: int) -> None:
+    model, x = blocks(), torch.randn(2, rows, 16)
+    pairs = []
+    for policy in ("default", "op linear=fp8"):
+        audit = audited(model, x, policy=policy)
+        assert audit.call is not None
+        pairs.append(audit.call.run(Session(local=False)))
+    assert pairs[0].keys() == pairs[1].keys() and len(pairs[0]) > 10
+    for name, (mixed, exact) in pairs[1].items():
+        assert (exact - pairs[0][name][1]).norm() <= 1e-6 * exact.norm(), (
+            name
+        )  # its loss differs: a mixed one's squares
+        assert mixed.isfinite().all()
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("where", ["weight", "input"])
+def test_numbers_that_are_not_finite_are_found_where_they_enter(number: float, where: str) -> None:
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), torch.randn(16, 16)
+    with torch.no_grad():
+        (model[0].weight if where == "weight" else x)[3, 5] = number
+    audit = audited(model, x, backward=False)
+    first = audit.first_not_finite
+    assert first is not None and first.module == "0"
+    assert first.op in ("aten._to_copy", "ampcompile.quantize_weight", "ampcompile.quantize")
+    assert audit.not_finite["output 0"] >= 1 / 16
+
+
+def test_what_is_suggested_is_quantized_and_meets_the_tolerance() -> None:
+    model, x = blocks(), torch.randn(4, 16, 16)
+    audit = audited(model, x, policy="default")
+    told: list[str] = []
+    everything = audit.suggest(0.5, allow="fp8", progress=told.append)
+    assert str(everything) == "module 0=fp8, module 1=fp8", "not the head"
+    most = audited(model, x, policy=everything)
+    assert len(made_by(most, "ampcompile.fp8_linear")) == 4
+    assert told[0].startswith("5 modules in fp8: error") and told[1] == f"4 modules in fp8: error {most.error:.2g}"
+    tolerance = (audit.error + most.error) / 2
+    some = audit.suggest(tolerance, allow="fp8")
+    again = audited(model, x, policy=some)
+    assert again.error <= tolerance
+    assert 0 < len(made_by(again, "ampcompile.fp8_linear")) < 4
+
+
+def test_nothing_is_quantized_below_what_it_costs() -> None:
+    audit = audited(blocks(), torch.randn(4, 16, 16), policy="default")
+    assert audit.suggest(audit.error * 1.01, allow="fp8") == audit.policy
+
+
+def test_what_misses_the_tolerance_in_16_bits_is_kept_first() -> None:
+    model, x = blocks(), torch.randn(4, 16, 16)
+    audit = audited(model, x, policy="default", backward=False)
+    tolerance = audit.error / 2
+    policy = audit.suggest(tolerance, allow="fp8")
+    assert "fp32" in dict(policy.modules).values()
+    assert audited(model, x, policy=policy, backward=False).error <= tolerance
+
+
+def test_what_the_policy_says_of_modules_stays() -> None:
+    given = Policy(modules=(("0.*", "bf16"), ("1.up", "fp32")))
+    audit = audited(blocks(), torch.randn(4, 16, 16), policy=given)
+    assert audit.suggest(0.5, allow="fp8") == Policy(modules=(("1", "fp8"), *given.modules))
+
+
+def test_one_trial_is_one_audit() -> None:
+    audit = audited(blocks(), torch.randn(4, 16, 16), policy="default")
+    told: list[str] = []
+    assert audit.suggest(0.5, 1, told.append, "fp8") == audit.policy
+    assert len(told) == 1
+
+
+class Outer(nn.Module):
+    """Multiplies by a weight of its own, and by one of a module inside, which rounds badly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 16) / 4)
+        self.inner = nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(F.linear(x, self.weight).relu() * 1e-2) * 100 - x
+
+
+def test_a_module_inside_of_one_that_is_quantized_may_be_spared() -> None:
+    model, x = nn.Sequential(Outer(), nn.Linear(16, 16)), torch.randn(16, 16)
+    audit = audited(model, x, policy="default")
+    both = audited(model, x, policy="module 0=fp8").error
+    outer = audited(model, x, policy="module 0=fp8, module 0.inner=default").error
+    inner = audited(model, x, policy="module 0.inner=fp8").error
+    policy = audit.suggest(max(outer, inner), allow="fp8")
+    assert both > max(outer, inner)
+    assert audited(model, x, policy=policy).error <= max(outer, inner)
+    assert str(policy) in ("module 0=fp8, module 0.inner=default", "module 0.inner=fp8")
+
+
+class Tied(nn.Module):
+    """A language model whose loss is part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block, self.head = nn.Embedding(32, 16), Block(16), nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.block(self.embedding(tokens)))
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def test_a_head_before_the_loss_is_spared() -> None:
+    audit = audited(Tied(), torch.randint(32, (2, 16)), policy="default")
+    assert str(audit.suggest(0.9, allow="fp8")) == "module block=fp8"
+
+
+def test_where_nothing_can_be_quantized_nothing_is() -> None:
+    told: list[str] = []
+    audit = audited(nn.Sequential(nn.Linear(8, 7), nn.Linear(7, 8)), torch.randn(4, 8), policy="default")
+    assert audit.suggest(0.5, allow="fp8", progress=told.append) == audit.policy
+    assert told[0].startswith("0 modules in fp8")
+
+
+def test_other_values_are_refused() -> None:
+    audit = audited(nn.Linear(16, 16), torch.randn(16, 16), policy="default")
+    with pytest.raises(AuditError, match=r"allow=.fp4.\); expected .fp8., or None"):
+        audit.suggest(0.5, allow="fp4")
