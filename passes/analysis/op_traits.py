@@ -53,7 +53,7 @@ PRODUCTS_AFTER = (
     | _aten("""
 mm addmm bmm baddbmm addbmm mv addmv addr dot vdot linear convolution convolution_backward
 """)
-    | {"ampcompile::packed_conv", "ampcompile::packed_linear"}
+    | {"aten::_scaled_mm", "ampcompile::packed_conv", "ampcompile::packed_linear"}
 )
 # They return one of their operands, or change its sign. Narrowing first could turn a small number into a zero of either
 # sign, and kernels differ in which of two equal zeros they return: these ops commute with exact casts only.

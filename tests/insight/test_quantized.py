@@ -177,3 +177,24 @@ def test_other_values_are_refused() -> None:
     audit = audited(nn.Linear(16, 16), torch.randn(16, 16), policy="default")
     with pytest.raises(AuditError, match=r"allow=.fp4.\); expected .fp8., or None"):
         audit.suggest(0.5, allow="fp4")
+
+
+def test_a_watch_names_the_quantized_product_that_overflows_and_changes_no_bit() -> None:
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)), torch.randn(16, 16)
+    found = []
+    for watched in (False, True):
+        torch._dynamo.reset()
+        options = {"policy": "op linear=fp8", "products": "torch", "dtype": torch.float16, "watch": watched}
+        compiled = torch.compile(model, backend="amp", options=options)
+        result = compiled(x)
+        gradients = torch.autograd.grad(result.sum(), [*model.parameters()])
+        found.append([result.detach(), *gradients])
+    assert all(map(torch.equal, *found))
+    assert ampcompile.watch(compiled).report().first is None
+    with torch.no_grad():
+        model[2].weight.fill_(6e4)
+        model[0].bias.fill_(4.0)
+    compiled(x)
+    first = ampcompile.watch(compiled).report().first
+    assert first is not None
+    assert (first.at.value.op, first.at.value.kind, first.at.value.module) == ("aten._scaled_mm", "product", "2")
