@@ -19,9 +19,9 @@ from ampcompile.errors import AmpWarning
 from ampcompile.kernels.fp8 import FP8_LINEAR, QUANTIZE, QUANTIZE_WEIGHT
 from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST
+from ampcompile.passes.analysis.linear_products import bias_of, operands
 from ampcompile.passes.analysis.op_traits import REARRANGES, has
 from ampcompile.passes.analysis.schema import arguments_by_name
-from ampcompile.passes.decide.fp8 import bias_of, operands
 from ampcompile.passes.graph import Cast, call_on_values, cast_of, decision_of, erase_unread, graphs, note, op_name
 from ampcompile.torch_private import tracing
 

@@ -11,6 +11,7 @@ import torch
 
 from ampcompile.dtypes import LOW, short_name
 from ampcompile.errors import AmpWarning
+from ampcompile.passes.analysis.linear_products import bias_of, operands, result_width
 from ampcompile.passes.graph import Decision
 
 from .decisions import Call
@@ -74,25 +75,6 @@ def _of_call(call: Call, low: torch.dtype) -> str:
 def _value(call: Call, name: str) -> Any:
     argument = call.arguments[name]
     return call.values[argument] if isinstance(argument, torch.fx.Node) else argument
-
-
-def operands(arguments: dict[str, Any]) -> tuple[Any, Any]:
-    """The rows and the matrix of a linear product, by the names in its schema."""
-    if "weight" in arguments:
-        return arguments["input"], arguments["weight"]
-    if "mat1" in arguments:
-        return arguments["mat1"], arguments["mat2"]
-    return arguments["self"], arguments.get("mat2", arguments.get("other"))
-
-
-def bias_of(arguments: dict[str, Any]) -> Any:
-    """What is added to a linear product; None: nothing."""
-    return arguments.get("bias") if "weight" in arguments else arguments.get("self") if "mat1" in arguments else None
-
-
-def result_width(arguments: dict[str, Any]) -> Any:
-    """The features of the result."""
-    return arguments["weight"].shape[0] if "weight" in arguments else operands(arguments)[1].shape[1]
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
