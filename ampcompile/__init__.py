@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .auditing.audit import audit, record
 from .errors import (
     AmpError,
     AmpWarning,
@@ -27,19 +26,19 @@ from .errors import (
     ShardingError,
     WeightsError,
 )
-from .explaining.explain import explain
+from .insight.ask import audit, explain, record
 from .precision import keep_fp32, precision
 
 if TYPE_CHECKING:
-    from .auditing.compare import compare
     from .compiler.export import export
     from .compiler.methods import compile_methods
+    from .insight.compare import compare
+    from .insight.watch import watch
     from .policy import Policy
     from .rules import register_op
     from .scaler import GradScaler, capture_step, keep_masters
     from .sharding import shard_policy
     from .timing.step_profile import profile_step
-    from .watching.watch import watch
     from .weights import free_copies, invalidate, release_masters, weight_stats
 
 __all__ = [
@@ -89,7 +88,7 @@ __all__ = [
 _LATER = {
     "GradScaler": "scaler",
     "capture_step": "scaler",
-    "compare": "auditing.compare",
+    "compare": "insight.compare",
     "compile_methods": "compiler.methods",
     "export": "compiler.export",
     "Policy": "policy",
@@ -100,7 +99,7 @@ _LATER = {
     "register_op": "rules",
     "release_masters": "weights",
     "shard_policy": "sharding",
-    "watch": "watching.watch",
+    "watch": "insight.watch",
     "weight_stats": "weights",
 }
 

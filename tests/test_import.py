@@ -37,10 +37,10 @@ def test_the_backend_loads_no_records_of_casts_and_nothing_that_only_watched_gra
     script = "import sys, ampcompile.compiler.backend; print(*(name for name in sys.modules if 'ampcompile' in name))"
     run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=300, check=True)
     loaded = run.stdout.split()
-    assert "ampcompile.records.logs" in loaded and "ampcompile.passes.pipeline" in loaded
+    assert "ampcompile.insight.logs" in loaded and "ampcompile.passes.pipeline" in loaded
     seldom = (
-        "records.casts",
-        "records.watch",
+        "insight.records",
+        "insight.recorder",
         "passes.watch_op",
         "compiler.watched_graph",
     )

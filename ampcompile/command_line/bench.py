@@ -15,8 +15,8 @@ from ampcompile.compiler.ambient import device_type_of
 from ampcompile.compiler.module_names import modules_of
 from ampcompile.config import Options
 from ampcompile.dtypes import short_name
-from ampcompile.explaining.preserve_state import preserve_state
-from ampcompile.explaining.text import render_table
+from ampcompile.insight.call import preserve_state
+from ampcompile.insight.show import render_table
 from ampcompile.timing import step_profile
 from ampcompile.timing.step_profile import StepProfile
 from ampcompile.timing.trace import time_call

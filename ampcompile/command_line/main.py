@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from ampcompile.auditing.audit import audit
 from ampcompile.config import Options
 from ampcompile.errors import AmpError, CommandLineError
-from ampcompile.explaining.explain import explain
-from ampcompile.records.casts import plain
+from ampcompile.insight.ask import audit, explain
+from ampcompile.insight.records import plain
 
 from .bench import bench
 from .bench import table as bench_table

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ampcompile.errors import CommandLineError
-from ampcompile.explaining.preserve_state import preserve_state
+from ampcompile.insight.call import preserve_state
 
 _RETURNED = "(model, args) or (model, args, kwargs), where args is a tuple or list and kwargs a dict"
 _EXPECTED = f"expected {_RETURNED}"

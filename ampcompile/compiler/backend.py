@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.config import Options
+from ampcompile.insight import logs
 from ampcompile.passes.analysis.weights import find_copied_weights, find_gathered_weights
 from ampcompile.passes.analysis.wide_products import is_emulated
 from ampcompile.passes.base import Applied, Watch, run_passes
@@ -21,10 +22,9 @@ from ampcompile.passes.capture.capture import capture
 from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
 from ampcompile.passes.graph import Regions, name_modules
 from ampcompile.passes.pipeline import fusion, pipeline
-from ampcompile.records import logs
 from ampcompile.torch_private import autocast, compiled_functions, dynamo_modules, tracing
 
-from . import ambient, left_to_autocast
+from . import advice, ambient, left_to_autocast
 from .call_state import current_call
 from .double_backward import copy_with_bodies
 from .left_to_autocast import LEFT
@@ -65,8 +65,8 @@ def leave(gm: GraphModule, example_inputs: Sequence[Any], options: Options, reas
     gm.meta[LEFT] = reason
     if current_call.graphs is not None:
         current_call.graphs.add(gm)
-    if (logged := logs.watcher(example_inputs)) is not None:
-        logs.log_graph(logged.record(gm, gm, (), reason))
+    if (logged := logs.recorder(example_inputs)) is not None:
+        logs.log_graph(logged.finish(gm, gm, (), reason))
     return Rewritten(gm, gm, options, ())
 
 
@@ -94,15 +94,15 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     copied, gathered = dict[Node, bool](), frozenset[Node]()
     if options.weights == "cached":
         copied, gathered = find_copied_weights(graph, example_inputs), find_gathered_weights(graph, example_inputs)
-    logged = logs.watcher(example_inputs)
-    watch = logs.watch_both(watch, None if logged is None else logged.watch)
+    logged = logs.recorder(example_inputs) if watch is None else None
+    watch = watch if logged is None else logged.watch
     history = [captured, *run_passes(pipeline(options, regions, copied, gathered), graph, watch)]
     if fuse := fusion(options, device_type):
         if torch.is_grad_enabled():
             graph.meta[GRAPH_BEFORE_FUSION] = copy_with_bodies(graph)
         history += run_passes(fuse, graph, watch)
     if logged is not None:
-        logs.log_graph(logged.record(gm, graph, history))
+        logs.log_graph(logged.finish(gm, graph, history))
     return Rewritten(gm, graph, options, tuple(history))
 
 
@@ -122,13 +122,13 @@ def _device_type(example_inputs: Sequence[Any]) -> str:
 def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """Dynamo backend. `mode` and `options` are those of `torch.compile`; see `ampcompile.config.Options`."""
     options = Options.parse(**kwargs)
-    logs.warn_of_unscaled(_device_type(example_inputs), example_inputs)
+    advice.warn_of_unscaled(_device_type(example_inputs), example_inputs)
     graph = gm
     if not compiled_functions.is_backward(example_inputs):
         rewritten = rewrite(gm, example_inputs, options)
         graph = rewritten.graph
         if (low := find_type_without_units(rewritten, example_inputs)) is not None:
-            logs.warn_of_missing_units(low)
+            advice.warn_of_missing_units(low)
     with _collect_rarely():
         return lower(graph, example_inputs, options)
 

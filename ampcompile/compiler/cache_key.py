@@ -13,7 +13,7 @@ import torch
 from ampcompile.passes.analysis.wide_products import WideProducts
 
 # These rooms don't affect compiled graphs: they use the compiler, or work around a graph. Of `weights`, `spec` does.
-_WITHOUT = frozenset({"auditing", "command_line", "explaining", "records", "scaler", "watching", "weights"})
+_WITHOUT = frozenset({"command_line", "insight", "scaler", "weights"})
 
 
 def cache_key(wide: WideProducts) -> str:

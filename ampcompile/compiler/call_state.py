@@ -25,7 +25,7 @@ current_call = CallState()
 
 
 @contextlib.contextmanager
-def casting(cast: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def casting(cast: Callable[[torch.Tensor], torch.Tensor] | None) -> Iterator[None]:
     """Let `cast` make the results of calls float32."""
     current_call.cast, outer = cast, current_call.cast
     try:

@@ -17,13 +17,13 @@ from torch.fx import GraphModule, Node, map_arg
 
 from ampcompile.config import Options
 from ampcompile.errors import ExportError, OptionError
+from ampcompile.insight import logs
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.capture.capture import capture, overflows
 from ampcompile.passes.capture.outline import LeftAlone
 from ampcompile.passes.graph import Regions, graphs, note, op_name, placeholders, source_line
 from ampcompile.passes.pipeline import pipeline
-from ampcompile.records import logs
 from ampcompile.torch_private import autocast, pytree, tracing
 from ampcompile.torch_private.memory import memory_of
 
@@ -105,10 +105,10 @@ def _rewrite(program: ExportedProgram, options: Options, model: torch.nn.Module)
     unmatched.warn(options.policy, names, model)
     regions = Regions(autocast.autocast_states())
     passes = pipeline(replace(options, weights="every_call"), regions)
-    logged = logs.watcher(fakes)
+    logged = logs.recorder(fakes)
     history = run_passes(passes, captured, None if logged is None else logged.watch)
     if logged is not None:
-        logs.log_graph(logged.record(gm, captured, history))
+        logs.log_graph(logged.finish(gm, captured, history))
     return captured
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import sys
 import warnings
@@ -18,12 +19,13 @@ from torch.fx import GraphModule
 from ampcompile.errors import AmpWarning
 from ampcompile.passes.graph import graphs, module_path
 from ampcompile.policy import Policy
-from ampcompile.records import logs
 from ampcompile.torch_private import dynamo_attempts
 from ampcompile.torch_private.types import OpOverload
 
 from .call_state import current_call
 from .module_names import module_names, modules_of
+
+log = logging.getLogger("ampcompile")
 
 
 @dataclass
@@ -69,7 +71,8 @@ class FirstCalls:
         if names.ops or self._policy == Policy():  # else Dynamo ran it eagerly
             self.run = self._compiled
         if not names.graphs and (why := dynamo_attempts.failed_since(before)) is not None:
-            logs.log_no_graph(named(self._fn), why)
+            why = why or "it has no tensor operation"
+            log.info("Dynamo made no graph of %s, which runs eagerly under autocast: %s", named(self._fn), why)
         return result
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ampcompile.errors import OptionError
-from ampcompile.explaining.explain import Awaiting, check_arguments
+from ampcompile.insight.ask import Question, check_arguments
 from ampcompile.torch_private import backends
 
 from . import bound
@@ -93,7 +93,7 @@ class StepProfile:
 
 def table(profiles: Mapping[str, StepProfile]) -> str:
     """A line for each profile, by name; a GPU's columns where there is one."""
-    from ampcompile.explaining.text import render_table  # it imports rich, which a GPU's machine may lack
+    from ampcompile.insight.show import render_table  # it imports rich, which a GPU's machine may lack
 
     gpu = any(profile.busy for profile in profiles.values())
     headings = ["", "wall", *(["on the GPU", "idle", "launches"] if gpu else []), *KINDS, "bound"]
@@ -147,7 +147,7 @@ def profile_step(
     def run(*args: Any, **kwargs: Any) -> StepProfile:
         return measure(lambda: step(*args, **kwargs), optimizer, steps, try_others)
 
-    return Awaiting(step, run, "ampcompile.profile_step")
+    return Question(step, run, "ampcompile.profile_step")
 
 
 def measure(

@@ -8,12 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from traceback import FrameSummary
 
-from torch._dynamo import convert_frame
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
-
-ENTERED_BY_FRAMES = convert_frame.__file__
-"""The file of the functions that Python calls instead of a frame that may be compiled."""
 
 
 def count() -> tuple[int, Counter[str]]:

@@ -56,13 +56,6 @@ def name_backward_nodes(graph: torch.fx.Graph) -> None:
             node.meta.setdefault("nn_module_stack", node.meta["fwd_nn_module_stack"])
 
 
-def decomposition(op: Any) -> Any:
-    """Return the function that computes an op by simpler ones, by torch's table; the op itself if there is none."""
-    from torch._decomp import decomposition_table
-
-    return decomposition_table.get(op, op)
-
-
 def random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The state of the generators of the CPU and of every GPU."""
     return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
-from ampcompile.explaining.report import Report
+from ampcompile.insight.report import Report
 
 
 class Encoder(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ampcompile
 from ampcompile import keep_fp32
-from ampcompile.explaining.report import Report
+from ampcompile.insight.report import Report
 from examples.steering.imported_pooling import RoIPool
 
 Wrapped = keep_fp32(RoIPool)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import ampcompile
 from ampcompile import keep_fp32, precision
-from ampcompile.explaining.report import Report
+from ampcompile.insight.report import Report
 
 
 @keep_fp32

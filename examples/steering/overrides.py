@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import ampcompile
 from ampcompile import Policy
-from ampcompile.explaining.report import Report
+from ampcompile.insight.report import Report
 
 
 class Block(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ampcompile
-from ampcompile.explaining.report import Report
+from ampcompile.insight.report import Report
 
 
 def layers() -> nn.Module:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,12 +71,8 @@ class WatchedValue:
     """Its dtype, as `f16`; of a cast, the dtype it casts to."""
     operands: tuple[int, ...]
     """Indices of the watched values that it reads, among those of its direction; of a product, of its two factors."""
-    length: int = 0
-    """Terms of each sum of a product; 0 if unknown, and for other ops."""
     sampled: bool = False
     """True if every eighth row alone is read, as no kernel of ours or Inductor's reads the value."""
-    input_factor: tuple[int, ...] = ()
-    """The shape of a product's factor that is an input of the graph, as a weight's copy is; forward alone."""
 
 
 @dataclass(frozen=True)
@@ -185,21 +181,17 @@ def _is_zero(node: Any) -> bool:
 def _describe(
     node: Node, backward: bool, index: dict[Node, int], lines: dict[Any, Node], sampled: bool
 ) -> WatchedValue:
-    kind, factors = _kind(node), _factors(node)
     near = node if source_line(node) else lines.get(node.meta.get("seq_nr"), node)
-    read = [_origin(each, index) for each in (factors or maker(node).all_input_nodes)]
-    given = [each for each, origin in zip(factors, read, strict=False) if origin.op == "placeholder"]
+    read = [_origin(each, index) for each in (_factors(node) or maker(node).all_input_nodes)]
     return WatchedValue(
-        kind=kind,
+        kind=_kind(node),
         op=op_name(node.target),
         module=module_path(node) or module_path(near),
         source=source_line(near),
         backward=backward,
         dtype=short_name(node.meta["val"].dtype),
         operands=tuple(index[each] for each in read if each in index),
-        length=_length(node, factors) if len(factors) == 2 else 0,
         sampled=sampled,
-        input_factor=tuple(given[0].meta["val"].shape) if len(given) == 1 and not backward else (),
     )
 
 
@@ -239,11 +231,6 @@ def _factors(node: Node) -> list[Node]:
     """Both factors of a product."""
     first = _FACTORS.get(op_name(node.target))
     return [] if first is None else [each for each in node.args[first : first + 2] if isinstance(each, Node)]
-
-
-def _length(product: Node, factors: Sequence[Node]) -> int:
-    shape = factors[1].meta["val"].shape
-    return math.prod(shape[1:]) if op_name(product.target) == "aten.convolution" else int(shape[-2])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ampcompile.compiler.cache_key import cache_key, covered_files, key_of, sour
 from ampcompile.passes.analysis.wide_products import WideProducts
 from tests.test_layout import ROOT, SOURCES, imports
 
-DECIDES_NOTHING = ["ampcompile/explaining/table.py", "docs/explain.md", "tests/conftest.py", "pyproject.toml"]
+DECIDES_NOTHING = ["ampcompile/insight/report.py", "docs/explain.md", "tests/conftest.py", "pyproject.toml"]
 
 
 def test_the_key_covers_all_that_passes_kernels_and_decompositions_import_and_nothing_else() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampcompile.explaining.report import Report
+from ampcompile.insight.report import Report
 from examples.steering import all_casts, boxes_in_float32, decorators, overrides, softmax_layers
 
 LOW, HALF, HIGH = torch.bfloat16, torch.float16, torch.float32

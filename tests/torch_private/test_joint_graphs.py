@@ -1,4 +1,4 @@
-"""Random numbers can be drawn again; graphs of AOTAutograd are tested by audits, in tests/auditing/test_run.py."""
+"""Random numbers can be drawn again; graphs of AOTAutograd are tested by audits, in tests/insight/test_audit.py."""
 
 import torch
 

@@ -1,0 +1,271 @@
+"""The result of `ampcompile.audit`: errors by op and module, the first overflow, and what to keep in float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from glob import escape
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from ampcompile.dtypes import short_name
+from ampcompile.errors import AuditError
+from ampcompile.policy import Policy
+
+from .call import Subject
+from .exact import combine, find_not_finite, ratio, relative_error, squares
+from .measured_call import MeasuredCall
+from .records import Numbers, OpRecord, plain
+from .run import Session
+from .show import error_text, table, text_of
+
+MODULES, OPS, NAMES = 40, 10, 3
+"""Most rows of the tables of modules and of ops, and most names in a line."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The numbers of one call and its backward. `str(audit)` is a table that fits the terminal."""
+
+    ops: Sequence[OpRecord]
+    """Every op that computes floating values, in the order in which they ran, with its `numbers`."""
+    outputs: Sequence[float]
+    """Relative error of each floating tensor returned, against the exact run. Empty without `cumulative`."""
+    gradients: Mapping[str, float]
+    """Relative error of the gradient of each parameter, and of each input that requires grad, by name."""
+    gradient_error: float | None
+    """Relative error of all gradients together; None if there are none."""
+    unmeasured: Sequence[str]
+    """Ops that don't run in high precision: the exact run continues with the mixed run's numbers after them."""
+    against: torch.dtype
+    not_finite: Mapping[str, float] = field(default_factory=dict)
+    """Share of the elements that are NaN or infinite, by name: of inputs, and in either run of outputs and gradients.
+
+    Only those above 0; in outputs and gradients, infinities that both runs have don't count.
+    """
+    policy: Policy = Policy()  # noqa: RUF009
+    call: MeasuredCall | None = field(default=None, repr=False, compare=False)
+    """The audited callable and its inputs, to run it again."""
+
+    @property
+    def modules(self) -> dict[str, Numbers]:
+        """The measurements of the ops that each module calls itself: the worst errors, shares of all elements.
+
+        By path, in the order in which modules ran first.
+        """
+        groups: dict[str, list[Numbers]] = {}
+        for op in self.ops:
+            groups.setdefault(op.module, []).append(op.numbers)
+        return {module: combine(parts) for module, parts in groups.items()}
+
+    @property
+    def first_overflow(self) -> OpRecord | None:
+        """The first op that made an infinity or NaN out of finite numbers where float32 would not."""
+        return next((op for op in self.ops if op.numbers.overflowed), None)
+
+    @property
+    def first_not_finite(self) -> OpRecord | None:
+        """The first op with NaN in either run, or with an infinity in one alone; its operands may have some already."""
+        return next((op for op in self.ops if op.numbers.not_finite), None)
+
+    @property
+    def first_underflow(self) -> OpRecord | None:
+        """The first op that flushed a number to zero that float32 would have kept."""
+        return next((op for op in self.ops if op.numbers.flushed), None)
+
+    @property
+    def error(self) -> float:
+        """The worst of the errors of the outputs and of all gradients together. Raises AuditError if there is none.
+
+        NaN if one of them is NaN.
+        """
+        errors = [*self.outputs, *([self.gradient_error] if self.gradient_error is not None else [])]
+        if not errors:
+            raise AuditError(
+                "audit has no error of the whole run: it was made with cumulative=False, or the call returned no "
+                "floating tensor. Audit with cumulative=True a call that returns what matters."
+            )
+        return next(filter(math.isnan, errors), max(errors))
+
+    def suggest(self, tolerance: float, trials: int = 60, progress: Callable[[str], None] | None = None) -> Policy:
+        """Return a policy that keeps few modules in float32 so that `error` is at most `tolerance`, as measured.
+
+        Audits at most `trials` policies: first everything in float32, then without the modules that aren't needed,
+        halves of them first, then quarters, at last single modules. `progress` gets a line on each. Raises AuditError
+        if everything in float32 doesn't meet the tolerance, and for a tolerance that is no number above 0.
+        """
+        if not (isinstance(tolerance, int | float) and 0 < tolerance < math.inf and trials >= 1):
+            raise AuditError(
+                f"found suggest(tolerance={tolerance!r}, trials={trials!r}); expected a relative error above 0, such "
+                "as 1e-2, and at least one trial."
+            )
+        if math.isnan(self.error):
+            raise AuditError(
+                "found outputs or gradients in which no number is finite in both runs; expected some to compare. "
+                "audit.not_finite and audit.first_not_finite say where that begins: mend the model or its inputs there."
+            )
+        if self.error <= tolerance:
+            return self.policy
+        return _Search(self, tolerance, trials, progress or (lambda _: None)).run()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        derived = ("modules", "first_not_finite", "first_overflow", "first_underflow")
+        return plain(self) | {name: plain(getattr(self, name)) for name in derived} | {"policy": str(self.policy)}
+
+    def __str__(self) -> str:
+        return text_of(self._parts())
+
+    def _parts(self) -> list[str | Table]:
+        """The lines and tables of the text: the whole run, the first overflow, modules, the worst ops."""
+        lost, modules = [op for op in self.ops if op.numbers.not_finite], self.modules
+        columns = ["alone", "from start", "largest", "overflow", "to zero", *(["not finite"] if lost else [])]
+        worst = sorted(modules, key=lambda module: _badness(modules[module]), reverse=True)[:MODULES]
+        title = "module" if len(worst) == len(modules) else f"module (the worst {len(worst)} of {len(modules)})"
+        # Below the first of `lost`: NaN in all that follow may come from there.
+        ops = sorted(self.ops, key=lambda op: (op in lost[:1], _badness(op.numbers)), reverse=True)[:OPS]
+
+        def cells(numbers: Numbers) -> Sequence[str]:
+            return _cells(numbers)[: len(columns)]
+
+        rows = [(m or "(none)", str(modules[m].ops), *cells(modules[m])) for m in modules if m in worst]
+        op_rows = [(op.title, op.module or "(none)", op.line, op.in_dtype, *cells(op.numbers)) for op in ops]
+        parts: list[str | Table] = [
+            *self._headlines(lost),
+            "",
+            table([title], ["ops", *columns], rows),
+            "",
+            table(["op, the worst first", "module", "line", "dtype"], columns, op_rows),
+            "",
+            f"alone: an op's own error, against {short_name(self.against)} on the same operands; from start: of all "
+            "ops so far; largest: magnitude; overflow, to zero: shares of the elements that float32 would keep"
+            + "; not finite: share of NaN and infinities"
+            * bool(lost),
+        ]
+        if self.unmeasured:
+            parts.append(f"not run in high precision: {', '.join(self.unmeasured)}")
+        return parts
+
+    def _headlines(self, lost: Sequence[OpRecord]) -> Iterator[str]:
+        exact = short_name(self.against)
+        yield f"mixed run against {exact}: {len(self.ops)} ops"
+        if self.not_finite:
+            named = [f"{name} ({_share(share)})" for name, share in self.not_finite.items()]
+            more = f" and {len(named) - NAMES} more" if len(named) > NAMES else ""
+            yield f"not finite: {', '.join(named[:NAMES])}{more}"
+        if lost:
+            yield f"first not finite: {lost[0]}; {len(lost)} ops in all"
+        if self.outputs:
+            yield f"relative error of the outputs: {', '.join(map(error_text, self.outputs))}"
+        if self.gradient_error is not None:
+            yield f"relative error of all gradients together: {error_text(self.gradient_error)}"
+        yield f"first overflow: {self.first_overflow or 'none'}"
+        yield f"first flush to zero: {self.first_underflow or 'none'}"
+
+
+def audit_call(subject: Subject, settings: dict[str, Any], args: Any, kwargs: Any) -> Audit:
+    """Run a call in mixed and in high precision, and compare."""
+    return measure_call(MeasuredCall(subject, args, kwargs, **settings))
+
+
+def measure_call(call: MeasuredCall, local: bool = True) -> Audit:
+    """Run a call; `local`: each op also alone."""
+    session = Session(call.against, call.cumulative, local)
+    pairs = call.run(session)
+    errors = {name: relative_error(*pair) for name, pair in pairs.items() if name.startswith("output ")}
+    gradients = {name: squares(*pair) for name, pair in session.gradients.items()}
+    compared = [pair for pair in gradients.values() if not math.isnan(pair[0])] or [*gradients.values()]
+    shares = {name: float(find_not_finite(*pair).double().mean()) for name, pair in pairs.items() if pair[0].numel()}
+    return Audit(
+        ops=session.ops,
+        outputs=[*errors.values()],
+        gradients={name: ratio(*pair) for name, pair in gradients.items()},
+        gradient_error=ratio(*map(sum, zip(*compared, strict=True))) if compared else None,
+        not_finite=session.not_finite | {name: share for name, share in shares.items() if share},
+        unmeasured=sorted(session.unmeasured),
+        against=call.against,
+        policy=call.subject.options.policy,
+        call=call,
+    )
+
+
+class _Search:
+    """A search for few modules that meet the tolerance in float32; each set is audited."""
+
+    def __init__(self, audit: Audit, tolerance: float, trials: int, progress: Callable[[str], None]) -> None:
+        self.audit, self.tolerance, self.trials, self.progress = audit, tolerance, trials, progress
+        self.modules = frozenset(op.module for op in audit.ops)
+        self.errors = dict[frozenset[str], float]()  # measured, by the modules kept
+
+    def run(self) -> Policy:
+        """Return the policy. Raises AuditError if everything in float32 doesn't meet the tolerance."""
+        error = self._measure(self.modules)
+        if error > self.tolerance:
+            raise AuditError(
+                f"found a relative error of {error:.2g} with everything in float32; expected at most "
+                f"{self.tolerance:.2g}. Ask for a tolerance above that: no choice of modules is better."
+            )
+        # An outer module stands for all inside it: first see which of those are needed for ops of their own.
+        outer = {m for m in self.modules if any(not m or other.startswith(f"{m}.") for other in self.modules - {m})}
+        kept = self.modules - outer
+        if outer and not (kept and self._measure(kept) <= self.tolerance):
+            kept = self.modules
+            for depth in sorted({_depth(module) for module in outer}):
+                kept = self._shrink(kept, sorted(m for m in outer if _depth(m) == depth))
+        if "" not in kept:
+            numbers = self.audit.modules
+            kept = self._shrink(kept, sorted(kept - outer, key=lambda m: (_badness(numbers[m]), m)))
+        return self._policy(kept)
+
+    def _shrink(self, kept: frozenset[str], candidates: list[str]) -> frozenset[str]:
+        """Drop the candidates that aren't needed: all at once, halves, quarters, at last single ones."""
+        size = len(candidates)
+        while size:
+            start = 0
+            while start < len(candidates):
+                fewer = kept.difference(candidates[start : start + size])
+                if fewer and len(self.errors) < self.trials and self._measure(fewer) <= self.tolerance:
+                    kept = fewer
+                    del candidates[start : start + size]
+                else:
+                    start += size
+            size //= 2
+        return kept
+
+    def _measure(self, kept: frozenset[str]) -> float:
+        if kept not in self.errors:
+            assert self.audit.call is not None
+            error = measure_call(self.audit.call.with_policy(self._policy(kept)), local=False).error
+            self.progress(f"{len(kept)} module{'s' * (len(kept) != 1)} in float32: error {error:.2g}")
+            self.errors[kept] = math.inf if math.isnan(error) else error
+        return self.errors[kept]
+
+    def _policy(self, kept: frozenset[str]) -> Policy:
+        """Return the audit's policy with these modules in float32, a path standing for all inside it."""
+        everything = "" in kept or kept == self.modules
+        outer = [m for m in sorted(kept) if not any(m.startswith(f"{other}.") for other in kept)]
+        globs = ["*"] if everything else map(escape, outer)
+        overrides = tuple((glob, "fp32") for glob in globs)
+        return replace(self.audit.policy, modules=self.audit.policy.modules + overrides)
+
+
+def _depth(module: str) -> int:
+    return len(module.split(".")) if module else 0
+
+
+def _badness(numbers: Numbers) -> tuple[bool, float, float]:
+    local = numbers.local or 0.0
+    return numbers.overflowed > 0, numbers.flushed, 0.0 if math.isnan(local) else local
+
+
+def _cells(numbers: Numbers) -> tuple[str, ...]:
+    errors = error_text(numbers.local), error_text(numbers.cumulative), f"{numbers.largest:.1e}"
+    shares = numbers.overflowed, numbers.flushed, numbers.not_finite
+    return (*errors, *map(_share, shares))
+
+
+def _share(value: float) -> str:
+    return "" if not value else f"{value:.1%}" if value >= 0.001 else "<0.1%"

@@ -1,0 +1,135 @@
+"""Run a call with a backend that records every graph, without lowering through Inductor."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import date
+from functools import partial
+from importlib.metadata import version
+from threading import get_ident
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from ampcompile.compiler.backend import find_type_without_units, rewrite
+from ampcompile.compiler.left_to_autocast import find_reason
+from ampcompile.compiler.lower import lower
+from ampcompile.compiler.module_names import module_names, modules_of
+from ampcompile.compiler.results import BECAUSE
+from ampcompile.compiler.unmatched import named
+from ampcompile.passes.analysis.wide_products import WideProducts, advice_without_units
+from ampcompile.sharding.weight import gathers_of
+from ampcompile.torch_private import dynamo_attempts
+
+from .call import Backend, Subject
+from .recorder import Recorder, shape_of
+from .records import CastRecord, GraphRecord, Record
+from .report import Report
+
+
+def explain_call(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
+    """Run a call once, and report every cast in it."""
+    graphs, results, lacking = list[GraphRecord](), list[CastRecord](), set[torch.dtype]()
+
+    def cast(result: Tensor) -> Tensor:
+        results.append(_cast_of_result(result, subject.f))
+        return result.float()
+
+    before, backend = dynamo_attempts.count(), _recording_backend(subject, graphs, lacking)
+    with subject.set_apart(args, kwargs, backend, cast) as compiled, _modules_run(subject.f) as run:
+        compiled(*args, **kwargs)
+    broken = map(dynamo_attempts.in_short, dynamo_attempts.reasons_since(before))
+    return Report(
+        graphs,
+        results,
+        eager=_run_eagerly(run, {op.module for graph in graphs for op in graph.ops}),
+        breaks=[reason for reason in broken if not any(reason in graph.reason for graph in graphs)],
+        about=f"{named(subject.f)}; ampcompile {version('ampcompile')}, torch {torch.__version__}; {date.today()}",
+        gathers=gathers_of(subject.f),
+        advice="; ".join(map(advice_without_units, sorted(lacking, key=str))),
+    )
+
+
+def _recording_backend(subject: Subject, graphs: list[GraphRecord], lacking: set[torch.dtype]) -> Backend:
+    """Return a backend that records every graph and runs it with torch's own kernels."""
+    options = subject.options
+    run_as = replace(options, lower="eager" if options.lower == "eager" else "aot_eager")
+
+    def record(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        recorder, reason = Recorder(example_inputs), find_reason(gm)
+        rewritten = rewrite(gm, example_inputs, run_as, recorder.watch)
+        if (low := find_type_without_units(rewritten, example_inputs)) is not None:
+            lacking.add(low)
+        recorder.finish(gm, rewritten.graph, rewritten.history, reason)
+        wide = WideProducts.on_this_cpu(options)
+        compiled = lower(rewritten.graph, example_inputs, run_as, recorder.watch_joint, wide)
+        graphs.append(recorder.graph)
+        return compiled
+
+    return Backend(options, record, run_as)
+
+
+def _cast_of_result(result: Tensor, f: Any) -> CastRecord:
+    """The cast of a call's result outside of any graph; its line is that of the function, or of `forward`."""
+    code = getattr(inspect.unwrap(getattr(f, "forward", f)), "__code__", None)
+    return CastRecord(
+        op="output",
+        source=f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "",
+        shape=shape_of(result),
+        because=BECAUSE,
+        dtype_from=result.dtype,
+        dtype_to=torch.float32,
+        bytes=result.numel() * (result.itemsize + torch.float32.itemsize),
+        fate=("inserted",),
+        of="activation",
+    )
+
+
+@contextmanager
+def _modules_run(f: Any) -> Iterator[dict[str, Record]]:
+    """Collect the modules of `f` whose `forward` runs as Python code in this context and thread, by path.
+
+    Code that Dynamo makes of a `forward` is another code object. While Dynamo compiles, nothing is slowed down.
+    """
+    names = module_names(f)
+    forwards = {_forward_of(module) for root in modules_of(f) for module in root.modules()}
+    run, thread, before = dict[str, Record](), get_ident(), sys.getprofile()
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code in forwards:
+            module = frame.f_locals[code.co_varnames[0]]
+            path, source = names.get(str(id(module)), ""), f"{code.co_filename}:{code.co_firstlineno}"
+            run[path] = Record(op=type(module).__name__, module=path, source=source)
+
+    def profile(function: Any) -> None:
+        if get_ident() == thread:
+            sys.setprofile(function)
+
+    with dynamo_attempts.around_compiling(partial(profile, None), partial(profile, see)):
+        profile(see)
+        try:
+            yield run
+        finally:
+            profile(before)
+
+
+def _run_eagerly(run: dict[str, Record], compiled: set[str]) -> list[Record]:
+    """The outermost modules that ran eagerly with all they hold; `compiled`: paths of modules in graphs."""
+    eager = [path for path in run if not any(_holds(path, each) for each in compiled)]
+    return [run[path] for path in eager if not any(_holds(other, path) for other in eager if other != path)]
+
+
+def _forward_of(module: nn.Module) -> Any:
+    return inspect.unwrap(type(module).forward).__code__
+
+
+def _holds(outer: str, inner: str) -> bool:
+    return outer in ("", inner) or inner.startswith(f"{outer}.")

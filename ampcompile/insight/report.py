@@ -1,0 +1,219 @@
+"""The report that `ampcompile.explain` returns, and its text: repeated layers share a row, reasons are footnotes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ampcompile.passes.graph import Fusion
+from ampcompile.sharding.weight import GatherRecord
+
+from .records import BACKWARD, INSERTED, PER_UPDATE, CastRecord, GraphRecord, OpRecord, Record, Total, add_up, plain
+from .show import frame, human_bytes, report_page, table, text_of
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """All graphs that Dynamo found in a call, as rewritten. `str(report)` is a table that fits the terminal.
+
+    In a notebook, a report is shown as its page.
+    """
+
+    graphs: Sequence[GraphRecord]
+    results: Sequence[CastRecord] = ()
+    """The casts of the call's results that aren't part of a graph."""
+    eager: Sequence[Record] = ()
+    """The modules that ran eagerly, as Dynamo compiled nothing of them; `op` is the class."""
+    breaks: Sequence[str] = ()
+    """Why Dynamo didn't compile the code before a graph, or any code at all."""
+    about: str = ""
+    """The callable, the versions and the date."""
+    gathers: Sequence[GatherRecord] = ()
+    """How FSDP gathers each weight under a shard policy; see `ampcompile.shard_policy`."""
+    advice: str = ""
+    """A line about a CPU without units for a 16-bit type that a graph uses; else empty."""
+
+    @property
+    def code(self) -> str:
+        """A `def forward` for every graph as rewritten, with the dtype and shape of every value."""
+        return self._titled(lambda graph: graph.code)
+
+    @property
+    def joint_code(self) -> str:
+        """Every graph after differentiation, forward and backward in one; empty with `lower="eager"`."""
+        return self._titled(lambda graph: graph.joint_code)
+
+    def _titled(self, text: Callable[[GraphRecord], str]) -> str:
+        return "\n\n".join(f"# graph {i}: {g.precision}\n{text(g)}" for i, g in enumerate(self.graphs) if text(g))
+
+    @property
+    def casts(self) -> list[CastRecord]:
+        """Every cast inserted, in order; those outside of graphs last."""
+        return [*(cast for graph in self.graphs for cast in graph.casts), *self.results]
+
+    @property
+    def ops(self) -> list[OpRecord]:
+        """Every op on tensors, in order."""
+        return [op for graph in self.graphs for op in graph.ops]
+
+    @property
+    def fusions(self) -> list[Fusion]:
+        """Every op that a fused kernel replaced, in order."""
+        return [fusion for graph in self.graphs for fusion in graph.fusions]
+
+    @property
+    def unknown_ops(self) -> list[str]:
+        """Names of the ops that are unknown to the policy: they run in the dtypes that arrive."""
+        return sorted({op.op for op in self.ops if not op.known})
+
+    @property
+    def totals(self) -> list[Total]:
+        """Conversions per call, after each pass and after differentiation. All graphs together."""
+        sums: dict[str, list[Total]] = {}
+        for total in (total for graph in self.graphs for total in graph.totals):
+            sums.setdefault(total.stage, []).append(total)
+        return [Total(s, sum(t.casts for t in each), sum(t.bytes for t in each)) for s, each in sums.items()]
+
+    @property
+    def balance(self) -> list[Total]:
+        """The casts of a call: as eager autocast places them, then those of amp by when they run.
+
+        Those that are there because a CPU multiplies in float32 don't count: Inductor fuses them.
+        """
+        stages = {total.stage: total for total in self.totals}
+        if INSERTED not in stages:
+            return []
+        inserted, ours = stages[INSERTED], [cast for graph in self.graphs for cast in graph.casts]
+        rows = [
+            replace(inserted, stage="eager autocast, forward"),
+            replace(stages.get(BACKWARD, Total(BACKWARD, 0, 0)), stage="eager autocast, backward"),
+            *(add_up(f"amp, {when}", [c for c in self.casts if c.when == when]) for when in ("every call", PER_UPDATE)),
+            add_up("amp, backward", [cast for graph in self.graphs for cast in graph.backward_casts]),
+            Total("amp, written in your code", inserted.casts - len(ours), inserted.bytes - sum(c.bytes for c in ours)),
+        ]
+        return [row for row in rows if row.casts]
+
+    @property
+    def gain(self) -> str:
+        """How many casts amp runs, and eager autocast, in one line; or why there are none."""
+        if not self.graphs:
+            nothing = "Dynamo made no graph: nothing is compiled"
+            return nothing if self.breaks else f"{nothing}. torch._dynamo.reset() before this call may show why"
+        if not self.balance:
+            return "every graph is left to autocast" if any(graph.left for graph in self.graphs) else "no casts"
+        groups: dict[str, list[Total]] = {"eager autocast": [], PER_UPDATE: [], "amp": []}
+        for total in self.balance:
+            groups[next(name for name in groups if name in total.stage)].append(total)
+        (eager, eager_bytes), (once, once_bytes), (ours, our_bytes) = (
+            (sum(total.casts for total in totals), human_bytes(sum(total.bytes for total in totals)))
+            for totals in groups.values()
+        )
+        span = "step" if len(groups["eager autocast"]) > 1 else "call"
+        line = f"amp casts {ours} times a {span}, {our_bytes}, where eager autocast does {eager} times, {eager_bytes}"
+        if eager > ours:
+            removed = f"amp removes {eager - ours} of eager autocast's {eager} casts a {span}"
+            line = f"{removed}, {eager_bytes} become {our_bytes}"
+        return line + f"; {once} of weights run {PER_UPDATE} instead, {once_bytes}" * bool(once)
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines about products that run in float32, and about the CPU."""
+        return [*filter(None, (*map(self._widened, self.graphs), self.advice))]
+
+    def _widened(self, graph: GraphRecord) -> str:
+        wide, products = graph.products
+        why = "this CPU has no units for the type" if self.advice else "this CPU is faster so"
+        of = f"{wide} of {products} matrix products and convolutions, backward included,"
+        return f"{of} run in f32 on rounded operands: {why}" if wide else ""
+
+    def save(self, path: str | Path) -> None:
+        """Write the report as a self-contained page: `report.save("amp.html")`."""
+        Path(path).write_text(report_page(self), encoding="utf-8")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain data, graph by graph, with dtypes as `bf16`: for JSON."""
+        return plain(self) | {"unknown_ops": self.unknown_ops, "totals": plain(self.totals)}
+
+    def _repr_html_(self) -> str:
+        return frame(report_page(self))
+
+    def __repr__(self) -> str:
+        return f"<ampcompile report: {len(self.graphs)} graphs, {len(self.ops)} ops, {len(self.casts)} casts>"
+
+    def __str__(self) -> str:
+        return text_of(self._parts())
+
+    def _parts(self) -> list[str | Table]:
+        """The lines and tables of the text; what was gained comes first."""
+        parts: list[str | Table] = [self.gain, ""]
+        reasons = defaultdict[str, int](count(1).__next__)  # numbers of the footnotes
+        if self.balance:
+            rows = [(total.stage, str(total.casts), human_bytes(total.bytes)) for total in self.balance]
+            parts += [table(["casts"], ["times", "bytes"], rows), ""]
+        for index, graph in enumerate(self.graphs):
+            counts = f", {len(graph.ops)} ops, {len(graph.casts)} casts" if not graph.left else ""
+            parts.append(f"graph {index} of {len(self.graphs)}: {graph.precision}{counts}")
+            if graph.casts or graph.backward_casts:
+                parts.append(_cast_table([*graph.casts, *graph.backward_casts], reasons))
+            if not graph.left:
+                parts.append(_op_table(graph.ops, reasons))
+            if widened := self._widened(graph):
+                parts.append(widened)
+            if graph.reason:
+                parts.append(f"graph break after graph {index}: {graph.reason}")
+            parts.append("")
+        parts += [f"graph break before a graph: {reason}" for reason in self.breaks]
+        if self.eager:
+            rows = [(each.module or "the callable", each.op, each.line) for each in self.eager]
+            parts += [table(["runs eagerly, under autocast", "class", "line"], [], rows), ""]
+        if self.results:
+            parts += ["results of the call", _cast_table(self.results, reasons), ""]
+        parts += [f"[{number}] {text}" for text, number in reasons.items()]
+        if unknown := self.unknown_ops:
+            parts.append(f"unknown to the policy: {', '.join(unknown)} (ampcompile.register_op gives a rule)")
+        if self.gathers:
+            gathers = [(*gather[:3], human_bytes(gather.bytes_saved)) for gather in self.gathers]
+            parts += ["", table(["weight", "gathered as", "because"], ["bytes saved"], gathers)]
+        if self.fusions:
+            families = Counter(fusion.family for fusion in self.fusions).items()
+            saved, freed = (human_bytes(sum(getattr(f, name) for f in self.fusions)) for name in ("saved", "freed"))
+            named = ", ".join(f"{times} {family}" for family, times in families)
+            parts.append(f"fused: {named}; by count {saved} less moved in one call, {freed} less held")
+        return [*parts, self.advice] if self.advice else parts
+
+
+def _cast_table(casts: Sequence[CastRecord], reasons: defaultdict[str, int]) -> Table:
+    merged: dict[tuple[str, ...], list[CastRecord]] = {}
+    for c in casts:
+        key = (c.op, _layers(c.module), c.line, c.of, c.dtypes, c.sizes, c.when, c.because)
+        merged.setdefault(key, []).append(c)
+    rows = []
+    for (op, layers, *rest, because), equal in merged.items():
+        module = layers if len({c.module for c in equal}) > 1 else equal[0].module
+        size = human_bytes(sum(c.bytes for c in equal))
+        rows.append((op, module, *rest, str(len(equal)), size, _footnote(because, reasons)))
+    return table(["cast for", "module", "line", "of", "dtypes", "shape", "runs"], ["times", "bytes", "why"], rows)
+
+
+def _op_table(ops: Sequence[OpRecord], reasons: defaultdict[str, int]) -> Table:
+    counted = Counter((op.op, op.in_dtype, op.because) for op in ops)
+    rows = [
+        (op, dtype, str(times), _footnote(because, reasons)) for (op, dtype, because), times in sorted(counted.items())
+    ]
+    return table(["op", "dtype"], ["times", "why"], rows)
+
+
+def _footnote(reason: str, reasons: defaultdict[str, int]) -> str:
+    return str(reasons[reason]) if reason else ""
+
+
+def _layers(path: str) -> str:
+    """Replace numbers in a path, `blocks.3.mlp` by `blocks.*.mlp`, so that rows of repeated layers are merged."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)

@@ -1,0 +1,154 @@
+"""The first number out of the range of its type in a real run, and how near others come, read when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampcompile.compiler.ambient import options_of
+from ampcompile.compiler.watched_graph import WatchedGraph, graphs, limit
+from ampcompile.dtypes import NAMES
+from ampcompile.errors import OptionError
+from ampcompile.passes.after.record_magnitudes import WatchedValue
+from ampcompile.torch_private import dynamo_caches
+
+from .show import table, text_of
+
+NEAREST = 10
+"""Most rows of the table."""
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """The magnitude of one value in one call."""
+
+    value: WatchedValue
+    call: int
+    """The number of the call of its graph, in its direction, from 1 on."""
+    largest: float
+    """The largest magnitude; of a cast, of the numbers that it reads."""
+    calls_out_of_range: int
+    """The number of calls so far in which a number was infinite or NaN, or became so."""
+
+    @property
+    def share(self) -> float:
+        """The part of its type's range that it takes: above 1, a number is out of range."""
+        return self.largest / torch.finfo(NAMES.get(self.value.dtype, torch.float32)).max
+
+
+@dataclass(frozen=True)
+class OutOfRange:
+    """The first number out of range: in which value, and what was known of it before."""
+
+    at: Magnitude
+    before: float | None
+    """The magnitude in the call before; None in the first call."""
+    maybe_before: Sequence[WatchedValue] = ()
+    """Sampled values that it is computed from: the first number may be in a row of theirs that isn't read."""
+
+    def __str__(self) -> str:
+        value = self.at.value
+        op = f"{value.op} {'to' if value.kind == 'cast' else 'in'} {value.dtype}"
+        lines = [f"first number out of range: call {self.at.call}, {_direction(value)}, {_where(value)}: {op}"]
+        lines += [f"or before, in a row that isn't read: {_where(each)}: {each.op}" for each in self.maybe_before]
+        if self.before is not None:
+            lines.append(f"largest magnitude in the call before: {self.before:.6g}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class WatchReport:
+    """The magnitudes that a watch has kept. `str(report)` names the first out of range, and those nearest to it."""
+
+    first: OutOfRange | None
+    last: Sequence[Magnitude]
+    """All watched values in the last call of each graph."""
+
+    def __str__(self) -> str:
+        if not self.last:
+            return "no watched value yet: call what was compiled, then ask for a report"
+        rows = [
+            (v.module, v.source, v.op, v.dtype, _direction(v), f"{size:.4g}{' (sampled)' * v.sampled}", f"{share:.2g}")
+            for share, size, v in sorted(((m.share, m.largest, m.value) for m in self.last), key=lambda row: -row[0])
+        ]
+        headings = ("module", "line", "op", "dtype", "in"), ("largest magnitude", "of its range")
+        head = str(self.first) if self.first is not None else "no number left the range of its type"
+        caption = "nearest to the end of their range in the last call"
+        return text_of([head, "", caption, table(*headings, rows[:NEAREST])])
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The watch over a compiled callable: nothing is read from the device before `report` is called."""
+
+    f: Any
+
+    def report(self) -> WatchReport:
+        """Read the magnitudes; waits for the device."""
+        mine = [graph for graph in graphs if graph.belongs_to(self.f)]
+        firsts = [found for graph in mine for found in _first(graph)]
+        first = min(firsts, key=lambda each: each[0])[1] if firsts else None
+        return WatchReport(first, [each for graph in mine for each in _last(graph)])
+
+
+def watch(compiled: Callable[..., Any]) -> Watch:
+    """Return the watch over a callable that was compiled with `options={"watch": True}`.
+
+    Its graphs compute the largest magnitude of each product and each cast to a 16-bit type, and of other ops that may
+    make infinite numbers of finite ones, and keep them on the device: no call waits for it. The first call with a
+    number out of range is kept. Results and their bits don't change. Raises OptionError if the callable isn't watched.
+
+    >>> compiled = torch.compile(model, backend="amp", options={"dtype": torch.float16, "watch": True})
+    >>> loss = compiled(x).square().mean()
+    >>> print(ampcompile.watch(compiled).report().first)
+    None
+    """
+    how = dynamo_caches.how_compiled(compiled)
+    options = None if how is None else options_of(how.backend)
+    if how is None or options is None or not options.watch:
+        raise OptionError(
+            f"ampcompile.watch found {type(compiled).__name__!r}, expected a callable that is compiled and watched: "
+            'torch.compile(model, backend="amp", options={"watch": True}).'
+        )
+    return Watch(how.original)
+
+
+def _where(value: WatchedValue) -> str:
+    return " ".join(filter(None, (value.module or "outside of modules", value.source)))
+
+
+def _direction(value: WatchedValue) -> str:
+    return "backward" if value.backward else "forward"
+
+
+def _first(graph: WatchedGraph) -> Iterator[tuple[int, OutOfRange]]:
+    for backward, kept in graph.kept.items():
+        if (found := kept.first()) is None:
+            continue
+        (time, call, row), before = found
+        values, magnitudes = graph.values_in(backward), row.tolist()
+        out = [i for i, value in enumerate(values) if not magnitudes[i] <= limit(value)]
+        i = next((i for i in out if not any(operand in out for operand in values[i].operands)), out[0])
+        at = Magnitude(values[i], call, magnitudes[i], int(kept.counts[i]))
+        yield time, OutOfRange(at, float(before[i]) if call > 1 else None, _sampled_before(values, i))
+
+
+def _sampled_before(values: Sequence[WatchedValue], index: int) -> list[WatchedValue]:
+    """The sampled values that a value reads, and those that these read."""
+    found, pending = dict[int, WatchedValue](), [*values[index].operands]
+    while pending:
+        if values[operand := pending.pop()].sampled and operand not in found:
+            found[operand] = values[operand]
+            pending += values[operand].operands
+    return [*found.values()]
+
+
+def _last(graph: WatchedGraph) -> Iterator[Magnitude]:
+    for backward, kept in graph.kept.items():
+        if (row := kept.last()) is not None:
+            values = graph.values_in(backward)
+            for value, largest, count in zip(values, row.magnitudes.tolist(), kept.counts.tolist(), strict=False):
+                yield Magnitude(value, row.call, largest, int(count))

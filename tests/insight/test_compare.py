@@ -1,0 +1,191 @@
+"""Two recorded runs: the first op that differs beyond rounding is found, and another order of sums is no difference."""
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampcompile
+from ampcompile.errors import AuditError
+from ampcompile.insight.compare import Comparison, Row
+from ampcompile.insight.recording import Recording
+from ampcompile.insight.records import Numbers, OpRecord
+from tests.insight.made_up import op
+from tests.insight.models import Block, mean_square
+from tests.weights.bindings import copies_of
+
+LOWER = "aot_eager"
+
+
+class Net(nn.Module):
+    """Blocks with one op to change between two runs."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor] = lambda h: h, eps: float = 1e-5) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.head = Block(16), Block(16), nn.Linear(16, 4)
+        self.second.norm.eps = eps
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.change(self.first(x))))
+
+
+def record(model: Callable[..., Any], x: Tensor, **options: Any) -> Recording:
+    return ampcompile.record(model, loss=mean_square, **{"lower": LOWER} | options)(x)
+
+
+def compared(a: nn.Module, b: nn.Module, **options: Any) -> Comparison:
+    x = torch.randn(32, 16)
+    return ampcompile.compare(record(a, x), record(b, x, **options))
+
+
+def first(comparison: Comparison) -> tuple[str, str, str]:
+    found = comparison.first
+    assert found is not None and not found.place.backward
+    return found.place.op, found.place.module, found.run
+
+
+def test_equal_runs_agree() -> None:
+    comparison = compared(Net(), Net())
+    assert comparison.agree and not any(row.run for row in comparison.rows) and len(comparison.rows) > 30
+    assert str(comparison).startswith("no op differs beyond rounding\n")
+
+
+def test_eager_autocast_agrees_with_the_compiled_call() -> None:
+    assert compared(Net(), Net(), eager=True).first is None
+
+
+def test_an_op_in_another_dtype_is_found() -> None:
+    comparison = compared(Net(), Net(), policy="module second.down=fp32")
+    found = comparison.first
+    assert found is not None and found.place.module == "second.down"
+    assert "models.py:" in str(comparison) and "\noption policy default module second.down=fp32\n" in str(comparison)
+
+
+def test_a_changed_epsilon_and_a_changed_weight_are_found() -> None:
+    comparison = compared(Net(), Net(eps=1e-4))
+    assert first(comparison) == ("aten.native_layer_norm", "second.norm", "")
+    assert comparison.first is not None and "apart in float64: " in comparison.first.why
+    changed = Net()
+    changed.second.up.weight.data[0, 0] += 1
+    assert first(compared(Net(), changed))[0] == "input second.up.weight"
+
+
+def half(h: Tensor) -> Tensor:
+    return h.half().float()
+
+
+def test_a_dropped_cast_is_found() -> None:
+    x, options = torch.randn(32, 16), {"policy": "module *=fp32"}
+    comparison = ampcompile.compare(record(Net(half), x, **options), record(Net(), x, **options))
+    assert first(comparison) == ("aten._to_copy", "", "a")
+    assert comparison.first is not None and comparison.first.b is None
+    assert comparison.first.place.source.startswith(f"{__file__}:")
+
+
+def test_another_order_of_sums_is_no_difference() -> None:
+    model, x = nn.Sequential(nn.Linear(2048, 64), nn.LayerNorm(64), nn.Linear(64, 8)), torch.randn(64, 2048)
+    other = copy.deepcopy(model)
+    other[0].weight.data = model[0].weight.data.t().contiguous().t()
+    options = {"policy": "module *=fp32", "lower": LOWER}
+    runs = [ampcompile.record(f, **options)(v) for f, v in ((model, x), (other, x.t().contiguous().t()))]
+    assert ampcompile.compare(*runs).agree
+    assert any(a.numbers != b.numbers for a, b in zip(runs[0].steps, runs[1].steps, strict=True))
+
+
+def test_a_sum_in_parts_is_no_difference() -> None:
+    def whole(x: Tensor) -> Tensor:
+        return (x * x).sum(-1).sqrt()
+
+    def in_parts(x: Tensor) -> Tensor:
+        return torch.stack([part.sum(-1) for part in (x * x).chunk(16, -1)]).sum(0).sqrt()
+
+    x = torch.randn(8, 4096)
+    comparison = ampcompile.compare(*(record(f, x, backward=False) for f in (whole, in_parts)))
+    assert comparison.agree and [row.run for row in comparison.rows].count("b") == 17
+
+
+def test_a_stale_copy_is_told_from_what_ops_compute() -> None:
+    model, x = nn.Linear(64, 64), torch.randn(16, 64)
+    compiled = torch.compile(model, backend="amp", options={"lower": LOWER})
+    with torch.no_grad():
+        compiled(x)
+        [copied] = copies_of(model.weight)
+        copied.neg_()  # as if the weight had been negated since, unseen
+        stale = ampcompile.record(compiled, backward=False)(x)
+        fresh = ampcompile.record(model, lower=LOWER, backward=False)(x)
+    comparison = ampcompile.compare(fresh, stale)
+    assert comparison.first is None and list(comparison.results) == ["output 0 in b"] and not comparison.agree
+    assert "ops agree and results don't: look at the lowering, or at copies of weights" in str(comparison)
+
+
+def test_files_compare_as_recordings_do(tmp_path: Path) -> None:
+    a, b = (record(model, torch.ones(4, 16)) for model in (Net(), Net(eps=1e-3)))
+    a.save(tmp_path / "a.json")
+    b.save(str(tmp_path / "b.json"))
+    comparison = ampcompile.compare(tmp_path / "a.json", str(tmp_path / "b.json"))
+    assert comparison == ampcompile.compare(a, b)
+    plain = json.loads(json.dumps(comparison.as_dict()))
+    row = plain["first"]
+    assert row in plain["rows"] and not plain["agree"]
+    assert (row["a"]["module"], row["a"]["dtype"]) == ("second.norm", "f32") and "apart in float64: " in row["why"]
+
+
+def test_the_text_has_both_runs_side_by_side_where_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    comparison = compared(Net(), Net(), policy="module second.down=fp32")
+    rows = [line.split() for line in str(comparison).splitlines()]
+    at = comparison.rows.index(comparison.first)
+    differing = [row for row in comparison.rows[at:] if row.why or row.run]
+    start = next(i for i, row in enumerate(rows) if row[:2] == ["op", "module"])
+    assert len(rows) - start - 1 == min(len(differing), 20)
+    [product] = [row for row in rows[start:] if row[:2] == ["aten.addmm", "second.down"]]
+    assert product[3:5] == ["bf16", "f32"] and len(product) == 12
+
+
+def test_runs_without_a_common_op_are_refused() -> None:
+    runs = [ampcompile.record(f, lower=LOWER, backward=False)(torch.ones(3)) for f in (torch.sin, torch.cos)]
+    with pytest.raises(AuditError, match="found no op that both runs have"):
+        ampcompile.compare(*runs)
+
+
+MADE = op("aten.mul", shape=(4,), fingerprint=(1.0,) * 9, numbers=Numbers(1e-7, 1e-7), length=1.0)
+
+
+def compared_rows(a: list[OpRecord], b: list[OpRecord]) -> list[Row]:
+    return list(ampcompile.compare(Recording({}, a, {}), Recording({}, b, {})).rows)
+
+
+def test_what_one_run_has_alone_stands_before_the_next_pair() -> None:
+    rows = compared_rows(*([replace(MADE, op=name) for name in names] for names in ("uvxy", "vwxz")))
+    assert [(row.a and row.a.op, row.b and row.b.op) for row in rows] == [
+        ("u", None), ("v", "v"), (None, "w"), ("x", "x"), ("y", None), (None, "z"),
+    ]  # fmt: skip
+    assert not any(row.why for row in rows)
+    assert [not row.measures for row in rows] == [bool(row.run) for row in rows]
+
+
+def test_each_limit_is_told_apart() -> None:
+    numbers = lambda *errors: {"numbers": Numbers(*errors)}  # noqa: E731
+    for changes, exceeds, why in (
+        ({}, (False, False, False), ""),
+        ({"fingerprint": (1.0, *(1.001,) * 8)}, (True, False, False), "apart in float64: 1.0e-03"),
+        (numbers(1e-3, 1e-7), (False, True, False), "own errors: 1.0e-07, 1.0e-03"),
+        (numbers(1e-7, 1e-3), (False, False, True), "errors so far: 1.0e-07, 1.0e-03"),
+        ({"dtype": torch.bfloat16}, (False, False, False), "f32 in a, bf16 in b"),
+        (numbers(float("nan"), 1e-7), (False, False, False), ""),
+        (numbers(None, 1e-7), (False, False, False), ""),
+    ):
+        [row] = compared_rows([MADE], [replace(MADE, **changes)])
+        assert (
+            tuple(measure.is_over for measure in row.measures) == exceeds
+            and row.why.startswith(why)
+            and bool(row.why) == bool(why)
+        )

@@ -1,0 +1,162 @@
+"""Records of casts and values: where from, how large, whether a cast still runs, what an op computes in, its reads."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph
+
+import ampcompile
+from ampcompile.insight.recorder import computes_in
+from ampcompile.insight.records import CastRecord, GraphRecord
+from tests.insight.made_up import cast
+
+LOW, HALF, HIGH, WIDE = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+class Reads(nn.Module):
+    """Products with a view of a weight, a constant, an input's part and an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x[:2].t() @ x[:2]
+        y = y @ self.weight.t()
+        return y @ torch.eye(4).cumsum(0)
+
+
+def casts(f: Any, *args: Tensor, **options: Any) -> list[CastRecord]:
+    return list(ampcompile.explain(f, outputs="autocast", **options)(*args).casts)
+
+
+def test_what_is_cast_is_followed_through_views_to_where_it_comes_from() -> None:
+    found = casts(Reads(), torch.randn(3, 4), policy="op cumsum=fp32")
+    assert {(cast.of, cast.shape, cast.bytes) for cast in found if cast.dtype_to == LOW} == {
+        ("input", (4, 2), 8 * 6),
+        ("input", (2, 4), 8 * 6),
+        ("weight", (4, 4), 16 * 6),
+        ("activation", (4, 4), 16 * 6),
+    }
+    assert {cast.op for cast in found} == {"aten.matmul"}
+
+
+def test_biases_are_told_from_weights() -> None:
+    class Layers(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[1](self[0](x).flatten(1), self[2].weight)
+
+    found = casts(Layers(nn.Conv1d(3, 2, 1), nn.GRUCell(8, 5), nn.Embedding(4, 5)), torch.randn(4, 3, 4))
+    assert [(cast.of, cast.shape) for cast in found if cast.of in ("weight", "bias")] == [
+        *(("weight", (2, 3, 1)), ("bias", (2,))),
+        *(("weight", (15, 8)), ("bias", (15,)), ("weight", (4, 5)), ("weight", (15, 5)), ("bias", (15,))),
+    ]
+
+
+def test_a_cast_runs_in_every_call_unless_it_became_something_else() -> None:
+    fates = [("inserted",), ("inserted", "hoisted"), ("shared",), ("inserted", "folded"), ("fused",)]
+    assert [cast(fate=fate).runs for fate in fates] == [True, False, False, False, False]
+    assert [cast(fate=fate).when for fate in fates] == ["every call", "once per update", "shared", "folded", "fused"]
+
+
+@pytest.mark.parametrize(
+    ("results", "operands", "dtype"),
+    [
+        ([LOW], [HIGH], LOW),
+        ([torch.int64, HALF], [HIGH], HALF),
+        ([torch.bool], [torch.int64, WIDE, LOW], WIDE),
+        ([torch.bool], [torch.int64], torch.bool),
+        ([], [LOW], LOW),
+        ([], [], None),
+    ],
+)
+def test_an_op_computes_in_its_result_or_else_in_its_first_floating_operand(
+    results: list[torch.dtype], operands: list[torch.dtype], dtype: torch.dtype | None
+) -> None:
+    graph = Graph()
+    inputs = [graph.placeholder(f"x{i}") for i in range(len(operands))]
+    for node, operand in zip(inputs, operands, strict=True):
+        node.meta["val"] = torch.empty(1, dtype=operand)
+    node = graph.call_function(max, tuple(inputs))
+    node.meta["val"] = [torch.empty(1, dtype=result) for result in results]
+    assert computes_in(node) == dtype
+
+
+def test_a_graph_holds_ops_with_what_they_read_through_casts_and_what_is_returned() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return torch.mm(x, y).relu()
+
+    graph = record(f, torch.randn(2, 3), torch.randn(3, 4), outputs="autocast")
+    product, relu, output = graph.values
+    assert graph.ops == [product, relu] and (output.op, output.reads, output.shape) == ("output", (relu.name,), ())
+    assert (product.op, product.dtype, product.shape) == ("aten.mm", LOW, (2, 4))
+    assert product.because and product.source.startswith(__file__)
+    assert product.reads == tuple(cast.name for cast in graph.casts)
+    assert [(cast.op, cast.dtypes, cast.shape) for cast in graph.casts] == [
+        ("aten.mm", "f32>bf16", (2, 3)),
+        ("aten.mm", "f32>bf16", (3, 4)),
+    ]
+    assert all(cast.because == product.because and len(cast.reads) == 1 for cast in graph.casts)
+
+
+def test_a_bodys_values_are_named_after_it_and_stand_after_its_caller() -> None:
+    def f(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x @ x, lambda x: (x - 1).t() @ x, (x,))
+
+    found = record(f, torch.randn(2, 2), outputs="autocast").values
+    assert len({value.name for value in found}) == len(found)
+    inner = [value for value in found if "/" in value.name]
+    assert [op.op for op in inner if op.op != "output"] == ["aten.matmul", "aten.sub", "aten.t", "aten.matmul"]
+    first, second = dict.fromkeys(value.name.rpartition("/")[0] for value in inner)
+    assert all(name.startswith((f"{first}/", f"{second}/")) for value in inner for name in value.reads)
+    assert found.index(inner[0]) == len(found) - len(inner)
+
+
+def record(f, *args: Tensor, **options) -> GraphRecord:
+    [graph] = ampcompile.explain(f, **options)(*args).graphs
+    return graph
+
+
+def double(x: Tensor) -> Tensor:
+    return x @ x
+
+
+def test_a_graph_says_under_which_autocast_it_was_traced() -> None:
+    x = torch.randn(2, 2)
+    assert record(double, x).precision == "cpu in bf16"
+    assert record(double, x, dtype=torch.float16).precision == "cpu in f16"
+    with torch.autocast("cpu", torch.float16):
+        assert record(double, x).precision == "cpu in f16"
+    with torch.autocast("cpu", enabled=False):
+        assert record(double, x).precision == "cpu without autocast"
+    assert record(double, x.to("meta")).precision == "meta without autocast"
+
+
+def test_every_pass_since_the_casts_is_in_the_totals() -> None:
+    found = record(double, torch.randn(2, 2, requires_grad=True))
+    stages = [total.stage for total in found.totals]
+    assert stages[0] == "insert_casts" and "differentiated: backward" in stages
+    joint = [stage for stage in stages if stage.endswith("forward and backward")]
+    assert joint[0] == "differentiated, forward and backward" and len(joint) > 3
+    done = [applied.name for applied in found.history]
+    assert done.index("assign_precision") < done.index("insert_casts")
+    assert stages[: stages.index(joint[0])] == done[done.index("insert_casts") :]
+
+
+def test_inputs_that_dynamo_knows_as_parameters_or_buffers_are_weights() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 2))
+            self.register_buffer("table", torch.randn(2, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight @ self.table
+
+    assert [cast.of for cast in record(Both(), torch.randn(2, 2), outputs="autocast").casts] == [
+        "input",
+        "weight",
+        "weight",
+    ]

@@ -1,0 +1,109 @@
+"""`suggest` keeps few modules in float32, and what it suggests meets the tolerance."""
+
+import math
+import re
+from glob import escape
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampcompile
+from ampcompile.errors import AuditError
+from ampcompile.insight.audit import measure_call
+from tests.insight.models import sensitive
+from tests.tiny_models import build as build_tiny
+
+
+def test_the_module_that_matters_is_kept_and_no_other() -> None:
+    model, x = sensitive(), torch.randn(16, 8)
+    audit = ampcompile.audit(model, backward=False)(x)
+    assert audit.error > 0.05
+    told: list[str] = []
+    policy = audit.suggest(0.02, progress=told.append)
+    assert {path for path, _ in policy.modules} <= {"1", "1.0", "1.0.wide", "0"} and policy.modules
+    assert ampcompile.audit(model, backward=False, policy=policy)(x).error <= 0.02
+    assert told and re.match(r"\d+ modules? in float32: error", told[0])
+    for path, _ in policy.modules:
+        fewer = ampcompile.Policy(modules=tuple(pair for pair in policy.modules if pair[0] != path))
+        assert ampcompile.audit(model, backward=False, policy=fewer)(x).error > 0.02
+
+
+@pytest.mark.parametrize("name", ["a b", "c,d", 'e="f"', "h[0]", "*"])
+def test_modules_may_have_any_name(name: str) -> None:
+    model, x = nn.Sequential(), torch.randn(16, 8)
+    model.add_module(name, sensitive())
+    model.add_module("h0", nn.Linear(8, 8))
+    audit = ampcompile.audit(model, backward=False)(x)
+    policy = audit.suggest(0.02)
+    assert {path.split(".")[0] for path, _ in policy.modules} == {escape(name)}
+    assert not policy.keeps_fp32("h0")
+    assert ampcompile.audit(model, backward=False, policy=str(policy))(x).error <= 0.02 < audit.error
+
+
+def test_nothing_is_kept_where_the_tolerance_is_met() -> None:
+    audit = ampcompile.audit(nn.Linear(8, 8), policy="op linear=low")(torch.randn(4, 8))
+    assert audit.suggest(0.5) == audit.policy
+
+
+def test_a_tolerance_that_float32_misses_is_refused() -> None:
+    audit = ampcompile.audit(nn.Linear(8, 8))(torch.randn(4, 8))
+    with pytest.raises(AuditError, match="with everything in float32; expected at most 1e-12"):
+        audit.suggest(1e-12)
+
+
+def test_ops_outside_of_modules_are_kept_by_keeping_everything() -> None:
+    a, b = torch.randn(8, 8), torch.randn(8, 8)
+    audit = ampcompile.audit(lambda a, b: a @ b)(a, b)
+    assert audit.suggest(1e-5) == ampcompile.Policy(modules=(("*", "fp32"),))
+
+
+def test_what_is_found_when_trials_run_out_meets_the_tolerance() -> None:
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), torch.randn(16, 8)
+    audit = ampcompile.audit(model, backward=False)(x)
+    told: list[str] = []
+    policy = audit.suggest(audit.error / 2, trials=5, progress=told.append)
+    assert len(told) <= 5
+    assert ampcompile.audit(model, backward=False, policy=policy)(x).error <= audit.error / 2
+
+
+def test_dropout_draws_the_same_under_every_policy() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), torch.randn(64, 8)
+    audit = ampcompile.audit(model)(x)
+    torch.rand(3)
+    assert audit.call is not None
+    assert measure_call(audit.call).outputs == audit.outputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5", "resnet"])
+def test_what_is_suggested_meets_the_tolerance(name: str) -> None:
+    model, inputs = build_tiny(name)
+
+    def loss(out: Any) -> Tensor:
+        return out.logits.float().square().mean()
+
+    audit = ampcompile.audit(model, loss=loss)(**inputs)
+    tolerance = audit.error / 2
+    policy = audit.suggest(tolerance)
+    again = ampcompile.audit(model, loss=loss, policy=str(policy))(**inputs)
+    assert again.error <= tolerance
+    modules = {op.module for op in audit.ops}
+    kept = {m for m in modules for path, _ in policy.modules if m == path or m.startswith(f"{path}.")}
+    assert 0 < len(kept) < len(modules)
+    computing = [op for op in again.ops if op.op != "aten.zeros"]  # T5 asks for zeros in the dtype it had when traced
+    assert {op.dtype for op in computing if op.module in kept and not op.backward} == {torch.float32}
+
+
+def test_results_that_are_views_are_compared_themselves() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 4, 8)
+    audit = ampcompile.audit(model, policy="module 1=fp32")(x)
+    assert len(audit.outputs) == 1, "a product in float32, viewed as three dimensions"
+
+
+def test_nonsense_is_refused() -> None:
+    audit = ampcompile.audit(nn.Linear(2, 2), backward=False)(torch.ones(1, 2))
+    for arguments in ((0,), (-1e-3,), (math.nan,), (math.inf,), ("1e-3",), (1e-3, 0)):
+        with pytest.raises(AuditError, match="expected a relative error above 0"):
+            audit.suggest(*arguments)

@@ -1,0 +1,289 @@
+"""Faults planted in training loops: the watch names the first number out of range, and changes no number."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ampcompile
+from ampcompile.errors import OptionError
+from ampcompile.insight.watch import Magnitude, Watch, WatchReport
+from ampcompile.passes.after.record_magnitudes import WatchedValue
+
+FAULT_AT = 3
+"""The call, from 1 on, in which the fault is there."""
+LOWERED = pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
+
+
+class Net(nn.Module):
+    """Two linears with a part between them, which `fault` multiplies as each case chooses."""
+
+    def __init__(self, between: Callable[..., Tensor], *layers: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last, self.between = nn.Linear(16, 32), nn.Linear(32, 16), between
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, fault: Tensor) -> Tensor:
+        h = self.first(x)
+        h = self.between(h, fault, *self.layers)
+        return self.last(h).float()
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (factor,) = ctx.saved_tensors
+        return grad * factor, None
+
+
+def product(h: Tensor, fault: Tensor) -> Tensor:
+    return (h * 0 + fault) @ (torch.ones(32, 32) * fault)  # the fault
+
+
+def attention(h: Tensor, fault: Tensor) -> Tensor:
+    q, k = (h * 0 + fault).half(), (h * 0 + fault).half()
+    scores = q @ k.t()  # the fault
+    return scores.softmax(-1).half() @ h.half()
+
+
+def convolution(h: Tensor, fault: Tensor, conv: nn.Module) -> Tensor:
+    return conv((h.view(4, 2, 4, 4) * 0 + 1).half() * fault.half()).view(4, 32)  # the fault
+
+
+def norm(h: Tensor, fault: Tensor) -> Tensor:
+    h = h.half() * fault.half()
+    variance = h.square().mean(-1, keepdim=True)  # the fault
+    return h * (variance + 1).rsqrt()
+
+
+def recurrent(h: Tensor, fault: Tensor, cell: nn.Module) -> Tensor:
+    state = h * 0
+    for _ in range(3):
+        state = cell((h * 0 + 1) * fault, state)  # the fault
+    return state
+
+
+def zero_over_zero(h: Tensor, fault: Tensor) -> Tensor:
+    return h.float() - (fault - 7.0) / (fault - 7.0)  # the fault
+
+
+def running_sum(h: Tensor, fault: Tensor) -> Tensor:
+    return (h.half() * 0 + fault.half()).cumsum(-1)  # the fault
+
+
+def logarithm_of_softmax(h: Tensor, fault: Tensor) -> Tensor:
+    return (torch.arange(32) * -fault).softmax(0).log() + h  # the fault
+
+
+def embedding(h: Tensor, fault: Tensor, table: nn.Module) -> Tensor:
+    """The rows' gradients fit 16 bits, the sum of those of a row that is looked up 4096 times doesn't."""
+    rows = F.embedding(torch.zeros(4096, dtype=torch.int64), table.weight.half())  # the fault
+    return h.float() + Backward.apply(rows.float().mean(0), fault)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A computation, the fault's value, the op that is named, and the layer that the computation takes."""
+
+    between: Callable[..., Tensor]
+    fault: float
+    op: str
+    layer: Callable[[], nn.Module] | None = None
+
+
+CASES = {
+    "multiplied in 16 bits": Case(lambda h, fault: h.half() * fault.half(), 6e4, "aten.mul"),
+    "added in 16 bits": Case(lambda h, fault: h.half() + fault.half() + fault.half(), 6e4, "aten.add"),
+    "inf from a division": Case(lambda h, fault: h.float() / (fault - 7.0), 7.0, "aten.div"),
+    "NaN from a root": Case(lambda h, fault: (h.float().abs() + 2 - fault).sqrt(), 1e3, "aten.sqrt"),
+    "an exponential": Case(lambda h, fault: (h.float() + fault - 1).exp(), 200.0, "aten.exp"),
+    "a logarithm": Case(lambda h, fault: (h.float().abs() + 2 - fault).log(), 1e3, "aten.log"),
+    "a product": Case(product, 200.0, "aten.mm"),
+    "a sum in 16 bits": Case(lambda h, fault: h + (h.half() * 0 + fault.half()).sum(0), 4e4, "aten.sum"),
+    "attention scores": Case(attention, 300.0, "aten.mm"),
+    "a convolution": Case(convolution, 4e4, "aten.convolution", lambda: nn.Conv2d(2, 2, 3, padding=1)),
+    "a norm's variance": Case(norm, 1e4, "aten.pow"),
+    "a gated recurrent unit": Case(recurrent, 6e4, "aten.addmm", lambda: nn.GRUCell(32, 32)),
+    "0/0": Case(zero_over_zero, 7.0, "aten.div"),
+    "a running sum": Case(running_sum, 4e3, "aten.cumsum"),
+    "a logarithm of a softmax": Case(logarithm_of_softmax, 99.0, "aten.log"),
+    "an embedding's gradient": Case(embedding, 1e9, "aten.embedding_dense_backward", lambda: nn.Embedding(2, 32)),
+}
+
+
+def line_of(function: Callable[..., object], text: str) -> str:
+    """The place of the line that has the text."""
+    lines, start = inspect.getsourcelines(function)
+    return next(f"{__file__}:{start + i}" for i, line in enumerate(lines) if text in line)
+
+
+def trained(
+    model: nn.Module, faults: dict[int, float], scale: float = 1.0, growth: int = 2000, **options: object
+) -> Watch:
+    """The watch over six steps with the fault in some of them; the scale grows after so many that weren't skipped."""
+    torch.manual_seed(0)
+    compiled = torch.compile(
+        model, backend="amp", options={"dtype": torch.float16, "watch": True, "lower": "aot_eager", **options}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = ampcompile.GradScaler("cpu", init_scale=scale, growth_factor=64.0, growth_interval=growth)
+    for call in range(1, 7):
+        optimizer.zero_grad()
+        scaler.scale(compiled(torch.randn(4, 16), torch.tensor(faults.get(call, 1.5))).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return ampcompile.watch(compiled)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_between_layers(name: str) -> None:
+    case = CASES[name]
+    layers = [case.layer()] if case.layer else []
+    for parameter in (parameter for layer in layers for parameter in layer.parameters()):
+        nn.init.ones_(parameter)
+    first = trained(Net(case.between, *layers), {FAULT_AT: case.fault}).report().first
+    assert first is not None
+    value, backward = first.at.value, case.op.endswith("_backward")
+    assert (first.at.call, value.op, value.backward) == (FAULT_AT, case.op, backward), first
+    assert first.before is not None and first.at.calls_out_of_range == 1
+    lines, start = inspect.getsourcelines(case.between)
+    marked = [i for i, line in enumerate(lines) if "# the fault" in line] or range(len(lines))
+    assert value.source in [f"{__file__}:{start + i}" for i in marked], first
+    assert value.module == "" or value.module.startswith("layers.0"), first
+
+
+def test_a_fault_in_a_cast_is_named_by_who_reads_it() -> None:
+    first = trained(Net(lambda h, fault: h.float() * fault), {FAULT_AT: 1e7}).report().first
+    assert first is not None and first.at.call == FAULT_AT and first.at.value.kind == "cast"
+    assert (first.at.value.module, first.at.value.source) == ("last", line_of(Net.forward, "self.last(h)"))
+
+
+@LOWERED
+def test_a_gradient_that_a_scale_makes_too_large(lower: str) -> None:
+    first = trained(Net(lambda h, _: h.relu()), {}, scale=2.0**24, lower=lower).report().first
+    assert first is not None and first.at.value.backward and first.at.call == 1 and first.before is None
+    assert first.at.value.dtype == "f16" and first.at.value.source == line_of(Net.forward, ".float()"), first
+
+
+def test_a_gradient_that_a_growing_scale_makes_too_large() -> None:
+    net = Net(lambda h, _: h.relu())
+    first = trained(net, {}, scale=64.0, growth=1).report().first
+    assert first is not None and first.at.value.backward and first.at.call == 4 and first.before is not None
+    assert first.before < 65504 < first.at.largest, first
+    assert first.at.value.source == line_of(Net.forward, ".float()"), "where float32 begins, whose gradient is narrowed"
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
+def test_a_fault_in_backward() -> None:
+    net = Net(lambda h, fault: Backward.apply(h.half(), fault.half()))
+    first = trained(net, {FAULT_AT: 6e4}, scale=2.0**10).report().first
+    assert first is not None and first.at.value.backward and first.at.call == FAULT_AT
+    assert first.at.value.op == "aten.mul" and first.at.value.source == line_of(Backward.backward, "grad * factor")
+    assert "backward" in str(first) and first.before is not None
+
+
+def test_a_fault_in_a_row_that_is_not_read_is_named_by_who_reads_it() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 256, bias=False), nn.Linear(256, 16)
+            nn.init.ones_(self.first.weight)
+
+        def forward(self, x: Tensor, fault: Tensor) -> Tensor:
+            rows = torch.where(torch.arange(512)[:, None] == 3, fault, 1.0).half().expand(512, 16)
+            return self.last(self.first(rows)).float() * x.mean()
+
+    report = trained(Rows(), {FAULT_AT: 6e4}).report()
+    first = report.first
+    assert first is not None and first.at.call == FAULT_AT and first.at.value.module == "last", report
+    assert [each.module for each in first.maybe_before] == ["first"]
+    assert f"or before, in a row that isn't read: first {__file__}" in str(first)
+    assert "(sampled)" in str(report)
+
+
+def test_a_graph_without_inputs() -> None:
+    options = {"watch": True, "lower": "aot_eager"}
+    ones = torch.compile(lambda: torch.ones(2, 2) @ torch.ones(2, 2), backend="amp", options=options)
+    assert ones().eq(2).all() and ampcompile.watch(ones).report().first is None
+
+
+def test_masks_and_nothing_wrong() -> None:
+    masked = lambda h, _: h + F.softmax(h.masked_fill(h > 0, float("-inf")).clamp(-1e30), 0)  # noqa: E731
+    report = trained(Net(masked), {}).report()
+    assert report.first is None and str(report).startswith("no number left the range of its type")
+    assert all(each.calls_out_of_range == 0 and each.share <= 1 for each in report.last)
+
+
+@LOWERED
+def test_no_bit_changes(lower: str) -> None:
+    def numbers(watch: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        net, x = Net(lambda h, fault: F.gelu(h) * fault), torch.randn(4, 16)
+        options = {"dtype": torch.bfloat16, "watch": watch, "lower": lower}
+        out = torch.compile(net, backend="amp", options=options)(x, torch.tensor(1.5))
+        return [out, *torch.autograd.grad(out.square().sum(), list(net.parameters()))]
+
+    for ours, plain in zip(numbers(True), numbers(False), strict=True):
+        assert torch.equal(ours, plain)
+
+
+def test_calls_without_gradients_and_of_others_and_the_first_fault_is_kept() -> None:
+    net, other = Net(lambda h, fault: h.half() * fault.half()), Net(lambda h, _: h)
+    options = {"dtype": torch.float16, "watch": True, "lower": "aot_eager"}
+    compiled, apart = (torch.compile(each, backend="amp", options=options) for each in (net, other))
+    with torch.no_grad():
+        for call in range(1, 60):
+            compiled(torch.randn(4, 16), torch.tensor(6e4 if call in (FAULT_AT, 50) else 1.0))
+        apart(torch.randn(4, 16), torch.tensor(1.0))
+    found, clean = (ampcompile.watch(each).report() for each in (compiled, apart))
+    assert found.first is not None and found.first.at.call == FAULT_AT and found.last[0].call == 59
+    assert clean.first is None
+    assert {each.value.module for each in clean.last} >= {"first", "last"}
+
+
+def test_second_gradients_go_on_working() -> None:
+    net = Net(lambda h, fault: h * fault)
+    compiled = torch.compile(net, backend="amp", options={"watch": True, "lower": "aot_eager"})
+    x = torch.randn(4, 16, requires_grad=True)
+    (grad,) = torch.autograd.grad(compiled(x, torch.tensor(1.5)).sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    assert net.first.weight.grad is not None and net.first.weight.grad.isfinite().all()
+
+
+def test_a_report_names_the_ten_nearest_to_the_end_of_their_range() -> None:
+    last = [
+        Magnitude(WatchedValue("cast", "to", f"layer{i}", "net.py:1", False, "f16", ()), 3, float(largest), 0)
+        for i, largest in enumerate([1, 60_000, 30, 2, 500, 4_000, 7, 8, 90, 100, 11, 12])
+    ]
+    told = str(WatchReport(None, last))
+    named = [word for word in told.split() if word.startswith("layer")]
+    assert named == [f"layer{i}" for i in (1, 5, 4, 9, 8, 2, 11, 10, 7, 6)]
+
+
+def test_a_report_before_any_call_says_so() -> None:
+    compiled = torch.compile(nn.Linear(2, 2), backend="amp", options={"watch": True})
+    assert str(ampcompile.watch(compiled).report()) == (
+        "no watched value yet: call what was compiled, then ask for a report"
+    )
+
+
+def test_what_is_not_watched_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    for wrong in (3, model, torch.compile(model, backend="amp"), torch.compile(model, backend="eager")):
+        with pytest.raises(OptionError, match=f"found '{type(wrong).__name__}', .*\"watch\": True"):
+            ampcompile.watch(wrong)
+    with pytest.raises(OptionError, match="lower='eager'"):
+        torch.compile(model, backend="amp", options={"watch": True, "lower": "eager"})(torch.randn(1, 2))
+    with pytest.raises(OptionError, match="watch=1"):
+        torch.compile(model, backend="amp", options={"watch": 1})(torch.randn(1, 2))
