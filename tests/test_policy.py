@@ -150,13 +150,13 @@ def test_values_that_do_not_exist():
     with pytest.raises(PolicyError) as error:
         Policy(ops=(("softmax", "fp23"),))
     assert str(error.value) == (
-        "policy op softmax has the value 'fp23'; expected one of low, bf16, fp16, fp32, promote, fp32_inside, "
-        "as_arrives, default. Did you mean 'fp32'?"
+        "policy op softmax has the value 'fp23'; expected one of low, bf16, fp16, fp8, fp32, promote, "
+        "fp32_inside, as_arrives, default. Did you mean 'fp32'?"
     )
     with pytest.raises(PolicyError) as error:
         Policy(modules=(("encoder", "float64"),))
     assert str(error.value) == (
-        "policy module encoder has the value 'float64'; expected one of low, bf16, fp16, fp32, default."
+        "policy module encoder has the value 'float64'; expected one of low, bf16, fp16, fp8, fp32, default."
     )
 
 
@@ -196,6 +196,7 @@ def test_each_value_for_ops():
         "low": "lower_precision_fp",
         "bf16": "lower_precision_fp",
         "fp16": "lower_precision_fp",
+        "fp8": "fp32_set_opt_dtype",  # for linear products alone
         "fp32": "fp32",
         "promote": "promote",
         "fp32_inside": "fp32_inside",
@@ -207,9 +208,11 @@ def test_each_value_for_ops():
 def test_each_value_for_modules():
     low = torch.float16
     given_by = {
-        value: Policy(modules=(("m", value),)).rule_for(NORM, "cpu", "m").operand_dtype([torch.float32], low)
+        value: Policy(modules=(("m", value),)).rule_for(LINEAR, "cpu", "m").operand_dtype([torch.float32], low)
         for value in MODULE_VALUES[:-1]
     }
+    assert given_by.pop("fp8") is low and Policy(modules=(("m", "fp8"),)).rule_for(LINEAR, "cpu", "m").fp8
+    assert Policy(modules=(("m", "fp8"),)).rule_for(NORM, "cuda", "m") is rule_for(NORM, "cuda")
     assert given_by == {"low": low, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     assert Policy(modules=(("m", "default"),)).rule_for(NORM, "cuda", "m") is rule_for(NORM, "cuda")
 

@@ -85,7 +85,7 @@ def test_what_is_written_between_two_products_is_quantized_twice():
         assert (compiled(x, w) - expected).norm() < 0.1 * expected.norm()
 
 
-@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
 def test_a_weight_is_quantized_once_per_update(lower):
     model = Block()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
