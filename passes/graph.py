@@ -37,7 +37,7 @@ class Cast:
     op: str
     because: str
     fate: tuple[str, ...] = ("inserted",)
-    """The changes that passes made to it, in order: inserted, hoisted, shared, folded, fused."""
+    """The changes that passes made to it, in order: inserted, hoisted, shared, folded, fused, quantized."""
     number: int = field(default_factory=itertools.count().__next__, compare=False)
     """Identifies the cast when `fate` grows, so that a reader can tell if the cast is still in the graph."""
 

@@ -36,6 +36,8 @@ from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from .records import BACKWARD, JOINT, CastRecord, GraphRecord, OpRecord, Shape, Total, add_up
 
+QUANTIZATIONS = ("ampcompile.quantize", "ampcompile.quantize_weight")
+
 
 class Recorder:
     """Follows one graph: give `watch` to `rewrite`, and `watch_joint` to `lower`. `example_inputs` are the graph's."""
@@ -56,6 +58,10 @@ class Recorder:
             self.graph = replace(self.graph, values=values)
             self._present = set(self._casts)
             return
+        if done.fate == "quantized":
+            casts = _values_and_casts(gm, set(find_weights(gm, self.example_inputs)))[1]
+            self._present |= casts.keys()
+            self._casts |= {number: casts[number] for number in casts if number not in self._casts}
         found = [inserted_cast(node) for graph in graphs(gm) for node in graph.graph.nodes]
         fates = {cast.number: cast.fate for cast in found if cast is not None}
         for number in self._present:
@@ -123,12 +129,12 @@ def record_op(node: Node, prefix: str = "", backward: bool = False) -> OpRecord:
 
 def record_cast(node: Node, of: str, op: str = "", **fields: Any) -> CastRecord:
     """The record of a node that converts its first operand to another dtype."""
-    before, after = node.args[0].meta["val"], node.meta["val"]
+    before, after = node.args[0].meta["val"], _result_of(node)
     return CastRecord(
         op=op,
         module=module_path(node),
         source=source_line(node),
-        shape=shape_of(after),
+        shape=shape_of(before),
         dtype_from=before.dtype,
         dtype_to=after.dtype,
         bytes=bytes_of(node),
@@ -138,8 +144,9 @@ def record_cast(node: Node, of: str, op: str = "", **fields: Any) -> CastRecord:
 
 
 def inserted_cast(node: Node) -> Cast | None:
-    """The record that passes keep of an inserted cast, hoisted or not; None for other nodes."""
-    return decision_of(node).cast if node.target in (CAST, WEIGHT_COPY) else None
+    """The record that passes keep of an inserted cast, hoisted or not, and of a quantization; None for other nodes."""
+    casts = node.target in (CAST, WEIGHT_COPY) or op_name(node.target) in QUANTIZATIONS
+    return decision_of(node).cast if casts else None
 
 
 def shape_of(value: Any) -> Shape:
@@ -245,8 +252,14 @@ def conversions(gm: GraphModule) -> Iterator[Node]:
 
 def bytes_of(node: Node) -> int:
     """Bytes that a conversion reads and writes, with traced sizes; 0 if the sizes depend on data."""
-    before, after = node.args[0].meta["val"], node.meta["val"]
-    return (elements_hint(before) or 0) * (before.dtype.itemsize + after.dtype.itemsize)
+    return sum(
+        (elements_hint(value) or 0) * value.dtype.itemsize for value in (node.args[0].meta["val"], _result_of(node))
+    )
+
+
+def _result_of(node: Node) -> Any:
+    """The fake of what a conversion makes, the first of several."""
+    return pytree.tree_leaves(node.meta["val"])[0]
 
 
 def _precision(example_inputs: Sequence[Any]) -> str:

@@ -106,6 +106,9 @@ class OpRecord(Record):
         return short_name(self.dtype) if self.dtype is not None else ""
 
 
+_REMOVED = ("shared", "folded", "fused", "quantized")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CastRecord(Record):
     """A cast that ampcompile inserted, or a conversion that runs in backward."""
@@ -115,7 +118,8 @@ class CastRecord(Record):
     bytes: int
     """Bytes read and written by the cast alone; symbolic sizes count as the sizes they were compiled for."""
     fate: tuple[str, ...] = ()
-    """The changes that passes made to it, in order: inserted, hoisted, shared, folded, fused; empty in backward."""
+    """The changes that passes made to it, in order: inserted, hoisted, shared, folded, fused, quantized; empty in
+    backward."""
     of: str
     """The kind of value cast: "weight", "bias", "input", "constant" or "activation"; in backward "gradient", or the op
     that made it."""
@@ -128,14 +132,14 @@ class CastRecord(Record):
     @property
     def runs(self) -> bool:
         """True if it still runs as a separate cast in every call."""
-        return not self.backward and not {"hoisted", "shared", "folded", "fused"} & set(self.fate)
+        return not self.backward and not {"hoisted", *_REMOVED} & set(self.fate)
 
     @property
     def when(self) -> str:
         """When it runs: "every call", "once per update" of a weight, "backward"; or how it became part of another."""
         if self.backward or self.runs:
             return "backward" if self.backward else "every call"
-        return next((fate for fate in self.fate if fate in ("shared", "folded", "fused")), PER_UPDATE)
+        return next((fate for fate in self.fate if fate in _REMOVED), PER_UPDATE)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,8 @@ class Report:
         stages = {total.stage: total for total in self.totals}
         if INSERTED not in stages:
             return []
-        inserted, ours = stages[INSERTED], [cast for graph in self.graphs for cast in graph.casts]
+        inserted, casts = stages[INSERTED], [cast for graph in self.graphs for cast in graph.casts]
+        ours = [cast for cast in casts if cast.dtype_to.itemsize > 1]  # what 8 bits need comes after
         rows = [
             replace(inserted, stage="eager autocast, forward"),
             replace(stages.get(BACKWARD, Total(BACKWARD, 0, 0)), stage="eager autocast, backward"),

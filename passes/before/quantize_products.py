@@ -108,7 +108,7 @@ class QuantizeProducts:
     gathered: bool = False
     name = "quantize_products"
     exact = False
-    fate = ""
+    fate = "quantized"
 
     def apply(self, gm: GraphModule) -> int:
         products = [node for each in graphs(gm) for node in each.graph.nodes if decision_of(node).fp8]

@@ -198,3 +198,20 @@ def test_a_watch_names_the_quantized_product_that_overflows_and_changes_no_bit()
     first = ampcompile.watch(compiled).report().first
     assert first is not None
     assert (first.at.value.op, first.at.value.kind, first.at.value.module) == ("aten._scaled_mm", "product", "2")
+
+
+def test_explain_shows_each_quantization_when_it_runs_and_why() -> None:
+    model, x = nn.Sequential(nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 7)), torch.randn(16, 32)
+    options: dict[str, Any] = {"policy": "op linear=fp8", "products": "torch"}
+    report = ampcompile.explain(model, **options)(x)
+    casts = [(cast.module, cast.of, cast.dtypes, cast.when) for cast in report.casts if cast.of != "bias"]
+    assert ("0", "weight", "f32>bf16", "quantized") in casts and len(casts) == 6  # one of the result
+    assert ("0", "input", "bf16>f8_e4m3fn", "every call") in casts
+    assert ("0", "weight", "f32>f8_e4m3fn", "once per update") in casts
+    assert ("2", "weight", "f32>bf16", "once per update") in casts
+    (of_weight,) = [cast for cast in report.casts if cast.dtypes == "f32>f8_e4m3fn"]
+    assert of_weight.shape == (16, 32) and of_weight.bytes == 4 * 512 + 2 * 512 + 16
+    assert "power of two" in of_weight.because
+    assert not [row for row in report.balance if row.stage == "amp, written in your code"]
+    every_call = ampcompile.explain(model, **options, weights="every_call")(x)
+    assert [cast.when for cast in every_call.casts if cast.dtypes == "f32>f8_e4m3fn"] == ["every call"]

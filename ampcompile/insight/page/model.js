@@ -2,7 +2,7 @@
 
 const casts = [...data.graphs.flatMap((graph) => graph.casts), ...data.results]
   .map((cast, id) => ({ ...cast, kind: "cast", id, from: cast.dtype_from, to: cast.dtype_to, readers: [] }));
-const running = (cast) => !["hoisted", "shared", "folded", "fused"].some((fate) => cast.fate.includes(fate));
+const running = (cast) => !["hoisted", "shared", "folded", "fused", "quantized"].some((fate) => cast.fate.includes(fate));
 const size = (list) => list.reduce((sum, cast) => sum + cast.bytes, 0);
 const units = ["B", "KiB", "MiB", "GiB", "TiB"];
 const human = (n, unit = 0) => (n < 1024 || unit === 4 ? `${unit ? n.toFixed(1) : n} ${units[unit]}` : human(n / 1024, unit + 1));
