@@ -10,6 +10,7 @@ from .errors import (
     AmpWarning,
     AuditError,
     BannedOpError,
+    CaptureError,
     ClipError,
     CommandLineError,
     DoubleBackwardError,
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
     from .insight.watch import watch
     from .policy import Policy
     from .rules import register_op
-    from .scaler import GradScaler, keep_masters
+    from .scaler import GradScaler, capture_step, keep_masters
     from .sharding import shard_policy
+    from .timing.step_profile import profile_step
     from .weights import free_copies, invalidate, release_masters, weight_stats
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "AmpWarning",
     "AuditError",
     "BannedOpError",
+    "CaptureError",
     "ClipError",
     "CommandLineError",
     "DoubleBackwardError",
@@ -61,6 +64,7 @@ __all__ = [
     "ShardingError",
     "WeightsError",
     "audit",
+    "capture_step",
     "compare",
     "compile_methods",
     "explain",
@@ -70,6 +74,7 @@ __all__ = [
     "keep_fp32",
     "keep_masters",
     "precision",
+    "profile_step",
     "record",
     "register_op",
     "release_masters",
@@ -82,6 +87,7 @@ __all__ = [
 # can't be, since the import of the module would bind its name to it.
 _LATER = {
     "GradScaler": "scaler",
+    "capture_step": "scaler",
     "compare": "insight.compare",
     "compile_methods": "compiler.methods",
     "export": "compiler.export",
@@ -89,6 +95,7 @@ _LATER = {
     "free_copies": "weights",
     "invalidate": "weights",
     "keep_masters": "scaler",
+    "profile_step": "timing.step_profile",
     "register_op": "rules",
     "release_masters": "weights",
     "shard_policy": "sharding",

@@ -101,6 +101,15 @@ class ClipError(AmpError, RuntimeError):
     """
 
 
+class CaptureError(AmpError, RuntimeError):
+    """A step that `ampcompile.capture_step` can't make a CUDA graph of, or a call that its graph doesn't fit.
+
+    >>> ampcompile.capture_step(print)
+    Traceback (most recent call last):
+    ampcompile.errors.CaptureError: found parameters on no device, expected them on one: pass the optimizers ...
+    """
+
+
 class WeightsError(AmpError, TypeError):
     """`ampcompile.free_copies` or `ampcompile.invalidate` was given what is neither a module nor tensors.
 

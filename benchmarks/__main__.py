@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     options, began = parse(arguments), monotonic()
     records = Records.resume(options.file, machine.about(options.device))
     if options.plan == "gpu-check" and TESTS not in records.stages:
-        tests = ["tests/kernels/test_recheck.py"] if options.tiny else ["tests"]
+        tests = ["tests/weights/test_gpu.py"] if options.tiny else ["tests"]
         records.add(TESTS, "pytest", **run_gpu_tests(tests, processes=1 if options.tiny else PROCESSES))
     left = _measure(options, records, began + options.seconds)
     print(show(records), f"{left} works are left: run it again" if left else "nothing is left", sep="\n")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
+from ampcompile.timing.trace import record
 from benchmarks.architectures import build
-from benchmarks.counting import profile_gpu
 from benchmarks.memory import forget_peak, peak_bytes
 from benchmarks.numbers import relative_error
 from benchmarks.peers import PEERS
@@ -129,7 +129,9 @@ class Candidate:
         """The figures that are taken once, after the last round."""
         figures: dict[str, Any] = {"peak_bytes": peak_bytes(self.device)}
         if self.device == "cuda":
-            figures |= profile_gpu(self.call)
+            trace = record(self.call)
+            figures |= {"gpu_seconds": trace.total, "launches": trace.launches, "busy_seconds": trace.busy}
+            figures["shares"] = {kind: seconds / trace.total for kind, seconds in trace.seconds.items()}
         figures["host_seconds"] = self._time_host()
         return figures
 
@@ -137,7 +139,8 @@ class Candidate:
         ours = self.peer.compiler == "amp"
         self.call: Callable[[], Tensor] = self._infer
         if kind != CALL:
-            self.call = TrainingStep(self.model, self._forward, KINDS[kind], ours, self.device)
+            step = TrainingStep(self.model, self._forward, KINDS[kind], ours, self.device)
+            self.call = ampcompile.capture_step(step, step.optimizer) if self.peer.whole else step
 
     def _forward(self) -> Tensor:
         if self.peer.graphs:

@@ -1,14 +1,16 @@
 """The ways to run a model that are compared: compilers, precisions, CUDA graphs, or why one can't run here."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ampcompile.compiler.backend import amp
 from ampcompile.config import Options
 
 
@@ -18,12 +20,15 @@ class Peer:
 
     name: str
     compiler: str
-    """"eager", "inductor" or "amp"."""
+    """"eager", "inductor", "amp", or "amp's graph": the compiled code of amp's, called as stock torch.compile calls it,
+    with copies of weights that are made once."""
     precision: str
     """"float32", "autocast" (by torch.autocast around the call), "converted" (the whole model), "compiled", or "float8"
     (linear layers by torchao's recipe "tensorwise", the rest by torch.autocast)."""
     graphs: bool = False
     """In CUDA graphs, by `mode="reduce-overhead"`; on a CPU that is the default mode."""
+    whole: bool = False
+    """The training step as one CUDA graph, by `ampcompile.capture_step`; on a CPU without a graph."""
     cpp: bool = False
     """Launched by generated C++ instead of Python: Inductor's `cpp_wrapper`."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -60,13 +65,32 @@ class Peer:
             return torch.compile(model, mode=mode)
         # What it returns is in autocast's types, as what the others do.
         options = {"mode": mode, "dtype": dtype, "outputs": "autocast", **self.options}
+        if self.compiler == "amp's graph":
+            return torch.compile(model, backend=partial(_compile_without_checks, options))
         return torch.compile(model, backend="amp", options=options)
 
 
+def _compile_without_checks(
+    options: dict[str, Any], gm: torch.fx.GraphModule, inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """Compile a graph as amp does; its code, given the copies that amp would give it after some calls."""
+    graph: Any = amp(gm, inputs, options=options)
+    held: list[Any] = []
+
+    def call(*args: Any) -> Any:
+        for _ in range(4 if not held else 0):  # by then those are packed for which it pays
+            held[:] = graph._copies(args)
+        return graph._compiled(*args, *held)
+
+    return call
+
+
 AMP, BASELINE = "amp", "Inductor + autocast"
+SAME = "amp's graph, called by stock torch.compile"
+"""A call of amp takes more by what is amp's own: its wrapper, and the look at all weights."""
 CONVERTED = "Inductor, converted"
 """The whole model in the low type: fast, and not mixed precision any more."""
-GRAPHS, CPP = ", CUDA graphs", ", C++ wrapper"
+GRAPHS, CPP, WHOLE = ", CUDA graphs", ", C++ wrapper", "amp, the whole step in a CUDA graph"
 FUSED, UNFUSED, FP8, TORCHAO = "amp, fuse=linear_cross_entropy", "amp, fuse=none", "amp, fp8", "torchao float8"
 PEERS = {
     peer.name: peer
@@ -78,8 +102,10 @@ PEERS = {
         Peer(CONVERTED, "inductor", "converted"),
         Peer(CONVERTED + GRAPHS, "inductor", "converted", graphs=True),
         Peer(AMP, "amp", "compiled"),
-        *(Peer(BASELINE + how, "inductor", "autocast", how == GRAPHS, how == CPP) for how in (GRAPHS, CPP)),
-        *(Peer(AMP + how, "amp", "compiled", how == GRAPHS, how == CPP) for how in (GRAPHS, CPP)),
+        *(Peer(BASELINE + how, "inductor", "autocast", how == GRAPHS, cpp=how == CPP) for how in (GRAPHS, CPP)),
+        *(Peer(AMP + how, "amp", "compiled", how == GRAPHS, cpp=how == CPP) for how in (GRAPHS, CPP)),
+        Peer(SAME, "amp's graph", "compiled"),
+        Peer(WHOLE, "amp", "compiled", whole=True),
         Peer(UNFUSED, "amp", "compiled", options={"fuse": "none"}),
         Peer(FUSED, "amp", "compiled", options={"fuse": "linear_cross_entropy"}),
         Peer(FP8, "amp", "compiled", options={"policy": {"ops": {"linear": "fp8"}}}),

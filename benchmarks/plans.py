@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.architectures import TINY
-from benchmarks.peers import AMP, BASELINE, CONVERTED, CPP, FP8, FUSED, GRAPHS, TORCHAO, UNFUSED
+from benchmarks.peers import AMP, BASELINE, CONVERTED, CPP, FP8, FUSED, GRAPHS, SAME, TORCHAO, UNFUSED, WHOLE
 
 CALL = "call"
 """The kind of work that has no training step: one call without gradients."""
@@ -55,20 +55,20 @@ ON_CPU = (
 )
 """Small enough for two cores; on older CPUs too, by `ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2`."""
 CALLS = (
-    *(Work(f"{count} weights", 1, 16, FLOAT32) for count in (4, 32, 150)),
+    *(Work(f"{count} weights", 1, 16, (*FLOAT32, SAME)) for count in (4, 32, 150)),
     *(Work(model, 32, 0, FLOAT32, kinds) for model in ("MLP 3x64", "LeNet") for kinds in ((CALL,), ("step",))),
 )
 """Calls and steps that cost the host more than the processor's units."""
 ON_GPU = (
     Work("GPT 124M", 8, 1024, WAYS, STEP, gigabytes=7),
-    Work("BERT classifier", 32, 128, WAYS, STEP, gigabytes=4),
+    Work("BERT classifier", 32, 128, (*WAYS, WHOLE), STEP, gigabytes=4),
     Work("ViT", 64, 224, WAYS, STEP, gigabytes=6),
     Work("ResNet-50", 128, 224, WAYS, STEP, channels_last=True, gigabytes=12),
     Work("Llama d2048", 4, 2048, (BASELINE, AMP, FP8, TORCHAO), STEP, gigabytes=16),
     Work("GPT 124M", 1, 16, (BASELINE, CONVERTED, AMP, BASELINE + GRAPHS, AMP + GRAPHS), gigabytes=1.5),
     Work("Llama d4096", 4, 2048, (BASELINE, AMP, FP8, TORCHAO), STEP, gigabytes=18),
     Work("GPT 124M/50257", 16, 1024, (BASELINE, UNFUSED, FUSED), STEP, gigabytes=14),
-    Work("GPT 124M", 8, 1024, (BASELINE, AMP), ("scaled step",), dtype="float16", gigabytes=7),
+    Work("GPT 124M", 8, 1024, (BASELINE, AMP, WHOLE), ("scaled step",), dtype="float16", gigabytes=7),
 )
 """By value: what decides most comes first."""
 PLANS = {"cpu": ON_CPU, "calls": CALLS, "gpu": ON_GPU}
@@ -80,7 +80,7 @@ def shrink(work: Work) -> Work:
     return replace(work, model=model, batch=min(work.batch, 2), length=min(work.length, 32))
 
 
-def pack(works: Sequence[Work], gigabytes: float, processes: int = 18) -> Iterator[list[Work]]:
+def pack(works: Sequence[Work], gigabytes: float, processes: int = 19) -> Iterator[list[Work]]:
     """Yield groups of works whose peers fit a GPU's memory and a machine's cores together, in order."""
     group: list[Work] = []
     for work in works:

@@ -35,6 +35,7 @@ LAW = [
     {"insight.logs", "insight.recorder", "insight.conversions", "insight.records"},
     {"compiler"},
     {"backend", "insight"},
+    {"timing"},
     {"command_line", "__init__", "integrations"},
     {"__main__"},
 ]

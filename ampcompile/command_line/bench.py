@@ -17,6 +17,9 @@ from ampcompile.config import Options
 from ampcompile.dtypes import short_name
 from ampcompile.insight.call import preserve_state
 from ampcompile.insight.show import render_table
+from ampcompile.timing import step_profile
+from ampcompile.timing.step_profile import StepProfile
+from ampcompile.timing.trace import time_call
 from ampcompile.torch_private import pytree
 from ampcompile.weights import invalidate
 
@@ -36,12 +39,15 @@ HOW = {
 
 @dataclass
 class Times:
-    """Times of one candidate: `seconds` of one call, one for each round; or the error that it raised."""
+    """Times of one candidate: `seconds` of one call, one for each round, and where they go, if that was asked for; or
+    the error that it raised.
+    """
 
     name: str
     first_call: float = 0.0
     seconds: list[float] = field(default_factory=list)
     failed: str = ""
+    profile: StepProfile | None = None
 
     @property
     def median(self) -> float:
@@ -60,14 +66,25 @@ class Results:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        candidates = [{**asdict(c), "median": c.median} for c in self.candidates]
+        candidates = [
+            {**asdict(c), "median": c.median, "profile": None if c.profile is None else c.profile.as_dict()}
+            for c in self.candidates
+        ]
         return {**asdict(self), "candidates": candidates, "advice": advice(self)}
 
 
 def bench(
-    target: Target, options: dict[str, Any], gradients: bool, seconds: float, say: Callable[[str], None]
+    target: Target,
+    options: dict[str, Any],
+    gradients: bool,
+    seconds: float,
+    say: Callable[[str], None],
+    profile: bool = False,
 ) -> Results:
-    """Time all candidates for about `seconds` in total, after compiling and warming up each; `say` gets each step."""
+    """Time all candidates for about `seconds` in total, after compiling and warming up each; `say` gets each step.
+
+    `profile`: then also look where the time of each goes, and try what may spare amp's the host.
+    """
     modules = list(modules_of(target.f))
     parameters = [p for module in modules for p in module.parameters()]
     device = device_type_of(parameters[0] if parameters else None, target.args, target.kwargs)
@@ -84,17 +101,10 @@ def bench(
     }
     with preserve_state(target.f, target.args, target.kwargs):
         times = _measure(candidates, device, seconds, say)
+        for each in [each for each in times if profile and not each.failed]:
+            say(f"profiling: {each.name}")
+            each.profile = step_profile.measure(candidates[each.name], try_others=each.name == AMP)
     return Results("training" if training else "inference", device, short_name(dtype), times)
-
-
-def time_call(device_type: str, call: Callable[[], Any]) -> float:
-    """Seconds of one call, until the device has finished it."""
-    wait = torch.accelerator.synchronize if device_type != "cpu" else lambda: None
-    wait()
-    start = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - start
 
 
 def _inference(target: Target, f: Any, around: AbstractContextManager[Any]) -> Callable[[], Any]:
@@ -192,6 +202,8 @@ def table(results: Results) -> str:
     failures = "".join(f"\n{c.name} failed: {c.failed}" for c in results.candidates if c.failed)
     headings = ("", "median of one call", "range", f"times as fast as {results.candidates[0].name}", "first call")
     about = "forward and backward, weights new in each call" if results.work == "training" else "inference"
-    return (
-        f"{about}, {results.device} in {results.dtype}\n\n{render_table(headings, rows)}{failures}\n\n{advice(results)}"
-    )
+    parts = [f"{about}, {results.device} in {results.dtype}", render_table(headings, rows) + failures, advice(results)]
+    if profiles := {c.name: c.profile for c in results.candidates if c.profile is not None}:
+        last = profiles[AMP].advice if AMP in profiles else ""
+        parts += [f"where the time goes\n\n{step_profile.table(profiles)}", f"amp: {last}" if last else ""]
+    return "\n\n".join(filter(None, parts))

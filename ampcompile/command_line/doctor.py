@@ -20,9 +20,8 @@ from ampcompile.dtypes import LOW, short_name
 from ampcompile.insight.show import human_bytes, render_table
 from ampcompile.kernels import native, packed_linear
 from ampcompile.passes.analysis.wide_products import is_emulated, runs_in_float32
+from ampcompile.timing.trace import time_call
 from ampcompile.torch_private import backends, patches, processor
-
-from .bench import time_call
 
 PACKAGES = ("ampcompile", "torch", "triton", "numpy", "rich")
 _UNITS = {

@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     race.add_argument(
         "--seconds", type=float, default=10.0, help="how long to measure, compilation aside (default: 10)"
     )
+    race.add_argument("--profile", action="store_true", help="where the time goes, and what would save some, too")
     health = add("doctor", _doctor, "whether low precision pays here, versions, what the devices can do", common)
     health.add_argument("--all", action="store_true", help="what is patched in torch, too")
     return parser
@@ -160,8 +161,8 @@ def _audit(arguments: argparse.Namespace) -> Result:
 def _bench(arguments: argparse.Namespace) -> Result:
     _positive(arguments.seconds, "--seconds", "a time")
     target = _load(arguments)
-    gradients = not arguments.forward_only
-    results = target.call(lambda: bench(target, _options(arguments), gradients, arguments.seconds, _say))
+    how = _options(arguments), not arguments.forward_only, arguments.seconds, _say, arguments.profile
+    results = target.call(lambda: bench(target, *how))
     return results.as_dict(), lambda: bench_table(results)
 
 

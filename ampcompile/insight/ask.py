@@ -43,15 +43,19 @@ class Question:
         return f"<{self.name}({of}) waits for a call of {of}: {self.name}({of})(*args, **kwargs) gives the result>"
 
 
-def _subject(name: str, f: Any, arguments: tuple[Any, ...], *how: Any) -> Subject:
-    """Return what to look at. OptionError for what can't be called, and for arguments that belong to the call."""
+def check_arguments(name: str, f: Any, arguments: tuple[Any, ...], option: str = "dtype=torch.float16") -> None:
+    """Raise OptionError for what can't be called, and for arguments that belong to the call."""
     if not callable(f):
         raise OptionError(f"{name} got {f!r}, expected a module or function: {name}(model)(x).")
     if arguments:
         raise OptionError(
             f"{name} got {1 + len(arguments)} arguments, expected the callable alone, and options by name. Call what "
-            f"it returns with the arguments of the call: {name}(model)(x), or {name}(model, dtype=torch.float16)(x)."
+            f"it returns with the arguments of the call: {name}(model)(x), or {name}(model, {option})(x)."
         )
+
+
+def _subject(name: str, f: Any, arguments: tuple[Any, ...], *how: Any) -> Subject:
+    check_arguments(name, f, arguments)
     from .call import Subject
 
     return Subject.of(f, *how)

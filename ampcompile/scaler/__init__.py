@@ -1,6 +1,7 @@
 """`ampcompile.GradScaler`: torch's, with a step of a few fused kernels that never waits for the host."""
 
+from .captured_step import capture_step
 from .grad_scaler import GradScaler
 from .master_step import keep_masters
 
-__all__ = ["GradScaler", "keep_masters"]
+__all__ = ["GradScaler", "capture_step", "keep_masters"]

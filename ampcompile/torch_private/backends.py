@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_origin
 
 import torch
+
+from . import patches
 
 
 def inductor_cache() -> Path:
@@ -35,3 +39,27 @@ def inductor_options() -> dict[str, type]:
 def backend_is_found() -> bool:
     """Return True if `torch.compile(backend="amp")` finds the package without importing it."""
     return "amp" in torch._dynamo.list_backends()
+
+
+def makes_cuda_graphs(settings: Mapping[str, Any]) -> bool:
+    """Return True if Inductor, with these settings on top of its own, replays CUDA graphs."""
+    from torch._inductor import config
+
+    return bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
+@contextlib.contextmanager
+def compiled_anew(settings: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Have all compiled callables of the process compile with these settings of Inductor; afterwards as before, anew.
+
+    Yields a list that gets the reasons for which Inductor leaves a graph out of CUDA graphs.
+    """
+    from torch._inductor import config
+    from torch._inductor.cudagraph_utils import cudagraphs_log
+
+    torch._dynamo.reset()
+    try:
+        with config.patch(dict(settings)), patches.messages_of(cudagraphs_log) as reasons:
+            yield reasons
+    finally:
+        torch._dynamo.reset()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -324,3 +325,16 @@ def missing() -> list[str]:
             return False
 
     return [what for group in TABLE for what in group.patches if not is_there(what)]
+
+
+@contextlib.contextmanager
+def messages_of(logger: logging.Logger) -> Iterator[list[str]]:
+    """Collect what a logger of torch's says meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)

@@ -4,7 +4,7 @@ from .binding import Binding
 from .release import release_masters
 from .shards import ShardBinding
 from .spec import CopySpec, Form, hoistable
-from .step import WritableCopies, writable_copies
+from .step import WritableCopies, replaying, taken_copies, writable_copies
 from .store import free_copies, invalidate, mark_unproven, weight_stats
 
 __all__ = [
@@ -18,6 +18,8 @@ __all__ = [
     "invalidate",
     "mark_unproven",
     "release_masters",
+    "replaying",
+    "taken_copies",
     "weight_stats",
     "writable_copies",
 ]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from . import gpu
+from . import gpu, table
 from .store import store
+
+if TYPE_CHECKING:
+    from .copies import Copy
 
 
 class WritableCopies:
@@ -35,6 +40,8 @@ class WritableCopies:
                     copy.keep_in_place()
             else:
                 gpu.follow(self._copies)
+        if store.taken is not None:
+            store.taken.update(self._copies)
 
     def mark_written(self) -> None:
         """Mark them fresh: the step has written them from the weights' new values, and raised the versions of both.
@@ -56,3 +63,33 @@ def writable_copies(params: Sequence[Tensor]) -> WritableCopies:
     """
     with store.lock:
         return WritableCopies(params)
+
+
+@contextlib.contextmanager
+def taken_copies() -> Iterator[set[Copy]]:
+    """Collect the copies that steps take meanwhile, to write them; for a CUDA graph, which writes them in each replay.
+
+    A replayed graph needs them where they are, so they stay there for as long as the weights' memory lives.
+    """
+    before, store.taken = store.taken, set()
+    try:
+        yield store.taken
+    finally:
+        store.taken = before
+
+
+@contextlib.contextmanager
+def replaying(copies: Collection[Copy]) -> Iterator[None]:
+    """Replay a CUDA graph that writes these copies from their weights: they are fresh afterwards, all others stale.
+
+    A graph may write anything, and no signal shows it. Raise the versions of weights in the context, too.
+    """
+    gpu.follow(copies)
+    try:
+        yield
+    finally:
+        if store.keys:
+            with store.lock:
+                handles = table.array([copy.handle for copy in copies])
+                store.table.note_replayed(len(handles), handles.ctypes.data)
+                gpu.cast_done(list(copies))

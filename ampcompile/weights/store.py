@@ -40,6 +40,7 @@ class CopyStore:
         self.sets: weakref.WeakSet[CopySet] = weakref.WeakSet()
         self.bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self.without_copies: weakref.WeakSet[Any] = weakref.WeakSet()  # compiled graphs that read weights as they are
+        self.taken: set[Copy] | None = None  # by steps, while somebody collects them
         self.captured: set[Copy] = set()  # copies that a captured CUDA graph writes: they keep their addresses
 
     def add(self, copy: Copy) -> None:

@@ -46,6 +46,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "doubt_copy": (None, [_INT]),
     "note_begun": (None, [_INT, _ARRAY]),
     "note_made": (None, [_INT, _ARRAY]),
+    "note_replayed": (None, [_INT, _ARRAY]),
     "note_made_of": (_INT, [_INT, _INT]),
     "count_passes": (_INT, []),
     "set_running": (None, [_INT]),

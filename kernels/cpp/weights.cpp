@@ -354,6 +354,13 @@ void renew_all(int64_t n, Copy* const* copies, int64_t threads, int64_t* cast) {
 void note_begun(int64_t n, Copy* const* copies) { ++passes; for (int64_t i = 0; i < n; ++i) copies[i]->begin_cast(); }
 void note_made(int64_t n, Copy* const* copies) { for (int64_t i = 0; i < n; ++i) copies[i]->end_cast(); }
 
+// A replayed CUDA graph wrote these copies from their weights, and perhaps any weight: all other copies are stale.
+void note_replayed(int64_t n, Copy* const* copies) {
+  for (auto& [_, m] : Memory::all) m->mark = new_mark();
+  look_at(copies, n);
+  for (int64_t i = 0; i < n; ++i) copies[i]->begin_cast(), copies[i]->end_cast();
+}
+
 // A form of the same weight holds the same numbers as the one that it was made of; 0 if that was cast again since.
 int64_t note_made_of(Copy* copy, const Copy* of) {
   if (copy->mark && copy->mark != of->mark) return 0;

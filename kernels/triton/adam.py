@@ -1,5 +1,6 @@
 """The fused Adam step on the GPU; see `ampcompile.kernels.adam`."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tables
+from .launching import Constants, start
 from .step import launch, read_weights, refresh, write_weights
 
 
@@ -164,6 +166,12 @@ def amp_adam(
             update(h, grad, (param, beside, checksums), mean, square, peak, start, mask, AMSGRAD, BLOCK)
 
 
+@functools.cache
+def _constants(has_multiplier: bool, has_found_inf: bool) -> Constants:
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    return Constants(HAS_MULTIPLIER=has_multiplier, HAS_FOUND_INF=has_found_inf, BLOCK=128, **options)
+
+
 def step_(
     table: tables.StepTable,
     settings: np.ndarray,
@@ -181,16 +189,13 @@ def step_(
             scalars = torch.empty(9 * count, device=device)
         if not tables.capturing(device):  # a CUDA graph has scalars of its own, in its own memory pool
             workspace["adam scalars"] = scalars
-        amp_adam_prepare[(triton.cdiv(count, 128),)](
-            words,
-            scalars,
-            scalars if multiplier is None else multiplier,
-            scalars if found_inf is None else found_inf,
-            count,
-            HAS_MULTIPLIER=multiplier is not None,
-            HAS_FOUND_INF=found_inf is not None,
-            BLOCK=128,
-            num_warps=4,
-            enable_fp_fusion=True,
+        one = scalars if multiplier is None else multiplier
+        start(
+            amp_adam_prepare,
+            -(-count // 128),
+            (words, scalars, one, scalars if found_inf is None else found_inf),
+            (count,),
+            _constants(multiplier is not None, found_inf is not None),
+            device,
         )
         launch(amp_adam, table, words, scalars, found_inf, workspace, "AMSGRAD")

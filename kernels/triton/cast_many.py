@@ -1,5 +1,6 @@
 """Round many weights into their copies on the GPU; see `ampcompile.kernels.cast_many`."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tables
+from .launching import Constants, start
 
 CHUNK = 8192
 BLOCK = 1024
@@ -75,12 +77,16 @@ def amp_cast(rows, FROM: tl.constexpr, TO: tl.constexpr, CHUNK: tl.constexpr, BL
     cast_chunk(tl.load(row), tl.load(row + 1), tl.load(row + 2), FROM, TO, CHUNK, BLOCK)
 
 
+@functools.cache
+def _constants(source: torch.dtype, target: torch.dtype) -> Constants:
+    return Constants(FROM=TYPES[source], TO=TYPES[target], CHUNK=CHUNK, BLOCK=BLOCK, num_warps=4)
+
+
 def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], known: dict[Any, Any]) -> None:
     """Launch one kernel for each pair of dtypes; `known` caches row tables."""
     with tables.on(copies[0].device):
         for rows, source, target in row_tables(copies, weights, CHUNK, known):
-            types = {"FROM": TYPES[source], "TO": TYPES[target]}
-            amp_cast[(len(rows),)](rows, **types, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=4)
+            start(amp_cast, len(rows), (rows,), (), _constants(source, target), rows.device)
 
 
 def row_tables(

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tables
+from .launching import Constants, start
 from .step import TYPES
 
 BLOCK = 1024
@@ -28,15 +29,15 @@ def inverse_of(scale, HAS_SCALE: tl.constexpr):
 def amp_check_grads(
     words,
     chunks,
-    chunk_count,
-    tensor_count,
     scale,
     multiplier,
-    max_norm,
     sums,
     flags,
     counter,
     result,
+    chunk_count,
+    tensor_count,
+    max_norm,
     first_program,
     all_programs,
     GRAD: tl.constexpr,
@@ -100,6 +101,21 @@ def amp_check_grads(
         tl.store(counter, 0)
 
 
+@functools.cache
+def _constants(grad: torch.dtype, scale: bool, multiplier: bool, max_norm: bool, programs: int) -> Constants:
+    return Constants(
+        GRAD=TYPES[grad],
+        HAS_SCALE=scale,
+        HAS_MULTIPLIER=multiplier,
+        HAS_MAX_NORM=max_norm,
+        CHUNK=tables.CHUNK,
+        BLOCK=BLOCK,
+        PARTS=triton.next_power_of_2(programs),
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
 def check_grads(
     grads: tables.GradTable,
     scale: Tensor | None,
@@ -118,29 +134,16 @@ def check_grads(
         if partial is None or partial[0].shape[0] < programs:
             partial = partial_results(programs, device)
         result = torch.empty(3, device=device)
-        first = 0
+        factors = result if scale is None else scale, result if multiplier is None else multiplier
+        limit, first = 0.0 if max_norm is None else float(max_norm), 0
         for (dtype, pieces), count in zip(launches, counts, strict=True):
-            amp_check_grads[(count,)](
-                words,
-                pieces,
-                pieces.shape[0],
-                len(grads.numels),
-                result if scale is None else scale,
-                result if multiplier is None else multiplier,
-                0.0 if max_norm is None else float(max_norm),
-                *partial,
-                result,
-                first,
-                programs,
-                GRAD=TYPES[dtype],
-                HAS_SCALE=scale is not None,
-                HAS_MULTIPLIER=multiplier is not None,
-                HAS_MAX_NORM=max_norm is not None,
-                CHUNK=tables.CHUNK,
-                BLOCK=BLOCK,
-                PARTS=triton.next_power_of_2(programs),
-                num_warps=4,
-                enable_fp_fusion=True,
+            start(
+                amp_check_grads,
+                count,
+                (words, pieces, *factors, *partial, result),
+                (pieces.shape[0], len(grads.numels), limit, first, programs),
+                _constants(dtype, scale is not None, multiplier is not None, max_norm is not None, programs),
+                device,
             )
             first += count
         if not tables.capturing(device):  # a CUDA graph has buffers of its own, in its own memory pool

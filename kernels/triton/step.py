@@ -1,5 +1,6 @@
 """Shared code of the optimizers' steps: reading and writing weights, and launching the kernels."""
 
+import functools
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tables
+from .launching import Constants, start
 
 BLOCK = 512  # with 4 warps: 4 elements of each tensor a thread, one 16-byte access
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -100,6 +102,14 @@ def random_bits(key, start, COUNT: tl.constexpr):
     return (words & 0xFFFF).to(tl.int32)
 
 
+@functools.cache
+def _constants(grad: torch.dtype, param: torch.dtype, beside: torch.dtype | None, **flags: bool) -> Constants:
+    # Which sums are fused would depend on the types, and so would bits of masters.
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    types = {"GRAD": TYPES[grad], "PARAM": TYPES[param], "BESIDE": NO_COPY if beside is None else TYPES[beside]}
+    return Constants(**types, CHUNK=tables.CHUNK, BLOCK=BLOCK, **options, **flags)
+
+
 def launch(
     kernel: Any,
     table: tables.StepTable,
@@ -114,23 +124,11 @@ def launch(
 
     `optional`: the kernel's constant for the optional state. Another pointer stands in for one that is None.
     """
+    device, count = table.grads.device, len(table.grads.numels)
+    others = words if factors is None else factors, words if found_inf is None else found_inf
     for kind in table.kinds:
-        pieces = tables.chunks(table.grads.numels, kind.chosen, table.grads.device, workspace)
+        pieces = tables.chunks(table.grads.numels, kind.chosen, device, workspace)
         if pieces.shape[0]:
-            kernel[(pieces.shape[0],)](
-                words,
-                pieces,
-                words if factors is None else factors,
-                words if found_inf is None else found_inf,
-                len(table.grads.numels),
-                GRAD=TYPES[kind.grad],
-                PARAM=TYPES[kind.param],
-                BESIDE=NO_COPY if kind.beside is None else TYPES[kind.beside],
-                HAS_FOUND_INF=found_inf is not None,
-                CHUNK=tables.CHUNK,
-                BLOCK=BLOCK,
-                num_warps=4,
-                enable_fp_fusion=False,  # which sums are fused would depend on the types: bits of masters too
-                **{optional: kind.has_state},
-                **constants,
-            )
+            flags = {optional: kind.has_state, "HAS_FOUND_INF": found_inf is not None, **constants}
+            fixed = _constants(kind.grad, kind.param, kind.beside, **flags)
+            start(kernel, pieces.shape[0], (words, pieces, *others), (count,), fixed, device)

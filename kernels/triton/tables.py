@@ -85,14 +85,18 @@ class Words:
     """Device copy of 64-bit words of the host, updated without a sync, and only when they change."""
 
     def __init__(self) -> None:
-        self._host: np.ndarray | None = None
+        self._content = b""  # of the table on the device
         self._device: Tensor | None = None
         self._spares: list[Tensor] = []
 
     def follow(self, words: np.ndarray, device: torch.device) -> Tensor:
         """Return `words` (int64) on `device`. A CUDA graph under capture gets its own table, filled at each replay."""
+        content, captures = words.tobytes(), capturing(device)
+        if content == self._content and not captures:
+            assert self._device is not None
+            return self._device
         fitting = [spare for spare in self._spares if spare.numel() == len(words)]
-        if capturing(device):
+        if captures:
             if not fitting:
                 raise ScalerError(
                     "found a CUDA graph capture, expected a step with these parameters and gradients just before it, "
@@ -100,19 +104,18 @@ class Words:
                     "scaler.clip_grad_norm_) once outside of the graph"
                 )
             host = fitting.pop()
-            self._spares = fitting
+            self._spares, self._content = fitting, b""  # the next step outside makes up for the spare
             _captured.append(host)
             host.numpy()[:] = words
             return torch.empty(len(words), dtype=torch.int64, device=device).copy_(host, non_blocking=True)
         if len(fitting) < SPARES:
             self._spares = list(host_words(SPARES * len(words), device).view(SPARES, -1))
-        if self._device is None or self._host is None or not np.array_equal(words, self._host):
-            if self._device is None or self._device.numel() != len(words):
-                self._device = torch.empty(len(words), dtype=torch.int64, device=device)
-            host = host_words(len(words), device)
-            host.numpy()[:] = words
-            self._device.copy_(host, non_blocking=True)
-            self._host = words
+        if self._device is None or self._device.numel() != len(words):
+            self._device = torch.empty(len(words), dtype=torch.int64, device=device)
+        host = host_words(len(words), device)
+        host.numpy()[:] = words
+        self._device.copy_(host, non_blocking=True)
+        self._content = content
         return self._device
 
 
@@ -159,10 +162,14 @@ def float_bits(values: np.ndarray) -> np.ndarray:
 
 def chunks(numels: np.ndarray, chosen: np.ndarray, device: torch.device, workspace: dict[Any, Any]) -> Tensor:
     """int32 [chunks, 2]: tensor and number within it of every chunk of the `chosen` tensors, short ones last."""
+    latest: dict[int, tuple[np.ndarray, Tensor]] = workspace.setdefault("latest chunks", {})
+    captures = capturing(device)
+    if not captures and (known := latest.get(id(chosen))) is not None:  # it holds the array, so no other has its id
+        return known[1]
     cached: OrderedDict[Any, Tensor] = workspace.setdefault("chunks", OrderedDict())
     key = (CHUNK, numels.tobytes(), chosen.tobytes())
     if key not in cached:
-        if capturing(device):
+        if captures:
             raise ScalerError(
                 "found parameters of new sizes in a CUDA graph capture, expected a step with them just before it: "
                 "run scaler.step once outside of the graph"
@@ -179,7 +186,10 @@ def chunks(numels: np.ndarray, chosen: np.ndarray, device: torch.device, workspa
         if len(cached) > CHUNK_TABLES:
             cached.popitem(last=False)
     cached.move_to_end(key)
-    if capturing(device):
+    if len(latest) >= CHUNK_TABLES:
+        latest.clear()
+    latest[id(chosen)] = chosen, cached[key]
+    if captures:
         _captured.append(cached[key])
     return cached[key]
 

@@ -1,12 +1,15 @@
 """Multiply gradients in place on the GPU; see `ampcompile.kernels.unscale`."""
 
+import functools
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import tables
+from .launching import Constants, start
 from .step import TYPES
 
 BLOCK = 1024
@@ -46,21 +49,22 @@ def amp_unscale(
     tl.store(found_inf, 1.0, mask=(tl.max(bad, 0) != 0) | (factor == 0.0))
 
 
+@functools.cache
+def _constants(grad: torch.dtype) -> Constants:
+    return Constants(GRAD=TYPES[grad], CHUNK=tables.CHUNK, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=True)
+
+
 def unscale_(grads: tables.GradTable, multiplier: Tensor, found_inf: Tensor, workspace: dict[Any, Any]) -> None:
     """Launch one kernel for each type of gradient."""
     with tables.on(grads.device):
         words, launches = tables.grad_launches(grads, "unscale", workspace)
         for dtype, pieces in launches:
             if pieces.shape[0]:
-                amp_unscale[(pieces.shape[0],)](
-                    words,
-                    pieces,
-                    multiplier,
-                    found_inf,
-                    len(grads.numels),
-                    GRAD=TYPES[dtype],
-                    CHUNK=tables.CHUNK,
-                    BLOCK=BLOCK,
-                    num_warps=4,
-                    enable_fp_fusion=True,
+                start(
+                    amp_unscale,
+                    pieces.shape[0],
+                    (words, pieces, multiplier, found_inf),
+                    (len(grads.numels),),
+                    _constants(dtype),
+                    grads.device,
                 )

@@ -9,6 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tables
+from .launching import Constants, start
+
+CONSTANTS = Constants(num_warps=1, enable_fp_fusion=True)
 
 
 @triton.jit
@@ -53,16 +56,11 @@ def update_scale_(
     settings = np.array([growth_factor, backoff_factor, min_scale, max_scale])
     growth, backoff, low, high = tables.float_bits(settings).tolist()
     with tables.on(scale.device):
-        amp_update_scale[(1,)](
-            scale,
-            growth_tracker,
-            skips,
-            found_inf,
-            growth,
-            backoff,
-            growth_interval,
-            low,
-            high,
-            num_warps=1,
-            enable_fp_fusion=True,
+        start(
+            amp_update_scale,
+            1,
+            (scale, growth_tracker, skips, found_inf),
+            (growth, backoff, growth_interval, low, high),
+            CONSTANTS,
+            scale.device,
         )

@@ -23,7 +23,7 @@ def test_its_python_runs_in_a_folder_of_its_own(
     answers = re.findall(r"^\| [a-z][^|`]+ \| (?:as ever, )?`([^`]+)`", (ROOT / "README.md").read_text(), re.MULTILINE)
     for line in answers:
         exec(line, names)
-    assert len(answers) == 8 and capsys.readouterr().out.startswith("amp removes")
+    assert len(answers) == 9 and capsys.readouterr().out.startswith("amp removes")
     assert names["program"].module()(names["x"]).isfinite().all() and names["compiled"](names["x"]).isfinite().all()
 
 

@@ -1,5 +1,6 @@
 """The race: every candidate is timed, none leaves anything behind, one that fails says so."""
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from ampcompile.command_line import bench as cli_bench
 from ampcompile.command_line.bench import Results, Times, bench
 from ampcompile.command_line.target import Target
+from ampcompile.timing import bound
 
 
 class _Eager:
@@ -43,6 +45,21 @@ def test_bench_times_every_candidate_and_leaves_no_gradients(monkeypatch: pytest
     seen.clear()
     assert bench(Target(model.eval(), (x,), {}), {}, True, 0.01, print).work == "inference"
     assert {grad for grad, _ in seen} == {False}
+
+
+def test_bench_says_where_the_time_goes_if_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", _Eager)
+    monkeypatch.setitem(bound._WIDTH, "cpu", 64)
+    monkeypatch.setitem(bound._COPIED, "cpu", 2**12)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU()), torch.randn(16, 64)
+    results = bench(Target(model, (x,), {}), {}, True, 0.01, print, profile=True)
+    for each, plain in zip(results.candidates, results.as_dict()["candidates"], strict=True):
+        assert each.profile is not None and each.profile.trace.seconds["products"] > 0 < each.profile.bound
+        assert plain["profile"]["advice"] == each.profile.advice
+    *_, head, table, last = cli_bench.table(results).split("\n\n")
+    assert head == "where the time goes" and table.splitlines()[-1].startswith("amp  ")
+    assert last == f"amp: {results.candidates[-1].profile.advice}"
+    assert json.loads(json.dumps(results.as_dict()))["candidates"][0]["profile"]["wall"] > 0
 
 
 def test_a_candidate_that_fails_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

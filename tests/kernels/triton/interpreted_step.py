@@ -137,7 +137,7 @@ def test_a_captured_launch_has_memory_of_its_own(step, monkeypatch):
     class Kernel:
         def __getitem__(self, grid):
             return lambda *arguments, **_: used.append(
-                {t.data_ptr() for t in (arguments[7:10] if step == "check" else arguments[1:2])}
+                {t.data_ptr() for t in (arguments[4:7] if step == "check" else arguments[1:2])}
             )
 
     def launch():

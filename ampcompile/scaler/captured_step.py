@@ -1,0 +1,246 @@
+"""`capture_step`: a whole training step, forward, backward, clipping, update and scale, as one CUDA graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampcompile.errors import CaptureError
+from ampcompile.torch_private import pytree, storages
+from ampcompile.weights import replaying, taken_copies
+
+from .pending import parameters
+from .steps import counts_on_device
+
+DEVICE = "cuda"
+"""The type of devices that have graphs"""
+
+
+class StepGraph:
+    """A CUDA graph of one function, and the calls that come before its capture."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._graph, self._beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+
+    def warm_up(self, call: Callable[[], Any], strict: bool) -> Any:
+        """Call the function on a stream beside the current one, as a capture needs; `strict`: raise where it waits."""
+        now, mode = torch.cuda.current_stream(self._device), torch.cuda.get_sync_debug_mode()
+        self._beside.wait_stream(now)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "does not yet detect all synchronizing operations": the capture does
+            torch.cuda.set_sync_debug_mode("error" if strict else mode)
+        try:
+            with torch.cuda.stream(self._beside):
+                return call()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+            now.wait_stream(self._beside)
+
+    def capture(self, call: Callable[[], Any]) -> Any:
+        """Call the function without running what it launches. Other threads, which load data, may go on meanwhile."""
+        here = torch.cuda.device(self._device)
+        with here, torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            return call()
+
+    def replay(self) -> None:
+        """Run what was captured."""
+        with torch.cuda.device(self._device):
+            self._graph.replay()
+
+
+class CapturedStep:
+    """The result of `capture_step`: a call is one step. `captured`: True once steps are replays of a graph."""
+
+    captured = False
+
+    def __init__(self, step: Callable[..., Any], optimizers: Sequence[torch.optim.Optimizer], warm_up: int) -> None:
+        self._step, self._optimizers, self._warm_up, self._calls = step, optimizers, warm_up, 0
+        self._params = [param for optimizer in optimizers for param in parameters(optimizer)]
+        on_gpu = _device_type(self._params) == DEVICE
+        self._graph = StepGraph(self._params[0].device) if on_gpu else None
+        self._inputs: list[Any] | None = None
+        self._structure: Any = None
+        self._result: Any = None
+        self._known: tuple[Any, ...] = ()
+        self._written: set[Any] = set()
+        """Copies of weights that the graph writes"""
+        self._kept: list[Any] = []
+        """Gradients, to which the graph writes"""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Take one step with these inputs; returns what the step does, the same tensors in each replay."""
+        if self._graph is None:
+            return self._step(*args, **kwargs)
+        self._take(args, kwargs)
+        if self.captured:
+            self._require_unchanged()
+        elif self._calls < self._warm_up:
+            self._calls += 1
+            last = 1 < self._calls == self._warm_up  # by then all is compiled
+            return self._before_capture(self._graph.warm_up, strict=last)
+        else:
+            self._capture(self._graph)
+        with replaying(self._written):
+            self._graph.replay()
+            torch.autograd.graph.increment_version(self._params)
+        return self._result
+
+    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Write inputs where the graph reads them."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        if self._inputs is None:
+            self._structure = structure
+            device = self._params[0].device
+            self._inputs = [x.detach().to(device, copy=True) if isinstance(x, Tensor) else x for x in leaves]
+            return
+        if structure != self._structure:
+            raise CaptureError(
+                f"found arguments arranged as {structure}, expected them as in the first call, {self._structure}: "
+                "capture a step for each arrangement."
+            )
+        for place, leaf in zip(self._inputs, leaves, strict=True):
+            if not isinstance(place, Tensor):
+                if place != leaf:
+                    raise CaptureError(
+                        f"found the argument {leaf!r}, expected {place!r} as in the first call, since a graph keeps "
+                        "what isn't a tensor: pass a tensor, or capture a step for each value."
+                    )
+            elif not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != (place.shape, place.dtype):
+                raise CaptureError(
+                    f"found {_describe(leaf)} as an input, expected {_describe(place)} as in the first call, since a "
+                    "graph has fixed shapes: fill up the batch, or capture a step for each shape."
+                )
+            else:
+                place.copy_(leaf.detach(), non_blocking=True)
+
+    def _before_capture(self, run: Callable[..., Any], **how: Any) -> Any:
+        args, kwargs = pytree.tree_unflatten(self._inputs or [], self._structure)
+        try:
+            return run(lambda: self._step(*args, **kwargs), **how)
+        except RuntimeError as error:
+            words = str(error)
+            if "synchroniz" not in words and "captur" not in words:
+                raise
+            raise CaptureError(
+                f"found an operation that waits for the GPU or can't be captured ({words.splitlines()[0]}), expected "
+                "none in the step: the traceback above shows its line. Usual ones are .item(), a print of a tensor, "
+                "and torch's own GradScaler around an optimizer that isn't fused."
+            ) from error
+
+    def _capture(self, graph: StepGraph) -> None:
+        for optimizer in self._optimizers:
+            _require_capturable(optimizer)
+        try:
+            with taken_copies() as written:
+                result = self._before_capture(graph.capture)
+        except BaseException:
+            with replaying(()):  # the host has noted a step that nobody ran
+                raise
+        self._written, self._kept = written, [param.grad for param in self._params]
+        self._result = pytree.tree_map_only(Tensor, Tensor.detach, result)
+        self._known, self.captured = self._what_is_fixed(), True
+
+    def _what_is_fixed(self) -> tuple[Any, ...]:
+        """The settings of all groups, and the addresses of weights and state."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        settings = [
+            {name: id(each) if isinstance(each, Tensor) else each for name, each in group.items() if name != "params"}
+            for group in groups
+        ]
+        states = [
+            value.data_ptr()
+            for optimizer in self._optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        params = [param for group in groups for param in group["params"]]
+        return settings, [*map(Tensor.data_ptr, params), *states]
+
+    def _require_unchanged(self) -> None:
+        settings, addresses = self._what_is_fixed()
+        if settings != self._known[0]:
+            changed = {
+                name: (before.get(name), now.get(name))
+                for before, now in zip(self._known[0], settings, strict=False)
+                for name in {**before, **now}
+                if before.get(name) != now.get(name)
+            }
+            raise CaptureError(
+                f"found settings of an optimizer that changed since the capture, {changed}, expected the same, since a "
+                "graph keeps numbers: make it a tensor on the GPU and write to that (lr=torch.tensor(1e-3, "
+                "device='cuda'), capturable=True or fused=True), or capture the step anew."
+            )
+        if addresses != self._known[1]:
+            raise CaptureError(
+                "found weights or state of an optimizer elsewhere than at the capture (by .to(), .data = or "
+                "load_state_dict of the optimizer), expected them where the graph writes: capture the step anew."
+            )
+
+
+def _device_type(params: Sequence[Tensor]) -> str:
+    devices = {str(param.device) for param in params}
+    if len(devices) != 1:
+        raise CaptureError(
+            f"found parameters on {' and '.join(sorted(devices)) or 'no device'}, expected them on one: pass the "
+            "optimizers whose steps the step takes, with parameters on one GPU."
+        )
+    if unlike := [param for param in params if not storages.has_counter(param)]:
+        raise CaptureError(
+            f"found a parameter that is a {type(unlike[0]).__name__}, expected plain ones: sharded models replay their "
+            'blocks with mode="reduce-overhead" instead.'
+        )
+    return params[0].device.type
+
+
+def _require_capturable(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an optimizer keeps counts on the host."""
+    for group in optimizer.param_groups:
+        if "capturable" in group and not counts_on_device({"fused": False, **group}):
+            raise CaptureError(
+                f"found {type(optimizer).__name__} with capturable=False, which counts its steps on the CPU, expected "
+                f"counts on the GPU: make it with {'fused=True or ' * ('fused' in group)}capturable=True."
+            )
+
+
+def _describe(value: Any) -> str:
+    return f"a {value.dtype} tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def capture_step(step: Callable[..., Any], *optimizers: torch.optim.Optimizer, warm_up: int = 3) -> CapturedStep:
+    """Make one CUDA graph of a whole training step, loss scaling included; each call of the result is one step.
+
+    `step` takes tensors (a batch), and does all of a step: forward, backward, clipping, update, `scaler.update()`,
+    `zero_grad()`. `optimizers`: those that step in it. The first `warm_up` calls run it as it is, the last of them with
+    an error where the host would wait; the next call captures it, and from then on the host only copies the inputs into
+    place and replays the graph: what it returns is overwritten by the next call. Between calls everything may go on as
+    without a graph, as each replay marks the copies of weights that it didn't write. On a CPU each call runs `step`.
+
+    What a graph needs is checked, and CaptureError says what is missing: inputs of one shape and type, other arguments
+    and numbers in the optimizers' settings that stay (a learning rate that changes has to be a tensor on the GPU),
+    counts of steps on the GPU, weights and state that stay in place, no wait for the GPU, parameters on one device.
+
+    >>> optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), ampcompile.GradScaler("cpu")
+    >>> def step(x):
+    ...     loss = compiled(x).square().mean()
+    ...     scaler.scale(loss).backward()
+    ...     scaler.clip_grad_norm_(optimizer, 1.0)
+    ...     scaler.step(optimizer)
+    ...     scaler.update()
+    ...     optimizer.zero_grad()
+    ...     return loss.detach()
+    >>> train = ampcompile.capture_step(step, optimizer)
+    >>> loss = train(x)
+    """
+    if warm_up < 1 or not callable(step):
+        raise CaptureError(
+            f"found step={step!r} and warm_up={warm_up}, expected a function and a number above 0: without a call "
+            "before the capture nothing is compiled."
+        )
+    return CapturedStep(step, optimizers, warm_up)

@@ -1,0 +1,100 @@
+"""The least time of a step: its products' arithmetic and bytes, and its update's bytes, at the device's own rates."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from ampcompile.torch_private import dtensors, pytree
+from ampcompile.torch_private.types import TorchDispatchMode
+
+from .trace import time_call
+
+_WIDTH = {"cpu": 1024, "cuda": 8192}
+"""Of the square matrices whose product is timed"""
+_COPIED = {"cpu": 2**26, "cuda": 2**28}
+"""Bytes that are copied to time the memory: more than caches hold"""
+
+
+class Product(NamedTuple):
+    """A matrix product, a convolution or attention: `flops`, bytes of operands and results, and their type."""
+
+    dtype: torch.dtype
+    device: str
+    flops: float
+    bytes: int
+
+
+class Products(TorchDispatchMode):
+    """Collects the products that run, of which torch counts the arithmetic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Product] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, formula = kwargs or {}, flop_registry.get(getattr(func, "overloadpacket", None))
+        if formula is None and hasattr(func, "decompose"):
+            with self:
+                if (result := func.decompose(*args, **kwargs)) is not NotImplemented:  # of a composite op
+                    return result
+        result = func(*args, **kwargs)
+        if formula is not None:
+            tensors = [each for each in pytree.tree_leaves((args, kwargs, result)) if isinstance(each, Tensor)]
+            count = sum(dtensors.local_part(each).numel() * each.itemsize for each in tensors)
+            first = tensors[0]
+            self.found.append(Product(first.dtype, first.device.type, formula(*args, **kwargs, out_val=result), count))
+        return result
+
+
+def find_products(step: Callable[[], object]) -> list[Product]:
+    """Run a step once, op by op: under autocast, as graphs are traced, but not compiled."""
+    with torch.compiler.set_stance("force_eager"), Products() as products:
+        step()
+    return products.found
+
+
+def update_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that an update moves at least: gradients and state read, weights and state read and written."""
+    total = 0
+    for param in (param for group in optimizer.param_groups for param in group["params"] if param.requires_grad):
+        states = [each for each in optimizer.state.get(param, {}).values() if isinstance(each, Tensor) and each.dim()]
+        held = [dtensors.local_part(each) for each in (param, *states)]
+        total += sum(2 * each.numel() * each.itemsize for each in held) + held[0].numel() * param.itemsize
+    return total
+
+
+def least_seconds(products: list[Product], streamed: int = 0) -> float:
+    """Seconds of these products, each at the rate of arithmetic or memory, whichever takes longer, and of bytes."""
+    if not products:
+        return 0.0
+    device = products[0].device
+    memory = memory_rate(device)
+    rates = {dtype: product_rate(device, dtype) for dtype in {product.dtype for product in products}}
+    return streamed / memory + sum(max(p.flops / rates[p.dtype], p.bytes / memory) for p in products)
+
+
+def product_rate(device: str, dtype: torch.dtype) -> float:
+    """Operations in a second of a large product in a type, as measured now; of 8 bits, twice those of bfloat16."""
+    if dtype.itemsize == 1:
+        return 2 * product_rate(device, torch.bfloat16)
+    width, generator = _WIDTH.get(device, _WIDTH["cuda"]), torch.Generator(device).manual_seed(0)
+    a, b = torch.randn(2, width, width, device=device, generator=generator).to(dtype)
+    return 2 * width**3 / _median(device, lambda: torch.mm(a, b))
+
+
+def memory_rate(device: str) -> float:
+    """Bytes read and written in a second by a large copy, as measured now."""
+    count = _COPIED.get(device, _COPIED["cuda"])
+    source, target = torch.zeros(2, count, dtype=torch.uint8, device=device)
+    return 2 * count / _median(device, lambda: target.copy_(source))
+
+
+def _median(device: str, call: Callable[[], object]) -> float:
+    """Seconds of one call; the first, which warms up, left out."""
+    return statistics.median([time_call(device, call) for _ in range(6)][1:])

@@ -1,0 +1,200 @@
+"""`profile_step`: where the time of a step goes, what limits it, and what was found faster by trying it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ampcompile.errors import OptionError
+from ampcompile.insight.ask import Question, check_arguments
+from ampcompile.torch_private import backends
+
+from . import bound
+from .trace import KINDS, Trace, record, time_call
+
+WAYS = {'mode="reduce-overhead"': {"triton.cudagraphs": True}, "cpp_wrapper=True": {"cpp_wrapper": True}}
+"""Ways that may spare the host: options of ours and of torch.compile's, and the settings of Inductor that they are"""
+BUSY = 0.9
+"""The share of the wall for which a GPU works, from which on it limits the step"""
+FASTER = 0.95
+"""Of the time of a step: another way that takes more than this isn't worth a change"""
+WARM_UP, ROUNDS = 4, 3
+"""Calls before the clock starts (CUDA graphs are recorded in the second and third), and medians of rounds"""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Another way to run the step: `seconds` of one by the wall, or the reason that it can't run."""
+
+    seconds: float = 0.0
+    failed: str = ""
+    skipped: str = ""
+    """Why Inductor leaves a graph out of CUDA graphs; the others are in them"""
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Times of one step in seconds; `str` is a table, and a sentence that says what limits the step.
+
+    `wall`: by the clock, without a profiler. `trace`: the GPU's time and launches, what it is spent on. `bound`: the
+    least that products and the update need at this device's measured rates; 0 where unknown. `tried`: other ways, by
+    name; empty where none can help.
+    """
+
+    wall: float
+    trace: Trace
+    bound: float = 0.0
+    tried: Mapping[str, Tried] = field(default_factory=dict)
+
+    @property
+    def busy(self) -> float:
+        """The share of the wall in which the GPU works; 0 without one."""
+        return min(1.0, self.trace.busy / self.wall)
+
+    @property
+    def host_limits(self) -> bool:
+        """True if a GPU waits for the host."""
+        return 0 < self.busy < BUSY
+
+    @property
+    def advice(self) -> str:
+        """A sentence: what limits the step, and what was faster where another way was tried."""
+        kind = max(KINDS, key=lambda kind: self.trace.seconds[kind])
+        share = self.trace.seconds[kind] / (self.trace.total or 1.0)
+        if not self.host_limits:
+            least = f"; {_ms(self.bound)} is the least for products and update" if self.bound else ""
+            of = f"the GPU limits this step (busy {self.busy:.0%}), " if self.busy else ""
+            return f"{of}{'the ' * (kind == 'rest')}{kind} takes {share:.0%} of its time{least}".replace(
+                "s takes", "s take"
+            )
+        found = []
+        for name, tried in self.tried.items():
+            because = f" (it skips graphs: {tried.skipped})" if tried.skipped else ""
+            if tried.failed:
+                found.append(f"{name} fails: {tried.failed}")
+            elif tried.seconds < FASTER * self.wall:
+                found.append(f"{name} runs it in {_ms(tried.seconds)} instead of {_ms(self.wall)}{because}")
+                break
+            else:
+                found.append(f"{name} is no faster, {_ms(tried.seconds)} instead of {_ms(self.wall)}{because}")
+        return f"the host limits this step (GPU busy {self.busy:.0%}): {'; '.join(found) or 'nothing was tried'}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "advice": self.advice}
+
+    def __str__(self) -> str:
+        return f"{table({'': self})}\n\n{self.advice}"
+
+
+def table(profiles: Mapping[str, StepProfile]) -> str:
+    """A line for each profile, by name; a GPU's columns where there is one."""
+    from ampcompile.insight.show import render_table  # it imports rich, which a GPU's machine may lack
+
+    gpu = any(profile.busy for profile in profiles.values())
+    headings = ["", "wall", *(["on the GPU", "idle", "launches"] if gpu else []), *KINDS, "bound"]
+    rows = []
+    for name, profile in profiles.items():
+        trace, total = profile.trace, profile.trace.total or 1.0
+        idle = max(0.0, profile.wall - trace.busy)
+        device = [_ms(trace.total), _ms(idle), f"{trace.launches:.0f}"] if gpu else []
+        shares = [f"{trace.seconds[kind] / total:.0%}" for kind in KINDS]
+        rows.append([name, _ms(profile.wall), *device, *shares, _ms(profile.bound) if profile.bound else ""])
+    return render_table(headings, rows)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def profile_step(
+    step: Callable[..., Any],
+    *arguments: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: int = 5,
+    try_others: bool = True,
+) -> Callable[..., StepProfile]:
+    """Time a step: `profile_step(step)(*args, **kwargs)` runs yours some 30 times, and returns a `StepProfile`.
+
+    `step` is a function that does all of one training step, or calls a model; what is compiled in it is run as it is.
+    Each run is a real one: weights and the scaler change as in as many steps. One runs op by op, to count products,
+    which takes the memory of eager mode. `optimizer`: whose update is part of the bound. `steps`: in each round by the
+    clock. `try_others`: if the host limits the step on a GPU, everything compiled in the process is compiled again,
+    with CUDA graphs and, if these don't help, with Inductor's C++ wrapper, to see what that gives; afterwards, at its
+    next call, as it was. On a CPU there are no GPU columns, `casts` are those that no kernel of Inductor took in, and
+    nothing is tried. Raises OptionError, and the errors of `step`.
+
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    >>> def step(x):
+    ...     compiled(x).square().mean().backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> found = ampcompile.profile_step(step, optimizer=optimizer)(x)
+    >>> print(found)
+        wall      products  casts  step  rest  bound
+        ... ms    ...%      ...%   ...%  ...%  ... ms
+    <BLANKLINE>
+    ... of its time; ... ms is the least for products and update
+    """
+    check_arguments("ampcompile.profile_step", step, arguments, "steps=3")
+    if steps < 1:
+        raise OptionError(f"ampcompile.profile_step got steps={steps}, expected a number above 0.")
+
+    def run(*args: Any, **kwargs: Any) -> StepProfile:
+        return measure(lambda: step(*args, **kwargs), optimizer, steps, try_others)
+
+    return Question(step, run, "ampcompile.profile_step")
+
+
+def measure(
+    call: Callable[[], object],
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: int = 5,
+    try_others: bool = True,
+) -> StepProfile:
+    """The profile of a call: see `profile_step`."""
+    wall = _wall(call, steps)
+    found = StepProfile(wall, record(call))
+    try:
+        products = bound.find_products(call)
+        streamed = 0 if optimizer is None else bound.update_bytes(optimizer)
+        found = replace(found, bound=bound.least_seconds(products, streamed))
+    except torch.OutOfMemoryError:  # op by op a step needs more memory than compiled
+        pass
+    tried = dict[str, Tried]()
+    if try_others and found.host_limits:
+        for name, settings in WAYS.items():
+            tried[name] = _try(call, settings, steps)
+            if not tried[name].failed and tried[name].seconds < FASTER * wall:
+                break
+    return replace(found, tried=tried)
+
+
+def _try(call: Callable[[], object], settings: Mapping[str, Any], steps: int) -> Tried:
+    def marked() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        call()
+
+    with backends.compiled_anew(settings) as reasons:
+        try:
+            seconds = _wall(marked, steps)
+        except Exception as error:  # whatever a compiler or a graph raises is the answer
+            return Tried(failed=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+    return Tried(seconds, skipped=reasons[0].splitlines()[0] if reasons else "")
+
+
+def _wall(call: Callable[[], object], steps: int) -> float:
+    """Seconds of one call, the median of some rounds; what it needs to warm up isn't counted."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def several() -> None:
+        for _ in range(steps):
+            call()
+
+    for _ in range(WARM_UP):
+        call()
+    return statistics.median(time_call(device, several) / steps for _ in range(ROUNDS))

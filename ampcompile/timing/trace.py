@@ -1,0 +1,131 @@
+"""Times of a step, from a clock and from the events of torch's profiler, sorted into what the time is spent on."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+PRODUCTS, CASTS, STEP, REST = "products", "casts", "step", "rest"
+KINDS = (PRODUCTS, CASTS, STEP, REST)
+_SPANS = {
+    STEP: re.compile(r"Optimizer\.|amp: (?!refresh)|## optimizer"),
+    CASTS: re.compile(r"amp: refresh|aten::_to_copy$"),
+    PRODUCTS: re.compile(r"(aten|mkldnn|mkl|ampcompile)::\w*(mm_?$|mv_?$|linear|matmul|conv(?!ert)|attention)"),
+}
+"""The names of spans of the host, ops among them; those of a kind's annotations stand on the GPU's line too."""
+_KERNELS = {
+    STEP: re.compile(r"amp_(adam|sgd|check_grads|unscale|update_scale)|multi_tensor_apply|FusedAdam"),
+    CASTS: re.compile(
+        r"amp_cast|b?float16_copy_kernel|direct_copy_kernel|triton_\w+_fused_*(_?(to_copy|clone|t|view|transpose|permute)_)+\d+"
+    ),
+    PRODUCTS: re.compile(
+        r"(?!triton_(poi|red|per|for)_).*(gemm|gemv|cutlass|nvjet|xmma|conv|cudnn|flash|fmha|attention|triton_(tem|mm|bmm)"
+        r"|splitK|wgrad|dgrad|winograd)",
+        re.IGNORECASE,
+    ),
+}
+"""The names of kernels: ours, torch's, Inductor's, those of NVIDIA's libraries."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Times of one step; seconds."""
+
+    seconds: dict[str, float]
+    """By kind, `KINDS`: on a GPU the kernels', else the host's"""
+    busy: float = 0.0
+    """While at least one kernel runs on the GPU; 0 without one"""
+    launches: float = 0.0
+    """Kernels and copies that the GPU runs"""
+
+    @property
+    def total(self) -> float:
+        """Of all kinds together."""
+        return sum(self.seconds.values())
+
+
+def record(call: Callable[[], object], calls: int = 3) -> Trace:
+    """Run a step some times under torch's profiler; returns the mean of one."""
+    cuda = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if cuda:
+            torch.cuda.synchronize()
+        elapsed = time.perf_counter() - begin
+    return sort_events(profile.events(), elapsed, calls)
+
+
+def sort_events(events: Iterable[Any], elapsed: float, calls: int = 1) -> Trace:
+    """Add up the times of events, a GPU's if there are some, else the host's of the `elapsed` seconds; for one call.
+
+    Annotations, which stand on the GPU's line beside the kernels in them, count there only as what their kernels are.
+    """
+    host, gpu = list[Any](), list[Any]()
+    for event in events:
+        (gpu if event.device_type == torch.autograd.DeviceType.CUDA else host).append(event)
+    if not gpu:
+        times = dict.fromkeys(KINDS, 0.0)
+        for kind, start, end in _outermost(host):
+            times[kind] += (end - start) / 1e6
+        times[REST] = max(0.0, elapsed - sum(times.values()))
+        return Trace({kind: times[kind] / calls for kind in KINDS})
+    named = {event.name for event in host}
+    kernels = [event for event in gpu if event.name not in named and not getattr(event, "is_user_annotation", False)]
+    times, spans = dict.fromkeys(KINDS, 0.0), list(_outermost(gpu))
+    for event in kernels:
+        start, end = _times_of(event)
+        around = (kind for kind, first, last in spans if first <= start < last)
+        times[next(around, None) or _kind_of(event.name, _KERNELS) or REST] += (end - start) / 1e6
+    busy = sum(end - start for start, end in _union(map(_times_of, kernels))) / 1e6
+    return Trace({kind: times[kind] / calls for kind in KINDS}, busy / calls, len(kernels) / calls)
+
+
+def _times_of(event: Any) -> tuple[float, float]:
+    return event.time_range.start, event.time_range.end
+
+
+def _kind_of(name: str, patterns: dict[str, re.Pattern[str]]) -> str | None:
+    return next((kind for kind, pattern in patterns.items() if pattern.match(name)), None)
+
+
+def _outermost(events: Iterable[Any]) -> Iterator[tuple[str, float, float]]:
+    """Yield kind, start and end of each span of a kind that is in no other one, thread by thread."""
+    until: dict[Any, float] = {}
+    for event in sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end)):
+        start, end = _times_of(event)
+        if start >= until.get(event.thread, start) and (kind := _kind_of(event.name, _SPANS)):
+            until[event.thread] = end
+            yield kind, start, end
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Yield the stretches of time in which at least one of the spans runs, in order."""
+    held: tuple[float, float] | None = None
+    for start, end in sorted(spans):
+        if held is None or start > held[1]:
+            if held is not None:
+                yield held
+            held = start, end
+        else:
+            held = held[0], max(held[1], end)
+    if held is not None:
+        yield held
+
+
+def time_call(device_type: str, call: Callable[[], Any]) -> float:
+    """Seconds of one call, until the device has finished it."""
+    wait = torch.accelerator.synchronize if device_type != "cpu" else lambda: None
+    wait()
+    start = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - start

@@ -1,0 +1,65 @@
+"""Start a kernel through its compiled form: Triton's own way binds and specializes all arguments in each launch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from . import tables
+
+LARGEST = 2**31 - 1
+"""Of the integers that are passed in 32 bits"""
+_compiled: dict[Any, tuple[Any, Any, Any, list[Any]]] = {}
+"""By kernel, device, constants, and all that Triton specializes arguments on: how it is run, the function, its
+description, and the constants as it takes them"""
+
+
+class Constants(dict[str, Any]):
+    """A kernel's constants and Triton's options by name; two of them are the same only if they are one object.
+
+    So a launch needn't hash what is in it. Make one for each set of constants, and keep it.
+    """
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+
+def start(
+    kernel: Any,
+    programs: int,
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+    constants: Constants,
+    device: torch.device,
+) -> None:
+    """Launch `programs` programs of a kernel that takes tensors, then numbers, then constants, on the current device.
+
+    The kernel specializes on no number's value (`do_not_specialize`). The first launch with arguments of these types
+    and alignments goes through Triton; so does each one while something hooks into launches, or in the interpreter.
+    """
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    key = (
+        kernel,
+        constants,
+        device.index,
+        *[tensor.dtype for tensor in tensors],
+        *[address & 15 for address in addresses],
+        *[type(number) is float or -LARGEST <= number <= LARGEST for number in numbers],
+    )
+    known = _compiled.get(key)
+    if known is None or _hooked():
+        compiled = kernel[(programs,)](*tensors, *numbers, **constants)
+        if compiled is not None:  # as it is in the interpreter
+            names = kernel.arg_names[len(tensors) + len(numbers) :]
+            arguments = [constants[name] for name in names]
+            _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, arguments
+        return
+    run, function, description, last = known
+    run(programs, 1, 1, tables.stream(device), function, description, None, None, None, *addresses, *numbers, *last)
+
+
+def _hooked() -> object:
+    """Return what is to be called around launches, if anything: a hook, from Triton 3.5 on a chain of them."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return getattr(enter, "calls", enter) or getattr(leave, "calls", leave)

@@ -1,0 +1,212 @@
+"""The second launch of a kernel hands Triton's launcher what the first did, without Triton's own way.
+
+A driver made up stands for a GPU: kernels are compiled for one, and what would be launched is written down.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from ampcompile.kernels.adam import AdamTensors
+from ampcompile.kernels.sgd import SgdTensors
+from ampcompile.kernels.step import grad_table, kinds_of, table_of
+from ampcompile.kernels.triton import adam, cast_many, check_grads, launching, sgd, unscale, update_scale
+
+BF16 = torch.bfloat16
+
+
+class MadeUpDriver:
+    """What Triton asks of a driver, of a GPU with compute capability 9.0, under a number that no real one has."""
+
+    launches: ClassVar[list[tuple[Any, ...]]] = []  # of all tests, as Triton keeps launchers
+
+    def __init__(self) -> None:
+        self.launches.clear()
+        self.utils = SimpleNamespace(
+            load_binary=lambda name, *_: (name, f"function {name}", 32, 0, 1024),
+            get_device_properties=lambda device: {"max_shared_mem": 2**17, "warpSize": 32},
+        )
+
+    def get_current_device(self) -> int:
+        return 99
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *arguments: self.launches.append(arguments)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> MadeUpDriver:
+    made_up = MadeUpDriver()
+    monkeypatch.setattr(launching, "_compiled", {})
+    monkeypatch.setattr(driver, "_active", made_up)
+    return made_up
+
+
+def plain(launch: tuple[Any, ...]) -> list[Any]:
+    """Grid, stream, function, its description and arguments, without hooks; tensors as their addresses."""
+    return [*launch[:6], *(a.data_ptr() if isinstance(a, Tensor) else a for a in launch[9:])]
+
+
+def without_addresses(launches: list[list[Any]]) -> list[list[Any]]:
+    return [[each for each in launch if not (isinstance(each, int) and each > 2**40)] for launch in launches]
+
+
+SIZES = [(70,), (9000,), (3, 5)]
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.ones(size, dtype=dtype) for size in SIZES]
+
+
+def adam_step(found_inf: Tensor | None) -> Callable[[], object]:
+    rows = {name: tensors() for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")}
+    rows |= {"steps": [torch.zeros(()) for _ in SIZES]}
+    none: dict[str, list[Any]] = {name: [None] * 3 for name in ("max_exp_avg_sqs", "kept", "checksums")}
+    table = table_of(AdamTensors([], group_of=[0, 0, 0], **rows, **none))
+    table.kinds, workspace = kinds_of(table), dict[Any, Any]()
+    return lambda: adam.step_(table, np.ones((1, 7)), [1.0], found_inf, found_inf, workspace)
+
+
+def sgd_step() -> Callable[[], object]:
+    rows = {name: tensors() for name in ("params", "grads", "momentum_buffers")}
+    none: dict[str, list[Any]] = {name: [None] * 3 for name in ("kept", "checksums")}
+    table = table_of(SgdTensors([], group_of=[0, 0, 0], **rows, **none))
+    table.kinds, workspace = kinds_of(table), dict[Any, Any]()
+    return lambda: sgd.step_(table, np.ones((1, 6)), [1.0], None, None, workspace)
+
+
+def check(max_norm: float | None) -> Callable[[], object]:
+    grads, workspace, kept = tensors(), dict[Any, Any](), list[Any]()
+    table = grad_table([*grads, torch.ones(4, dtype=BF16)])
+    return lambda: kept.append((grads, check_grads.check_grads(table, torch.ones(()), None, max_norm, workspace)))
+
+
+def scale() -> Callable[[], object]:
+    given = torch.ones(()), torch.zeros((), dtype=torch.int32), torch.zeros((), dtype=torch.int32), [torch.zeros(3)[1]]
+    return lambda: update_scale.update_scale_(*given, 2.0, 0.5, 2000, 0.0, 2.0**64)
+
+
+def unscaling() -> Callable[[], object]:
+    grads, one, flag, workspace = tensors(BF16), torch.ones(()), torch.zeros(()), dict[Any, Any]()
+    table = grad_table(grads)
+    return lambda: (grads, unscale.unscale_(table, one, flag, workspace))
+
+
+def cast() -> Callable[[], object]:
+    weights, copies, known = tensors(), tensors(BF16), dict[Any, Any]()
+    return lambda: cast_many.cast_many_(copies, weights, known)
+
+
+FAMILIES: dict[str, Callable[[], Callable[[], object]]] = {
+    "adam": lambda: adam_step(torch.zeros(())),
+    "adam without a flag": lambda: adam_step(None),
+    "sgd": sgd_step,
+    "check": lambda: check(None),
+    "check and clip": lambda: check(1.0),
+    "update_scale": scale,
+    "unscale": unscaling,
+    "cast": cast,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_second_launch_is_the_first_without_tritons_way(
+    gpu: MadeUpDriver, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = FAMILIES[family]()
+    launch()
+    first = list(map(plain, gpu.launches))
+    assert first and all(launch[:3][1:] == (1, 1) for launch in gpu.launches)
+    gpu.launches.clear()
+    from triton.runtime.jit import JITFunction
+
+    monkeypatch.setattr(JITFunction, "run", None)  # Triton's own way
+    launch()
+    second = list(map(plain, gpu.launches))
+    if family.startswith("check"):  # whose result is new memory each time
+        first, second = without_addresses(first), without_addresses(second)
+    assert second == first
+    hooks_aside = {launch[6:9] for launch in gpu.launches}
+    assert hooks_aside == {(None, None, None)}
+
+
+def test_other_alignments_and_widths_of_numbers_are_other_kernels(gpu: MadeUpDriver) -> None:
+    flags, tracker = torch.zeros(8), torch.zeros((), dtype=torch.int32)
+    even, odd = flags[0], flags[1]
+
+    def go(found_inf: Tensor, interval: int) -> Any:
+        update_scale.update_scale_(torch.ones(()), tracker, tracker, [found_inf], 2.0, 0.5, interval, 0.0, 1.0)
+        return gpu.launches[-1]
+
+    go(even, 2000)
+    assert len(launching._compiled) == 1
+    go(even, 2001)
+    assert len(launching._compiled) == 1, "numbers don't matter"
+    go(odd, 2000)
+    go(even, 2**40)
+    assert len(launching._compiled) == 3
+    update_scale.update_scale_(torch.ones((), dtype=torch.float64), tracker, tracker, [even], 2.0, 0.5, 9, 0.0, 1.0)
+    assert len(launching._compiled) == 4
+
+
+def test_a_profilers_hooks_see_launches(gpu: MadeUpDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = scale()
+    launch()
+    monkeypatch.setattr(launching, "_hooked", lambda: True)
+    launch()
+    assert isinstance(gpu.launches[-1][9], Tensor), "by Triton's own way"
+
+
+def test_hooks_are_seen() -> None:
+    from triton import knobs
+
+    assert not launching._hooked()
+    hook = knobs.runtime.launch_exit_hook
+    if not hasattr(hook, "add"):
+        pytest.skip("this Triton has single hooks")
+    hook.add(print)
+    try:
+        assert launching._hooked()
+    finally:
+        hook.remove(print)
+    assert not launching._hooked()
+
+
+def test_no_kernel_that_is_started_so_specializes_on_a_number() -> None:
+    for kernel, count in [
+        (adam.amp_adam_prepare, 4),
+        (adam.amp_adam, 4),
+        (sgd.amp_sgd, 4),
+        (check_grads.amp_check_grads, 8),
+        (unscale.amp_unscale, 4),
+        (update_scale.amp_update_scale, 4),
+        (cast_many.amp_cast, 1),
+    ]:
+        numbers = [param for param in kernel.params[count:] if not param.is_constexpr]
+        assert all(param.do_not_specialize or param.name == "max_norm" for param in numbers), kernel
+
+
+@pytest.mark.gpu
+def test_a_started_kernel_writes_what_tritons_own_way_writes() -> None:
+    results = []
+    for _ in range(3):
+        copies, weights = [torch.empty(size, dtype=BF16, device="cuda") for size in SIZES], tensors()
+        cast_many.cast_many_(copies, [(w * 1.001).cuda() for w in weights], {})
+        results.append([each.clone() for each in copies])
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+    assert results[0][0].float().mean() > 0.9

@@ -1,0 +1,348 @@
+"""A step in a CUDA graph: each replay marks the copies that it didn't write, and what the graph needs is checked.
+
+Without a GPU a graph made up stands for it: its replay writes weights, and the copies that the step took, by their
+addresses, so that no version, no hook and no table knows of it.
+"""
+
+import copy
+import ctypes
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampcompile
+from ampcompile import CaptureError, weights
+from ampcompile.scaler import captured_step
+from ampcompile.weights import weight_stats
+from ampcompile.weights.store import store
+from tests.weights.bindings import bind
+
+BF16, F16 = torch.bfloat16, torch.float16
+
+
+def write_unseen(tensor: Tensor, values: Tensor) -> None:
+    values = values.to(tensor.dtype).contiguous()
+    assert values.shape == tensor.shape and tensor.is_contiguous()
+    ctypes.memmove(tensor.data_ptr(), values.data_ptr(), values.nbytes)
+
+
+class MadeUpGraph:
+    """A graph on the CPU, whose replay multiplies weights by -0.5."""
+
+    params: tuple[Tensor, ...] = ()
+    taken: set[Any]
+
+    def __init__(self, device: torch.device) -> None:
+        self.strict: list[bool] = []
+        self.replays = 0
+
+    def warm_up(self, call: Callable[[], Any], strict: bool) -> Any:
+        self.strict.append(strict)
+        return call()
+
+    def capture(self, call: Callable[[], Any]) -> Any:
+        result = call()
+        assert store.taken is not None
+        self.taken = store.taken
+        return result
+
+    def replay(self) -> None:
+        self.replays += 1
+        new = [param.detach() * -0.5 for param in self.params]
+        for param, values in zip(self.params, new, strict=True):
+            write_unseen(param, values)
+            for each in self.taken:
+                if each.key == param.untyped_storage()._cdata:
+                    write_unseen(each.tensor, values)
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpGraph]:
+    monkeypatch.setattr(captured_step, "DEVICE", "cpu")
+    monkeypatch.setattr(captured_step, "StepGraph", MadeUpGraph)
+    return MadeUpGraph
+
+
+class Training:
+    """Two weights, the copies that graphs read of them, and a step with our scaler."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.params = [nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64))]
+        monkeypatch.setattr(MadeUpGraph, "params", tuple(self.params))
+        self.optimizer = torch.optim.AdamW(self.params, lr=1e-2, fused=True)
+        self.scaler, self.binding = ampcompile.GradScaler("cpu"), bind([BF16, BF16])
+        self.train = ampcompile.capture_step(self.step, self.optimizer, warm_up=2)
+
+    def step(self, x: Tensor) -> Tensor:
+        self.binding.copies(tuple(self.params))
+        loss = (self.params[0] * x + self.params[1]).square().mean()
+        self.scaler.scale(loss).backward()
+        self.scaler.clip_grad_norm_(self.optimizer, 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return loss
+
+    def read(self, binding: weights.Binding) -> tuple[list[Tensor], int]:
+        """The copies that a graph reads now, and how many passes of casts that took."""
+        casts = weight_stats().casts
+        return binding.copies(tuple(self.params)), weight_stats().casts - casts
+
+
+@pytest.fixture
+def training(made_up: type[MadeUpGraph], monkeypatch: pytest.MonkeyPatch) -> Training:
+    return Training(monkeypatch)
+
+
+def right(copies: list[Tensor], params: list[nn.Parameter]) -> bool:
+    return all(torch.equal(each, param.detach().to(each.dtype)) for each, param in zip(copies, params, strict=True))
+
+
+def test_a_replay_keeps_the_copies_that_it_wrote_and_marks_all_others(training: Training) -> None:
+    x, others = torch.randn(64), [bind([F16, F16]), bind([BF16, BF16])]
+    for _ in range(2):
+        training.train(x)
+    assert training.train._graph.strict == [False, True] and not training.train.captured
+    for turn in range(4):
+        for binding in others if turn else []:  # those of another type come after the capture
+            training.read(binding)
+        pending = (training.params[0] * training.params[0]).sum()
+        training.train(x)
+        assert training.train.captured and training.train._graph.replays == turn + 1
+        copies, casts = training.read(training.binding)
+        assert right(copies, training.params) and casts == 0, "the graph wrote them"
+        assert right(training.read(others[1])[0], training.params)
+        copies, casts = training.read(others[0])
+        assert right(copies, training.params) and casts == 1, "the graph didn't write those of another type"
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            pending.backward()
+
+
+def test_copies_that_were_stale_at_the_capture_are_cast_after_each_replay(training: Training) -> None:
+    x = torch.randn(64)
+    for _ in range(2):
+        training.train(x)
+    ampcompile.invalidate(training.params)
+    training.binding.forget()
+    training.binding = bind([])
+    training.train(x)
+    binding = bind([BF16, BF16])
+    for _ in range(3):
+        copies, casts = training.read(binding)
+        assert right(copies, training.params) and casts == 1
+        training.train(x)
+
+
+def test_what_is_cast_elsewhere_in_the_meantime_stays_right(training: Training) -> None:
+    """An update without the graph, and a copy of a weight that the graph writes unknown to its optimizer."""
+    x, average = torch.randn(64), nn.Parameter(torch.randn(64, 64))
+    binding = bind([BF16])
+    for turn in range(5):
+        training.train(x)
+        binding.copies((average,))
+        with torch.no_grad():
+            training.params[0].add_(1)
+        assert right(training.read(training.binding)[0], training.params)
+        if turn > 2:
+            write_unseen(average, average.detach() * 2)  # as a graph that averages weights does
+            training.train(x)
+            assert right(binding.copies((average,)), [average])
+
+
+def test_evaluation_by_compiled_graphs_reads_the_weights_of_each_replay(
+    made_up: type[MadeUpGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the type of training, in another, and packed for oneDNN."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(16, 64)
+    monkeypatch.setattr(made_up, "params", tuple(model.parameters()))
+    run, other = (
+        torch.compile(model, backend="amp", options={"lower": "aot_eager", "dtype": dtype}) for dtype in (BF16, F16)
+    )
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-2), ampcompile.GradScaler("cpu", enabled=False)
+
+    def step(x: Tensor) -> dict[str, Tensor]:
+        loss = run(x).square().mean()
+        loss.backward()
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+        return {"loss": loss}
+
+    train, losses = ampcompile.capture_step(step, optimizer), []
+    for _ in range(6):
+        losses.append(train(x)["loss"])
+        with torch.no_grad():
+            for compiled, dtype in ((run, BF16), (other, F16)):
+                found = [compiled(x) for _ in range(4)]  # the third reading packs weights
+                with torch.autocast("cpu", dtype):
+                    expected = model(x).float()
+                assert all(torch.equal(each, found[0]) for each in found)
+                torch.testing.assert_close(found[0], expected, rtol=2e-2, atol=2e-3)
+    assert train.captured and losses[3] is losses[4] is losses[5] and not losses[5].requires_grad
+
+
+def test_inputs_are_written_where_the_graph_reads_them(training: Training) -> None:
+    seen: list[Tensor] = []
+    train = ampcompile.capture_step(lambda x, more: seen.append(x) or training.step(x * more["by"]), training.optimizer)
+    given = [torch.full((64,), float(i)) for i in range(5)]
+    for x in given:
+        train(x, more={"by": 2})
+        assert torch.equal(seen[-1], x) and seen[-1] is not x
+    assert len(seen) == 4 and all(each is seen[0] for each in seen), "the fifth step is a replay"
+    for arguments, words in [
+        ((torch.ones(32), {"by": 2}), r"a torch.float32 tensor of \(32,\) as an input, expected a torch.float32 tenso"),
+        ((torch.ones(64, dtype=BF16), {"by": 2}), "a torch.bfloat16 tensor"),
+        ((1.0, {"by": 2}), "found 1.0 as an input"),
+        ((torch.ones(64), {"by": 3}), "found the argument 3, expected 2"),
+        ((torch.ones(64), {"of": 2}), "arranged as"),
+    ]:
+        with pytest.raises(CaptureError, match=words):
+            train(arguments[0], more=arguments[1])
+    assert train._graph.replays == 2
+
+
+def test_what_a_graph_keeps_may_not_change(training: Training) -> None:
+    x, group = torch.randn(64), training.optimizer.param_groups[0]
+    for _ in range(4):
+        training.train(x)
+    group["lr"] = 1e-3
+    with pytest.raises(CaptureError, match=r"changed since the capture, {'lr': \(0.01, 0.001\)}"):
+        training.train(x)
+    group["lr"] = 1e-2
+    training.train(x)
+    training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+    with pytest.raises(CaptureError, match="elsewhere than at the capture"):
+        training.train(x)
+    training.train = ampcompile.capture_step(training.step, training.optimizer)
+    for _ in range(5):
+        training.train(x)
+    training.params[0].data = training.params[0].detach().clone()
+    with pytest.raises(CaptureError, match="elsewhere than at the capture"):
+        training.train(x)
+
+
+def test_a_learning_rate_that_is_a_tensor_may_change(made_up: type[MadeUpGraph]) -> None:
+    param = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([param], lr=torch.tensor(0.1))
+    param.grad = torch.ones(4)
+    train = ampcompile.capture_step(optimizer.step, optimizer, warm_up=1)
+    for _ in range(4):
+        train()
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+    assert train._graph.replays == 3 and train._graph.strict == [False]
+    grads = train._kept
+    optimizer.zero_grad()
+    assert grads[0] is not None, "the graph writes there"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: torch.optim.Adam(p), "found Adam with capturable=False, .*: make it with fused=True or capturable="),
+        (lambda p: torch.optim.RMSprop(p), "found RMSprop .* make it with capturable=True"),
+    ],
+)
+def test_counts_on_the_host_are_refused(made_up: type[MadeUpGraph], make: Callable[..., Any], words: str) -> None:
+    param = nn.Parameter(torch.ones(4))
+    optimizer = make([param])
+    train = ampcompile.capture_step(lambda: None, optimizer, warm_up=1)
+    train()
+    with pytest.raises(CaptureError, match=words):
+        train()
+
+
+@pytest.mark.parametrize("word", ["called a synchronizing CUDA operation", "operation not permitted when capturing"])
+def test_a_wait_for_the_gpu_is_named_and_other_errors_are_the_users(training: Training, word: str) -> None:
+    errors: list[Exception] = [RuntimeError(word), RuntimeError("shapes cannot be multiplied"), ValueError(word)]
+
+    def step() -> None:
+        raise errors.pop(0)
+
+    train = ampcompile.capture_step(step, training.optimizer)
+    with pytest.raises(CaptureError, match=f"found an operation that waits .*{word}") as caught:
+        train()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    for kind in (RuntimeError, ValueError):
+        with pytest.raises(kind):
+            train()
+
+
+def test_a_capture_that_fails_leaves_no_copy_that_counts_as_fresh(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(64)
+    for _ in range(2):
+        training.train(x)
+    before = [param.detach().clone() for param in training.params]
+
+    def fail(self: MadeUpGraph, call: Callable[[], Any]) -> None:
+        call()
+        for param, values in zip(training.params, before, strict=True):
+            write_unseen(param, values)  # a capture runs nothing
+        raise ValueError("broken")
+
+    monkeypatch.setattr(MadeUpGraph, "capture", fail)
+    with pytest.raises(ValueError, match="broken"):
+        training.train(x)
+    assert not training.train.captured and store.taken is None
+    copies, casts = training.read(training.binding)
+    assert right(copies, training.params) and casts == 1
+
+
+def test_parameters_are_plain_and_on_one_device() -> None:
+    for params, words in [([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))], "cpu and meta")]:
+        with pytest.raises(CaptureError, match=words):
+            ampcompile.capture_step(print, torch.optim.SGD(params))
+    odd = nn.Parameter(torch.ones(2).as_subclass(type("Odd", (Tensor,), {})))
+    with pytest.raises(CaptureError, match="found a parameter that is a"):
+        ampcompile.capture_step(print, torch.optim.SGD([odd]))
+    with pytest.raises(CaptureError, match="warm_up=0"):
+        ampcompile.capture_step(print, torch.optim.SGD([nn.Parameter(torch.ones(2))]), warm_up=0)
+
+
+def test_on_a_cpu_each_call_is_a_step() -> None:
+    param = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    train = ampcompile.capture_step(lambda by: (setattr(param, "grad", by), optimizer.step()), optimizer)
+    for size in (4, 1):  # no graph, no fixed shape
+        train(torch.ones(size).expand(4))
+    assert param.tolist() == [0.0] * 4 and not train.captured
+
+
+def test_warm_up_and_capture_are_ordered_on_their_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's CUDA functions made up, which write down their calls."""
+    cuda, log = MagicMock(), list[str]()
+    names = ("CUDAGraph", "Stream", "device", "stream", "graph", "current_stream", "set_sync_debug_mode")
+    for name in (*names, "get_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    cuda.get_sync_debug_mode.return_value = 1
+    cuda.set_sync_debug_mode.side_effect = lambda mode: log.append(f"mode {mode}")
+    cuda.Stream.return_value.wait_stream.side_effect = lambda other: log.append("beside waits")
+    cuda.current_stream.return_value.wait_stream.side_effect = lambda other: log.append("current waits")
+    cuda.stream.return_value.__enter__.side_effect = lambda: log.append("beside")
+    cuda.stream.return_value.__exit__.return_value = False
+    cuda.graph.return_value.__enter__.side_effect = lambda: log.append("capture")
+    cuda.graph.return_value.__exit__.return_value = False
+    cuda.device.return_value.__exit__.return_value = False
+    cuda.CUDAGraph.return_value.replay.side_effect = lambda: log.append("replay")
+    monkeypatch.setattr(captured_step, "DEVICE", "cpu")
+    param = nn.Parameter(torch.ones(4))
+    train = ampcompile.capture_step(lambda: log.append("step"), torch.optim.SGD([param]), warm_up=2)
+    waits, version = ["beside waits", "mode 1", "beside", "step", "mode 1", "current waits"], param._version
+    train()
+    assert log == waits and param._version == version
+    log.clear()
+    train()
+    assert log == ["beside waits", "mode error", *waits[2:]]
+    log.clear()
+    train()
+    train()
+    assert log == ["capture", "step", "replay", "replay"] and param._version == version + 2
+    cuda.stream.return_value.__enter__.side_effect = RuntimeError("shapes")
+    log.clear()
+    with pytest.raises(RuntimeError, match="shapes"):
+        ampcompile.capture_step(lambda: None, torch.optim.SGD([param]))()
+    assert log[-2:] == ["mode 1", "current waits"], "also after an error"

@@ -1,0 +1,143 @@
+"""A step's profile: the table, what limits it, and what trying another way said."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import ampcompile
+from ampcompile.timing import bound, step_profile
+from ampcompile.timing.step_profile import StepProfile, Tried, table
+from ampcompile.timing.trace import KINDS, Trace
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates from small matrices: here only the report matters."""
+    monkeypatch.setitem(bound._WIDTH, "cpu", 64)
+    monkeypatch.setitem(bound._COPIED, "cpu", 2**12)
+
+
+def profile(wall: float, busy: float, **tried: Tried) -> StepProfile:
+    """Of a GPU that is busy for so long, in milliseconds."""
+    seconds = dict(zip(KINDS, (0.6 * busy, 0.1 * busy, 0.2 * busy, 0.1 * busy), strict=True))
+    trace = Trace({kind: each / 1e3 for kind, each in seconds.items()}, busy / 1e3, 715)
+    ways = {name: tried[key] for name, key in zip(step_profile.WAYS, ("graphs", "cpp"), strict=True) if key in tried}
+    return StepProfile(wall / 1e3, trace, 8e-3, ways)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (
+            profile(25, 9.25, graphs=Tried(9.3e-3)),
+            'the host limits this step (GPU busy 37%): mode="reduce-overhead" runs it in 9.3 ms instead of 25 ms',
+        ),
+        (
+            profile(25, 9.25, graphs=Tried(20e-3, skipped="mutated inputs")),
+            'the host limits this step (GPU busy 37%): mode="reduce-overhead" runs it in 20 ms instead of 25 ms '
+            "(it skips graphs: mutated inputs)",
+        ),
+        (
+            profile(25, 9.25, graphs=Tried(failed="RuntimeError: overwritten"), cpp=Tried(18e-3)),
+            'the host limits this step (GPU busy 37%): mode="reduce-overhead" fails: RuntimeError: overwritten; '
+            "cpp_wrapper=True runs it in 18 ms instead of 25 ms",
+        ),
+        (
+            profile(25, 9.25, graphs=Tried(24.5e-3), cpp=Tried(26e-3)),
+            'the host limits this step (GPU busy 37%): mode="reduce-overhead" is no faster, 24.5 ms instead of 25 ms; '
+            "cpp_wrapper=True is no faster, 26 ms instead of 25 ms",
+        ),
+        (profile(25, 9.25), "the host limits this step (GPU busy 37%): nothing was tried"),
+        (
+            profile(10, 9.7),
+            "the GPU limits this step (busy 97%), products take 60% of its time; 8 ms is the least for products and "
+            "update",
+        ),
+    ],
+)
+def test_the_advice_is_what_was_tried(found: StepProfile, words: str) -> None:
+    assert found.advice == words and str(found).endswith(words) and found.as_dict()["advice"] == words
+
+
+def test_a_gpus_columns_stand_where_there_is_one() -> None:
+    row = table({"amp": profile(25, 9.25)}).splitlines()
+    assert " ".join(row[0].split()) == "wall on the GPU idle launches products casts step rest bound"
+    assert " ".join(row[1].split()) == "amp 25 ms 9.25 ms 15.8 ms 715 60% 10% 20% 10% 8 ms"
+    host = StepProfile(0.02, Trace(dict.fromkeys(KINDS, 5e-3)))
+    head, line = table({"x": host}).splitlines()
+    assert head.split() == ["wall", *KINDS, "bound"] and line.split() == ["x", "20", "ms", "25%", "25%", "25%", "25%"]
+    assert host.advice == "products take 25% of its time" and not host.host_limits
+
+
+def test_a_step_is_run_as_it_is_and_nothing_is_tried_on_a_cpu(small: None) -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8))
+    compiled = torch.compile(model, backend="amp", options={"lower": "aot_eager"})
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler, steps = ampcompile.GradScaler("cpu", enabled=False), []
+
+    def step(x: torch.Tensor) -> None:
+        compiled(x).square().mean().backward()
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+        steps.append(torch.compiler.is_compiling())
+
+    found = ampcompile.profile_step(step, optimizer=optimizer, steps=2)(torch.randn(32, 64))
+    assert optimizer.state[model[0].weight]["step"].item() == len(steps) == 4 + 3 * 2 + 3 + 1
+    if not torch.cuda.is_available():
+        assert not found.tried and not found.busy
+    assert all(found.trace.seconds[kind] > 0 for kind in ("products", "casts", "step", "rest"))
+    assert found.bound > 0 and found.wall > 0
+
+
+@pytest.mark.parametrize("arguments", [{"steps": 0}, {"step": 3}])
+def test_wrong_arguments_are_refused(arguments: dict[str, object]) -> None:
+    with pytest.raises(ampcompile.OptionError, match="profile_step got"):
+        ampcompile.profile_step(**{"step": print, **arguments})
+    with pytest.raises(ampcompile.OptionError, match="steps=3"):
+        ampcompile.profile_step(print, torch.ones(1))
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, walls: list[float | Exception]) -> tuple[StepProfile, list[dict]]:
+    """A profile on a GPU made up, whose host limits the step: walls are given out in turn; and the settings tried."""
+    settings: list[dict] = []
+
+    def wall(call: Callable[[], object], steps: int) -> float:
+        call()
+        settings.append({"graphs": torch._inductor.config.triton.cudagraphs, "cpp": torch._inductor.config.cpp_wrapper})
+        if isinstance(found := walls.pop(0), Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(step_profile, "_wall", wall)
+    monkeypatch.setattr(step_profile, "record", lambda call: Trace(dict.fromkeys(KINDS, 1e-3), busy=4e-3, launches=9))
+    return step_profile.measure(lambda: None), settings
+
+
+def test_ways_are_tried_until_one_helps(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, settings = limited(monkeypatch, [10e-3, 5e-3])
+    assert found.tried == {'mode="reduce-overhead"': Tried(5e-3)} and settings[1] == {"graphs": True, "cpp": False}
+    found, settings = limited(monkeypatch, [10e-3, RuntimeError("no\nway"), 8e-3])
+    assert list(found.tried.values()) == [Tried(failed="RuntimeError: no"), Tried(8e-3)]
+    assert settings[2] == {"graphs": False, "cpp": True} and not torch._inductor.config.triton.cudagraphs
+    assert step_profile.measure(lambda: None, try_others=False).tried == {} if settings.append({}) else True
+
+
+def test_memory_for_a_step_op_by_op_may_be_missing(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(step: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(bound, "find_products", none_left)
+    assert step_profile.measure(lambda: torch.ones(4).sum(), steps=1).bound == 0
+
+
+@pytest.mark.gpu
+def test_graphs_are_tried_on_a_gpu() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(30)]).cuda()
+    compiled, x = torch.compile(model, backend="amp"), torch.randn(8, 64, device="cuda")
+    found = ampcompile.profile_step(lambda: compiled(x).sum().backward())()
+    assert found.host_limits and found.trace.launches > 60
+    graphs = found.tried['mode="reduce-overhead"']
+    assert not graphs.failed and graphs.seconds < found.wall and "instead of" in found.advice
