@@ -65,9 +65,10 @@ class CapturedStep:
         on_gpu = _device_type(self._params) == DEVICE
         self._graph = StepGraph(self._params[0].device) if on_gpu else None
         self._inputs: list[Any] | None = None
-        self._structure: Any = None
+        self._form: Any = None
+        """The arguments of the first call, with shapes and types for tensors"""
         self._result: Any = None
-        self._known: tuple[Any, ...] = ()
+        self._known: tuple[dict[Any, Any], list[int]] = {}, []
         self._written: set[Any] = set()
         """Copies of weights that the graph writes"""
         self._kept: list[Any] = []
@@ -93,31 +94,21 @@ class CapturedStep:
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write inputs where the graph reads them."""
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        kinds = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
+        form = pytree.tree_unflatten(kinds, self._structure)
         if self._inputs is None:
-            self._structure = structure
-            device = self._params[0].device
+            self._form, device = form, self._params[0].device
             self._inputs = [x.detach().to(device, copy=True) if isinstance(x, Tensor) else x for x in leaves]
-            return
-        if structure != self._structure:
+        elif form != self._form:
             raise CaptureError(
-                f"found arguments arranged as {structure}, expected them as in the first call, {self._structure}: "
-                "capture a step for each arrangement."
+                f"found the arguments {form}, expected {self._form} as in the first call, since a graph has fixed "
+                "shapes, and keeps what isn't a tensor: fill up the batch, or capture a step for each."
             )
-        for place, leaf in zip(self._inputs, leaves, strict=True):
-            if not isinstance(place, Tensor):
-                if place != leaf:
-                    raise CaptureError(
-                        f"found the argument {leaf!r}, expected {place!r} as in the first call, since a graph keeps "
-                        "what isn't a tensor: pass a tensor, or capture a step for each value."
-                    )
-            elif not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != (place.shape, place.dtype):
-                raise CaptureError(
-                    f"found {_describe(leaf)} as an input, expected {_describe(place)} as in the first call, since a "
-                    "graph has fixed shapes: fill up the batch, or capture a step for each shape."
-                )
-            else:
-                place.copy_(leaf.detach(), non_blocking=True)
+        else:
+            for place, leaf in zip(self._inputs, leaves, strict=True):
+                if isinstance(place, Tensor):
+                    place.copy_(leaf.detach(), non_blocking=True)
 
     def _before_capture(self, run: Callable[..., Any], **how: Any) -> Any:
         args, kwargs = pytree.tree_unflatten(self._inputs or [], self._structure)
@@ -146,38 +137,31 @@ class CapturedStep:
         self._result = pytree.tree_map_only(Tensor, Tensor.detach, result)
         self._known, self.captured = self._what_is_fixed(), True
 
-    def _what_is_fixed(self) -> tuple[Any, ...]:
+    def _what_is_fixed(self) -> tuple[dict[Any, Any], list[int]]:
         """The settings of all groups, and the addresses of weights and state."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        settings = [
-            {name: id(each) if isinstance(each, Tensor) else each for name, each in group.items() if name != "params"}
-            for group in groups
-        ]
-        states = [
-            value.data_ptr()
-            for optimizer in self._optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
-        params = [param for group in groups for param in group["params"]]
-        return settings, [*map(Tensor.data_ptr, params), *states]
+        settings = {
+            (i, name): id(value) if isinstance(value, Tensor) else value
+            for i, group in enumerate(groups)
+            for name, value in group.items()
+            if name != "params"
+        }
+        states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
+        tensors = [param for group in groups for param in group["params"]]
+        tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return settings, [*map(Tensor.data_ptr, tensors)]
 
     def _require_unchanged(self) -> None:
-        settings, addresses = self._what_is_fixed()
-        if settings != self._known[0]:
-            changed = {
-                name: (before.get(name), now.get(name))
-                for before, now in zip(self._known[0], settings, strict=False)
-                for name in {**before, **now}
-                if before.get(name) != now.get(name)
-            }
+        (former, places), (settings, now) = self._known, self._what_is_fixed()
+        if settings != former:
+            names = [name for name in {**former, **settings} if former.get(name) != settings.get(name)]
+            changed = ", ".join(f"{name[1]}={settings.get(name)} for {former.get(name)}" for name in names)
             raise CaptureError(
                 f"found settings of an optimizer that changed since the capture, {changed}, expected the same, since a "
                 "graph keeps numbers: make it a tensor on the GPU and write to that (lr=torch.tensor(1e-3, "
                 "device='cuda'), capturable=True or fused=True), or capture the step anew."
             )
-        if addresses != self._known[1]:
+        if now != places:
             raise CaptureError(
                 "found weights or state of an optimizer elsewhere than at the capture (by .to(), .data = or "
                 "load_state_dict of the optimizer), expected them where the graph writes: capture the step anew."
@@ -207,10 +191,6 @@ def _require_capturable(optimizer: torch.optim.Optimizer) -> None:
                 f"found {type(optimizer).__name__} with capturable=False, which counts its steps on the CPU, expected "
                 f"counts on the GPU: make it with {'fused=True or ' * ('fused' in group)}capturable=True."
             )
-
-
-def _describe(value: Any) -> str:
-    return f"a {value.dtype} tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def capture_step(step: Callable[..., Any], *optimizers: torch.optim.Optimizer, warm_up: int = 3) -> CapturedStep:

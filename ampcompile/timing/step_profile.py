@@ -144,10 +144,10 @@ def profile_step(
     if steps < 1:
         raise OptionError(f"ampcompile.profile_step got steps={steps}, expected a number above 0.")
 
-    def run(*args: Any, **kwargs: Any) -> StepProfile:
+    def answer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProfile:
         return measure(lambda: step(*args, **kwargs), optimizer, steps, try_others)
 
-    return Question(step, run, "ampcompile.profile_step")
+    return Question(step, answer, "ampcompile.profile_step")
 
 
 def measure(

@@ -20,6 +20,7 @@ from ampcompile.scaler import captured_step
 from ampcompile.weights import weight_stats
 from ampcompile.weights.store import store
 from tests.weights.bindings import bind
+from tests.weights.writers import unsampled, unseen
 
 BF16, F16 = torch.bfloat16, torch.float16
 
@@ -148,7 +149,9 @@ def test_what_is_cast_elsewhere_in_the_meantime_stays_right(training: Training) 
             training.params[0].add_(1)
         assert right(training.read(training.binding)[0], training.params)
         if turn > 2:
-            write_unseen(average, average.detach() * 2)  # as a graph that averages weights does
+            place = unsampled(average)  # a graph that averages weights writes there, too; only this mark tells
+            unseen(average)[place] += 1
+            assert not right(binding.copies((average,)), [average])
             training.train(x)
             assert right(binding.copies((average,)), [average])
 
@@ -193,11 +196,11 @@ def test_inputs_are_written_where_the_graph_reads_them(training: Training) -> No
         assert torch.equal(seen[-1], x) and seen[-1] is not x
     assert len(seen) == 4 and all(each is seen[0] for each in seen), "the fifth step is a replay"
     for arguments, words in [
-        ((torch.ones(32), {"by": 2}), r"a torch.float32 tensor of \(32,\) as an input, expected a torch.float32 tenso"),
-        ((torch.ones(64, dtype=BF16), {"by": 2}), "a torch.bfloat16 tensor"),
-        ((1.0, {"by": 2}), "found 1.0 as an input"),
-        ((torch.ones(64), {"by": 3}), "found the argument 3, expected 2"),
-        ((torch.ones(64), {"of": 2}), "arranged as"),
+        ((torch.ones(32), {"by": 2}), r"found the arguments .*Size\(\[32\]\).*expected .*Size\(\[64\]\)"),
+        ((torch.ones(64, dtype=BF16), {"by": 2}), "torch.bfloat16"),
+        ((1.0, {"by": 2}), r"found the arguments \(\(1.0,\)"),
+        ((torch.ones(64), {"by": 3}), "'by': 3}.*expected .*'by': 2}"),
+        ((torch.ones(64), {"of": 2}), "'of': 2"),
     ]:
         with pytest.raises(CaptureError, match=words):
             train(arguments[0], more=arguments[1])
@@ -209,7 +212,7 @@ def test_what_a_graph_keeps_may_not_change(training: Training) -> None:
     for _ in range(4):
         training.train(x)
     group["lr"] = 1e-3
-    with pytest.raises(CaptureError, match=r"changed since the capture, {'lr': \(0.01, 0.001\)}"):
+    with pytest.raises(CaptureError, match=r"changed since the capture, lr=0.001 for 0.01,"):
         training.train(x)
     group["lr"] = 1e-2
     training.train(x)
