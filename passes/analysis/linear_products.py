@@ -1,4 +1,4 @@
-"""The operands of products of rows with a matrix (`op_traits.LINEAR_PRODUCTS`), by the names in their schemas."""
+"""The parts of a linear product: rows, a matrix and what is added, by the names in its schema."""
 
 from __future__ import annotations
 
