@@ -88,7 +88,7 @@ def _look_through(matrix: Node, turned: bool) -> tuple[Node, bool, list[Node]]:
         if not turns and (matrix.target is not CAST or cast_of(matrix) is None):
             return matrix, turned, path
         path.insert(0, matrix)
-        matrix, turned = matrix.args[0], turned ^ turns  # type: ignore[assignment]
+        matrix, turned = matrix.args[0], turned ^ turns
 
 
 def _is_transposed(view: Node) -> bool:

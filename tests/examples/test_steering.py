@@ -29,11 +29,11 @@ def test_all_casts_of_a_captured_model() -> None:
     assert [(cast.of, cast.module, cast.dtype_to) for cast in casts] == [
         ("input", "project", LOW),
         ("weight", "project", LOW),
-        ("weight", "project", LOW),
+        ("bias", "project", LOW),
         ("activation", "norm", HIGH),
         ("activation", "qkv", LOW),
         ("weight", "qkv", LOW),
-        ("weight", "qkv", LOW),
+        ("bias", "qkv", LOW),
         ("activation", "", HIGH),  # what leaves the model
     ]
 
