@@ -63,6 +63,11 @@ def export(
             "them to what compiles the exported program."
         )
     parsed = replace(Options.parse(options), lower="eager")
+    if parsed.policy.asks_fp8():
+        raise OptionError(
+            f"found the policy {str(parsed.policy)!r} for export; expected none with fp8, whose products are ops of "
+            "ampcompile, which a program that needs torch alone can't call. Leave fp8 out of it, or compile the model."
+        )
     first_parameter = ambient.parameter_finder(ambient.module_of(model))
     device_type = ambient.device_type_of(first_parameter(), args, kwargs or {})
     within = autocast.is_on(device_type)

@@ -255,6 +255,8 @@ def test_options_of_compiled_code_are_refused_and_patterns_without_a_match_warn(
     for option in ({"weights": "every_call"}, {"lower": "inductor"}, {"mode": "default"}, {"epilogue_fusion": True}):
         with pytest.raises(OptionError, match=f"option '{next(iter(option))}' of export: expected one of dtype, "):
             ampcompile.export(model, args, **option)
+    with pytest.raises(OptionError, match=r"found the policy 'op linear=fp8' for export; expected none with fp8"):
+        ampcompile.export(nn.Linear(16, 16), (torch.randn(16, 16),), policy="op linear=fp8")
     with pytest.raises(OptionError, match=r"option dtype=torch.float32: expected torch.bfloat16"):
         ampcompile.export(model, args, dtype=HIGH)
     with pytest.warns(AmpWarning, match="pattern 'dawn' matches no module .* 'down'") as caught:
