@@ -64,6 +64,12 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
     return torch.float32 if len(floats) > 1 else next(iter(floats), None)
 
 
+def first_to_infinity(dtype: torch.dtype) -> float:
+    """Return the least magnitude that becomes infinite in an IEEE type of 16 bits or more."""
+    info = torch.finfo(dtype)
+    return info.max / (2 - info.eps) * (2 - info.eps / 2)
+
+
 def representable(value: float, dtype: torch.dtype) -> bool:
     """Return True if a Python number survives `dtype` (an IEEE type of 16 bits or more): stays finite, stays nonzero.
 
@@ -72,6 +78,5 @@ def representable(value: float, dtype: torch.dtype) -> bool:
     if value == 0 or not math.isfinite(value):
         return True
     info = torch.finfo(dtype)
-    first_to_infinity = info.max / (2 - info.eps) * (2 - info.eps / 2)
     last_to_zero = info.smallest_normal * info.eps / 2
-    return last_to_zero < abs(value) < first_to_infinity
+    return last_to_zero < abs(value) < first_to_infinity(dtype)

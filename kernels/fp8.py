@@ -19,30 +19,48 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ampcompile.dtypes import first_to_infinity
+from ampcompile.torch_private import dispatcher, profiling
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
 """Of which features are to be multiples: what GPUs' products read at a time."""
 TAIL = 16
-"""Bytes behind a buffer's two matrices: the scale, of float32, and nothing."""
-LEAST = 1e-30
+"""Bytes behind a buffer's two matrices: the scale and the largest finite magnitude, both float32, and nothing."""
+LEAST = 2.0**-100
 """The least magnitude that a factor is made of: the factor and its inverse are normal numbers."""
-_EXPONENT = 0x7F800000
+CARRY = 0x1FFFFF
+"""Carries into a float32's exponent if its fraction is above 1.75, that of e4m3's largest number, 1.75 * 2**8."""
+ABOVE = 127 + 8 + 127
+"""What the biased exponents of a magnitude, carried, and of its factor, a power of two, add up to."""
 
 
-def quantized(x: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """`x`, of a floating type and any shape, in an 8-bit `dtype`; and the float32 scale to multiply it by, of shape ().
+LEAST_BITS = (127 - 100) << 23
 
-    What is larger than the scale allows is saturated; with the current magnitude as the limit, only by rounding.
-    """
+
+def magnitude(wide: Tensor) -> Tensor:
+    """The largest finite magnitude of a float32 tensor, or `LEAST`, float32 of shape ()."""
+    if not wide.numel():
+        return wide.new_full((), LEAST)
+    return torch.where(wide.isfinite(), wide.abs(), 0.0).amax().clamp(min=LEAST)
+
+
+def power_below(largest: Tensor) -> Tensor:
+    """The largest power of two that leaves a magnitude within e4m3; by integers, as devices divide differently."""
+    return (ABOVE - (largest.view(torch.int32) + CARRY >> 23) << 23).view(torch.float32)
+
+
+def fitted(wide: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float32 numbers times a factor, rounded to an 8-bit type: NaN if they aren't finite, saturated if too large."""
+    limit = torch.finfo(dtype).max
+    return torch.where(wide.isfinite(), (wide * factor).clamp(-limit, limit), torch.nan).to(dtype)
+
+
+def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`x`, of any floating type and shape, in an 8-bit `dtype`; and the float32 scale, (), to multiply it by."""
     wide, limit = x.float(), torch.finfo(dtype).max
-    finite = wide.isfinite()
-    largest = torch.where(finite, wide.abs(), 0.0).amax() if x.numel() else wide.new_zeros(())
-    largest = largest.clamp(min=LEAST)
-    factor = limit / largest
-    if power_of_two:
-        factor = (factor.view(torch.int32) & _EXPONENT).view(torch.float32)
-    fitted = torch.where(finite, (wide * factor).clamp(-limit, limit), torch.nan)
-    return fitted.to(dtype), 1 / factor if power_of_two else largest / limit
+    largest = magnitude(wide)
+    return fitted(wide, limit / largest, dtype), largest / limit
 
 
 def buffer_like(weight: Tensor) -> Tensor:
@@ -50,22 +68,45 @@ def buffer_like(weight: Tensor) -> Tensor:
     return weight.new_empty(2 * weight.numel() + TAIL, dtype=E4M3, requires_grad=False)
 
 
-def parts(buffer: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A buffer's matrix (rows, columns), its transposed one (columns, rows), both e4m3, and its float32 scale."""
+def parts(buffer: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A buffer's matrix (rows, columns), its transposed one (columns, rows), both e4m3; its scale and magnitude, ()."""
     size = rows * columns
-    plain, other, scale, _ = buffer.split([size, size, 4, TAIL - 4])
-    return plain.view(rows, columns), other.view(columns, rows), scale.view(torch.float32).view(())
+    plain, other, scale, largest, _ = buffer.split([size, size, 4, 4, TAIL - 8])
+    scale, largest = (each.view(torch.float32).view(()) for each in (scale, largest))
+    return plain.view(rows, columns), other.view(columns, rows), scale, largest
 
 
+@profiling.named("amp: quantize_many_")
 def quantize_many_(buffers: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-    """Write weights, of any floating type, quantized into their buffers, and raise the buffers' versions."""
-    with torch.no_grad():
+    """Write weights, of any floating type, quantized into their buffers, and raise the buffers' versions; no host sync.
+
+    Reads a float32 weight twice and writes 2 bytes a number: 10 bytes. On a GPU two launches for each device and type,
+    outside of captures of CUDA graphs.
+    """
+    for device in dict.fromkeys(buffer.device for buffer in buffers):
+        jobs = [(b, w) for b, w in zip(buffers, weights, strict=True) if b.device == device]
+        # A capture records the addresses that are arguments of its launches, but doesn't keep a table of them alive.
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            from .triton import quantize_many as gpu
+
+            constants = {"LEAST": LEAST_BITS, "CARRY": CARRY, "ABOVE": ABOVE}
+            gpu.quantize_many_([w for _, w in jobs], [parts(b, *w.shape) for b, w in jobs], **constants)
+            torch.autograd.graph.increment_version([b for b, _ in jobs])
+        else:
+            quantize_many_reference_(*zip(*jobs, strict=True))
+
+
+def quantize_many_reference_(buffers: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """`quantize_many_` in plain torch."""
+    with torch.no_grad(), dispatcher.without_modes():
         for buffer, weight in zip(buffers, weights, strict=True):
-            plain, turned, scale = parts(buffer, *weight.shape)
-            numbers, dequantize = quantized(weight, E4M3, power_of_two=True)
-            plain.copy_(numbers)
-            turned.copy_(numbers.t())
-            scale.copy_(dequantize)
+            plain, other, scale, largest = parts(buffer, *weight.shape)
+            wide = weight.float()
+            largest.copy_(magnitude(wide))
+            factor = power_below(largest)
+            plain.copy_(fitted(wide, factor, E4M3))
+            other.copy_(plain.t())
+            scale.copy_(1 / factor)
 
 
 @torch.library.custom_op("ampcompile::quantize_weight", mutates_args=())
@@ -104,8 +145,14 @@ def fp8_linear(x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer
 
 
 def _product(x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, turned: bool) -> Tensor:
-    plain, other, of_weight = parts(buffer, *weight.shape)
+    plain, other, of_weight = _parts_in(x.dtype, buffer, weight.shape)
     return _multiply(numbers, other if turned else plain, scale, of_weight, x.dtype, fast=True)
+
+
+def _parts_in(low: torch.dtype, buffer: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Matrices and scale for products of a 16-bit type: the scale is NaN if a number would be infinite in it."""
+    plain, other, scale, largest = parts(buffer, *shape)
+    return plain, other, torch.where(largest < first_to_infinity(low), scale, torch.nan)
 
 
 def _multiply(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
@@ -131,8 +178,8 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     numbers, scale, buffer = ctx.saved_tensors
-    plain, other, of_weight = parts(buffer, *ctx.shape)
     low, of_type = ctx.dtypes
+    plain, other, of_weight = _parts_in(low, buffer, ctx.shape)
     grads, of_grad = quantized(grad.contiguous(), E5M2)
     to_x = to_weight = None
     if ctx.needs_input_grad[0]:

@@ -29,7 +29,7 @@ def run(x: Tensor, weight: Tensor, grad: Tensor, turned: bool) -> list[Tensor]:
 
 def plain(x: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
     """A tensor's quantized numbers and scale, by loops over nothing but torch's own conversion."""
-    limit, largest = torch.finfo(dtype).max, max(x.float().abs().max().item(), 1e-30)
+    limit, largest = torch.finfo(dtype).max, max(x.float().abs().max().item(), 2.0**-100)
     factor = torch.tensor(limit, dtype=torch.float32) / torch.tensor(largest, dtype=torch.float32)
     if power_of_two:
         factor = torch.tensor(2.0 ** (torch.frexp(factor)[1].item() - 1))
@@ -58,8 +58,9 @@ def test_all_three_products_are_those_of_the_quantized_numbers(shape, dtype, tur
     assert found[0].dtype == found[1].dtype == dtype and found[2].dtype == torch.float32
     numbers, scale = fp8.quantize(x)
     assert same_bits((numbers.float(), scale), (x8.float(), of_x))
-    matrix, other, scale = fp8.parts(fp8.quantize_weight(weight), *weight.shape)
+    matrix, other, scale, largest = fp8.parts(fp8.quantize_weight(weight), *weight.shape)
     assert same_bits((matrix.float(), other.float(), scale), (w8.float(), w8.t().float(), of_w))
+    assert largest == weight.abs().max()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -83,6 +84,17 @@ def test_what_is_not_finite_in_16_bits_is_not_finite_here_and_nothing_else_is_lo
         assert same_bits(mine.isfinite(), other.isfinite())
 
 
+def test_a_weight_that_is_infinite_in_float16_gives_nothing_finite_there():
+    x, weight, grad = operands(32, 64, 48, HALF, False)
+    with torch.no_grad():
+        weight[3, 5] = 65520.0
+    assert all(each.isnan().all() for each in run(x, weight, grad, False)[:2])
+    assert run(x.detach().to(LOW).requires_grad_(), weight, grad.to(LOW), False)[0].isfinite().all()
+    with torch.no_grad():
+        weight[3, 5] = 65519.0
+    assert not run(x, weight, grad, False)[1].isnan().any()
+
+
 @pytest.mark.parametrize("factor", [0.0, 2.0**-140, 2.0**-60, 2.0**60, 2.0**120])
 def test_magnitudes_far_from_one(factor):
     x, weight, grad = operands(32, 64, 48, LOW, False)
@@ -96,7 +108,7 @@ def test_magnitudes_far_from_one(factor):
 def test_a_weights_scale_is_a_power_of_two_that_leaves_no_bit_unused():
     for _ in range(50):
         weight = torch.randn(16, 16) * 2.0 ** torch.randint(-30, 30, ())
-        numbers, _, scale = fp8.parts(fp8.quantize_weight(weight), 16, 16)
+        numbers, _, scale, _ = fp8.parts(fp8.quantize_weight(weight), 16, 16)
         assert torch.frexp(scale)[0] == 0.5 and 224 <= numbers.float().abs().max() <= 448
 
 

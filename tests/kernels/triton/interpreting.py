@@ -15,11 +15,14 @@ PATCH_TENSOR = interpreter._patch_lang_tensor
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16: products of numbers, not of the integers that hold them; float32 rounded to it, not truncated.
 
+    e4m3: float32 rounded to the nearest, and at most to 448.
+
     Triton 3.6, of torch 2.11: a loop's bound may be an argument under NumPy 2.4, too.
     """
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
     for name in ("cast_impl", "create_fp_trunc"):
         monkeypatch.setattr(interpreter.InterpreterBuilder, name, _cast)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fp_to_fp", _to_8_bits)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", _patch_tensor)
 
 
@@ -38,6 +41,12 @@ def _cast(builder: Any, source: Any, to: Any) -> Any:
         return CAST(builder, source, to)
     values = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.bfloat16)
     return interpreter.TensorHandle(values.view(torch.uint16).numpy(), tl.bfloat16)
+
+
+def _to_8_bits(builder: Any, source: Any, to: Any, rounding: Any) -> Any:
+    assert (source.dtype.scalar, to.scalar) == (tl.float32, tl.float8e4nv)
+    values = torch.from_numpy(np.ascontiguousarray(source.data)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return interpreter.TensorHandle(values.view(torch.uint8).numpy(), tl.float8e4nv)
 
 
 def _patch_tensor(tensor: Any, scope: Any) -> None:

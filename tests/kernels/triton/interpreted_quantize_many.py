@@ -1,0 +1,45 @@
+"""Run by test_families.py in a process with TRITON_INTERPRET=1: the GPU's quantizing of weights, on CPU tensors."""
+
+import os
+
+import pytest
+import torch
+
+from ampcompile.kernels import fp8
+from ampcompile.kernels.triton import quantize_many
+from tests.compiling import same_bits
+from tests.kernels.triton.interpreting import as_on_a_gpu
+
+assert os.environ["TRITON_INTERPRET"] == "1"
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of arithmetic with infinity and NaN
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    as_on_a_gpu(monkeypatch)
+
+
+def weights_of(dtype):
+    edges = torch.randn(80, 96)
+    edges[::3] *= torch.exp2(torch.randint(-130, 120, (27, 96)).float())
+    ties = 1 + torch.arange(64 * 16).view(64, 16) / 128  # between the numbers of e4m3, and halfway
+    powers = torch.full((16, 16), 1.75) * torch.exp2(torch.arange(16.0))  # a factor's carry, just not and just
+    above = torch.nextafter(powers, torch.tensor(torch.inf))
+    broken = [torch.randn(16, 32) for _ in range(4)]
+    for matrix, value in zip(broken, (torch.inf, -torch.inf, torch.nan, 65520.0), strict=True):
+        matrix[3, 17] = value
+    plain = [torch.randn(64, 64), torch.randn(16, 144), torch.randn(144, 16).t(), torch.zeros(16, 16)]
+    return [matrix.to(dtype) for matrix in (*plain, edges, ties, powers, above, *broken)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_all_parts_of_many_weights(dtype):
+    weights = weights_of(dtype)
+    ours, expected = ([fp8.buffer_like(w).fill_(torch.nan) for w in weights] for _ in range(2))
+    constants = {"LEAST": fp8.LEAST_BITS, "CARRY": fp8.CARRY, "ABOVE": fp8.ABOVE}
+    parts = [fp8.parts(buffer, *w.shape) for buffer, w in zip(ours, weights, strict=True)]
+    quantize_many.quantize_many_(weights, parts, **constants)
+    fp8.quantize_many_reference_(expected, weights)
+    for mine, other, weight in zip(parts, expected, weights, strict=True):
+        for a, b in zip(mine, fp8.parts(other, *weight.shape), strict=True):
+            assert same_bits(a.float(), b.float()), weight.shape
