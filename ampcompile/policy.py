@@ -58,9 +58,9 @@ class Policy:
     op; one without an overload stands for all of them. `("softmax@blocks.3", "fp32")` is about softmax inside the
     module `blocks.3` alone; behind the `@` stands a glob on module paths. The rule is `"low"`, `"fp32"`, `"promote"`
     (operands in the widest of their dtypes), `"fp32_inside"` (float32 inside, low precision out, as norms may want
-    it), `"as_arrives"` or `"default"`; or `"fp8"`, for linear products alone: see docs/numerics.md.
+    it), `"as_arrives"` or `"default"`; or `"fp8"`, for linear products alone: see docs/options.md.
     `modules`: (glob on module paths as `named_modules` gives them, dtype), as `("encoder.*.norm", "fp32")`. The dtype
-    is `"low"`, `"bf16"`, `"fp16"`, `"fp32"` or `"default"`. A path stands for all inside it; `*` matches dots too.
+    is `"low"`, `"bf16"`, `"fp16"`, `"fp8"`, `"fp32"` or `"default"`. A path stands for all inside it; `*` matches dots.
     There, every op that computes runs in that dtype, whatever its own rule; with `"fp8"`, every linear product, and
     all else as without it.
 

@@ -32,7 +32,7 @@ LEAST = 2.0**-100
 CARRY = 0x1FFFFF
 """Carries into a float32's exponent if its fraction is above 1.75, that of e4m3's largest number, 1.75 * 2**8."""
 ABOVE = 127 + 8 + 127
-"""What the biased exponents of a magnitude, carried, and of its factor, a power of two, add up to."""
+"""The sum of the biased exponents of a magnitude, carried, and of its factor, a power of two."""
 
 
 LEAST_BITS = (127 - 100) << 23

@@ -145,11 +145,11 @@ def quantize(trials: Trials, policy: Policy) -> Policy:
     audit = trials.run(everything, local=True)
     weights: dict[str, int] = {}
     for op in audit.ops:
-        if op.op == "ampcompile.quantize_weight" and op.module:
+        if op.op == "ampcompile.quantize_weight":
             weights[op.module] = weights.get(op.module, 0) + op.numbers.elements
-    trials.note(everything, audit, f"{_count(len(weights))} in fp8")
-    heads = _heads(audit.ops)
-    choice = _InFp8(policy, frozenset(weights))
+    outside = weights.pop("", 0)  # no path names products outside of modules
+    choice, heads = _InFp8(policy, frozenset(weights)), _heads(audit.ops)
+    trials.note(everything if outside else choice(frozenset())[0], audit, f"{_count(len(weights))} in fp8")
     candidates = sorted(weights.keys() - heads, key=lambda m: -weights[m])
     return choice(trials.shrink(frozenset(weights), candidates, choice))[0]
 

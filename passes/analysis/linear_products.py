@@ -15,7 +15,7 @@ def operands(arguments: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def bias_of(arguments: dict[str, Any]) -> Any:
-    """What is added to a linear product; None: nothing."""
+    """The operand that is added to a linear product; None: nothing."""
     return arguments.get("bias") if "weight" in arguments else arguments.get("self") if "mat1" in arguments else None
 
 

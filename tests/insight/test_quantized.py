@@ -215,3 +215,23 @@ def test_explain_shows_each_quantization_when_it_runs_and_why() -> None:
     assert not [row for row in report.balance if row.stage == "amp, written in your code"]
     every_call = ampcompile.explain(model, **options, weights="every_call")(x)
     assert [cast.when for cast in every_call.casts if cast.dtypes == "f32>f8_e4m3fn"] == ["every call"]
+
+
+class Squares(nn.Module):
+    """Multiplies its input by itself, outside of any module with a path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x @ x.t()).relu()
+
+
+def test_products_outside_of_modules_are_not_quantized() -> None:
+    model, x = Squares(), torch.randn(16, 16)
+    audit = audited(model, x, policy="default")
+    told: list[str] = []
+    assert str(audit.suggest(0.5, allow="fp8", progress=told.append)) == "module inner=fp8"
+    assert [line.partition(":")[0] for line in told] == ["1 module in fp8"] * 2
+    assert float(told[1].split()[-1]) < float(told[0].split()[-1])
