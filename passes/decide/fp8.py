@@ -13,6 +13,7 @@ from ampcompile.dtypes import LOW, short_name
 from ampcompile.errors import AmpWarning
 from ampcompile.passes.analysis.linear_products import bias_of, operands, result_width
 from ampcompile.passes.graph import Decision
+from ampcompile.torch_private import storages
 
 from .decisions import Call
 
@@ -77,4 +78,4 @@ def _value(call: Call, name: str) -> Any:
     return call.values[argument] if isinstance(argument, torch.fx.Node) else argument
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, storages.FakeTensor)
