@@ -157,7 +157,9 @@ def _parts_in(low: torch.dtype, buffer: Tensor, shape: Sequence[int]) -> tuple[T
 
 def _multiply(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """`a @ b.t()`, both stored row by row."""
-    result: Tensor = torch._scaled_mm(a, b.t(), of_a, of_b, out_dtype=dtype, use_fast_accum=fast and a.is_cuda)
+    result: Tensor = torch.ops.aten._scaled_mm.default(
+        a, b.t(), of_a, of_b, out_dtype=dtype, use_fast_accum=fast and a.is_cuda
+    )
     return result
 
 
