@@ -171,8 +171,9 @@ class Policy:
             ("module", self.modules, lambda glob: _matches(glob, paths)),
             ("op", self.ops, concerns),
         ):
-            glob, value = _last_match(overrides, matches)
-            if value != "default" and computes(op) and (value != "fp8" or has(op, LINEAR_PRODUCTS)):
+            about = [each for each in overrides if each[1] != "fp8" or has(op, LINEAR_PRODUCTS)]
+            glob, value = _last_match(about, matches)
+            if value != "default" and computes(op):
                 return _rule(op, value, f"policy: {_entry(kind, glob, value)}")
         return None
 
@@ -195,7 +196,7 @@ def _entry(kind: str, glob: str, value: str) -> str:
     return f"{kind} {glob}={value}"
 
 
-def _last_match(overrides: Overrides, matches: Callable[[str], bool]) -> tuple[str, str]:
+def _last_match(overrides: Sequence[tuple[str, str]], matches: Callable[[str], bool]) -> tuple[str, str]:
     return next((override for override in reversed(overrides) if matches(override[0])), ("", "default"))
 
 

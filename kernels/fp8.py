@@ -60,7 +60,8 @@ def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`x`, of any floating type and shape, in an 8-bit `dtype`; and the float32 scale, (), to multiply it by."""
     wide, limit = x.float(), torch.finfo(dtype).max
     largest = magnitude(wide)
-    return fitted(wide, limit / largest, dtype), largest / limit
+    factor = torch.full_like(largest, limit) / largest  # rounded once; a number over a tensor is rounded twice
+    return fitted(wide, factor, dtype), largest / limit
 
 
 def buffer_like(weight: Tensor) -> Tensor:

@@ -217,6 +217,14 @@ def test_each_value_for_modules():
     assert Policy(modules=(("m", "default"),)).rule_for(NORM, "cuda", "m") is rule_for(NORM, "cuda")
 
 
+def test_fp8_leaves_other_ops_to_earlier_entries():
+    of_ops = Policy(ops=(("softmax", "low"), ("*", "fp8")))
+    assert category(of_ops) == "lower_precision_fp" and of_ops.rule_for(LINEAR, "cpu").fp8
+    of_modules = Policy(modules=(("m", "fp32"), ("*", "fp8")))
+    assert category(of_modules, NORM, "m.inner") == "fp32" and of_modules.rule_for(LINEAR, "cpu", "m").fp8
+    assert not Policy(modules=(("*", "fp8"), ("m", "fp32"))).rule_for(LINEAR, "cpu", "m").fp8
+
+
 @pytest.mark.parametrize(
     "glob,path,covers",
     [
