@@ -11,6 +11,8 @@ FLOATS: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch
 
 LOW = (torch.bfloat16, torch.float16)
 """The low-precision dtypes."""
+FP8_MULTIPLE = 16
+"""Features of a product of 8-bit floats are a multiple of this: what a GPU reads at a time."""
 NAMES = {
     **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
     **dict.fromkeys(("fp16", "f16", "float16", "half"), torch.float16),

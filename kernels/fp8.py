@@ -19,23 +19,20 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ampcompile.dtypes import first_to_infinity
+from ampcompile.dtypes import FP8_MULTIPLE, first_to_infinity
 from ampcompile.torch_private import dispatcher, profiling
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16
-"""Of which features are to be multiples: what GPUs' products read at a time."""
 TAIL = 16
 """Bytes behind a buffer's two matrices: the scale and the largest finite magnitude, both float32, and nothing."""
 LEAST = 2.0**-100
 """The least magnitude that a factor is made of: the factor and its inverse are normal numbers."""
+LEAST_BITS = (127 - 100) << 23
+"""The same as the bits of a float32."""
 CARRY = 0x1FFFFF
 """Carries into a float32's exponent if its fraction is above 1.75, that of e4m3's largest number, 1.75 * 2**8."""
 ABOVE = 127 + 8 + 127
 """The sum of the biased exponents of a magnitude, carried, and of its factor, a power of two."""
-
-
-LEAST_BITS = (127 - 100) << 23
 
 
 def magnitude(wide: Tensor) -> Tensor:
@@ -188,7 +185,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         to_x = _multiply(grads, plain if ctx.turned else other, of_grad, of_weight, low)
     if ctx.needs_input_grad[3]:
-        if statically_known_true(numbers.shape[0] % MULTIPLE == 0):
+        if statically_known_true(numbers.shape[0] % FP8_MULTIPLE == 0):
             sides = [(grads, of_grad), (numbers, scale)]
             (a, of_a), (b, of_b) = reversed(sides) if ctx.turned else sides
             wide = torch.float32 if of_type not in (torch.bfloat16, torch.float16) else of_type

@@ -68,9 +68,8 @@ class StepProfile:
         if not self.host_limits:
             least = f"; {_ms(self.bound)} is the least for products and update" if self.bound else ""
             of = f"the GPU limits this step (busy {self.busy:.0%}), " if self.busy else ""
-            return f"{of}{'the ' * (kind == 'rest')}{kind} takes {share:.0%} of its time{least}".replace(
-                "s takes", "s take"
-            )
+            verb = "take" if kind.endswith("s") else "takes"
+            return f"{of}{'the ' * (kind == 'rest')}{kind} {verb} {share:.0%} of its time{least}"
         found = []
         for name, tried in self.tried.items():
             because = f" (it skips graphs: {tried.skipped})" if tried.skipped else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ampcompile.dtypes import LOW, short_name
+from ampcompile.dtypes import FP8_MULTIPLE, LOW, short_name
 from ampcompile.errors import AmpWarning
 from ampcompile.passes.analysis.linear_products import bias_of, operands, result_width
 from ampcompile.passes.graph import Decision
@@ -17,8 +17,6 @@ from ampcompile.torch_private import storages
 
 from .decisions import Call
 
-MULTIPLE = 16
-"""Of which features are to be multiples: what a GPU's product reads at a time."""
 UNITS = (8, 9)
 """The first compute capability with products of 8-bit floats: Ada; Hopper has 9.0."""
 
@@ -68,8 +66,8 @@ def _of_call(call: Call, low: torch.dtype) -> str:
     for name, size in zip(("K", "N"), (x.shape[-1], result_width(values)), strict=True):
         if not isinstance(size, int):
             return f"{name} varies"
-        if size % MULTIPLE or not size:
-            return f"{name} = {size} is no multiple of {MULTIPLE}"
+        if size % FP8_MULTIPLE or not size:
+            return f"{name} = {size} is no multiple of {FP8_MULTIPLE}"
     return ""
 
 
