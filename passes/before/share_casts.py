@@ -1,7 +1,7 @@
 """Keep one cast per value and dtype where that changes no sum of gradients.
 
 On the captured graph every use of a value has a cast of its own, so that gradients are added up in the value's type.
-Two casts are merged only if no gradient flows there; after differentiation all of them are (`after/share_casts`).
+Two casts are merged only if no gradient flows there; after differentiation all of them are (`after/share_every_cast`).
 """
 
 from __future__ import annotations

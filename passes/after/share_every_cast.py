@@ -23,7 +23,7 @@ _SHARED = CONVERSIONS_AFTER | REARRANGES
 class ShareEveryCast:
     """For a joint or inference graph, which writes only inputs, at its end. Returns the number of casts saved."""
 
-    name = "share_casts"
+    name = "share_every_cast"
     exact = True
     fate = "shared"
 
