@@ -75,7 +75,7 @@ def quantize_many_(buffers: Sequence[Tensor], weights: Sequence[Tensor]) -> None
     """Write weights, of any floating type, quantized into their buffers, and raise the buffers' versions; no host sync.
 
     Reads a float32 weight twice and writes 2 bytes a number: 10 bytes. On a GPU two launches for each device and type,
-    outside of captures of CUDA graphs.
+    outside of captures of CUDA graphs; sizes are multiples of 16 there, as `_scaled_mm` asks for.
     """
     for device in dict.fromkeys(buffer.device for buffer in buffers):
         jobs = [(b, w) for b, w in zip(buffers, weights, strict=True) if b.device == device]

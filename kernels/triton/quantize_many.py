@@ -46,11 +46,23 @@ def fitted(x, factor):
 
 
 @triton.jit
+def sizes_of(row):
+    """A weight's rows and columns, multiples of 16 as of all that is quantized: so 16 bytes are moved at a time."""
+    return tl.multiple_of(tl.load(row + 1), 16), tl.multiple_of(tl.load(row + 2), 16)
+
+
+@triton.jit
+def matrix_at(row, column: tl.constexpr):
+    """The address of one of a weight's matrices in e4m3."""
+    return tl.multiple_of(tl.load(row + column).to(tl.pointer_type(tl.float8e4nv)), 16)
+
+
+@triton.jit
 def tile_at(words, tiles, TILE: tl.constexpr, COLUMNS: tl.constexpr):
     """The words of the program's weight; its tile's rows and columns, and which of both are inside."""
     row = words + COLUMNS * tl.load(tiles + 2 * tl.program_id(0))
     number = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    height, width = tl.load(row + 1), tl.load(row + 2)
+    height, width = sizes_of(row)
     across = (width + TILE - 1) // TILE
     r = (number // across) * TILE + tl.arange(0, TILE)
     c = (number % across) * TILE + tl.arange(0, TILE)
@@ -80,13 +92,14 @@ def amp_quantize(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: 
     bits = tl.maximum(tl.load(notes), LEAST)
     exponent = ABOVE - ((bits + CARRY) >> 23)
     scale = (254 - exponent) << 23
-    plain = tl.load(row + 5).to(tl.pointer_type(tl.float8e4nv)) + r[:, None] * tl.load(row + 2) + c[None, :]
+    height, width = sizes_of(row)
+    plain = matrix_at(row, 5) + r[:, None] * width + c[None, :]
     if tl.load(notes + 1) == scale:
         numbers = tl.load(plain, mask=inside)
     else:
         numbers = fitted(read_tile(row, r, c, inside, FROM), (exponent << 23).to(tl.float32, bitcast=True))
         tl.store(plain, numbers, mask=inside)
-    other = tl.load(row + 6).to(tl.pointer_type(tl.float8e4nv)) + c[:, None] * tl.load(row + 1) + r[None, :]
+    other = matrix_at(row, 6) + c[:, None] * height + r[None, :]
     tl.store(other, tl.trans(numbers), mask=tl.trans(inside))
     scale_at = tl.load(row + 7).to(tl.pointer_type(tl.int32))
     tl.store(scale_at, scale)

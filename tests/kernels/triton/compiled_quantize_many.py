@@ -16,4 +16,5 @@ def check(capability: int) -> None:
         assert code.stack == 0 and code.count("atom.*max") + code.count("red.*max") > 0
         code = compiled(quantize_many.amp_quantize, addresses, types, capability)
         assert code.count("cvt.rn.satfinite.e4m3x2") > 0, "two numbers at a time"
-        assert code.stack == 0 and code.shared <= 4 * quantize_many.TILE**2 * 2
+        assert code.count("st.global*.v4.") == 4 and code.count("ld.global*.v4.") == 2, "16 bytes at a time"
+        assert code.stack == 0 and code.registers <= 64 and code.shared <= quantize_many.TILE**2
