@@ -11,8 +11,19 @@ from ampcompile.kernels.native import group_values
 from ampcompile.kernels.sgd import SgdGroup, sgd_, sgd_reference_
 from ampcompile.kernels.step import kinds_of, table_of, take_copies
 from tests.kernels.test_adam import GROUPS as ADAM_GROUPS
+from tests.kernels.test_masters import HOWS
 from tests.kernels.test_sgd import GROUPS as SGD_GROUPS
-from tests.scaler.cases import GRAD_DTYPES, adam_tensors, assert_close, assert_equal, sgd_tensors, with_masters
+from tests.scaler.cases import (
+    GRAD_DTYPES,
+    MATRIX_SIZES,
+    adam_tensors,
+    assert_close,
+    assert_equal,
+    assert_quantized,
+    sgd_tensors,
+    with_masters,
+    with_quantized,
+)
 
 GROUPS = [AdamGroup(0.01, 0.9, 0.99, 1e-3, 0.1, True, False)]
 
@@ -22,7 +33,7 @@ def test_the_table_says_where_everything_lies() -> None:
     tensors.copies = [None, torch.empty(5, dtype=torch.bfloat16), None]
     table = table_of(tensors)
     assert table.grads.numels.tolist() == [3, 5, 63] and table.group_of.tolist() == [0, 0, 0]
-    grads, params, means, squares, peaks, steps, copies, checksums = table.addresses
+    grads, params, means, squares, peaks, steps, copies, checksums, *_ = table.addresses
     for row, those in ((grads, tensors.grads), (params, tensors.params), (steps, tensors.steps)):
         assert row.tolist() == [tensor.data_ptr() for tensor in those]
     assert means[1] == tensors.exp_avgs[1].data_ptr() and squares[1] == tensors.exp_avg_sqs[1].data_ptr()
@@ -113,3 +124,17 @@ def test_a_skipped_step_changes_nothing_but_stale_copies(name: str, found_inf: f
         for copy in ours.copies:
             if copy is not None:
                 copy.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("how", [None, *HOWS], ids=str)
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_quantized_weights_are_as_if_quantized_anew(name: str, found_inf: float, how: Any) -> None:
+    make, groups, *steps = OPTIMIZERS[name]
+    for step in steps:
+        ours = make(groups, sizes=MATRIX_SIZES)
+        ours = with_quantized(ours if how is None else with_masters(ours, *how))
+        before, buffers = deepcopy(ours.params), [buffer for buffer, _ in ours.quantized.values()]
+        step(ours, torch.tensor(0.3), torch.tensor(found_inf))
+        assert_quantized(ours.params[: len(buffers)], buffers)
+        assert torch.equal(ours.params[6], before[6]) == bool(found_inf)
