@@ -40,8 +40,7 @@ from ampcompile.torch_private import (
 from ampcompile.torch_private.types import TorchDispatchMode, is_traceable_wrapper_subclass
 from ampcompile.weights.spec import CopySpec, Form, hoistable
 
-from .cache_key import cache_key
-from .decompositions import decompositions
+from . import inductor
 from .double_backward import SUBCLASSES, DoubleBackward, copy_with_bodies
 
 TO_COPY = torch.ops.aten._to_copy.default
@@ -101,11 +100,9 @@ def lower_as_made(
         if options.lower == "aot_eager":
             compiled = lowering.aot_eager(gm, inputs, read)
         else:
-            rounding = lowering.config_for_rounding(options.numerics == "eager", inputs)
-            config = rounding | lowering.config_for_bodies(gm)
             # Autocast's dtypes are part of torch's own key only from 2.13 on.
-            key = f"{cache_key(NONE_WIDE)} {autocast.autocast_states()} {casts}"
-            compiled = lowering.inductor(gm, inputs, config | dict(options.inductor), read, key, decompositions())
+            key = f"{inductor.cache_key(NONE_WIDE)} {autocast.autocast_states()} {casts}"
+            compiled = inductor.compile_graph(gm, inputs, options, key, read)
     if functions:
         DoubleBackward(gm, functions[-1], SUBCLASSES)  # which raises an error of ours
     return compiled, [CopySpec(i, Form(dtype)) for i, dtype in casts]

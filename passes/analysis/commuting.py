@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,15 @@ def _survives(value: Any, dtype: torch.dtype) -> bool:
     if value is None:
         return True
     return isinstance(value, int | float) and torch.tensor(value, dtype=dtype).double().item() == value
+
+
+def look_through(value: Any, moves: Callable[[Node], object]) -> tuple[Any, list[Node]]:
+    """Follow first operands back while `moves(node)` holds: the value behind those nodes, and the nodes in order."""
+    path: list[Node] = []
+    while isinstance(value, Node) and moves(value):
+        path.insert(0, value)
+        value = value.args[0]
+    return value, path
 
 
 def rebuild(path: Sequence[Node], operand: Node) -> Node:
