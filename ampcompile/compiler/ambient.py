@@ -191,7 +191,7 @@ def _warn_of_region(fn: Any, dtype: torch.dtype | None, device_type: str) -> Non
         f"which beats options={{'dtype': {dtype}}}; expected no region. Remove it. Or, if it switches amp on and "
         f"off, name the type there instead of in the options: torch.autocast({device_type!r}, {dtype}, enabled=...).",
         AmpWarning,
-        stacklevel=unmatched.outside(),
+        stacklevel=unmatched.find_user_level(),
     )
 
 
@@ -229,7 +229,7 @@ def _warn_inside_another(name: str) -> None:
             "that one compiles it too, and without autocast it runs in float32. Compile the outer function with "
             "backend 'amp', or keep this one out of it by torch.compiler.disable.",
             AmpWarning,
-            stacklevel=unmatched.outside(),
+            stacklevel=unmatched.find_user_level(),
         )
 
 

@@ -22,7 +22,7 @@ from ampcompile.errors import AmpWarning
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.after.write_roundings import WriteRoundings
 from ampcompile.passes.analysis.commuting import CONVERT
-from ampcompile.passes.analysis.wide_products import NONE_WIDE
+from ampcompile.passes.analysis.wide_products import NO_PRODUCTS
 from ampcompile.passes.before.hoist_weights import add_copy
 from ampcompile.passes.graph import graphs, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
@@ -101,7 +101,7 @@ def lower_as_made(
             compiled = lowering.aot_eager(gm, inputs, read)
         else:
             # Autocast's dtypes are part of torch's own key only from 2.13 on.
-            key = f"{inductor.cache_key(NONE_WIDE)} {autocast.autocast_states()} {casts}"
+            key = f"{inductor.cache_key(NO_PRODUCTS)} {autocast.autocast_states()} {casts}"
             compiled = inductor.compile_graph(gm, inputs, options, key, read)
     if functions:
         DoubleBackward(gm, functions[-1], SUBCLASSES)  # which raises an error of ours

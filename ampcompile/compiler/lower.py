@@ -33,7 +33,7 @@ from .compiled_graph import CompiledGraph
 from .double_backward import DoubleBackward, copy_with_bodies
 from .left_to_autocast import LEFT, lower_as_made
 from .plain_graph import exclude_autocast
-from .unmatched import outside
+from .unmatched import find_user_level
 
 if TYPE_CHECKING:
     from .watched_graph import WatchedGraph
@@ -66,7 +66,7 @@ def lower(
         tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
         written = tensors if reads_data(gm) else []
         if options.lower != "eager" and dtensors.are_under_way(example_inputs):
-            warnings.warn(UNDER_WAY, AmpWarning, stacklevel=outside())
+            warnings.warn(UNDER_WAY, AmpWarning, stacklevel=find_user_level())
             options = replace(options, lower="eager")
         compiled, specs = lower_as_made(gm, example_inputs, options)
         return graph(compiled, specs=specs, written=written, binding=ShardBinding).installed(example_inputs)

@@ -23,7 +23,7 @@ from ampcompile.torch_private import pytree
 from ampcompile.torch_private.memory import memory_of, owns_memory
 
 from .call_state import current_call
-from .unmatched import outside
+from .unmatched import find_user_level
 
 BECAUSE = "leaves the compiled call in float32: no autocast is open around it"
 _HOLD_NOTHING = frozenset({type(None), int, float, bool, str, torch.Size, torch.dtype, torch.device})
@@ -167,5 +167,5 @@ def _warn(kind: type, why: str) -> None:
             f"copied ({why}). It leaves as it is, with its 16-bit tensors: return another container, or convert them "
             "yourself.",
             AmpWarning,
-            stacklevel=outside(),
+            stacklevel=find_user_level(),
         )

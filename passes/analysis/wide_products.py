@@ -93,7 +93,7 @@ class WideProducts:
         return " ".join([*names, str(self.small)])
 
 
-NONE_WIDE = WideProducts()
+NO_PRODUCTS = WideProducts()
 
 
 class Flops(TorchDispatchMode):
