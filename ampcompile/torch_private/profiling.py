@@ -1,4 +1,4 @@
-"""Our parts of what torch shows: regions in a profile, at 0.4 us a call while no profiler runs; its structured trace."""
+"""Our parts of what torch shows: regions in a profile (0.4 us a call while no profiler runs), the structured trace."""
 
 from __future__ import annotations
 
