@@ -22,6 +22,7 @@ from ampcompile.errors import AmpWarning
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.after.write_roundings import WriteRoundings
 from ampcompile.passes.analysis.commuting import CONVERT
+from ampcompile.passes.analysis.schema import arguments_by_name, written_arguments
 from ampcompile.passes.analysis.wide_products import NO_PRODUCTS
 from ampcompile.passes.before.hoist_weights import add_copy
 from ampcompile.passes.graph import graphs, placeholders
@@ -167,9 +168,8 @@ class _Casts(TorchDispatchMode):
         result = op(*args, **(kwargs or {}))
         if op is TO_COPY and id(args[0]) in self._index and result.dtype in LOW and args[0].dtype == torch.float32:
             self.found[self._index[id(args[0])], result.dtype] = None
-        arguments = zip(op._schema.arguments, args, strict=False)
-        for value in pytree.tree_leaves(
-            [v for a, v in arguments if a.alias_info is not None and a.alias_info.is_write]
-        ):
+        names = written_arguments(op)
+        written = [value for name, value in arguments_by_name(op, args, kwargs or {}).items() if name in names]
+        for value in pytree.tree_leaves(written):
             self.written |= storages.storage_key(dtensors.local_part(value)) in self._storages
         return result
