@@ -29,7 +29,7 @@ from ampcompile.torch_private import (
 
 from . import mixed_operands, unmatched
 from .call_state import current_call
-from .results import Call, widen_results
+from .results import Widening
 
 
 def runs_as_written(device_type: str) -> bool:
@@ -173,7 +173,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
                     torch.set_autocast_dtype(device_type, low)
                     torch.set_autocast_enabled(device_type, autocast.takes(device_type, low))
                 result = calls.run(*args, **kwargs)
-                return widen_results(result, low, Call(args, kwargs, module, first)) if widening else result
+                return Widening(low, args, kwargs, module, first).of(result) if widening else result
             finally:
                 _restore(outer, callback, cached, opened)
         except BaseException:  # an interrupt may have come during `_restore`
