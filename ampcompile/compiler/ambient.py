@@ -173,7 +173,9 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
                     torch.set_autocast_dtype(device_type, low)
                     torch.set_autocast_enabled(device_type, autocast.takes(device_type, low))
                 result = calls.run(*args, **kwargs)
-                return Widening(low, args, kwargs, module, first).of(result) if widening else result
+                if not widening or (isinstance(result, torch.Tensor) and result.dtype is not low):
+                    return result
+                return Widening(low, args, kwargs, module, first).of(result)
             finally:
                 _restore(outer, callback, cached, opened)
         except BaseException:  # an interrupt may have come during `_restore`

@@ -74,7 +74,7 @@ class Widening:
     def _finds_low_alone(self) -> bool:
         if self.module is None:  # a function may read weights that nobody knows
             return False
-        if any(map(self._is_other, (self.first, *self.args))):
+        if self._is_other(self.first) or any(map(self._is_other, self.args)):
             return False  # as in nearly all calls, without a look at all parameters
         floating = [tensor for tensor in self._of_caller() if tensor.is_floating_point()]
         return bool(floating) and not any(map(self._is_other, floating))
