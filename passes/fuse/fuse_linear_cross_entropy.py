@@ -17,7 +17,7 @@ from ampcompile.dtypes import LOW
 from ampcompile.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY, PIECE
 from ampcompile.kernels.usable import memory_of, usable
 from ampcompile.passes.analysis.aliasing import Aliases
-from ampcompile.passes.analysis.commuting import CAST, classify_movement
+from ampcompile.passes.analysis.commuting import CAST, classify_movement, look_through
 from ampcompile.passes.analysis.op_traits import DROPS, FUSED_THROUGH, KEEPS_ORDER, has
 from ampcompile.passes.analysis.sizes import elements_hint
 from ampcompile.passes.base import EachGraph
@@ -86,15 +86,13 @@ def find_layer(value: Any) -> tuple[Node | None, list[Node]]:
 
     The layer is None if there is none, or if one of the nodes has another user, so that the logits are needed anyway.
     """
-    path: list[Node] = []
-    while isinstance(value, Node) and len(value.users) == 1:
-        if value.target is aten.linear.default:
-            return (value if any(map(_is_upcast, path)) else None), path
-        if not (_is_upcast(value) or _is_movement(value)):
-            break
-        path.insert(0, value)
-        value = value.args[0]
-    return None, path
+
+    def goes_on(node: Node) -> bool:
+        return len(node.users) == 1 and (_is_upcast(node) or _is_movement(node))
+
+    layer, path = look_through(value, goes_on)
+    alone = isinstance(layer, Node) and len(layer.users) == 1 and layer.target is aten.linear.default
+    return (layer if alone and any(map(_is_upcast, path)) else None), path
 
 
 def _is_upcast(node: Node) -> bool:
