@@ -6,15 +6,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from ampcompile.compiler.backend import rewrite
-from ampcompile.compiler.lower import _inductor_config, lower
+from ampcompile.compiler.lower import lower
 from ampcompile.config import Options
-from ampcompile.kernels.packed_linear import LinearBlocks
 from ampcompile.passes import base, pipeline
 from ampcompile.passes.analysis.wide_products import WideProducts
-from ampcompile.weights import CopySpec, Form
 from tests.compiling import LOW, amp, gradients
 
 
@@ -81,19 +79,6 @@ def test_a_watch_sees_the_graph_as_it_comes_and_after_each_pass(gradients):
         torch.compile(model, backend=backend)(x)
     assert [done for done, _ in seen] == [None, *pipeline.after(WideProducts.on_this_cpu(Options(lower="aot_eager")))]
     assert len({id(gm) for _, gm in seen}) == 1
-
-
-@pytest.mark.parametrize(("numerics", "emulated"), [("eager", True), ("relaxed", False)])
-def test_inductor_rounds_as_eager_does_unless_it_may_not(numerics: str, emulated: bool) -> None:
-    gm = GraphModule({}, Graph())
-    options = Options(numerics=numerics, inductor=(("max_autotune", True),))
-    strided, packed = CopySpec(0, Form(LOW)), CopySpec(1, Form(LOW), LinearBlocks())
-    config = _inductor_config(gm, [], options, [strided])
-    assert config["emulate_precision_casts"] is emulated and config["max_autotune"] is True
-    assert "size_asserts" not in config
-    assert _inductor_config(gm, [], options, [strided, packed])["size_asserts"] is False
-    mine = Options(inductor=(("emulate_precision_casts", False),))
-    assert _inductor_config(gm, [], mine, [])["emulate_precision_casts"] is False, "the user's own word is the last"
 
 
 @pytest.mark.ci

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ampcompile.compiler.repeatable import only_updates_statistics
+from ampcompile.compiler.double_backward import only_updates_statistics
 from ampcompile.passes.graph import placeholders
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ampcompile.torch_private import patches
-from ampcompile.torch_private.dynamo_weights import see_as_parameters
+from ampcompile.torch_private.dynamo_modules import see_as_parameters
 from ampcompile.torch_private.patches import SHARDED_WEIGHTS
 from tests.compiling import Looking, compiled
 

@@ -4,7 +4,7 @@ import logging
 
 from torch._logging._internal import trace_log
 
-from ampcompile.torch_private.structured_trace import trace_artifact, traced
+from ampcompile.torch_private.profiling import trace_artifact, traced
 
 
 def test_artifacts_go_to_the_trace_while_there_is_one() -> None:
