@@ -35,12 +35,36 @@ def tile_of(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit
-def amp_magnitudes(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Raise a weight's magnitude to the largest finite one of a tile; they are compared as integers."""
-    x, _r, _c, _inside, row = tile_of(words, tiles, FROM, TILE, COLUMNS)
+def amp_magnitudes(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, BY_ROWS: tl.constexpr):
+    """Raise a weight's magnitudes to the largest finite ones of a tile; they are compared as integers."""
+    x, r, c, _inside, row = tile_of(words, tiles, FROM, TILE, COLUMNS)
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     bits = tl.where(bits < INFINITY, bits, 0)
-    tl.atomic_max(tl.load(row + 8).to(tl.pointer_type(tl.int32)), tl.max(tl.max(bits, axis=1), axis=0))
+    at = tl.load(row + 8).to(tl.pointer_type(tl.int32))
+    if BY_ROWS:
+        height, width = tl.load(row + 1), tl.load(row + 2)
+        tl.atomic_max(at + r, tl.max(bits, axis=1), mask=r < height)
+        tl.atomic_max(at + height + c, tl.max(bits, axis=0), mask=c < width)
+    else:
+        tl.atomic_max(at, tl.max(tl.max(bits, axis=1), axis=0))
+
+
+@triton.jit
+def factors(magnitudes, scales, at, of, inside, LEAST: tl.constexpr, CARRY: tl.constexpr, ABOVE: tl.constexpr):
+    """Factors from the magnitudes at some indices of `of`; writes their inverses there, and the magnitudes behind."""
+    bits = tl.maximum(tl.load(magnitudes + at, mask=inside, other=0), LEAST)
+    exponent = ABOVE - ((bits + CARRY) >> 23)
+    tl.store(scales + at, (254 - exponent) << 23, mask=inside)
+    tl.store(scales + of + at, bits, mask=inside)
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rounded(x, factor):
+    """Numbers times a factor in e4m3: NaN if they aren't finite."""
+    finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY
+    scaled = tl.minimum(tl.maximum(x * factor, -LARGEST), LARGEST)
+    return tl.where(finite, scaled, float("nan")).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -53,45 +77,58 @@ def amp_quantize(
     ABOVE: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BY_ROWS: tl.constexpr,
 ):
-    """Write a tile in e4m3, plain and transposed, and the weight's scale and magnitude."""
+    """Write a tile in e4m3, plain and transposed, and the scales and magnitudes of its weight, or of its rows."""
     x, r, c, inside, row = tile_of(words, tiles, FROM, TILE, COLUMNS)
-    bits = tl.maximum(tl.load(tl.load(row + 8).to(tl.pointer_type(tl.int32))), LEAST)
-    exponent = ABOVE - ((bits + CARRY) >> 23)
-    scale_at = tl.load(row + 7).to(tl.pointer_type(tl.int32))
-    tl.store(scale_at, (254 - exponent) << 23)
-    tl.store(scale_at + 1, bits)
-    finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY
-    scaled = x * (exponent << 23).to(tl.float32, bitcast=True)
-    numbers = tl.where(finite, tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST), float("nan")).to(tl.float8e4nv)
+    height, width = tl.load(row + 1), tl.load(row + 2)
+    magnitudes = tl.load(row + 8).to(tl.pointer_type(tl.int32))
+    scales = tl.load(row + 7).to(tl.pointer_type(tl.int32))
+    if BY_ROWS:
+        of = height + width
+        of_rows = factors(magnitudes, scales, r, of, r < height, LEAST, CARRY, ABOVE)
+        of_columns = factors(magnitudes, scales, height + c, of, c < width, LEAST, CARRY, ABOVE)
+        numbers, turned = rounded(x, of_rows[:, None]), rounded(x, of_columns[None, :])
+    else:
+        numbers = rounded(x, factors(magnitudes, scales, 0, 1, True, LEAST, CARRY, ABOVE))
+        turned = numbers
     plain = tl.load(row + 5).to(tl.pointer_type(tl.float8e4nv))
     other = tl.load(row + 6).to(tl.pointer_type(tl.float8e4nv))
-    tl.store(plain + r[:, None] * tl.load(row + 2) + c[None, :], numbers, mask=inside)
-    tl.store(other + c[:, None] * tl.load(row + 1) + r[None, :], tl.trans(numbers), mask=tl.trans(inside))
+    tl.store(plain + r[:, None] * width + c[None, :], numbers, mask=inside)
+    tl.store(other + c[:, None] * height + r[None, :], tl.trans(turned), mask=tl.trans(inside))
 
 
 def quantize_many_(weights: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], **constants: int) -> None:
-    """Launch two kernels for each type of weights, all on one device; `parts`: those of each weight's buffer."""
-    kinds: dict[torch.dtype, list[int]] = {}
-    for i, weight in enumerate(weights):
-        kinds.setdefault(weight.dtype, []).append(i)
+    """Launch two kernels for each type of weights and kind of scales; `parts`: those of each weight's buffer.
+
+    All weights are on one device.
+    """
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for i, (weight, (_, _, scales, _)) in enumerate(zip(weights, parts, strict=True)):
+        kinds.setdefault((weight.dtype, scales.dim() == 1), []).append(i)
     with torch.no_grad(), tables.on(weights[0].device):
-        for dtype, chosen in kinds.items():
-            _launch(dtype, [weights[i] for i in chosen], [parts[i] for i in chosen], constants)
+        for kind, chosen in kinds.items():
+            _launch(*kind, [weights[i] for i in chosen], [parts[i] for i in chosen], constants)
 
 
 def _launch(
-    dtype: torch.dtype, weights: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], constants: dict[str, int]
+    dtype: torch.dtype,
+    by_rows: bool,
+    weights: Sequence[Tensor],
+    parts: Sequence[Sequence[Tensor]],
+    constants: dict[str, int],
 ) -> None:
     device = weights[0].device
-    magnitudes = torch.zeros(len(weights), dtype=torch.int32, device=device)
-    rows = [_row(w, p, magnitudes.data_ptr() + 4 * i) for i, (w, p) in enumerate(zip(weights, parts, strict=True))]
+    ends = np.cumsum([scales.numel() for _, _, scales, _ in parts])
+    magnitudes = torch.zeros(ends[-1], dtype=torch.int32, device=device)
+    places = [magnitudes.data_ptr() + 4 * (end - p[2].numel()) for end, p in zip(ends.tolist(), parts, strict=True)]
+    rows = [_row(*each) for each in zip(weights, parts, places, strict=True)]
     tiles = [(i << 32) + np.arange(_tiles(weight)) for i, weight in enumerate(weights)]
     host = tables.host_words(COLUMNS * len(rows) + sum(map(len, tiles)), device)
     host.numpy()[:] = np.concatenate([*rows, *tiles])
     words = host.to(device, non_blocking=True)
     arguments = words, words[COLUMNS * len(rows) :]
-    shared = {"FROM": TYPES[dtype], "TILE": TILE, "COLUMNS": COLUMNS}
+    shared = {"FROM": TYPES[dtype], "TILE": TILE, "COLUMNS": COLUMNS, "BY_ROWS": by_rows}
     grid = (len(arguments[1]),)
     amp_magnitudes[grid](*arguments, **shared)
     amp_quantize[grid](*arguments, **shared, **constants)
@@ -102,6 +139,6 @@ def _tiles(weight: Tensor) -> int:
 
 
 def _row(weight: Tensor, parts: Sequence[Tensor], magnitude: int) -> list[int]:
-    """A weight's words: its address, sizes and strides; the addresses of its parts; that of its magnitude."""
+    """A weight's words: its address, sizes and strides; the addresses of its parts; that of its magnitudes."""
     plain, other, scale = (part.data_ptr() for part in parts[:3])
     return [weight.data_ptr(), *weight.shape, *weight.stride(), plain, other, scale, magnitude]

@@ -30,7 +30,7 @@ def made_by(audit: Audit, op: str) -> list[Any]:
 
 
 def test_each_quantization_has_its_own_error_and_dtype() -> None:
-    audit = audited(nn.Sequential(nn.Linear(32, 16, bias=False), nn.GELU()), torch.randn(16, 32))
+    audit = audited(nn.Sequential(nn.Linear(32, 16, bias=False), nn.GELU()), torch.randn(16, 32), policy="module 0=fp8")
     assert not audit.unmeasured and not audit.not_finite and audit.first_not_finite is None
     for op in ("ampcompile.quantize", "ampcompile.quantize_weight"):
         (record,) = made_by(audit, op)
@@ -89,7 +89,7 @@ def test_what_is_suggested_is_quantized_and_meets_the_tolerance() -> None:
     assert str(everything) == "module 0=fp8, module 1=fp8", "not the head"
     most = audited(model, x, policy=everything)
     assert len(made_by(most, "ampcompile.fp8_linear")) == 4
-    assert told[0].startswith("5 modules in fp8: error") and told[1] == f"4 modules in fp8: error {most.error:.2g}"
+    assert told[0].startswith("4 modules in fp8: error") and told[1] == f"4 modules in fp8: error {most.error:.2g}"
     tolerance = (audit.error + most.error) / 2
     some = audit.suggest(tolerance, allow="fp8")
     again = audited(model, x, policy=some)
@@ -175,7 +175,7 @@ def test_where_nothing_can_be_quantized_nothing_is() -> None:
 
 def test_other_values_are_refused() -> None:
     audit = audited(nn.Linear(16, 16), torch.randn(16, 16), policy="default")
-    with pytest.raises(AuditError, match=r"allow=.fp4.\); expected .fp8., or None"):
+    with pytest.raises(AuditError, match=r"allow=.fp4.\); expected one of .fp8., .fp8_e4m3., .fp8_rowwise., or None"):
         audit.suggest(0.5, allow="fp4")
 
 
@@ -184,7 +184,7 @@ def test_a_watch_names_the_quantized_product_that_overflows_and_changes_no_bit()
     found = []
     for watched in (False, True):
         torch._dynamo.reset()
-        options = {"policy": "op linear=fp8", "products": "torch", "dtype": torch.float16, "watch": watched}
+        options = {"policy": "module *=fp8", "products": "torch", "dtype": torch.float16, "watch": watched}
         compiled = torch.compile(model, backend="amp", options=options)
         result = compiled(x)
         gradients = torch.autograd.grad(result.sum(), [*model.parameters()])
@@ -225,7 +225,7 @@ class Squares(nn.Module):
         self.inner = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x @ x.t()).relu()
+        return x + self.inner(x @ x.t()).relu()
 
 
 def test_products_outside_of_modules_are_not_quantized() -> None:

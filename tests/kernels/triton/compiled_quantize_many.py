@@ -1,5 +1,7 @@
 """Run by test_families.py: compiles the kernels that quantize weights for a GPU that need not be there."""
 
+import itertools
+
 import triton.language as tl
 
 from ampcompile.kernels import fp8
@@ -10,8 +12,8 @@ from tests.kernels.triton.compiling import compiled
 def check(capability: int) -> None:
     if capability < 90:
         return  # no units for these types, and no conversion to them
-    for source in (tl.float32, tl.bfloat16):
-        types = {"FROM": source, "TILE": quantize_many.TILE, "COLUMNS": quantize_many.COLUMNS}
+    for source, by_rows in itertools.product((tl.float32, tl.bfloat16), (False, True)):
+        types = {"FROM": source, "TILE": quantize_many.TILE, "COLUMNS": quantize_many.COLUMNS, "BY_ROWS": by_rows}
         addresses = {"words": "*i64", "tiles": "*i64"}
         code = compiled(quantize_many.amp_magnitudes, addresses, types, capability)
         assert code.stack == 0 and code.count("atom.*max") + code.count("red.*max") > 0

@@ -33,9 +33,12 @@ def weights_of(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_all_parts_of_many_weights(dtype):
-    weights = weights_of(dtype)
-    ours, expected = ([fp8.buffer_like(w).fill_(torch.nan) for w in weights] for _ in range(2))
+def test_all_parts_of_many_weights_with_one_scale_and_with_one_for_each_row(dtype):
+    weights = 2 * weights_of(dtype)
+    kinds = [2 * i < len(weights) for i in range(len(weights))]
+    ours, expected = (
+        [fp8.buffer_like(w, kind).fill_(torch.nan) for w, kind in zip(weights, kinds, strict=True)] for _ in range(2)
+    )
     constants = {"LEAST": fp8.LEAST_BITS, "CARRY": fp8.CARRY, "ABOVE": fp8.ABOVE}
     parts = [fp8.parts(buffer, *w.shape) for buffer, w in zip(ours, weights, strict=True)]
     quantize_many.quantize_many_(weights, parts, **constants)
