@@ -57,9 +57,12 @@ def power_below(largest: Tensor) -> Tensor:
 
 
 def fitted(wide: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float32 numbers times a factor, rounded to an 8-bit type: NaN if they aren't finite, saturated if too large."""
-    limit = torch.finfo(dtype).max
-    return torch.where(wide.isfinite(), (wide * factor).clamp(-limit, limit), torch.nan).to(dtype)
+    """Float32 numbers times a factor, rounded to an 8-bit type: saturated, or NaN if the product isn't finite.
+
+    Asking the product, not the number, spares a mask, which Inductor would write for this and for `magnitude`.
+    """
+    scaled, limit = wide * factor, torch.finfo(dtype).max
+    return torch.where(scaled.isfinite(), scaled.clamp(-limit, limit), torch.nan).to(dtype)
 
 
 def quantized(x: Tensor, dtype: torch.dtype, by_rows: bool = False) -> tuple[Tensor, Tensor]:
@@ -101,6 +104,7 @@ def parts(buffer: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tens
 def quantize_many_(buffers: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     """Write weights, of any floating type, quantized into their buffers, and raise the buffers' versions; no host sync.
 
+    What would be infinite in bfloat16 counts as infinite.
     Reads a float32 weight twice and writes 2 bytes a number: 10 bytes. On a GPU two launches for each device, type
     and kind of scales, outside of captures of CUDA graphs.
     """
@@ -123,6 +127,7 @@ def quantize_many_reference_(buffers: Sequence[Tensor], weights: Sequence[Tensor
         for buffer, weight in zip(buffers, weights, strict=True):
             plain, other, scale, largest = parts(buffer, *weight.shape)
             wide = weight.float()
+            wide = torch.where(wide.abs() < first_to_infinity(torch.bfloat16), wide, torch.nan)
             if is_by_rows(buffer, weight):
                 largest.copy_(torch.cat([magnitude(side, True).flatten() for side in (wide, wide.t())]))
                 factor = power_below(largest)
@@ -183,10 +188,11 @@ def _product(
 def _side(low: torch.dtype, buffer: Tensor, shape: Sequence[int], other: bool) -> tuple[Tensor, Tensor]:
     """A buffer's matrix, or the transposed one, and its scale, or its rows' scales.
 
-    A scale is NaN if a number would be infinite in the 16-bit type `low`.
+    A scale is NaN if a number would be infinite in float16, and `low` is that: quantizing has asked for bfloat16.
     """
     *matrices, scales, largest = parts(buffer, *shape)
-    scales = torch.where(largest < first_to_infinity(low), scales, torch.nan)
+    if low == torch.float16:
+        scales = torch.where(largest < first_to_infinity(low), scales, torch.nan)
     return matrices[other], scales.split(list(shape))[other] if scales.dim() else scales
 
 
@@ -194,8 +200,9 @@ def _multiply(a: Tensor, b: Tensor, of_b: Tensor, of_a: Tensor, dtype: torch.dty
     """`a @ b.t()`, both stored row by row. By rows, a CPU multiplies in float32: torch 2.11 has no other way there."""
     if of_b.dim() and not a.is_cuda:
         return (a.float() @ b.float().t() * of_a * of_b).to(dtype)
+    scales = of_a.view(-1, 1), of_b.view(1, -1)  # matrices: Inductor can't take a part of a buffer as a number
     result: Tensor = torch.ops.aten._scaled_mm.default(
-        a, b.t(), of_a, of_b.unsqueeze(0) if of_b.dim() else of_b, out_dtype=dtype, use_fast_accum=fast and a.is_cuda
+        a, b.t(), *scales, out_dtype=dtype, use_fast_accum=fast and a.is_cuda
     )
     return result
 

@@ -15,7 +15,7 @@ TILE = 64
 """Rows and columns of a program's tile: lines of 64 bytes are written both plain and transposed."""
 COLUMNS = 9
 """Words for each weight, see `_row`."""
-INFINITY = tl.constexpr(0x7F800000)
+INFINITY = tl.constexpr(0x7F7F8000)  # the first number that bfloat16 rounds to infinity
 LARGEST = tl.constexpr(448.0)
 
 

@@ -140,7 +140,10 @@ def test_a_weight_that_is_infinite_in_float16_gives_nothing_finite_there():
     assert all(each.isnan().all() for each in run(x, weight, grad, False)[:2])
     assert run(x.detach().to(LOW).requires_grad_(), weight, grad.to(LOW), False)[0].isfinite().all()
     with torch.no_grad():
-        weight[3, 5] = 65519.0
+        weight[7, 9] = 3.397e38  # in bfloat16
+    assert run(x.detach().to(LOW).requires_grad_(), weight, grad.to(LOW), False)[0].isnan().any(0).nonzero() == 7
+    with torch.no_grad():
+        weight[7, 9], weight[3, 5] = 1.0, 65519.0
     assert not run(x, weight, grad, False)[1].isnan().any()
 
 

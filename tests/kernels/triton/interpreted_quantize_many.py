@@ -25,8 +25,10 @@ def weights_of(dtype):
     ties = 1 + torch.arange(64 * 16).view(64, 16) / 128  # between the numbers of e4m3, and halfway
     powers = torch.full((16, 16), 1.75) * torch.exp2(torch.arange(16.0))  # a factor's carry, just not and just
     above = torch.nextafter(powers, torch.tensor(torch.inf))
-    broken = [torch.randn(16, 32) for _ in range(4)]
-    for matrix, value in zip(broken, (torch.inf, -torch.inf, torch.nan, 65520.0), strict=True):
+    broken = [torch.randn(16, 32) for _ in range(6)]
+    for matrix, value in zip(
+        broken, (torch.inf, -torch.inf, torch.nan, 65520.0, 3.3961773e38, 3.3961776e38), strict=True
+    ):
         matrix[3, 17] = value
     plain = [torch.randn(64, 64), torch.randn(16, 144), torch.randn(144, 16).t(), torch.zeros(16, 16)]
     return [matrix.to(dtype) for matrix in (*plain, edges, ties, powers, above, *broken)]
