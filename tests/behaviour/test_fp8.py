@@ -162,6 +162,14 @@ def test_results_are_not_finite_wherever_those_in_16_bits_are_not(recipe):
         assert not (mine.isfinite() & ~theirs.isfinite()).any()
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("sizes,reason", [((77, 16), "K = 77"), ((32, 24), "N = 24"), ((8, 8), "K = 8")])
+def test_odd_sizes_are_declined_with_the_reason(recipe, sizes, reason):
+    model = nn.Sequential(nn.Linear(*sizes))
+    report = ampcompile.explain(model, policy=f"module 0={recipe}", products="torch")(torch.randn(16, sizes[0]))
+    assert any(f"{reason} is no multiple of 16: bf16" in op.because for op in report.ops)
+
+
 def test_explain_says_what_is_quantized_and_what_is_not_and_why():
     report = str(ampcompile.explain(Block(), **FP8)(torch.randn(2, 8, 32)))
     assert "e4m3" in report and "N = 10 is no multiple of 16" in report
@@ -272,13 +280,16 @@ def test_a_module_in_fp8_quantizes_its_products_and_nothing_else():
     assert norms[0] == norms[1]
 
 
-def test_float16_with_a_scaler_and_a_checkpoint_between():
+@pytest.mark.parametrize(
+    "recipe,dtype", [("fp8", torch.float16), ("fp8_e4m3", torch.float16), (BY_ROWS, torch.bfloat16)]
+)
+def test_a_scaler_and_a_checkpoint_between(recipe, dtype):
     torch.manual_seed(3)
     model, batches = Block(), [torch.randn(2, 8, 32) for _ in range(6)]
 
     def train(model: nn.Module, optimizer: Any, scaler: Any, batches: list[Tensor]) -> None:
         torch._dynamo.reset()
-        compiled = torch.compile(model, backend="amp", options={**FP8, "dtype": torch.float16})
+        compiled = torch.compile(model, backend="amp", options={**by(recipe), "dtype": dtype})
         for x in batches:
             scaler.scale(compiled(x).square().mean()).backward()
             scaler.step(optimizer)
