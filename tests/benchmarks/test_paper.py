@@ -60,8 +60,8 @@ def test_every_product_is_one_of_8_bits_and_no_weight_is_cast(found: dict[str, d
             copies = answer["graphs"][-1]
             assert (copies["kind"], copies["launches"], copies["bytes"]) == ("copies", 2, 10 * weights)
     stock, quantized = (peers[name]["graphs"] for name in (STOCK, f"{AMP}, fp8"))
-    assert add_up(quantized, "saved") < 0.7 * add_up(stock, "saved")
-    assert add_up(quantized, "launches") <= 35
+    assert add_up(quantized, "saved") < 0.8 * add_up(stock, "saved")
+    assert add_up(quantized, "launches") <= 38, "one for each product's scale would make it 50"
 
 
 @pytest.mark.ci
