@@ -175,7 +175,8 @@ class Policy:
             about = [each for each in overrides if each[1] not in FP8 or has(op, LINEAR_PRODUCTS)]
             glob, value = _last_match(about, matches)
             if value != "default" and computes(op):
-                named = _matches(glob if kind == "module" else glob.partition("@")[2], [module_path])
+                _, at, module = glob.partition("@") if kind == "op" else ("", "@", glob)
+                named = at == "@" and _matches(module, [module_path])
                 return _rule(op, value, f"policy: {_entry(kind, glob, value)}", named)
         return None
 

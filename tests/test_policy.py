@@ -243,6 +243,7 @@ def test_fp8_leaves_other_ops_to_earlier_entries():
 def test_an_entry_names_a_module_if_it_matches_its_own_path(text, named):
     rule = Policy.parse(text).rule_for(LINEAR, "cpu", "model.head")
     assert (rule.fp8, rule.named) == ("fp8", named)
+    assert not Policy.parse("op linear=fp8").rule_for(LINEAR, "cpu", "").named
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_each_quantization_has_its_own_error_and_dtype() -> None:
 
 def test_products_of_quantized_numbers_are_compared_with_their_exact_sum() -> None:
     x, weight = torch.randn(16, 32), torch.randn(32, 16)
-    audit = audited(lambda x, w: x @ w, x, weight, policy="op matmul=fp8", backward=False)
+    audit = audited(lambda x, w: x @ w, x, weight, policy="module *=fp8", backward=False)
     (record,) = made_by(audit, "ampcompile.quantize_weight")
     assert record.numbers.elements == 32 * 16
     (product,) = made_by(audit, "ampcompile.fp8_linear")
