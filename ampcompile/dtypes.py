@@ -13,6 +13,8 @@ LOW = (torch.bfloat16, torch.float16)
 """The low-precision dtypes."""
 FP8_MULTIPLE = 16
 """Features of a product of 8-bit floats are a multiple of this: what a GPU reads at a time."""
+FP8 = ("fp8", "fp8_e4m3", "fp8_rowwise")
+"""The recipes of products of 8-bit floats, as a policy names them: see `ampcompile.kernels.fp8`."""
 NAMES = {
     **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
     **dict.fromkeys(("fp16", "f16", "float16", "half"), torch.float16),

@@ -17,18 +17,18 @@ from ampcompile.passes.analysis.schema import arguments_of, computes
 from ampcompile.rules.table import Rule
 from ampcompile.torch_private.types import OpOverload
 
-from .dtypes import named
+from .dtypes import FP8, named
 from .errors import AmpWarning, PolicyError
 from .rules import table as rules
 from .rules.group import Category
 
-OP_VALUES = ("low", "bf16", "fp16", "fp8", "fp32", "promote", "fp32_inside", "as_arrives", "default")
-MODULE_VALUES = ("low", "bf16", "fp16", "fp8", "fp32", "default")
+OP_VALUES = ("low", "bf16", "fp16", *FP8, "fp32", "promote", "fp32_inside", "as_arrives", "default")
+MODULE_VALUES = ("low", "bf16", "fp16", *FP8, "fp32", "default")
 _CATEGORIES: dict[str, Category] = {
     "low": "lower_precision_fp",
     "bf16": "lower_precision_fp",
     "fp16": "lower_precision_fp",
-    "fp8": "lower_precision_fp",
+    **dict.fromkeys(FP8, "lower_precision_fp"),
     "fp32": "fp32",
     "promote": "promote",
     "fp32_inside": "fp32_inside",
@@ -58,11 +58,12 @@ class Policy:
     op; one without an overload stands for all of them. `("softmax@blocks.3", "fp32")` is about softmax inside the
     module `blocks.3` alone; behind the `@` stands a glob on module paths. The rule is `"low"`, `"fp32"`, `"promote"`
     (operands in the widest of their dtypes), `"fp32_inside"` (float32 inside, low precision out, as norms may want
-    it), `"as_arrives"` or `"default"`; or `"fp8"`, for linear products alone: see docs/options.md.
+    it), `"as_arrives"` or `"default"`; or `"fp8"`, `"fp8_e4m3"`, `"fp8_rowwise"`, for linear products alone: see
+    docs/options.md.
     `modules`: (glob on module paths as `named_modules` gives them, dtype), as `("encoder.*.norm", "fp32")`. The dtype
-    is `"low"`, `"bf16"`, `"fp16"`, `"fp8"`, `"fp32"` or `"default"`. A path stands for all inside it; `*` matches dots.
-    There, every op that computes runs in that dtype, whatever its own rule; with `"fp8"`, every linear product, and
-    all else as without it.
+    is `"low"`, `"bf16"`, `"fp16"`, `"fp32"`, `"default"`, or one of fp8's. A path stands for all inside it; `*` matches
+    dots. There, every op that computes runs in that dtype, whatever its own rule; with `"fp8"`, every linear product,
+    and all else as without it.
 
     Of several matches the last wins, a module beats an op, and `"default"` goes back to the table. Both may be dicts; a
     dtype may be torch's, or have any usual name, and `"lower_precision_fp"` is `"low"`. A name that holds `*`, `?` or
@@ -128,7 +129,7 @@ class Policy:
 
     def asks_fp8(self) -> bool:
         """Return True if any op or module is to be quantized."""
-        return any(value == "fp8" for _, value in (*self.ops, *self.modules))
+        return any(value in FP8 for _, value in (*self.ops, *self.modules))
 
     def keeps_fp32(self, module_path: str) -> bool:
         """Return True if all that computes in the module at `module_path` runs in float32."""
@@ -171,10 +172,12 @@ class Policy:
             ("module", self.modules, lambda glob: _matches(glob, paths)),
             ("op", self.ops, concerns),
         ):
-            about = [each for each in overrides if each[1] != "fp8" or has(op, LINEAR_PRODUCTS)]
+            about = [each for each in overrides if each[1] not in FP8 or has(op, LINEAR_PRODUCTS)]
             glob, value = _last_match(about, matches)
             if value != "default" and computes(op):
-                return _rule(op, value, f"policy: {_entry(kind, glob, value)}")
+                _, at, module = glob.partition("@") if kind == "op" else ("", "@", glob)
+                named = at == "@" and _matches(module, [module_path])
+                return _rule(op, value, f"policy: {_entry(kind, glob, value)}", named)
         return None
 
 
@@ -210,12 +213,13 @@ def _op_and_module(glob: str, ops: Names, paths: Names) -> list[tuple[str, Names
     return [(op, ops), (module, paths)] if at else [(op, ops)]
 
 
-def _rule(op: OpOverload, value: str, because: str) -> Rule:
+def _rule(op: OpOverload, value: str, because: str, named: bool) -> Rule:
     statistics = tuple(a.name for a in arguments_of(op) if a.name in STATISTICS)
     category = _CATEGORIES[value]
     if statistics and category == "lower_precision_fp":
         return Rule("as_arrives", f"{because}, except that running statistics stay as they are")
-    return Rule(category, because, dtype=_DTYPES.get(value), keeps=statistics, fp8=value == "fp8")
+    fp8 = value if value in FP8 else ""
+    return Rule(category, because, dtype=_DTYPES.get(value), keeps=statistics, fp8=fp8, named=named)
 
 
 def _spellings(name: str) -> list[str]:

@@ -53,10 +53,7 @@ class Peer:
         if self.precision == "converted":
             model.to(dtype)
         if self.precision == "float8":
-            float8: Any = importlib.import_module("torchao.float8")
-            recipe = float8.Float8LinearConfig.from_recipe_name("tensorwise")
-            keep = lambda module, name: "head" not in name  # noqa: E731  as torchao advises
-            float8.convert_to_float8_training(model, config=recipe, module_filter_fn=keep)
+            quantize_by_torchao(model)
         if self.compiler == "eager":
             return model
         torch._inductor.config.cpp_wrapper = self.cpp  # of the whole process, which is the peer's own
@@ -68,6 +65,13 @@ class Peer:
         if self.compiler == "amp's graph":
             return torch.compile(model, backend=partial(_compile_without_checks, options))
         return torch.compile(model, backend="amp", options=options)
+
+
+def quantize_by_torchao(model: nn.Module) -> None:
+    """Let torchao replace the linear layers of a model, but for the head, as it advises."""
+    float8: Any = importlib.import_module("torchao.float8")
+    recipe = float8.Float8LinearConfig.from_recipe_name("tensorwise")
+    float8.convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name: "head" not in name)
 
 
 def _compile_without_checks(

@@ -1,13 +1,15 @@
 """Linear products of 8-bit floats, and the quantized weights that they read.
 
-A number is quantized as `(x * factor).to(float8)`, with one factor for the whole tensor from its largest finite
-magnitude now. Inputs and weights are e4m3 (3 bits behind the point, up to 448), gradients e5m2 (2 bits, up to 57344);
-a weight's factor is a power of two. Infinities and NaN become NaN, so a result that isn't finite in 16 bits isn't
-here. Products add in float32 (`aten._scaled_mm`); a weight's gradient leaves its product in float32.
+A number is quantized as `(x * factor).to(float8)`, with a factor from the largest finite magnitude now, of the whole
+tensor or, by rows, of its row. Inputs and weights are e4m3 (3 bits behind the point, up to 448), gradients e5m2 (2
+bits, up to 57344) or e4m3; a weight's factor is a power of two. Infinities and NaN become NaN, so a result that isn't
+finite in 16 bits isn't here. Products add in float32 (`aten._scaled_mm`); a weight's gradient leaves its product in
+float32. By rows, it is a product of 16-bit operands: the sum runs along what the scales differ in.
 
 With M rows, K features in and N out: 2·M·K·N flops for each of the three products, at up to twice the rate of 16 bits.
-What is saved for backward is the quantized input, M·K bytes. The ops become plain ATen where the graph is
-differentiated (`DECOMPOSITIONS`), so that Inductor makes quantizing part of the kernels that compute its operands.
+What is saved for backward is the quantized input, M·K bytes; by rows the input, 2·M·K. The ops become plain ATen where
+the graph is differentiated (`DECOMPOSITIONS`), so that Inductor makes quantizing part of the kernels that compute its
+operands.
 """
 
 from __future__ import annotations
@@ -22,20 +24,22 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ampcompile.dtypes import FP8_MULTIPLE, first_to_infinity
 from ampcompile.torch_private import dispatcher, profiling
 
-from .triton.tables import ABOVE, CARRY
+from .triton.tables import ABOVE, CARRY, TAIL
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-TAIL = 16
-"""Bytes behind a buffer's two matrices: the scale and the largest finite magnitude, both float32, and nothing."""
+BY_ROWS = "fp8_rowwise"
+GRADIENTS = {"fp8": E5M2, "fp8_e4m3": E4M3, BY_ROWS: E4M3}
+"""The recipes, which are values of a policy: the type of gradients in each."""
 LEAST = 2.0**-100
 """The least magnitude that a factor is made of: the factor and its inverse are normal numbers."""
 
 
-def magnitude(wide: Tensor) -> Tensor:
-    """The largest finite magnitude of a float32 tensor, or `LEAST`, float32 of shape ()."""
-    if not wide.numel():
+def magnitude(wide: Tensor, by_rows: bool = False) -> Tensor:
+    """The largest finite magnitude of a float32 tensor, or `LEAST`: of shape (), or for each row, (rows, 1)."""
+    if not (wide.numel() or by_rows):
         return wide.new_full((), LEAST)
-    return torch.where(wide.isfinite(), wide.abs(), 0.0).amax().clamp(min=LEAST)
+    finite = torch.where(wide.isfinite(), wide.abs(), 0.0)
+    return (finite.amax(-1, keepdim=True) if by_rows else finite.amax()).clamp(min=LEAST)
 
 
 def power_below(largest: Tensor) -> Tensor:
@@ -44,38 +48,56 @@ def power_below(largest: Tensor) -> Tensor:
 
 
 def fitted(wide: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float32 numbers times a factor, rounded to an 8-bit type: NaN if they aren't finite, saturated if too large."""
-    limit = torch.finfo(dtype).max
-    return torch.where(wide.isfinite(), (wide * factor).clamp(-limit, limit), torch.nan).to(dtype)
+    """Float32 numbers times a factor, rounded to an 8-bit type: saturated, or NaN if the product isn't finite.
+
+    Asking the product, not the number, spares a mask, which Inductor would write for this and for `magnitude`.
+    """
+    scaled, limit = wide * factor, torch.finfo(dtype).max
+    return torch.where(scaled.isfinite(), scaled.clamp(-limit, limit), torch.nan).to(dtype)
 
 
-def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`x`, of any floating type and shape, in an 8-bit `dtype`; and the float32 scale, (), to multiply it by."""
+def quantized(x: Tensor, dtype: torch.dtype, by_rows: bool = False) -> tuple[Tensor, Tensor]:
+    """`x`, of any floating type and shape, in an 8-bit `dtype`; and the float32 scale to multiply it by.
+
+    The scale is of shape (), or (rows, 1).
+    """
     wide, limit = x.float(), torch.finfo(dtype).max
-    largest = magnitude(wide)
+    largest = magnitude(wide, by_rows)
     factor = torch.full_like(largest, limit) / largest  # rounded once; a number over a tensor is rounded twice
     return fitted(wide, factor, dtype), largest / limit
 
 
-def buffer_like(weight: Tensor) -> Tensor:
-    """An uninitialized buffer for a quantized (rows, columns) weight: its matrix, the transposed one, and the scale."""
-    return weight.new_empty(2 * weight.numel() + TAIL, dtype=E4M3, requires_grad=False)
+def buffer_like(weight: Tensor, by_rows: bool = False) -> Tensor:
+    """An uninitialized buffer for a quantized (rows, columns) weight: its matrix, the transposed one, and scales."""
+    tail = 8 * sum(weight.shape) if by_rows else TAIL
+    return weight.new_empty(2 * weight.numel() + tail, dtype=E4M3, requires_grad=False)
+
+
+def is_by_rows(buffer: Tensor, weight: Tensor) -> bool:
+    """True for a buffer with a scale for each row and column of its weight."""
+    return buffer.numel() != 2 * weight.numel() + TAIL
 
 
 def parts(buffer: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A buffer's matrix (rows, columns), its transposed one (columns, rows), both e4m3; its scale and magnitude, ()."""
+    """A buffer's matrix (rows, columns), its transposed one (columns, rows), both e4m3; its scales and magnitudes.
+
+    The matrices hold the same numbers, with one scale and magnitude, (); by rows, each has scales for its own rows:
+    first those of the matrix, then of the transposed one, (rows + columns,).
+    """
     size = rows * columns
-    plain, other, scale, largest, _ = buffer.split([size, size, 4, 4, TAIL - 8])
-    scale, largest = (each.view(torch.float32).view(()) for each in (scale, largest))
-    return plain.view(rows, columns), other.view(columns, rows), scale, largest
+    plain, other, tail = buffer.split([size, size, buffer.numel() - 2 * size])
+    wide = tail.view(torch.float32)
+    scales, largest = (wide.select(0, i) for i in range(2)) if tail.numel() == TAIL else wide.chunk(2)
+    return plain.view(rows, columns), other.view(columns, rows), scales, largest
 
 
 @profiling.named("amp: quantize_many_")
 def quantize_many_(buffers: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     """Write weights, of any floating type, quantized into their buffers, and raise the buffers' versions; no host sync.
 
-    Reads a float32 weight twice and writes 2 bytes a number: 10 bytes. On a GPU two launches for each device and type,
-    outside of captures of CUDA graphs; sizes are multiples of 16 there, as `_scaled_mm` asks for.
+    What would be infinite in bfloat16 counts as infinite. Reads a float32 weight twice and writes 2 bytes a number: 10
+    bytes. On a GPU two launches for each device, type and kind of scales, outside of captures of CUDA graphs; sizes are
+    multiples of 16 there, as `_scaled_mm` asks for.
     """
     for device in dict.fromkeys(buffer.device for buffer in buffers):
         jobs = [(b, w) for b, w in zip(buffers, weights, strict=True) if b.device == device]
@@ -95,63 +117,82 @@ def quantize_many_reference_(buffers: Sequence[Tensor], weights: Sequence[Tensor
         for buffer, weight in zip(buffers, weights, strict=True):
             plain, other, scale, largest = parts(buffer, *weight.shape)
             wide = weight.float()
-            largest.copy_(magnitude(wide))
-            factor = power_below(largest)
-            plain.copy_(fitted(wide, factor, E4M3))
-            other.copy_(plain.t())
+            wide = torch.where(wide.abs() < first_to_infinity(torch.bfloat16), wide, torch.nan)
+            if is_by_rows(buffer, weight):
+                largest.copy_(torch.cat([magnitude(side, True).flatten() for side in (wide, wide.t())]))
+                factor = power_below(largest)
+                for matrix, side, own in zip((plain, other), (wide, wide.t()), factor.split(weight.shape), strict=True):
+                    matrix.copy_(fitted(side, own[:, None], E4M3))
+            else:
+                largest.copy_(magnitude(wide))
+                factor = power_below(largest)
+                plain.copy_(fitted(wide, factor, E4M3))
+                other.copy_(plain.t())
             scale.copy_(1 / factor)
 
 
 @torch.library.custom_op("ampcompile::quantize_weight", mutates_args=())
-def quantize_weight(weight: Tensor) -> Tensor:
+def quantize_weight(weight: Tensor, by_rows: bool) -> Tensor:
     """The buffer of a weight that has no copy across calls."""
-    buffer = buffer_like(weight)
+    buffer = buffer_like(weight, by_rows)
     quantize_many_([buffer], [weight])
     return buffer
 
 
 @quantize_weight.register_fake
-def _(weight: Tensor) -> Tensor:
-    return buffer_like(weight)
+def _(weight: Tensor, by_rows: bool) -> Tensor:
+    return buffer_like(weight, by_rows)
 
 
 @torch.library.custom_op("ampcompile::quantize", mutates_args=())
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, by_rows: bool) -> tuple[Tensor, Tensor]:
     """The input of a product, (rows, features), in e4m3, row by row; and its scale."""
-    numbers, scale = quantized(x, E4M3)
+    numbers, scale = quantized(x, E4M3, by_rows)
     return numbers.contiguous(), scale
 
 
 @quantize.register_fake
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=E4M3), x.new_empty((), dtype=torch.float32)
+def _(x: Tensor, by_rows: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty((x.shape[0], 1) if by_rows else (), dtype=torch.float32)
 
 
 @torch.library.custom_op("ampcompile::fp8_linear", mutates_args=())
-def fp8_linear(x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, turned: bool) -> Tensor:
+def fp8_linear(
+    x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, turned: bool, recipe: str
+) -> Tensor:
     """`x @ weight.t()`, or `x @ weight` if `turned`, of quantized operands, in the 16-bit type of `x`.
 
     `x`: (rows, features); `numbers`, `scale`: what `quantize` gives for it; `buffer`: what `quantize_weight` gives for
     `weight`. `x` and `weight` are there for their gradients: the one in its type, the other added up in float32.
+    `recipe`: one of `GRADIENTS`.
     """
-    return _product(x, numbers, scale, weight, buffer, turned)
+    return _product(x, numbers, scale, weight, buffer, turned, recipe)
 
 
-def _product(x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, turned: bool) -> Tensor:
-    plain, other, of_weight = _parts_in(x.dtype, buffer, weight.shape)
-    return _multiply(numbers, other if turned else plain, scale, of_weight, x.dtype, fast=True)
+def _product(
+    x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, turned: bool, recipe: str
+) -> Tensor:
+    return _multiply(numbers, *_side(x.dtype, buffer, weight.shape, turned), scale, x.dtype, fast=True)
 
 
-def _parts_in(low: torch.dtype, buffer: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Matrices and scale for products of a 16-bit type: the scale is NaN if a number would be infinite in it."""
-    plain, other, scale, largest = parts(buffer, *shape)
-    return plain, other, torch.where(largest < first_to_infinity(low), scale, torch.nan)
+def _side(low: torch.dtype, buffer: Tensor, shape: Sequence[int], other: bool) -> tuple[Tensor, Tensor]:
+    """A buffer's matrix, or the transposed one, and its scale, or its rows' scales.
+
+    A scale is NaN if a number would be infinite in float16, and `low` is that: quantizing has asked for bfloat16.
+    """
+    *matrices, scales, largest = parts(buffer, *shape)
+    if low == torch.float16:
+        scales = torch.where(largest < first_to_infinity(low), scales, torch.nan)
+    return matrices[other], scales.split(list(shape))[other] if scales.dim() else scales
 
 
-def _multiply(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """`a @ b.t()`, both stored row by row."""
+def _multiply(a: Tensor, b: Tensor, of_b: Tensor, of_a: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """`a @ b.t()`, both stored row by row. By rows, a CPU multiplies in float32: torch 2.11 has no other way there."""
+    if of_b.dim() and not a.is_cuda:
+        return (a.float() @ b.float().t() * of_a * of_b).to(dtype)
+    scales = of_a.view(-1, 1), of_b.view(1, -1)  # matrices: Inductor can't take a part of a buffer as a number
     result: Tensor = torch.ops.aten._scaled_mm.default(
-        a, b.t(), of_a, of_b, out_dtype=dtype, use_fast_accum=fast and a.is_cuda
+        a, b.t(), *scales, out_dtype=dtype, use_fast_accum=fast and a.is_cuda
     )
     return result
 
@@ -161,35 +202,37 @@ def _turn(x: Tensor) -> Tensor:
 
 
 @fp8_linear.register_fake
-def _(x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, turned: bool) -> Tensor:
+def _(x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, turned: bool, recipe: str) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1 if turned else 0])
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, numbers, scale, weight, buffer, ctx.turned = inputs
-    ctx.save_for_backward(numbers, scale, buffer)
+    x, numbers, scale, weight, buffer, ctx.turned, ctx.recipe = inputs
+    ctx.save_for_backward(*((x, None) if ctx.recipe == BY_ROWS else (numbers, scale)), buffer)
     ctx.dtypes, ctx.shape = (x.dtype, weight.dtype), weight.shape
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    numbers, scale, buffer = ctx.saved_tensors
+    saved, scale, buffer = ctx.saved_tensors
     low, of_type = ctx.dtypes
-    plain, other, of_weight = _parts_in(low, buffer, ctx.shape)
-    grads, of_grad = quantized(grad.contiguous(), E5M2)
+    by_rows = ctx.recipe == BY_ROWS
+    grads, of_grad = quantized(grad.contiguous(), GRADIENTS[ctx.recipe], by_rows)
     to_x = to_weight = None
     if ctx.needs_input_grad[0]:
-        to_x = _multiply(grads, plain if ctx.turned else other, of_grad, of_weight, low)
+        to_x = _multiply(grads, *_side(low, buffer, ctx.shape, not ctx.turned), of_grad, low)
     if ctx.needs_input_grad[3]:
-        if statically_known_true(numbers.shape[0] % FP8_MULTIPLE == 0):
-            sides = [(grads, of_grad), (numbers, scale)]
+        if by_rows:
+            to_weight = saved.t() @ grad if ctx.turned else grad.t() @ saved
+        elif statically_known_true(saved.shape[0] % FP8_MULTIPLE == 0):
+            sides = [(grads, of_grad), (saved, scale)]
             (a, of_a), (b, of_b) = reversed(sides) if ctx.turned else sides
             wide = torch.float32 if of_type not in (torch.bfloat16, torch.float16) else of_type
-            to_weight = _multiply(_turn(a), _turn(b), of_a, of_b, wide)
+            to_weight = _multiply(_turn(a), _turn(b), of_b, of_a, wide)
         else:
-            x = (numbers.float() / 512).to(low)  # exact, and no larger than 1
+            x = (saved.float() / 512).to(low)  # exact, and no larger than 1
             to_weight = (x.t() @ grad if ctx.turned else grad.t() @ x).float() * (scale * 512)
         to_weight = to_weight.to(of_type)
-    return to_x, None, None, to_weight, None, None
+    return to_x, None, None, to_weight, None, None, None
 
 
 def _without_gradient(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -198,7 +241,7 @@ def _without_gradient(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 fp8_linear.register_autograd(_backward, setup_context=_remember)
 for _op in (quantize, quantize_weight):  # `fp8_linear` sends gradients past them
-    _op.register_autograd(lambda *_: None, setup_context=_without_gradient)
+    _op.register_autograd(lambda *_: (None, None), setup_context=_without_gradient)
 QUANTIZE_WEIGHT = torch.ops.ampcompile.quantize_weight.default
 QUANTIZE = torch.ops.ampcompile.quantize.default
 FP8_LINEAR = torch.ops.ampcompile.fp8_linear.default

@@ -96,8 +96,8 @@ class Decision:
     """The type that all numbers of a float32 input are rounded to already."""
     fusion: Fusion | None = None
     """The record of a fused op."""
-    fp8: bool = False
-    """True for a product whose operands are quantized."""
+    fp8: str = ""
+    """The recipe of a product whose operands are quantized."""
     widened: bool = False
     """True for a product that a CPU runs in float32, and for the conversions around it."""
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampcompile import policy as policy_module
+from ampcompile.dtypes import FP8
 from ampcompile.errors import AmpWarning, PolicyError
 from ampcompile.policy import MODULE_VALUES, OP_VALUES, Policy
 from ampcompile.rules.table import rule_for
@@ -150,13 +151,14 @@ def test_values_that_do_not_exist():
     with pytest.raises(PolicyError) as error:
         Policy(ops=(("softmax", "fp23"),))
     assert str(error.value) == (
-        "policy op softmax has the value 'fp23'; expected one of low, bf16, fp16, fp8, fp32, promote, "
-        "fp32_inside, as_arrives, default. Did you mean 'fp32'?"
+        "policy op softmax has the value 'fp23'; expected one of low, bf16, fp16, fp8, fp8_e4m3, fp8_rowwise, fp32, "
+        "promote, fp32_inside, as_arrives, default. Did you mean 'fp32'?"
     )
     with pytest.raises(PolicyError) as error:
         Policy(modules=(("encoder", "float64"),))
     assert str(error.value) == (
-        "policy module encoder has the value 'float64'; expected one of low, bf16, fp16, fp8, fp32, default."
+        "policy module encoder has the value 'float64'; expected one of low, bf16, fp16, fp8, fp8_e4m3, "
+        "fp8_rowwise, fp32, default."
     )
 
 
@@ -196,7 +198,7 @@ def test_each_value_for_ops():
         "low": "lower_precision_fp",
         "bf16": "lower_precision_fp",
         "fp16": "lower_precision_fp",
-        "fp8": "fp32_set_opt_dtype",  # for linear products alone
+        **dict.fromkeys(FP8, "fp32_set_opt_dtype"),  # for linear products alone
         "fp32": "fp32",
         "promote": "promote",
         "fp32_inside": "fp32_inside",
@@ -211,7 +213,9 @@ def test_each_value_for_modules():
         value: Policy(modules=(("m", value),)).rule_for(LINEAR, "cpu", "m").operand_dtype([torch.float32], low)
         for value in MODULE_VALUES[:-1]
     }
-    assert given_by.pop("fp8") is low and Policy(modules=(("m", "fp8"),)).rule_for(LINEAR, "cpu", "m").fp8
+    for recipe in FP8:
+        assert given_by.pop(recipe) is low
+        assert Policy(modules=(("m", recipe),)).rule_for(LINEAR, "cpu", "m").fp8 == recipe
     assert Policy(modules=(("m", "fp8"),)).rule_for(NORM, "cuda", "m") is rule_for(NORM, "cuda")
     assert given_by == {"low": low, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     assert Policy(modules=(("m", "default"),)).rule_for(NORM, "cuda", "m") is rule_for(NORM, "cuda")
@@ -223,6 +227,23 @@ def test_fp8_leaves_other_ops_to_earlier_entries():
     of_modules = Policy(modules=(("m", "fp32"), ("*", "fp8")))
     assert category(of_modules, NORM, "m.inner") == "fp32" and of_modules.rule_for(LINEAR, "cpu", "m").fp8
     assert not Policy(modules=(("*", "fp8"), ("m", "fp32"))).rule_for(LINEAR, "cpu", "m").fp8
+
+
+@pytest.mark.parametrize(
+    "text,named",
+    [
+        ("module model.head=fp8", True),
+        ("module *=fp8", True),
+        ("module model=fp8", False),
+        ("op linear=fp8", False),
+        ("op linear@model.head=fp8", True),
+        ("op linear@model=fp8", False),
+    ],
+)
+def test_an_entry_names_a_module_if_it_matches_its_own_path(text, named):
+    rule = Policy.parse(text).rule_for(LINEAR, "cpu", "model.head")
+    assert (rule.fp8, rule.named) == ("fp8", named)
+    assert not Policy.parse("op linear=fp8").rule_for(LINEAR, "cpu", "").named
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ampcompile.dtypes import short_name
+from ampcompile.dtypes import FP8, short_name
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
 
@@ -100,8 +100,8 @@ class Audit:
 
         Audits at most `trials` policies: first everything in float32, then without the modules that aren't needed,
         halves of them first, then quarters, at last single modules. With `allow="fp8"` it then quantizes as many
-        modules with linear products as the tolerance admits, those with large weights first, whose results other ops
-        of their graph read: the head stays as it is. `progress` gets a line on each. Raises AuditError if everything
+        modules with linear products as the tolerance admits, those with large weights first; heads stay as they are.
+        Other recipes are allowed in the same way. `progress` gets a line on each. Raises AuditError if everything
         in float32 doesn't meet the tolerance, and for a tolerance that is no number above 0.
         """
         if not (isinstance(tolerance, int | float) and 0 < tolerance < math.inf and trials >= 1):
@@ -109,8 +109,11 @@ class Audit:
                 f"found suggest(tolerance={tolerance!r}, trials={trials!r}); expected a relative error above 0, such "
                 "as 1e-2, and at least one trial."
             )
-        if allow not in (None, "fp8"):
-            raise AuditError(f'found suggest(allow={allow!r}); expected "fp8", or None for 16 bits and float32 alone.')
+        if allow not in (None, *FP8):
+            names = ", ".join(map(repr, FP8))
+            raise AuditError(
+                f"found suggest(allow={allow!r}); expected one of {names}, or None for 16 bits and float32 alone."
+            )
         if math.isnan(self.error):
             raise AuditError(
                 "found outputs or gradients in which no number is finite in both runs; expected some to compare. "
@@ -120,7 +123,7 @@ class Audit:
 
         audits = Trials(self, tolerance, trials, progress or (lambda _: None))
         policy = self.policy if self.error <= tolerance else keep_in_float32(audits)
-        return policy if allow is None else quantize(audits, policy)
+        return policy if allow is None else quantize(audits, policy, allow)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

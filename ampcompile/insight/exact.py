@@ -86,11 +86,11 @@ def _quantized(target: Any) -> Any:
     return quantized if target in quantized.OPS else None
 
 
-def compared(target: Any, value: Any) -> list[Tensor]:
+def compared(node: Node, value: Any) -> list[Tensor]:
     """Return the floating tensors of a result; those of 8 bits in float32, and a quantized weight once."""
     leaves = [leaf for leaf in pytree.tree_leaves(value) if is_floating(leaf)]
-    if (quantized := _quantized(target)) is not None and target is quantized.QUANTIZE_WEIGHT:
-        leaves = [quantized.matrix_of(leaf) for leaf in leaves]
+    if (quantized := _quantized(node.target)) is not None and node.target is quantized.QUANTIZE_WEIGHT:
+        leaves = [leaf[: node.args[0].meta["val"].numel()] for leaf in leaves]
     return [leaf.float() if leaf.itemsize == 1 else leaf for leaf in leaves]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompile.kernels.fp8 import E4M3, FP8_LINEAR, QUANTIZE, QUANTIZE_WEIGHT, TAIL, parts
+from ampcompile.kernels.fp8 import E4M3, FP8_LINEAR, QUANTIZE, QUANTIZE_WEIGHT, parts
 
 MULTIPLY = torch.ops.aten._scaled_mm.default
 OPS = (QUANTIZE, QUANTIZE_WEIGHT, FP8_LINEAR, MULTIPLY)
@@ -20,17 +20,24 @@ def compute(target: Any, args: Sequence[Any], mixed: Any, dtype: torch.dtype) ->
         scale = mixed[1].to(dtype)
         return args[0] / scale, scale
     if target is QUANTIZE_WEIGHT:
-        weight = args[0] / parts(mixed, *args[0].shape)[2].to(dtype)
-        return torch.cat([weight.flatten(), weight.t().flatten(), mixed[-TAIL:].to(dtype)])
+        weight = args[0]
+        sides = [
+            (side / scales.to(dtype)).flatten()
+            for side, scales in zip((weight, weight.t()), _scales(mixed, weight, column=True), strict=True)
+        ]
+        return torch.cat([*sides, mixed[2 * weight.numel() :].to(dtype)])
     if target is MULTIPLY:
         a, b, of_a, of_b = args[:4]
         return a @ b * of_a * of_b
-    _, numbers, scale, weight, buffer, turned = args
-    plain = buffer[: weight.numel()].view(weight.shape)
-    of_weight = parts(buffer.to(E4M3), *weight.shape)[2].to(dtype)
-    return numbers @ (plain if turned else plain.t()) * scale * of_weight
+    _, numbers, scale, weight, buffer, turned = args[:6]
+    size = weight.numel()
+    matrix = buffer[size : 2 * size].view(weight.shape[::-1]) if turned else buffer[:size].view(weight.shape)
+    return numbers @ matrix.t() * scale * _scales(buffer.to(E4M3), weight, column=False)[turned].to(dtype)
 
 
-def matrix_of(buffer: Tensor) -> Tensor:
-    """The numbers of a quantized weight, once."""
-    return buffer[: (buffer.numel() - TAIL) // 2]
+def _scales(buffer: Tensor, weight: Tensor, column: bool) -> Sequence[Tensor]:
+    """The scale of a quantized weight, twice; or those of its rows and of its columns, as a column if asked."""
+    scales = parts(buffer, *weight.shape)[2]
+    if not scales.dim():
+        return scales, scales
+    return [each[:, None] if column else each for each in scales.split(list(weight.shape))]

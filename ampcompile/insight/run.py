@@ -165,7 +165,7 @@ class _PairedRun:
 
     def _measure(self, node: Node, result: Any, alone: Any, exact: Any) -> None:
         mixed, local, cumulative = (
-            None if value is None else compared(node.target, value) for value in (result, alone, exact)
+            None if value is None else compared(node, value) for value in (result, alone, exact)
         )
         assert mixed is not None
         numbers, computes = measure(mixed, local, cumulative), any(map(_is_floating_node, node.all_input_nodes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from glob import escape
 
@@ -11,11 +11,8 @@ from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
 
 from .audit import Audit, badness, measure_call
-from .records import OpRecord
 
 Modules = frozenset[str]
-_CASTS = ("aten._to_copy", "prims.convert_element_type")
-_LOSSES = ("aten._log_softmax", "aten._softmax")
 
 
 @dataclass
@@ -119,59 +116,40 @@ def keep_in_float32(trials: Trials) -> Policy:
 class _InFp8:
     """The policy with modules in fp8, but for some; what it says of modules itself goes before.
 
-    `quantized`: all modules whose products can be. A path stands for all inside it, if none there is spared.
+    `recipe`: a value of a policy; `quantized`: all modules whose products can be. A path stands for all inside it, if
+    none there is spared.
     """
 
     policy: Policy
+    recipe: str
     quantized: Modules
 
     def __call__(self, kept: Modules) -> tuple[Policy, str]:
         chosen = self.quantized - kept
         outer = {next((a for a in _ancestors(m) if self._inside(a) <= chosen), m) for m in chosen}
-        overrides = [(escape(m), "fp8") for m in sorted(outer)]
+        overrides = [(escape(m), self.recipe) for m in sorted(outer)]
         overrides += [(escape(m), "default") for m in sorted(kept) if not outer.isdisjoint(_ancestors(m))]
         policy = replace(self.policy, modules=(*overrides, *self.policy.modules))
-        return policy, f"{_count(len(chosen))} in fp8"
+        return policy, f"{_count(len(chosen))} in {self.recipe}"
 
     def _inside(self, path: str) -> Modules:
         return frozenset(m for m in self.quantized if m == path or m.startswith(f"{path}."))
 
 
-def quantize(trials: Trials, policy: Policy) -> Policy:
-    """Let as many modules of a policy that meets the tolerance run in fp8 as meet it, too."""
+def quantize(trials: Trials, policy: Policy, recipe: str) -> Policy:
+    """Let as many modules of a policy that meets the tolerance run in fp8 as meet it, too; heads don't."""
     if not trials.are_left:
         return policy
-    everything = replace(policy, modules=(("*", "fp8"), *policy.modules))
+    everything = replace(policy, ops=(("*", recipe), *policy.ops))
     audit = trials.run(everything, local=True)
     weights: dict[str, int] = {}
     for op in audit.ops:
         if op.op == "ampcompile.quantize_weight":
             weights[op.module] = weights.get(op.module, 0) + op.numbers.elements
-    outside = weights.pop("", 0)  # no path names products outside of modules
-    choice, heads = _InFp8(policy, frozenset(weights)), _heads(audit.ops)
-    trials.note(everything if outside else choice(frozenset())[0], audit, f"{_count(len(weights))} in fp8")
-    candidates = sorted(weights.keys() - heads, key=lambda m: -weights[m])
-    return choice(trials.shrink(frozenset(weights), candidates, choice))[0]
-
-
-def _heads(ops: Sequence[OpRecord]) -> set[str]:
-    """The modules of which a quantized product is read by nothing but a loss, as far as its graph shows."""
-    readers: dict[str, list[OpRecord]] = {}
-    for op in ops:
-        for name in op.reads:
-            readers.setdefault(name, []).append(op)
-    heads = set()
-    for product in ops:
-        if product.op == "ampcompile.fp8_linear" and not product.backward:
-            pending, read = [product], False
-            while pending and not read:
-                following = [op for op in readers.get(pending.pop().name, []) if not op.backward]
-                passing = [op for op in following if op.module == product.module or op.op in _CASTS]
-                read = any(op not in passing and op.op not in _LOSSES for op in following)
-                pending += passing
-            if not read:
-                heads.add(product.module)
-    return heads
+    weights.pop("", 0)  # no path names products outside of modules
+    trials.note(everything, audit, f"{_count(len(weights))} in {recipe}")
+    choice = _InFp8(policy, recipe, frozenset(weights))
+    return choice(trials.shrink(frozenset(weights), sorted(weights, key=lambda m: -weights[m]), choice))[0]
 
 
 def _ancestors(path: str) -> list[str]:

@@ -12,7 +12,7 @@ from ampcompile.compiler.ambient import options_of
 from ampcompile.compiler.watched_graph import WatchedGraph, graphs, limit
 from ampcompile.dtypes import NAMES
 from ampcompile.errors import OptionError
-from ampcompile.passes.after.record_magnitudes import WatchedValue
+from ampcompile.passes.after.record_magnitudes import OPERANDS, SHARES, WatchedValue
 from ampcompile.torch_private import dynamo_caches
 
 from .show import table, text_of
@@ -60,12 +60,31 @@ class OutOfRange:
 
 
 @dataclass(frozen=True)
+class QuantizedOperand:
+    """An operand of a product in fp8 in one call."""
+
+    at: Magnitude
+    saturated: float
+    """The share of its numbers that are at the end of the range of 8 bits, where the largest is put."""
+    flushed: float
+    """The share of its numbers that became zero; of a weight's, that are zero."""
+
+    @property
+    def operand(self) -> str:
+        """ "input", "weight" or "gradient"."""
+        value = self.at.value
+        return "weight" if value.kind == "weight" else "gradient" if value.backward else "input"
+
+
+@dataclass(frozen=True)
 class WatchReport:
     """The magnitudes that a watch has kept. `str(report)` names the first out of range, and those nearest to it."""
 
     first: OutOfRange | None
     last: Sequence[Magnitude]
-    """All watched values in the last call of each graph."""
+    """All watched values in the last call of each graph, operands of products in fp8 aside."""
+    quantized: Sequence[QuantizedOperand] = ()
+    """These operands in the last call of each graph."""
 
     def __str__(self) -> str:
         if not self.last:
@@ -77,7 +96,23 @@ class WatchReport:
         headings = ("module", "line", "op", "dtype", "in"), ("largest magnitude", "of its range")
         head = str(self.first) if self.first is not None else "no number left the range of its type"
         caption = "nearest to the end of their range in the last call"
-        return text_of([head, "", caption, table(*headings, rows[:NEAREST])])
+        return text_of([head, "", caption, table(*headings, rows[:NEAREST]), *self._quantized()])
+
+    def _quantized(self) -> list[Any]:
+        rows = [
+            (
+                each.at.value.module,
+                each.operand,
+                each.at.value.dtype,
+                f"{each.at.largest:.4g}",
+                f"{each.saturated:.2%}",
+                f"{each.flushed:.2%}",
+            )
+            for each in sorted(self.quantized, key=lambda each: -each.flushed)
+        ]
+        headings = ("module", "operand", "dtype"), ("largest magnitude", "saturated", "flushed to zero")
+        caption = "operands in fp8 in the last call, those first that lose most"
+        return ["", caption, table(*headings, rows[:NEAREST])] if rows else []
 
 
 @dataclass(frozen=True)
@@ -91,7 +126,10 @@ class Watch:
         mine = [graph for graph in graphs if graph.belongs_to(self.f)]
         firsts = [found for graph in mine for found in _first(graph)]
         first = min(firsts, key=lambda each: each[0])[1] if firsts else None
-        return WatchReport(first, [each for graph in mine for each in _last(graph)])
+        last = [each for graph in mine for each in _last(graph)]
+        kinds = [[each for each in last if each.value.kind in kind] for kind in (OPERANDS, *((k,) for k in SHARES))]
+        quantized = [QuantizedOperand(at, a.largest, b.largest) for at, a, b in zip(*kinds, strict=True)]
+        return WatchReport(first, [m for m in last if m.value.kind not in OPERANDS + SHARES], quantized)
 
 
 def watch(compiled: Callable[..., Any]) -> Watch:
@@ -99,7 +137,8 @@ def watch(compiled: Callable[..., Any]) -> Watch:
 
     Its graphs compute the largest magnitude of each product and each cast to a 16-bit type, and of other ops that may
     make infinite numbers of finite ones, and keep them on the device: no call waits for it. The first call with a
-    number out of range is kept. Results and their bits don't change. Raises OptionError if the callable isn't watched.
+    number out of range is kept. Of operands of products in fp8 they keep the shares that saturate and become zero, too.
+    Results and their bits don't change. Raises OptionError if the callable isn't watched.
 
     >>> compiled = torch.compile(model, backend="amp", options={"dtype": torch.float16, "watch": True})
     >>> loss = compiled(x).square().mean()

@@ -41,8 +41,10 @@ class Rule:
     """Arguments that become None if anything is cast, because they repeat what was cast."""
     redispatch: str = ""
     """`fp32_append_dtype` only: the overload to call, as `aten::norm.ScalarOpt_dtype`; it lacks the op's defaults."""
-    fp8: bool = False
-    """`lower_precision_fp` of linear products only: quantize the operands further, where that is possible."""
+    fp8: str = ""
+    """`lower_precision_fp` of linear products only: the recipe to quantize the operands by, where that is possible."""
+    named: bool = False
+    """True if the entry with that recipe matches the path of the module itself, which a head asks for."""
 
     def operand_dtype(self, arriving: Sequence[torch.dtype], low: torch.dtype) -> torch.dtype | None:
         """Return the dtype that operands are cast to, or None to leave them as they arrive.

@@ -17,11 +17,12 @@ _CLASSES = (Tensor, torch.nn.Parameter, storages.FakeTensor)
 class Form(NamedTuple):
     """The format of a copy: values rounded to `dtype`, held in it or, if `wide`, as float32.
 
-    Of an 8-bit type: quantized, in a buffer as `kernels/fp8.py` describes it.
+    Of an 8-bit type: quantized, in a buffer as `kernels/fp8.py` describes it; `by_rows`: with a scale for each row.
     """
 
     dtype: torch.dtype
     wide: bool = False
+    by_rows: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -33,7 +34,7 @@ class Form(NamedTuple):
         if self.quantized:
             from ampcompile.kernels.fp8 import buffer_like  # defines ops that few need
 
-            return buffer_like(weight)
+            return buffer_like(weight, self.by_rows)
         held = torch.float32 if self.wide else self.dtype
         return torch.empty_like(weight, dtype=held, requires_grad=False)
 

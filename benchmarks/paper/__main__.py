@@ -1,11 +1,13 @@
-"""python -m benchmarks.paper [--jobs N] [--only TEXT] [--all] [--options] [--tiny]   what a GPU would run
+"""python -m benchmarks.paper [--jobs N] [--only TEXT] [--all] [--options] [--fp8] [--tiny]   what a GPU would run
 
 Each case is counted for each peer in a process of its own. Totals are printed as tables, and all that was counted is
 written to build/paper.json. Exits with 1 if a kernel can't be compiled, or one of ours spills registers.
 """
 
 import argparse
+import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -16,14 +18,25 @@ from typing import Any
 
 from benchmarks.machine import ROOT
 from benchmarks.paper import device
-from benchmarks.paper.cases import AMP, DEFAULT, MORE, OPTIONS, PEERS, SMALL, STOCK, Case
+from benchmarks.paper.cases import AMP, DEFAULT, FP8_PEERS, IN_FP8, MORE, OPTIONS, PEERS, SMALL, STOCK, TORCHAO, Case
 from benchmarks.tables import table
 
 BUILT = ROOT / "build" / "paper.json"
 OURS = "amp_"
 """Prefix of the names of our Triton kernels."""
-COLUMNS = {"launches": 1, "calls": 1, "bytes": 1e9, "flops": 1e12, "saved": 1e9, "peak": 1e9, "roundings": 1}
-"""Count → the unit in which it is shown."""
+PRODUCT = re.compile(r"(aten\.)?(_scaled_|_grouped_|b?add|b)?mm\b.*|(aten\.)?convolution.*")
+"""Labels of kernels that multiply."""
+COLUMNS = {
+    "launches": 1,
+    "calls": 1,
+    "bytes": 1e9,
+    "outside": 1e9,
+    "flops": 1e12,
+    "saved": 1e9,
+    "peak": 1e9,
+    "roundings": 1,
+}
+"""Count → the unit in which it is shown. "outside": bytes of kernels that don't multiply."""
 Graphs = list[dict[str, Any]]
 
 
@@ -34,11 +47,16 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name holds this text")
     parser.add_argument("--all", action="store_true", help="more models, too: half an hour on two cores")
     parser.add_argument("--options", action="store_true", help="options of amp that claim to save, in training")
+    parser.add_argument("--fp8", action="store_true", help="in place of all these, products in fp8, torchao's too")
     parser.add_argument("--tiny", action="store_true", help="the small cases of the tests")
     given = parser.parse_args()
     cases = [case for case in (SMALL if given.tiny else DEFAULT + MORE * given.all) if given.only in str(case)]
     todo = [(case, peer) for case in cases for peer in PEERS]
     todo += [(case, peer) for case in cases for peer in OPTIONS if given.options and case.training and peer != AMP]
+    if given.fp8:
+        there = importlib.util.find_spec("torchao") is not None
+        todo = [(case, peer) for case in IN_FP8 for peer in FP8_PEERS if there or peer != TORCHAO]
+        print("" if there else "torchao is not installed: what is counted beside it is left out", file=sys.stderr)
     BUILT.parent.mkdir(exist_ok=True)
     built = device.build(BUILT.parent)
     with ThreadPoolExecutor(given.jobs) as pool:
@@ -61,6 +79,8 @@ def _count(built: str, case: Case, peer: str) -> dict[str, Any]:
 
 def add_up(graphs: Graphs, what: str) -> int:
     """A count of a whole step: the sum over its graphs, or for a peak the maximum."""
+    if what == "outside":
+        return sum(size for graph in graphs for label, size in graph["parts"] if not PRODUCT.fullmatch(label))
     counts = [sum(graph["calls"].values()) if what == "calls" else graph[what] for graph in graphs]
     return max(counts) if what == "peak" else sum(counts)
 

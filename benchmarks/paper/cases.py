@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ampcompile.dtypes import FP8
 from benchmarks.architectures import TINY, build
 
 STOCK, CONVERTED, AMP = "Inductor + autocast", "Inductor, converted", "amp"
@@ -18,6 +19,10 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     f"{AMP}, relaxed": {"numerics": "relaxed"},
 }
 """Peers that are amp with some option."""
+QUANTIZED = {f"{AMP}, {recipe}": {"policy": f"op linear={recipe}"} for recipe in FP8}
+TORCHAO = "torchao float8"
+FP8_PEERS = (TORCHAO, STOCK, AMP, *QUANTIZED)
+"""Peers of the cases in fp8, and of no others; torchao, if it is installed, by its recipe "tensorwise"."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,32 @@ class Case:
 
     def build(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """The model and its inputs; for training the model is in training mode, and returns a loss."""
-        if self.model.removeprefix(TINY) != "MoE":
+        if (blocks := self.model.removeprefix(TINY)) == "SwiGLU":
+            sizes = (64, 192) if self.model.startswith(TINY) else (4096, 14336)
+            return Gated(2, *sizes), (torch.randn(self.batch, self.length, sizes[0]),)
+        if blocks != "MoE":
             return build(self.model, self.batch, self.length, self.training)
         model = Mixture(1, 64, 4, 256) if self.model.startswith(TINY) else Mixture(4, 1024, 8, 32000)
         tokens, targets = torch.randint(256, (2, self.batch, self.length))
         return model.train(self.training), (tokens, targets) if self.training else (tokens,)
+
+
+class Gated(nn.Module):
+    """Llama's feed-forward blocks, without attention, and a loss."""
+
+    def __init__(self, blocks: int, width: int, inner: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(blocks))
+        self.gates, self.ups = (
+            nn.ModuleList(nn.Linear(width, inner, bias=False) for _ in range(blocks)) for _ in range(2)
+        )
+        self.downs = nn.ModuleList(nn.Linear(inner, width, bias=False) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, gate, up, down in zip(self.norms, self.gates, self.ups, self.downs, strict=True):
+            h = norm(x)
+            x = x + down(F.silu(gate(h)) * up(h))
+        return x.square().mean()
 
 
 class Experts(nn.Module):
@@ -112,6 +138,9 @@ MORE = (
     Case("ResNet-50", 32, 224, training=True),
 )
 """Further cases, counted with `--all`."""
+IN_FP8 = (Case("SwiGLU", 4, 2048, training=True),)
+"""Cases counted with `--fp8`, for `FP8_PEERS`."""
+SMALL_IN_FP8 = Case("tiny SwiGLU", 4, 128, training=True)
 SMALL = (
     Case("GPT 1x64", 4, 128, training=True),
     Case("GPT 1x64", 1, 16, training=False),

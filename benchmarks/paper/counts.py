@@ -41,7 +41,7 @@ class Counts:
     flops: int
     """Floating operations of products, convolutions and attention; a multiplication and its addition are two."""
     saved: int
-    """Bytes saved for backward, without inputs."""
+    """Bytes saved for backward, without inputs and their views."""
     peak: int
     """Most bytes alive at once, without inputs that stay alive."""
     roundings: int
@@ -50,8 +50,10 @@ class Counts:
     """Triton code by name."""
 
 
-def count(kind: str, gm: GraphModule, graph: GraphLowering, code: str) -> Counts:
-    """Count a graph that Inductor has lowered."""
+def count(kind: str, gm: GraphModule, graph: GraphLowering, code: str, held: set[int]) -> Counts:
+    """Count a graph that Inductor has lowered; adds the memory of the inputs of a forward graph to `held`."""
+    if kind != "backward":
+        held.update(storage for _, storage, _ in _given(gm))
     parts = [(_label(node), size) for node in graph.scheduler.nodes if (size := traffic(node))]
     kernels = dict(KERNEL.findall(code))
     calls = Counter(next(filter(None, groups)) for groups in LIBRARY.findall(code))
@@ -62,7 +64,7 @@ def count(kind: str, gm: GraphModule, graph: GraphLowering, code: str) -> Counts
         bytes=sum(size for _, size in parts),
         parts=parts,
         flops=sum(map(_flops, gm.graph.nodes)),
-        saved=sum(_saved_bytes(gm)) if kind == "backward" else 0,
+        saved=sum(size for name, storage, size in _given(gm) if _is_saved(name, storage, held)) * (kind == "backward"),
         peak=_peak(graph),
         roundings=sum(len(ROUNDED.findall(kernel)) for kernel in kernels.values()),
         kernels=kernels,
@@ -92,12 +94,18 @@ def _flops(node: Node) -> int:
     return int(rule(*args, **kwargs, out_val=node.meta["val"]))
 
 
-def _saved_bytes(gm: GraphModule) -> Iterator[int]:
-    """Yield the bytes of each of backward's inputs that is neither an input of forward nor an incoming gradient."""
+def _given(gm: GraphModule) -> Iterator[tuple[str, int, int]]:
+    """Yield each input that is a tensor: its name, a number for its memory, and the bytes of that."""
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
-        if isinstance(value, Tensor) and not node.name.startswith(("primals", "tangents")):
-            yield value.untyped_storage().nbytes()
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            yield node.name, storage._cdata, storage.nbytes()
+
+
+def _is_saved(name: str, storage: int, held: set[int]) -> bool:
+    """True for an input of backward that is neither an incoming gradient nor in the memory of an input of forward."""
+    return storage not in held and not name.startswith(("primals", "tangents"))
 
 
 def _peak(graph: GraphLowering) -> int:

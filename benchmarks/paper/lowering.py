@@ -22,16 +22,19 @@ from ampcompile.compiler import backend, compiled_graph
 from ampcompile.compiler import lower as lowered_by_amp
 from ampcompile.config import Options
 from ampcompile.passes.graph import decision_of
-from benchmarks.paper.cases import CONVERTED, OPTIONS, STOCK
+from benchmarks.paper.cases import CONVERTED, OPTIONS, QUANTIZED, STOCK, TORCHAO
 from benchmarks.paper.counts import Counts, count
+from benchmarks.peers import quantize_by_torchao
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 DEVICE = torch.device("cuda", 0)
 
 
 def count_graphs(model: nn.Module, args: Sequence[Tensor], training: bool, peer: str, dtype: str) -> list[Counts]:
-    """The counts of each graph of a call, or of a training step. `peer`: one of `PEERS` or `OPTIONS`."""
+    """The counts of each graph of a call, or of a training step. `peer`: one of `PEERS`, `OPTIONS` or `FP8_PEERS`."""
     low = DTYPES[dtype]
+    if peer == TORCHAO:
+        quantize_by_torchao(model)
     if peer == CONVERTED:
         model, args = model.to(low), [_converted(arg, low) for arg in args]
     with torch.set_grad_enabled(training):
@@ -42,10 +45,10 @@ def count_graphs(model: nn.Module, args: Sequence[Tensor], training: bool, peer:
         with (
             torch._guards.tracing(torch._guards.TracingContext(mode)),
             mock.patch.object(compile_fx, "compile_fx", _counting(counts_of_graphs)),
-            torch.autocast("cuda", low) if peer == STOCK else nullcontext(),
+            torch.autocast("cuda", low) if peer in (STOCK, TORCHAO) else nullcontext(),
         ):
-            if peer in OPTIONS:
-                options = Options.parse(options={"dtype": low, **OPTIONS[peer]})
+            if (given := {**OPTIONS, **QUANTIZED}.get(peer)) is not None:
+                options = Options.parse(options={"dtype": low, **given})
                 copies = _lower_as_amp(gm, fakes, options)
                 counts_of_graphs += [copies] if training else []  # in inference no weight changes
             else:
@@ -58,7 +61,10 @@ def _converted(arg: Tensor, low: torch.dtype) -> Tensor:
 
 
 def _lower_as_amp(gm: GraphModule, fakes: Sequence[Any], options: Options) -> Counts:
-    """Lower a graph; return the cost of refreshing its copies after the weights have changed: one launch for all."""
+    """Lower a graph; return the cost of refreshing its copies after the weights have changed.
+
+    One launch casts all; two quantize all, and read a weight twice and write it twice.
+    """
     no_copies = types.SimpleNamespace(copies=None)  # nothing runs, so no copies are made
     with mock.patch.object(compiled_graph.weights, "Binding", lambda *_, **__: no_copies):
         rewritten = backend.rewrite(gm, fakes, options)
@@ -68,8 +74,14 @@ def _lower_as_amp(gm: GraphModule, fakes: Sequence[Any], options: Options) -> Co
             if (spec := decision_of(node).copy) is not None
         ]
         lowered_by_amp.lower(rewritten.graph, fakes, options)
-    size = sum(fakes[spec.weight].numel() * (fakes[spec.weight].itemsize + spec.form.dtype.itemsize) for spec in specs)
-    return Counts("copies", min(len(specs), 1), {}, size, [("amp_cast", size)] if specs else [], 0, 0, 0, 0, {})
+    sizes: dict[bool, int] = {}
+    for spec in specs:
+        weight, quantized = fakes[spec.weight], spec.form.quantized
+        size = weight.numel() * (weight.itemsize + spec.form.dtype.itemsize) * (2 if quantized else 1)
+        sizes[quantized] = sizes.get(quantized, 0) + size
+    parts = [("amp_quantize" if quantized else "amp_cast", size) for quantized, size in sizes.items()]
+    launches = sum(2 if quantized else 1 for quantized in sizes)
+    return Counts("copies", launches, {}, sum(sizes.values()), parts, 0, 0, 0, 0, {})
 
 
 def _captured(model: nn.Module, args: Sequence[Tensor]) -> tuple[GraphModule, list[Any]]:
@@ -116,6 +128,7 @@ def _moved(argument: Any) -> Any:
 def _counting(counts_of_graphs: list[Counts]) -> Callable[..., Any]:
     """Return a version of Inductor's `compile_fx` that counts each lowered graph instead of compiling it further."""
     compile_all: Any = compile_fx.compile_fx
+    held: set[int] = set()
 
     def lower_and_count(gm: GraphModule, inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
         inference, backward = given.get("is_inference", False), given.get("is_backward", False)
@@ -131,7 +144,7 @@ def _counting(counts_of_graphs: list[Counts]) -> Callable[..., Any]:
             graph.run(*inputs)
             code: Any = graph.codegen()[0]
             kind = "backward" if backward else "inference" if inference else "forward"
-            counts_of_graphs.append(count(kind, gm, graph, getattr(code, "value", code)))
+            counts_of_graphs.append(count(kind, gm, graph, getattr(code, "value", code), held))
 
         def never(*_: Any) -> Any:
             raise RuntimeError("lowered to be counted, not to be run")

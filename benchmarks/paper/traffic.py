@@ -88,8 +88,8 @@ def _returned(node: ExternKernelSchedulerNode) -> int:
     if isinstance(kernel, ir.MultiOutput):
         return 0
     if isinstance(kernel.layout, ir.MultiOutputLayout):
-        users: list[Any] = [user.node for user in node.scheduler.name_to_buf[kernel.get_name()].users]
-        return sum(_bytes(user.node) for user in users if isinstance(user.node, ir.MultiOutput))
+        users = [getattr(user.node, "node", None) for user in node.scheduler.name_to_buf[kernel.get_name()].users]
+        return sum(_bytes(user) for user in users if isinstance(user, ir.MultiOutput))
     if isinstance(kernel.layout, ir.NoneLayout):
         return 0  # counted as operands
     return _bytes(kernel)

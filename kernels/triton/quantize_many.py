@@ -25,9 +25,9 @@ COLUMNS = 9
 """Words for each weight, see `kinds_of`."""
 NOTES = 8
 """The column of the address of a weight's notes, two int32: the bits of its largest magnitude so far, and those of the
-scale by which the plain matrix is written; 0 if it isn't."""
+scale by which the plain matrix is written; 0 if it isn't. By rows, a magnitude for each row, then for each column."""
 LEAST, CARRY, ABOVE = (tl.constexpr(each) for each in (tables.LEAST_BITS, tables.CARRY, tables.ABOVE))
-INFINITY = tl.constexpr(0x7F800000)
+INFINITY = tl.constexpr(0x7F7F8000)  # the first number that bfloat16 rounds to infinity
 LARGEST = tl.constexpr(448.0)
 
 
@@ -77,43 +77,64 @@ def read_tile(row, r, c, inside, FROM: tl.constexpr):
 
 
 @triton.jit
-def amp_magnitudes(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Raise a weight's magnitude to the largest finite one of a tile."""
+def amp_magnitudes(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, BY_ROWS: tl.constexpr):
+    """Raise a weight's magnitudes to the largest finite ones of a tile."""
     row, r, c, inside = tile_at(words, tiles, TILE, COLUMNS)
     bits = magnitudes_of(read_tile(row, r, c, inside, FROM))
-    tl.atomic_max(tl.load(row + 8).to(tl.pointer_type(tl.int32)), tl.max(tl.max(bits, axis=1), axis=0))
+    notes = tl.load(row + 8).to(tl.pointer_type(tl.int32))
+    if BY_ROWS:
+        height, width = sizes_of(row)
+        tl.atomic_max(notes + r, tl.max(bits, axis=1), mask=r < height)
+        tl.atomic_max(notes + height + c, tl.max(bits, axis=0), mask=c < width)
+    else:
+        tl.atomic_max(notes, tl.max(tl.max(bits, axis=1), axis=0))
 
 
 @triton.jit
-def amp_quantize(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Write a tile in e4m3, plain unless it is, and transposed; and the weight's scale and magnitude."""
-    row, r, c, inside = tile_at(words, tiles, TILE, COLUMNS)
-    notes = tl.load(row + 8).to(tl.pointer_type(tl.int32))
-    bits = tl.maximum(tl.load(notes), LEAST)
+def write_scales(row, at, of, inside):
+    """Write the scales at some indices of `of`, and magnitudes behind; returns the biased exponents of the factors."""
+    bits = tl.maximum(tl.load(tl.load(row + 8).to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0), LEAST)
     exponent = ABOVE - ((bits + CARRY) >> 23)
-    scale = (254 - exponent) << 23
+    scales = tl.load(row + 7).to(tl.pointer_type(tl.int32))
+    tl.store(scales + at, (254 - exponent) << 23, mask=inside)
+    tl.store(scales + of + at, bits, mask=inside)
+    return exponent
+
+
+@triton.jit
+def amp_quantize(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, BY_ROWS: tl.constexpr):
+    """Write a tile in e4m3, plain unless it is, and transposed; and the scales and magnitudes of its weight."""
+    row, r, c, inside = tile_at(words, tiles, TILE, COLUMNS)
     height, width = sizes_of(row)
     plain = matrix_at(row, 5) + r[:, None] * width + c[None, :]
-    if tl.load(notes + 1) == scale:
-        numbers = tl.load(plain, mask=inside)
-    else:
-        numbers = fitted(read_tile(row, r, c, inside, FROM), (exponent << 23).to(tl.float32, bitcast=True))
-        tl.store(plain, numbers, mask=inside)
     other = matrix_at(row, 6) + c[:, None] * height + r[None, :]
+    if BY_ROWS:
+        x = read_tile(row, r, c, inside, FROM)
+        of_rows = write_scales(row, r, height + width, r < height) << 23
+        of_columns = write_scales(row, height + c, height + width, c < width) << 23
+        tl.store(plain, fitted(x, of_rows.to(tl.float32, bitcast=True)[:, None]), mask=inside)
+        numbers = fitted(x, of_columns.to(tl.float32, bitcast=True)[None, :])
+    else:
+        exponent = write_scales(row, 0, 1, True)
+        if tl.load(tl.load(row + 8).to(tl.pointer_type(tl.int32)) + 1) == (254 - exponent) << 23:
+            numbers = tl.load(plain, mask=inside)
+        else:
+            numbers = fitted(read_tile(row, r, c, inside, FROM), (exponent << 23).to(tl.float32, bitcast=True))
+            tl.store(plain, numbers, mask=inside)
     tl.store(other, tl.trans(numbers), mask=tl.trans(inside))
-    scale_at = tl.load(row + 7).to(tl.pointer_type(tl.int32))
-    tl.store(scale_at, scale)
-    tl.store(scale_at + 1, bits)
 
 
 def quantize_many_(weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    """Launch two kernels for each type of weights, all on one device."""
+    """Launch two kernels for each type of weights and kind of scales, all on one device."""
     device = weights[0].device
+    kinds = kinds_of(dict(enumerate(zip(buffers, weights, strict=True))))
     with torch.no_grad(), tables.on(device):
-        notes = torch.zeros(len(weights), dtype=torch.int64, device=device)
-        for kind in kinds_of(dict(enumerate(zip(buffers, weights, strict=True)))):
+        notes = torch.zeros(sum(int(kind.notes.sum()) for kind in kinds), dtype=torch.int64, device=device)
+        at = notes.data_ptr()
+        for kind in kinds:
             host, workspace = tables.host_words(kind.rows.size, device), dict[Any, Any]()
-            host.numpy()[:] = _with_notes(kind, notes.data_ptr())
+            host.numpy()[:] = _with_notes(kind, at + 8 * (np.cumsum(kind.notes) - kind.notes))
+            at += 8 * int(kind.notes.sum())
             words = host.to(device, non_blocking=True)
             for kernel in (amp_magnitudes, amp_quantize):
                 _start(kernel, kind, words, workspace)
@@ -134,39 +155,44 @@ def finish(table: tables.StepTable, words: Tensor, workspace: dict[Any, Any]) ->
     notes = words.data_ptr() + 8 * tables.notes_at(table)
     for kind in table.quantized:
         known = workspace.setdefault(f"quantized {kind.dtype}", tables.Words())
-        _start(amp_quantize, kind, known.follow(_with_notes(kind, notes), words.device), workspace)
+        rows = _with_notes(kind, notes + 8 * kind.chosen)
+        _start(amp_quantize, kind, known.follow(rows, words.device), workspace)
 
 
 def kinds_of(quantized: Mapping[int, tuple[Tensor, Tensor]]) -> list[tables.QuantizedKind]:
-    """Group weights, by their indices and with their buffers, by their types.
+    """Group weights, by their indices and with their buffers, by their types and kinds of scales.
 
-    A weight's words: its address, sizes and strides; the addresses of the two matrices, the scale and the notes.
+    A weight's words: its address, sizes and strides; the addresses of the two matrices, the scales and the notes.
     """
+    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for i, (buffer, weight) in quantized.items():
+        by_rows = buffer.numel() != 2 * weight.numel() + tables.TAIL
+        groups.setdefault((weight.dtype, by_rows), []).append(i)
     kinds = []
-    for dtype in dict.fromkeys(weight.dtype for _, weight in quantized.values()):
-        chosen = [i for i, (_, weight) in quantized.items() if weight.dtype == dtype]
+    for (dtype, by_rows), chosen in groups.items():
         pairs = [quantized[i] for i in chosen]
         rows = [
             [w.data_ptr(), *w.shape, *w.stride(), *(b.data_ptr() + part * w.numel() for part in range(3)), 0]
             for b, w in pairs
         ]
         tiles = [-(-w.shape[0] // TILE) * -(-w.shape[1] // TILE) for _, w in pairs]
-        columns = np.array(chosen), np.array(rows), np.array(tiles), np.arange(len(pairs))
-        kinds.append(tables.QuantizedKind(dtype, *columns))
+        notes = [sum(w.shape) // 2 if by_rows else 1 for _, w in pairs]
+        columns = map(np.array, (chosen, rows, tiles, range(len(pairs)), notes))
+        kinds.append(tables.QuantizedKind(dtype, by_rows, *columns))
     return kinds
 
 
-def _with_notes(kind: tables.QuantizedKind, notes: int) -> np.ndarray:
-    """A kind's words, given the address of all notes."""
-    kind.rows[:, NOTES] = notes + 8 * kind.chosen
+def _with_notes(kind: tables.QuantizedKind, addresses: np.ndarray) -> np.ndarray:
+    """A kind's words, given the addresses of its weights' notes."""
+    kind.rows[:, NOTES] = addresses
     return kind.rows.reshape(-1)
 
 
 def _start(kernel: Any, kind: tables.QuantizedKind, words: Tensor, workspace: dict[Any, Any]) -> None:
     tiles = tables.chunks(tables.CHUNK * kind.tiles, kind.order, words.device, workspace)
-    start(kernel, len(tiles), (words, tiles), (), _constants(kind.dtype), words.device)
+    start(kernel, len(tiles), (words, tiles), (), _constants(kind.dtype, kind.by_rows), words.device)
 
 
 @functools.cache
-def _constants(dtype: torch.dtype) -> Constants:
-    return Constants(FROM=TYPES[dtype], TILE=TILE, COLUMNS=COLUMNS, num_warps=4)
+def _constants(dtype: torch.dtype, by_rows: bool) -> Constants:
+    return Constants(FROM=TYPES[dtype], TILE=TILE, COLUMNS=COLUMNS, BY_ROWS=by_rows, num_warps=4)

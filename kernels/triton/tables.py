@@ -18,6 +18,8 @@ CHUNK = 8192
 SPAN = 128
 """16-bit parameters of one checksum, in C++ too: a warp of a GPU adds up that many without a barrier."""
 
+TAIL = 16
+"""Bytes behind the two matrices of a quantized weight with one scale: that, the largest finite magnitude, nothing."""
 LEAST_BITS = (127 - 100) << 23
 """The bits of the least magnitude that a quantized weight's scale is made of, a float32."""
 CARRY = 0x1FFFFF
@@ -52,6 +54,7 @@ class QuantizedKind(NamedTuple):
     """The quantized weights of one launch."""
 
     dtype: torch.dtype
+    by_rows: bool
     chosen: np.ndarray
     """Their indices"""
     rows: np.ndarray
@@ -60,6 +63,8 @@ class QuantizedKind(NamedTuple):
     """The numbers of their tiles"""
     order: np.ndarray
     """0, 1, and so on: the launch's own indices"""
+    notes: np.ndarray
+    """How many 8 bytes the notes of each take"""
 
 
 @dataclass(eq=False)

@@ -2,7 +2,8 @@
 
 Those of forward become an output, those of backward the gradient of an input (see `passes.watch_op`).
 Inductor computes them in the loops that compute or read the values. Of a large product that only library products read,
-a sample is read.
+a sample is read. Operands of products in fp8 have two shares beside their magnitude: of numbers at the end of the range
+of 8 bits, and of those that became zero.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Container
-from dataclasses import dataclass, field
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.dtypes import LOW, short_name
+from ampcompile.passes.analysis.aliasing import base_of
 from ampcompile.passes.analysis.commuting import CONVERT
 from ampcompile.passes.analysis.op_traits import (
     CHOOSES_AFTER,
@@ -54,6 +56,10 @@ _LARGE = 2**16
 """Elements of the smallest value that is sampled."""
 _PARTS = 8
 """The most terms of a sum that `_puts_parts_together` looks at."""
+OPERANDS = ("quantized", "weight")
+"""Kinds of operands of products in fp8."""
+SHARES = ("saturated", "flushed")
+"""Kinds of values beside each of these, behind all others of their direction."""
 _KEEP_MAGNITUDE = CHOOSES_AFTER | CONVERSIONS_AFTER | COPIES_AFTER
 
 
@@ -62,7 +68,8 @@ class WatchedValue:
     """A value whose magnitude a graph computes."""
 
     kind: str
-    """ "product", "cast", or "op" for another op that may make infinite numbers of finite ones."""
+    """ "product", "cast", or "op" for another op that may make infinite numbers of finite ones; of `OPERANDS`; or of
+    `SHARES`, then it isn't a magnitude."""
     op: str
     module: str
     source: str
@@ -96,15 +103,20 @@ class RecordMagnitudes:
         products = [node for node in order if has(node.target, PRODUCTS_AFTER)]
         for direction, output in outputs.items():
             own = (node for node in order if (node not in forward) == direction)
-            nodes = [node for node in own if _kind(node, direction)][:SLOTS]
+            nodes = [node for node in own if _kind(node, direction)]
+            operands = [node for node in nodes if _kind(node) in OPERANDS][: SLOTS // 4]
+            nodes = nodes[: SLOTS - len(SHARES) * len(operands)]
+            operands = [node for node in operands if node in nodes]
             index, lines = {node: i for i, node in enumerate(nodes)}, _lines(gm)
             sampled = {node for node in nodes if _is_sampled(node, forward)}
-            self.values.extend(_describe(node, direction, index, lines, node in sampled) for node in nodes)
+            described = {node: _describe(node, direction, index, lines, node in sampled) for node in nodes}
+            self.values.extend(described.values())
+            self.values.extend(replace(described[node], kind=kind) for node in operands for kind in SHARES)
             if nodes:
                 places = {node: place_of_magnitude(node, order, products) for node in nodes}
                 in_rows = {node for node in nodes if is_in_rows(_measured(node))}
                 with tracing.on_fakes_of(gm):
-                    output.replace_all_uses_with(_Writer(gm.graph, sampled, in_rows).magnitudes(places))
+                    output.replace_all_uses_with(_Writer(gm.graph, sampled, in_rows).magnitudes(places, operands))
         return len(self.values)
 
 
@@ -132,6 +144,10 @@ def _kind(node: Node, backward: bool = False) -> str:
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not tracing.is_never_empty(value):
         return ""
     low = value.dtype in LOW
+    if value.itemsize == 1:
+        if _is_matrix_of_weight(node):
+            return "" if backward else "weight"
+        return "quantized" if has(node.target, CONVERSIONS_AFTER) and _scaled(node) else ""
     if has(node.target, CONVERSIONS_AFTER):
         return "cast" if low and node.all_input_nodes[0].meta["val"].itemsize > value.itemsize else ""
     if is_of_product(node):
@@ -141,8 +157,25 @@ def _kind(node: Node, backward: bool = False) -> str:
 
 
 def _measured(node: Node) -> Node:
-    """The value whose largest magnitude is recorded: of a cast, what it reads."""
-    return node.all_input_nodes[0] if _kind(node) == "cast" else node
+    """The value whose largest magnitude is recorded: of a cast, what it reads; if it scales, before that."""
+    kind = _kind(node)
+    return node.all_input_nodes[0] if kind == "cast" else _scaled(node)[0] if kind == "quantized" else node
+
+
+def _scaled(cast: Node) -> tuple[Node, ...]:
+    """The number, and the factor, of which a cast to 8 bits reads the product, clamped; () for another program's."""
+    value: Any = cast.args[0]
+    while isinstance(value, Node) and op_name(value.target) in ("aten.where", "aten.clamp_max", "aten.clamp_min"):
+        value = value.args[op_name(value.target) == "aten.where"]
+    scales = isinstance(value, Node) and value.target is ATEN.mul.Tensor and len(value.all_input_nodes) == 2
+    return tuple(value.args) if scales else ()
+
+
+def _is_matrix_of_weight(view: Node) -> bool:
+    """True for the matrix that a product reads of the buffer of a quantized weight."""
+    buffer, value = base_of(view), view.meta["val"]
+    is_buffer = buffer.op == "placeholder" and buffer.meta["val"].dtype == value.dtype
+    return is_buffer and value.dim() == 2 and any(not is_view(user.target) for user in view.users)
 
 
 def _is_of_softmax(node: Node) -> bool:
@@ -244,20 +277,47 @@ class _Writer:
     sampled: Container[Node]
     in_rows: Container[Node]
 
-    def magnitudes(self, places: dict[Node, Node]) -> Node:
-        """The magnitudes of values in a float32 tensor of shape [SLOTS], padded with zeros.
+    def magnitudes(self, places: dict[Node, Node], operands: Sequence[Node]) -> Node:
+        """The magnitudes of values in a float32 tensor of shape [SLOTS], then the shares of `operands`, then zeros.
 
         `places`: for each value the node before which its magnitude is computed.
         """
-        largest = []
+        found = []
         for node, place in places.items():
             with self.graph.inserting_before(place):
-                largest.append(self._call(ATEN.unsqueeze.default, self._largest(node), 0))
+                found.append(self._call(ATEN.unsqueeze.default, self._largest(node), 0))
+        for node in operands:
+            with self.graph.inserting_before(places[node]):
+                found += [self._call(ATEN.unsqueeze.default, self._share(node, kind), 0) for kind in SHARES]
         with self.graph.inserting_before(self.graph.output_node()):
-            together = self._call(ATEN.cat.default, largest, 0)
-            return self._call(ATEN.constant_pad_nd.default, together, [0, SLOTS - len(places)])
+            together = self._call(ATEN.cat.default, found, 0)
+            return self._call(ATEN.constant_pad_nd.default, together, [0, SLOTS - len(found)])
+
+    def _share(self, node: Node, kind: str) -> Node:
+        """The part of the numbers at the end of the range of 8 bits, or of those that became zero; of a weight, of
+        zeros."""
+        size = self._call(ATEN.abs.default, self._call(CONVERT, node, torch.float32))
+        saturated = kind == "saturated"
+        mask = self._call(ATEN.eq.Scalar, size, torch.finfo(node.meta["val"].dtype).max if saturated else 0)
+        if not saturated and _kind(node) != "weight":
+            mask = self._call(ATEN.logical_and.default, mask, self._call(ATEN.ne.Scalar, node.args[0], 0))
+        ones = self._call(CONVERT, mask, torch.float32)
+        if node in self.in_rows:
+            ones = self._call(ATEN.mean.dim, ones, [-1])
+        return self._call(ATEN.mean.default, ones)
+
+    def _largest_of_weight(self, matrix: Node) -> Node:
+        """The largest magnitude that lies in the buffer of a quantized weight, as `kernels/fp8.py` describes it."""
+        numel = matrix.meta["val"].numel()
+        tail = self._call(ATEN.slice.Tensor, base_of(matrix), 0, 2 * numel, sys.maxsize)
+        wide = self._call(ATEN.view.dtype, tail, torch.float32)
+        length = wide.meta["val"].numel()
+        first, after = (1, 2) if length == 4 else (length // 2, length)
+        return self._call(ATEN.amax.default, self._call(ATEN.slice.Tensor, wide, 0, first, after))
 
     def _largest(self, node: Node) -> Node:
+        if _kind(node) == "weight":
+            return self._largest_of_weight(node)
         read = _measured(node)
         if node in self.sampled:
             read = self._call(ATEN.slice.Tensor, read, -2, 0, sys.maxsize, _STEP)

@@ -98,7 +98,7 @@ def _hoist(gm: GraphModule, weights: set[Node], wide: WideProducts, copy_of: Cop
             _replace(cast, weight, views, copy_of(weight, Form(cast.args[1], _is_read_wide(cast, wide))))
             hoisted += 1
     for node in [node for node in gm.graph.nodes if str(node.target) == _QUANTIZE_WEIGHT and node.args[0] in weights]:
-        node.replace_all_uses_with(copy_of(node.args[0], Form(torch.float8_e4m3fn)))
+        node.replace_all_uses_with(copy_of(node.args[0], Form(torch.float8_e4m3fn, by_rows=node.args[1])))
         gm.graph.erase_node(node)
         hoisted += 1
     calls: dict[GraphModule, list[Node]] = {}
@@ -137,7 +137,7 @@ def _hoist_in_body(
     def inner_copy(weight: Node, form: Form) -> Node:
         if (weight, form) not in copies:
             outer_copies = [copy_of(outer, form) for outer in given[weight]]
-            held = Form(form.dtype, outer_copies[0].meta["val"].dtype != form.dtype)
+            held = form._replace(wide=outer_copies[0].meta["val"].dtype != form.dtype)
             copies[weight, form] = add_copy(body, weight.name, weight.meta["val"], held)
             for site, outer in zip(sites, outer_copies, strict=True):
                 site.args = (*site.args, outer)

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.errors import AmpWarning
-from ampcompile.kernels.fp8 import FP8_LINEAR, QUANTIZE, QUANTIZE_WEIGHT
+from ampcompile.kernels.fp8 import BY_ROWS, FP8_LINEAR, QUANTIZE, QUANTIZE_WEIGHT
 from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.linear_products import bias_of, operands
@@ -43,12 +43,15 @@ class _Graph:
         x, matrix = operands(arguments)
         weight, turned, path = _look_through(matrix, "weight" not in arguments)
         because, sizes = f"{op_name(target)} multiplies e4m3", x.meta["val"].shape
+        recipe = decision_of(product).fp8
+        by_rows = recipe == BY_ROWS
         with self.graph.inserting_before(product):
             rows = x if len(sizes) == 2 else self._call(product, ATEN.reshape.default, x, [-1, sizes[-1]])
-            numbers, scale = self._quantize(x, rows, product, because)
-            buffer = self._call(product, QUANTIZE_WEIGHT, weight)
-            note(buffer, cast=Cast(op_name(target), f"{because}, the weight's scale is a power of two"))
-            result = self._call(product, FP8_LINEAR, rows, numbers, scale, weight, buffer, turned)
+            numbers, scale = self._quantize(x, rows, by_rows, product, because)
+            buffer = self._call(product, QUANTIZE_WEIGHT, weight, by_rows)
+            scales = "scales, one per row and column, are powers" if by_rows else "scale is a power"
+            note(buffer, cast=Cast(op_name(target), f"{because}, the weight's {scales} of two"))
+            result = self._call(product, FP8_LINEAR, rows, numbers, scale, weight, buffer, turned, recipe)
             if rows is not x:
                 leading = [n if isinstance(n, int) else self._call(product, SIZE, x, i) for i, n in enumerate(sizes)]
                 result = self._call(
@@ -56,17 +59,18 @@ class _Graph:
                 )
             if (bias := bias_of(arguments)) is not None:
                 result = self._call(product, ATEN.add.Tensor, result, bias)
-        note(result, fp8=True, because=decision_of(product).because)
+        note(result, fp8=recipe, because=decision_of(product).because)
         product.replace_all_uses_with(result)
         erase_unread([*path, product])
 
-    def _quantize(self, x: Node, rows: Node, product: Node, because: str) -> tuple[Node, Node]:
+    def _quantize(self, x: Node, rows: Node, by_rows: bool, product: Node, because: str) -> tuple[Node, Node]:
         """The numbers of `x` and their scale: those of another product, if nothing writes to what both cast."""
         source = x.args[0] if x.target is CAST and cast_of(x) is not None else x
-        key = source, x.meta["val"].dtype
+        key = source, x.meta["val"].dtype, by_rows
         if key not in self.quantized:
-            both = self._call(product, QUANTIZE, rows)
-            note(both, cast=Cast(op_name(product.target), f"{because}, scaled by its largest magnitude"))
+            both = self._call(product, QUANTIZE, rows, by_rows)
+            scaled = f"{'each row ' * by_rows}scaled by its largest magnitude"
+            note(both, cast=Cast(op_name(product.target), f"{because}, {scaled}"))
             found = self._call(product, operator.getitem, both, 0), self._call(product, operator.getitem, both, 1)
             if isinstance(source, Node) and self.memory.is_written(source):
                 return found

@@ -1,19 +1,27 @@
-"""Which linear products can run in 8 bits, of those whose rule asks for it, and what hinders the others."""
+"""Which linear products run in 8 bits, of those whose rule asks for it, and what hinders the others.
+
+A head doesn't unless an entry of the policy names its module: rounding there reaches a loss, or whoever reads the
+model's results, at once. A head is a product whose result nothing but a loss, a softmax or outputs of the graph read,
+with no other floating tensor combined with it on the way.
+"""
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from ampcompile.dtypes import FP8_MULTIPLE, LOW, short_name
 from ampcompile.errors import AmpWarning
 from ampcompile.passes.analysis.linear_products import bias_of, operands, result_width
-from ampcompile.passes.graph import Decision
-from ampcompile.torch_private import storages
+from ampcompile.passes.graph import Decision, op_name
+from ampcompile.rules.table import Rule
+from ampcompile.torch_private import pytree, storages
 
 from .decisions import Call
 
@@ -21,12 +29,50 @@ UNITS = (8, 9)
 """The first compute capability with products of 8-bit floats: Ada; Hopper has 9.0."""
 
 
-def decide_fp8(call: Call, decision: Decision, low: torch.dtype, products: str) -> Decision:
-    """Complete the decision about a linear product that a rule wants in fp8: quantized, or the reason against it."""
-    hindrance = _of_device(call, products) or _of_call(call, low)
+_RECIPES = {
+    "fp8": "e4m3 with one scale per tensor, gradients e5m2",
+    "fp8_e4m3": "e4m3 with one scale per tensor, gradients too",
+    "fp8_rowwise": "e4m3 with one scale per row, gradients too; the weight's gradient in 16 bits",
+}
+
+
+_LOSS = re.compile("loss|entropy|softmax|logsumexp|kl_div|broadcast_tensors")
+"""Names of losses, of softmaxes, and of what `mse_loss` and others begin with."""
+
+
+def decide_fp8(
+    call: Call, decision: Decision, rule: Rule, low: torch.dtype, products: str, outermost: bool
+) -> Decision:
+    """Complete the decision about a linear product that a rule wants in fp8: quantized, or the reason against it.
+
+    `outermost`: whether outputs of its graph are the program's, and not results of a body that other nodes read.
+    """
+    hindrance = _of_device(call, products) or _of_call(call, rule.fp8, low)
+    if not hindrance and not rule.named and _is_head(call.node, outermost):
+        hindrance = "a head, as nothing but a loss or outputs of the graph read it, that no entry names by its module"
     if hindrance:
         return replace(decision, because=f"{decision.because}; {hindrance}: {short_name(low)}")
-    return replace(decision, because=f"{decision.because}; e4m3 with one scale per tensor, gradients e5m2", fp8=True)
+    return replace(decision, because=f"{decision.because}; {_RECIPES[rule.fp8]}", fp8=rule.fp8)
+
+
+def _is_head(product: Node, outermost: bool) -> bool:
+    pending = [product]
+    while pending:
+        value = pending.pop()
+        for user in value.users:
+            if user.op == "output":
+                if not outermost:
+                    return False
+            elif _LOSS.search(op_name(user.target)) is None and _floats(user):
+                if any(other is not value and _floats(other) for other in user.all_input_nodes):
+                    return False
+                pending.append(user)
+    return True
+
+
+def _floats(node: Node) -> bool:
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values)
 
 
 def _of_device(call: Call, products: str) -> str:
@@ -50,7 +96,7 @@ def _warn_of_device(hindrance: str) -> None:
     warnings.warn(f"the policy asks for fp8; {hindrance}. Its products run in 16 bits.", AmpWarning, stacklevel=2)
 
 
-def _of_call(call: Call, low: torch.dtype) -> str:
+def _of_call(call: Call, recipe: str, low: torch.dtype) -> str:
     values = {name: _value(call, name) for name in call.arguments}
     x, weight = operands(values)
     if not isinstance(x, torch.Tensor) or not isinstance(weight, torch.Tensor) or weight.dim() != 2 or x.dim() < 2:
@@ -68,12 +114,12 @@ def _of_call(call: Call, low: torch.dtype) -> str:
             return f"{name} varies"
         if size % FP8_MULTIPLE or not size:
             return f"{name} = {size} is no multiple of {FP8_MULTIPLE}"
-    return ""
+    return "products with a scale per row give bf16" if recipe == "fp8_rowwise" and low == torch.float16 else ""
 
 
 def _value(call: Call, name: str) -> Any:
     argument = call.arguments[name]
-    return call.values[argument] if isinstance(argument, torch.fx.Node) else argument
+    return call.values[argument] if isinstance(argument, Node) else argument
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, storages.FakeTensor)

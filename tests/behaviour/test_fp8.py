@@ -12,12 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 import ampcompile
 from ampcompile.errors import AmpWarning
-from ampcompile.kernels.fp8 import FP8_LINEAR, QUANTIZE, QUANTIZE_WEIGHT
+from ampcompile.kernels.fp8 import BY_ROWS, FP8_LINEAR, GRADIENTS, QUANTIZE, QUANTIZE_WEIGHT
 from ampcompile.passes.decide import fp8 as decide
 from tests.passes.rewriting import count, rewritten
 
 POLICY = {"ops": {"*": "fp8"}}
 FP8: dict[str, Any] = {"policy": POLICY, "products": "torch"}
+RECIPES = [*GRADIENTS]
+
+
+def by(recipe: str) -> dict[str, Any]:
+    return {"policy": {"ops": {"*": recipe}}, "products": "torch"}
 
 
 class Block(nn.Module):
@@ -51,7 +56,17 @@ def off(found: list[Tensor], exact: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("again", [False, True], ids=["", "checkpoint"])
 @pytest.mark.parametrize(
-    "options", [{"lower": "eager"}, {"lower": "aot_eager"}, {}, {"weights": "every_call"}], ids=str
+    "options",
+    [
+        {"lower": "eager"},
+        {"lower": "aot_eager"},
+        {},
+        {"weights": "every_call"},
+        by("fp8_e4m3"),
+        by(BY_ROWS),
+        by(BY_ROWS) | {"lower": "eager", "weights": "every_call"},
+    ],
+    ids=str,
 )
 def test_training_is_near_to_float64_and_further_than_16_bits(options, again):
     model = Block(again)
@@ -107,9 +122,11 @@ def test_a_weight_is_quantized_once_per_update(lower):
         assert not torch.equal(compiled(x), before)
 
 
-def test_a_jump_of_the_largest_weight_is_followed():
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_jump_of_the_largest_weight_is_followed(recipe):
     model = nn.Sequential(nn.Linear(32, 16, bias=False))
-    compiled, x = torch.compile(model, backend="amp", options=FP8), torch.randn(16, 32)
+    options = {"policy": f"module 0={recipe}", "products": "torch"}
+    compiled, x = torch.compile(model, backend="amp", options=options), torch.randn(16, 32)
     with torch.no_grad():
         for factor in (1.0, 2.0**20, 2.0**-40, 0.0):
             model[0].weight.mul_(factor)
@@ -131,20 +148,111 @@ def test_any_number_of_rows(grad):
                 assert (compiled(x) - exact(x.double())).norm() < 0.1 * exact(x.double()).norm()
 
 
-def test_results_are_not_finite_wherever_those_in_16_bits_are_not():
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_results_are_not_finite_wherever_those_in_16_bits_are_not(recipe):
     model = Block()
     with torch.no_grad():
         model.matrix[3, 4] = torch.inf
-    fp8, low = (torch.compile(copy.deepcopy(model), backend="amp", options=o) for o in (FP8, {"products": "torch"}))
+    fp8, low = (
+        torch.compile(copy.deepcopy(model), backend="amp", options=o) for o in (by(recipe), {"products": "torch"})
+    )
     x = torch.randn(2, 8, 32)
     x[0, 2, 1] = torch.nan
     for mine, theirs in zip(step(fp8, x), step(low, x), strict=True):
         assert not (mine.isfinite() & ~theirs.isfinite()).any()
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("sizes,reason", [((77, 16), "K = 77"), ((32, 24), "N = 24"), ((8, 8), "K = 8")])
+def test_odd_sizes_are_declined_with_the_reason(recipe, sizes, reason):
+    model = nn.Sequential(nn.Linear(*sizes))
+    report = ampcompile.explain(model, policy=f"module 0={recipe}", products="torch")(torch.randn(16, sizes[0]))
+    assert any(f"{reason} is no multiple of 16: bf16" in op.because for op in report.ops)
+
+
 def test_explain_says_what_is_quantized_and_what_is_not_and_why():
     report = str(ampcompile.explain(Block(), **FP8)(torch.randn(2, 8, 32)))
     assert "e4m3" in report and "N = 10 is no multiple of 16" in report
+
+
+@pytest.mark.parametrize(
+    "recipe,dtype,reason",
+    [
+        ("fp8", "bf16", "e4m3 with one scale per tensor, gradients e5m2"),
+        ("fp8_e4m3", "bf16", "e4m3 with one scale per tensor, gradients too"),
+        (BY_ROWS, "bf16", "e4m3 with one scale per row, gradients too"),
+        (BY_ROWS, "fp16", "products with a scale per row give bf16: f16"),
+    ],
+)
+def test_explain_names_the_recipe(recipe, dtype, reason):
+    report = ampcompile.explain(Block(), dtype=dtype, **by(recipe))(torch.randn(2, 8, 32))
+    assert len([op for op in report.ops if reason in op.because]) == 3
+    assert any("each row scaled" in cast.because for cast in report.casts) == (recipe == BY_ROWS and dtype == "bf16")
+
+
+def test_modules_may_have_recipes_of_their_own():
+    policy = {"modules": {"q": "fp8", "k": BY_ROWS}}
+    graph = rewritten(Block(), torch.randn(2, 8, 32), policy=policy, products="torch")[0]
+    assert [count(graph, op) for op in (FP8_LINEAR, QUANTIZE)] == [2, 2], "one value by its rows, and whole"
+    copies = [n.meta["val"].numel() for n in graph.graph.graph.find_nodes(op="placeholder") if "f8" in n.name]
+    assert sorted(copies) == [2 * 32 * 48 + 16, 2 * 32 * 48 + 8 * (32 + 48)]
+
+
+class Language(nn.Module):
+    """An embedding, a block with a skip, and a head, whose result may go on."""
+
+    def __init__(self, after: Any = None, again: bool = False) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(64, 32), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.head, self.after, self.again = nn.Linear(32, 64, bias=False), after, again
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embed(tokens)
+        x = x + (checkpoint(self.mlp, x, use_reentrant=False) if self.again else self.mlp(x))
+        logits = self.head(x)
+        return logits if self.after is None else self.after(logits, tokens)
+
+
+def next_token(logits: Tensor, tokens: Tensor) -> Any:
+    flat = logits[:, :-1].float().reshape(-1, 64)
+    return F.cross_entropy(flat, tokens[:, 1:].flatten()), logits
+
+
+AFTER = {
+    "": None,
+    "a loss": next_token,
+    "a softmax": lambda logits, tokens: logits.softmax(-1),
+    "a cap": lambda logits, tokens: 30 * torch.tanh(logits / 30),
+    "the squares": lambda logits, tokens: F.mse_loss(logits, torch.ones_like(logits)),
+}
+
+
+def quantized_modules(model: nn.Module, policy: Any, *args: Any) -> list[str]:
+    report = ampcompile.explain(model, policy=policy, products="torch")(*args)
+    return sorted({op.module for op in report.ops if "one scale per tensor" in op.because})
+
+
+@pytest.mark.parametrize("after", AFTER, ids=lambda name: name or "nothing")
+@pytest.mark.parametrize("again", [False, True], ids=["", "checkpoint"])
+def test_a_head_is_quantized_only_if_it_is_named(again, after):
+    model, tokens = Language(AFTER[after], again), torch.randint(64, (2, 8))
+    for policy in ("op linear=fp8", "op *=fp8"):
+        assert quantized_modules(model, policy, tokens) == ["down", "up"]
+    assert quantized_modules(model, "op linear=fp8, module head=fp8", tokens) == ["down", "head", "up"]
+    assert quantized_modules(model, "op linear@head=fp8", tokens) == ["head"]
+    report = ampcompile.explain(model, policy="op linear=fp8", products="torch")(tokens)
+    (head,) = [op for op in report.ops if op.module == "head" and "policy" in op.because]
+    assert "a head, as nothing but a loss or outputs of the graph read it" in head.because
+
+
+def test_what_is_combined_with_another_value_is_no_head():
+    linear, x = nn.Linear(32, 32), torch.randn(16, 32)
+    for read in (lambda y: y + x, lambda y: y * y.sigmoid(), lambda y: F.layer_norm(y, [32], linear.bias)):
+        report = ampcompile.explain(lambda read=read: read(linear(x)), policy="op linear=fp8", products="torch")()
+        assert any("one scale per tensor" in op.because for op in report.ops)
 
 
 def test_without_units_products_run_in_16_bits_with_one_warning():
@@ -172,13 +280,16 @@ def test_a_module_in_fp8_quantizes_its_products_and_nothing_else():
     assert norms[0] == norms[1]
 
 
-def test_float16_with_a_scaler_and_a_checkpoint_between():
+@pytest.mark.parametrize(
+    "recipe,dtype", [("fp8", torch.float16), ("fp8_e4m3", torch.float16), (BY_ROWS, torch.bfloat16)]
+)
+def test_a_scaler_and_a_checkpoint_between(recipe, dtype):
     torch.manual_seed(3)
     model, batches = Block(), [torch.randn(2, 8, 32) for _ in range(6)]
 
     def train(model: nn.Module, optimizer: Any, scaler: Any, batches: list[Tensor]) -> None:
         torch._dynamo.reset()
-        compiled = torch.compile(model, backend="amp", options={**FP8, "dtype": torch.float16})
+        compiled = torch.compile(model, backend="amp", options={**by(recipe), "dtype": dtype})
         for x in batches:
             scaler.scale(compiled(x).square().mean()).backward()
             scaler.step(optimizer)

@@ -83,7 +83,7 @@ def test_backward_keeps_inputs_of_products_in_8_bits() -> None:
 @pytest.mark.parametrize("lower", ["inductor", "eager"])
 def test_an_update_between_does_not_change_what_backward_reads(lower: str) -> None:
     model, x = nn.Sequential(nn.Linear(16, 16, bias=False)), torch.randn(16, 16, requires_grad=True)
-    options: dict[str, Any] = {"policy": "op linear=fp8", "products": "torch", "lower": lower}
+    options: dict[str, Any] = {"policy": "module *=fp8", "products": "torch", "lower": lower}
     compiled = torch.compile(model, backend="amp", options=options)
     for _ in range(3):
         compiled(x).sum().backward()
@@ -98,7 +98,7 @@ def test_an_update_between_does_not_change_what_backward_reads(lower: str) -> No
 
 def test_a_second_derivative_is_refused() -> None:
     model, x = nn.Linear(16, 16), torch.randn(16, 16, requires_grad=True)
-    options: dict[str, Any] = {"policy": "op linear=fp8", "products": "torch", "lower": "eager"}
+    options: dict[str, Any] = {"policy": "module *=fp8", "products": "torch", "lower": "eager"}
     compiled = torch.compile(model, backend="amp", options=options)
     (gradient,) = torch.autograd.grad(compiled(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="derivative for aten::_scaled_mm is not implemented"):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from benchmarks.paper import device
 from benchmarks.paper.__main__ import add_up, find_failures, show
-from benchmarks.paper.cases import AMP, SMALL, STOCK
+from benchmarks.paper.cases import AMP, QUANTIZED, SMALL, SMALL_IN_FP8, STOCK
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,8 +22,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     """The answers for all small cases, of stock and of ours."""
     built = device.build(tmp_path_factory.mktemp("paper"))
     answers: dict[str, dict[str, Any]] = {}
-    for case in SMALL:
-        for peer in (STOCK, AMP):
+    for case in (*SMALL, SMALL_IN_FP8):
+        for peer in (STOCK, AMP) if case in SMALL else (STOCK, *QUANTIZED):
             command = [sys.executable, "-m", "benchmarks.paper.one", str(built), json.dumps(asdict(case)), peer]
             run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=570, check=False)
             assert not run.returncode, run.stderr[-3000:]
@@ -32,13 +33,35 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 @pytest.mark.ci
 def test_amp_has_no_more_of_anything_than_stock(found: dict[str, dict[str, Any]]) -> None:
-    for case, peers in found.items():
+    for case, peers in ((str(case), found[str(case)]) for case in SMALL):
         ours, theirs = peers[AMP]["graphs"], peers[STOCK]["graphs"]
         for what in ("launches", "calls", "bytes"):
             assert 0 < add_up(ours, what) <= add_up(theirs, what), f"{case}: {what}"
         assert add_up(ours, "saved") <= 1.005 * add_up(theirs, "saved"), case  # the mean of a norm, 4 bytes a row
         assert add_up(ours, "flops") == add_up(theirs, "flops") > 0
         assert f"| {AMP} | " in show(case, peers)
+
+
+@pytest.mark.ci
+def test_every_product_is_one_of_8_bits_and_no_weight_is_cast(found: dict[str, dict[str, Any]]) -> None:
+    """Two blocks of three products, 512 rows of width 64 and 192 inside."""
+    peers = found[str(SMALL_IN_FP8)]
+    rows, width, inner = 512, 64, 192
+    weights = 6 * width * inner
+    for recipe, answer in peers.items():
+        calls = Counter[str]()
+        for graph in answer["graphs"]:
+            calls.update(graph["calls"])
+        in_16_bits = 6 if recipe.endswith("rowwise") else 0  # the weights' gradients
+        assert calls["_scaled_mm"] == (0 if recipe == STOCK else 18 - in_16_bits)
+        assert recipe == STOCK or sum(n for name, n in calls.items() if "mm" in name) == 18
+        assert add_up(answer["graphs"], "flops") == 3 * 2 * rows * weights
+        if recipe != STOCK:
+            copies = answer["graphs"][-1]
+            assert (copies["kind"], copies["launches"], copies["bytes"]) == ("copies", 2, 10 * weights)
+    stock, quantized = (peers[name]["graphs"] for name in (STOCK, f"{AMP}, fp8"))
+    assert add_up(quantized, "saved") < 0.8 * add_up(stock, "saved")
+    assert add_up(quantized, "launches") <= 38, "one for each product's scale would make it 50"
 
 
 @pytest.mark.ci
@@ -65,7 +88,7 @@ def test_bytes_by_hand(found: dict[str, dict[str, Any]]) -> None:
 def test_every_kernel_compiles_and_none_of_ours_spills(found: dict[str, dict[str, Any]]) -> None:
     assert not list(find_failures(found))
     for peers in found.values():
-        for graph in peers[AMP]["graphs"]:
+        for graph in (graph for peer, answer in peers.items() if peer != STOCK for graph in answer["graphs"]):
             kernels = graph["kernels"]
             assert not kernels["spilled"] and {"sm_80", "sm_90", "sm_100"} <= kernels.keys()
 

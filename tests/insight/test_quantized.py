@@ -13,7 +13,10 @@ from ampcompile import Policy
 from ampcompile.errors import AuditError
 from ampcompile.insight.audit import Audit
 from ampcompile.insight.run import Session
+from ampcompile.kernels import fp8
 from tests.insight.models import Block
+
+RECIPES = [*fp8.GRADIENTS]
 
 
 def audited(model: Any, *args: Any, policy: Any = "op linear=fp8", **settings: Any) -> Audit:
@@ -30,7 +33,7 @@ def made_by(audit: Audit, op: str) -> list[Any]:
 
 
 def test_each_quantization_has_its_own_error_and_dtype() -> None:
-    audit = audited(nn.Sequential(nn.Linear(32, 16, bias=False), nn.GELU()), torch.randn(16, 32))
+    audit = audited(nn.Sequential(nn.Linear(32, 16, bias=False), nn.GELU()), torch.randn(16, 32), policy="module 0=fp8")
     assert not audit.unmeasured and not audit.not_finite and audit.first_not_finite is None
     for op in ("ampcompile.quantize", "ampcompile.quantize_weight"):
         (record,) = made_by(audit, op)
@@ -45,18 +48,19 @@ def test_each_quantization_has_its_own_error_and_dtype() -> None:
 
 def test_products_of_quantized_numbers_are_compared_with_their_exact_sum() -> None:
     x, weight = torch.randn(16, 32), torch.randn(32, 16)
-    audit = audited(lambda x, w: x @ w, x, weight, policy="op matmul=fp8", backward=False)
+    audit = audited(lambda x, w: x @ w, x, weight, policy="module *=fp8", backward=False)
     (record,) = made_by(audit, "ampcompile.quantize_weight")
     assert record.numbers.elements == 32 * 16
     (product,) = made_by(audit, "ampcompile.fp8_linear")
     assert product.numbers.local < 2**-8 < 0.01 < product.numbers.cumulative < 0.06
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("rows", [16, 7])
-def test_the_exact_run_does_not_depend_on_the_policy(rows: int) -> None:
+def test_the_exact_run_does_not_depend_on_the_policy(rows: int, recipe: str) -> None:
     model, x = blocks(), torch.randn(2, rows, 16)
     pairs = []
-    for policy in ("default", "op linear=fp8"):
+    for policy in ("default", f"module *={recipe}"):
         audit = audited(model, x, policy=policy)
         assert audit.call is not None
         pairs.append(audit.call.run(Session(local=False)))
@@ -70,11 +74,12 @@ def test_the_exact_run_does_not_depend_on_the_policy(rows: int) -> None:
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("where", ["weight", "input"])
-def test_numbers_that_are_not_finite_are_found_where_they_enter(number: float, where: str) -> None:
+@pytest.mark.parametrize("recipe", ["fp8", fp8.BY_ROWS])
+def test_numbers_that_are_not_finite_are_found_where_they_enter(recipe: str, number: float, where: str) -> None:
     model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), torch.randn(16, 16)
     with torch.no_grad():
         (model[0].weight if where == "weight" else x)[3, 5] = number
-    audit = audited(model, x, backward=False)
+    audit = audited(model, x, backward=False, policy=f"module *={recipe}")
     first = audit.first_not_finite
     assert first is not None and first.module == "0"
     assert first.op in ("aten._to_copy", "ampcompile.quantize_weight", "ampcompile.quantize")
@@ -89,7 +94,7 @@ def test_what_is_suggested_is_quantized_and_meets_the_tolerance() -> None:
     assert str(everything) == "module 0=fp8, module 1=fp8", "not the head"
     most = audited(model, x, policy=everything)
     assert len(made_by(most, "ampcompile.fp8_linear")) == 4
-    assert told[0].startswith("5 modules in fp8: error") and told[1] == f"4 modules in fp8: error {most.error:.2g}"
+    assert told[0].startswith("4 modules in fp8: error") and told[1] == f"4 modules in fp8: error {most.error:.2g}"
     tolerance = (audit.error + most.error) / 2
     some = audit.suggest(tolerance, allow="fp8")
     again = audited(model, x, policy=some)
@@ -175,7 +180,7 @@ def test_where_nothing_can_be_quantized_nothing_is() -> None:
 
 def test_other_values_are_refused() -> None:
     audit = audited(nn.Linear(16, 16), torch.randn(16, 16), policy="default")
-    with pytest.raises(AuditError, match=r"allow=.fp4.\); expected .fp8., or None"):
+    with pytest.raises(AuditError, match=r"allow=.fp4.\); expected one of .fp8., .fp8_e4m3., .fp8_rowwise., or None"):
         audit.suggest(0.5, allow="fp4")
 
 
@@ -184,7 +189,7 @@ def test_a_watch_names_the_quantized_product_that_overflows_and_changes_no_bit()
     found = []
     for watched in (False, True):
         torch._dynamo.reset()
-        options = {"policy": "op linear=fp8", "products": "torch", "dtype": torch.float16, "watch": watched}
+        options = {"policy": "module *=fp8", "products": "torch", "dtype": torch.float16, "watch": watched}
         compiled = torch.compile(model, backend="amp", options=options)
         result = compiled(x)
         gradients = torch.autograd.grad(result.sum(), [*model.parameters()])
@@ -198,6 +203,41 @@ def test_a_watch_names_the_quantized_product_that_overflows_and_changes_no_bit()
     first = ampcompile.watch(compiled).report().first
     assert first is not None
     assert (first.at.value.op, first.at.value.kind, first.at.value.module) == ("aten._scaled_mm", "product", "2")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_watch_reports_how_each_operand_fits_into_8_bits(recipe: str) -> None:
+    model, x = (
+        nn.Sequential(nn.Linear(32, 48, bias=False), nn.ReLU(), nn.Linear(48, 16, bias=False)),
+        torch.randn(16, 32),
+    )
+    with torch.no_grad():
+        x[0] = 0.25
+        x[0, :3] = torch.tensor([2.0**12, 2.0**-12, 0.0])
+        model[2].weight[:, :12] = 0
+    options: dict[str, Any] = {"policy": f"module *={recipe}", "products": "torch", "watch": True}
+    compiled = torch.compile(model, backend="amp", options=options)
+    watch = ampcompile.watch(compiled)
+    assert not watch.report().quantized
+    for _ in range(2):
+        result = compiled(x.requires_grad_())
+        result.sum().backward()
+    report = watch.report()
+    found = {(each.at.value.module, each.operand): each for each in report.quantized}
+    assert found.keys() == {(module, operand) for module in "02" for operand in ("input", "weight", "gradient")}
+    numbers, _ = fp8.quantize(x.bfloat16(), recipe == fp8.BY_ROWS)
+    of_x = found["0", "input"]
+    assert of_x.at.largest == 2.0**12
+    assert of_x.saturated == (numbers.float().abs() == 448).float().mean()
+    flushed = (numbers.float() == 0) & (x.bfloat16() != 0)
+    assert of_x.flushed == flushed.float().mean() > 0
+    of_weight = found["2", "weight"]
+    assert (of_weight.at.largest, of_weight.flushed) == (model[2].weight.abs().max(), 0.25)
+    of_gradient = found["2", "gradient"]
+    assert (of_gradient.at.largest, of_gradient.saturated, of_gradient.flushed) == (1, 1, 0)
+    dtypes = {each.at.value.dtype for each in found.values() if each.operand == "gradient"}
+    assert dtypes == {"f8_e5m2" if recipe == "fp8" else "f8_e4m3fn"}
+    assert "flushed to zero" in str(report) and all(each.value.kind != "weight" for each in report.last)
 
 
 def test_explain_shows_each_quantization_when_it_runs_and_why() -> None:
@@ -225,7 +265,7 @@ class Squares(nn.Module):
         self.inner = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x @ x.t()).relu()
+        return x + self.inner(x @ x.t()).relu()
 
 
 def test_products_outside_of_modules_are_not_quantized() -> None:

@@ -98,7 +98,7 @@ def with_quantized(tensors: Tensors) -> Tensors:
     params[0].clamp_(-2.5, 2.5)  # in the middle of what is quantized alike, where small steps leave it
     if isinstance(tensors, AdamTensors):
         tensors.exp_avg_sqs[0].fill_(1.0)
-    tensors.quantized = {i: (quantize_weight(params[i]), params[i]) for i in range(len(MATRICES))}
+    tensors.quantized = {i: (quantize_weight(params[i], False), params[i]) for i in range(len(MATRICES))}
     for param, factor in zip(params, (1, 2.0**20, 2.0**-20, 0.0), strict=False):
         param.mul_(factor)
     params[4][3, 5], params[5][1, 2] = torch.inf, torch.nan
@@ -109,7 +109,7 @@ def assert_quantized(params: Sequence[Tensor], buffers: Sequence[Tensor]) -> Non
     """Buffers hold the bits of quantizing the parameters now."""
     for buffer, param in zip(buffers, params, strict=True):
         used = slice(2 * param.numel() + 8)
-        assert_equal([buffer[used].view(torch.uint8)], [quantize_weight(param)[used].view(torch.uint8)])
+        assert_equal([buffer[used].view(torch.uint8)], [quantize_weight(param, False)[used].view(torch.uint8)])
 
 
 def assert_equal(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
