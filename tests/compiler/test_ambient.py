@@ -391,13 +391,6 @@ def test_other_backends_are_left_alone():
     assert torch.compile(lambda x: module(x) + 1, backend="eager")(torch.randn(2, 8)).dtype == HIGH, "in silence"
 
 
-def test_without_dynamos_hook_there_is_one_warning_and_ambient_autocast_still_works(monkeypatch):
-    ambient = ampcompile.compiler.ambient
-    monkeypatch.setattr(optimize_contexts, "wrap_call", lambda *_: (_ for _ in ()).throw(AttributeError("gone")))
-    with pytest.warns(AmpWarning, match="open torch.autocast around the call yourself"):
-        assert not ambient.install.__wrapped__()
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_call_that_is_broken_off_anywhere_leaves_the_thread_as_it_was(error):
     x = torch.randn(2, 8)

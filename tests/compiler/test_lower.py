@@ -5,17 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
-from ampcompile.compiler.backend import rewrite
-from ampcompile.compiler.lower import _inductor_config, lower
-from ampcompile.config import Options
-from ampcompile.kernels.packed_linear import LinearBlocks
 from ampcompile.passes import base, pipeline
-from ampcompile.passes.analysis.wide_products import WideProducts
-from ampcompile.weights import CopySpec, Form
-from tests.compiling import LOW, amp, gradients
+from tests.compiling import amp, gradients
 
 
 def fails(gm):
@@ -66,34 +59,6 @@ def test_a_pass_that_fails_or_breaks_its_graph_or_lies_is_named(monkeypatch, act
     x = torch.randn(4, 4, requires_grad=gradients)
     with pytest.raises(Exception, match=f"pass wrong failed: {said}"), torch.set_grad_enabled(gradients):
         amp(lambda x: (x @ x).sin(), lower=lower)[0](x)
-
-
-@pytest.mark.parametrize("gradients", [True, False], ids=["joint", "inference"])
-def test_a_watch_sees_the_graph_as_it_comes_and_after_each_pass(gradients):
-    seen = []
-
-    def backend(gm, example_inputs):
-        graph = rewrite(gm, example_inputs, Options(lower="aot_eager")).graph
-        return lower(graph, example_inputs, Options(lower="aot_eager"), lambda done, gm: seen.append((done, gm)))
-
-    model, x = nn.Linear(4, 4), torch.randn(2, 4)
-    with torch.set_grad_enabled(gradients), torch.autocast("cpu", LOW):
-        torch.compile(model, backend=backend)(x)
-    assert [done for done, _ in seen] == [None, *pipeline.after(WideProducts.on_this_cpu(Options(lower="aot_eager")))]
-    assert len({id(gm) for _, gm in seen}) == 1
-
-
-@pytest.mark.parametrize(("numerics", "emulated"), [("eager", True), ("relaxed", False)])
-def test_inductor_rounds_as_eager_does_unless_it_may_not(numerics: str, emulated: bool) -> None:
-    gm = GraphModule({}, Graph())
-    options = Options(numerics=numerics, inductor=(("max_autotune", True),))
-    strided, packed = CopySpec(0, Form(LOW)), CopySpec(1, Form(LOW), LinearBlocks())
-    config = _inductor_config(gm, [], options, [strided])
-    assert config["emulate_precision_casts"] is emulated and config["max_autotune"] is True
-    assert "size_asserts" not in config
-    assert _inductor_config(gm, [], options, [strided, packed])["size_asserts"] is False
-    mine = Options(inductor=(("emulate_precision_casts", False),))
-    assert _inductor_config(gm, [], mine, [])["emulate_precision_casts"] is False, "the user's own word is the last"
 
 
 @pytest.mark.ci

@@ -1,6 +1,5 @@
 """Modules keep their paths wherever Dynamo starts a graph."""
 
-from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
-from ampcompile.compiler.module_names import module_names
 
 
 class Inner(nn.Module):
@@ -105,13 +103,3 @@ def test_a_policy_reaches_the_layer_it_names_and_no_other_across_graph_breaks() 
     )
     for _ in range(2):
         assert [out.dtype for out in compiled(torch.randn(2, 4))] == expected
-
-
-def test_wrappers_are_no_part_of_a_path_and_an_outer_path_wins() -> None:
-    inner = nn.Linear(2, 2)
-    model = nn.Sequential(torch.compile(nn.Sequential(inner), backend="eager"))
-    assert module_names(model.forward)[str(id(inner))] == "0.0"
-    for held in ({"part": inner, "model": model}, {"model": model, "part": inner}):
-        owner = SimpleNamespace(**held)
-        assert module_names(MethodType(lambda self: None, owner))[str(id(inner))] == "0.0"
-    assert module_names(None) == {}

@@ -2,15 +2,11 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph
 
 import ampcompile
-from ampcompile.insight.recorder import computes_in
 from ampcompile.insight.records import CastRecord, GraphRecord
-from tests.insight.made_up import cast
 
 LOW, HALF, HIGH, WIDE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -53,35 +49,6 @@ def test_biases_are_told_from_weights() -> None:
         *(("weight", (2, 3, 1)), ("bias", (2,))),
         *(("weight", (15, 8)), ("bias", (15,)), ("weight", (4, 5)), ("weight", (15, 5)), ("bias", (15,))),
     ]
-
-
-def test_a_cast_runs_in_every_call_unless_it_became_something_else() -> None:
-    fates = [("inserted",), ("inserted", "hoisted"), ("shared",), ("inserted", "folded"), ("fused",)]
-    assert [cast(fate=fate).runs for fate in fates] == [True, False, False, False, False]
-    assert [cast(fate=fate).when for fate in fates] == ["every call", "once per update", "shared", "folded", "fused"]
-
-
-@pytest.mark.parametrize(
-    ("results", "operands", "dtype"),
-    [
-        ([LOW], [HIGH], LOW),
-        ([torch.int64, HALF], [HIGH], HALF),
-        ([torch.bool], [torch.int64, WIDE, LOW], WIDE),
-        ([torch.bool], [torch.int64], torch.bool),
-        ([], [LOW], LOW),
-        ([], [], None),
-    ],
-)
-def test_an_op_computes_in_its_result_or_else_in_its_first_floating_operand(
-    results: list[torch.dtype], operands: list[torch.dtype], dtype: torch.dtype | None
-) -> None:
-    graph = Graph()
-    inputs = [graph.placeholder(f"x{i}") for i in range(len(operands))]
-    for node, operand in zip(inputs, operands, strict=True):
-        node.meta["val"] = torch.empty(1, dtype=operand)
-    node = graph.call_function(max, tuple(inputs))
-    node.meta["val"] = [torch.empty(1, dtype=result) for result in results]
-    assert computes_in(node) == dtype
 
 
 def test_a_graph_holds_ops_with_what_they_read_through_casts_and_what_is_returned() -> None:
@@ -132,17 +99,6 @@ def test_a_graph_says_under_which_autocast_it_was_traced() -> None:
     with torch.autocast("cpu", enabled=False):
         assert record(double, x).precision == "cpu without autocast"
     assert record(double, x.to("meta")).precision == "meta without autocast"
-
-
-def test_every_pass_since_the_casts_is_in_the_totals() -> None:
-    found = record(double, torch.randn(2, 2, requires_grad=True))
-    stages = [total.stage for total in found.totals]
-    assert stages[0] == "insert_casts" and "differentiated: backward" in stages
-    joint = [stage for stage in stages if stage.endswith("forward and backward")]
-    assert joint[0] == "differentiated, forward and backward" and len(joint) > 3
-    done = [applied.name for applied in found.history]
-    assert done.index("assign_precision") < done.index("insert_casts")
-    assert stages[: stages.index(joint[0])] == done[done.index("insert_casts") :]
 
 
 def test_inputs_that_dynamo_knows_as_parameters_or_buffers_are_weights() -> None:

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from ampcompile.kernels import native
-from ampcompile.scaler.conditions import dense, same_layout
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.scaler.cases import assert_equal, scaled
 
@@ -168,32 +167,3 @@ def test_without_a_compiler_torchs_kernels_do_the_work(monkeypatch, caplog):
     scaler.update()
     assert "no C++ compiler works here" in caplog.text
     assert (params[0] < before).all()
-
-
-@pytest.mark.parametrize(
-    ("size", "stride", "is_dense"),
-    [
-        ((3, 4), (4, 1), True),
-        ((3, 4), (1, 3), True),
-        ((2, 3, 4), (1, 8, 2), True),
-        ((1, 4), (99, 1), True),
-        ((4, 1), (1, 7), True),
-        ((3, 3), (2, 2), False),  # fills nine places' worth, with repeats
-        ((3, 4), (5, 1), False),
-        ((3, 4), (0, 1), False),
-        ((0, 4), (4, 1), True),
-        ((), (), True),
-    ],
-)
-def test_what_counts_as_dense(size, stride, is_dense):
-    assert dense(torch.zeros(64).as_strided(size, stride)) == is_dense
-
-
-def test_strides_of_dimensions_of_size_one_do_not_matter():
-    a, b = torch.zeros(64).as_strided((4, 1), (1, 4)), torch.zeros(64).as_strided((4, 1), (1, 1))
-    assert same_layout(a, b)
-    turned = [torch.zeros(64).as_strided((3, 1, 2), (1, stride, 3)) for stride in (3, 9)]
-    assert same_layout(*turned) and not turned[0].is_contiguous()
-    assert not same_layout(torch.zeros(2, 2), torch.zeros(2, 2).t())
-    assert not same_layout(torch.zeros(4), torch.zeros(5))
-    assert not same_layout(torch.zeros(3, 2).t(), torch.zeros(3, 2))

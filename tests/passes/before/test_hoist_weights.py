@@ -250,15 +250,3 @@ def test_same_bits(case: str, lower: str) -> None:
     for ours, theirs in zip(*results, strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or torch.equal(ours, theirs)
-
-
-def test_weights_and_copies_are_static_for_inductor() -> None:
-    from torch._functorch._aot_autograd.frontend_utils import _try_get_metadata_from_dynamo
-
-    (graph,) = rewritten(Block(twice_and_view), torch.randn(3, 8))
-    inputs = graph.graph.graph.find_nodes(op="placeholder")
-    _, static = _try_get_metadata_from_dynamo(graph.graph, {}.keys(), len(inputs), full_args_descs=[])
-    names = {inputs[i].name for i in static}
-    assert {n.name for n in inputs if decision_of(n).copy} <= names
-    assert {n.name for n in inputs if "parameters" in n.name or "buffer" in n.name} <= names
-    assert "l_x_" not in names
