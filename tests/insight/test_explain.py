@@ -5,6 +5,7 @@ import inspect
 import linecache
 import random
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -218,26 +219,35 @@ def test_the_first_table_adds_up_to_the_rows_below_it(products: str, monkeypatch
     assert ("run in f32 on rounded operands" in str(report)) is (products == "float32")
 
 
-def test_nothing_is_left_behind() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("seen", ["closed over", "argument", "keyword"])
+def test_nothing_is_left_behind(seen: str, fails: bool) -> None:
     model = nn.Sequential(ConvNet(), nn.Dropout(0.5))
-    x = torch.randn(4, 3, 6, 6)
+    x = torch.randn(4, 3, 6, 6, requires_grad=True)
     weight = model[0].conv.weight
-    weight.grad = torch.ones_like(weight)
+    weight.grad = given = torch.ones_like(weight)
 
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).sum() + torch.rand(())
+    def step(x: Tensor, models: list[nn.Module]) -> Tensor:
+        loss = models[0](x).sum() + torch.rand(())
         loss.backward()
+        if fails:
+            raise KeyError("mine")
         return loss
 
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    explained = ampcompile.explain(step)  # may import a module that draws a number, the first time
+    f, args, kwargs = {
+        "closed over": (lambda x: step(x, [model]), (x,), {}),
+        "argument": (step, (x, [model]), {}),
+        "keyword": (step, (x,), {"models": [model]}),
+    }[seen]
+    explained = ampcompile.explain(f, lower="eager")  # may import a module that draws a number, the first time
     rng, python = torch.get_rng_state(), random.getstate()
-    report = explained(x)
-    assert report.ops
+    with pytest.raises(KeyError, match="mine") if fails else nullcontext():
+        assert explained(*args, **kwargs).ops
     assert torch.equal(torch.get_rng_state(), rng) and random.getstate() == python
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert torch.equal(weight.grad, torch.ones_like(weight))
-    assert model[0].head.weight.grad is None
+    assert weight.grad is given and torch.equal(given, torch.ones_like(weight))
+    assert model[0].head.weight.grad is None and x.grad is None
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["compiled before", "compiled after"])
