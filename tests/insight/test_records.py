@@ -7,21 +7,16 @@ from torch import Tensor, nn
 
 import ampcompile
 from ampcompile.insight.records import CastRecord, GraphRecord
+from tests.models import Net, weight
 
 LOW, HALF, HIGH, WIDE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
-class Reads(nn.Module):
+def reads(m: Any, x: Tensor) -> Tensor:
     """Products with a view of a weight, a constant, an input's part and an activation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x[:2].t() @ x[:2]
-        y = y @ self.weight.t()
-        return y @ torch.eye(4).cumsum(0)
+    y = x[:2].t() @ x[:2]
+    y = y @ m.weight.t()
+    return y @ torch.eye(4).cumsum(0)
 
 
 def casts(f: Any, *args: Tensor, **options: Any) -> list[CastRecord]:
@@ -29,7 +24,7 @@ def casts(f: Any, *args: Tensor, **options: Any) -> list[CastRecord]:
 
 
 def test_what_is_cast_is_followed_through_views_to_where_it_comes_from() -> None:
-    found = casts(Reads(), torch.randn(3, 4), policy="op cumsum=fp32")
+    found = casts(Net(reads, weight=weight(4, 4)), torch.randn(3, 4), policy="op cumsum=fp32")
     assert {(cast.of, cast.shape, cast.bytes) for cast in found if cast.dtype_to == LOW} == {
         ("input", (4, 2), 8 * 6),
         ("input", (2, 4), 8 * 6),
@@ -102,16 +97,9 @@ def test_a_graph_says_under_which_autocast_it_was_traced() -> None:
 
 
 def test_inputs_that_dynamo_knows_as_parameters_or_buffers_are_weights() -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(2, 2))
-            self.register_buffer("table", torch.randn(2, 2))
+    both = Net(lambda m, x: x @ m.weight @ m.table, weight=weight(2, 2), table=nn.Buffer(torch.randn(2, 2)))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.weight @ self.table
-
-    assert [cast.of for cast in record(Both(), torch.randn(2, 2), outputs="autocast").casts] == [
+    assert [cast.of for cast in record(both, torch.randn(2, 2), outputs="autocast").casts] == [
         "input",
         "weight",
         "weight",

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import ampcompile
 import ampcompile.weights as weights
 from ampcompile.weights.binding import PAYS
+from tests.models import Net
 from tests.weights.writers import unseen
 
 lowered = pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
@@ -59,16 +60,6 @@ def small_integers(shape: tuple[int, ...]) -> Tensor:
     return torch.randint(-2, 3, shape).float()
 
 
-class Product(nn.Module):
-    def __init__(self, product: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(small_integers(shape))
-        self.product = product
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight)
-
-
 LATE = {
     "linear": (F.linear, (4, 8), (3, 8)),
     "x @ w": (torch.matmul, (8, 4), (3, 8)),
@@ -82,7 +73,7 @@ LATE = {
 @pytest.mark.parametrize("case", LATE)
 def test_a_late_backward_has_the_old_weights(case: str, write: str, lower: str) -> None:
     product, weight_shape, x_shape = LATE[case]
-    module = Product(product, weight_shape)
+    module = Net(lambda m, x: product(x, m.weight), weight=nn.Parameter(small_integers(weight_shape)))
     compiled = amp(module, lower)
     x = small_integers(x_shape).requires_grad_()
     old = copy.deepcopy(module)
@@ -142,17 +133,8 @@ def test_fifty_calls_in_a_step_keep_one_copy(lower: str) -> None:
     assert held.copies == 2
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x).float()
-
-
 def test_a_hundred_blocks_compiled_one_by_one_are_cast_once() -> None:
-    blocks = nn.ModuleList(Block() for _ in range(100))
+    blocks = nn.ModuleList(Net(lambda m, x: x + m.linear(x).float(), linear=nn.Linear(8, 8)) for _ in range(100))
     for block in blocks:
         block.compile(backend="amp", options={"lower": "aot_eager"})
     x = torch.randn(2, 8)
@@ -217,16 +199,9 @@ def test_freed_copies_come_back_with_the_next_call(lower: str) -> None:
 
 
 def test_invalidate_reaches_what_a_models_graphs_read() -> None:
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(64, 64, bias=False)
-            self.tables = [torch.randn(64, 64)]
+    reads = lambda m, x: F.linear(m.linear(x), m.tables[0])  # noqa: E731
 
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(self.linear(x), self.tables[0])
-
-    model = Reads()
+    model = Net(reads, linear=nn.Linear(64, 64, bias=False), tables=[torch.randn(64, 64)])
     compiled = amp(model, "aot_eager")
     x = torch.eye(64)
     with torch.no_grad():

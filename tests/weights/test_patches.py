@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompile.weights import Binding
+from tests.models import Net
 from tests.threads import running
 from tests.weights.bindings import bind
 from tests.weights.writers import unsampled
@@ -155,17 +156,11 @@ def test_an_array_of_a_subclass_s(copied: tuple[nn.Parameter, Binding]) -> None:
 
 
 def test_export_of_data(copied: tuple[nn.Parameter, Binding]) -> None:
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = copied[0]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.weight.data.t()
+    reads = Net(lambda m, x: x @ m.weight.data.t(), weight=copied[0])
 
     def outcome(strict: bool) -> str:
         try:
-            return str(torch.export.export(Reads(), (torch.ones(3, 8),), strict=strict).graph)
+            return str(torch.export.export(reads, (torch.ones(3, 8),), strict=strict).graph)
         except RuntimeError as error:
             return str(error).partition("\n")[0]
 
