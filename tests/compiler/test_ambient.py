@@ -132,7 +132,9 @@ def test_a_region_inside_wins_over_the_dtype_option_across_graph_breaks_too():
 
 
 @pytest.mark.filterwarnings("ignore:.* runs in float32:ampcompile.AmpWarning")
-@pytest.mark.parametrize("options", [{}, {"dtype": LOW}, {"lower": "eager"}, {"lower": "inductor"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": LOW}, {"lower": "eager"}, pytest.param({"lower": "inductor"}, marks=pytest.mark.ci)]
+)
 def test_a_disabled_region_around_the_call_means_float32_and_beats_the_dtype_option(options):
     run, x = amp(LINEAR, **options)[0], torch.randn(2, 8)
     assert run(x).dtype == LOW  # compiled and first called elsewhere
