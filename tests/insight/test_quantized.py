@@ -185,7 +185,6 @@ def test_a_watch_names_the_quantized_product_that_overflows_and_changes_no_bit()
     for watched in (False, True):
         torch._dynamo.reset()
         options = {"policy": "op linear=fp8", "products": "torch", "dtype": torch.float16, "watch": watched}
-        options["lower"] = "aot_eager"
         compiled = torch.compile(model, backend="amp", options=options)
         result = compiled(x)
         gradients = torch.autograd.grad(result.sum(), [*model.parameters()])
