@@ -47,10 +47,12 @@ def adam_(
     If `found_inf` isn't 0 nothing changes, step counts included; copies are cast from the weights either way.
     Both are one float32 element on the tensors' device, or None. `workspace` keeps a GPU's buffers between calls.
     Moves 28 bytes a parameter with float32 gradients, 8 more for amsgrad, 2 more for a copy; as many for a 16-bit
-    parameter with a remainder, 24 with a random key, 32 with a master.
+    parameter with a remainder, 24 with a random key, 32 with a master. On a GPU 3 more to quantize it, 7 if its scale
+    changes.
     """
     rates = [group.lr for group in tensors.groups]
-    step_("adam", table_of(tensors), group_values(tensors.groups), rates, multiplier, found_inf, workspace)
+    table, settings = table_of(tensors), group_values(tensors.groups)
+    step_("adam", table, settings, rates, multiplier, found_inf, workspace, tensors.quantized)
 
 
 def adam_reference_(tensors: AdamTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:

@@ -22,17 +22,13 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ampcompile.dtypes import FP8_MULTIPLE, first_to_infinity
 from ampcompile.torch_private import dispatcher, profiling
 
+from .triton.tables import ABOVE, CARRY
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TAIL = 16
 """Bytes behind a buffer's two matrices: the scale and the largest finite magnitude, both float32, and nothing."""
 LEAST = 2.0**-100
 """The least magnitude that a factor is made of: the factor and its inverse are normal numbers."""
-LEAST_BITS = (127 - 100) << 23
-"""The same as the bits of a float32."""
-CARRY = 0x1FFFFF
-"""Carries into a float32's exponent if its fraction is above 1.75, that of e4m3's largest number, 1.75 * 2**8."""
-ABOVE = 127 + 8 + 127
-"""The sum of the biased exponents of a magnitude, carried, and of its factor, a power of two."""
 
 
 def magnitude(wide: Tensor) -> Tensor:
@@ -79,7 +75,7 @@ def quantize_many_(buffers: Sequence[Tensor], weights: Sequence[Tensor]) -> None
     """Write weights, of any floating type, quantized into their buffers, and raise the buffers' versions; no host sync.
 
     Reads a float32 weight twice and writes 2 bytes a number: 10 bytes. On a GPU two launches for each device and type,
-    outside of captures of CUDA graphs.
+    outside of captures of CUDA graphs; sizes are multiples of 16 there, as `_scaled_mm` asks for.
     """
     for device in dict.fromkeys(buffer.device for buffer in buffers):
         jobs = [(b, w) for b, w in zip(buffers, weights, strict=True) if b.device == device]
@@ -87,8 +83,7 @@ def quantize_many_(buffers: Sequence[Tensor], weights: Sequence[Tensor]) -> None
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             from .triton import quantize_many as gpu
 
-            constants = {"LEAST": LEAST_BITS, "CARRY": CARRY, "ABOVE": ABOVE}
-            gpu.quantize_many_([w for _, w in jobs], [parts(b, *w.shape) for b, w in jobs], **constants)
+            gpu.quantize_many_([w for _, w in jobs], [b for b, _ in jobs])
             torch.autograd.graph.increment_version([b for b, _ in jobs])
         else:
             quantize_many_reference_(*zip(*jobs, strict=True))

@@ -42,10 +42,11 @@ def sgd_(
     If `found_inf` isn't 0 nothing changes; copies are cast from the weights either way. Both are one float32
     element on the tensors' device, or None. `workspace` keeps a GPU's buffers between calls. Moves 12 bytes a
     parameter with float32 gradients, 8 more for momentum, 2 more for a copy; as many for a 16-bit parameter with a
-    remainder, 8 with a random key, 16 with a master.
+    remainder, 8 with a random key, 16 with a master. On a GPU 3 more to quantize it, 7 if its scale changes.
     """
     rates = [group.lr for group in tensors.groups]
-    step_("sgd", table_of(tensors), group_values(tensors.groups), rates, multiplier, found_inf, workspace)
+    table, settings = table_of(tensors), group_values(tensors.groups)
+    step_("sgd", table, settings, rates, multiplier, found_inf, workspace, tensors.quantized)
 
 
 def sgd_reference_(tensors: SgdTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:

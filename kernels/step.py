@@ -15,7 +15,10 @@ from ampcompile.torch_private import foreach, profiling
 
 from . import native
 from .masters import read_master, write_master
-from .triton.tables import GradTable, Kind, StepTable
+from .triton.tables import BESIDE, GradTable, Kind, StepTable
+
+Quantized = Mapping[int, tuple[Tensor, Tensor]]
+"""Buffers of quantized weights, see `fp8.buffer_like`, and the weights, which lie row by row; by index"""
 
 
 @dataclass
@@ -37,6 +40,8 @@ class StepTensors:
     """State that keeps the precision of 16-bit parameters, see `masters`; None for others. May be empty, as the next"""
     checksums: list[Tensor | None] = field(default_factory=list)
     """Those of parameters with remainders; else None"""
+    quantized: Quantized = field(default_factory=dict)
+    """Written with the new weights"""
     group_of: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -58,10 +63,20 @@ class StepTensors:
             write_master(self.params[i], kept, self.checksums[i], weight)
         if copy is not None:
             copy.copy_(self.params[i])
+        if i in self.quantized:
+            quantize({i: self.quantized[i]})
 
     def count_step(self) -> None:
         """Begin a step: random bits that round parameters differ from step to step, skipped ones too."""
         _count_step([key for key in self.kept if key is not None and key.dtype == torch.int64])
+
+
+def quantize(weights: Quantized) -> None:
+    """Quantize weights into their buffers."""
+    if weights:
+        from .fp8 import quantize_many_  # defines ops that few need
+
+        quantize_many_(*zip(*weights.values(), strict=True))
 
 
 def _count_step(keys: list[Tensor]) -> None:
@@ -83,16 +98,18 @@ def step_(
     multiplier: Tensor | None,
     found_inf: Tensor | None,
     workspace: dict[str, Any] | None,
+    quantized: Quantized,
 ) -> None:
-    """Take the step of the optimizer `name`, `adam` or `sgd`, on the tensors of a table.
+    """Take the step of the optimizer `name`, `adam` or `sgd`, on the tensors of a table, and quantize weights.
 
     `settings`: see `native.group_values`. `rates`: the groups' learning rates.
     """
     with profiling.region(f"amp: {name}_"):
         _count_step(table.keys)
         if table.grads.device.type == "cuda":
-            from .triton import adam, sgd
+            from .triton import adam, quantize_many, sgd
 
+            quantize_many.take(table, quantized)
             step = {"adam": adam.step_, "sgd": sgd.step_}[name]
             table.kinds = table.kinds or kinds_of(table)
             step(
@@ -105,6 +122,7 @@ def step_(
             )
         else:
             native.call(name, len(table.grads.numels), *table.pointers, settings, multiplier, found_inf)
+            quantize(quantized)
 
 
 def grad_table(grads: Sequence[Tensor], addresses: np.ndarray | None = None) -> GradTable:
@@ -121,7 +139,9 @@ def table_of(tensors: StepTensors) -> StepTable:
     """The table of a step's tensors."""
     t = tensors
     beside = [copy if kept is None else kept for copy, kept in zip(t.copies, t.kept, strict=True)]
-    addresses = native.addresses(t.grads, t.params, *(getattr(t, name) for name in t.STATES), beside, t.checksums)
+    none: list[Tensor | None] = [None] * len(t.params)
+    states = [getattr(t, name) for name in t.STATES]
+    addresses = native.addresses(t.grads, t.params, *states, beside, t.checksums, none, none)
     grads = grad_table(t.grads, addresses[0])
     codes = grads.codes, native.dtype_codes(t.params), native.dtype_codes(beside)
     keys = [kept for kept in t.kept if kept is not None and kept.dtype == torch.int64]
@@ -133,7 +153,7 @@ def take_copies(table: StepTable, copies: Mapping[int, Tensor]) -> None:
     """Let the step write these copies, by their parameters' indices, with float32 parameters, and no others."""
     places = {i: (copy.data_ptr(), copy.dtype) for i, copy in copies.items()}
     if places != table.copies:
-        beside, codes = table.addresses[-2], table.codes[2]
+        beside, codes = table.addresses[BESIDE], table.codes[2]
         for i in table.copies:
             beside[i] = codes[i] = 0
         for i, (address, dtype) in places.items():
@@ -145,7 +165,7 @@ def kinds_of(table: StepTable) -> list[Kind]:
     """Group tensors as in `StepTable.kinds`. Tensors without a copy join those with one, in the same launch."""
     dtypes = list(native.DTYPE_CODES)
     kinds: dict[tuple[torch.dtype, torch.dtype, torch.dtype | None, bool], list[int]] = {}
-    rows = *table.codes, table.addresses[-2] != 0, table.addresses[table.optional] != 0
+    rows = *table.codes, table.addresses[BESIDE] != 0, table.addresses[table.optional] != 0
     usual = next((dtypes[code] for _, param, code, there, _ in zip(*rows, strict=True) if there and not param), None)
     for i, (grad, param, code, there, has_state) in enumerate(zip(*rows, strict=True)):
         kind = dtypes[grad], dtypes[param], dtypes[code] if there else usual, bool(has_state)

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node, map_arg
 
 from ampcompile.errors import AmpError, PassError
+from ampcompile.torch_private import pytree, tracing
+from ampcompile.torch_private.types import OpOverload
 
-from .graph import graphs
-from .verify import verify
+from .analysis.schema import writes
+from .graph import UNDECIDED, graphs, source_line
 
 log = logging.getLogger("ampcompile")
 VERIFY = os.environ.get("AMPCOMPILE_VERIFY") == "1"  # between every two passes; the tests switch it on
@@ -36,6 +38,28 @@ class Pass(Protocol):
     def fate(self) -> str: ...
     def apply(self, gm: GraphModule) -> int:
         """Rewrite the graph, and the bodies that it calls, in place; return the number of rewrites."""
+
+
+class EachGraph:
+    """Base of passes that treat a graph and the bodies that it calls alike: each defines `rewrite`.
+
+    What that computes is fake values, without gradients or autocast.
+    """
+
+    fate = ""
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def apply(self, gm: GraphModule) -> int:
+        """Rewrite the graph, and the bodies that it calls, in place; return the number of rewrites."""
+        with tracing.on_fakes_of(gm), torch.no_grad():
+            return sum(map(self.rewrite, graphs(gm)))
+
+    def rewrite(self, gm: GraphModule) -> int:
+        """Rewrite one graph in place; return the number of rewrites."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -81,3 +105,39 @@ def run_passes(passes: Sequence[Pass], gm: GraphModule, watch: Watch | None = No
             watch(current, gm)
         log.debug("%s: %d rewrites, %.1f ms", current.name, rewrites, 1e3 * history[-1].seconds)
     return history
+
+
+def verify(gm: GraphModule, known: dict[Any, torch.dtype] | None = None) -> None:
+    """Raise AssertionError at the first op whose fake value has another dtype than running the op again gives.
+
+    Skips graphs before `InsertCasts`: their values come from the autocast trace, and the ops alone give other dtypes.
+    `known`: cache of result dtypes by op and operands, so that verifying after each of many passes runs an op once.
+    """
+    if UNDECIDED in gm.meta:
+        return
+    known = {} if known is None else known
+    with tracing.on_fakes_of(gm), torch.no_grad():
+        for graph in graphs(gm):
+            for node in graph.graph.nodes:
+                _verify(node, known)
+
+
+def _verify(node: Node, known: dict[Any, torch.dtype]) -> None:
+    claimed = node.meta.get("val")
+    on_tensors = isinstance(node.target, OpOverload) and isinstance(claimed, torch.Tensor)
+    if not on_tensors or writes(node.target):
+        return
+    arguments = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    key = node.target, str(pytree.tree_map_only(torch.Tensor, _kind, arguments))
+    if key not in known:
+        args, kwargs = arguments
+        known[key] = node.target(*args, **kwargs).dtype
+    assert known[key] == claimed.dtype, (
+        f"{node.format_node()} claims {claimed.dtype}, gives {known[key]} ({source_line(node)})"
+    )
+
+
+def _kind(value: torch.Tensor) -> tuple[Any, ...]:
+    """The properties of an operand that the dtype of a result may depend on."""
+    strides = value.stride() if value.layout is torch.strided else ()
+    return type(value).__name__, value.dtype, value.device, value.layout, tuple(value.shape), strides

@@ -28,6 +28,8 @@ EXIT = regions.EXIT_AUTOCAST
 _OURS = os.path.dirname(dtypes.__file__) + os.sep
 _BELOW_AUTOGRAD = frozenset({"_get_data_attr", "_lower_version_count_by_1"})
 UNDECIDED = "amp_undecided"  # in `gm.meta` until casts are inserted: values still have the dtypes of the autocast trace
+GRAPH_BEFORE_FUSION = "amp_unfused"
+"""Key in `gm.meta` of the graph before fusing, for second derivatives: a fused op's backward has none."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,14 @@ def graphs(gm: GraphModule) -> Iterator[GraphModule]:
             seen.add(id(graph))
             yield graph
             pending += reversed([body for _, body in bodies(graph)])
+
+
+def fusions(gm: GraphModule) -> Iterator[Fusion]:
+    """Yield the record of every fused op of a graph and its bodies."""
+    for graph in graphs(gm):
+        for node in graph.graph.nodes:
+            if (fusion := decision_of(node).fusion) is not None:
+                yield fusion
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:

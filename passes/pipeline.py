@@ -22,14 +22,14 @@ from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.after.drop_casts import DropCasts
 from ampcompile.passes.after.recompute_casts import RecomputeCasts
 from ampcompile.passes.after.save_old_values import SaveOldValues
-from ampcompile.passes.after.share_casts import ShareEveryCast
+from ampcompile.passes.after.share_every_cast import ShareEveryCast
 from ampcompile.passes.after.widen_late import WidenLate
 from ampcompile.passes.after.widen_products import WidenProducts
 from ampcompile.passes.after.widen_weight_gradients import WidenWeightGradients
 from ampcompile.passes.after.write_for_products import WriteForProducts
 from ampcompile.passes.after.write_once import WriteOnce
 from ampcompile.passes.after.write_roundings import WriteRoundings
-from ampcompile.passes.analysis.wide_products import NONE_WIDE, WideProducts
+from ampcompile.passes.analysis.wide_products import NO_PRODUCTS, WideProducts
 from ampcompile.passes.before.fold_casts import FoldCasts
 from ampcompile.passes.before.hoist_weights import HoistWeights
 from ampcompile.passes.before.insert_casts import InsertCasts
@@ -93,7 +93,7 @@ def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
 
 
 def after(
-    wide: WideProducts = NONE_WIDE,
+    wide: WideProducts = NO_PRODUCTS,
     watched: list[WatchedValue] | None = None,
 ) -> tuple[Pass, ...]:
     """Passes on the joint graph of forward and backward, or on forward alone where no gradients are needed.

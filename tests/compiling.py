@@ -13,7 +13,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from ampcompile.compiler import lower as lowering
+from ampcompile.compiler import inductor
 from ampcompile.compiler.backend import Rewritten, rewrite
 from ampcompile.compiler.lower import lower
 from ampcompile.config import Options
@@ -106,7 +106,7 @@ def gradients_and_code(
     module: torch.nn.Module, x: torch.Tensor, patch: pytest.MonkeyPatch
 ) -> tuple[list[torch.Tensor | None], list[str]]:
     """The gradients of a sum of squares, and what Inductor wrote for it now: nothing comes from caches."""
-    patch.setattr(lowering, "cache_key", lambda *_: str(uuid4()))
+    patch.setattr(inductor, "cache_key", lambda *_: str(uuid4()))
     torch._dynamo.reset()
     run = amp(module, lower="inductor")[0]
     return run_and_get_code(lambda: gradients(module, lambda _: run(x).float().square().sum()))

@@ -28,7 +28,7 @@ LAW = [
     {"weights", "rules"},
     {"policy", "scaler", "precision"},
     {"config", "sharding"},
-    {"passes.graph", "passes.verify", "passes.base", "passes.weight_copy", "passes.watch_op"},
+    {"passes.graph", "passes.base", "passes.weight_copy", "passes.watch_op"},
     {"passes.analysis"},
     {"passes.capture", "passes.decide", "passes.before", "passes.fuse", "passes.after", "passes.replay"},
     {"passes.pipeline", "passes"},
@@ -41,7 +41,6 @@ LAW = [
 ]
 OPEN = {
     "passes.graph",
-    "passes.verify",
     "passes.base",
     "passes.weight_copy",
     "passes.watch_op",

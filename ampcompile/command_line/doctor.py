@@ -66,12 +66,9 @@ def _version(package: str) -> str | None:
 
 
 def _cpu() -> dict[str, Any]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    words = {word for line in lines for word in line.split()}
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    core = processor.read_core()
+    words = set(core.split())
+    name = next((line.partition(":")[2].strip() for line in core.splitlines() if line.startswith("model name")), "")
     return {
         "device": "cpu",
         "name": name or platform.processor() or platform.machine(),

@@ -29,7 +29,7 @@ from ampcompile.torch_private import (
 
 from . import mixed_operands, unmatched
 from .call_state import current_call
-from .results import Call, widen_results
+from .results import Widening
 
 
 def runs_as_written(device_type: str) -> bool:
@@ -173,7 +173,9 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
                     torch.set_autocast_dtype(device_type, low)
                     torch.set_autocast_enabled(device_type, autocast.takes(device_type, low))
                 result = calls.run(*args, **kwargs)
-                return widen_results(result, low, Call(args, kwargs, module, first)) if widening else result
+                if not widening or (isinstance(result, torch.Tensor) and result.dtype is not low):
+                    return result
+                return Widening(low, args, kwargs, module, first).of(result)
             finally:
                 _restore(outer, callback, cached, opened)
         except BaseException:  # an interrupt may have come during `_restore`
@@ -191,7 +193,7 @@ def _warn_of_region(fn: Any, dtype: torch.dtype | None, device_type: str) -> Non
         f"which beats options={{'dtype': {dtype}}}; expected no region. Remove it. Or, if it switches amp on and "
         f"off, name the type there instead of in the options: torch.autocast({device_type!r}, {dtype}, enabled=...).",
         AmpWarning,
-        stacklevel=unmatched.outside(),
+        stacklevel=unmatched.find_user_level(),
     )
 
 
@@ -229,7 +231,7 @@ def _warn_inside_another(name: str) -> None:
             "that one compiles it too, and without autocast it runs in float32. Compile the outer function with "
             "backend 'amp', or keep this one out of it by torch.compiler.disable.",
             AmpWarning,
-            stacklevel=unmatched.outside(),
+            stacklevel=unmatched.find_user_level(),
         )
 
 

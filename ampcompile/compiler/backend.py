@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,21 +17,22 @@ from torch.fx import GraphModule, Node
 from ampcompile.config import Options
 from ampcompile.insight import logs
 from ampcompile.passes.analysis.weights import find_copied_weights, find_gathered_weights
-from ampcompile.passes.analysis.wide_products import is_emulated
+from ampcompile.passes.analysis.wide_products import advice_without_units, is_emulated
 from ampcompile.passes.base import Applied, Watch, run_passes
 from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.capture.capture import capture
-from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
-from ampcompile.passes.graph import Regions, name_modules
+from ampcompile.passes.graph import GRAPH_BEFORE_FUSION, Regions, name_modules
 from ampcompile.passes.pipeline import fusion, pipeline
 from ampcompile.torch_private import autocast, compiled_functions, dynamo_modules, tracing
 
-from . import advice, ambient, left_to_autocast
+from . import ambient, left_to_autocast
 from .call_state import current_call
 from .double_backward import copy_with_bodies
 from .left_to_autocast import LEFT
 from .lower import lower
 from .module_names import module_names
+
+log = logging.getLogger("ampcompile")
 
 
 @dataclass(frozen=True)
@@ -119,16 +122,42 @@ def _device_type(example_inputs: Sequence[Any]) -> str:
     return next((d for d in devices if d != "cpu" and autocast.is_available(d)), "cpu")
 
 
+def warn_of_unscaled(device_type: str, example_inputs: Sequence[Any]) -> None:
+    """Warn, once, that a graph about to be compiled trains in float16 while this process has no scaler."""
+    if not torch.is_autocast_enabled(device_type) or torch.get_autocast_dtype(device_type) is not torch.float16:
+        return
+    trains = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+    if trains:
+        _look_for_a_scaler(device_type)
+
+
+@functools.cache
+def _look_for_a_scaler(device_type: str) -> None:
+    # Not `isinstance`: it reads `__class__`, which makes lazy objects of some packages load modules.
+    if not any(issubclass(type(instance), torch.amp.GradScaler) for instance in gc.get_objects()):
+        log.warning(
+            "ampcompile: a graph trains in float16 on %s, and no GradScaler has been made: small gradients become zero "
+            "there. Scale the loss (see ampcompile.GradScaler), or compile with options={'dtype': torch.bfloat16}",
+            device_type,
+        )
+
+
+@functools.cache
+def warn_of_missing_units(low: torch.dtype) -> None:
+    """Warn, once, that a graph computes in a 16-bit type for which this CPU has no units."""
+    log.warning("ampcompile: %s", advice_without_units(low))
+
+
 def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """Dynamo backend. `mode` and `options` are those of `torch.compile`; see `ampcompile.config.Options`."""
     options = Options.parse(**kwargs)
-    advice.warn_of_unscaled(_device_type(example_inputs), example_inputs)
+    warn_of_unscaled(_device_type(example_inputs), example_inputs)
     graph = gm
     if not compiled_functions.is_backward(example_inputs):
         rewritten = rewrite(gm, example_inputs, options)
         graph = rewritten.graph
         if (low := find_type_without_units(rewritten, example_inputs)) is not None:
-            advice.warn_of_missing_units(low)
+            warn_of_missing_units(low)
     with _collect_rarely():
         return lower(graph, example_inputs, options)
 

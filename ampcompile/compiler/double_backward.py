@@ -10,23 +10,26 @@ still those of the call. The node drops copies when autograd drops saved tensors
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from ampcompile.passes.analysis.op_traits import STATISTICS, STATISTICS_UNREAD_IF, has
+from ampcompile.passes.analysis.schema import arguments_by_name, arguments_of, name_of, written_arguments
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import bodies, copy_graph, placeholders
 from ampcompile.passes.pipeline import replay
 from ampcompile.passes.replay.enable_second_backward import has_closed_backward
 from ampcompile.passes.weight_copy import read_copy
 from ampcompile.torch_private import autocast, compiled_functions, pytree, tracing
+from ampcompile.torch_private.types import OpOverload
 
 from .plain_graph import CLOSED, differentiate, make_stand_in, refuse_gradients
-from .repeatable import RandomNumbersDrawn, forbid_random_numbers, only_updates_statistics
 
 Run = Callable[..., Any]
 _EAGERLY = (
@@ -164,3 +167,42 @@ def _versions(args: tuple[Any, ...], watched: list[int]) -> list[int]:
         return [args[i]._version for i in watched]
     except RuntimeError:  # inference tensors have none
         return [-1 if args[i].is_inference() else args[i]._version for i in watched]
+
+
+def only_updates_statistics(value: Node) -> bool:
+    """True if a written input is only a statistic or counter: no result depends on its old value."""
+    return all(_updates_statistics(user, value) or _updates_itself(user, value) for user in value.users)
+
+
+def _updates_statistics(user: Node, value: Node) -> bool:
+    if not has(user.target, STATISTICS_UNREAD_IF.keys()):
+        return False
+    arguments = arguments_by_name(user.target, user.args, user.kwargs)
+    names = {name for name, argument in arguments.items() if argument is value}
+    return bool(arguments[STATISTICS_UNREAD_IF[name_of(user.target)]]) and names <= STATISTICS
+
+
+def _updates_itself(user: Node, value: Node) -> bool:
+    if not isinstance(user.target, OpOverload) or user.users:
+        return False
+    first = arguments_of(user.target)[0].name
+    return first in written_arguments(user.target) and user.args[0] is value and user.all_input_nodes == [value]
+
+
+class RandomNumbersDrawn(Exception):
+    """Random numbers were drawn."""
+
+
+@contextlib.contextmanager
+def forbid_random_numbers(values: Sequence[Any]) -> Iterator[None]:
+    """Raise RandomNumbersDrawn at the end if any were drawn on a tensor's device, with the generators restored."""
+    devices = {value.device for value in values if isinstance(value, Tensor)} | {torch.device("cpu")}
+    modules = [(d, torch.get_device_module(d)) for d in devices if d.type != "cpu"]
+    before: list[tuple[Any, Tensor, tuple[Any, ...]]] = [(torch, torch.get_rng_state(), ())]
+    before += [(module, module.get_rng_state(device), (device,)) for device, module in modules]
+    yield
+    drawn = [not torch.equal(state, module.get_rng_state(*where)) for module, state, where in before]
+    if any(drawn):
+        for module, state, where in before:
+            module.set_rng_state(state, *where)
+        raise RandomNumbersDrawn

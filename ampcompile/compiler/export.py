@@ -21,7 +21,7 @@ from ampcompile.insight import logs
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.capture.capture import capture, overflows
-from ampcompile.passes.capture.outline import LeftAlone
+from ampcompile.passes.capture.outline import OutlinedPart
 from ampcompile.passes.graph import Regions, graphs, note, op_name, placeholders, source_line
 from ampcompile.passes.pipeline import pipeline
 from ampcompile.torch_private import autocast, pytree, tracing
@@ -146,7 +146,7 @@ def _fakes_as_given(program: ExportedProgram) -> list[Any]:
 
 def _check_all_is_rewritten(captured: GraphModule) -> None:
     for part in (module for graph in graphs(captured) for module in graph.children()):
-        if isinstance(part, LeftAlone):
+        if isinstance(part, OutlinedPart):
             calls = [node for node in part.graph_module.graph.nodes if node.op.startswith("call")]
             place = next(filter(None, map(source_line, calls)), "an unknown line")
             names = ", ".join(name for name in dict.fromkeys(op_name(n.target) for n in calls) if name[0] != "_")

@@ -22,7 +22,8 @@ from ampcompile.errors import AmpWarning
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.after.write_roundings import WriteRoundings
 from ampcompile.passes.analysis.commuting import CONVERT
-from ampcompile.passes.analysis.wide_products import NONE_WIDE
+from ampcompile.passes.analysis.schema import arguments_by_name, written_arguments
+from ampcompile.passes.analysis.wide_products import NO_PRODUCTS
 from ampcompile.passes.before.hoist_weights import add_copy
 from ampcompile.passes.graph import graphs, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
@@ -40,8 +41,7 @@ from ampcompile.torch_private import (
 from ampcompile.torch_private.types import TorchDispatchMode, is_traceable_wrapper_subclass
 from ampcompile.weights.spec import CopySpec, Form, hoistable
 
-from .cache_key import cache_key
-from .decompositions import decompositions
+from . import inductor
 from .double_backward import SUBCLASSES, DoubleBackward, copy_with_bodies
 
 TO_COPY = torch.ops.aten._to_copy.default
@@ -101,11 +101,9 @@ def lower_as_made(
         if options.lower == "aot_eager":
             compiled = lowering.aot_eager(gm, inputs, read)
         else:
-            rounding = lowering.config_for_rounding(options.numerics == "eager", inputs)
-            config = rounding | lowering.config_for_bodies(gm)
             # Autocast's dtypes are part of torch's own key only from 2.13 on.
-            key = f"{cache_key(NONE_WIDE)} {autocast.autocast_states()} {casts}"
-            compiled = lowering.inductor(gm, inputs, config | dict(options.inductor), read, key, decompositions())
+            key = f"{inductor.cache_key(NO_PRODUCTS)} {autocast.autocast_states()} {casts}"
+            compiled = inductor.compile_graph(gm, inputs, options, key, read)
     if functions:
         DoubleBackward(gm, functions[-1], SUBCLASSES)  # which raises an error of ours
     return compiled, [CopySpec(i, Form(dtype)) for i, dtype in casts]
@@ -170,9 +168,8 @@ class _Casts(TorchDispatchMode):
         result = op(*args, **(kwargs or {}))
         if op is TO_COPY and id(args[0]) in self._index and result.dtype in LOW and args[0].dtype == torch.float32:
             self.found[self._index[id(args[0])], result.dtype] = None
-        arguments = zip(op._schema.arguments, args, strict=False)
-        for value in pytree.tree_leaves(
-            [v for a, v in arguments if a.alias_info is not None and a.alias_info.is_write]
-        ):
+        names = written_arguments(op)
+        written = [value for name, value in arguments_by_name(op, args, kwargs or {}).items() if name in names]
+        for value in pytree.tree_leaves(written):
             self.written |= storages.storage_key(dtensors.local_part(value)) in self._storages
         return result

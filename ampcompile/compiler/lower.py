@@ -22,20 +22,18 @@ from ampcompile.passes.analysis.aliasing import inputs_written_below_autograd, r
 from ampcompile.passes.analysis.wide_products import WideProducts
 from ampcompile.passes.base import Pass, Watch, run_passes
 from ampcompile.passes.before.hoist_weights import other_reads
-from ampcompile.passes.fuse.matching import GRAPH_BEFORE_FUSION
-from ampcompile.passes.graph import decision_of, op_name, placeholders
+from ampcompile.passes.graph import GRAPH_BEFORE_FUSION, decision_of, op_name, placeholders
 from ampcompile.sharding.weight import ShardedWeight
 from ampcompile.torch_private import autocast, compiled_functions, dtensors, lowering
-from ampcompile.weights import CopySpec, ShardBinding, hoistable
+from ampcompile.weights import ShardBinding, hoistable
 
-from .cache_key import cache_key
+from . import inductor
 from .call_state import current_call
 from .compiled_graph import CompiledGraph
-from .decompositions import decompositions
 from .double_backward import DoubleBackward, copy_with_bodies
 from .left_to_autocast import LEFT, lower_as_made
 from .plain_graph import exclude_autocast
-from .unmatched import outside
+from .unmatched import find_user_level
 
 if TYPE_CHECKING:
     from .watched_graph import WatchedGraph
@@ -68,7 +66,7 @@ def lower(
         tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
         written = tensors if reads_data(gm) else []
         if options.lower != "eager" and dtensors.are_under_way(example_inputs):
-            warnings.warn(UNDER_WAY, AmpWarning, stacklevel=outside())
+            warnings.warn(UNDER_WAY, AmpWarning, stacklevel=find_user_level())
             options = replace(options, lower="eager")
         compiled, specs = lower_as_made(gm, example_inputs, options)
         return graph(compiled, specs=specs, written=written, binding=ShardBinding).installed(example_inputs)
@@ -94,11 +92,15 @@ def lower(
             lowering.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments, on_rows=True)
             lowering.lower_as_call(PACKED_CONV, CONVOLVE, _convolve_channels_last)
             lowering.lower_like(OLD_VALUE, CLONE)
-            config = _inductor_config(gm, inputs, options, specs, watched is not None)
+            settings = {}
+            if any(spec.blocks is not None for spec in specs):
+                settings["size_asserts"] = False  # a packed tensor has no strides to assert
+            if watched is not None:
+                settings["reorder_for_locality"] = False  # it moves magnitudes away from what reads the values
             # A watched graph's key is unique: no cache keeps the values that are watched.
-            key = cache_key(wide) if watched is None else str(uuid4())
-            compiled = lowering.inductor(
-                gm, inputs, config, partial(passes, None), key, decompositions(), SaveOldValues().apply
+            key = inductor.cache_key(wide) if watched is None else str(uuid4())
+            compiled = inductor.compile_graph(
+                gm, inputs, options, key, partial(passes, None), SaveOldValues().apply, **settings
             )
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
     usable = None if second is None or second.refusal else second
@@ -142,15 +144,3 @@ def _on_joint_graph(passes: Sequence[Pass], watch: Watch | None, gm: GraphModule
     if watch is not None:
         watch(None, gm)
     run_passes(passes, gm, watch)
-
-
-def _inductor_config(
-    gm: GraphModule, inputs: Sequence[Any], options: Options, specs: Sequence[CopySpec], watched: bool = False
-) -> dict[str, Any]:
-    rounding = lowering.config_for_rounding(options.numerics == "eager", inputs)
-    config: dict[str, Any] = rounding | lowering.config_for_bodies(gm)
-    if any(spec.blocks is not None for spec in specs):
-        config["size_asserts"] = False  # a packed tensor has no strides to assert
-    if watched:
-        config["reorder_for_locality"] = False  # it moves magnitudes behind all ops, away from what reads the values
-    return config | dict(options.inductor)

@@ -19,10 +19,7 @@ from .ambient import options_of
 
 
 class CompiledMethod:
-    """A compiled method, stored in the `__dict__` of its module.
-
-    A deep copy of the module has its own, compiled with the same options; an unpickled module has its class's method.
-    """
+    """A compiled method, stored in the `__dict__` of its module; a copy or pickle of that has its class's method."""
 
     def __init__(self, method: MethodType, name: str, compiled: Callable[..., Any]) -> None:
         functools.update_wrapper(self, compiled)
@@ -30,13 +27,6 @@ class CompiledMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self.__self__))
-        if copied is None:
-            return self
-        method = MethodType(getattr(type(copied), self._name), copied)
-        return CompiledMethod(method, self._name, dynamo_caches.compile_alike(self._compiled, method))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.__self__, self._name)
@@ -47,8 +37,8 @@ def compile_methods(module: nn.Module, *names: str, **options: Any) -> None:
 
     `options` are those of `torch.compile(..., backend="amp", options=...)`, by name; they beat the options with which
     the module is compiled, by `torch.compile` or `module.compile`. Only this object changes: the names in its state
-    dict stay. A deep copy has methods of its own, compiled alike; a pickle has them uncompiled; a shallow
-    copy calls this object's. `del module.decode` undoes it. A method that only calls `self(...)` needs none of
+    dict stay. A deep copy and a pickle have the methods uncompiled, as with `module.compile`; a shallow copy calls this
+    object's. `del module.decode` undoes it. A method that only calls `self(...)` needs none of
     this: `module.compile(backend="amp")` compiles what it calls.
     Raises MethodError for a name that isn't a method of the module's own class, or for one that is compiled, and
     OptionError; nothing is compiled then.

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Set
 from dataclasses import is_dataclass
 from operator import is_not
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -23,46 +23,28 @@ from ampcompile.torch_private import pytree
 from ampcompile.torch_private.memory import memory_of, owns_memory
 
 from .call_state import current_call
-from .unmatched import outside
+from .unmatched import find_user_level
 
 BECAUSE = "leaves the compiled call in float32: no autocast is open around it"
 _HOLD_NOTHING = frozenset({type(None), int, float, bool, str, torch.Size, torch.dtype, torch.device})
 _warned: WeakSet[type] = WeakSet()
 
 
-class Call(NamedTuple):
-    """The arguments of a compiled call, the module of which a method is called, if any, and its first parameter."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    module: nn.Module | None = None
-    first_parameter: Tensor | None = None
-
-    def tensors(self) -> list[Tensor]:
-        """The parameters and buffers of the module, and the tensors among the arguments."""
-        own = (*self.module.parameters(), *self.module.buffers()) if self.module is not None else ()
-        arguments = pytree.arg_tree_leaves(*self.args, **self.kwargs)
-        return [*own, *(value for value in arguments if isinstance(value, Tensor))]
-
-
-def widen_results(result: Any, low: torch.dtype, call: Call) -> Any:
-    """Return what a call returned with its tensors of dtype `low` in float32, those in containers too.
+class Widening:
+    """Makes what a call returned leave it with its tensors of dtype `low` in float32, those in containers too.
 
     Tuples, lists, dicts and their subclasses, dataclasses, and classes that pytree knows are copied where a tensor in
     them changes. A tensor or container that occurs twice still does. These stay as they are: arguments, parameters,
     buffers, what shares their memory, and all results if a module and its arguments have floating numbers of dtype
-    `low` alone.
+    `low` alone. `module`: of which a method was called, if any; `first`: its first parameter.
     """
-    if isinstance(result, Tensor) and result.dtype is not low:
-        return result
-    return _Widening(low, call).of(result)
 
-
-class _Widening:
-    def __init__(self, low: torch.dtype, call: Call) -> None:
-        self.low, self.call = low, call
+    def __init__(
+        self, low: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None, first: Any
+    ) -> None:
+        self.low, self.args, self.kwargs, self.module, self.first = low, args, kwargs, module, first
         # Tensors and containers by id, and what leaves instead of each.
-        self.made: dict[int, Any] = {id(value): value for value in (*call.args, *call.kwargs.values())}
+        self.made: dict[int, Any] = {id(value): value for value in (*args, *kwargs.values())}
         self.tensors: list[Tensor] | None = None
         self.all_was_low: bool | None = None
 
@@ -90,9 +72,9 @@ class _Widening:
             return cast(tensor)
 
     def _finds_low_alone(self) -> bool:
-        if self.call.module is None:  # a function may read weights that nobody knows
+        if self.module is None:  # a function may read weights that nobody knows
             return False
-        if any(map(self._is_other, (self.call.first_parameter, *self.call.args))):
+        if self._is_other(self.first) or any(map(self._is_other, self.args)):
             return False  # as in nearly all calls, without a look at all parameters
         floating = [tensor for tensor in self._of_caller() if tensor.is_floating_point()]
         return bool(floating) and not any(map(self._is_other, floating))
@@ -105,8 +87,11 @@ class _Widening:
         return memory is not None and any(memory_of(each) == memory for each in self._of_caller())
 
     def _of_caller(self) -> list[Tensor]:
+        """The parameters and buffers of the module, and the tensors among the arguments."""
         if self.tensors is None:
-            self.tensors = self.call.tensors()
+            own = (*self.module.parameters(), *self.module.buffers()) if self.module is not None else ()
+            arguments = pytree.arg_tree_leaves(*self.args, **self.kwargs)
+            self.tensors = [*own, *(value for value in arguments if isinstance(value, Tensor))]
         return self.tensors
 
     def _rebuild(self, container: Any, kind: type) -> Any:
@@ -167,5 +152,5 @@ def _warn(kind: type, why: str) -> None:
             f"copied ({why}). It leaves as it is, with its 16-bit tensors: return another container, or convert them "
             "yourself.",
             AmpWarning,
-            stacklevel=outside(),
+            stacklevel=find_user_level(),
         )

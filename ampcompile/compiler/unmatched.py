@@ -87,7 +87,7 @@ def warn(policy: Policy, seen: CompiledNames, fn: Any) -> None:
             f"policy pattern {glob!r} matches no {kind} of the first call.{hint} ampcompile.explain lists the names of "
             "ops and modules.",
             AmpWarning,
-            stacklevel=outside(),
+            stacklevel=find_user_level(),
         )
 
 
@@ -106,7 +106,7 @@ def is_inside(filename: str) -> bool:
     return filename.startswith(_INSIDE)
 
 
-def outside() -> int:
+def find_user_level() -> int:
     """The `stacklevel`, from the caller's frame, of the innermost frame that is neither ours nor torch's."""
     level, frame = 1, sys._getframe(1)
     while is_inside(frame.f_code.co_filename) and frame.f_back is not None:

@@ -18,12 +18,12 @@ from ampcompile.passes.analysis.sizes import elements_hint
 from ampcompile.passes.analysis.weights import find_weights
 from ampcompile.passes.base import Applied, Pass
 from ampcompile.passes.before.insert_casts import InsertCasts
-from ampcompile.passes.fuse.matching import fusions
 from ampcompile.passes.graph import (
     UNDECIDED,
     Cast,
     bodies,
     decision_of,
+    fusions,
     graphs,
     module_path,
     op_name,
@@ -100,7 +100,7 @@ class Recorder:
             code=rewritten.print_readable(print_output=False),
             casts=tuple(self._casts.values()),
             history=tuple(history),
-            fusions=tuple(fusion for _, fusion in fusions(rewritten)),
+            fusions=tuple(fusions(rewritten)),
         )
         return self.graph
 

@@ -83,7 +83,7 @@ class Report:
 
     @property
     def balance(self) -> list[Total]:
-        """The casts of a call: as eager autocast places them, then those of amp by when they run.
+        """The casts of a call: as eager autocast would place them under the same policy, then those of amp as they run.
 
         Those that are there because a CPU multiplies in float32 don't count: Inductor fuses them.
         """

@@ -1,4 +1,4 @@
-"""The 16-bit copies that a step writes together with the weights: all that the scaler asks of the room of weights."""
+"""The copies that a step writes together with the weights: all that the scaler asks of the room of weights."""
 
 from __future__ import annotations
 
@@ -7,32 +7,40 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ampcompile.weights import writable_copies
+from ampcompile.weights import Form, writable_copies
+from ampcompile.weights.copies import cast_into
 from ampcompile.weights.store import store
+
+QUANTIZED = Form(torch.float8_e4m3fn)
 
 
 class CopiesOfStep:
     """The copies of these parameters, all on one device, that a step may write; they count as stale until `wrote`.
 
-    `takes`: the parameters, of float32, of which the kernels write a copy, the first, as they write the weights.
+    `takes`: the parameters, of float32, of which the kernels write a 16-bit copy, the first, as they write the weights.
     """
 
     def __init__(self, params: Sequence[Tensor], takes: Sequence[bool]) -> None:
         self.by_kernel: dict[int, Tensor] = {}
-        """By the parameter's index"""
-        self._writable, self._params = writable_copies(params), params
-        self._others: list[tuple[int, Tensor]] = []
-        for i, copies in self._writable.buffers.items():  # laid out as the weight is
-            if takes[i]:
-                self.by_kernel[i], *copies = copies
-            self._others += [(i, copy) for copy in copies]
+        """16-bit copies, by the parameter's index"""
+        self.quantized: dict[int, tuple[Tensor, Tensor]] = {}
+        """Quantized ones that the kernels write too, with the parameters, by their indices"""
+        self._writable = writable_copies(params)
+        self._others: list[tuple[Form, Tensor, Tensor]] = []
+        for i, buffers in self._writable.buffers.items():
+            for form, buffer in buffers.items():
+                if form == QUANTIZED and params[i].is_contiguous():
+                    self.quantized[i] = buffer, params[i]
+                elif takes[i] and not form.quantized and i not in self.by_kernel:
+                    self.by_kernel[i] = buffer
+                else:
+                    self._others.append((form, buffer, params[i]))
 
     def wrote(self) -> None:
         """Mark the copies as fresh; call it when kernels have written, and versions of weights were raised."""
-        torch.autograd.graph.increment_version(self.by_kernel.values())
-        with torch.no_grad():
-            for i, copy in self._others:
-                copy.copy_(self._params[i])
+        quantized = [buffer for buffer, _ in self.quantized.values()]
+        torch.autograd.graph.increment_version([*self.by_kernel.values(), *quantized])
+        cast_into(self._others)
         self._writable.mark_written()
 
 

@@ -207,9 +207,10 @@ class Plan:
                     own = params if self._alone else [params[i] for i in work.chosen]
                     written.append(CopiesOfStep(own, work.takes_copy))
                 take_copies(work.step, written[-1].by_kernel if written else {})
+                quantized = written[-1].quantized if written else {}
                 skip = None if found_inf is None else on(device, found_inf)
-                multiplier = multipliers.get(device)
-                step_(self.family.name, work.step, self.settings, self.rates, multiplier, skip, workspace)
+                multiplier, name = multipliers.get(device), self.family.name
+                step_(name, work.step, self.settings, self.rates, multiplier, skip, workspace, quantized)
             if self._tensors is None:
                 torch.autograd.graph.increment_version([*params, *self.distributed])
             else:

@@ -19,7 +19,7 @@ from ampcompile.dtypes import LOW, named
 from ampcompile.errors import ShardingError
 from ampcompile.policy import Policy
 from ampcompile.torch_private import fsdp
-from ampcompile.torch_private.dynamo_weights import see_as_parameters
+from ampcompile.torch_private.dynamo_modules import see_as_parameters
 
 from .weight import Gather, GatherRecord, ShardedWeight, roots
 

@@ -40,11 +40,6 @@ def how_compiled(f: Any) -> Compiled | None:
     return Compiled(f._torchdynamo_orig_callable, eval_frame.innermost_backend(context.callback), context._dynamic)
 
 
-def compile_alike(compiled: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile another function with the arguments of `torch.compile` that `compiled` was made with."""
-    return _context(compiled)(fn)
-
-
 def _context(f: Any) -> Any:
     """The optimize context of a compiled function, which keeps it only in the closure of a public accessor."""
     cells: Any = getattr(getattr(f, "get_compiler_config", None), "__closure__", None) or ()

@@ -1,4 +1,4 @@
-"""Dynamo's treatment of modules: it shares graphs between those of one class, and traces through compiled ones."""
+"""Dynamo's treatment of modules, which share graphs by class, and of weights of a class of ours."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
 from .optimize_contexts import is_ours
-from .patches import Wrap
+from .patches import SHARDED_WEIGHTS, Wrap, install
 
 
 def guard_modules_of_frame(gm: torch.fx.GraphModule, names: Mapping[str, str]) -> None:
@@ -60,3 +61,26 @@ def is_registered(placeholder: torch.fx.Node) -> bool:
     name = getattr(getattr(placeholder, "_dynamo_source", None), "name", "")
     source = name() if callable(name) else name
     return not source or "._parameters[" in source or "._buffers[" in source
+
+
+def see_as_parameters(subclass: type[Tensor], tell: Callable[[Tensor], None]) -> None:
+    """Let Dynamo trace tensors of a subclass as if they were plain parameters; its guards tell them from these.
+
+    It calls `tell(tensor)` where it compiles for another backend than ours. Raises AttributeError in a torch whose
+    Dynamo is another.
+    """
+
+    def infer(original: Any) -> Any:
+        return lambda value: None if type(value) is subclass else original(value)
+
+    def watch(original: Any) -> Any:
+        def wrap_tensor(self: Any, value: Any) -> Any:
+            if type(value) is subclass and not is_ours(self.tx.output.compiler_fn):
+                tell(value)
+                self.install_guards(GuardBuilder.ID_MATCH)  # other modules of the class may not share the graph unseen
+            return original(self, value)
+
+        return wrap_tensor
+
+    wraps: dict[str, Wrap] = {"builder.infer_subclass_type": infer, "VariableBuilder.wrap_tensor": watch}
+    install(SHARDED_WEIGHTS, wraps)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._ops import HigherOrderOperator
 
 from . import patches
@@ -51,6 +52,12 @@ class _JointGraphPass(CustomGraphPass):
 
     def uuid(self) -> str:
         return self.key
+
+
+def hash_of_files(paths: Sequence[Path]) -> str:
+    """A hash over the names and texts of files; sizes too, so that no text may move from one to the next."""
+    names = " ".join(f"{path.parent.name}/{path.name} {path.stat().st_size}" for path in paths)
+    return get_hash_for_files(tuple(map(str, paths)), names).hex()
 
 
 class _Decompositions(dict[Any, Callable[..., Any]]):

@@ -48,7 +48,7 @@ def multiplies_faster(dtype: torch.dtype) -> bool:
     has_amx = torch.cpu._is_amx_tile_supported() and (_cap() in _ALL or "AMX" in _cap())
     if dtype == torch.float16:
         return has_amx and torch.cpu._is_amx_fp16_supported()
-    return has_amx or not {"GenuineIntel", "avx512_fp16"} <= _words_about_the_cpu()
+    return has_amx or not {"GenuineIntel", "avx512_fp16"} <= set(read_core().split())
 
 
 @cache
@@ -57,7 +57,7 @@ def suits_mkl() -> bool:
 
     Cached for the process.
     """
-    return torch.backends.mkl.is_available() and "GenuineIntel" in _words_about_the_cpu()
+    return torch.backends.mkl.is_available() and "GenuineIntel" in read_core()
 
 
 def _is_x86() -> bool:
@@ -69,12 +69,12 @@ def _cap() -> str:
     return (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "").upper()
 
 
-def _words_about_the_cpu() -> set[str]:
-    """The words of Linux about the first core, its maker and flags among them; empty elsewhere."""
+def read_core() -> str:
+    """The lines of Linux about the first core, its maker, name and flags among them; empty elsewhere."""
     try:
-        return set(Path("/proc/cpuinfo").read_text().partition("\n\n")[0].split())
+        return Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:
-        return set()
+        return ""
 
 
 def _onednn_takes(dtype: torch.dtype) -> bool:

@@ -200,8 +200,9 @@ def record_state_change(target: Any, args: Any, kwargs: Any) -> Node:
 
 def fake_mode_of(gm: GraphModule) -> FakeTensorMode | None:
     """The mode of a graph's fake tensors; None if it has none."""
-    values = [node.meta.get("val") for node in gm.graph.nodes]
-    return detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+    values = (node.meta.get("val") for node in gm.graph.nodes)
+    modes = (detect_fake_mode(value) for value in values if isinstance(value, torch.Tensor))
+    return next((mode for mode in modes if mode is not None), None)
 
 
 @contextlib.contextmanager

@@ -133,18 +133,25 @@ def _hook_optimizers() -> None:
 def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return _tick(optimizer)
-    _running.add(optimizer)
-    store.table.set_running(True)
     _stepped[optimizer] = _storages(optimizer)
-    _written_by(optimizer)
+    if not _raises_versions(optimizer):
+        _running.add(optimizer)
+        store.table.set_running(True)
+        _written_by(optimizer)
 
 
 def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return _tick(optimizer)
-    _written_by(optimizer)  # once more, for what another thread has cast meanwhile
-    _running.discard(optimizer)
-    note_running()
+    if not _raises_versions(optimizer):
+        _written_by(optimizer)  # once more, for what another thread has cast meanwhile
+        _running.discard(optimizer)
+        note_running()
+
+
+def _raises_versions(optimizer: torch.optim.Optimizer) -> bool:
+    """True for the step of `keep_masters`, which raises versions, and writes copies itself."""
+    return hasattr(optimizer.step, "keeps_masters")
 
 
 def note_running() -> None:

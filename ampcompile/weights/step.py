@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from . import gpu, table
+from .spec import Form
 from .store import store
 
 if TYPE_CHECKING:
@@ -18,21 +19,21 @@ if TYPE_CHECKING:
 
 
 class WritableCopies:
-    """16-bit copies that a step may write with its weights; see `writable_copies`.
+    """16-bit and quantized copies that a step may write with its weights; see `writable_copies`.
 
-    `buffers`: those of each weight, by its index in the step's parameters, laid out as the weight.
+    `buffers`: by the weight's index in the step's parameters, those of each form. 16-bit ones are laid out as it is.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params, self._copies = tuple(params) if store.keys else (), []
-        self.buffers: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self.buffers: defaultdict[int, dict[Form, Tensor]] = defaultdict(dict)
         room = 4 * len(self._params)
         indices, self._handles = np.zeros((2, room), np.int64)
         rows = (indices.ctypes.data, self._handles.ctypes.data, room)
         found = store.table.open_step(self._params, len(self._params), *rows) if room else []
-        for i, buffer in zip(indices.tolist(), found, strict=False):
-            self.buffers[i].append(buffer)
         self._copies = [store.by_handle[handle] for handle in self._handles[: len(found)].tolist()]
+        for i, copy, buffer in zip(indices.tolist(), self._copies, found, strict=False):
+            self.buffers[i][copy.form] = buffer
         if self._copies and self._copies[0].on_gpu:
             if gpu.capturing(params):
                 store.captured.update(self._copies)

@@ -39,7 +39,8 @@ void unscale(int64_t tensors, const int64_t* numel, const int64_t* grads, const 
   if (scale_in_place(tensors, numel, grads, dtypes, *multiplier, threads) || *multiplier == 0) *found_inf = 1;
 }
 
-// See `adam.adam_`. Rows: grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, step, beside, checksums (see `Weight`).
+// See `adam.adam_`. Rows: grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, step, beside, checksums (see `Weight`); more
+// for GPUs.
 void adam(int64_t tensors, const int64_t* numel, const int64_t* table, const int64_t* grad_dtypes,
           const int64_t* param_dtypes, const int64_t* beside_dtypes, const int64_t* group_of, const AdamGroup* groups,
           const float* multiplier, const float* found_inf, int threads) {
@@ -64,7 +65,7 @@ void adam(int64_t tensors, const int64_t* numel, const int64_t* table, const int
   });
 }
 
-// See `sgd.sgd_`. Rows: grad, param, momentum_buffer, beside, checksums (see `Weight`).
+// See `sgd.sgd_`. Rows: grad, param, momentum_buffer, beside, checksums (see `Weight`); more for GPUs.
 void sgd(int64_t tensors, const int64_t* numel, const int64_t* table, const int64_t* grad_dtypes,
          const int64_t* param_dtypes, const int64_t* beside_dtypes, const int64_t* group_of, const SgdGroup* groups,
          const float* multiplier, const float* found_inf, int threads) {

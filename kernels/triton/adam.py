@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import tables
 from .launching import Constants, start
-from .step import launch, read_weights, refresh, write_weights
+from .step import factor_of, launch, note, read_weights, refresh_chunk, write_weights
 
 
 @triton.jit(do_not_specialize=["tensor_count"])
@@ -28,13 +28,13 @@ def amp_adam_prepare(
 ):
     """Count the step unless it is skipped, and compute in float64 the scalars of each tensor's update.
 
-    words: sizes, groups, eight rows of addresses (grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, step, beside,
-    checksums), then the seven float64 settings of each group. `beside` the parameters: their copies, or what
-    `ampcompile.kernels.masters` keeps.
+    words: sizes, groups, nine rows of addresses (grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, step, beside,
+    checksums, quantized weights) and one of notes on the latter, see `quantize_many.NOTES`; then the seven
+    float64 settings of each group. `beside` the parameters: their copies, or what `ampcompile.kernels.masters` keeps.
     """
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = tensor < tensor_count
-    settings = words + (2 + 8) * tensor_count + 7 * tl.load(words + tensor_count + tensor, mask=valid, other=0)
+    settings = words + (2 + 10) * tensor_count + 7 * tl.load(words + tensor_count + tensor, mask=valid, other=0)
     lr = tl.load(settings, mask=valid, other=0).to(tl.float64, bitcast=True)
     beta1 = tl.load(settings + 1, mask=valid, other=0).to(tl.float64, bitcast=True)
     beta2 = tl.load(settings + 2, mask=valid, other=0).to(tl.float64, bitcast=True)
@@ -78,7 +78,10 @@ def update(
     AMSGRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update a block of elements; `mask` is None if the block is full. `weights`: see `read_weights`."""
+    """Update a block of elements; `mask` is None if the block is full. `weights`: see `read_weights`.
+
+    Returns the result of `write_weights`.
+    """
     factor, l2, keep, beta2, new_mean, new_square, step_size, root_correction, epsilon = scalars
     offset = start + tl.arange(0, BLOCK)
     # Four elements a thread for 16-bit tensors too: then threads don't exchange elements.
@@ -95,9 +98,9 @@ def update(
         largest = tl.maximum(tl.load(peak + offset, mask=mask), v, propagate_nan=tl.PropagateNan.ALL)
         tl.store(peak + offset, largest, mask=mask)
     p = p * keep - tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(largest), root_correction) + epsilon)
-    write_weights(weights, start, offset, p, mask)
     tl.store(mean + offset, m, mask=mask)
     tl.store(square + offset, v, mask=mask)
+    return write_weights(weights, start, offset, p, mask)
 
 
 @triton.jit(do_not_specialize=["tensor_count"])
@@ -110,6 +113,7 @@ def amp_adam(
     GRAD: tl.constexpr,
     PARAM: tl.constexpr,
     BESIDE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     AMSGRAD: tl.constexpr,
     HAS_FOUND_INF: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -131,6 +135,8 @@ def amp_adam(
     peak = peak_at.to(tl.pointer_type(tl.float32))
     beside = beside_at.to(tl.pointer_type(BESIDE))
     checksums = tl.load(row + 7 * tensor_count).to(tl.pointer_type(tl.int32))
+    quantized = tl.load(row + 8 * tensor_count).to(tl.pointer_type(QUANTIZED))  # as aligned as torch allocates
+    weights = (param, beside, checksums, quantized, factor_of(quantized, size))
     skip = False
     if HAS_FOUND_INF:
         skip = tl.load(found_inf) != 0.0
@@ -148,22 +154,24 @@ def amp_adam(
         tl.load(tensor_scalars + 7),
         tl.load(tensor_scalars + 8),
     )
+    largest = tl.zeros([BLOCK], tl.int32)
     if skip:
-        if PARAM.primitive_bitwidth == 32 and BESIDE.primitive_bitwidth == 16:
-            for i in range(0, CHUNK, BLOCK):
-                offset = begin + i + tl.arange(0, BLOCK)
-                refresh(beside, offset, tl.load(param + offset, mask=offset < size), offset < size, BESIDE)
+        largest = refresh_chunk(weights, begin, size, CHUNK, BLOCK)
     elif whole & aligned:
         # The hints apply to these pointers only, and only to pointers: a cast from an integer loses them.
         grad, param, beside = tl.multiple_of(grad, 16), tl.multiple_of(param, 16), tl.multiple_of(beside, 16)
         mean, square, peak = tl.multiple_of(mean, 16), tl.multiple_of(square, 16), tl.multiple_of(peak, 16)
+        hinted = (param, beside, checksums, tl.multiple_of(quantized, 16), weights[4])
         for i in range(0, CHUNK, BLOCK):
-            update(h, grad, (param, beside, checksums), mean, square, peak, begin + i, None, AMSGRAD, BLOCK)
+            found = update(h, grad, hinted, mean, square, peak, begin + i, None, AMSGRAD, BLOCK)
+            largest = tl.maximum(largest, found)
     else:
         for i in range(0, CHUNK, BLOCK):
             start = begin + i
             mask = start + tl.arange(0, BLOCK) < size
-            update(h, grad, (param, beside, checksums), mean, square, peak, start, mask, AMSGRAD, BLOCK)
+            found = update(h, grad, weights, mean, square, peak, start, mask, AMSGRAD, BLOCK)
+            largest = tl.maximum(largest, found)
+    note(row + 9 * tensor_count, quantized, size, largest)
 
 
 @functools.cache

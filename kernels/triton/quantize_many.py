@@ -1,6 +1,13 @@
-"""Quantize many weights to e4m3 on the GPU; see `ampcompile.kernels.fp8`."""
+"""Quantize many weights to e4m3 on the GPU; see `ampcompile.kernels.fp8`.
 
-from collections.abc import Sequence
+A kernel for the magnitudes, and one that quantizes. Updates do half of the work themselves: they take the magnitudes,
+and write the plain matrix by the scale that there was. If the new scale is the same, which is a power of two, only the
+transposed one is left.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,98 +17,156 @@ from torch import Tensor
 
 from . import tables
 from .cast_many import TYPES
+from .launching import Constants, start
 
 TILE = 64
 """Rows and columns of a program's tile: lines of 64 bytes are written both plain and transposed."""
 COLUMNS = 9
-"""Words for each weight, see `_row`."""
+"""Words for each weight, see `kinds_of`."""
+NOTES = 8
+"""The column of the address of a weight's notes, two int32: the bits of its largest magnitude so far, and those of the
+scale by which the plain matrix is written; 0 if it isn't."""
+LEAST, CARRY, ABOVE = (tl.constexpr(each) for each in (tables.LEAST_BITS, tables.CARRY, tables.ABOVE))
 INFINITY = tl.constexpr(0x7F800000)
 LARGEST = tl.constexpr(448.0)
 
 
 @triton.jit
-def tile_of(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr):
-    """The program's tile in float32, its rows and columns, which of both are inside, and the words of its weight."""
-    tile = tl.load(tiles + tl.program_id(0))
-    row = words + COLUMNS * (tile >> 32)
-    height, width = tl.load(row + 1), tl.load(row + 2)
+def magnitudes_of(x):
+    """int32: float32 magnitudes as integers, which compare alike; 0 for those that aren't finite."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.where(bits < INFINITY, bits, 0)
+
+
+@triton.jit
+def fitted(x, factor):
+    """Float32 numbers times a factor in e4m3: NaN if they aren't finite, saturated if too large."""
+    finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY
+    return tl.where(finite, tl.minimum(tl.maximum(x * factor, -LARGEST), LARGEST), float("nan")).to(tl.float8e4nv)
+
+
+@triton.jit
+def sizes_of(row):
+    """A weight's rows and columns, multiples of 16 as of all that is quantized: so 16 bytes are moved at a time."""
+    return tl.multiple_of(tl.load(row + 1), 16), tl.multiple_of(tl.load(row + 2), 16)
+
+
+@triton.jit
+def matrix_at(row, column: tl.constexpr):
+    """The address of one of a weight's matrices in e4m3."""
+    return tl.multiple_of(tl.load(row + column).to(tl.pointer_type(tl.float8e4nv)), 16)
+
+
+@triton.jit
+def tile_at(words, tiles, TILE: tl.constexpr, COLUMNS: tl.constexpr):
+    """The words of the program's weight; its tile's rows and columns, and which of both are inside."""
+    row = words + COLUMNS * tl.load(tiles + 2 * tl.program_id(0))
+    number = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    height, width = sizes_of(row)
     across = (width + TILE - 1) // TILE
-    number = tile & 0xFFFFFFFF
     r = (number // across) * TILE + tl.arange(0, TILE)
     c = (number % across) * TILE + tl.arange(0, TILE)
-    inside = (r < height)[:, None] & (c < width)[None, :]
+    return row, r, c, (r < height)[:, None] & (c < width)[None, :]
+
+
+@triton.jit
+def read_tile(row, r, c, inside, FROM: tl.constexpr):
+    """A tile of a weight in float32."""
     at = tl.load(row).to(tl.pointer_type(FROM)) + r[:, None] * tl.load(row + 3) + c[None, :] * tl.load(row + 4)
-    return tl.load(at, mask=inside, other=0.0).to(tl.float32), r, c, inside, row
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def amp_magnitudes(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Raise a weight's magnitude to the largest finite one of a tile; they are compared as integers."""
-    x, _r, _c, _inside, row = tile_of(words, tiles, FROM, TILE, COLUMNS)
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    bits = tl.where(bits < INFINITY, bits, 0)
+    """Raise a weight's magnitude to the largest finite one of a tile."""
+    row, r, c, inside = tile_at(words, tiles, TILE, COLUMNS)
+    bits = magnitudes_of(read_tile(row, r, c, inside, FROM))
     tl.atomic_max(tl.load(row + 8).to(tl.pointer_type(tl.int32)), tl.max(tl.max(bits, axis=1), axis=0))
 
 
 @triton.jit
-def amp_quantize(
-    words,
-    tiles,
-    FROM: tl.constexpr,
-    LEAST: tl.constexpr,
-    CARRY: tl.constexpr,
-    ABOVE: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Write a tile in e4m3, plain and transposed, and the weight's scale and magnitude."""
-    x, r, c, inside, row = tile_of(words, tiles, FROM, TILE, COLUMNS)
-    bits = tl.maximum(tl.load(tl.load(row + 8).to(tl.pointer_type(tl.int32))), LEAST)
+def amp_quantize(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write a tile in e4m3, plain unless it is, and transposed; and the weight's scale and magnitude."""
+    row, r, c, inside = tile_at(words, tiles, TILE, COLUMNS)
+    notes = tl.load(row + 8).to(tl.pointer_type(tl.int32))
+    bits = tl.maximum(tl.load(notes), LEAST)
     exponent = ABOVE - ((bits + CARRY) >> 23)
+    scale = (254 - exponent) << 23
+    height, width = sizes_of(row)
+    plain = matrix_at(row, 5) + r[:, None] * width + c[None, :]
+    if tl.load(notes + 1) == scale:
+        numbers = tl.load(plain, mask=inside)
+    else:
+        numbers = fitted(read_tile(row, r, c, inside, FROM), (exponent << 23).to(tl.float32, bitcast=True))
+        tl.store(plain, numbers, mask=inside)
+    other = matrix_at(row, 6) + c[:, None] * height + r[None, :]
+    tl.store(other, tl.trans(numbers), mask=tl.trans(inside))
     scale_at = tl.load(row + 7).to(tl.pointer_type(tl.int32))
-    tl.store(scale_at, (254 - exponent) << 23)
+    tl.store(scale_at, scale)
     tl.store(scale_at + 1, bits)
-    finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY
-    scaled = x * (exponent << 23).to(tl.float32, bitcast=True)
-    numbers = tl.where(finite, tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST), float("nan")).to(tl.float8e4nv)
-    plain = tl.load(row + 5).to(tl.pointer_type(tl.float8e4nv))
-    other = tl.load(row + 6).to(tl.pointer_type(tl.float8e4nv))
-    tl.store(plain + r[:, None] * tl.load(row + 2) + c[None, :], numbers, mask=inside)
-    tl.store(other + c[:, None] * tl.load(row + 1) + r[None, :], tl.trans(numbers), mask=tl.trans(inside))
 
 
-def quantize_many_(weights: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], **constants: int) -> None:
-    """Launch two kernels for each type of weights, all on one device; `parts`: those of each weight's buffer."""
-    kinds: dict[torch.dtype, list[int]] = {}
-    for i, weight in enumerate(weights):
-        kinds.setdefault(weight.dtype, []).append(i)
-    with torch.no_grad(), tables.on(weights[0].device):
-        for dtype, chosen in kinds.items():
-            _launch(dtype, [weights[i] for i in chosen], [parts[i] for i in chosen], constants)
-
-
-def _launch(
-    dtype: torch.dtype, weights: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], constants: dict[str, int]
-) -> None:
+def quantize_many_(weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    """Launch two kernels for each type of weights, all on one device."""
     device = weights[0].device
-    magnitudes = torch.zeros(len(weights), dtype=torch.int32, device=device)
-    rows = [_row(w, p, magnitudes.data_ptr() + 4 * i) for i, (w, p) in enumerate(zip(weights, parts, strict=True))]
-    tiles = [(i << 32) + np.arange(_tiles(weight)) for i, weight in enumerate(weights)]
-    host = tables.host_words(COLUMNS * len(rows) + sum(map(len, tiles)), device)
-    host.numpy()[:] = np.concatenate([*rows, *tiles])
-    words = host.to(device, non_blocking=True)
-    arguments = words, words[COLUMNS * len(rows) :]
-    shared = {"FROM": TYPES[dtype], "TILE": TILE, "COLUMNS": COLUMNS}
-    grid = (len(arguments[1]),)
-    amp_magnitudes[grid](*arguments, **shared)
-    amp_quantize[grid](*arguments, **shared, **constants)
+    with torch.no_grad(), tables.on(device):
+        notes = torch.zeros(len(weights), dtype=torch.int64, device=device)
+        for kind in kinds_of(dict(enumerate(zip(buffers, weights, strict=True)))):
+            host, workspace = tables.host_words(kind.rows.size, device), dict[Any, Any]()
+            host.numpy()[:] = _with_notes(kind, notes.data_ptr())
+            words = host.to(device, non_blocking=True)
+            for kernel in (amp_magnitudes, amp_quantize):
+                _start(kernel, kind, words, workspace)
 
 
-def _tiles(weight: Tensor) -> int:
-    return -(-weight.shape[0] // TILE) * -(-weight.shape[1] // TILE)
+def take(table: tables.StepTable, quantized: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+    """Let the step quantize these weights, by their indices, each into the buffer before it, and no others."""
+    places = {i: buffer.data_ptr() for i, (buffer, _) in quantized.items()}
+    if places != table.buffers:
+        row = table.addresses[tables.BUFFERS]
+        row[:] = 0
+        row[list(places)] = list(places.values())
+        table.buffers, table.quantized = places, kinds_of(quantized)
 
 
-def _row(weight: Tensor, parts: Sequence[Tensor], magnitude: int) -> list[int]:
-    """A weight's words: its address, sizes and strides; the addresses of its parts; that of its magnitude."""
-    plain, other, scale = (part.data_ptr() for part in parts[:3])
-    return [weight.data_ptr(), *weight.shape, *weight.stride(), plain, other, scale, magnitude]
+def finish(table: tables.StepTable, words: Tensor, workspace: dict[Any, Any]) -> None:
+    """Launch the rest of quantizing after the updates, which left notes in `words`, those of `tables.step_words`."""
+    notes = words.data_ptr() + 8 * tables.notes_at(table)
+    for kind in table.quantized:
+        known = workspace.setdefault(f"quantized {kind.dtype}", tables.Words())
+        _start(amp_quantize, kind, known.follow(_with_notes(kind, notes), words.device), workspace)
+
+
+def kinds_of(quantized: Mapping[int, tuple[Tensor, Tensor]]) -> list[tables.QuantizedKind]:
+    """Group weights, by their indices and with their buffers, by their types.
+
+    A weight's words: its address, sizes and strides; the addresses of the two matrices, the scale and the notes.
+    """
+    kinds = []
+    for dtype in dict.fromkeys(weight.dtype for _, weight in quantized.values()):
+        chosen = [i for i, (_, weight) in quantized.items() if weight.dtype == dtype]
+        pairs = [quantized[i] for i in chosen]
+        rows = [
+            [w.data_ptr(), *w.shape, *w.stride(), *(b.data_ptr() + part * w.numel() for part in range(3)), 0]
+            for b, w in pairs
+        ]
+        tiles = [-(-w.shape[0] // TILE) * -(-w.shape[1] // TILE) for _, w in pairs]
+        columns = np.array(chosen), np.array(rows), np.array(tiles), np.arange(len(pairs))
+        kinds.append(tables.QuantizedKind(dtype, *columns))
+    return kinds
+
+
+def _with_notes(kind: tables.QuantizedKind, notes: int) -> np.ndarray:
+    """A kind's words, given the address of all notes."""
+    kind.rows[:, NOTES] = notes + 8 * kind.chosen
+    return kind.rows.reshape(-1)
+
+
+def _start(kernel: Any, kind: tables.QuantizedKind, words: Tensor, workspace: dict[Any, Any]) -> None:
+    tiles = tables.chunks(tables.CHUNK * kind.tiles, kind.order, words.device, workspace)
+    start(kernel, len(tiles), (words, tiles), (), _constants(kind.dtype), words.device)
+
+
+@functools.cache
+def _constants(dtype: torch.dtype) -> Constants:
+    return Constants(FROM=TYPES[dtype], TILE=TILE, COLUMNS=COLUMNS, num_warps=4)

@@ -9,12 +9,15 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tables
-from .step import launch, read_weights, refresh, write_weights
+from .step import factor_of, launch, note, read_weights, refresh_chunk, write_weights
 
 
 @triton.jit
 def update(scalars, grad, weights, buffer, start, mask, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr):
-    """Update a block of elements; `mask` is None if the block is full. `weights`: see `read_weights`."""
+    """Update a block of elements; `mask` is None if the block is full. `weights`: see `read_weights`.
+
+    Returns the result of `write_weights`.
+    """
     factor, lr, momentum, new_buffer, nesterov, weight_decay = scalars
     offset = start + tl.arange(0, BLOCK)
     offset4 = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
@@ -26,7 +29,7 @@ def update(scalars, grad, weights, buffer, start, mask, MOMENTUM: tl.constexpr, 
         tl.store(buffer + offset, b, mask=mask)
         g = tl.where(nesterov, g + momentum * b, b)
     p -= lr * g
-    write_weights(weights, start, offset, p, mask)
+    return write_weights(weights, start, offset, p, mask)
 
 
 @triton.jit(do_not_specialize=["tensor_count"])
@@ -39,6 +42,7 @@ def amp_sgd(
     GRAD: tl.constexpr,
     PARAM: tl.constexpr,
     BESIDE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     MOMENTUM: tl.constexpr,
     HAS_MULTIPLIER: tl.constexpr,
     HAS_FOUND_INF: tl.constexpr,
@@ -47,14 +51,14 @@ def amp_sgd(
 ):
     """Update one chunk of one tensor per program.
 
-    words: sizes, groups, five rows of addresses (grad, param, momentum_buffer, beside, checksums: see
+    words: sizes, groups, seven rows (grad, param, momentum_buffer, beside, checksums, quantized, notes: see
     `amp_adam_prepare`), then the six float64 settings of each group.
     """
     tensor = tl.load(chunks + 2 * tl.program_id(0))
     begin = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
     size = tl.load(words + tensor)
     group = tl.load(words + tensor_count + tensor)
-    settings = (words + 7 * tensor_count + 6 * group).to(tl.pointer_type(tl.float64), bitcast=True)
+    settings = (words + (2 + 7) * tensor_count + 6 * group).to(tl.pointer_type(tl.float64), bitcast=True)
     row = words + 2 * tensor_count + tensor
     grad_at = tl.load(row)
     param_at = tl.load(row + tensor_count)
@@ -63,6 +67,8 @@ def amp_sgd(
     grad, param = grad_at.to(tl.pointer_type(GRAD)), param_at.to(tl.pointer_type(PARAM))
     buffer, beside = buffer_at.to(tl.pointer_type(tl.float32)), beside_at.to(tl.pointer_type(BESIDE))
     checksums = tl.load(row + 4 * tensor_count).to(tl.pointer_type(tl.int32))
+    quantized = tl.load(row + 5 * tensor_count).to(tl.pointer_type(QUANTIZED))  # as aligned as torch allocates
+    weights = (param, beside, checksums, quantized, factor_of(quantized, size))
     factor = tl.full([], 1.0, tl.float32)
     if HAS_MULTIPLIER:
         factor = tl.load(multiplier)
@@ -79,22 +85,22 @@ def amp_sgd(
         skip = tl.load(found_inf) != 0.0
     whole = begin + CHUNK <= size
     aligned = ((grad_at | param_at | buffer_at | beside_at) & 15) == 0
+    largest = tl.zeros([BLOCK], tl.int32)
     if skip:
-        if PARAM.primitive_bitwidth == 32 and BESIDE.primitive_bitwidth == 16:
-            for i in range(0, CHUNK, BLOCK):
-                offset = begin + i + tl.arange(0, BLOCK)
-                refresh(beside, offset, tl.load(param + offset, mask=offset < size), offset < size, BESIDE)
+        largest = refresh_chunk(weights, begin, size, CHUNK, BLOCK)
     elif whole & aligned:
         # The hints apply to these pointers only, and only to pointers: a cast from an integer loses them.
         grad, param = tl.multiple_of(grad, 16), tl.multiple_of(param, 16)
         buffer, beside = tl.multiple_of(buffer, 16), tl.multiple_of(beside, 16)
+        hinted = (param, beside, checksums, tl.multiple_of(quantized, 16), weights[4])
         for i in range(0, CHUNK, BLOCK):
-            update(h, grad, (param, beside, checksums), buffer, begin + i, None, MOMENTUM, BLOCK)
+            largest = tl.maximum(largest, update(h, grad, hinted, buffer, begin + i, None, MOMENTUM, BLOCK))
     else:
         for i in range(0, CHUNK, BLOCK):
             start = begin + i
             mask = start + tl.arange(0, BLOCK) < size
-            update(h, grad, (param, beside, checksums), buffer, start, mask, MOMENTUM, BLOCK)
+            largest = tl.maximum(largest, update(h, grad, weights, buffer, start, mask, MOMENTUM, BLOCK))
+    note(row + 6 * tensor_count, quantized, size, largest)
 
 
 def step_(

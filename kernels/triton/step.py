@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import tables
 from .launching import Constants, start
+from .quantize_many import finish, fitted, magnitudes_of
 
 BLOCK = 512  # with 4 warps: 4 elements of each tensor a thread, one 16-byte access
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -28,11 +29,65 @@ def refresh(copy, offset, weight, mask, COPY: tl.constexpr):
 
 
 @triton.jit
+def factor_of(quantized, size):
+    """The inverse of a quantized weight's scale; 1 without one: at address 0, or if the type isn't of 8 bits."""
+    factor = tl.full([], 1.0, tl.float32)
+    if quantized.dtype.element_ty.primitive_bitwidth == 8 and quantized.to(tl.int64) != 0:
+        bits = tl.load(scale_of(quantized, size))  # of a power of two
+        factor = ((254 << 23) - bits).to(tl.float32, bitcast=True)
+    return factor
+
+
+@triton.jit
+def scale_of(quantized, size):
+    """The address of a quantized weight's scale, as of an int32."""
+    return (quantized + 2 * size).to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def quantize(quantized, factor, offset, weight, mask):
+    """Write a block of weights times a factor where it is quantized, if it is; returns `magnitudes_of` it, or 0."""
+    bits = tl.zeros([weight.shape[0]], tl.int32)
+    if quantized.dtype.element_ty.primitive_bitwidth == 8 and quantized.to(tl.int64) != 0:
+        tl.store(quantized + offset, fitted(weight, factor), mask=mask)
+        bits = magnitudes_of(weight)
+        if mask is not None:
+            bits = tl.where(mask, bits, 0)
+    return bits
+
+
+@triton.jit
+def note(notes, quantized, size, bits):
+    """Note the largest magnitude of a chunk, and the scale by which it is quantized; see `quantize_many.NOTES`."""
+    if quantized.dtype.element_ty.primitive_bitwidth == 8 and quantized.to(tl.int64) != 0:
+        pair = notes.to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.atomic_max(pair, tl.max(bits, axis=0))
+        tl.store(pair + 1, tl.load(scale_of(quantized, size)))
+
+
+@triton.jit
+def refresh_chunk(weights, begin, size, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the copies of a chunk of weights that stay as they are; returns the largest results of `quantize`."""
+    param, beside, _checksums, quantized, factor = weights
+    is_wide: tl.constexpr = param.dtype.element_ty.primitive_bitwidth == 32
+    has_copy: tl.constexpr = is_wide and beside.dtype.element_ty.primitive_bitwidth == 16
+    largest = tl.zeros([BLOCK], tl.int32)
+    if has_copy or quantized.dtype.element_ty.primitive_bitwidth == 8:
+        for i in range(0, CHUNK, BLOCK):
+            offset = begin + i + tl.arange(0, BLOCK)
+            weight = tl.load(param + offset, mask=offset < size).to(tl.float32)
+            if has_copy:
+                refresh(beside, offset, weight, offset < size, beside.dtype.element_ty)
+            largest = tl.maximum(largest, quantize(quantized, factor, offset, weight, offset < size))
+    return largest
+
+
+@triton.jit
 def read_weights(weights, offset, mask):
     """The float32 values of a block of weights: parameters, what is beside them (a copy, or what
-    `ampcompile.kernels.masters` keeps), and checksums.
+    `ampcompile.kernels.masters` keeps), checksums, what they are quantized to, and by which factor.
     """
-    param, beside, checksums = weights
+    param, beside, checksums, _quantized, _factor = weights
     offset4 = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
     if param.dtype.element_ty == tl.float32:
         values = tl.load(param + offset, mask=mask)
@@ -51,15 +106,17 @@ def read_weights(weights, offset, mask):
 
 @triton.jit
 def write_weights(weights, start, offset, weight, mask):
-    """Write new values of a block of weights, and what belongs beside their parameters."""
-    param, beside, checksums = weights
+    """Write new values of a block of weights, what belongs beside their parameters, and what `quantize` does."""
+    param, beside, checksums, quantized, factor = weights
     offset4 = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
     if param.dtype.element_ty == tl.float32:
         tl.store(param + offset, weight, mask=mask)
         refresh(beside, offset4, weight, mask, beside.dtype.element_ty)
     elif beside.dtype.element_ty == tl.float32:
         tl.store(beside + offset, weight, mask=mask)
-        tl.store(param + offset4, weight.to(param.dtype.element_ty), mask=mask)
+        low = weight.to(param.dtype.element_ty)
+        tl.store(param + offset4, low, mask=mask)
+        weight = low.to(tl.float32)
     else:
         bits = weight.to(tl.int32, bitcast=True)
         bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # a carry into the sign would give a zero
@@ -75,6 +132,8 @@ def write_weights(weights, start, offset, weight, mask):
                 mask=first if mask is None else first & mask,
             )
         tl.store(param + offset4, high.to(tl.int16).to(param.dtype.element_ty, bitcast=True), mask=mask)
+        weight = (high << 16).to(tl.float32, bitcast=True)
+    return quantize(quantized, factor, offset4, weight, mask)
 
 
 @triton.jit
@@ -103,10 +162,13 @@ def random_bits(key, start, COUNT: tl.constexpr):
 
 
 @functools.cache
-def _constants(grad: torch.dtype, param: torch.dtype, beside: torch.dtype | None, **flags: bool) -> Constants:
+def _constants(
+    grad: torch.dtype, param: torch.dtype, beside: torch.dtype | None, quantized: bool, **flags: bool
+) -> Constants:
     # Which sums are fused would depend on the types, and so would bits of masters.
     options = {"num_warps": 4, "enable_fp_fusion": False}
     types = {"GRAD": TYPES[grad], "PARAM": TYPES[param], "BESIDE": NO_COPY if beside is None else TYPES[beside]}
+    types |= {"QUANTIZED": tl.float8e4nv if quantized else NO_COPY}
     return Constants(**types, CHUNK=tables.CHUNK, BLOCK=BLOCK, **options, **flags)
 
 
@@ -120,7 +182,7 @@ def launch(
     optional: str,
     **constants: bool,
 ) -> None:
-    """Launch the kernel once for each combination of types, with a program per chunk.
+    """Launch the kernel once for each combination of types, with a program per chunk; and finish quantizing.
 
     `optional`: the kernel's constant for the optional state. Another pointer stands in for one that is None.
     """
@@ -130,5 +192,6 @@ def launch(
         pieces = tables.chunks(table.grads.numels, kind.chosen, device, workspace)
         if pieces.shape[0]:
             flags = {optional: kind.has_state, "HAS_FOUND_INF": found_inf is not None, **constants}
-            fixed = _constants(kind.grad, kind.param, kind.beside, **flags)
+            fixed = _constants(kind.grad, kind.param, kind.beside, bool(table.quantized), **flags)
             start(kernel, pieces.shape[0], (words, pieces, *others), (count,), fixed, device)
+    finish(table, words, workspace)

@@ -18,6 +18,15 @@ CHUNK = 8192
 SPAN = 128
 """16-bit parameters of one checksum, in C++ too: a warp of a GPU adds up that many without a barrier."""
 
+LEAST_BITS = (127 - 100) << 23
+"""The bits of the least magnitude that a quantized weight's scale is made of, a float32."""
+CARRY = 0x1FFFFF
+"""Carries into a float32's exponent if its fraction is above 1.75, that of e4m3's largest number, 1.75 * 2**8."""
+ABOVE = 127 + 8 + 127
+"""The sum of the biased exponents of a magnitude, carried, and of its factor, a power of two."""
+
+BESIDE, BUFFERS = -4, -2
+"""Rows of `StepTable.addresses`"""
 SPARES = 4
 """Steps of one optimizer that a CUDA graph can hold: host memory can't be pinned during its capture."""
 CHUNK_TABLES = 8
@@ -37,6 +46,20 @@ class Kind(NamedTuple):
     """They have the optimizer's optional state."""
     chosen: np.ndarray
     """Their indices"""
+
+
+class QuantizedKind(NamedTuple):
+    """The quantized weights of one launch."""
+
+    dtype: torch.dtype
+    chosen: np.ndarray
+    """Their indices"""
+    rows: np.ndarray
+    """The words of each, see `quantize_many.kinds_of`"""
+    tiles: np.ndarray
+    """The numbers of their tiles"""
+    order: np.ndarray
+    """0, 1, and so on: the launch's own indices"""
 
 
 @dataclass(eq=False)
@@ -63,7 +86,9 @@ class StepTable:
     grads: GradTable
     group_of: np.ndarray
     addresses: np.ndarray
-    """Rows: gradients, parameters, the optimizer's states, what is beside the parameters, checksums; 0 for None"""
+    """Rows: gradients, parameters, the optimizer's states, what is beside the parameters, checksums, buffers of
+    quantized weights; 0 for None. Then a row of zeros, on the GPU for notes on these weights
+    """
     codes: tuple[np.ndarray, np.ndarray, np.ndarray]
     """The types of gradients, of parameters and of what is beside them"""
     optional: int
@@ -74,6 +99,10 @@ class StepTable:
     """Addresses and types of copies that were put beside parameters later, by index"""
     kinds: list[Kind] = field(default_factory=list)
     """The launches on a GPU; empty if they aren't known"""
+    buffers: dict[int, int] = field(default_factory=dict)
+    """Addresses of quantized weights that a step on a GPU writes, by index"""
+    quantized: list[QuantizedKind] = field(default_factory=list)
+    """The launches for these"""
 
     def __post_init__(self) -> None:
         self.pointers = tuple(
@@ -199,17 +228,24 @@ def step_words(
 ) -> Tensor:
     """The table of an optimizer's kernel: sizes, groups, rows of addresses, float64 settings [groups, n] as bits.
 
-    A learning rate that is a tensor becomes the first setting of its group on the device.
+    A learning rate that is a tensor becomes the first setting of its group on the device. Notes are zeros.
     """
     numels, device = table.grads.numels, table.grads.device
     host = np.concatenate([numels, table.group_of, table.addresses.reshape(-1), float_bits(settings)])
     words = workspace.setdefault("step words", Words()).follow(host, device)
+    if table.quantized:
+        words[notes_at(table) :][: len(numels)].zero_()
     if any(isinstance(lr, Tensor) for lr in lrs):
         on_device = words[-settings.size :].view(torch.float64).view(settings.shape)
         for row, lr in zip(on_device, lrs, strict=True):
             if isinstance(lr, Tensor):
                 row[0].copy_(lr.reshape(()))
     return words
+
+
+def notes_at(table: StepTable) -> int:
+    """The place of the row of notes in `step_words`."""
+    return (1 + len(table.addresses)) * len(table.grads.numels)
 
 
 def grad_launches(

@@ -15,7 +15,7 @@ from ampcompile.kernels import packed_linear
 from ampcompile.kernels.packed_linear import PACKED_LINEAR, SMALLEST
 from ampcompile.passes.analysis.aliasing import lies_in_a_row
 from ampcompile.passes.analysis.wide_products import is_emulated
-from ampcompile.passes.graph import graphs
+from ampcompile.passes.base import EachGraph
 from ampcompile.torch_private import lowering
 
 ADDMM = torch.ops.aten.addmm.default
@@ -26,22 +26,6 @@ TRANSPOSES = {torch.ops.aten.permute.default: ([1, 0],), torch.ops.aten.t.defaul
 def acts_here() -> bool:
     """Return True if this CPU has units for bfloat16, and oneDNN uses them."""
     return packed_linear.available(torch.bfloat16) and not is_emulated("cpu", torch.bfloat16)
-
-
-def _add_in(gm: GraphModule) -> int:
-    changed = 0
-    for node in gm.graph.find_nodes(op="call_function", target=ADDMM):
-        bias, x, transposed, *_ = node.args
-        if node.kwargs or not _adds_rows(bias, node) or TRANSPOSES.get(transposed.target) != transposed.args[1:]:
-            continue
-        weight = transposed.args[0]
-        if not _is_plain(weight):
-            continue
-        node.target, node.args = PACKED_LINEAR, (x, weight, weight, bias)
-        changed += 1
-        if not transposed.users:
-            gm.graph.erase_node(transposed)
-    return changed
 
 
 def _adds_rows(bias: Node, product: Node) -> bool:
@@ -59,14 +43,24 @@ def _is_plain(weight: Node) -> bool:
 
 
 @dataclass(frozen=True)
-class AddBiasInProducts:
+class AddBiasInProducts(EachGraph):
     """Replaces `addmm` by `packed_linear` with a plain weight; returns the number of products."""
 
     name = "add_bias_in_products"
-    exact = True
-    fate = ""
 
-    def apply(self, gm: GraphModule) -> int:
+    def rewrite(self, gm: GraphModule) -> int:
         if not lowering.stores_products() or not acts_here():
             return 0
-        return sum(map(_add_in, graphs(gm)))
+        changed = 0
+        for node in gm.graph.find_nodes(op="call_function", target=ADDMM):
+            bias, x, transposed, *_ = node.args
+            if node.kwargs or not _adds_rows(bias, node) or TRANSPOSES.get(transposed.target) != transposed.args[1:]:
+                continue
+            weight = transposed.args[0]
+            if not _is_plain(weight):
+                continue
+            node.target, node.args = PACKED_LINEAR, (x, weight, weight, bias)
+            changed += 1
+            if not transposed.users:
+                gm.graph.erase_node(transposed)
+        return changed

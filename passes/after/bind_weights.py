@@ -9,42 +9,37 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.passes.analysis.aliasing import base_of
 from ampcompile.passes.analysis.commuting import CONVERT
-from ampcompile.passes.graph import graphs, note
+from ampcompile.passes.base import EachGraph
+from ampcompile.passes.graph import note
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 
 
-def _bind(gm: GraphModule) -> int:
-    graph, reads = gm.graph, gm.graph.find_nodes(op="call_function", target=WEIGHT_COPY)
-    copies: set[Node] = set()
-    for node in reads:
-        copy, dtype = node.args[1:]
-        copies.add(copy)
-        read = copy
-        if copy.meta["val"].dtype != dtype:  # held as float32, for products that run in float32
-            note(copy, rounded=dtype)
-            with graph.inserting_before(node):
-                read = graph.call_function(CONVERT, (copy, dtype))
-            read.meta = dict(node.meta)
-            note(read, widened=True)
-        node.replace_all_uses_with(read)
-        graph.erase_node(node)
-    output = graph.output_node()
-    with graph.inserting_before(output):
-        for value in set(output.all_input_nodes):
-            if base_of(value) in copies:
-                clone = graph.call_function(torch.ops.aten.clone.default, (value,))
-                clone.meta = dict(value.meta)
-                output.replace_input_with(value, clone)
-    return len(reads)
-
-
 @dataclass(frozen=True)
-class BindWeights:
+class BindWeights(EachGraph):
     """For a joint or inference graph; clones a copy that the graph returns. Returns the number of reads bound."""
 
     name = "bind_weights"
-    exact = True
-    fate = ""
 
-    def apply(self, gm: GraphModule) -> int:
-        return sum(map(_bind, graphs(gm)))
+    def rewrite(self, gm: GraphModule) -> int:
+        graph, reads = gm.graph, gm.graph.find_nodes(op="call_function", target=WEIGHT_COPY)
+        copies: set[Node] = set()
+        for node in reads:
+            copy, dtype = node.args[1:]
+            copies.add(copy)
+            read = copy
+            if copy.meta["val"].dtype != dtype:  # held as float32, for products that run in float32
+                note(copy, rounded=dtype)
+                with graph.inserting_before(node):
+                    read = graph.call_function(CONVERT, (copy, dtype))
+                read.meta = dict(node.meta)
+                note(read, widened=True)
+            node.replace_all_uses_with(read)
+            graph.erase_node(node)
+        output = graph.output_node()
+        with graph.inserting_before(output):
+            for value in set(output.all_input_nodes):
+                if base_of(value) in copies:
+                    clone = graph.call_function(torch.ops.aten.clone.default, (value,))
+                    clone.meta = dict(value.meta)
+                    output.replace_input_with(value, clone)
+        return len(reads)

@@ -10,15 +10,21 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import base_of, overwritten_inputs, returned_values
-from ampcompile.passes.analysis.commuting import classify_movement, constants_survive, rebuild, same_layout
-from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
-from ampcompile.passes.graph import erase_unread, graphs
-from ampcompile.torch_private import dispatcher, tracing
+from ampcompile.passes.analysis.commuting import (
+    classify_movement,
+    constants_survive,
+    look_through,
+    rebuild,
+    same_layout,
+)
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_view
+from ampcompile.passes.base import EachGraph
+from ampcompile.passes.graph import erase_unread
+from ampcompile.torch_private import dispatcher
 
 
 def _is_cast(node: Node) -> bool:
@@ -35,11 +41,11 @@ def _drop(graph: Graph, second: Node, written: set[Node]) -> bool:
 
     Keep both if they cast an input that the graph overwrites: backward may read it afterwards.
     """
-    path: list[Node] = []
-    first = second.args[0]
-    while isinstance(first, Node) and classify_movement(first) and (len(first.users) == 1 or first.target.is_view):
-        path.insert(0, first)
-        first = first.args[0]
+
+    def moves(node: Node) -> bool:
+        return bool(classify_movement(node)) and (len(node.users) == 1 or is_view(node.target))
+
+    first, path = look_through(second.args[0], moves)
     if not isinstance(first, Node) or not _is_cast(first):
         return False
     source = first.args[0]
@@ -67,26 +73,21 @@ def _correct_fakes(graph: Graph, node: Node) -> int:
     return dropped
 
 
-def _drop_in(gm: GraphModule) -> int:
-    graph, dropped = gm.graph, 0
-    with tracing.on_fakes_of(gm), torch.no_grad():
-        for node in list(graph.nodes):
-            if node.target in dispatcher.FAKES_OF_WRONG_DTYPE:
-                dropped += _correct_fakes(graph, node)
-        returned, written = returned_values(graph), overwritten_inputs(graph)  # two outputs must not become one tensor
-        for cast in list(graph.nodes):
-            if _is_cast(cast) and cast not in returned:
-                dropped += _drop(graph, cast, written)
-    return dropped
-
-
 @dataclass(frozen=True)
-class DropCasts:
+class DropCasts(EachGraph):
     """For a joint or inference graph, which writes only inputs, at its end. Returns the number of casts dropped."""
 
     name = "drop_casts"
-    exact = True
     fate = "folded"
 
-    def apply(self, gm: GraphModule) -> int:
-        return sum(map(_drop_in, graphs(gm)))
+    def rewrite(self, gm: GraphModule) -> int:
+        graph, dropped = gm.graph, 0
+        for node in list(graph.nodes):
+            if node.target in dispatcher.FAKES_OF_WRONG_DTYPE:
+                dropped += _correct_fakes(graph, node)
+        returned = returned_values(graph)  # two outputs must not become one tensor
+        written = overwritten_inputs(graph)
+        for cast in list(graph.nodes):
+            if _is_cast(cast) and cast not in returned:
+                dropped += _drop(graph, cast, written)
+        return dropped

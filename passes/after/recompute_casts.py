@@ -13,7 +13,6 @@ core).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,23 +23,12 @@ from ampcompile.dtypes import LOW, is_lossless
 from ampcompile.passes.analysis.aliasing import base_of
 from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import CHOOSES_AFTER, CONVERSIONS_AFTER, has, is_elementwise, is_view
+from ampcompile.passes.analysis.readers import readers_of
 from ampcompile.passes.analysis.sizes import is_float_tensor
-from ampcompile.passes.graph import graphs
+from ampcompile.passes.base import EachGraph
 
 ATEN = torch.ops.aten
 _TAG = "recompute"  # torch's own mark, which checkpoints set too; differentiation keeps it
-
-
-def _tag_in(gm: GraphModule) -> int:
-    if not (backward := computed_from_gradients(gm)):
-        return 0
-    returned = set(gm.graph.output_node().all_input_nodes)
-    forward = [node for node in gm.graph.nodes if node not in backward | returned]
-    casts = [node for node in forward if _widens(node) and any(user in backward for user in _readers(node))]
-    of_inputs, masks = _computed_from_inputs(gm), list(filter(_is_mask, forward))
-    for mask in masks:
-        mask.meta[_TAG] = CheckpointPolicy.PREFER_RECOMPUTE
-    return sum(map(_tag, casts)) + sum(_tag_normed(node, of_inputs) for node in forward) + len(masks)
 
 
 def _tag(cast: Node) -> bool:
@@ -98,24 +86,22 @@ def _widens(node: Node) -> bool:
     return after.itemsize > before.itemsize and is_lossless(before.dtype, after.dtype)
 
 
-def _readers(node: Node) -> Iterator[Node]:
-    """Yield the readers of a value and of its views."""
-    for user in node.users:
-        yield user
-        if is_view(user.target):
-            yield from _readers(user)
-
-
 @dataclass(frozen=True)
-class RecomputeCasts:
+class RecomputeCasts(EachGraph):
     """Tags widening casts, normalized values and masks of a joint graph; returns their number.
 
     For inference graphs it does nothing: they save no values.
     """
 
     name = "recompute_casts"
-    exact = True
-    fate = ""
 
-    def apply(self, gm: GraphModule) -> int:
-        return sum(map(_tag_in, graphs(gm)))
+    def rewrite(self, gm: GraphModule) -> int:
+        if not (backward := computed_from_gradients(gm)):
+            return 0
+        returned = set(gm.graph.output_node().all_input_nodes)
+        forward = [node for node in gm.graph.nodes if node not in backward | returned]
+        casts = [node for node in forward if _widens(node) and any(user in backward for user in readers_of(node))]
+        of_inputs, masks = _computed_from_inputs(gm), list(filter(_is_mask, forward))
+        for mask in masks:
+            mask.meta[_TAG] = CheckpointPolicy.PREFER_RECOMPUTE
+        return sum(map(_tag, casts)) + sum(_tag_normed(node, of_inputs) for node in forward) + len(masks)

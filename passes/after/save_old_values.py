@@ -21,8 +21,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ampcompile.passes.analysis.aliasing import base_of, overwritten_inputs
 from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import SCATTERS, has
-from ampcompile.passes.graph import graphs, placeholders
-from ampcompile.torch_private import tracing
+from ampcompile.passes.base import EachGraph
+from ampcompile.passes.graph import placeholders
 
 _LIBRARY = torch.library.Library("ampcompile", "FRAGMENT")
 _LIBRARY.define("old_value(Tensor x) -> Tensor")
@@ -62,7 +62,7 @@ def _copy_overlaps(gm: GraphModule) -> int:
 
 
 def _copy(value: Node, gm: GraphModule, before: Node) -> Node:
-    with gm.graph.inserting_before(before), tracing.on_fakes_of(gm), torch.no_grad():
+    with gm.graph.inserting_before(before):
         copy = gm.graph.call_function(OLD_VALUE, (value,))
         copy.meta = {"val": value.meta["val"].clone()}
     return copy
@@ -93,12 +93,10 @@ def _is_view(node: Node) -> bool:
 
 
 @dataclass(frozen=True)
-class SaveOldValues:
+class SaveOldValues(EachGraph):
     """For a joint or inference graph. Returns the number of values that are saved if backward needs them, or copied."""
 
     name = "save_old_values"
-    exact = True
-    fate = ""
 
-    def apply(self, gm: GraphModule) -> int:
-        return sum(_save(graph) + _copy_overlaps(graph) for graph in graphs(gm))
+    def rewrite(self, gm: GraphModule) -> int:
+        return _save(gm) + _copy_overlaps(gm)

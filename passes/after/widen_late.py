@@ -8,15 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.dtypes import LOW, is_lossless
 from ampcompile.passes.analysis.aliasing import base_of, overwritten_inputs
-from ampcompile.passes.analysis.commuting import CONVERT, classify_movement, constants_survive, rebuild, same_layout
+from ampcompile.passes.analysis.commuting import (
+    CONVERT,
+    classify_movement,
+    constants_survive,
+    look_through,
+    rebuild,
+    same_layout,
+)
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, JOINS, has, is_view
-from ampcompile.passes.graph import call_on_values, graphs
-from ampcompile.torch_private import tracing
+from ampcompile.passes.base import EachGraph
+from ampcompile.passes.graph import call_on_values
 
 _Source = tuple[Node, list[Node]]
 
@@ -24,12 +30,9 @@ _Source = tuple[Node, list[Node]]
 def _source(operand: Node, written: set[Node]) -> _Source | None:
     """The 16-bit value that an operand was widened from, and the views after the cast; a 16-bit operand, as some joins
     have, is its own source. None without one, and for an input that is written."""
-    views: list[Node] = []
     if operand.meta["val"].dtype in LOW:
-        return None if base_of(operand) in written else (operand, views)
-    while is_view(operand.target) and classify_movement(operand):
-        views.insert(0, operand)
-        operand = operand.args[0]
+        return None if base_of(operand) in written else (operand, [])
+    operand, views = look_through(operand, lambda node: is_view(node.target) and classify_movement(node))
     if not has(operand.target, CONVERSIONS_AFTER):
         return None
     source = operand.args[0]
@@ -67,19 +70,12 @@ def _widen_late(graph: Graph, node: Node, written: set[Node]) -> bool:
     return True
 
 
-def _widen_late_in(gm: GraphModule) -> int:
-    with tracing.on_fakes_of(gm), torch.no_grad():
-        written = overwritten_inputs(gm.graph)
-        return sum(_widen_late(gm.graph, node, written) for node in list(gm.graph.nodes) if node.op == "call_function")
-
-
 @dataclass(frozen=True)
-class WidenLate:
+class WidenLate(EachGraph):
     """For a joint or inference graph, which writes only inputs, at its end. Returns the number of ops moved."""
 
     name = "widen_late"
-    exact = True
-    fate = ""
 
-    def apply(self, gm: GraphModule) -> int:
-        return sum(map(_widen_late_in, graphs(gm)))
+    def rewrite(self, gm: GraphModule) -> int:
+        written = overwritten_inputs(gm.graph)
+        return sum(_widen_late(gm.graph, node, written) for node in list(gm.graph.nodes) if node.op == "call_function")

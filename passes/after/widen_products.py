@@ -21,12 +21,13 @@ from ampcompile.kernels import packed_linear
 from ampcompile.kernels.packed_conv import PACKED_CONV
 from ampcompile.kernels.packed_linear import PACKED_LINEAR
 from ampcompile.passes.analysis.aliasing import lies_in_a_row
-from ampcompile.passes.analysis.commuting import CONVERT, rebuild, same_layout
+from ampcompile.passes.analysis.commuting import CONVERT, look_through, rebuild, same_layout
 from ampcompile.passes.analysis.op_traits import ATTENTION_AFTER, CONVERSIONS_AFTER, PRODUCTS_AFTER, REARRANGES, has
 from ampcompile.passes.analysis.sizes import product_hint
 from ampcompile.passes.analysis.wide_products import DENSE, WideProducts, is_dense, is_small, numbers_of
-from ampcompile.passes.graph import decision_of, graphs, note
-from ampcompile.torch_private import dispatcher, processor, tracing
+from ampcompile.passes.base import EachGraph
+from ampcompile.passes.graph import decision_of, note
+from ampcompile.torch_private import dispatcher, processor
 from ampcompile.torch_private.pytree import tree_leaves
 
 ATEN = torch.ops.aten
@@ -39,7 +40,7 @@ equal, but for a transposed left matrix, as in gradients of weights, of which on
 
 
 @dataclass(frozen=True)
-class WidenProducts:
+class WidenProducts(EachGraph):
     """For a joint or inference graph; `wide`: the products to widen. Returns their number.
 
     A product that reads a weight's copy held as float32 is one of them.
@@ -48,17 +49,12 @@ class WidenProducts:
     wide: WideProducts
     name = "widen_products"
     exact = False  # float32 kernels add in another order than 16-bit kernels
-    fate = ""
 
-    def apply(self, gm: GraphModule) -> int:
-        return sum(map(self._widen_in, graphs(gm)))
-
-    def _widen_in(self, gm: GraphModule) -> int:
+    def rewrite(self, gm: GraphModule) -> int:
         widened = 0
-        with tracing.on_fakes_of(gm), torch.no_grad():
-            for node in list(gm.graph.nodes):
-                if has(node.target, PRODUCTS_AFTER) and self._is_slow(node):
-                    widened += _widen(node)
+        for node in list(gm.graph.nodes):
+            if has(node.target, PRODUCTS_AFTER) and self._is_slow(node):
+                widened += _widen(node)
         return widened
 
     def _is_slow(self, product: Node) -> bool:
@@ -154,11 +150,7 @@ def _widened(operand: Node) -> Node:
 
 def _held_in_float32(operand: Node) -> tuple[Node, list[Node]] | None:
     """Of a 16-bit operand that reads a weight's copy held as float32: the copy, and the views; else None."""
-    path: list[Node] = []
-    base = operand
-    while has(base.target, REARRANGES):
-        path.insert(0, base)
-        base = base.args[0]
+    base, path = look_through(operand, lambda node: has(node.target, REARRANGES))
     if has(base.target, CONVERSIONS_AFTER) and decision_of(base.args[0]).rounded is base.meta["val"].dtype:
         return base.args[0], path
     return None

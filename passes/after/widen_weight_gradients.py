@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampcompile.passes.analysis.commuting import classify_movement, rebuild
+from ampcompile.passes.analysis.commuting import classify_movement, look_through, rebuild
 from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
 from ampcompile.torch_private import dispatcher, tracing
@@ -38,15 +38,15 @@ def _returned_casts(graph: Graph) -> Iterator[Node]:
 
 def _find_product(cast: Node) -> list[Node]:
     """The 16-bit product that only this cast reads, then the ops between that move its numbers, in order."""
-    path: list[Node] = []
-    node = cast.args[0]
-    while isinstance(node, Node) and len(node.users) == 1:
-        path.insert(0, node)
-        if node.target in _IN_FLOAT32:
-            value, wide = node.meta["val"], cast.meta["val"]
-            return path if value.itemsize == 2 and value.device == wide.device else []
-        node = node.args[0] if classify_movement(node) == "moves" else None
-    return []
+
+    def moves(node: Node) -> bool:
+        return len(node.users) == 1 and classify_movement(node) == "moves"
+
+    product, moved = look_through(cast.args[0], moves)
+    if not isinstance(product, Node) or len(product.users) > 1 or product.target not in _IN_FLOAT32:
+        return []
+    value, wide = product.meta["val"], cast.meta["val"]
+    return [product, *moved] if value.itemsize == 2 and value.device == wide.device else []
 
 
 def _widen(graph: Graph, path: list[Node], cast: Node) -> None:

@@ -21,8 +21,8 @@ from torch.fx import Graph, GraphModule, Node
 from ampcompile.dtypes import LOW
 from ampcompile.passes.analysis.commuting import CONVERT
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_elementwise, is_view
-from ampcompile.passes.graph import graphs, insert_call
-from ampcompile.torch_private import tracing
+from ampcompile.passes.base import EachGraph
+from ampcompile.passes.graph import insert_call
 
 DEVICE = "cuda"
 """Inductor fuses CPU kernels across these shapes anyway, by comparing all their loops as one."""
@@ -153,19 +153,12 @@ def _in_chunks(graph: Graph, source: Node, operand: Node) -> Node:
 
 
 @dataclass(frozen=True)
-class WriteForProducts:
+class WriteForProducts(EachGraph):
     """For a joint or inference graph. Returns the number of values written in the shape they are computed in."""
 
     name = "write_for_products"
     exact = False  # sums of columns are added in another order
-    fate = ""
 
-    def apply(self, gm: GraphModule) -> int:
-        with torch.no_grad():
-            return sum(map(_apply, graphs(gm)))
-
-
-def _apply(gm: GraphModule) -> int:
-    with tracing.on_fakes_of(gm):
+    def rewrite(self, gm: GraphModule) -> int:
         calls = [node for node in gm.graph.nodes if node.op == "call_function"]
         return sum(_add_in_producer(gm.graph, node) or _write(gm.graph, node) for node in calls)

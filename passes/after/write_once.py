@@ -14,17 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_elementwise
-from ampcompile.passes.graph import graphs
+from ampcompile.passes.base import EachGraph
 from ampcompile.torch_private import lowering
-
-
-def _write_in(gm: GraphModule) -> int:
-    written = {_follow(node) for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.erf.default)}
-    written = {node for node in written if node.meta["val"].device.type == "cpu" and _is_reduced(node)}
-    marked = [node for node in written if not node.meta.get(lowering.WRITTEN)]
-    for node in marked:
-        node.meta[lowering.WRITTEN] = True
-    return len(marked)
 
 
 def _follow(node: Node) -> Node:
@@ -45,12 +36,15 @@ def _is_reduced(node: Node) -> bool:
 
 
 @dataclass(frozen=True)
-class WriteOnce:
+class WriteOnce(EachGraph):
     """Marks values computed by `erf` that reductions read, so that Inductor writes them once; returns their number."""
 
     name = "write_once"
-    exact = True
-    fate = ""
 
-    def apply(self, gm: GraphModule) -> int:
-        return sum(map(_write_in, graphs(gm)))
+    def rewrite(self, gm: GraphModule) -> int:
+        written = {_follow(node) for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.erf.default)}
+        written = {node for node in written if node.meta["val"].device.type == "cpu" and _is_reduced(node)}
+        marked = [node for node in written if not node.meta.get(lowering.WRITTEN)]
+        for node in marked:
+            node.meta[lowering.WRITTEN] = True
+        return len(marked)

@@ -31,8 +31,9 @@ from ampcompile.passes.analysis.op_traits import (
     reads_bits,
 )
 from ampcompile.passes.analysis.sizes import is_float_tensor
-from ampcompile.passes.graph import call_on_values, erase_unread, graphs
-from ampcompile.torch_private import lowering, tracing
+from ampcompile.passes.base import EachGraph
+from ampcompile.passes.graph import call_on_values, erase_unread
+from ampcompile.torch_private import lowering
 
 MUL, POW = torch.ops.aten.mul.Tensor, torch.ops.aten.pow.Tensor_Scalar
 _OF_THE_RESULT = ("unbacked_bindings", lowering.ROUNDS, lowering.WRITTEN)
@@ -130,23 +131,17 @@ def _rounds_squares(cube: torch.Tensor) -> bool:
     return cube.dtype is torch.bfloat16 or (cube.dtype is torch.float16 and cube.is_cuda)
 
 
-def _write_in(gm: GraphModule) -> int:
-    if not any(map(_is_marked, gm.graph.nodes)):
-        return 0
-    writer = _Writer(gm.graph)
-    with tracing.on_fakes_of(gm), torch.no_grad():
-        written = sum(writer.write(node) for node in list(gm.graph.nodes) if node.op == "call_function")
-    erase_unread([*writer.unrounded])
-    return written
-
-
 @dataclass(frozen=True)
-class WriteRoundings:
+class WriteRoundings(EachGraph):
     """For a joint or inference graph, of which Inductor makes code. Returns the number of ops rewritten."""
 
     name = "write_roundings"
     exact = False  # what Inductor would forget to round is rounded
-    fate = ""
 
-    def apply(self, gm: GraphModule) -> int:
-        return sum(map(_write_in, graphs(gm)))
+    def rewrite(self, gm: GraphModule) -> int:
+        if not any(map(_is_marked, gm.graph.nodes)):
+            return 0
+        writer = _Writer(gm.graph)
+        written = sum(writer.write(node) for node in list(gm.graph.nodes) if node.op == "call_function")
+        erase_unread([*writer.unrounded])
+        return written

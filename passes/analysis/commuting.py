@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ampcompile.passes.graph import call_on_values
 from ampcompile.torch_private.types import OpOverload
 
 from .op_traits import CHOOSES, MOVES, REPEATS, has, reads_bits
-from .schema import name_of
+from .schema import arguments_by_name, name_of
 
 CAST = torch.ops.aten.to.dtype
 CONVERT = torch.ops.prims.convert_element_type.default
@@ -54,24 +54,31 @@ def _shape(value: torch.Tensor) -> list[str]:
 
 def _constants(node: Node, op: OpOverload) -> list[Any]:
     """The constants of a call that are compared with the operand's numbers, or stand among them."""
-    name = name_of(op)
-    if name == "aten::clamp":
-        return [bound if bound != 0 else "a zero of some sign" for bound in (*node.args[1:], *node.kwargs.values())]
-    if name == "aten::masked_fill":
-        return [node.kwargs.get("value", node.args[2] if len(node.args) > 2 else None)]
-    if name == "aten::pad":
-        mode = node.kwargs.get("mode", node.args[2] if len(node.args) > 2 else "constant")
-        value = node.kwargs.get("value", node.args[3] if len(node.args) > 3 else None)
-        return [value if mode == "constant" else mode]
-    if name == "aten::constant_pad_nd":
-        return [node.kwargs.get("value", node.args[2] if len(node.args) > 2 else 0)]
-    return []
+    given = arguments_by_name(op, node.args, node.kwargs)
+    match name_of(op):
+        case "aten::clamp":
+            return [bound if bound != 0 else "a zero of some sign" for bound in (given.get("min"), given.get("max"))]
+        case "aten::pad" if (mode := given.get("mode", "constant")) != "constant":
+            return [mode]
+        case "aten::masked_fill" | "aten::pad" | "aten::constant_pad_nd":
+            return [given.get("value")]  # without one, what is padded is zero
+        case _:
+            return []
 
 
 def _survives(value: Any, dtype: torch.dtype) -> bool:
     if value is None:
         return True
     return isinstance(value, int | float) and torch.tensor(value, dtype=dtype).double().item() == value
+
+
+def look_through(value: Any, moves: Callable[[Node], object]) -> tuple[Any, list[Node]]:
+    """Follow first operands back while `moves(node)` holds: the value behind those nodes, and the nodes in order."""
+    path: list[Node] = []
+    while isinstance(value, Node) and moves(value):
+        path.insert(0, value)
+        value = value.args[0]
+    return value, path
 
 
 def rebuild(path: Sequence[Node], operand: Node) -> Node:

@@ -31,12 +31,6 @@ def product_hint(*sizes: int | torch.SymInt) -> int | None:
     return product
 
 
-def is_smaller(a: Any, b: Any) -> bool:
-    """True if a value has fewer elements than another one, as traced; False if that depends on data."""
-    first, second = elements_hint(a), elements_hint(b)
-    return first is not None and second is not None and first < second
-
-
 def is_float_tensor(value: Any) -> bool:
     """True if a value is a tensor that autocast might cast."""
     return isinstance(value, torch.Tensor) and value.dtype in FLOATS

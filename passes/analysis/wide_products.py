@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch.fx import Node, map_arg
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from ampcompile.config import Options
 from ampcompile.dtypes import LOW, short_name
 from ampcompile.torch_private import processor, pytree
-from ampcompile.torch_private.types import OpOverload, TorchDispatchMode
+from ampcompile.torch_private.types import OpOverload
 
 from .schema import writes
 from .sizes import product_hint
@@ -93,21 +93,7 @@ class WideProducts:
         return " ".join([*names, str(self.small)])
 
 
-NONE_WIDE = WideProducts()
-
-
-class Flops(TorchDispatchMode):
-    """Adds up the floating operations of products; symbolic sizes count as the sizes they were traced with."""
-
-    total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            flops = formula(*args, **(kwargs or {}), out_val=result)
-            self.total += int(flops.node.hint or 0) if isinstance(flops, torch.SymInt) else int(flops)
-        return result
+NO_PRODUCTS = WideProducts()
 
 
 def is_dense_product(node: Node) -> bool:
@@ -120,9 +106,10 @@ def is_dense_product(node: Node) -> bool:
     numbers = numbers_of((args, kwargs, result))
     if node.target is LINEAR and len(args) > 1:  # most graphs have many, and running one takes a millisecond
         return is_dense(result.numel() * args[1].shape[-1], numbers)
-    with torch.no_grad(), Flops() as counted:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
         node.target(*args, **kwargs)
-    return counted.total > 0 and is_dense(counted.total // 2, numbers)
+    flops = product_hint(counter.get_total_flops()) or 0
+    return flops > 0 and is_dense(flops // 2, numbers)
 
 
 def numbers_of(values: Any) -> int | torch.SymInt:

@@ -17,8 +17,8 @@ from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST, classify_movement, constants_survive, rebuild, same_layout
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
 from ampcompile.passes.analysis.op_traits import CASTS, has
-from ampcompile.passes.graph import cast_of, erase_unread, graphs
-from ampcompile.torch_private import tracing
+from ampcompile.passes.base import EachGraph
+from ampcompile.passes.graph import cast_of, erase_unread
 
 
 def is_cast(node: Node) -> bool:
@@ -28,7 +28,7 @@ def is_cast(node: Node) -> bool:
 
 
 @dataclass(frozen=True)
-class FoldCasts:
+class FoldCasts(EachGraph):
     """Returns the number of pairs folded. `gradients`: whether grad mode is on around the graph."""
 
     gradients: bool
@@ -40,11 +40,7 @@ class FoldCasts:
     def exact(self) -> bool:
         return not self.relaxed
 
-    def apply(self, gm: GraphModule) -> int:
-        with tracing.on_fakes_of(gm), torch.no_grad():
-            return sum(map(self._fold, graphs(gm)))
-
-    def _fold(self, gm: GraphModule) -> int:
+    def rewrite(self, gm: GraphModule) -> int:
         memory, folded = Aliases(gm.graph), 0
         recorded = recorded_by_autograd(gm.graph, self.gradients)
         for second in gm.graph.find_nodes(op="call_function", target=CAST):

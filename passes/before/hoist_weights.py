@@ -20,9 +20,9 @@ from ampcompile.dtypes import LOW, short_name
 from ampcompile.kernels.packed_conv import PACKED_CONV
 from ampcompile.kernels.packed_linear import PACKED_LINEAR
 from ampcompile.passes.analysis.aliasing import aliased_operands, same_memory, written_operands
-from ampcompile.passes.analysis.commuting import CAST, rebuild
+from ampcompile.passes.analysis.commuting import CAST, look_through, rebuild
 from ampcompile.passes.analysis.op_traits import REARRANGES, has, reads_bits
-from ampcompile.passes.analysis.wide_products import NONE_WIDE, WideProducts, is_dense_product
+from ampcompile.passes.analysis.wide_products import NO_PRODUCTS, WideProducts, is_dense_product
 from ampcompile.passes.graph import Cast, cast_of, erase_unread, note, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import tracing
@@ -38,17 +38,6 @@ _OPERANDS_FROM: dict[Any, int] = {
 _READS_COPY = {**{str(op): [1] for op in (PACKED_LINEAR, PACKED_CONV)}, str(WEIGHT_COPY): [0]}
 _READS_COPY["ampcompile.fp8_linear.default"] = [3]
 _QUANTIZE_WEIGHT = "ampcompile.quantize_weight.default"
-
-
-def _look_through_views(cast: Node) -> tuple[Node, list[Node]]:
-    """Find the value a cast reads through views: (the value, the views in the order in which they apply)."""
-    views: list[Node] = []
-    node = cast.args[0]
-    while isinstance(node, Node) and _rearranges(node):
-        views.insert(0, node)
-        node = node.args[0]
-    assert isinstance(node, Node)
-    return node, views
 
 
 def _rearranges(node: Node) -> bool:
@@ -104,7 +93,7 @@ def _hoist(gm: GraphModule, weights: set[Node], wide: WideProducts, copy_of: Cop
     together = {node: group for group in same_memory(gm.graph) for node in group}
     weights = {w for w in weights if not any("written" in _uses(each) for each in together.get(w, [w]))}
     for cast in list(gm.graph.find_nodes(op="call_function", target=CAST)):
-        weight, views = _look_through_views(cast)
+        weight, views = look_through(cast.args[0], _rearranges)
         if weight in weights and _may_be_hoisted(cast) and all(use == "read" for use in _uses(cast)):
             _replace(cast, weight, views, copy_of(weight, Form(cast.args[1], _is_read_wide(cast, wide))))
             hoisted += 1
@@ -180,7 +169,7 @@ class HoistWeights:
     """
 
     copied: Mapping[Node, bool]
-    wide: WideProducts = NONE_WIDE
+    wide: WideProducts = NO_PRODUCTS
     gathered: frozenset[Node] = frozenset()
     name = "hoist_weights"
     exact = True

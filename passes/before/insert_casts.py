@@ -15,6 +15,7 @@ from ampcompile.dtypes import short_name
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.higher_order import HOPS
 from ampcompile.passes.analysis.schema import set_arguments
+from ampcompile.passes.base import EachGraph
 from ampcompile.passes.graph import (
     ENTER,
     EXIT,
@@ -22,53 +23,46 @@ from ampcompile.passes.graph import (
     Cast,
     Decision,
     decision_of,
-    graphs,
     is_castable,
     note,
     op_name,
 )
-from ampcompile.torch_private import pytree, tracing
+from ampcompile.torch_private import pytree
 
 CLAMP = torch.ops.aten.clamp.default
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "seq_nr", "custom")
 
 
 @dataclass(frozen=True)
-class InsertCasts:
+class InsertCasts(EachGraph):
     """Returns the number of casts inserted, bodies included. Also removes the autocast enter and exit nodes."""
 
     name = "insert_casts"
     exact = False  # these casts are the roundings of mixed precision
-    fate = ""
 
-    def apply(self, gm: GraphModule) -> int:
+    def rewrite(self, gm: GraphModule) -> int:
         gm.meta.pop(UNDECIDED, None)
-        with tracing.on_fakes_of(gm), torch.no_grad():
-            return sum(map(_insert_in, graphs(gm)))
-
-
-def _insert_in(gm: GraphModule) -> int:
-    casts = 0
-    narrowed: dict[Node, Node] = {}  # the value that other ops read instead of a result
-    for node in list(gm.graph.nodes):
-        decision = decision_of(node)
-        if decision.result is not None and node.op != "output" and not isinstance(decision.result, torch.nn.Module):
-            node.meta["val"] = decision.result
-        casts += _change_operands(node, decision, narrowed)
-        for attribute, body in decision.bodies.items():
-            _call_copy(gm, node, attribute, body)
-        if decision.regions is not None:
-            gm.get_submodule(str(node.target)).regions = decision.regions
-        if decision.target is not None:
-            node.target = decision.target
-        if decision.arguments:
-            node.args, node.kwargs = set_arguments(node.target, node.args, node.kwargs, decision.arguments)
-        if decision.narrow is not None:
-            casts += _narrow_results(node, decision, decision.narrow, narrowed)
-    for node in reversed(list(gm.graph.nodes)):
-        if node.target is EXIT or node.target is ENTER:
-            gm.graph.erase_node(node)
-    return casts
+        casts = 0
+        narrowed: dict[Node, Node] = {}  # the value that other ops read instead of a result
+        for node in list(gm.graph.nodes):
+            decision = decision_of(node)
+            if decision.result is not None and node.op != "output" and not isinstance(decision.result, torch.nn.Module):
+                node.meta["val"] = decision.result
+            casts += _change_operands(node, decision, narrowed)
+            for attribute, body in decision.bodies.items():
+                _call_copy(gm, node, attribute, body)
+            if decision.regions is not None:
+                gm.get_submodule(str(node.target)).regions = decision.regions
+            if decision.target is not None:
+                node.target = decision.target
+            if decision.arguments:
+                node.args, node.kwargs = set_arguments(node.target, node.args, node.kwargs, decision.arguments)
+            if decision.narrow is not None:
+                casts += _narrow_results(node, decision, decision.narrow, narrowed)
+        for node in reversed(list(gm.graph.nodes)):
+            if node.target is EXIT or node.target is ENTER:
+                gm.graph.erase_node(node)
+        return casts
 
 
 def _change_operands(node: Node, decision: Decision, narrowed: Mapping[Node, Node]) -> int:

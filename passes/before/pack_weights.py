@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from ampcompile.kernels.packed_conv import PACKED_CONV, Blocks, ConvBlocks
 from ampcompile.kernels.packed_linear import PACKED_LINEAR, SMALLEST, LinearBlocks
 from ampcompile.passes.analysis.aliasing import lies_in_a_row
+from ampcompile.passes.analysis.schema import arguments_by_name, arguments_of
 from ampcompile.passes.analysis.sizes import product_hint
 from ampcompile.passes.analysis.wide_products import is_small
 from ampcompile.passes.graph import decision_of, note, placeholders
@@ -71,10 +72,10 @@ LAYERS: dict[Any, Callable[..., PackedLayer | None]] = {LINEAR: _linear, CONV: _
 
 
 def _arguments(layer: Node) -> list[Any]:
-    schema: Any = layer.target
-    names = [(each.name, each.default_value) for each in schema._schema.arguments]
-    arguments = dict(zip([name for name, _ in names], layer.args, strict=False)) | layer.kwargs
-    return [arguments.get(name, default) for name, default in names]
+    """All arguments of a layer, defaults included."""
+    op: Any = layer.target
+    given = arguments_by_name(op, layer.args, layer.kwargs)
+    return [given.get(each.name, each.default_value) for each in arguments_of(op)]
 
 
 def _packable(read: object, dtypes: frozenset[torch.dtype]) -> bool:

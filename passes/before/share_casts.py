@@ -1,7 +1,7 @@
 """Keep one cast per value and dtype where that changes no sum of gradients.
 
 On the captured graph every use of a value has a cast of its own, so that gradients are added up in the value's type.
-Two casts are merged only if no gradient flows there; after differentiation all of them are (`after/share_casts`).
+Two casts are merged only if no gradient flows there; after differentiation all of them are (`after/share_every_cast`).
 """
 
 from __future__ import annotations
@@ -14,22 +14,19 @@ from torch.fx import GraphModule, Node
 from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
-from ampcompile.passes.graph import cast_of, graphs
+from ampcompile.passes.base import EachGraph
+from ampcompile.passes.graph import cast_of
 
 
 @dataclass(frozen=True)
-class ShareCasts:
+class ShareCasts(EachGraph):
     """Returns the number of casts saved. `gradients`: whether grad mode is on around the graph."""
 
     gradients: bool
     name = "share_casts"
-    exact = True
     fate = "shared"
 
-    def apply(self, gm: GraphModule) -> int:
-        return sum(map(self._share, graphs(gm)))
-
-    def _share(self, gm: GraphModule) -> int:
+    def rewrite(self, gm: GraphModule) -> int:
         memory, recorded = Aliases(gm.graph), recorded_by_autograd(gm.graph, self.gradients)
         first: dict[Any, Node] = {}
         shared = 0

@@ -97,7 +97,7 @@ class _Capture(Interpreter):
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.fetch_attr(target)
-        if isinstance(module, outline.LeftAlone):
+        if isinstance(module, outline.OutlinedPart):
             module.note(args)
             with tracing.untraced():
                 result = module(*args)

@@ -22,7 +22,7 @@ OUTLINED = "amp_left_alone_"
 _LEVELS = ("_vmap", "_grad", "_jvp", "_func")
 
 
-class LeftAlone(torch.nn.Module):
+class OutlinedPart(torch.nn.Module):
     """A torch-level graph that runs under `torch.autocast` with the state of its region."""
 
     def __init__(self, graph: GraphModule) -> None:
@@ -84,7 +84,7 @@ def _unknown_hop(gm: GraphModule) -> Callable[[Node], bool]:
 
 
 def outline(gm: GraphModule) -> GraphModule:
-    """Move every part that can't be rewritten into a `LeftAlone` submodule; return `gm` itself if there is none."""
+    """Move every part that can't be rewritten into an `OutlinedPart` submodule; return `gm` itself if there is none."""
     unknown = _unknown_hop(gm)
     if not any(_opens(n) or unknown(n) for n in gm.graph.nodes):
         return gm
@@ -111,6 +111,6 @@ def outline(gm: GraphModule) -> GraphModule:
     for index in sorted(set(part.values())):
         name = f"submod_{index}"
         if index in left_alone and hasattr(split, name):
-            setattr(split, name, LeftAlone(getattr(split, name)))
+            setattr(split, name, OutlinedPart(getattr(split, name)))
     split.meta.update(gm.meta)
     return split

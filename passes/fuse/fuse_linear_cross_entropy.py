@@ -5,6 +5,7 @@ Between the two stand the cast of 16-bit logits to float32, ours or the user's, 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +17,12 @@ from ampcompile.dtypes import LOW
 from ampcompile.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY, PIECE
 from ampcompile.kernels.usable import memory_of, usable
 from ampcompile.passes.analysis.aliasing import Aliases
-from ampcompile.passes.analysis.commuting import CAST
-from ampcompile.passes.analysis.op_traits import DROPS, KEEPS_ORDER, has
+from ampcompile.passes.analysis.commuting import CAST, classify_movement, look_through
+from ampcompile.passes.analysis.op_traits import DROPS, FUSED_THROUGH, KEEPS_ORDER, has
 from ampcompile.passes.analysis.sizes import elements_hint
-from ampcompile.passes.graph import call_on_values, cast_of, erase_unread, graphs, op_name
+from ampcompile.passes.base import EachGraph
+from ampcompile.passes.graph import Fusion, call_on_values, cast_of, erase_unread, note, op_name
 from ampcompile.passes.weight_copy import WEIGHT_COPY
-from ampcompile.torch_private import tracing
-
-from .matching import Fusion, argument, fuse, is_low, is_view
 
 aten = torch.ops.aten
 LOSS = aten.cross_entropy_loss.default
@@ -32,7 +31,7 @@ _RESHAPED = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
 @dataclass(frozen=True)
-class FuseLinearCrossEntropy:
+class FuseLinearCrossEntropy(EachGraph):
     """Returns the number of layers fused with their loss. Gradients of weights are summed over pieces of the rows.
 
     Fusing saves memory, and costs a third of the layer's time. If `sparingly`, as with `fuse="auto"`, only layers are
@@ -44,11 +43,7 @@ class FuseLinearCrossEntropy:
     exact = False
     fate = "fused"
 
-    def apply(self, gm: GraphModule) -> int:
-        with tracing.on_fakes_of(gm):
-            return sum(map(self._fuse_in, graphs(gm)))
-
-    def _fuse_in(self, gm: GraphModule) -> int:
+    def rewrite(self, gm: GraphModule) -> int:
         memory = Aliases(gm.graph)
         return sum(self._fuse(loss, memory) for loss in gm.graph.find_nodes(op="call_function", target=LOSS))
 
@@ -56,17 +51,17 @@ class FuseLinearCrossEntropy:
         linear, path = find_layer(loss.args[0])
         if linear is None or memory.is_written(linear) or not _fits(loss) or not keep_rows_whole(path):
             return False
-        x, weight, bias = linear.args[0], linear.args[1], argument(linear, 2, "bias")
+        x, weight, bias = linear.args[0], linear.args[1], _argument(linear, 2, "bias")
         record = self._record(loss, linear)
-        if record is None or not (is_low(x) and is_low(weight) and (bias is None or is_low(bias))):
+        if record is None or not (_is_low(x) and _is_low(weight) and (bias is None or _is_low(bias))):
             return False
         with loss.graph.inserting_before(loss):
             rows = repeat_views(path, x)
         (master, low), (master_bias, low_bias) = _master_and_copy(weight), _master_and_copy(bias)
-        operands = rows, master, master_bias, low, low_bias, loss.args[1], argument(loss, 2, "weight")
-        reduction = _REDUCTIONS[argument(loss, 3, "reduction", 1)]
-        rest = argument(loss, 4, "ignore_index", -100), argument(loss, 5, "label_smoothing", 0.0)
-        fuse(loss, LINEAR_CROSS_ENTROPY, (*operands, reduction, *rest), record)
+        operands = rows, master, master_bias, low, low_bias, loss.args[1], _argument(loss, 2, "weight")
+        reduction = _REDUCTIONS[_argument(loss, 3, "reduction", 1)]
+        rest = _argument(loss, 4, "ignore_index", -100), _argument(loss, 5, "label_smoothing", 0.0)
+        _replace(loss, (*operands, reduction, *rest), record)
         reads = [node for node in (weight, bias) if isinstance(node, Node) and node.target is WEIGHT_COPY]
         erase_unread([*reads, linear, *path, loss])
         return True
@@ -91,15 +86,13 @@ def find_layer(value: Any) -> tuple[Node | None, list[Node]]:
 
     The layer is None if there is none, or if one of the nodes has another user, so that the logits are needed anyway.
     """
-    path: list[Node] = []
-    while isinstance(value, Node) and len(value.users) == 1:
-        if value.target is aten.linear.default:
-            return (value if any(map(_is_upcast, path)) else None), path
-        if not (_is_upcast(value) or is_view(value)):
-            break
-        path.insert(0, value)
-        value = value.args[0]
-    return None, path
+
+    def goes_on(node: Node) -> bool:
+        return len(node.users) == 1 and (_is_upcast(node) or _is_movement(node))
+
+    layer, path = look_through(value, goes_on)
+    alone = isinstance(layer, Node) and len(layer.users) == 1 and layer.target is aten.linear.default
+    return (layer if alone and any(map(_is_upcast, path)) else None), path
 
 
 def _is_upcast(node: Node) -> bool:
@@ -113,7 +106,7 @@ def _is_upcast(node: Node) -> bool:
 
 def _fits(loss: Node) -> bool:
     """True for logits (rows, classes) and class indices."""
-    value, wanted, weight = loss.args[0].meta["val"], loss.args[1].meta["val"], argument(loss, 2, "weight")
+    value, wanted, weight = loss.args[0].meta["val"], loss.args[1].meta["val"], _argument(loss, 2, "weight")
     of_indices = wanted.dtype is torch.int64 and wanted.dim() == 1
     fixed = isinstance(value.shape[-1], int) and value.shape[-1] > 0
     return value.dim() == 2 and of_indices and fixed and (weight is None or weight.meta["val"].dtype is torch.float32)
@@ -129,7 +122,7 @@ def _keeps_rows_whole(node: Node) -> bool:
     if before.shape[-1] is not after.shape[-1] and str(before.shape[-1]) != str(after.shape[-1]):
         return False
     if has(node.target, DROPS):
-        dim = argument(node, 1, "dim", 0)
+        dim = _argument(node, 1, "dim", 0)
         return dim % before.dim() != before.dim() - 1
     return has(node.target, KEEPS_ORDER)
 
@@ -155,7 +148,36 @@ def repeat_views(path: Sequence[Node], operand: Node) -> Node:
 def _master_and_copy(read: Any) -> tuple[Any, Any]:
     """The tensor that receives the gradient, and the one to multiply with."""
     if isinstance(read, Node) and read.target is WEIGHT_COPY:
-        return read.args[0], read.args[1] if is_low(read.args[1]) else read
+        return read.args[0], read.args[1] if _is_low(read.args[1]) else read
     if isinstance(read, Node) and read.target is CAST and cast_of(read):
         return read.args[0], read
     return read, read
+
+
+def _argument(node: Node, index: int, name: str, default: Any = None) -> Any:
+    """An argument of a call, by position or by name."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def _is_low(node: Any) -> bool:
+    """True if a node is a dense 16-bit floating tensor."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return isinstance(value, torch.Tensor) and value.dtype in LOW and value.layout is torch.strided
+
+
+def _is_movement(node: Any) -> bool:
+    """True if a node returns its first operand's numbers, or some of them, each once, in other places."""
+    return isinstance(node, Node) and classify_movement(node) == "moves" and has(node.target, FUSED_THROUGH)
+
+
+def _replace(loss: Node, args: Sequence[Any], record: Fusion) -> None:
+    """Replace a loss by the fused op's. Nodes without readers stay until `erase_unread`."""
+    graph = loss.graph
+    meta = {key: value for key, value in loss.meta.items() if key not in ("val", "tensor_meta")}
+    with graph.inserting_before(loss):
+        fused = graph.call_function(LINEAR_CROSS_ENTROPY, tuple(args))
+        fused.meta = {**meta, "val": call_on_values(fused)}
+        note(fused, fusion=record)
+        result = graph.call_function(operator.getitem, (fused, 0))
+        result.meta = {**meta, "val": fused.meta["val"][0]}
+    loss.replace_all_uses_with(result)

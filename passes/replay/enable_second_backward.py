@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ampcompile.passes.base import EachGraph
 from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import regions
 
@@ -44,27 +45,21 @@ def _saves_its_own_values(call: Node) -> bool:
     return any(value.op != "placeholder" and value not in outputs for value in saved if isinstance(value, Node))
 
 
-def _calls(gm: GraphModule) -> list[Node]:
-    """All calls of custom functions in a graph and its bodies."""
-    return [call for graph in graphs(gm) for call in graph.graph.find_nodes(op="call_function", target=APPLY)]
-
-
 def has_closed_backward(gm: GraphModule) -> bool:
     """True if a custom function in a graph or its bodies has a backward that can't be differentiated."""
-    return any(_switches(_bodies(call)[1]) for call in _calls(gm))
+    calls = (call for graph in graphs(gm) for call in graph.graph.find_nodes(op="call_function", target=APPLY))
+    return any(_switches(_bodies(call)[1]) for call in calls)
 
 
 @dataclass(frozen=True)
-class EnableSecondBackward:
+class EnableSecondBackward(EachGraph):
     """Returns the number of custom functions whose backwards were made differentiable."""
 
     name = "enable_second_backward"
-    exact = True
-    fate = ""
 
-    def apply(self, gm: GraphModule) -> int:
+    def rewrite(self, gm: GraphModule) -> int:
         opened = 0
-        for call in _calls(gm):
+        for call in gm.graph.find_nodes(op="call_function", target=APPLY):
             _, backward = _bodies(call)
             switches = _switches(backward)
             if switches and not _saves_its_own_values(call):

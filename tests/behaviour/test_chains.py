@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ampcompile.compiler import lower
+from ampcompile.compiler import inductor
 from ampcompile.passes import pipeline
 from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import dispatcher, lowering
@@ -66,7 +66,7 @@ def is_further(ours: Sequence[Any], theirs: Sequence[Any], exact: Sequence[Any],
 
 def drawn_rows(dtype, monkeypatch):
     """Of each chain its seed and outcomes: fused, with every 16-bit value in memory, eager autocast's, float64's."""
-    monkeypatch.setattr(lower, "cache_key", lambda *_: str(uuid.uuid4()))  # nothing comes from caches
+    monkeypatch.setattr(inductor, "cache_key", lambda *_: str(uuid.uuid4()))  # nothing comes from caches
     seeds = [random.getrandbits(32) for _ in range(COUNT)]
     chains = [Chain.drawn(seed) for seed in seeds]
     inputs = [each for chain, seed in zip(chains, seeds, strict=True) for each in chain.inputs(seed)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ampcompile
-from ampcompile.compiler import advice
+from ampcompile.compiler import backend
 from ampcompile.torch_private import processor
 from tests.compiling import draws, error, gradients
 from tests.models import Attention, Net
@@ -253,7 +253,7 @@ def test_a_cpu_without_units_is_told_of_once_a_type_and_by_explain_in_its_report
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, units: bool
 ) -> None:
     monkeypatch.setattr(processor, "multiplies", lambda dtype: units)
-    advice.warn_of_missing_units.cache_clear()
+    backend.warn_of_missing_units.cache_clear()
     x = torch.randn(2, 3)
 
     def said() -> list[str]:

@@ -8,7 +8,8 @@ import torch
 
 from benchmarks.__main__ import TESTS, main, run_gpu_tests, show
 from benchmarks.losses import OURS
-from benchmarks.peers import AMP
+from benchmarks.machine import ROOT
+from benchmarks.peers import AMP, BASELINE, GRAPHS
 from benchmarks.records import RESULTS, Records
 
 
@@ -56,3 +57,22 @@ def test_committed_results_are_shown(path: Path) -> None:
     records = Records.load(path)
     text = show(records)
     assert all(stage in text for stage in records.stages if stage != TESTS) and f"| {AMP} | " in text
+
+
+def test_what_the_pages_say_of_the_h200_is_in_its_results() -> None:
+    stages = Records.load(RESULTS / "gpu-h200-steps.json").stages
+    measured = [
+        [1e3 * figures[peer + how]["seconds"][0] for peer in (BASELINE, AMP)]
+        for figures in stages.values()
+        for how in ("", GRAPHS)
+        if BASELINE + how in figures
+    ]
+    page = (ROOT / "docs" / "performance.md").read_text().partition("## On a GPU")[2]
+    rows = [line.split("|")[2:5] for line in page.partition("\n\n- **")[0].splitlines() if line.startswith("|")][2:]
+    assert [[float(cell.split(",")[0]) for cell in row[:2]] for row in rows] == [
+        pytest.approx(each) for each in measured
+    ]
+    ratios = {ratio.strip(" *"): stock / ours for (*_, ratio), (stock, ours) in zip(rows, measured, strict=True)}
+    del ratios[""]  # where the host limits the step
+    assert all(f"{times:.2f}" == said for said, times in ratios.items())
+    assert f"| bfloat16 | {min(ratios)} to {max(ratios)} |" in (ROOT / "README.md").read_text()

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 import ampcompile
-from ampcompile.compiler import advice
+from ampcompile.compiler import backend
 
 
 @pytest.fixture
 def looking_anew() -> Iterator[None]:
     """As in a process that has no scaler yet: those of other tests are gone."""
     gc.collect()
-    advice._look_for_a_scaler.cache_clear()
+    backend._look_for_a_scaler.cache_clear()
     yield
-    advice._look_for_a_scaler.cache_clear()
+    backend._look_for_a_scaler.cache_clear()
 
 
 def trained(caplog: pytest.LogCaptureFixture, **changes: Any) -> list[str]:

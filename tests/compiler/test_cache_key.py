@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from ampcompile.compiler import lower
-from ampcompile.compiler.cache_key import cache_key, covered_files, key_of, source_key
+from ampcompile.compiler import inductor
+from ampcompile.compiler.inductor import cache_key, covered_files, source_key
 from ampcompile.passes.analysis.wide_products import WideProducts
+from ampcompile.torch_private.lowering import hash_of_files
 from tests.test_layout import ROOT, SOURCES, imports
 
 DECIDES_NOTHING = ["ampcompile/insight/report.py", "docs/explain.md", "tests/conftest.py", "pyproject.toml"]
@@ -21,7 +22,7 @@ def test_the_key_covers_all_that_passes_kernels_and_decompositions_import_and_no
         "ampcompile.passes",
         "ampcompile.kernels",
         "ampcompile.torch_private",
-        "ampcompile.compiler.decompositions",
+        "ampcompile.compiler.inductor",
     )
     pending = [module for module in SOURCES if module.startswith(rooms)]
     reached: set[str] = set()
@@ -34,7 +35,7 @@ def test_the_key_covers_all_that_passes_kernels_and_decompositions_import_and_no
     assert not {module for module in reached if SOURCES[module].resolve() not in covered}
     assert {path.resolve() for path in (ROOT / "kernels" / "cpp").iterdir() if path.is_file()} <= covered
     assert covered.isdisjoint((ROOT / name).resolve() for name in DECIDES_NOTHING)
-    assert source_key() == key_of(covered_files())
+    assert source_key() == hash_of_files(covered_files())
 
 
 def test_a_file_that_is_renamed_or_whose_end_moves_to_the_next_one_gives_another_key(tmp_path: Path) -> None:
@@ -43,10 +44,10 @@ def test_a_file_that_is_renamed_or_whose_end_moves_to_the_next_one_gives_another
     def key(one: str, other: str) -> str:
         first.write_text(one)
         second.write_text(other)
-        return key_of([first, second])
+        return hash_of_files([first, second])
 
     keys = [key("x = 1\n", "y = 2\n"), key("x = 1\ny = 2\n", ""), key("y = 2\n", "x = 1\n")]
-    keys.append(key_of([second.rename(tmp_path / "c.py"), first]))
+    keys.append(hash_of_files([second.rename(tmp_path / "c.py"), first]))
     assert len(set(keys)) == 4
 
 
@@ -54,7 +55,7 @@ def test_inductors_caches_miss_what_was_compiled_under_another_key(monkeypatch: 
     first, second = uuid4().hex, uuid4().hex
     found = []
     for key in (first, first, second):
-        monkeypatch.setattr(lower, "cache_key", lambda *_, key=key: key)
+        monkeypatch.setattr(inductor, "cache_key", lambda *_, key=key: key)
         torch._dynamo.reset()
         counters.clear()
         with torch.no_grad():

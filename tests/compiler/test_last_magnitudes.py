@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampcompile.compiler.last_magnitudes import LastMagnitudes
+from ampcompile.compiler.watched_graph import LastMagnitudes
 
 
 class Reads(TorchDispatchMode):

@@ -138,16 +138,16 @@ def test_the_module_stays_what_it_was() -> None:
     assert model.decode.__doc__ == "From code to number." and model.decode.__self__ is model
 
 
-def test_a_deep_copy_has_methods_of_its_own() -> None:
+def test_a_deep_copy_has_the_methods_of_its_class() -> None:
     model, x = Autoencoder(), torch.randn(3, 8)
     ampcompile.compile_methods(model, "encode", "decode", **OPTIONS)
     copied = copy.deepcopy(copy.deepcopy(model))
     with torch.no_grad():
         model.encoder.weight.zero_()
-    assert copied.encode.__self__ is copied and same_bits(copied.encode(x), eager(copied.encoder, x))
+    assert copied.encode.__self__ is copied and same_bits(copied.encode(x), copied.encoder(x))
     assert copied.encode(x).any()
-    del copied.encode
-    assert same_bits(copied.encode(x), copied.encoder(x))
+    ampcompile.compile_methods(copied, "encode", **OPTIONS)
+    assert same_bits(copied.encode(x), eager(copied.encoder, x))
 
 
 def test_what_is_unpickled_has_the_methods_of_its_class() -> None:

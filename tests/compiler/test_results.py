@@ -12,7 +12,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 import ampcompile
-from ampcompile.compiler.results import BECAUSE, Call, widen_results
+from ampcompile.compiler.results import BECAUSE, Widening
 from ampcompile.errors import AmpWarning
 from tests.compiler.widened import Made, leaves, run, x
 from tests.compiling import HALF, HIGH, LOW, compiled, dtypes, eager, error, gradients, regions, same_bits
@@ -382,7 +382,7 @@ class OwnDict(dict):
 
 
 def widened(value):
-    return widen_results(value, LOW, Call((), {}))
+    return Widening(LOW, (), {}, None, None).of(value)
 
 
 def test_what_holds_itself_or_nothing_low_is_returned_as_it_is():

@@ -173,7 +173,11 @@ def test_random_rounding_is_right_on_average() -> None:
         share = round(share * 2**16) / 2**16  # what float32 has of it
         group = SgdGroup(-1.0, 0.0, 0.0, False, 0.0, False)
         grads = step.expand(n).contiguous()
-        sgd_(SgdTensors([group], [param], [grads], [None], [torch.tensor([1, 2, 3])], [None], [0], [None]))
+        sgd_(
+            SgdTensors(
+                [group], [param], [grads], [None], [torch.tensor([1, 2, 3])], group_of=[0], momentum_buffers=[None]
+            )
+        )
         ups = (param == 1 + 2**-7).sum().item()
         assert ups + (param == 1).sum().item() == n
         assert abs(ups - n * share) < 3 * (n * share * (1 - share)) ** 0.5

@@ -9,8 +9,19 @@ import torch
 from ampcompile.kernels.adam import adam_, adam_reference_
 from ampcompile.kernels.sgd import sgd_, sgd_reference_
 from tests.kernels.test_adam import GROUPS as ADAM_GROUPS
+from tests.kernels.test_masters import HOWS
 from tests.kernels.test_sgd import GROUPS as SGD_GROUPS
-from tests.scaler.cases import GRAD_DTYPES, adam_tensors, assert_close, assert_equal, sgd_tensors
+from tests.scaler.cases import (
+    GRAD_DTYPES,
+    MATRIX_SIZES,
+    adam_tensors,
+    assert_close,
+    assert_equal,
+    assert_quantized,
+    sgd_tensors,
+    with_masters,
+    with_quantized,
+)
 
 OPTIMIZERS: dict[str, Any] = {
     "adam": (adam_tensors, ADAM_GROUPS, adam_, adam_reference_),
@@ -57,3 +68,17 @@ def test_a_skipped_step_changes_nothing_but_stale_copies(name: str, found_inf: f
         for copy in ours.copies:
             if copy is not None:
                 copy.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("how", [None, *HOWS], ids=str)
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_quantized_weights_are_as_if_quantized_anew(name: str, found_inf: float, how: Any) -> None:
+    make, groups, *steps = OPTIMIZERS[name]
+    for step in steps:
+        ours = make(groups, sizes=MATRIX_SIZES)
+        ours = with_quantized(ours if how is None else with_masters(ours, *how))
+        before, buffers = deepcopy(ours.params), [buffer for buffer, _ in ours.quantized.values()]
+        step(ours, torch.tensor(0.3), torch.tensor(found_inf))
+        assert_quantized(ours.params[: len(buffers)], buffers)
+        assert torch.equal(ours.params[6], before[6]) == bool(found_inf)

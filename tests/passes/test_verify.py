@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from ampcompile.passes.base import verify
 from ampcompile.passes.graph import bodies
-from ampcompile.passes.verify import verify
 from tests.compiling import LOW
 from tests.passes.captured import captured, settled
 

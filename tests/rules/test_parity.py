@@ -126,8 +126,9 @@ def test_an_encoder_layer_for_inference(norm_first):
 # torch's operator database --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "device", [pytest.param(d, marks=pytest.mark.ci if d == "cpu" else pytest.mark.slow) for d in DEVICES]
+)
 def test_every_sampled_op_runs_as_in_eager(device):
     """Where eager raises on a mixture, ours may run; where eager runs, ours gives the same."""
     verdicts: Counter[str] = Counter()
@@ -183,7 +184,7 @@ def test_mixed_dtypes_run_in_the_widest_or_in_the_destination():
                         destination,
                     )
                     tested.add(name)
-    assert tested == ours.keys()
+    assert tested == ours.keys() - {"aten::_grouped_mm"}  # torch has no samples; see test_grouped_products.py
 
 
 @pytest.mark.slow

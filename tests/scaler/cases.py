@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ampcompile.kernels.adam import AdamGroup, AdamTensors
+from ampcompile.kernels.fp8 import quantize_weight
 from ampcompile.kernels.masters import write_master
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors
 from ampcompile.kernels.triton.tables import SPAN
@@ -19,6 +20,8 @@ from tests.compiling import bits
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CHUNK = 16384  # of the C++ kernels
 SIZES = (0, 1, 5, 31, 32, 33, 1023, 1025, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3)
+MATRICES = ((32, 48), (16, 16), (48, 80), (16, 32), (32, 16), (16, 16), (16, 48), (80, 16))
+MATRIX_SIZES = (*(rows * columns for rows, columns in MATRICES), 5)
 GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -83,6 +86,30 @@ def with_masters(tensors: Tensors, how: str, dtype: torch.dtype = torch.bfloat16
     for param, beside, sums, master in zip(params, kept, checksums, tensors.params, strict=True):
         write_master(param, beside, sums, master)
     return replace(deepcopy(tensors), params=params, kept=kept, checksums=checksums, copies=[None] * n)
+
+
+def with_quantized(tensors: Tensors) -> Tensors:
+    """Make matrices of tensors of `MATRIX_SIZES`, and quantize them; some are then written, to other magnitudes."""
+    for held in vars(tensors).values():
+        for i, (rows, columns) in enumerate(MATRICES[: len(held)]):
+            if isinstance(held[i], Tensor) and held[i].numel() == rows * columns:
+                held[i] = held[i].view(rows, columns)
+    params = tensors.params
+    params[0].clamp_(-2.5, 2.5)  # in the middle of what is quantized alike, where small steps leave it
+    if isinstance(tensors, AdamTensors):
+        tensors.exp_avg_sqs[0].fill_(1.0)
+    tensors.quantized = {i: (quantize_weight(params[i]), params[i]) for i in range(len(MATRICES))}
+    for param, factor in zip(params, (1, 2.0**20, 2.0**-20, 0.0), strict=False):
+        param.mul_(factor)
+    params[4][3, 5], params[5][1, 2] = torch.inf, torch.nan
+    return tensors
+
+
+def assert_quantized(params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    """Buffers hold the bits of quantizing the parameters now."""
+    for buffer, param in zip(buffers, params, strict=True):
+        used = slice(2 * param.numel() + 8)
+        assert_equal([buffer[used].view(torch.uint8)], [quantize_weight(param)[used].view(torch.uint8)])
 
 
 def assert_equal(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:

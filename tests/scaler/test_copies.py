@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ampcompile import weights
-from tests.scaler.cases import assert_equal, fill, scaled
+from ampcompile.scaler.copies import QUANTIZED
+from tests.scaler.cases import assert_equal, assert_quantized, fill, scaled
 from tests.weights.bindings import bind
 from tests.weights.writers import unseen
 
@@ -69,6 +70,28 @@ def test_copies_in_both_types_are_right_after_a_write_without_a_trace_and_a_skip
         before, versions = versions, [copy._version for copy in binding.copies(slots)]
         assert all(map(operator.gt, versions, before)) and (step or weights.weight_stats().casts == casts)
         assert_fresh(slots, binding.copies(slots))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_copies_are_written_too_beside_16_bit_ones_and_whatever_was_written_unseen(kind):
+    params = [nn.Parameter(torch.randn(32, 48)), nn.Parameter(torch.randn(16, 32).t())]
+    slots, binding = [param for param in params for _ in range(2)], bind([torch.bfloat16, QUANTIZED.dtype] * 2)
+    before = addresses(binding.copies(slots))
+    optimizer, scaler = KINDS[kind](params), scaled()
+    casts = weights.weight_stats().casts
+    for step, bad in enumerate((None, math.inf, None, math.inf)):
+        fill(params, step, bad=bad)
+        if step > 1:
+            for param in params:
+                unseen(param)[3, 3] = 10.0**step
+        scaler.step(optimizer)
+        scaler.update()
+        assert step > 1 or weights.weight_stats().casts == casts
+        copies = binding.copies(slots)
+        assert_quantized([param.detach() for param in params], copies[1::2])
+        assert_fresh(params, copies[::2])
+        assert step > 1 or addresses(copies) == before
+        del copies
 
 
 def test_a_copy_that_a_backward_waits_for_is_left_alone():

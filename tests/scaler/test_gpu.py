@@ -9,10 +9,11 @@ from torch import nn
 
 from ampcompile import weights
 from ampcompile.kernels.masters import read_master
+from ampcompile.scaler.copies import QUANTIZED
 from ampcompile.scaler.grad_scaler import GradScaler
 from ampcompile.scaler.master_step import keep_masters
 from tests.devices import waiting_for_nothing
-from tests.scaler.cases import assert_close, assert_equal, fill, scaled
+from tests.scaler.cases import assert_close, assert_equal, assert_quantized, fill, scaled
 from tests.scaler.test_no_sync import as_the_page_does, as_usual, batches_of, watched
 from tests.weights.bindings import bind
 
@@ -125,6 +126,38 @@ def test_an_iteration_is_four_launches_and_allocates_nothing():
     casts = weights.weight_stats().casts
     assert all(torch.equal(c, p.detach().bfloat16()) for c, p in zip(binding.copies(params), params, strict=True))
     assert weights.weight_stats().casts == casts
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="no fp8 units")
+@pytest.mark.parametrize("kind", ["SGD", "AdamW fused", "AdamW tensor lr"])
+def test_quantized_weights_are_written_with_the_step_in_two_launches_more(kind):
+    params = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in ((64, 96), (1024, 4096), (48, 16), (7, 9))]
+    slots, binding = [*params[:3], params[2]], bind([QUANTIZED.dtype] * 3 + [torch.bfloat16])
+    optimizer, scaler = KINDS[kind](params), scaled(device="cuda", growth_interval=3)
+    fill(params, 0, 2.0**16)
+    for _ in range(2):
+        binding.copies(slots)
+        iteration(scaler, optimizer)
+    activities, casts = [torch.profiler.ProfilerActivity.CUDA], weights.weight_stats().casts
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        iteration(scaler, optimizer)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) <= 6, kernels
+    graph, places = torch.cuda.CUDAGraph(), [copy.data_ptr() for copy in binding.copies(slots)]
+    for seed in range(9):
+        fill(params, seed, 2.0**16, math.inf if seed in (2, 7) else None)
+        if seed == 5:
+            with torch.cuda.graph(graph):
+                iteration(scaler, optimizer)
+        if seed < 5:
+            with waiting_for_nothing("cuda"):
+                iteration(scaler, optimizer)
+        else:
+            graph.replay()
+        assert [copy.data_ptr() for copy in binding.copies(slots)] == places
+        assert_quantized([p.detach().cpu() for p in params[:3]], [c.cpu() for c in binding.copies(slots)[:3]])
+        assert weights.weight_stats().casts == casts
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW fused", "AdamW tensor lr"])

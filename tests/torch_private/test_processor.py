@@ -25,7 +25,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: bool(amx))
         monkeypatch.setattr(torch.cpu, "_is_amx_fp16_supported", lambda: amx == "fp16")
-        monkeypatch.setattr(processor, "_words_about_the_cpu", lambda: set(cpuinfo.split()))
+        monkeypatch.setattr(processor, "read_core", lambda: cpuinfo)
         monkeypatch.setattr(processor, "_onednn_takes", lambda dtype: dtype in takes)
 
     yield answer
@@ -114,4 +114,4 @@ def test_mkl_suits_the_cpus_of_its_maker(machine, monkeypatch, maker, mkl, suits
 def test_this_cpu_is_asked_for_real():
     answers = [processor._onednn_takes(dtype) for dtype in (LOW, HALF)]
     assert all(isinstance(answer, bool) for answer in answers)
-    assert isinstance(processor._words_about_the_cpu(), set)
+    assert isinstance(processor.read_core(), str)

@@ -95,7 +95,7 @@ def fused_step(case: Case) -> None:
     """What our fused optimizer step does."""
     lent = writable_copies(case.weights)
     for i, param in enumerate(case.weights):
-        copies = lent.buffers[i]
+        copies = lent.buffers[i].values()
         unseen(param)[unsampled(param)] += 1
         for copy in copies:
             torch.from_dlpack(copy).copy_(param.detach())

@@ -103,7 +103,7 @@ class World:
         elif how == "fused step with copies":
             # The next call must not read what this step could not write.
             lent = writable_copies([target])
-            found = lent.buffers[0]
+            found = lent.buffers[0].values()
             new = target.detach() * 0.5
             unseen(target)[...] = new
             for copy in found:

@@ -17,7 +17,7 @@ def test_a_step_of_ours_writes_the_copies_and_nothing_is_cast(monkeypatch: pytes
     for _ in range(3):
         lent = writable_copies([case.weight])
         unseen(case.weight)[...] *= 0.5
-        (buffer,) = lent.buffers[0]
+        (buffer,) = lent.buffers[0].values()
         buffer.copy_(case.weight.detach())
         torch.autograd.graph.increment_version([case.weight, buffer])
         del buffer

@@ -185,7 +185,7 @@ def test_copies_that_a_captured_step_writes_stay_where_they_are(streams: Streams
     streams.finish()
     with streams.capture(), streams.use(7):
         lent = writable_copies(model.params)
-        places = [copy.data_ptr() for found in lent.buffers.values() for copy in found]
+        places = [copy.data_ptr() for found in lent.buffers.values() for copy in found.values()]
         lent.mark_written()
         del lent
     assert len(places) == 2

@@ -8,7 +8,8 @@ function draw() {
   rows = now;
   drawn = filter.sorted ? [] : edges(rows, found);
   $("rows").replaceChildren(...rows.map((row) => ({ op: opRow, block: blockRow, end: endRow })[row.kind](row)));
-  $("count").textContent = `${found.size} of ${ops.length} ops`;
+  const counted = (listed) => [...listed].filter((op) => op.op !== "returned").length;
+  $("count").textContent = `${counted(found)} of ${counted(ops)} ops`;
   $("empty").hidden = rows.length > 0;
   mark();
 }

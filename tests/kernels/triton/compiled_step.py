@@ -1,5 +1,7 @@
 """The scaler's kernels: 16-byte accesses in the hot loop, no spilled register in it, no barrier in the updates."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -15,7 +17,7 @@ def check(capability: int) -> None:
     types = (tl.float32, tl.float16, tl.bfloat16)
     for grad, copy, state in pairs(types, types, [False, True]):  # the state: of AMSGrad, of momentum
         wide = int(grad == tl.float32)  # gradients of 16 bits are read 8 bytes at a time beside float32 state
-        weights = {"PARAM": tl.float32, "BESIDE": copy}
+        weights = {"PARAM": tl.float32, "BESIDE": copy, "QUANTIZED": tl.float32}
         both = {"GRAD": grad, **weights, "HAS_FOUND_INF": True, "CHUNK": 8192, "BLOCK": 512}
         code = compiled(
             adam.amp_adam,
@@ -43,6 +45,9 @@ def check(capability: int) -> None:
     narrow = [(tl.bfloat16, tl.int16), (tl.bfloat16, tl.float32), (tl.float16, tl.float32), (tl.bfloat16, tl.int64)]
     for grad, (param, beside) in pairs(types, narrow):
         check_masters(capability, grad, param, beside)
+    if capability >= 90:
+        for param, beside in [(tl.float32, tl.bfloat16), *narrow[:2]]:
+            check_quantized(capability, param, beside)
     for grad in types:
         blocks = {"GRAD": grad, "CHUNK": 8192, "BLOCK": 1024}
         code = compiled(unscale.amp_unscale, {**TABLES, **FLAGS}, blocks, capability)
@@ -81,9 +86,31 @@ def check(capability: int) -> None:
     assert prepare.stack == update.stack == 0
 
 
+def constants_of(grad: tl.dtype, param: tl.dtype, beside: tl.dtype, quantized: tl.dtype = tl.float32) -> dict[str, Any]:
+    types = {"GRAD": grad, "PARAM": param, "BESIDE": beside, "QUANTIZED": quantized}
+    return {**types, "HAS_FOUND_INF": True, "CHUNK": 8192, "BLOCK": 512}
+
+
+def check_quantized(capability: int, param: tl.dtype, beside: tl.dtype) -> None:
+    """In blocks numbers of 8 bits are converted two at a time and written four; magnitudes meet once in a chunk."""
+    for kernel, types, states in (
+        (adam.amp_adam, {"scalars": "*fp32", "found_inf": "*fp32"}, {"AMSGRAD": False}),
+        (sgd.amp_sgd, FLAGS, {"MOMENTUM": True, "HAS_MULTIPLIER": True}),
+    ):
+        plain, code = (
+            compiled(kernel, TABLES | types, states | constants_of(tl.bfloat16, param, beside, to), capability)
+            for to in (tl.float32, tl.float8e4nv)
+        )
+        more = {each: code.count(each) - plain.count(each) for each in ("st.global.b32", "st.global.b8", "bar.sync")}
+        assert more["st.global.b32"] == 2, "a block's, and the note of its scale"
+        assert more["st.global.b8"] == 4 * 2 and code.count("cvt.rn.satfinite.e4m3x2") == 2 * 3, "tails, skipped steps"
+        assert code.count("red.*max") + code.count("atom.*max") == 1 and more["bar.sync"] <= 3
+        assert code.stack == 0 and code.registers <= 128
+
+
 def check_masters(capability: int, grad: tl.dtype, param: tl.dtype, beside: tl.dtype) -> None:
     """16-bit parameters and remainders are moved 8 bytes at a time; a checksum crosses warps only to be stored."""
-    constants = {"GRAD": grad, "PARAM": param, "BESIDE": beside, "HAS_FOUND_INF": True, "CHUNK": 8192, "BLOCK": 512}
+    constants = constants_of(grad, param, beside)
     wide, remainder = int(grad == tl.float32), int(beside == tl.int16)
     for kernel, types, states, moments in (
         (adam.amp_adam, {"scalars": "*fp32", "found_inf": "*fp32"}, {"AMSGRAD": False}, 2),

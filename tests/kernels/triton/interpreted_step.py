@@ -8,6 +8,7 @@ import os
 import random
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from ampcompile.kernels.check_grads import Checked, check_grads_reference
 from ampcompile.kernels.native import group_values
 from ampcompile.kernels.sgd import sgd_reference_
 from ampcompile.kernels.step import _count_step, grad_table, kinds_of, table_of
-from ampcompile.kernels.triton import adam, check_grads, sgd, tables, unscale, update_scale
+from ampcompile.kernels.triton import adam, check_grads, quantize_many, sgd, tables, unscale, update_scale
 from ampcompile.kernels.triton import step as steps
 from ampcompile.kernels.unscale import unscale_reference_
 from ampcompile.scaler import grad_scaler as scaler
@@ -26,8 +27,21 @@ from ampcompile.scaler import unscale as scaler_unscale
 from tests.kernels.test_adam import GROUPS as ADAM_GROUPS
 from tests.kernels.test_masters import HOWS, check_step, weights_of
 from tests.kernels.test_sgd import GROUPS as SGD_GROUPS
+from tests.kernels.triton.interpreting import as_on_a_gpu
 from tests.pairs import pairs
-from tests.scaler.cases import GRAD_DTYPES, adam_tensors, assert_close, assert_equal, odd_tensors, sgd_tensors
+from tests.scaler import test_copies
+from tests.scaler.cases import (
+    GRAD_DTYPES,
+    MATRIX_SIZES,
+    adam_tensors,
+    assert_close,
+    assert_equal,
+    assert_quantized,
+    odd_tensors,
+    sgd_tensors,
+    with_masters,
+    with_quantized,
+)
 from tests.scaler.test_differential import OPTIMIZERS, run
 
 assert os.environ["TRITON_INTERPRET"] == "1"
@@ -44,15 +58,12 @@ def small(monkeypatch):
         monkeypatch.setattr(module, "BLOCK", 32)
 
 
-def launching(module):
-    """A module's step as the public function takes it."""
+def launching(name):
+    """A step as the public function takes it."""
 
     def step(t, multiplier=None, found_inf=None, workspace=None):
-        t.count_step()
-        table, workspace = table_of(t), {} if workspace is None else workspace
-        table.kinds = kinds_of(table)
-        rates, settings = [group.lr for group in t.groups], group_values(t.groups)
-        module.step_(table, settings, rates, multiplier, found_inf, workspace)
+        workspace, rates = {} if workspace is None else workspace, [group.lr for group in t.groups]
+        step_as(name, table_of(t), group_values(t.groups), rates, multiplier, found_inf, workspace, t.quantized)
 
     return step
 
@@ -65,14 +76,15 @@ def unscale_(tensors, *arguments):
     unscale.unscale_(grad_table(tensors), *arguments)
 
 
-def step_as(name, table, settings, rates, multiplier, found_inf, workspace):
+def step_as(name, table, settings, rates, multiplier, found_inf, workspace, quantized):
     """The kernels' `step_`, by these."""
     _count_step(table.keys)
     table.kinds = table.kinds or kinds_of(table)
+    quantize_many.take(table, quantized)
     {"adam": adam, "sgd": sgd}[name].step_(table, settings, rates, multiplier, found_inf, workspace)
 
 
-adam_, sgd_ = launching(adam), launching(sgd)
+adam_, sgd_ = launching("adam"), launching("sgd")
 
 
 def grads(dtype=torch.float32):
@@ -257,6 +269,32 @@ def test_a_skipped_step_changes_nothing_but_stale_copies(found_inf):
         assert_copies(tensors.params, tensors.copies)
 
 
+@pytest.mark.parametrize(("name", "how", "found_inf"), pairs(["adam", "sgd"], [None, *HOWS], [None, 0.0, 1.0]), ids=str)
+def test_quantized_weights_are_as_if_quantized_anew(name, how, found_inf, monkeypatch):
+    """Some outgrew their scale, or shrank; what didn't isn't read again after the update."""
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(tables, "CHUNK", 4 * tables.SPAN)
+    monkeypatch.setattr(steps, "BLOCK", tables.SPAN)
+    make, groups = {"adam": (adam_tensors, ADAM_GROUPS), "sgd": (sgd_tensors, SGD_GROUPS)}[name]
+    ours = make(groups, sizes=MATRIX_SIZES)
+    ours = with_quantized(ours if how is None else with_masters(ours, *how))
+    workspace, written = {}, []
+
+    def finish(poisoned, table, *rest):
+        written[:] = deepcopy(ours.params)
+        if poisoned:
+            ours.params[0].fill_(math.nan)
+        quantize_many.finish(table, *rest)
+
+    for poisoned in (False, True):
+        monkeypatch.setattr(steps, "finish", partial(finish, poisoned))
+        flag = None if found_inf is None else torch.tensor(found_inf)
+        launching(name)(ours, torch.tensor(1e-3), flag, workspace)
+        assert_quantized(written[: len(ours.quantized)], [buffer for buffer, _ in ours.quantized.values()])
+    both = ours.copies[7]
+    assert how is not None or torch.equal(both, written[7].to(both.dtype))
+
+
 def test_neither_multiplier_nor_flag_nor_copies():
     ours = adam_tensors(ADAM_GROUPS[:1], sizes=SIZES)
     ours.copies = [None] * len(ours.copies)
@@ -321,3 +359,10 @@ def test_the_whole_scaler_trains_as_torchs(name, monkeypatch):
         program += [[("unscale", 0), ("torchs_clip", 0)], [("our_clip", 0), ("our_clip", 0)], []][i % 3]
         program += [("step", 0, ((), {})), ("update", None)]
     run([name, "SGD"], {"growth_interval": 3}, program)
+
+
+@pytest.mark.parametrize("kind", test_copies.KINDS)
+def test_a_step_of_the_scaler_writes_all_copies(kind, monkeypatch):
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(scaler_plan, "step_", step_as)
+    test_copies.test_quantized_copies_are_written_too_beside_16_bit_ones_and_whatever_was_written_unseen(kind)

@@ -16,10 +16,11 @@ pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from ampcompile.kernels import fp8
 from ampcompile.kernels.adam import AdamTensors
 from ampcompile.kernels.sgd import SgdTensors
 from ampcompile.kernels.step import grad_table, kinds_of, table_of
-from ampcompile.kernels.triton import adam, cast_many, check_grads, launching, sgd, unscale, update_scale
+from ampcompile.kernels.triton import adam, cast_many, check_grads, launching, quantize_many, sgd, unscale, update_scale
 
 BF16 = torch.bfloat16
 
@@ -73,12 +74,15 @@ def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.ones(size, dtype=dtype) for size in SIZES]
 
 
-def adam_step(found_inf: Tensor | None) -> Callable[[], object]:
+def adam_step(found_inf: Tensor | None, quantized: bool = False) -> Callable[[], object]:
     rows = {name: tensors() for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")}
     rows |= {"steps": [torch.zeros(()) for _ in SIZES]}
     none: dict[str, list[Any]] = {name: [None] * 3 for name in ("max_exp_avg_sqs", "kept", "checksums")}
     table = table_of(AdamTensors([], group_of=[0, 0, 0], **rows, **none))
     table.kinds, workspace = kinds_of(table), dict[Any, Any]()
+    if quantized:
+        weight = torch.ones(32, 48)
+        quantize_many.take(table, {1: (fp8.buffer_like(weight), weight)})
     return lambda: adam.step_(table, np.ones((1, 7)), [1.0], found_inf, found_inf, workspace)
 
 
@@ -115,6 +119,7 @@ def cast() -> Callable[[], object]:
 FAMILIES: dict[str, Callable[[], Callable[[], object]]] = {
     "adam": lambda: adam_step(torch.zeros(())),
     "adam without a flag": lambda: adam_step(None),
+    "adam of quantized weights": lambda: adam_step(None, quantized=True),
     "sgd": sgd_step,
     "check": lambda: check(None),
     "check and clip": lambda: check(1.0),
@@ -188,6 +193,8 @@ def test_no_kernel_that_is_started_so_specializes_on_a_number() -> None:
         (unscale.amp_unscale, 4),
         (update_scale.amp_update_scale, 4),
         (cast_many.amp_cast, 1),
+        (quantize_many.amp_magnitudes, 2),
+        (quantize_many.amp_quantize, 2),
     ]:
         numbers = [param for param in kernel.params[count:] if not param.is_constexpr]
         assert all(param.do_not_specialize or param.name == "max_norm" for param in numbers), kernel

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from ampcompile.compiler import lower
+from ampcompile.compiler import inductor
 from ampcompile.passes.after import write_for_products
 from ampcompile.passes.after.write_for_products import ROWS, WriteForProducts
 from tests.compiling import HIGH, LOW, same_bits, training_errors
@@ -227,7 +227,7 @@ def of_a_unet():
 @pytest.mark.parametrize(("model", "shape", "least"), [(block, (4, 64, 16), 3), (of_a_unet, (2, 3, 16, 16), 1)])
 def test_a_block_trains_through_inductor_as_on_a_gpu(monkeypatch, model, shape, least):
     monkeypatch.setattr(write_for_products, "DEVICE", "cpu")
-    monkeypatch.setattr(lower, "cache_key", lambda *_: str(uuid.uuid4()))  # what was compiled for a CPU isn't wanted
+    monkeypatch.setattr(inductor, "cache_key", lambda *_: str(uuid.uuid4()))  # what was compiled for a CPU isn't wanted
     written, apply = [], WriteForProducts.apply
     monkeypatch.setattr(WriteForProducts, "apply", lambda self, gm: written.append(apply(self, gm)) or written[-1])
     options = {"lower": "inductor", "products": "torch"}  # small products would be float32's

@@ -6,7 +6,7 @@ from torch import nn
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.scan import scan
 
-from ampcompile.passes.capture.outline import OUTLINED, LeftAlone
+from ampcompile.passes.capture.outline import OUTLINED, OutlinedPart
 from ampcompile.torch_private import dispatcher
 from tests.compiling import HALF, HIGH, LOW, amp, dtypes, eager, regions, same_bits, training_errors
 from tests.models import Net
@@ -65,7 +65,7 @@ def test_results_are_eager_autocasts_and_gradients_as_exact(kind):
     assert dtypes(run(x)) == dtypes(eager(model, x))
     assert left_alone(recorder)
     for node in left_alone(recorder):
-        assert node.op == "call_module" and isinstance(getattr(recorder.graphs[0].graph, node.target), LeftAlone)
+        assert node.op == "call_module" and isinstance(getattr(recorder.graphs[0].graph, node.target), OutlinedPart)
         assert not node.meta["amp"].known
         assert node.meta["amp"].because == "left to the dispatcher's own autocast"
     torch._dynamo.reset()

@@ -1,23 +1,31 @@
-"""Decompositions for Inductor, where its own are slow or inexact on the CPU, and where its patterns are wrong.
+"""Inductor as we use it: the key of its caches, its settings, and decompositions where its own are wrong.
 
-A pattern of Inductor's matches a call whatever keyword arguments it has, and forgets those that it doesn't name: beside
-a product `add` and `sub` lose `alpha` (https://github.com/pytorch/pytorch/issues/167313). So none arrive there.
+Ours are for the CPU, where Inductor's are slow or inexact, and for calls that its patterns get wrong: a pattern matches
+a call whatever keyword arguments it has, and forgets those that it doesn't name. Beside a product `add` and `sub` lose
+`alpha` (https://github.com/pytorch/pytorch/issues/167313). So none arrive there.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
+from ampcompile.config import Options
 from ampcompile.dtypes import LOW
 from ampcompile.kernels.attention_backward import FLASH_BACKWARD, attention_backward
+from ampcompile.passes.analysis.wide_products import WideProducts
 from ampcompile.torch_private import lowering, tracing
 
+# These rooms don't affect compiled graphs: they use the compiler, or work around a graph. Of `weights`, `spec` does.
+_WITHOUT = frozenset({"command_line", "insight", "scaler", "weights"})
 ATEN = torch.ops.aten
 EMBEDDING_BACKWARD = ATEN.embedding_dense_backward.default
 NORMS = (
@@ -30,6 +38,45 @@ NORMS = (
     ATEN._batch_norm_with_update.default,
     ATEN._batch_norm_with_update_functional.default,
 )
+
+
+def compile_graph(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    key: str,
+    on_joint_graph: lowering.OnJointGraph,
+    before_partition: lowering.OnJointGraph | None = None,
+    **settings: Any,
+) -> Callable[..., Any]:
+    """Compile a graph by Inductor: see `lowering.inductor`. `settings` beat ours, and the user's beat both."""
+    rounding = lowering.config_for_rounding(options.numerics == "eager", inputs)
+    config = rounding | lowering.config_for_bodies(gm) | settings | dict(options.inductor)
+    return lowering.inductor(gm, inputs, config, on_joint_graph, key, decompositions(), before_partition)
+
+
+def cache_key(wide: WideProducts) -> str:
+    """The key of what compiled code depends on besides the graph: the package, the CPU's vectors and units.
+
+    Inductor's own keys leave out the CPU's vectors: code that it wrote for AVX-512 is wrong when compiled for AVX2.
+    """
+    return f"{source_key()} {torch.backends.cpu.get_cpu_capability()} {wide}"
+
+
+@cache
+def source_key() -> str:
+    """The key of the installed package, computed once per process, when the first graph is lowered."""
+    return lowering.hash_of_files(covered_files())
+
+
+def covered_files() -> list[Path]:
+    """The package's files that the key covers, passes, kernels and their C++ included."""
+    rooms = [find_spec(f"ampcompile.{name}") for name in ("passes", "kernels")]  # elsewhere in an editable install
+    folders = [Path(folder) for room in rooms if room is not None for folder in room.submodule_search_locations or ()]
+    own = Path(__file__).parents[1]
+    folders += [folder for folder in own.iterdir() if folder.is_dir() and folder.name not in _WITHOUT]
+    inside = (path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h"))
+    return sorted({*own.glob("*.py"), own / "weights" / "spec.py", *inside})
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
