@@ -61,18 +61,6 @@ class Recorder:
                         self.disagreements.append(f"{node.format_node()}: autocast {a.dtype}, decided {b.dtype}")
 
 
-@dataclass(eq=False)
-class Looking:
-    """A backend that runs each graph as it is. `found`: what `look(gm, inputs)` gave of each, else the graph itself."""
-
-    look: Callable[[GraphModule, Sequence[Any]], Any] = lambda gm, inputs: gm
-    found: list[Any] = field(default_factory=list)
-
-    def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        self.found.append(self.look(gm, inputs))
-        return gm.forward
-
-
 def amp(f: Any, **options: Any) -> tuple[Any, Recorder]:
     """`f` compiled in one graph, by AOTAutograd unless `lower` says otherwise, and the record of it."""
     return compiled(f, fullgraph=True, **options)

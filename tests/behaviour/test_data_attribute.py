@@ -148,3 +148,19 @@ def test_weights_are_hoisted_beside_a_read_of_their_data():
         torch.randn(3, 4), nn.Parameter(torch.randn(4, 4))
     )
     assert any("hoisted" in cast.fate for cast in report.casts)
+
+
+def test_of_what_a_graph_for_any_number_of_rows_writes_below_autograd_only_tensors_are_cast_again() -> None:
+    def f(x, w):
+        found = torch.einsum("ij,jk->ik", x, w)
+        part = found[:]
+        found.data.mul_(0.5)
+        return part
+
+    run = torch.compile(f, backend="amp", dynamic=True, options={"lower": "eager", "outputs": "autocast"})
+    w = torch.randn(8, 8)
+    for rows in (4, 6):
+        x = torch.randn(rows, 8)
+        with torch.autocast("cpu"):
+            expected = f(x, w)
+        assert torch.equal(run(x, w), expected)

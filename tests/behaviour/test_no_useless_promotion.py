@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 from tests.compiling import LOW, compiled, gradients
+from tests.models import Net, weight
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:dynamo_pgo force disabled", "ignore:Mismatch dtype between input and weight"
@@ -24,27 +25,15 @@ OPS = {
 }
 
 
-class Between(nn.Module):
+def between(op: str) -> nn.Module:
     """An op between two linear layers, with its weight in float32."""
-
-    def __init__(self, op: str) -> None:
-        super().__init__()
-        self.op, self.first, self.last = op, nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
-        self.weight = nn.Parameter(torch.rand(32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(OPS[self.op](self.first(x), self.weight))
+    first, last = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+    return Net(lambda m, x: m.last(OPS[op](m.first(x), m.weight)), first=first, last=last, weight=weight(32))
 
 
-class Loss(nn.Module):
+def loss() -> nn.Module:
     """Cross entropy, which is on the CPU's own fp32 list, of what a linear layer gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(32, 32, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.cross_entropy(self.first(x), torch.arange(len(x)))
+    return Net(lambda m, x: F.cross_entropy(m.first(x), torch.arange(len(x))), first=nn.Linear(32, 32, bias=False))
 
 
 def casting_kernels(model: nn.Module, x: Tensor, train: bool, policy: str = "") -> int:
@@ -70,7 +59,7 @@ def casting_kernels(model: nn.Module, x: Tensor, train: bool, policy: str = "") 
     "name", [pytest.param(n, marks=pytest.mark.ci if n == "rms_norm" else pytest.mark.slow) for n in OPS]
 )
 def test_no_kernel_only_casts_around_a_norm(name: str) -> None:
-    model, x = Between(name), torch.randn(16, 32).to(LOW)
+    model, x = between(name), torch.randn(16, 32).to(LOW)
     policy = f"op {name}=fp32"
     assert casting_kernels(model, x, False, policy) == 0
     weights = 2  # gradients of the linear layers, in one kernel or two
@@ -79,6 +68,6 @@ def test_no_kernel_only_casts_around_a_norm(name: str) -> None:
 
 @pytest.mark.slow
 def test_no_kernel_only_casts_around_a_loss() -> None:
-    model, x = Loss(), torch.randn(16, 32).to(LOW)
+    model, x = loss(), torch.randn(16, 32).to(LOW)
     assert casting_kernels(model, x, False) == 0
     assert casting_kernels(model, x, True) <= 1

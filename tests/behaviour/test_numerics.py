@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ampcompile.torch_private import dispatcher
 from benchmarks.models import GPT, GPTConfig
 from tests.compiling import draws, same_bits
+from tests.models import Net
 
 SIX_LAYERS = GPTConfig(layers=6, width=32, heads=2, vocab=61, context=16)
 
@@ -63,16 +64,10 @@ def test_a_gpt_relaxed_is_inductor_under_autocast_and_by_default_no_further_from
     assert sum(distances["default"]) <= 1.05 * sum(distances["peer"])
 
 
-class Gated(nn.Module):
+def gated(chain: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
     """Chains between products: `a(x) * b(x).sigmoid()` and its like."""
-
-    def __init__(self, chain: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 16)
-        self.chain = chain
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.chain(self.a(x), self.b(x)))
+    parts = {"a": nn.Linear(32, 48), "b": nn.Linear(32, 48), "c": nn.Linear(48, 16)}
+    return Net(lambda m, x: m.c(chain(m.a(x), m.b(x))), **parts)
 
 
 CHAINS = {
@@ -86,7 +81,7 @@ CHAINS = {
 
 @pytest.mark.skipif(dispatcher.TORCH < (2, 13), reason="Inductor 2.11 rounds only on CUDA, whatever it is told")
 def test_chains_between_products_are_eager_autocasts_bit_for_bit() -> None:
-    models = {name: Gated(chain) for name, chain in CHAINS.items()}
+    models = {name: gated(chain) for name, chain in CHAINS.items()}
 
     def each(x: Tensor) -> list[Tensor]:
         return [model(x) for model in models.values()]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,60 +17,42 @@ import ampcompile
 from ampcompile.compiler import backend
 from ampcompile.torch_private import processor
 from tests.compiling import draws, error, gradients
+from tests.models import Attention, Net
 
 pytestmark = pytest.mark.units
 LOW, HALF = torch.bfloat16, torch.float16
 TYPES = pytest.mark.parametrize("dtype", [LOW, HALF])
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+def images() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.ConvTranspose2d(8, 4, 2, stride=2), nn.Conv2d(4, 4, 3, groups=4)),
+    )
 
 
-class Images(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.norm = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8)
-        self.up, self.apart = nn.ConvTranspose2d(8, 4, 2, stride=2), nn.Conv2d(4, 4, 3, groups=4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.apart(self.up(F.relu(self.norm(self.down(x)))))
+def checkpointed(m: nn.Module, x: Tensor) -> Tensor:
+    for layer in m.layers:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return torch.einsum("bi,bj->ij", x, x) @ m.layers[0][0].weight
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.GELU()) for _ in range(2))
+def with_checkpoints() -> nn.Module:
+    layers = (nn.Sequential(nn.Linear(12, 12), nn.GELU()) for _ in range(2))
+    return Net(checkpointed, layers=nn.ModuleList(layers))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return torch.einsum("bi,bj->ij", x, x) @ self.layers[0][0].weight
+
+def cell() -> nn.Module:
+    return Net(lambda m, x: m.cell(x, m.cell(x))[0], cell=nn.LSTMCell(10, 10))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear layers": (lambda: nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 8)), (6, 24)),
     "attention": (Attention, (2, 10, 16)),
-    "convolutions": (Images, (2, 3, 12, 12)),
-    "checkpoints, einsum, a shared weight": (Checkpointed, (5, 12)),
-    "LSTM cell": (lambda: Cell(), (4, 10)),
+    "convolutions": (images, (2, 3, 12, 12)),
+    "checkpoints, einsum, a shared weight": (with_checkpoints, (5, 12)),
+    "LSTM cell": (cell, (4, 10)),
 }
-
-
-class Cell(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(10, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, c = self.cell(x)
-        return self.cell(x, (h, c))[0]
 
 
 def compiled(model: nn.Module, dtype: torch.dtype, **options: Any) -> Any:
@@ -211,16 +192,11 @@ def test_through_inductor(grad: bool) -> None:
             assert 0 < error(ours, true_grads) < 20 * torch.finfo(dtype).eps
 
 
-class Dense(nn.Module):
+def dense() -> nn.Module:
     """Layers with much to multiply in each row, behind a convolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(16, 32, 3, padding=1)
-        self.layers = nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(self.conv(x).flatten(1).view(-1, 128))
+    conv = nn.Conv2d(16, 32, 3, padding=1)
+    layers = nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 64))
+    return Net(lambda m, x: m.layers(m.conv(x).flatten(1).view(-1, 128)), conv=conv, layers=layers)
 
 
 @pytest.mark.ci
@@ -229,7 +205,7 @@ def test_through_inductor_where_units_are_slow(grad: bool, monkeypatch: pytest.M
     """Many rows run in float32, with wide copies; a graph of few rows has copies of its own, in 16 bits."""
     monkeypatch.setattr(processor, "multiplies", lambda dtype: True)
     monkeypatch.setattr(processor, "multiplies_faster", lambda dtype: False)
-    model = Dense()
+    model = dense()
     exact = copy.deepcopy(model).double()
     run = compiled(model, LOW, lower="inductor", products="auto")
     before = ampcompile.weight_stats().bytes

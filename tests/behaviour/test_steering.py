@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import ampcompile
 from ampcompile import Policy, keep_fp32, precision
 from ampcompile.insight.report import Report
+from tests.models import Net
 from tests.pairs import pairs
 
 LOW, HIGH, HALF = torch.bfloat16, torch.float32, torch.float16
@@ -152,17 +153,6 @@ class Decorated(Inner):
     pass
 
 
-class Calling(nn.Module):
-    """A module whose inside is reached through a function or a block."""
-
-    def __init__(self, inner: nn.Module, how: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inner, self.how = inner, how
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.how(self.inner, x)
-
-
 @keep_fp32
 def by_function(module: nn.Module, x: Tensor) -> Tensor:
     return module(x)
@@ -173,22 +163,13 @@ def by_block(module: nn.Module, x: Tensor) -> Tensor:
         return module(x)
 
 
-class Around(nn.Module):
-    def __init__(self, target: nn.Module) -> None:
-        super().__init__()
-        self.before, self.target, self.after = nn.Linear(4, 4), target, nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.target(self.before(x)))
-
-
 FORMS: dict[str, Callable[[], nn.Module]] = {
     "a class": Decorated,
     "an imported class, wrapped": keep_fp32(Inner),
     "an imported class, subclassed": Subclassed,
     "an object": lambda: keep_fp32(Inner()),
-    "a function": lambda: Calling(Inner(), by_function),
-    "a block": lambda: Calling(Inner(), by_block),
+    "a function": lambda: Net(lambda m, x: by_function(m.inner, x), inner=Inner()),
+    "a block": lambda: Net(lambda m, x: by_block(m.inner, x), inner=Inner()),
 }
 
 
@@ -198,7 +179,8 @@ def products(report: Report) -> list[torch.dtype | None]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_float32_inside_and_nowhere_else(form: str) -> None:
-    report = explained(Around(FORMS[form]()), dynamic=True)
+    before, target, after = nn.Linear(4, 4), FORMS[form](), nn.Linear(4, 4)
+    report = explained(lambda x: after(target(before(x))), dynamic=True)
     assert products(report) == [LOW, HIGH, HIGH, HIGH, LOW]
     assert len(report.graphs) > 1
     assert all(

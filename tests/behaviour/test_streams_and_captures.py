@@ -1,6 +1,7 @@
 """Compiled models on several streams and in the user's own CUDA graphs; on the CPU, the same lines with stand-ins."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,6 +21,11 @@ def device(request: pytest.FixtureRequest) -> str:
 
 def mlp(device: str) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Linear(96, WIDTH)).to(device)
+
+
+def compiled(model: nn.Module, device: str) -> Callable[[Tensor], Tensor]:
+    lower = {"lower": "aot_eager"} if device == "cpu" else {}
+    return torch.compile(model, backend="amp", options={"dtype": LOW, **lower})
 
 
 def write(model: nn.Module) -> None:
@@ -66,7 +72,7 @@ def test_two_models_on_three_streams_read_their_latest_weights(device: str, lowe
 def test_a_captured_call_reads_the_weights_of_each_replay(device: str) -> None:
     """Also after what makes an eager call take a fresh buffer: an update while a backward is still to come."""
     model, x = mlp(device), torch.randn(16, WIDTH, device=device)
-    run = torch.compile(model, backend="amp", options={"dtype": LOW})
+    run = compiled(model, device)
     out = torch.empty(16, WIDTH, device=device)
 
     def call() -> None:
@@ -90,7 +96,7 @@ def trained(device: str, in_a_graph: bool) -> tuple[nn.Module, float]:
     """A model after eight steps, and the scale."""
     torch.manual_seed(0)
     model, (x, target) = mlp(device), torch.randn(2, 16, WIDTH, device=device)
-    run = torch.compile(model, backend="amp", options={"dtype": LOW})
+    run = compiled(model, device)
     optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=1e-3), ampcompile.GradScaler(device)
 
     def step() -> None:

@@ -9,15 +9,7 @@ from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from tests.compiling import LOW, eager, same_bits
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.last(self.first(x).tanh())
+from tests.models import Net
 
 
 def loss(f):
@@ -55,26 +47,16 @@ TRANSFORMS = {
 }
 
 
-class Wide(Model):
-    """A model with the weights of another, whose result is float32."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.first, self.last = model.first, model.last
-
-    def forward(self, x):
-        return super().forward(x).float()
-
-
 @pytest.mark.parametrize("outputs", ["float32", "autocast"])
 @pytest.mark.parametrize("lower", ["eager", "aot_eager"])
 def test_transforms_have_the_bits_of_eager_autocast(lower, outputs):
-    model, x = Model(), torch.randn(4, 8)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(4, 8)
+    wide = Net(lambda m, x: m.model(x).float(), model=model) if outputs == "float32" else model
     run = torch.compile(model, backend="amp", options={"lower": lower, "outputs": outputs})
     run(x).sum().backward()  # a compiled graph and copies of the weights are there
     for name, transform in TRANSFORMS.items():
-        assert same_bits(transform(run, x), eager(transform, Wide(model) if outputs == "float32" else model, x)), name
+        assert same_bits(transform(run, x), eager(transform, wide, x)), name
         with torch.autocast("cpu", LOW):
             assert same_bits(transform(run, x), eager(transform, model, x)), name
-        model.first.weight.data *= 1.01  # a stale weight would show in what comes next
+        model[0].weight.data *= 1.01  # a stale weight would show in what comes next
     assert same_bits(run(x).float(), eager(model, x).float())

@@ -132,7 +132,9 @@ def test_a_region_inside_wins_over_the_dtype_option_across_graph_breaks_too():
 
 
 @pytest.mark.filterwarnings("ignore:.* runs in float32:ampcompile.AmpWarning")
-@pytest.mark.parametrize("options", [{}, {"dtype": LOW}, {"lower": "eager"}, {"lower": "inductor"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": LOW}, {"lower": "eager"}, pytest.param({"lower": "inductor"}, marks=pytest.mark.ci)]
+)
 def test_a_disabled_region_around_the_call_means_float32_and_beats_the_dtype_option(options):
     run, x = amp(LINEAR, **options)[0], torch.randn(2, 8)
     assert run(x).dtype == LOW  # compiled and first called elsewhere
@@ -389,13 +391,6 @@ def test_other_backends_are_left_alone():
     assert run(torch.randn(2, 8)).dtype == HIGH
     assert "under_autocast" not in repr(getattr(run, "__code__", ""))
     assert torch.compile(lambda x: module(x) + 1, backend="eager")(torch.randn(2, 8)).dtype == HIGH, "in silence"
-
-
-def test_without_dynamos_hook_there_is_one_warning_and_ambient_autocast_still_works(monkeypatch):
-    ambient = ampcompile.compiler.ambient
-    monkeypatch.setattr(optimize_contexts, "wrap_call", lambda *_: (_ for _ in ()).throw(AttributeError("gone")))
-    with pytest.warns(AmpWarning, match="open torch.autocast around the call yourself"):
-        assert not ambient.install.__wrapped__()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from ampcompile.errors import DoubleBackwardError, OptionError
-from tests.compiling import HIGH, LOW, compiled, dtypes, eager, error, gradients, same_bits
+from ampcompile.errors import OptionError
+from tests.compiling import HIGH, LOW, compiled, eager, error, gradients, same_bits
 
 
 class Model(nn.Module):
@@ -176,25 +176,3 @@ def test_weights_that_are_returned_are_the_users_own():
     assert results[1] is linear.weight and results[3] is linear.weight
     results[2].data.zero_()
     assert linear.weight.abs().sum() > 0 and same_bits(run(torch.ones(1, 2))[0], results[0])
-
-
-class Ragged(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.last(self.norm(self.first(x)).relu()).values()
-
-
-def test_rows_of_several_lengths_run_in_low_precision():
-    model = Ragged()
-    x = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
-    run, _ = compiled(model)
-    assert dtypes(run(x)) == [LOW] and same_bits(run(x), eager(model, x))
-    theirs = gradients(model, lambda _: eager(model, x).float().square().sum())
-    ours = gradients(model, lambda _: run(x).float().square().sum())
-    assert error(ours, theirs) < 1e-2
-    (slope,) = torch.autograd.grad(run(x).float().sum(), model.first.weight, create_graph=True)
-    with pytest.raises(DoubleBackwardError, match="takes or returns tensor subclasses"):
-        slope.sum().backward()

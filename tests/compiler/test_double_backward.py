@@ -12,17 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from ampcompile.errors import DoubleBackwardError
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.compiling import HALF, LOW, amp, compiled, draws, eager, error, same_bits
+from tests.models import Net
 from tests.pairs import pairs
 from tests.weights.bindings import copies_of
 
 
-class Smooth(nn.Module):
-    def __init__(self, *extra):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.LayerNorm(16), *extra, nn.Linear(16, 1))
-
-    def forward(self, x):
-        return self.layers(x).squeeze(-1)
+def smooth(*extra):
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.LayerNorm(16), *extra, nn.Linear(16, 1), nn.Flatten(0))
 
 
 class Cube(torch.autograd.Function):
@@ -110,7 +106,7 @@ def compared(model, loss, shape, count=16, **options):
     [(penalty, "aot_eager"), (forces, "aot_eager"), (flat_minimum, "aot_eager"), (forces, "eager"), (penalty, "eager")],
 )
 def test_it_is_as_exact_as_eager_autocast(loss, lower):
-    ours, eagers = compared(Smooth(), loss, (64, 4), lower=lower)
+    ours, eagers = compared(smooth(), loss, (64, 4), lower=lower)
     assert 0 < ours <= 1.2 * eagers
 
 
@@ -123,7 +119,7 @@ def test_the_default_lowering():
 
 @pytest.mark.parametrize("lower", ["aot_eager", "eager"])
 def test_half_precision_under_an_autocast_region_that_is_not_the_graphs(lower):
-    model, x = Smooth(), torch.randn(16, 4)
+    model, x = smooth(), torch.randn(16, 4)
     run, _ = compiled(model, dtype=HALF, lower=lower)
     alone = penalty(run, model, x)
     with torch.autocast("cpu", HALF):
@@ -190,14 +186,14 @@ def test_graphs_after_one_another_and_a_shape_that_changes():
 
 
 def test_running_statistics_are_updated_once():
-    model = Smooth(nn.BatchNorm1d(16))
+    model = smooth(nn.BatchNorm1d(16))
     x = torch.randn(32, 4)
     ours, eagers = compared(model, penalty, x.shape)
     assert ours <= 1.2 * eagers
     twin = copy.deepcopy(model)
     penalty(compiled(model)[0], model, x)
     eager(twin, x)
-    norm, expected = model.layers[3], twin.layers[3]
+    norm, expected = model[3], twin[3]
     assert norm.num_batches_tracked == 1
     torch.testing.assert_close(norm.running_mean, expected.running_mean)
 
@@ -205,24 +201,19 @@ def test_running_statistics_are_updated_once():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
 @pytest.mark.parametrize("lower", ["aot_eager", "eager"])
 def test_checkpointed_blocks_and_custom_functions(lower):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 1)
-            self.scale = nn.Parameter(torch.tensor(0.5))
+    def forward(m, x):
+        h = checkpoint(lambda v: m.first(v).tanh(), x, use_reentrant=False)
+        return m.last(Grows.apply(Cube.apply(h, m.scale))).squeeze(-1)
 
-        def forward(self, x):
-            h = checkpoint(lambda v: self.first(v).tanh(), x, use_reentrant=False)
-            return self.last(Grows.apply(Cube.apply(h, self.scale))).squeeze(-1)
-
-    for loss in (penalty, flat_minimum):
-        ours, eagers = compared(Model(), loss, (32, 4), count=48, lower=lower)  # the exponential's errors scatter
+    parts = {"first": nn.Linear(4, 16), "last": nn.Linear(16, 1), "scale": nn.Parameter(torch.tensor(0.5))}
+    for loss in (penalty, flat_minimum):  # the exponential's errors scatter
+        ours, eagers = compared(Net(forward, **parts), loss, (32, 4), count=48, lower=lower)
         assert ours <= 1.2 * eagers
 
 
 @pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
 def test_dropout_is_refused_when_it_is_differentiated_twice_and_not_before(lower):
-    model = Smooth(nn.Dropout(0.5))
+    model = smooth(nn.Dropout(0.5))
     run, _ = compiled(model, lower=lower)
     x = torch.randn(8, 4, requires_grad=True)
     run(x).sum().backward()  # compiles a backward that may overwrite what was saved
@@ -297,7 +288,7 @@ def test_a_graph_can_be_kept_whatever_came_before(lower):
 
 
 def test_a_backward_frees_the_inputs_and_a_cycle_keeps_none():
-    model = Smooth()
+    model = smooth()
     run, _ = compiled(model)
 
     def alive(differentiate):
@@ -394,7 +385,7 @@ def test_both_passes_see_the_weights_of_the_call_whatever_is_written_then(write,
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_weight_read_in_float32_is_autograds_affair(create_graph):
     """A norm's: eager autograd saved the weight itself and raises, too."""
-    model = Smooth()
+    model = smooth()
     run, _ = compiled(model)
     x = torch.randn(8, 4, requires_grad=True)
     for outputs in (eager(model, x), run(x)):

@@ -14,6 +14,7 @@ from ampcompile.config import Options
 from ampcompile.kernels.attention_backward import ATTENTION_BACKWARD, FLASH_BACKWARD, available
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.torch_private import lowering
+from tests.models import Net
 
 
 class Attention(nn.Module):
@@ -91,21 +92,16 @@ def test_other_devices_keep_inductors_own_choice():
     assert table[EMBEDDING_BACKWARD](*arguments).shape == theirs[EMBEDDING_BACKWARD](*arguments).shape == (5, 4)
 
 
-class Normed(nn.Module):
+def normed(norm):
     """A norm behind a 16-bit result, as eager autocast leaves it: its weights are float32."""
-
-    def __init__(self, norm, first):
-        super().__init__()
-        self.first, self.norm, self.last = first, norm, nn.Conv1d(6, 6, 1)
-
-    def forward(self, x):
-        return self.last(self.norm(self.first(x))).square().mean()
+    first, last = nn.Conv1d(6, 6, 1), nn.Conv1d(6, 6, 1)
+    return Net(lambda m, x: m.last(m.norm(m.first(x))).square().mean(), first=first, norm=norm, last=last)
 
 
 NORMS = {
-    "layer": lambda: Normed(nn.LayerNorm(9), nn.Conv1d(6, 6, 1)),
-    "group": lambda: Normed(nn.GroupNorm(2, 6), nn.Conv1d(6, 6, 1)),
-    "batch": lambda: Normed(nn.BatchNorm1d(6), nn.Conv1d(6, 6, 1)),
+    "layer": lambda: normed(nn.LayerNorm(9)),
+    "group": lambda: normed(nn.GroupNorm(2, 6)),
+    "batch": lambda: normed(nn.BatchNorm1d(6)),
 }
 
 

@@ -5,15 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
 from torch.fx import GraphModule
 
-from ampcompile.compiler.backend import rewrite
-from ampcompile.compiler.lower import lower
-from ampcompile.config import Options
 from ampcompile.passes import base, pipeline
-from ampcompile.passes.analysis.wide_products import WideProducts
-from tests.compiling import LOW, amp, gradients
+from tests.compiling import amp, gradients
 
 
 def fails(gm):
@@ -64,21 +59,6 @@ def test_a_pass_that_fails_or_breaks_its_graph_or_lies_is_named(monkeypatch, act
     x = torch.randn(4, 4, requires_grad=gradients)
     with pytest.raises(Exception, match=f"pass wrong failed: {said}"), torch.set_grad_enabled(gradients):
         amp(lambda x: (x @ x).sin(), lower=lower)[0](x)
-
-
-@pytest.mark.parametrize("gradients", [True, False], ids=["joint", "inference"])
-def test_a_watch_sees_the_graph_as_it_comes_and_after_each_pass(gradients):
-    seen = []
-
-    def backend(gm, example_inputs):
-        graph = rewrite(gm, example_inputs, Options(lower="aot_eager")).graph
-        return lower(graph, example_inputs, Options(lower="aot_eager"), lambda done, gm: seen.append((done, gm)))
-
-    model, x = nn.Linear(4, 4), torch.randn(2, 4)
-    with torch.set_grad_enabled(gradients), torch.autocast("cpu", LOW):
-        torch.compile(model, backend=backend)(x)
-    assert [done for done, _ in seen] == [None, *pipeline.after(WideProducts.on_this_cpu(Options(lower="aot_eager")))]
-    assert len({id(gm) for _, gm in seen}) == 1
 
 
 @pytest.mark.ci

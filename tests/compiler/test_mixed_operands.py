@@ -4,12 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ampcompile.compiler import mixed_operands
-from ampcompile.compiler.call_state import current_call
 from ampcompile.dtypes import widest
 from ampcompile.torch_private import dispatcher
 from tests.compiling import HALF, HIGH, LOW, amp, dtypes, eager
-from tests.threads import running
 
 INDEX, ROWS = torch.tensor([[0, 1], [1, 0]]), torch.tensor([1, 0])
 MASK = torch.tensor([[True, False], [False, True]])
@@ -156,25 +153,6 @@ def test_eager_autocast_and_other_backends_still_refuse():
         eager(torch.cat, [a.to(HALF), b])
 
 
-def test_another_threads_trace_is_left_alone(monkeypatch):
-    a, b, refused = torch.rand(2, 2, dtype=LOW), torch.rand(2, 2), []
-
-    def elsewhere():
-        try:
-            eager(torch.compile(scatter, backend="aot_eager"), a, b)
-        except REFUSED:
-            refused.append(True)
-
-    mixed_operands.install("cpu")
-    monkeypatch.setattr(current_call, "callable", scatter)
-    with running(elsewhere):
-        pass
-    assert refused
-    torch._dynamo.reset()
-    elsewhere()
-    assert len(refused) == 1, "in the thread of the call it isn't refused"
-
-
 def test_a_disabled_region_promotes_nothing():
     def f(a, b):
         with torch.autocast("cpu", enabled=False):
@@ -182,9 +160,3 @@ def test_a_disabled_region_promotes_nothing():
 
     with pytest.raises(REFUSED, match=r"Expected self.dtype to be equal to src.dtype"):
         amp(f)[0](torch.rand(2, 2, dtype=LOW), torch.rand(2, 2))
-
-
-def test_every_promoting_op_of_every_device_gets_its_kernel_once():
-    for device in ("cpu", "cuda", "xpu", "mps"):
-        assert mixed_operands.install(device) > 20
-        assert mixed_operands.install.__wrapped__(device) == 0

@@ -8,22 +8,20 @@ from torch import nn
 from torch._higher_order_ops import while_loop
 from torch.utils import _pytree as pytree
 
-from ampcompile.compiler.plain_graph import writes_to_inputs
 from tests.compiling import HALF, amp, compiled, same_bits
+from tests.models import Net
 
 
-class Model(nn.Module):
-    """A half-precision body with a float32 head, whose gradient of 80000 no float16 can hold."""
+def with_a_float32_head():
+    """A half-precision body with a head whose gradient of 80000 no float16 can hold."""
 
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
-        nn.init.ones_(self.body.bias)
-
-    def forward(self, x):
-        h = self.body(x).relu()
+    def forward(m, x):
+        h = m.body(x).relu()
         with torch.autocast("cpu", enabled=False):
-            return self.head(h.float())
+            return m.head(h.float())
+
+    nn.init.ones_((body := nn.Linear(8, 8)).bias)
+    return Net(forward, body=body, head=nn.Linear(8, 4))
 
 
 def scaled(outputs):
@@ -52,9 +50,9 @@ def trained(model, x, where, **options):
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "eager", "inductor"])
+@pytest.mark.parametrize("lower", ["aot_eager", "eager", pytest.param("inductor", marks=pytest.mark.ci)])
 def test_a_float32_head_keeps_its_gradient_wherever_autocast_is(lower):
-    model, x = Model(), torch.randn(2, 8)
+    model, x = with_a_float32_head(), torch.randn(2, 8)
     found = {where: trained(model, x, where, lower=lower) for where in ("absent", "outside", "inside", "backward")}
     for gradients in found.values():
         assert torch.equal(gradients[3], torch.full((4,), 160000.0))  # 80000 from each of two samples
@@ -65,7 +63,7 @@ def test_a_float32_head_keeps_its_gradient_wherever_autocast_is(lower):
 
 def test_stock_torch_loses_it():
     """If this fails, torch was mended, and the comparison in the documentation is out of date."""
-    model, x = Model(), torch.randn(2, 8)
+    model, x = with_a_float32_head(), torch.randn(2, 8)
     run = torch.compile(model, backend="aot_eager")
     with torch.autocast("cpu", HALF):
         scaled(run(x)).backward()
@@ -197,14 +195,3 @@ def test_a_loop_that_ends_in_a_view_has_gradients():
 
     x = torch.ones(2, 4, requires_grad=True)
     assert torch.equal(*torch.autograd.grad(amp(f, lower="eager")[0](x).sum(), x), torch.full((2, 4), 8.0))
-
-
-def test_a_graph_that_writes_to_its_input_is_known():
-    def writes(x):
-        x[0].view(-1).mul_(2)
-        return x.sin()
-
-    for f, expected in ((writes, True), (lambda x: x.sin().mul_(2), False), (lambda x: x.clone().add_(1), False)):
-        _, recorder = (made := amp(f, lower="eager"))
-        made[0](torch.randn(2, 3, requires_grad=True) + 0)
-        assert writes_to_inputs(recorder.graphs[0].graph) is expected

@@ -18,7 +18,8 @@ from ampcompile.insight import run as audit_run
 from ampcompile.insight.exact import compute_in_high_precision
 from tests.compiling import amp, error, gradients
 from tests.insight import models
-from tests.insight.models import Block, mean_square, planted
+from tests.insight.models import mean_square, planted
+from tests.models import Block
 
 # Dynamo asks every tensor that crosses a graph break for its gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

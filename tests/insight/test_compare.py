@@ -17,7 +17,8 @@ from ampcompile.insight.compare import Comparison, Row
 from ampcompile.insight.recording import Recording
 from ampcompile.insight.records import Numbers, OpRecord
 from tests.insight.made_up import op
-from tests.insight.models import Block, mean_square
+from tests.insight.models import mean_square
+from tests.models import Block
 from tests.weights.bindings import copies_of
 
 LOWER = "aot_eager"

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ampcompile
 from benchmarks.models import GPT, GPTConfig
+from tests.models import Net
 
 
 class Counting(TorchDispatchMode):
@@ -35,19 +36,15 @@ def reused() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return nn.Sequential(layer, layer, nn.LayerNorm(8), layer), (torch.randn(3, 8),)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)
+def checkpointed() -> nn.Module:
+    inner = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    return Net(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=inner)
 
 
 CASES = {
     "gpt": small_gpt,
     "a layer used three times": reused,
-    "checkpointed": lambda: (Checkpointed(), (torch.randn(3, 8),)),
+    "checkpointed": lambda: (checkpointed(), (torch.randn(3, 8),)),
 }
 
 

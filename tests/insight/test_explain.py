@@ -5,6 +5,8 @@ import inspect
 import linecache
 import random
 import sys
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -14,32 +16,24 @@ from torch._dynamo.utils import counters
 
 import ampcompile
 from ampcompile.errors import OptionError
+from tests.models import Net
 
 # Dynamo asks every tensor that crosses a graph break for its gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        return x + torch.softmax(q @ k.mT, dim=-1) @ v
+def attending(m: Any, x: Tensor) -> Tensor:
+    q, k, v = m.qkv(m.norm(x)).chunk(3, dim=-1)
+    return x + torch.softmax(q @ k.mT, dim=-1) @ v
 
 
-class ConvNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.norm = nn.BatchNorm2d(4)
-        self.head = nn.Linear(4, 2)
+def attention() -> nn.Module:
+    return Net(attending, norm=nn.LayerNorm(8), qkv=nn.Linear(8, 24))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.norm(self.conv(x)))
-        return self.head(x.mean((2, 3)))
+
+def images() -> nn.Module:
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+    return nn.Sequential(*layers)
 
 
 def three_layers() -> nn.Module:
@@ -110,18 +104,15 @@ def test_code_after_differentiation() -> None:
 
 
 def test_what_becomes_of_casts() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        both = m.q(x) + m.k(x)  # x is cast once for both
+        wide = both.float()  # the product reads what it was made from, which is low already
+        return torch.exp(both) + (wide @ y)
 
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            both = self.q(x) + self.k(x)  # x is cast once for both
-            wide = both.float()  # the product reads what it was made from, which is low already
-            return torch.exp(both) + (wide @ y)
+    model = Net(forward, **{name: nn.Linear(8, 8, bias=False) for name in "qk"})
 
     with torch.no_grad():
-        report = ampcompile.explain(Model(), policy="op exp=fp32", outputs="autocast")(
+        report = ampcompile.explain(model, policy="op exp=fp32", outputs="autocast")(
             torch.randn(4, 8), torch.randn(8, 8)
         )
     (graph,) = report.graphs
@@ -142,17 +133,6 @@ def test_what_becomes_of_casts() -> None:
     assert not [stage for stage in stages if stage in str(report) and "_" in stage], "passes are nothing to a user"
 
 
-class Outer(nn.Module):
-    """Compiled in place, Dynamo steps over modules of torch's own classes."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
 def test_the_options_of_a_compiled_function_are_used_and_keywords_beat_them() -> None:
     model = three_layers()
     compiled = torch.compile(
@@ -164,7 +144,7 @@ def test_the_options_of_a_compiled_function_are_used_and_keywords_beat_them() ->
     assert torch.bfloat16 in {
         c.dtype_to for c in ampcompile.explain(compiled, dtype=torch.bfloat16)(torch.randn(2, 8)).casts
     }
-    model = Outer(model)
+    model = Net(lambda m, x: m.inner(x), inner=model)  # Dynamo steps over modules of torch's own classes
     model.compile(backend="amp", options={"dtype": torch.float16, "outputs": "autocast"})
     assert {c.dtype_to for c in ampcompile.explain(model)(torch.randn(2, 8)).casts} == {torch.float16}
     assert model._compiled_call_impl is not None, "as it was compiled"
@@ -190,7 +170,7 @@ def test_unknown_ops_are_named() -> None:
 
 
 def test_the_table_fits_the_terminal_and_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = ampcompile.explain(nn.Sequential(*(Attention(8) for _ in range(3))))(torch.randn(2, 5, 8))
+    report = ampcompile.explain(nn.Sequential(*(attention() for _ in range(3))))(torch.randn(2, 5, 8))
     for columns in (70, 100, 200):
         monkeypatch.setenv("COLUMNS", str(columns))
         text = str(report)
@@ -218,26 +198,35 @@ def test_the_first_table_adds_up_to_the_rows_below_it(products: str, monkeypatch
     assert ("run in f32 on rounded operands" in str(report)) is (products == "float32")
 
 
-def test_nothing_is_left_behind() -> None:
-    model = nn.Sequential(ConvNet(), nn.Dropout(0.5))
-    x = torch.randn(4, 3, 6, 6)
-    weight = model[0].conv.weight
-    weight.grad = torch.ones_like(weight)
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("seen", ["closed over", "argument", "keyword"])
+def test_nothing_is_left_behind(seen: str, fails: bool) -> None:
+    model = nn.Sequential(images(), nn.Dropout(0.5))
+    x = torch.randn(4, 3, 6, 6, requires_grad=True)
+    weight = model[0][0].weight
+    weight.grad = given = torch.ones_like(weight)
 
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).sum() + torch.rand(())
+    def step(x: Tensor, models: list[nn.Module]) -> Tensor:
+        loss = models[0](x).sum() + torch.rand(())
         loss.backward()
+        if fails:
+            raise KeyError("mine")
         return loss
 
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    explained = ampcompile.explain(step)  # may import a module that draws a number, the first time
+    f, args, kwargs = {
+        "closed over": (lambda x: step(x, [model]), (x,), {}),
+        "argument": (step, (x, [model]), {}),
+        "keyword": (step, (x,), {"models": [model]}),
+    }[seen]
+    explained = ampcompile.explain(f, lower="eager")  # may import a module that draws a number, the first time
     rng, python = torch.get_rng_state(), random.getstate()
-    report = explained(x)
-    assert report.ops
+    with pytest.raises(KeyError, match="mine") if fails else nullcontext():
+        assert explained(*args, **kwargs).ops
     assert torch.equal(torch.get_rng_state(), rng) and random.getstate() == python
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert torch.equal(weight.grad, torch.ones_like(weight))
-    assert model[0].head.weight.grad is None
+    assert weight.grad is given and torch.equal(given, torch.ones_like(weight))
+    assert model[0][-1].weight.grad is None and x.grad is None
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["compiled before", "compiled after"])

@@ -11,9 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from ampcompile.insight import logs, recorder
-from tests.devices import said
-
 SCRIPT = """
 import torch
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))
@@ -46,16 +43,6 @@ def test_every_decision_and_cast(caplog: pytest.LogCaptureFixture) -> None:
     assert len(casts) == 3
     assert casts[1].startswith("cast of weight 4x4 f32>bf16 for aten.linear, 96 bytes, inserted+hoisted [0]")
     assert any(line.startswith("insert_casts: 3 rewrites, ") for line in found)
-
-
-def test_nothing_is_prepared_when_nobody_listens(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(recorder, "Recorder", None)
-    monkeypatch.setattr(logs, "log_graph", None)
-    compile_something()
-    messages = [record.getMessage() for record in caplog.records if record.name != "torch.__trace"]  # see conftest.py
-    assert not said("\n".join(messages))
 
 
 def test_from_the_environment_without_importing_the_package(tmp_path: Path) -> None:

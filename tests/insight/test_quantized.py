@@ -14,7 +14,7 @@ from ampcompile.errors import AuditError
 from ampcompile.insight.audit import Audit
 from ampcompile.insight.run import Session
 from ampcompile.kernels import fp8
-from tests.insight.models import Block
+from tests.models import Block
 
 RECIPES = [*fp8.GRADIENTS]
 

@@ -14,7 +14,8 @@ from ampcompile.insight.recording import Recording, Returned
 from ampcompile.insight.records import Numbers
 from ampcompile.insight.run import fingerprint
 from tests.insight.made_up import op
-from tests.insight.models import Block, mean_square
+from tests.insight.models import mean_square
+from tests.models import Block
 
 
 def test_ops_inputs_and_results_are_recorded_and_nothing_is_left_behind() -> None:

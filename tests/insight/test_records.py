@@ -2,30 +2,21 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph
 
 import ampcompile
-from ampcompile.insight.recorder import computes_in
 from ampcompile.insight.records import CastRecord, GraphRecord
-from tests.insight.made_up import cast
+from tests.models import Net, weight
 
 LOW, HALF, HIGH, WIDE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
-class Reads(nn.Module):
+def reads(m: Any, x: Tensor) -> Tensor:
     """Products with a view of a weight, a constant, an input's part and an activation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x[:2].t() @ x[:2]
-        y = y @ self.weight.t()
-        return y @ torch.eye(4).cumsum(0)
+    y = x[:2].t() @ x[:2]
+    y = y @ m.weight.t()
+    return y @ torch.eye(4).cumsum(0)
 
 
 def casts(f: Any, *args: Tensor, **options: Any) -> list[CastRecord]:
@@ -33,7 +24,7 @@ def casts(f: Any, *args: Tensor, **options: Any) -> list[CastRecord]:
 
 
 def test_what_is_cast_is_followed_through_views_to_where_it_comes_from() -> None:
-    found = casts(Reads(), torch.randn(3, 4), policy="op cumsum=fp32")
+    found = casts(Net(reads, weight=weight(4, 4)), torch.randn(3, 4), policy="op cumsum=fp32")
     assert {(cast.of, cast.shape, cast.bytes) for cast in found if cast.dtype_to == LOW} == {
         ("input", (4, 2), 8 * 6),
         ("input", (2, 4), 8 * 6),
@@ -53,35 +44,6 @@ def test_biases_are_told_from_weights() -> None:
         *(("weight", (2, 3, 1)), ("bias", (2,))),
         *(("weight", (15, 8)), ("bias", (15,)), ("weight", (4, 5)), ("weight", (15, 5)), ("bias", (15,))),
     ]
-
-
-def test_a_cast_runs_in_every_call_unless_it_became_something_else() -> None:
-    fates = [("inserted",), ("inserted", "hoisted"), ("shared",), ("inserted", "folded"), ("fused",)]
-    assert [cast(fate=fate).runs for fate in fates] == [True, False, False, False, False]
-    assert [cast(fate=fate).when for fate in fates] == ["every call", "once per update", "shared", "folded", "fused"]
-
-
-@pytest.mark.parametrize(
-    ("results", "operands", "dtype"),
-    [
-        ([LOW], [HIGH], LOW),
-        ([torch.int64, HALF], [HIGH], HALF),
-        ([torch.bool], [torch.int64, WIDE, LOW], WIDE),
-        ([torch.bool], [torch.int64], torch.bool),
-        ([], [LOW], LOW),
-        ([], [], None),
-    ],
-)
-def test_an_op_computes_in_its_result_or_else_in_its_first_floating_operand(
-    results: list[torch.dtype], operands: list[torch.dtype], dtype: torch.dtype | None
-) -> None:
-    graph = Graph()
-    inputs = [graph.placeholder(f"x{i}") for i in range(len(operands))]
-    for node, operand in zip(inputs, operands, strict=True):
-        node.meta["val"] = torch.empty(1, dtype=operand)
-    node = graph.call_function(max, tuple(inputs))
-    node.meta["val"] = [torch.empty(1, dtype=result) for result in results]
-    assert computes_in(node) == dtype
 
 
 def test_a_graph_holds_ops_with_what_they_read_through_casts_and_what_is_returned() -> None:
@@ -134,28 +96,10 @@ def test_a_graph_says_under_which_autocast_it_was_traced() -> None:
     assert record(double, x.to("meta")).precision == "meta without autocast"
 
 
-def test_every_pass_since_the_casts_is_in_the_totals() -> None:
-    found = record(double, torch.randn(2, 2, requires_grad=True))
-    stages = [total.stage for total in found.totals]
-    assert stages[0] == "insert_casts" and "differentiated: backward" in stages
-    joint = [stage for stage in stages if stage.endswith("forward and backward")]
-    assert joint[0] == "differentiated, forward and backward" and len(joint) > 3
-    done = [applied.name for applied in found.history]
-    assert done.index("assign_precision") < done.index("insert_casts")
-    assert stages[: stages.index(joint[0])] == done[done.index("insert_casts") :]
-
-
 def test_inputs_that_dynamo_knows_as_parameters_or_buffers_are_weights() -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(2, 2))
-            self.register_buffer("table", torch.randn(2, 2))
+    both = Net(lambda m, x: x @ m.weight @ m.table, weight=weight(2, 2), table=nn.Buffer(torch.randn(2, 2)))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.weight @ self.table
-
-    assert [cast.of for cast in record(Both(), torch.randn(2, 2), outputs="autocast").casts] == [
+    assert [cast.of for cast in record(both, torch.randn(2, 2), outputs="autocast").casts] == [
         "input",
         "weight",
         "weight",

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from ampcompile.insight.records import BACKWARD, Record, Total
 from ampcompile.insight.report import Report
@@ -89,21 +88,6 @@ def test_repeated_layers_are_one_row_with_its_count_bytes_and_footnote() -> None
     assert {"[1] the list", "[2] the policy", "graph 0 of 1: cpu in bf16, 0 ops, 4 casts"} <= set(lines)
     apart = Report([graph(casts=(cast(module="0"), cast(module="2", shape=(4,))))])
     assert [row[1] for row in rows(apart) if row[:1] == ["aten.linear"]] == ["0", "2"], "where no rows are merged"
-
-
-def test_ops_are_counted_and_sorted_and_without_a_reason_have_no_footnote() -> None:
-    low = {"dtype": torch.bfloat16}
-    ops = (
-        op("aten.tanh", **low),
-        op("aten.mm", because="the list", **low),
-        op("aten.mm", because="the list", module="n", **low),
-        op("my.op", dtype=None, known=False),
-    )
-    report = Report([graph(values=ops)])
-    start = rows(report).index(["op", "dtype", "times", "why"])
-    expected = [["aten.mm", "bf16", "2", "1"], ["aten.tanh", "bf16", "1"], ["my.op", "1"]]
-    assert rows(report)[start + 1 : start + 4] == expected
-    assert "unknown to the policy: my.op (ampcompile.register_op gives a rule)" in str(report)
 
 
 def test_breaks_fusions_and_gathers_are_told() -> None:

@@ -30,15 +30,14 @@ def test_the_module_that_matters_is_kept_and_no_other() -> None:
         assert ampcompile.audit(model, backward=False, policy=fewer)(x).error > 0.02
 
 
-@pytest.mark.parametrize("name", ["a b", "c,d", 'e="f"', "h[0]", "*"])
-def test_modules_may_have_any_name(name: str) -> None:
+def test_modules_may_have_any_name() -> None:
     model, x = nn.Sequential(), torch.randn(16, 8)
-    model.add_module(name, sensitive())
-    model.add_module("h0", nn.Linear(8, 8))
+    model.add_module(name := 'h[0] a, b="c"*', sensitive())
+    model.add_module(other := 'h0 a, b="c"', nn.Linear(8, 8))
     audit = ampcompile.audit(model, backward=False)(x)
     policy = audit.suggest(0.02)
     assert {path.split(".")[0] for path, _ in policy.modules} == {escape(name)}
-    assert not policy.keeps_fp32("h0")
+    assert not policy.keeps_fp32(other)
     assert ampcompile.audit(model, backward=False, policy=str(policy))(x).error <= 0.02 < audit.error
 
 

@@ -13,6 +13,7 @@ import ampcompile
 from ampcompile.errors import OptionError
 from ampcompile.insight.watch import Magnitude, Watch, WatchReport
 from ampcompile.passes.after.record_magnitudes import WatchedValue
+from tests import models
 
 FAULT_AT = 3
 """The call, from 1 on, in which the fault is there."""
@@ -193,17 +194,13 @@ def test_a_fault_in_backward() -> None:
 
 
 def test_a_fault_in_a_row_that_is_not_read_is_named_by_who_reads_it() -> None:
-    class Rows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(16, 256, bias=False), nn.Linear(256, 16)
-            nn.init.ones_(self.first.weight)
+    def rows(m: models.Net, x: Tensor, fault: Tensor) -> Tensor:
+        rows = torch.where(torch.arange(512)[:, None] == 3, fault, 1.0).half().expand(512, 16)
+        return m.last(m.first(rows)).float() * x.mean()
 
-        def forward(self, x: Tensor, fault: Tensor) -> Tensor:
-            rows = torch.where(torch.arange(512)[:, None] == 3, fault, 1.0).half().expand(512, 16)
-            return self.last(self.first(rows)).float() * x.mean()
+    nn.init.ones_((first_layer := nn.Linear(16, 256, bias=False)).weight)
 
-    report = trained(Rows(), {FAULT_AT: 6e4}).report()
+    report = trained(models.Net(rows, first=first_layer, last=nn.Linear(256, 16)), {FAULT_AT: 6e4}).report()
     first = report.first
     assert first is not None and first.at.call == FAULT_AT and first.at.value.module == "last", report
     assert [each.module for each in first.maybe_before] == ["first"]

@@ -16,7 +16,6 @@ GROUPS = [
 GROUPS += [
     AdamGroup(0.01, beta1, beta2, 1e-3, 0.1, True, False) for beta1, beta2 in ((0.0, 0.0), (0.3, 0.5), (0.5, 0.0))
 ]
-LISTS = ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps")
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])

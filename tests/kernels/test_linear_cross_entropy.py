@@ -97,13 +97,6 @@ def test_only_what_wants_a_gradient_gets_one() -> None:
         assert [t.grad is not None for t in given[:3]] == list(wanted)
 
 
-def test_pieces_share_no_row_and_leave_none_out() -> None:
-    for rows in (0, 1, 4, 5, 12):
-        pieces = list(kernel._pieces(torch.zeros(rows, 3, dtype=torch.bfloat16), torch.zeros(7, 3)))
-        covered = [row for piece in pieces for row in range(rows)[piece]]
-        assert covered == list(range(rows)) and len(pieces) == max(1, -(-rows // 4))
-
-
 def test_the_same_bits_again() -> None:
     given = operands(13, 8, 37, torch.bfloat16, "cpu", True)
     torch.use_deterministic_algorithms(True)

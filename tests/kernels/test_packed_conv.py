@@ -90,8 +90,3 @@ def test_against_float64() -> None:
     rounded = packed_conv_reference(x, copy, bias, blocks)
     found = packed_conv(x, weight, blocks.pack(copy), bias, blocks)
     assert 0 < (found - exact).norm() <= 1.0001 * (rounded - exact).norm() < 0.01 * exact.norm()
-
-
-def test_a_size_that_blocks_suit_makes_no_other_blocks() -> None:
-    one, other = (ConvBlocks((1, 1), (0, 0), (1, 1), 1, size) for size in (None, (1, 3, 8, 8)))
-    assert one == other and hash(one) == hash(other) and one != ConvBlocks((2, 2), (0, 0), (1, 1), 1)

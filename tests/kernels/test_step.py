@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from ampcompile.kernels.adam import AdamGroup, adam_, adam_reference_
-from ampcompile.kernels.native import group_values
-from ampcompile.kernels.sgd import SgdGroup, sgd_, sgd_reference_
-from ampcompile.kernels.step import kinds_of, table_of, take_copies
+from ampcompile.kernels.adam import adam_, adam_reference_
+from ampcompile.kernels.sgd import sgd_, sgd_reference_
 from tests.kernels.test_adam import GROUPS as ADAM_GROUPS
 from tests.kernels.test_masters import HOWS
 from tests.kernels.test_sgd import GROUPS as SGD_GROUPS
@@ -24,60 +22,6 @@ from tests.scaler.cases import (
     with_masters,
     with_quantized,
 )
-
-GROUPS = [AdamGroup(0.01, 0.9, 0.99, 1e-3, 0.1, True, False)]
-
-
-def test_the_table_says_where_everything_lies() -> None:
-    tensors = adam_tensors(GROUPS, torch.float16, sizes=(3, 5))
-    tensors.copies = [None, torch.empty(5, dtype=torch.bfloat16), None]
-    table = table_of(tensors)
-    assert table.grads.numels.tolist() == [3, 5, 63] and table.group_of.tolist() == [0, 0, 0]
-    grads, params, means, squares, peaks, steps, copies, checksums, *_ = table.addresses
-    for row, those in ((grads, tensors.grads), (params, tensors.params), (steps, tensors.steps)):
-        assert row.tolist() == [tensor.data_ptr() for tensor in those]
-    assert means[1] == tensors.exp_avgs[1].data_ptr() and squares[1] == tensors.exp_avg_sqs[1].data_ptr()
-    assert peaks[0] == 0 != peaks[1] and copies.tolist() == [0, tensors.copies[1].data_ptr(), 0]
-    assert not checksums.any()
-    kinds = [(*kind, chosen.tolist()) for *kind, chosen in kinds_of(table)]
-    usual = torch.float16, torch.float32, torch.bfloat16
-    assert kinds == [(*usual, False, [0]), (*usual, True, [1, 2])], "one without a copy goes with the others"
-
-
-def test_copies_change_from_step_to_step() -> None:
-    tensors = adam_tensors(GROUPS, sizes=(3, 5))
-    tensors.copies = [None] * 3
-    table, copy = table_of(tensors), torch.empty(5, dtype=torch.float16)
-    take_copies(table, {1: copy})
-    assert table.addresses[6].tolist() == [0, copy.data_ptr(), 0] and table.codes[2].tolist() == [0, 1, 0]
-    assert {kind.beside for kind in kinds_of(table)} == {torch.float16}
-    take_copies(table, {2: copy.bfloat16()})
-    assert (table.addresses[6] != 0).tolist() == [False, False, True] and table.codes[2].tolist() == [0, 0, 2]
-    take_copies(table, {})
-    assert not table.addresses[6].any() and {kind.beside for kind in kinds_of(table)} == {None}
-
-
-def test_what_keeps_the_precision_of_16_bit_parameters_is_beside_them() -> None:
-    tensors = adam_tensors(GROUPS, sizes=(3, 5, 200))
-    tensors.copies[0] = torch.empty(3, dtype=torch.float16)
-    masters = with_masters(tensors, "remainder")
-    masters.params[0], masters.kept[0], masters.checksums[0] = tensors.params[0], None, None
-    masters.copies[0] = tensors.copies[0]
-    table = table_of(masters)
-    assert table.addresses[6].tolist() == [t.data_ptr() for t in (tensors.copies[0], *masters.kept[1:])]
-    assert table.addresses[7].tolist() == [0, *(t.data_ptr() for t in masters.checksums[1:])]
-    assert {(kind.param, kind.beside): kind.chosen.tolist() for kind in kinds_of(table) if kind.has_state} == {
-        (torch.bfloat16, torch.int16): [1, 2]
-    }
-
-
-def test_settings_may_be_tensors_and_the_learning_rate_one_on_a_gpu() -> None:
-    groups = [
-        SgdGroup(0.1, torch.tensor(0.5), 0.0, False, 0.25, True),
-        SgdGroup(torch.tensor(9.0), 1, 0, True, 0, False),
-    ]
-    assert group_values(groups).tolist() == [[0.1, 0.5, 0, 0, 0.25, 1], [0, 1, 0, 1, 0, 0]]
-
 
 OPTIMIZERS: dict[str, Any] = {
     "adam": (adam_tensors, ADAM_GROUPS, adam_, adam_reference_),

@@ -17,6 +17,7 @@ from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.graph import Regions
 from ampcompile.policy import Policy
 from tests.compiling import HALF, HIGH, LOW, amp, eager, gradients, same_bits
+from tests.models import Net
 from tests.pairs import pairs
 from tests.passes.captured import captured
 from tests.passes.tidied import inserted, ours, spelled, tidied
@@ -104,16 +105,10 @@ def test_each_device_keeps_its_own_type():
     assert " ".join(spelled(gm)) == expected and len(ours(gm)) == 4
 
 
-class Normalised(torch.nn.Module):
+def normalised(m, x):
     """A convolution used twice, with batch norm and a sum between."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = torch.nn.Conv2d(3, 3, 3, padding=1, bias=False), torch.nn.BatchNorm2d(3)
-
-    def forward(self, x):
-        h = self.norm(self.conv(x))
-        return self.conv(h + h.relu())
+    h = m.norm(m.conv(x))
+    return m.conv(h + h.relu())
 
 
 def test_batch_norm_in_training_runs_on_low_numbers_with_float32_statistics():
@@ -121,7 +116,7 @@ def test_batch_norm_in_training_runs_on_low_numbers_with_float32_statistics():
     found = []
     for run_of in (lambda m: amp(m, weights="every_call")[0], lambda m: lambda x: eager(m, x)):
         torch.manual_seed(0)
-        model = Normalised()
+        model = Net(normalised, conv=torch.nn.Conv2d(3, 3, 3, padding=1, bias=False), norm=torch.nn.BatchNorm2d(3))
         run = run_of(model)
         grads = gradients(model, lambda m, run=run: run(image).float().square().sum())
         found.append([grads, model.norm.running_mean, model.norm.running_var])

@@ -78,12 +78,6 @@ def test_after_differentiation_only_gradients_and_forgotten_roundings_change_dig
     assert [each.name for each in replay() if each.exact] == ["enable_second_backward", "bind_weights_eagerly"]
 
 
-def test_a_pass_bears_the_name_of_its_file() -> None:
-    passes = pipeline(Options(), Regions({}))
-    for each in (*passes, *fusion(Options(), "cuda"), *after(WideProducts(HALF)), *replay()):
-        assert type(each).__module__.endswith(f".{each.name}")
-
-
 def test_every_pass_states_what_became_of_the_casts_it_takes_away() -> None:
     passes = pipeline(Options(), Regions({}))
     fates = {each.name: each.fate for each in (*passes, *fusion(Options(), "cuda"), *after(), *replay()) if each.fate}

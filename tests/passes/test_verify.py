@@ -52,23 +52,3 @@ def test_a_lie_in_a_body_is_found():
     sin.meta["val"] = sin.meta["val"].to(LOW)
     with pytest.raises(AssertionError, match=r"sin.* claims torch.bfloat16"):
         verify(gm)
-
-
-def test_values_of_the_autocast_trace_are_passed_over_until_decisions_are_carried_out():
-    gm = captured(lambda x: x @ x, torch.randn(3, 3))
-    verify(gm)
-    with pytest.raises(AssertionError, match=r"matmul.* claims torch.bfloat16, gives torch.float32"):
-        verify(settled(gm))
-
-
-def test_what_ops_gave_is_known_by_their_operands_alone():
-    gm, known = graph(), {}
-    verify(gm, known)
-    count = len(known)
-    assert count == len([n for n in gm.graph.nodes if n.op == "call_function"])
-    verify(graph(), known)
-    assert len(known) == count  # another graph with the same ops on the same operands
-    (relu,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
-    relu.meta["val"] = relu.meta["val"].to(LOW)
-    with pytest.raises(AssertionError, match=r"relu.* claims torch.bfloat16, gives torch.float32"):
-        verify(gm, known)

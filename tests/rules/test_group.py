@@ -1,4 +1,4 @@
-"""One entry of the op tables: full names of ops, a known category, and a reason that reads on."""
+"""One entry of the op tables: full names of ops, a known category, and a reason."""
 
 from typing import get_args
 
@@ -16,6 +16,4 @@ def test_every_group_gives_a_known_category_a_device_and_a_reason() -> None:
     for group in (*cpu.GROUPS, *accelerator.GROUPS, *ours.GROUPS):
         assert group.category in get_args(Category)
         assert group.devices and set(group.devices) <= set(EVERY_DEVICE)
-        assert group.because[0].islower() or group.because.split()[0].isalnum()
-        assert not group.because.endswith(".")
-        assert group.names()
+        assert group.names() and group.because

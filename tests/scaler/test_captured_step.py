@@ -8,7 +8,6 @@ import copy
 import ctypes
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -313,39 +312,3 @@ def test_on_a_cpu_each_call_is_a_step() -> None:
     for size in (4, 1):  # no graph, no fixed shape
         train(torch.ones(size).expand(4))
     assert param.tolist() == [0.0] * 4 and not train.captured
-
-
-def test_warm_up_and_capture_are_ordered_on_their_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's CUDA functions made up, which write down their calls."""
-    cuda, log = MagicMock(), list[str]()
-    names = ("CUDAGraph", "Stream", "device", "stream", "graph", "current_stream", "set_sync_debug_mode")
-    for name in (*names, "get_sync_debug_mode"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    cuda.get_sync_debug_mode.return_value = 1
-    cuda.set_sync_debug_mode.side_effect = lambda mode: log.append(f"mode {mode}")
-    cuda.Stream.return_value.wait_stream.side_effect = lambda other: log.append("beside waits")
-    cuda.current_stream.return_value.wait_stream.side_effect = lambda other: log.append("current waits")
-    cuda.stream.return_value.__enter__.side_effect = lambda: log.append("beside")
-    cuda.stream.return_value.__exit__.return_value = False
-    cuda.graph.return_value.__enter__.side_effect = lambda: log.append("capture")
-    cuda.graph.return_value.__exit__.return_value = False
-    cuda.device.return_value.__exit__.return_value = False
-    cuda.CUDAGraph.return_value.replay.side_effect = lambda: log.append("replay")
-    monkeypatch.setattr(captured_step, "DEVICE", "cpu")
-    param = nn.Parameter(torch.ones(4))
-    train = ampcompile.capture_step(lambda: log.append("step"), torch.optim.SGD([param]), warm_up=2)
-    waits, version = ["beside waits", "mode 1", "beside", "step", "mode 1", "current waits"], param._version
-    train()
-    assert log == waits and param._version == version
-    log.clear()
-    train()
-    assert log == ["beside waits", "mode error", *waits[2:]]
-    log.clear()
-    train()
-    train()
-    assert log == ["capture", "step", "replay", "replay"] and param._version == version + 2
-    cuda.stream.return_value.__enter__.side_effect = RuntimeError("shapes")
-    log.clear()
-    with pytest.raises(RuntimeError, match="shapes"):
-        ampcompile.capture_step(lambda: None, torch.optim.SGD([param]))()
-    assert log[-2:] == ["mode 1", "current waits"], "also after an error"

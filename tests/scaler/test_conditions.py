@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from ampcompile.kernels import native
-from ampcompile.scaler.conditions import dense, same_layout
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.scaler.cases import assert_equal, scaled
 
@@ -135,13 +134,7 @@ def test_float16_gradients_are_refused_as_torch_refuses_them():
         assert (other.grad == 1).all()
 
 
-def test_an_lr_scheduler_and_our_own_hooks_are_no_reason(monkeypatch, caplog):
-
-    def ours(*_):
-        raise AssertionError("the fused step brings the copies up to date itself")
-
-    ours.__module__ = "ampcompile.weights.writers"
-    monkeypatch.setattr("ampcompile.torch_private.optimizers.step_hooks", lambda _: [ours])
+def test_an_lr_scheduler_is_no_reason(caplog):
     optimizer = adamw(weight(3))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=5)
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -168,32 +161,3 @@ def test_without_a_compiler_torchs_kernels_do_the_work(monkeypatch, caplog):
     scaler.update()
     assert "no C++ compiler works here" in caplog.text
     assert (params[0] < before).all()
-
-
-@pytest.mark.parametrize(
-    ("size", "stride", "is_dense"),
-    [
-        ((3, 4), (4, 1), True),
-        ((3, 4), (1, 3), True),
-        ((2, 3, 4), (1, 8, 2), True),
-        ((1, 4), (99, 1), True),
-        ((4, 1), (1, 7), True),
-        ((3, 3), (2, 2), False),  # fills nine places' worth, with repeats
-        ((3, 4), (5, 1), False),
-        ((3, 4), (0, 1), False),
-        ((0, 4), (4, 1), True),
-        ((), (), True),
-    ],
-)
-def test_what_counts_as_dense(size, stride, is_dense):
-    assert dense(torch.zeros(64).as_strided(size, stride)) == is_dense
-
-
-def test_strides_of_dimensions_of_size_one_do_not_matter():
-    a, b = torch.zeros(64).as_strided((4, 1), (1, 4)), torch.zeros(64).as_strided((4, 1), (1, 1))
-    assert same_layout(a, b)
-    turned = [torch.zeros(64).as_strided((3, 1, 2), (1, stride, 3)) for stride in (3, 9)]
-    assert same_layout(*turned) and not turned[0].is_contiguous()
-    assert not same_layout(torch.zeros(2, 2), torch.zeros(2, 2).t())
-    assert not same_layout(torch.zeros(4), torch.zeros(5))
-    assert not same_layout(torch.zeros(3, 2).t(), torch.zeros(3, 2))

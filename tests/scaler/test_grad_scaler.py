@@ -5,6 +5,7 @@ import gc
 import math
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -126,10 +127,31 @@ def test_flags_tell_whether_steps_were_skipped():
 def test_nothing_is_kept_of_an_optimizer_that_is_gone():
     scaler, optimizer = scaled(), torch.optim.AdamW(params_with(1.0))
     scaler.step(optimizer)
-    assert len(scaler._records._by_id) == 1
+    gone = weakref.ref(optimizer)
     del optimizer
     gc.collect()
-    assert not scaler._records._by_id
+    assert gone() is None
+
+
+class Duck:
+    """An optimizer that can be neither hashed nor referred to weakly."""
+
+    __slots__ = ("param_groups",)
+    __hash__ = None
+
+    def __init__(self):
+        self.param_groups = [{"params": params_with(1.0)}]
+
+    def step(self):
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].sub_(self.param_groups[0]["params"][0].grad)
+
+
+def test_an_optimizer_that_can_be_neither_hashed_nor_referred_to_weakly_is_stepped_and_skipped():
+    scaler, duck = scaled(), Duck()
+    iterate(scaler, duck, scaler.get_scale())
+    iterate(scaler, duck, math.inf)
+    assert scaler.step_skipped(duck).item() and torch.equal(params(duck)[0], torch.zeros(3))
 
 
 # Switched off

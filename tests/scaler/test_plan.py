@@ -1,18 +1,14 @@
 """What was looked at once is trusted while nothing moved, and whatever the user changes between two steps counts."""
 
-import contextlib
-import math
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ampcompile.kernels.step import grad_table
 from ampcompile.scaler.grad_scaler import GradScaler
-from ampcompile.scaler.plan import Plan, Plans, Work, any_set
 from tests.scaler.cases import assert_close, params_with, scaled
 
 Change = Callable[[Any, list[nn.Parameter]], Any]
@@ -136,52 +132,6 @@ def test_after_a_change_between_two_steps_training_is_torchs(kind: str, change: 
                 assert_close([state[name]], [value])
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_what_is_as_it_was_is_not_looked_at_again(kind: str) -> None:
-    params = params_with(1.0, 2.0)
-    optimizer, scaler, plans = OPTIMIZERS[kind](params), scaled(), Plans("has none")
-    for step in range(5):
-        for param in params:
-            param.grad = torch.ones_like(param)  # where the allocator puts it
-        scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        plan = plans.of(optimizer)
-        if step == 0:
-            first = plan
-        assert plan is first and plans.of(optimizer, only_grads=True) is first
-    optimizer.state[params[1]]["anything"] = 3
-    assert plans.of(optimizer) is not first
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda o, p: setattr(p[0], "grad", p[0].grad.t()),
-        lambda o, p: setattr(p[0], "grad", p[0].grad.as_subclass(type("Other", (Tensor,), {}))),
-        lambda o, p: torch.utils.swap_tensors(p[0], nn.Parameter(torch.ones(4, 4))),
-        lambda o, p: setattr(p[0], "data", torch.ones(4, 4)),
-        lambda o, p: o.param_groups.append(o.param_groups[0] | {"params": [nn.Parameter(torch.ones(3))]}),
-        lambda o, p: o.state.popitem(),
-        lambda o, p: o.state[p[0]].update(exp_avg=o.state[p[0]]["exp_avg"].clone()),
-        lambda o, p: setattr(o.state[p[0]]["exp_avg"], "data", torch.zeros(4, 4)),
-        lambda o, p: o.param_groups[0].update(amsgrad=True),
-        lambda o, p: o.param_groups[0].update(params=tuple(p)),
-    ],
-)
-def test_a_change_asks_for_another_plan(change: Change) -> None:
-    params = [nn.Parameter(torch.randn(4, 4)) for _ in range(2)]
-    optimizer, plans = torch.optim.AdamW(params), Plans("has none")
-    for param in params:
-        param.grad = torch.randn(4, 4)
-    optimizer.step()
-    first = plans.of(optimizer)
-    assert plans.of(optimizer) is first is not None
-    change(optimizer, params)
-    with contextlib.suppress(ValueError, KeyError, AssertionError):
-        assert plans.of(optimizer) is not first
-
-
 def test_what_is_known_of_an_optimizer_keeps_no_tensor_alive() -> None:
     params = params_with(1.0)
     optimizer, scaler = torch.optim.AdamW(params), scaled()
@@ -197,36 +147,3 @@ def test_what_is_known_of_an_optimizer_keeps_no_tensor_alive() -> None:
     assert all(map(torch.UntypedStorage._expired, storages))
     for each in storages:
         torch.UntypedStorage._free_weak_ref(each)
-
-
-def test_gradients_that_moved_onto_one_another_are_refused() -> None:
-    params, plans = params_with(1.0, 1.0), Plans("has none")
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    assert plans.of(optimizer) is not None
-    flat = torch.ones(4)
-    params[0].grad, params[1].grad = flat[:3], flat[1:]
-    assert plans.of(optimizer) is None and plans.reason is not None and "share memory" in plans.reason
-    params[1].grad = torch.ones(3)
-    assert plans.of(optimizer) is not None and plans.reason is None
-
-
-def test_flags_of_several_devices_are_one() -> None:
-    assert any_set([]) is None
-    for flags, expected in (([1.0], 1), ([0.0, 0.0], 0), ([1.0, 1.0], 1), ([0.0, math.nan], 1), ([1.0, -1.0], 1)):
-        found = any_set([torch.tensor(flag) for flag in flags])
-        assert found is not None and found.item() == expected
-
-
-@pytest.mark.parametrize("max_norm", [None, 2.5, 9.0])
-def test_gradients_on_several_devices_are_unscaled_and_clipped_by_their_norm_together(max_norm: float | None) -> None:
-    devices = torch.device("cpu"), torch.device("cpu", 0)  # one device under two names
-    grads = {device: torch.tensor([8 * n]) for device, n in zip(devices, (3.0, 4.0), strict=True)}
-    plan = Plan(torch.optim.SGD(params_with(1.0), lr=0.1), None, None, True, {})
-    plan.work = {device: Work(grad_table([grad]), None, [], []) for device, grad in grads.items()}
-    plan._alone = False
-    found_infs, factors, norm = plan.check(torch.tensor(4.0), {devices[1]: torch.tensor(0.5)}, max_norm)
-    whole = math.hypot(6, 4)  # of 24 / 4 and 32 / 4 * 0.5
-    clip = min(1, 2.5 / whole) if max_norm == 2.5 else 1
-    assert [found_infs[device].item() for device in devices] == [0, 0]
-    assert [factors[device].item() for device in devices] == pytest.approx([clip / 4, clip / 8])
-    assert norm.item() == pytest.approx(6 if max_norm is None else whole), "without a limit nobody asks for the norm"

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from ampcompile.errors import ScalerError
-from ampcompile.kernels.triton import tables
-from ampcompile.scaler.steps import lend_steps, new_step, require_counts, return_steps
+from ampcompile.scaler.steps import lend_steps, new_step, return_steps
 from ampcompile.torch_private import optimizers
 from tests.scaler.cases import scaled
 
@@ -78,19 +76,3 @@ def test_counts_are_torchs_after_fused_steps_on_a_gpu():
             assert step.is_cpu
             found.append(step.item())
     assert found == [1, 1, 2, 3] * 2
-
-
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"capturable": True}, {"fused": True}], ids=str)
-def test_a_capture_of_counts_that_return_to_the_cpu_is_refused(options, monkeypatch):
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))], **options)
-    stays = bool(options.keys() & {"capturable", "fused"})
-    monkeypatch.setattr(tables, "capturing", lambda device: False)
-    require_counts(optimizer, {torch.device("cuda")})
-    assert (return_steps in optimizers.pre_hooks(optimizer)) != stays
-    monkeypatch.setattr(tables, "capturing", lambda device: device.type == "cuda")
-    require_counts(optimizer, {torch.device("cpu")})
-    if stays:
-        require_counts(optimizer, {torch.device("cuda")})
-    else:
-        with pytest.raises(ScalerError, match=r"capture of a step of AdamW .* expected .* capturable=True or fused"):
-            require_counts(optimizer, {torch.device("cuda")})

@@ -39,8 +39,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ampcompile
 from tests.compiling import HALF, LOW, error
+from tests.ranks import run_cases
 from tests.sharding.paper import sent
-from tests.sharding.ranks import Block, Model, batch, full, gathered, loss_of, main, narrow, same
+from tests.sharding.ranks import Block, Model, batch, full, gathered, loss_of, narrow, same
 
 STEPS, SAVED_AFTER = 5, 2
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # stages have parameter groups of their own
@@ -276,4 +277,4 @@ CASES = {
 WORLD_OF_FOUR = {name for name in CASES if KINDS[name.split("-")[0]] == 4}
 
 if __name__ == "__main__":
-    main(CASES, WORLD_OF_FOUR)
+    run_cases(CASES, WORLD_OF_FOUR)

@@ -1,11 +1,8 @@
 """Run by test_decide.py: FSDP2 with 16-bit gathers, beside eager autocast on whole weights."""
 
 import functools
-import json
 import sys
 import threading
-import traceback
-import warnings
 from pathlib import Path
 
 import torch
@@ -25,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ampcompile
 from ampcompile import GradScaler, Policy, ShardingError, shard_policy
+from tests import models
 from tests.compiling import LOW
-from tests.ranks import join, leave
+from tests.ranks import run_cases
 
 CASES = {}
 WORLD_OF_FOUR = set()
@@ -49,14 +47,10 @@ def counting(call):
 collectives.DefaultAllGather.__call__ = counting(collectives.DefaultAllGather.__call__)
 
 
-class Block(nn.Module):
+class Block(models.Block):
     def __init__(self, width=16, inner=35):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, inner), nn.Linear(inner, width)
+        super().__init__(width, inner, nn.functional.gelu)
         nn.init.normal_(self.norm.weight, 1.0, 0.1)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Model(nn.Module):
@@ -646,30 +640,5 @@ def resharded_to_two_ranks_until_backward():
     loss.backward()
 
 
-def main(cases, of_four):
-    """The arguments are a folder, and which cases; without, all for so many ranks."""
-    join()
-    outcomes = {}
-    here = {n for n in cases if (n in of_four) == (dist.get_world_size() == 4)}
-    chosen = {name: run for name, run in cases.items() if name in (sys.argv[2:] or here)}
-    for name, run in chosen.items():
-        torch._dynamo.reset()
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
-                run()
-            outcomes[name] = ""
-        except Exception:
-            outcomes[name] = f"rank {dist.get_rank()}: {traceback.format_exc()}"
-            print(name, outcomes[name], flush=True)
-        dist.barrier()
-    gathered_outcomes = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered_outcomes, outcomes)
-    if dist.get_rank() == 0:
-        joined = {name: "".join(outcome[name] for outcome in gathered_outcomes) for name in chosen}
-        Path(sys.argv[1], "outcomes.json").write_text(json.dumps(joined))
-    leave()
-
-
 if __name__ == "__main__":
-    main(CASES, WORLD_OF_FOUR)
+    run_cases(CASES, WORLD_OF_FOUR)

@@ -1,6 +1,5 @@
 """FSDP2 with 16-bit gathers gives eager autocast's bits for half the bytes, on two ranks and on four."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from ampcompile.policy import Policy
 from ampcompile.sharding.decide import Root
 from ampcompile.sharding.weight import STAYS, UNKNOWN, Gather
-from tests.ranks import run_ranks
+from tests.ranks import assert_all_pass
 from tests.sharding import ranks
 
 
@@ -53,9 +52,5 @@ def test_nobody_votes_on_what_the_policy_or_a_vote_has_settled(root):
 @pytest.mark.ci
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gathers_in_16_bits_change_no_number(size, tmp_path):
-    """One group of processes runs all cases."""
-    run_ranks("tests.sharding.ranks", str(tmp_path), folder=tmp_path, timeout=550, size=size)
-    found = json.loads((tmp_path / "outcomes.json").read_text())
-    assert found.keys() == {name for name in ranks.CASES if (name in ranks.WORLD_OF_FOUR) == (size == 4)}
-    wrong = {name: text for name, text in found.items() if text}
-    assert not wrong, "\n".join([", ".join(wrong), *wrong.values()])
+    wanted = {name for name in ranks.CASES if (name in ranks.WORLD_OF_FOUR) == (size == 4)}
+    assert_all_pass("tests.sharding.ranks", tmp_path, wanted, size=size)

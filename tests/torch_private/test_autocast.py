@@ -1,8 +1,5 @@
 """Autocast's state is read for all devices, switched off for a while, and put back, errors or not."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -10,9 +7,7 @@ from ampcompile.torch_private.autocast import (
     any_autocast_enabled,
     autocast_disabled,
     autocast_nesting,
-    autocast_off,
     autocast_states,
-    is_on,
     lowering_without_autocast,
     takes,
 )
@@ -33,12 +28,6 @@ def test_the_state_of_every_device_is_told(device: str) -> None:
         assert autocast_states()["cpu"] == (True, torch.float16)
 
 
-def test_it_is_off_on_devices_that_have_none() -> None:
-    with torch.autocast("cpu"):
-        assert is_on("cpu") and not is_on("meta")
-    assert not is_on("cpu")
-
-
 def test_regions_that_an_error_left_open_are_left() -> None:
     with torch.autocast("cpu", torch.float16):
         before = autocast_states(), autocast_nesting()
@@ -49,22 +38,6 @@ def test_regions_that_an_error_left_open_are_left() -> None:
             torch.set_autocast_enabled("cpu", False)
             raise KeyError
         assert (autocast_states(), autocast_nesting()) == before
-
-
-@pytest.mark.parametrize("without", [autocast_off, autocast_disabled, lowering_without_autocast])
-@pytest.mark.parametrize("fails", [False, True])
-def test_inside_no_cast_is_made_and_afterwards_they_are_again(without: Callable[[], Any], fails: bool) -> None:
-    x = torch.randn(2, 2)
-    with torch.autocast("cpu"):
-        try:
-            with without():
-                assert (x @ x).dtype == torch.float32
-                if fails:
-                    raise KeyError
-        except KeyError:
-            assert fails
-        assert (x @ x).dtype == torch.bfloat16
-    assert not any_autocast_enabled()
 
 
 def test_a_region_inside_acts_where_autocast_is_disabled_and_some_is_on_while_lowering() -> None:

@@ -2,9 +2,6 @@
 
 import ast
 import re
-from collections.abc import Callable
-
-import pytest
 
 from tests.test_layout import SOURCES, room, tree
 
@@ -95,35 +92,3 @@ def test_private_names_of_torch_and_patches_stand_in_their_place() -> None:
             assert not private_names(tree(module)), f"{module}: ask a module of ampcompile/torch_private for it"
         if module != "ampcompile.torch_private.patches":
             assert not changes_of_torch(tree(module)), f"{module}: ampcompile/torch_private/patches.py changes torch"
-
-
-PRIVATE = [
-    "import torch._dynamo",
-    "import torch\ntorch._C._DisableAutocast()",
-    "import torch as t\nt.nn.Module._call_impl",
-    "from torch import _C",
-    "from torch.nn import Module\nModule._call_impl",
-    "import importlib\nimportlib.import_module('torch._inductor.config')",
-    "from functorch.compile import aot_function",
-]
-PUBLIC = ["import torch\ntorch.__version__, torch.ops.aten._to_copy", "import _ctypes\n_ctypes.x._y", "'torch.compile'"]
-CHANGES = [
-    "import torch\ntorch.Tensor.data = 1",
-    "import torch\ndel torch.Tensor.data",
-    "from torch import nn\nnn.Module.training, x = 1, 2",
-    "from torch import nn\nsetattr(nn.Module, name, 1)",
-    "delattr(module, 'forward')",
-    "module._compiled_call_impl = None",
-    "handle = op.py_impl(key)(kernel)",
-    "from torch.optim.optimizer import register_optimizer_step_pre_hook",
-]
-OTHERS = ["self._x = 1", "setattr(graph, name, body)", "import torch\nx = torch.Tensor.data"]
-
-
-@pytest.mark.parametrize(
-    ("find", "found", "passed_over"), [(private_names, PRIVATE, PUBLIC), (changes_of_torch, CHANGES, OTHERS)]
-)
-def test_they_are_found_and_nothing_else(
-    find: Callable[[ast.AST], set[str]], found: list[str], passed_over: list[str]
-) -> None:
-    assert [code for code in (*found, *passed_over) if find(ast.parse(code))] == found

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ampcompile.backend  # noqa: F401  patches torch
-from ampcompile.torch_private import open_regions, patches
+from ampcompile.torch_private import open_regions
 from ampcompile.torch_private.autocast import autocast_nesting
 from ampcompile.torch_private.open_regions import disabled_by_user
 from tests.injecting import raised_at
@@ -73,12 +73,6 @@ def test_a_region_of_a_subclass_counts() -> None:
         assert disabled_by_user("cpu")
 
 
-def test_a_region_that_a_graph_opens_counts() -> None:
-    region = torch.amp.autocast_mode._enter_autocast("cpu", torch.bfloat16, False, True)
-    assert disabled_by_user("cpu")
-    torch.amp.autocast_mode._exit_autocast(region)
-
-
 def test_regions_that_an_error_leaves_open_are_forgotten() -> None:
     with pytest.raises(KeyError), open_regions.state_restored():
         DISABLED().__enter__()
@@ -111,12 +105,6 @@ def test_one_region_may_be_open_several_times() -> None:
     assert not disabled_by_user("cpu")
 
 
-def test_what_is_switched_off_by_hand_in_a_region_is_off_on_purpose() -> None:
-    with ENABLED():
-        torch.set_autocast_enabled("cpu", False)
-        assert disabled_by_user("cpu")
-
-
 ENTER, EXIT = (getattr(torch.autocast, name).__wrapped__ for name in ("__enter__", "__exit__"))
 
 
@@ -132,21 +120,6 @@ def test_a_region_from_before_the_patches_counts_unless_autocast_is_on_somewhere
         EXIT(region, None, None, None)
         with OF_ANOTHER():
             return [*found, not disabled_by_user("cpu")]
-
-    assert all(in_a_thread(act))
-
-
-def test_where_torch_can_t_be_patched_each_region_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patches, "is_installed", lambda group: False)
-
-    def act() -> list[bool]:
-        found, region = [], DISABLED()
-        for _ in range(2):
-            ENTER(region)
-            found.append(disabled_by_user("cpu"))
-            EXIT(region, None, None, None)
-            found.append(not disabled_by_user("cpu"))
-        return found
 
     assert all(in_a_thread(act))
 
@@ -197,38 +170,6 @@ def test_regions_are_what_they_are_without_the_patches() -> None:
         copy.deepcopy(region)
     assert vars(region).keys() == vars(copy.deepcopy(region)).keys()
     assert torch.autocast.__enter__.__name__ == "__enter__" and torch.autocast.__exit__.__doc__ == EXIT.__doc__
-
-
-def test_torchscript_still_reads_them() -> None:
-    @torch.jit.script
-    def multiply(x: Tensor) -> Tensor:
-        with torch.autocast("cpu"):
-            return x @ x
-
-    assert multiply(torch.ones(2, 2)).dtype == torch.bfloat16
-
-
-class Inherits(torch.autocast):
-    """Dynamo traces its methods."""
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-@pytest.mark.parametrize("cls", [torch.autocast, Inherits])
-def test_dynamo_traces_as_many_graphs_as_without_the_patches(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def multiply(x: Tensor) -> Tensor:
-        with cls("cpu"):
-            y = x @ x
-        return y @ y
-
-    def traced() -> tuple[int, int, torch.dtype]:
-        torch._dynamo.reset()
-        told = torch._dynamo.explain(multiply)(torch.ones(2, 2))
-        return told.graph_count, told.op_count, multiply(torch.ones(2, 2)).dtype
-
-    found = traced()
-    monkeypatch.setattr(torch.autocast, "__enter__", ENTER)
-    monkeypatch.setattr(torch.autocast, "__exit__", EXIT)
-    assert traced() == found and found[0] > 0
 
 
 def test_an_interrupt_leaves_a_region_either_open_or_not() -> None:

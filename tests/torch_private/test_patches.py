@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ampcompile.torch_private import patches
 from ampcompile.torch_private.patches import TABLE, Group
@@ -61,12 +60,6 @@ def test_where_a_place_is_missing_nothing_is_replaced(absent: str) -> None:
     assert Thing().act() == ["act"] and Thing().rest() == ["rest"]
 
 
-def test_wraps_and_table_name_the_same_places(group: Group) -> None:
-    for wraps in ({"Thing.act": WRAPS["Thing.act"]}, WRAPS | {"Thing.sleep": WRAPS["Thing.rest"]}):
-        with pytest.raises(AssertionError):
-            patches.install(group, wraps)
-
-
 def test_what_a_failure_left_is_undone_first(group: Group) -> None:
     def fail(_: Any) -> Any:
         raise KeyboardInterrupt
@@ -77,43 +70,11 @@ def test_what_a_failure_left_is_undone_first(group: Group) -> None:
     assert Thing().act() == ["ours", "act"] and Thing().rest() == ["ours", "rest"]
 
 
-def test_what_nobody_will_undo_does_not_count_as_installed(group: Group) -> None:
-    undo: list[Callable[[], None]] = []
-    with pytest.raises(ZeroDivisionError):
-        patches.install(group, WRAPS, lambda _: 1 // 0)
-    patches.install(group, WRAPS, undo.append)
-    assert len(undo) == 1 and Thing().act() == ["ours", "act"]
-
-
-def test_one_attribute_replaced_for_a_while(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patches, "TABLE", (*TABLE, group))
-    place = "Thing.rest"
-    with pytest.raises(ValueError), patches.replaced(place, WRAPS[place]):
-        with patches.replaced(place, WRAPS[place]):
-            assert Thing().rest() == ["ours", "ours", "rest"]
-        assert Thing().rest() == ["ours", "rest"]
-        raise ValueError
-    assert Thing().rest() == ["rest"]
-
-
 def test_the_installed_torch_has_every_place(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not patches.missing()
     gone = ["torch.Tensor.no_such_method", "torch.no_such_module.act"]
     monkeypatch.setattr(patches, "TABLE", (group, Group("gone", "", "", dict.fromkeys(gone, ""))))
     assert patches.missing() == gone
-
-
-def test_kernels_and_lowerings_are_added_only_where_there_are_none() -> None:
-    from torch._inductor.lowering import lowerings
-    from torch._subclasses import fake_impls
-
-    add = torch.ops.aten.add.Tensor
-    lowering = lowerings[add]
-    patches.add_lowering(add, lambda *_: None)
-    assert lowerings[add] is lowering
-    known, kernel = next(iter(fake_impls.op_implementations_dict.items()))
-    patches.add_fake_kernel(known, lambda *_: None)
-    assert fake_impls.op_implementations_dict[known] is kernel
 
 
 SCALES = """

@@ -138,16 +138,6 @@ def test_every_set_of_weights_keeps_its_copies_for_as_long_as_it_lives() -> None
     assert len(binding._sets) < 250, "sets whose weights are gone are let go of"
 
 
-def test_functional_call_with_new_tensors_every_time() -> None:
-    params = parameters()
-    binding = bind([BF16] * 3)
-    for step in range(12):
-        others = [p.detach() + step for p in params]
-        assert same(binding.copies(others), low(others))
-        detached = [p.detach() for p in params]
-        assert same(binding.copies(detached), low(params))
-
-
 def test_tied_weights_share_a_copy_whoever_is_written() -> None:
     a = nn.Parameter(torch.randn(9, 5))
     b = nn.Parameter(a.data)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from ampcompile.weights import Binding, free_copies, weight_stats
 from tests.devices import waiting_for_nothing
+from tests.models import Net
 from tests.weights.bindings import bind
 
 BF16 = torch.bfloat16
@@ -152,17 +153,6 @@ def test_a_captured_step_writes_copies_that_stay() -> None:
         del binding
 
 
-class Calls(nn.Module):
-    """Calls a compiled module."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # torch's aot_eager gives it too
 def test_make_graphed_callables() -> None:
@@ -170,7 +160,7 @@ def test_make_graphed_callables() -> None:
     compiled = torch.compile(model, backend="amp", options={"lower": "aot_eager"})
     x = torch.randn(8, 64, device="cuda")
     compiled(x).sum().backward()
-    graphed = torch.cuda.make_graphed_callables(Calls(compiled), (x,))
+    graphed = torch.cuda.make_graphed_callables(Net(lambda m, x: m.inner(x), inner=compiled), (x,))
     for _ in range(3):
         with torch.no_grad():
             for param in model.parameters():

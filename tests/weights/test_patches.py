@@ -1,6 +1,5 @@
 """Where there are copies torch is patched, invisibly."""
 
-import copy
 import importlib
 import pickle
 import sys
@@ -18,19 +17,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampcompile.torch_private.patches import COPIES, owner_and_name
-from ampcompile.weights import Binding, weight_stats
-from tests.scaler.cases import iterate, params_with, scaled
+from ampcompile.weights import Binding
+from tests.models import Net
 from tests.threads import running
 from tests.weights.bindings import bind
 from tests.weights.writers import unsampled
 
 BF16 = torch.bfloat16
-MISSING = object()
-
-
-def what_is_patched() -> list[Any]:
-    return [vars(owner).get(name, MISSING) for owner, name in map(owner_and_name, COPIES.patches)]
 
 
 @pytest.fixture
@@ -40,12 +33,6 @@ def copied() -> Iterator[tuple[nn.Parameter, Binding]]:
     binding.copies([weight])
     yield weight, binding
     assert torch.equal(binding.copies([weight])[0], weight.detach().to(BF16))
-
-
-def test_a_scaler_patches_nothing() -> None:
-    before = what_is_patched()
-    iterate(scaled(), torch.optim.SGD(params_with(1.0), lr=0.1), 1.0)
-    assert what_is_patched() == before
 
 
 def reads_data(x: Tensor) -> Tensor:
@@ -169,17 +156,11 @@ def test_an_array_of_a_subclass_s(copied: tuple[nn.Parameter, Binding]) -> None:
 
 
 def test_export_of_data(copied: tuple[nn.Parameter, Binding]) -> None:
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = copied[0]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.weight.data.t()
+    reads = Net(lambda m, x: x @ m.weight.data.t(), weight=copied[0])
 
     def outcome(strict: bool) -> str:
         try:
-            return str(torch.export.export(Reads(), (torch.ones(3, 8),), strict=strict).graph)
+            return str(torch.export.export(reads, (torch.ones(3, 8),), strict=strict).graph)
         except RuntimeError as error:
             return str(error).partition("\n")[0]
 
@@ -257,16 +238,6 @@ def test_a_compiled_graph_is_not_compiled_again_when_patches_come_and_go() -> No
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == frames
 
 
-def test_copies_of_modules_share_nothing(copied: tuple[nn.Parameter, Binding]) -> None:
-    weight, binding = copied
-    twin = copy.deepcopy(weight)
-    casts = weight_stats().casts
-    with torch.no_grad():
-        twin.add_(1)
-    binding.copies([weight])
-    assert weight_stats().casts == casts
-
-
 def test_patched_methods_pickle_as_torchs_own(copied: tuple[nn.Parameter, Binding]) -> None:
     for name in ("numpy", "__dlpack__", "set_", "untyped_storage"):
         assert pickle.loads(pickle.dumps(getattr(Tensor, name))) is getattr(Tensor, name)
@@ -283,19 +254,6 @@ def test_a_sharer_that_leaves_resized_memory_as_another_comes() -> None:
     for _ in range(2):
         binding.copies([weight])
         comes[unsampled(weight)] += 1
-        assert torch.equal(binding.copies([weight])[0], weight.detach().to(BF16))
-
-
-def test_slices_of_a_storage_that_are_written() -> None:
-    weight, binding = nn.Parameter(torch.randn(20, 20)), bind([BF16])
-    row, column = unsampled(weight)
-    at = 4 * (20 * row + column)
-    for write in (
-        lambda part: part.fill_(1),
-        lambda part: part.copy_(torch.tensor([99.0]).untyped_storage()),
-    ):
-        binding.copies([weight])
-        write(weight.untyped_storage()[at : at + 4])
         assert torch.equal(binding.copies([weight])[0], weight.detach().to(BF16))
 
 

@@ -12,20 +12,10 @@ from torch import Tensor, nn
 import ampcompile
 from ampcompile.errors import ReleasedError
 from benchmarks.models import GPT, GPTConfig
+from tests.models import Block
 
 lowered = pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
 BF16 = torch.bfloat16
-
-
-class Layer(nn.Module):
-    """A norm and two linear layers."""
-
-    def __init__(self, inner: int = 128) -> None:
-        super().__init__()
-        self.norm, self.first, self.second = nn.LayerNorm(64), nn.Linear(64, inner), nn.Linear(inner, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(self.first(self.norm(x)).relu())
 
 
 def tied() -> tuple[nn.Module, Tensor]:
@@ -38,7 +28,7 @@ def convolutions() -> tuple[nn.Module, Tensor]:
 
 
 def layers() -> tuple[nn.Module, Tensor]:
-    return nn.Sequential(Layer(), Layer()), torch.randn(4, 64)
+    return nn.Sequential(Block(64, 128), Block(64, 128)), torch.randn(4, 64)
 
 
 MODELS = {"tied": tied, "convolutions": convolutions, "layers": layers}
@@ -78,7 +68,7 @@ class Case:
         self.checkpoint = saved(self.model)
         self.compiled = called(self.model, self.x)
         self.expected = run(self.compiled, self.x)
-        self.weight = self.model[0].first.weight
+        self.weight = self.model[0].up.weight
         self.released = ampcompile.release_masters(self.compiled)
 
 
@@ -105,7 +95,7 @@ ROUNDING: dict[str, Callable[[Case], object]] = {
     "a step": lambda case: step(case.weight),
     "a fused step": lambda case: step(case.weight, fused=True),
     "load_state_dict": lambda case: case.model.load_state_dict(case.checkpoint),
-    "load_state_dict of a part": lambda case: case.model[0].first.load_state_dict(
+    "load_state_dict of a part": lambda case: case.model[0].up.load_state_dict(
         {"weight": torch.ones(128, 64), "bias": torch.ones(128)}
     ),
 }
@@ -136,7 +126,7 @@ def test_a_state_in_16_bits_loads_and_one_in_float32_may_be_assigned() -> None:
     case.model.load_state_dict(case.checkpoint, assign=True)
     assert all(p.dtype == torch.float32 for p in case.model.parameters())
     assert torch.equal(run(case.compiled, case.x), case.expected)
-    step(case.model[0].first.weight)
+    step(case.model[0].up.weight)
 
 
 def test_after_restoring_all_works_as_before(tmp_path: Any) -> None:
@@ -154,8 +144,8 @@ def test_after_restoring_all_works_as_before(tmp_path: Any) -> None:
 def test_another_checkpoint_is_loaded_as_a_whole_and_a_wrong_one_not_at_all() -> None:
     case = Case()
     other = {name: value + 1 for name, value in case.checkpoint.items()}
-    for wrong, found in (({}, "nothing"), (other | {"0.first.weight": torch.ones(3)}, r"a tensor of \(3,\)")):
-        with pytest.raises(ReleasedError, match=f"found {found} under '0.first.weight' in the checkpoint, expected"):
+    for wrong, found in (({}, "nothing"), (other | {"0.up.weight": torch.ones(3)}, r"a tensor of \(3,\)")):
+        with pytest.raises(ReleasedError, match=f"found {found} under '0.up.weight' in the checkpoint, expected"):
             case.released.restore(wrong)
         assert torch.equal(run(case.compiled, case.x), case.expected)
     case.released.restore({f"_orig_mod.{name}": value for name, value in other.items()})
@@ -166,9 +156,9 @@ def test_a_second_call_gives_the_way_back_too_and_releases_the_rest() -> None:
     model, x = layers()
     checkpoint, compiled = saved(model), called(model, x)
     expected = run(compiled, x)
-    first = ampcompile.release_masters(model, keep=["0.first.weight", "1"])
-    assert first.kept["0.first.weight"] == first.kept["1.second.bias"] == "asked for"
-    assert "0.second.weight" not in first.kept and "1.second.bias is kept in float32: asked for" in str(first)
+    first = ampcompile.release_masters(model, keep=["0.up.weight", "1"])
+    assert first.kept["0.up.weight"] == first.kept["1.down.bias"] == "asked for"
+    assert "0.down.weight" not in first.kept and "1.down.bias is kept in float32: asked for" in str(first)
     for name in ("head", "0.firs"):
         with pytest.raises(ReleasedError, match=f"found keep='{name}', expected the name of a weight or module"):
             ampcompile.release_masters(model, keep=name)
@@ -180,18 +170,18 @@ def test_a_second_call_gives_the_way_back_too_and_releases_the_rest() -> None:
 
 
 def read_in_float32(model: nn.Module) -> Any:
-    reader = amp(lambda x: x + model[0].first.weight[0])
+    reader = amp(lambda x: x + model[0].up.weight[0])
     run(reader, torch.zeros(64))
     return reader
 
 
 def with_gradient(model: nn.Module) -> None:
-    model[0].first.weight.grad = torch.zeros(128, 64)
+    model[0].up.weight.grad = torch.zeros(128, 64)
 
 
 HOLDERS: dict[str, tuple[Callable[[Any], object], str]] = {
-    "a view": (lambda model: model[0].first.weight.detach()[0], "something else holds its memory"),
-    "an array": (lambda model: model[0].first.weight.detach().numpy(), "something else holds its memory"),
+    "a view": (lambda model: model[0].up.weight.detach()[0], "something else holds its memory"),
+    "an array": (lambda model: model[0].up.weight.detach().numpy(), "something else holds its memory"),
     "a graph without copies": (read_in_float32, "a compiled graph reads it in float32"),
     "another type": (
         lambda model: called(model, torch.randn(4, 64), dtype=torch.float16),
@@ -213,7 +203,7 @@ def test_what_is_read_otherwise_or_held_is_kept(holder: str) -> None:
             ampcompile.release_masters(model)
     else:
         kept = ampcompile.release_masters(model).kept
-        assert kept["0.first.weight"].startswith(because) and "1.first.weight" not in kept
+        assert kept["0.up.weight"].startswith(because) and "1.up.weight" not in kept
     assert torch.equal(run(compiled, x), expected)
     del held
 
@@ -232,9 +222,9 @@ def test_arguments_that_are_refused() -> None:
     model, x = layers()
     called(model, x)
     with pytest.raises(ReleasedError, match="found 'list', expected"):
-        ampcompile.release_masters([model[0].first.weight])
-    model[1].first.weight._fsdp_flattened = True
-    with pytest.raises(ReleasedError, match=r"found 1\.first\.weight, which is sharded; expected plain parameters"):
+        ampcompile.release_masters([model[0].up.weight])
+    model[1].up.weight._fsdp_flattened = True
+    with pytest.raises(ReleasedError, match=r"found 1\.up\.weight, which is sharded; expected plain parameters"):
         ampcompile.release_masters(model)
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
@@ -242,7 +232,7 @@ def test_arguments_that_are_refused() -> None:
 def test_what_no_sample_sees_is_in_what_stays() -> None:
     model, x = layers()
     compiled = called(model, x)
-    weight = model[0].first.weight
+    weight = model[0].up.weight
     ctypes.memset(weight.data_ptr() + 4 * 64, 0, 4 * 64)  # a row
     ampcompile.release_masters(model)
     assert not weight[1].any()

@@ -112,15 +112,6 @@ def test_without_a_table_each_call_casts(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr(table, "load", load)
 
 
-def test_a_torch_that_is_not_understood_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = table.load()
-    assert found is not None and table._is_right(found)
-    for name in ("holders_of", "sharers_of"):
-        with monkeypatch.context() as patch:
-            patch.setattr(found, name, lambda tensor: 1)
-            assert not table._is_right(found)
-
-
 def test_a_deep_copy_shares_nothing_and_a_moved_weight_is_cast() -> None:
     case = Case()
     twin = copy.deepcopy(case.weight)

@@ -10,11 +10,8 @@ from ampcompile.kernels.triton.tables import (
     CHUNK,
     CHUNK_TABLES,
     SPARES,
-    GradTable,
-    StepTable,
     Words,
     chunks,
-    step_words,
 )
 
 CPU = torch.device("cpu")
@@ -86,15 +83,6 @@ def test_chunks_cover_every_element_once_whole_ones_first(sizes):
     assert (np.diff((covered == CHUNK).astype(int)) <= 0).all()
 
 
-def test_chunks_of_some_tensors_are_kept_by_size():
-    workspace = {}
-    numels = words(5, CHUNK + 1, 7)
-    found = chunks(numels, words(1, 2), CPU, workspace)
-    assert found.tolist() == [[1, 0], [1, 1], [2, 0]]
-    assert chunks(numels.copy(), words(1, 2), CPU, workspace) is found
-    assert chunks(words(5, 6, 7), words(1, 2), CPU, workspace) is not found
-
-
 def test_chunk_tables_of_the_sets_of_gradients_seen_last_are_kept_and_captured_ones_for_good(monkeypatch):
     workspace, numels = {}, words(*range(1, 40))
     first, captured = (chunks(numels, words(i), CPU, workspace) for i in range(2))
@@ -107,15 +95,3 @@ def test_chunk_tables_of_the_sets_of_gradients_seen_last_are_kept_and_captured_o
         assert len(workspace["chunks"]) <= CHUNK_TABLES
     assert chunks(numels, words(1), CPU, workspace) is not captured
     assert any(each is captured for each in tables._captured)
-
-
-def test_settings_travel_as_bits_and_learning_rates_on_the_device():
-    settings = np.array([[0.1, 2.0], [0.0, -1e-300]])
-    params = [torch.ones(2), torch.ones(3)]
-    first, second = (param.data_ptr() for param in params)
-    addresses = np.array([[first, second], [0, first]])
-    grads = GradTable(CPU, words(2, 3), addresses[0], words(), {})
-    read = StepTable(grads, words(0, 1), addresses, (words(), words(), words()), 0)
-    table = step_words(read, settings, [0.1, torch.tensor([0.25])], {})
-    assert table[:8].tolist() == [2, 3, 0, 1, first, second, 0, first]
-    assert table[8:].view(torch.float64).tolist() == [0.1, 2.0, 0.25, -1e-300]

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ampcompile.passes.after.add_embedding_gradients import AddEmbeddingGradients
 from ampcompile.torch_private.dispatcher import AS_A_FUNCTION
 from tests.compiling import training_errors
+from tests.models import Net
 
 aten = torch.ops.aten
 OP = "torch.ops.ampcompile.add_embedding_gradient_"
@@ -101,21 +102,16 @@ def test_declines_on_other_devices(device):
     assert AddEmbeddingGradients().apply(joint(functools.partial(FIRES["a product"][1], rows), device)) == 0
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.inner = nn.Embedding(40, 16, padding_idx=3), nn.Linear(16, 16)
-
-    def forward(self, tokens, more):
-        x = self.inner(self.tokens(tokens)) + self.tokens(more)
-        return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), more.flatten())
+def tied(m, tokens, more):
+    x = m.inner(m.tokens(tokens)) + m.tokens(more)
+    return F.cross_entropy(F.linear(x, m.tokens.weight).flatten(0, 1), more.flatten())
 
 
 @pytest.mark.ci
 def test_a_tied_model_trains_and_nothing_is_copied():
     tokens, more = torch.randint(40, (2, 8, 12))
     tokens[:, :4] = 3
-    model = Tied()
+    model = Net(tied, tokens=nn.Embedding(40, 16, padding_idx=3), inner=nn.Linear(16, 16))
     eager, ours, _ = training_errors(model, lambda m, *xs: m(*xs), (tokens, more))
     assert ours <= 1.05 * eager
     run = torch.compile(copy.deepcopy(model), backend="amp")

@@ -7,6 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ampcompile.passes.after.recompute_casts import RecomputeCasts
 from tests.compiling import HALF, HIGH, LOW, amp, gradients, leave_out, same_bits
+from tests.models import Net, weight
 
 
 def bytes_saved(model, x, **options):
@@ -30,19 +31,13 @@ def layers():
     return torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
 
 
-class Losses(torch.nn.Module):
+def losses():
     """A product whose result is read in float32 by a loss with a kernel of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.last = torch.nn.Linear(16, 16)
-
-    def forward(self, x):
-        return F.mse_loss(self.last(x), x)
+    return Net(lambda m, x: F.mse_loss(m.last(x), x), last=torch.nn.Linear(16, 16))
 
 
 SAVED = {  # the model, options, and the bytes that are kept less than torch would; rows of inputs are 4
-    "a loss": (Losses, {}, 2 * 4 * 16),
+    "a loss": (losses, {}, 2 * 4 * 16),
     "layers": (layers, {}, 0),
     "layers that cast in every call": (layers, {"weights": "every_call"}, 0),
 }
@@ -60,7 +55,7 @@ def test_less_is_kept_and_gradients_have_the_same_bits(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"products": "float32"}, pytest.param({"products": "torch"}, marks=pytest.mark.ci)]
+    "options", [{}, *(pytest.param({"products": how}, marks=pytest.mark.ci) for how in ("float32", "torch"))]
 )
 @pytest.mark.parametrize("weights", ["every_call", pytest.param("cached", marks=pytest.mark.ci)])
 def test_a_late_backward_sees_the_weights_of_its_forward(weights, options):
@@ -75,21 +70,10 @@ def test_a_late_backward_sees_the_weights_of_its_forward(weights, options):
     assert same_bits(gradients(model, lambda m: late), expected)
 
 
-class Shifted(torch.nn.Module):
-    """A norm of what a parameter was added to."""
-
-    def __init__(self):
-        super().__init__()
-        self.shift = torch.nn.Parameter(torch.randn(16))
-        self.first, self.norm, self.last = layers(), torch.nn.LayerNorm(16), layers()
-
-    def forward(self, x):
-        return self.last(self.norm(self.first(x) + self.shift))
-
-
 @pytest.mark.ci
 def test_a_norm_of_what_was_added_to_a_parameter_is_not_computed_of_the_parameter_again():
-    model, x = Shifted(), torch.randn(4, 16)
+    parts = {"shift": weight(16), "first": layers(), "norm": torch.nn.LayerNorm(16), "last": layers()}
+    model, x = Net(lambda m, x: m.last(m.norm(m.first(x) + m.shift)), **parts), torch.randn(4, 16)
     run, _ = amp(model, lower="inductor")
     expected = gradients(model, lambda m: run(x).float().square().sum())
     late = run(x).float().square().sum()

@@ -9,6 +9,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ampcompile.passes.after.widen_late import WidenLate
 from tests.compiling import HALF, HIGH, LOW, training_errors
+from tests.models import Net
 from tests.passes.tidied import tidied_joint
 
 MOVED = {  # how often it moves an op; 0: it declines
@@ -71,19 +72,14 @@ def test_what_binds_a_size_found_at_run_time_stays():
     assert WidenLate().apply(gm) == 0
 
 
-class Joined(torch.nn.Module):
+def joined(m, x):
     """What autocast resizes, in float32, beside what a convolution gives, as in the decoder of a UNet."""
-
-    def __init__(self):
-        super().__init__()
-        self.down, self.up = torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.Conv2d(8, 3, 3)
-        self.norm = torch.nn.GroupNorm(2, 8)
-
-    def forward(self, x):
-        low = self.down(x)
-        return self.up(self.norm(torch.cat([F.interpolate(F.avg_pool2d(low, 2), scale_factor=2.0), low], dim=1)))
+    low = m.down(x)
+    return m.up(m.norm(torch.cat([F.interpolate(F.avg_pool2d(low, 2), scale_factor=2.0), low], dim=1)))
 
 
 def test_gradients_are_as_exact_as_eager_autocasts():
-    theirs, ours, _ = training_errors(Joined(), lambda m, x: m(x).float().square().mean(), [torch.randn(2, 3, 8, 8)])
+    down, up = torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.Conv2d(8, 3, 3)
+    model = Net(joined, down=down, up=up, norm=torch.nn.GroupNorm(2, 8))
+    theirs, ours, _ = training_errors(model, lambda m, x: m(x).float().square().mean(), [torch.randn(2, 3, 8, 8)])
     assert ours <= 1.1 * theirs

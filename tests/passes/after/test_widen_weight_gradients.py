@@ -14,6 +14,7 @@ import ampcompile
 from ampcompile.passes.after.widen_weight_gradients import WidenWeightGradients
 from ampcompile.torch_private import dispatcher
 from tests.compiling import amp, draws, error, gradients
+from tests.models import Net, weight
 
 aten = torch.ops.aten
 LOW = torch.bfloat16
@@ -106,20 +107,15 @@ def as_on_cuda(monkeypatch) -> Iterator[None]:
         yield
 
 
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 24), nn.Linear(24, 8, bias=False)
-        self.experts = nn.Parameter(torch.randn(3, 8, 8))
-
-    def forward(self, x):
-        h = self.last(torch.nn.functional.gelu(self.first(x))) + self.last(self.first(x))
-        return torch.bmm(h.view(3, -1, 8), self.experts).float().square().mean()
+def experts(m, x):
+    h = m.last(torch.nn.functional.gelu(m.first(x))) + m.last(m.first(x))
+    return torch.bmm(h.view(3, -1, 8), m.experts).float().square().mean()
 
 
 @pytest.mark.parametrize("weights", ["cached", "every_call"])
 def test_a_model_trains_on_them(as_on_cuda, weights):
-    model, totals = Experts(), [0.0, 0.0]
+    parts = {"first": nn.Linear(16, 24), "last": nn.Linear(24, 8, bias=False), "experts": weight(3, 8, 8)}
+    model, totals = Net(experts, **parts), [0.0, 0.0]
     exact_model = copy.deepcopy(model).double()
     run, _ = amp(model, weights=weights)
     for _ in draws(model, exact_model):

@@ -16,6 +16,7 @@ from ampcompile.compiler import inductor
 from ampcompile.passes.after import write_for_products
 from ampcompile.passes.after.write_for_products import ROWS, WriteForProducts
 from tests.compiling import HIGH, LOW, same_bits, training_errors
+from tests.models import Attention, Block, Net
 
 aten = torch.ops.aten
 
@@ -204,36 +205,26 @@ def test_declines(name):
     assert WriteForProducts().apply(gm) == 0 and str(gm.graph) == before
 
 
-class Block(nn.Module):
+def block():
     """A block of a transformer whose layers have biases."""
-
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
-        self.qkv, self.out, self.up, self.down = (nn.Linear(a, b) for a, b in ((16, 48), (16, 16), (16, 32), (32, 16)))
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+    attend = nn.Sequential(nn.LayerNorm(16), Attention(causal=False))
+    return nn.Sequential(Net(lambda m, x: x + m.attend(x), attend=attend), Block(16, activation=F.gelu))
 
 
-class Convolved(nn.Module):
+def residual(m, x):
     """A residual block of a UNet."""
+    x = m.stem(x)
+    x = x + m.conv(F.silu(m.norm(x)))
+    return x + m.conv(F.silu(m.norm(x)))
 
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.GroupNorm(2, 8)
-        self.stem, self.conv = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
 
-    def forward(self, x):
-        x = self.stem(x)
-        x = x + self.conv(F.silu(self.norm(x)))
-        return x + self.conv(F.silu(self.norm(x)))
+def of_a_unet():
+    stem, conv = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+    return Net(residual, norm=nn.GroupNorm(2, 8), stem=stem, conv=conv)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("model", "shape", "least"), [(Block, (4, 64, 16), 3), (Convolved, (2, 3, 16, 16), 1)])
+@pytest.mark.parametrize(("model", "shape", "least"), [(block, (4, 64, 16), 3), (of_a_unet, (2, 3, 16, 16), 1)])
 def test_a_block_trains_through_inductor_as_on_a_gpu(monkeypatch, model, shape, least):
     monkeypatch.setattr(write_for_products, "DEVICE", "cpu")
     monkeypatch.setattr(inductor, "cache_key", lambda *_: str(uuid.uuid4()))  # what was compiled for a CPU isn't wanted

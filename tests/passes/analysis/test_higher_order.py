@@ -26,6 +26,7 @@ from tests.compiling import (
     text,
     training_errors,
 )
+from tests.models import Net, weight
 from tests.rules.test_autocast_lists import cuda_said_to_be_there
 
 # Dynamo makes an object of a custom function.
@@ -35,23 +36,21 @@ pytestmark = [
 ]
 
 
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+def layers(run, **parts):
+    return Net(run, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), **parts)
 
 
-class Checkpointed(Layers):
+def inside(m, x):
+    return m.layers[1](F.gelu(m.layers[0](x)))
+
+
+def checkpointed(m, x):
     """Checkpoints in checkpoints, a layer used twice."""
 
-    def inner(self, x):
-        return self.layers[1](F.gelu(self.layers[0](x)))
+    def outer(x):
+        return x + checkpoint(lambda x: inside(m, x), F.layer_norm(x, (8,)), use_reentrant=False)
 
-    def outer(self, x):
-        return x + checkpoint(self.inner, F.layer_norm(x, (8,)), use_reentrant=False)
-
-    def forward(self, x):
-        return self.layers[2](checkpoint(self.outer, x, use_reentrant=False)) + self.layers[1](x)
+    return m.layers[2](checkpoint(outer, x, use_reentrant=False)) + m.layers[1](x)
 
 
 def saves_products(ctx, op, *args, **kwargs):
@@ -62,9 +61,8 @@ def saves_products(ctx, op, *args, **kwargs):
 contexts = functools.partial(create_selective_checkpoint_contexts, saves_products)
 
 
-class Selective(Checkpointed):
-    def forward(self, x):
-        return self.layers[2](checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts))
+def selective(m, x):
+    return m.layers[2](checkpoint(lambda x: inside(m, x), x, use_reentrant=False, context_fn=contexts))
 
 
 class Product(torch.autograd.Function):
@@ -113,28 +111,23 @@ def product_under(**cast):
     return Under
 
 
-class Custom(Layers):
-    def __init__(self, function, *constants):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-        self.function, self.constants = function, constants
+def custom(function, *constants):
+    def run(m, x):
+        y = function.apply(m.layers[0](x), m.weight, *constants)
+        return m.layers[1](y[0] + y[1] if isinstance(y, tuple) else y)
 
-    def forward(self, x):
-        y = self.function.apply(self.layers[0](x), self.weight, *self.constants)
-        return self.layers[1](y[0] + y[1] if isinstance(y, tuple) else y)
+    return layers(run, weight=weight(8, 8))
 
 
-class Cond(Layers):
-    def forward(self, x):
-        h = self.layers[0](x)
-        return torch.cond(x.sum() > 0, lambda h: self.layers[1](h), lambda h: h.sin(), (h,))
+def cond(m, x):
+    h = m.layers[0](x)
+    return torch.cond(x.sum() > 0, lambda h: m.layers[1](h), lambda h: h.sin(), (h,))
 
 
-class While(Layers):
-    def forward(self, x):
-        step = lambda i, h, c: (i + 1, self.layers[1](h).to(h.dtype), self.layers[2](c) + c)  # noqa: E731
-        start = (torch.tensor(0), self.layers[0](x), x)
-        return sum(torch._higher_order_ops.while_loop(lambda i, h, c: i < 3, step, start)[1:])
+def loop(m, x):
+    step = lambda i, h, c: (i + 1, m.layers[1](h).to(h.dtype), m.layers[2](c) + c)  # noqa: E731
+    start = (torch.tensor(0), m.layers[0](x), x)
+    return sum(torch._higher_order_ops.while_loop(lambda i, h, c: i < 3, step, start)[1:])
 
 
 @torch.compiler.nested_compile_region
@@ -142,34 +135,31 @@ def region(layer, x):
     return F.gelu(layer(x))
 
 
-class Nested(Layers):
+def nested(m, x):
     """One region for operands of two dtypes, with autocast on and off."""
-
-    def forward(self, x):
-        h = region(self.layers[1], region(self.layers[0], x))
-        with torch.autocast("cpu", enabled=False):
-            off = region(self.layers[2], x)
-        return region(self.layers[2], h.to(x.dtype)) + region(self.layers[2], h) + off
+    h = region(m.layers[1], region(m.layers[0], x))
+    with torch.autocast("cpu", enabled=False):
+        off = region(m.layers[2], x)
+    return region(m.layers[2], h.to(x.dtype)) + region(m.layers[2], h) + off
 
 
-class Items(Layers):
-    def forward(self, x):
-        n = (x.abs().sum() > 0).sum().item()
-        rows = (x[:, 0] > 0).nonzero()[:, 0]
-        return self.layers[0](x).sum() * n + torch.ones(n + 2).sum() + self.layers[1](self.layers[0](x)[rows]).sum()
+def items(m, x):
+    n = (x.abs().sum() > 0).sum().item()
+    rows = (x[:, 0] > 0).nonzero()[:, 0]
+    return m.layers[0](x).sum() * n + torch.ones(n + 2).sum() + m.layers[1](m.layers[0](x)[rows]).sum()
 
 
 MODELS = {
-    "checkpoint": Checkpointed,
-    "selective checkpoint": Selective,
-    "custom function": lambda: Custom(Product, 3),
-    "custom function, float32": lambda: Custom(product_under(cast_inputs=HIGH)),
-    "custom function, as it is": lambda: Custom(product_under()),
-    "custom function, sizes": lambda: Custom(Sized),
-    "cond": Cond,
-    "while loop": While,
-    "nested region": Nested,
-    "items": Items,
+    "checkpoint": lambda: layers(checkpointed),
+    "selective checkpoint": lambda: layers(selective),
+    "custom function": lambda: custom(Product, 3),
+    "custom function, float32": lambda: custom(product_under(cast_inputs=HIGH)),
+    "custom function, as it is": lambda: custom(product_under()),
+    "custom function, sizes": lambda: custom(Sized),
+    "cond": lambda: layers(cond),
+    "while loop": lambda: layers(loop),
+    "nested region": lambda: layers(nested),
+    "items": lambda: layers(items),
 }
 
 
@@ -215,13 +205,13 @@ def test_the_graph_itself_is_differentiable_too(name):
 
 
 def test_a_backward_runs_with_autocast_off_and_custom_bwd_puts_it_back():
-    model, x = Custom(Product, 3), torch.randn(4, 8)
+    model, x = custom(Product, 3), torch.randn(4, 8)
     _, recorder = run_once(model, x)
     forward, backward = bodies_of(recorder)
     assert "bf16" in text(forward).split("matmul")[1][:12]
     assert casts(forward) == 1 and casts(backward) == 0  # b; the backward computes as it was written
     torch._dynamo.reset()
-    _, recorder = run_once(Custom(product_under()), x)
+    _, recorder = run_once(custom(product_under()), x)
     assert casts(bodies_of(recorder)[1]) == 1  # b again
 
 
@@ -241,7 +231,7 @@ def casts(gm):
 
 
 def test_a_shared_body_decided_for_other_dtypes_is_copied_and_the_first_kept():
-    model, x = Layers(), torch.randn(4, 8)
+    model, x = layers(None), torch.randn(4, 8)
 
     def f(x):
         return region(model.layers[0], x + 1), region(model.layers[0], x * 2), region(model.layers[0], x - 3)
@@ -256,11 +246,11 @@ def test_a_shared_body_decided_for_other_dtypes_is_copied_and_the_first_kept():
 
 
 def test_branches_that_would_differ_give_the_widest_and_a_loop_keeps_its_carry():
-    model, x = Cond(), torch.randn(4, 8)
+    model, x = layers(cond), torch.randn(4, 8)
     run, _ = amp(model, policy="op sin=fp32")
     assert run(x).dtype == HIGH
     torch._dynamo.reset()
-    run, _ = amp(While(), policy="op add.Tensor=low")
+    run, _ = amp(layers(loop), policy="op add.Tensor=low")
     assert torch.isfinite(run(x)).all()
 
 
@@ -307,9 +297,9 @@ def test_a_triton_kernel_is_called_with_what_arrives():
 
 
 def test_what_a_checkpoint_recomputes_is_not_saved():
-    model, x = Checkpointed(), torch.randn(64, 8)
+    model, x = layers(inside), torch.randn(64, 8)
     saved = {}
-    for name, f in {"all": model.inner, "less": lambda x: checkpoint(model.inner, x, use_reentrant=False)}.items():
+    for name, f in {"all": model, "less": lambda x: checkpoint(model, x, use_reentrant=False)}.items():
         torch._dynamo.reset()
         run, recorder = amp(f)
         sizes = []

@@ -4,8 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ampcompile.kernels.packed_conv import PACKED_CONV
-from ampcompile.kernels.packed_linear import PACKED_LINEAR
 from ampcompile.passes.analysis import op_traits
 from ampcompile.passes.analysis.op_traits import (
     GIVES_OWN_MEMORY,
@@ -14,12 +12,8 @@ from ampcompile.passes.analysis.op_traits import (
     REARRANGES,
     SHARES_UNSAID,
     STATISTICS,
-    STATISTICS_UNREAD_IF,
     UPDATES_STATISTICS,
-    WRITES_CONSTANTS,
-    draws_random_numbers,
     has,
-    is_elementwise,
     keeps_constants,
     reads_bits,
 )
@@ -41,15 +35,6 @@ def overloads(name):
 def test_every_name_is_that_of_an_op(table):
     for name in TABLES[table] - {"aten::rms_norm"}:  # torch's own since 2.4
         assert all(has(op, TABLES[table]) for op in overloads(name)) and overloads(name)
-
-
-def test_products_of_packed_weights_are_products():
-    assert has(PACKED_LINEAR, op_traits.PRODUCTS_AFTER) and has(PACKED_CONV, op_traits.PRODUCTS_AFTER)
-
-
-def test_what_is_no_op_has_no_trait():
-    assert not any(has(target, TABLES[table]) for table in TABLES for target in ("aten::to", torch.sin, None))
-    assert not is_elementwise(torch.sin) and not draws_random_numbers(torch.sin) and not reads_bits(torch.sin)
 
 
 X = torch.arange(64.0).view(4, 4, 4)
@@ -158,12 +143,6 @@ def test_norms_update_statistics_that_their_schemas_call_read(norm):
     )
 
 
-def test_statistics_are_arguments_that_such_norms_may_not_read():
-    for name, unread_if in STATISTICS_UNREAD_IF.items():
-        for op in overloads(name):
-            assert STATISTICS | {unread_if} <= {argument.name for argument in arguments_of(op)}
-
-
 def test_einsum_gives_own_memory_of_several_operands_but_not_of_one():
     assert {"aten::einsum"} == GIVES_OWN_MEMORY_OF_SEVERAL
     found = {"ij->ji": [], "ij,jk->ik": [torch.eye(4)], "ij,->ij": [torch.tensor(1.0)], "ij,k->ji": [torch.ones(1)]}
@@ -192,10 +171,6 @@ def test_joined_parts_are_the_parts():
         assert joined.flatten().sort().values.equal(torch.cat([ROWS, ROWS + 1]).flatten().sort().values)
 
 
-def test_constants_are_written_by_ops_that_write():
-    assert all("self" in written_arguments(op) for name in WRITES_CONSTANTS for op in overloads(name))
-
-
 def test_a_view_of_bits_makes_other_numbers():
     assert (
         reads_bits(ATEN.view.dtype)
@@ -207,13 +182,3 @@ def test_a_view_of_bits_makes_other_numbers():
         keeps_constants(ATEN.view.default) and keeps_constants(ATEN.to.dtype) and keeps_constants(ATEN.expand.default)
     )
     assert not keeps_constants(ATEN.view.dtype) and not keeps_constants(ATEN.add.Tensor)
-
-
-def test_elementwise_ops_are_no_views():
-    assert is_elementwise(ATEN.add.Tensor) and is_elementwise(ATEN.gelu.default)
-    assert not is_elementwise(ATEN.positive.default) and not is_elementwise(ATEN.sum.default)
-
-
-def test_ops_that_draw():
-    assert draws_random_numbers(ATEN.dropout.default) and draws_random_numbers(ATEN.rand_like.default)
-    assert not draws_random_numbers(ATEN.mul.Tensor)

@@ -37,12 +37,6 @@ def test_options_and_the_cpu_decide(options: dict[str, Any], wide: WideProducts)
     assert bool(wide) == (wide != WideProducts())
 
 
-def test_each_has_a_text_of_its_own() -> None:
-    every = [WideProducts(a, b, c) for a in (NEITHER, LOWS, BOTH) for b in (NEITHER, LOWS, BOTH) for c in (True, False)]
-    assert len({str(each) for each in every}) == len(every)
-    assert str(WideProducts(frozenset([LOW, HALF]))) == str(WideProducts(frozenset([HALF, LOW])))
-
-
 def test_many_rows_are_dense_few_arent() -> None:
     width = 512
     found = {rows: is_dense(rows * width**2, 2 * rows * width + width**2) for rows in (1, 16, 64, 1024)}

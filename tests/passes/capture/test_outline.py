@@ -9,46 +9,40 @@ from torch._higher_order_ops.scan import scan
 from ampcompile.passes.capture.outline import OUTLINED, OutlinedPart
 from ampcompile.torch_private import dispatcher
 from tests.compiling import HALF, HIGH, LOW, amp, dtypes, eager, regions, same_bits, training_errors
+from tests.models import Net
 
 
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+def layers(run):
+    return Net(run, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(2)))
 
 
-class Vmapped(Layers):
-    def forward(self, x):
-        h = self.layers[0](x)
-        return torch.func.vmap(lambda row: self.layers[1](row).sin())(h) + h
+def vmapped(m, x):
+    h = m.layers[0](x)
+    return torch.func.vmap(lambda row: m.layers[1](row).sin())(h) + h
 
 
-class Gradient(Layers):
-    def forward(self, x):
-        h = self.layers[0](x)
-        return torch.func.grad(lambda row: self.layers[1](row).square().sum())(h) + h
+def gradient(m, x):
+    h = m.layers[0](x)
+    return torch.func.grad(lambda row: m.layers[1](row).square().sum())(h) + h
 
 
-class Jvp(Layers):
-    def forward(self, x):
-        h = self.layers[0](x)
-        out, tangent = torch.func.jvp(lambda row: self.layers[1](row).sin(), (h,), (torch.ones_like(h),))
-        return out + tangent
+def jvp(m, x):
+    h = m.layers[0](x)
+    out, tangent = torch.func.jvp(lambda row: m.layers[1](row).sin(), (h,), (torch.ones_like(h),))
+    return out + tangent
 
 
-class Scanned(Layers):
-    def forward(self, x):
-        step = lambda carry, row: ((self.layers[0](row) + carry).to(x.dtype), self.layers[1](carry))  # noqa: E731
-        carry, rows = scan(step, torch.zeros(8, dtype=x.dtype), x)
-        return carry.sum() + rows
+def scanned(m, x):
+    step = lambda carry, row: ((m.layers[0](row) + carry).to(x.dtype), m.layers[1](carry))  # noqa: E731
+    carry, rows = scan(step, torch.zeros(8, dtype=x.dtype), x)
+    return carry.sum() + rows
 
 
-class Associative(Layers):
-    def forward(self, x):
-        return self.layers[1](associative_scan(torch.add, self.layers[0](x), 0, combine_mode="generic"))
+def associative(m, x):
+    return m.layers[1](associative_scan(torch.add, m.layers[0](x), 0, combine_mode="generic"))
 
 
-MODELS = [Vmapped, Gradient, Jvp, Scanned, Associative]
+MODELS = [vmapped, gradient, jvp, scanned, associative]
 
 
 def loss(model, x):
@@ -61,13 +55,13 @@ def left_alone(recorder):
     ]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.ci if k is Scanned else ()) for k in MODELS])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.ci if k is scanned else ()) for k in MODELS])
 def test_results_are_eager_autocasts_and_gradients_as_exact(kind):
-    if kind is Scanned and dispatcher.TORCH < (2, 13):
+    if kind is scanned and dispatcher.TORCH < (2, 13):
         pytest.skip("AOTAutograd 2.11 can't differentiate such a scan, autocast or not: it finds aliases in it")
-    model, x = kind(), torch.randn(4, 8)
+    model, x = layers(kind), torch.randn(4, 8)
     run, recorder = amp(model)
-    assert same_bits(run(x), eager(model, x)) or kind in (Scanned, Associative)  # which eager runs in another order
+    assert same_bits(run(x), eager(model, x)) or kind in (scanned, associative)  # which eager runs in another order
     assert dtypes(run(x)) == dtypes(eager(model, x))
     assert left_alone(recorder)
     for node in left_alone(recorder):
@@ -81,7 +75,7 @@ def test_results_are_eager_autocasts_and_gradients_as_exact(kind):
 
 @pytest.mark.filterwarnings("ignore:.* runs in float32:ampcompile.AmpWarning")
 def test_the_region_it_stands_in_is_the_one_it_runs_in():
-    model = Gradient()
+    model = layers(gradient)
 
     def f(x):
         with torch.autocast("cpu", enabled=False):
@@ -138,14 +132,13 @@ def test_a_gradient_asked_for_later_is_in_one_stretch_with_what_it_is_of(f, grad
     assert len(left_alone(recorder)) == 1
 
 
-class Hooked(Layers):
-    def forward(self, x):
-        h = self.layers[0](x)
-        h.register_hook(lambda gradient: gradient * 3)
-        return self.layers[1](h)
+def hooked(m, x):
+    h = m.layers[0](x)
+    h.register_hook(lambda gradient: gradient * 3)
+    return m.layers[1](h)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo 2.11 does it itself
 def test_a_hook_on_an_activation_acts():
-    theirs, ours, _ = training_errors(Hooked(), loss, [torch.randn(4, 8)])
+    theirs, ours, _ = training_errors(layers(hooked), loss, [torch.randn(4, 8)])
     assert 0 < ours <= 1.1 * theirs

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from ampcompile.errors import BannedOpError
 from ampcompile.passes.decide.assign_precision import AssignPrecision
@@ -11,7 +10,7 @@ from ampcompile.passes.graph import Regions
 from ampcompile.policy import Policy
 from ampcompile.rules.table import Rule
 from ampcompile.torch_private import dispatcher
-from tests.compiling import HALF, HIGH, LOW, amp, dtypes, eager, same_bits, text
+from tests.compiling import HALF, HIGH, LOW, amp, eager, same_bits, text
 from tests.passes.captured import captured, on
 
 ON, OFF = on(LOW), on(None)
@@ -58,47 +57,6 @@ def test_declines_where_autocast_is_off_and_for_what_is_not_floating():
     for dtype in (torch.complex64, torch.float64):
         gm = captured(lambda x: x @ x, torch.randn(3, 3, dtype=dtype))
         assert AssignPrecision(Policy(), ON).apply(gm) == 0
-
-
-def test_the_bits_are_eager_autocasts():
-    for dtype in (LOW, HALF):
-        torch._dynamo.reset()
-        run, recorder = amp(block, dtype=dtype)
-        arguments = inputs()
-        assert same_bits(run(*arguments), eager(block, *arguments, dtype=dtype))
-        assert not recorder.disagreements
-
-
-def test_regions_open_and_close_like_brackets():
-    def f(x, w):
-        with torch.autocast("cpu", enabled=False):
-            a = x @ w
-            with torch.autocast("cpu", dtype=HALF):
-                b = x @ w
-            c = x @ w
-        return a, b, c, x @ w
-
-    gm = captured(f, torch.randn(8, 8), torch.randn(8, 8))
-    AssignPrecision(Policy(), ON).apply(gm)
-    products = [n.meta["amp"] for n in gm.graph.find_nodes(op="call_function", target=aten.matmul.default)]
-    assert [set(d.operands.values()) for d in products] == [set(), {HALF}, set(), {LOW}]
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.first(x), self.second(x), x.softmax(-1)
-
-
-def test_a_policy_moves_ops_and_modules_and_says_so():
-    run, recorder = amp(Model(), policy="op softmax=low, module second=fp32")
-    assert dtypes(run(torch.randn(2, 8))) == [LOW, HIGH, LOW]
-    reasons = {n.name: n.meta["amp"].because for n in recorder.graphs[0].graph.graph.nodes if "amp" in n.meta}
-    assert reasons["softmax"] == "policy: op softmax=low"
-    assert reasons["linear_1"] == "policy: module second=fp32"
 
 
 def test_a_composite_that_the_policy_names_stays_whole():

@@ -17,6 +17,7 @@ from ampcompile.passes.fuse import fuse_linear_cross_entropy
 from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy, keep_rows_whole
 from tests import tiny_models
 from tests.compiling import HALF, LOW, amp, error, gradients, training_errors
+from tests.models import Net
 from tests.passes.captured import captured, settled
 from tests.passes.rewriting import count, rewritten
 from tests.passes.tidied import inserted
@@ -30,29 +31,21 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "FEWEST", 4)
 
 
-class Head(nn.Module):
+def shifted_head(bias: bool = True) -> nn.Module:
     """Logits of a sequence, and the usual shift by one token."""
 
-    def __init__(self, bias: bool = True) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(40, 16)
-        self.head = nn.Linear(16, 40, bias=bias)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.head(torch.tanh(self.embed(tokens)))
+    def forward(m: Any, tokens: Tensor) -> Tensor:
+        logits = m.head(torch.tanh(m.embed(tokens)))
         return F.cross_entropy(logits[:, :-1].reshape(-1, 40).float(), tokens[:, 1:].reshape(-1))
 
+    embed, head = nn.Embedding(40, 16), nn.Linear(16, 40, bias=bias)
+    head.weight = embed.weight
+    return Net(forward, embed=embed, head=head)
 
-class Layer(nn.Module):
-    """A layer and its loss alone."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(16, 40)
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(x), target, label_smoothing=0.1)
+def head_alone() -> nn.Module:
+    """A layer and its loss."""
+    return Net(lambda m, x, target: F.cross_entropy(m.head(x), target, label_smoothing=0.1), head=nn.Linear(16, 40))
 
 
 def with_labels(name: str) -> tuple[nn.Module, Callable[[Any], Any]]:
@@ -99,13 +92,13 @@ def test_loss_and_gradients_are_no_further_from_float64_than_eager_autocasts(nam
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_shifted_tied_head(bias: bool) -> None:
-    theirs, ours, recorder = training_errors(Head(bias), lambda m, t: m(t), (tokens(20),), **ASKED)
+    theirs, ours, recorder = training_errors(shifted_head(bias), lambda m, t: m(t), (tokens(20),), **ASKED)
     assert count(recorder.graphs[0], LINEAR_CROSS_ENTROPY) == 1
     assert ours <= 1.05 * theirs
 
 
 def test_a_weight_that_was_updated_is_read_anew() -> None:
-    head, given = Head(), tokens()
+    head, given = shifted_head(), tokens()
     compiled = torch.compile(head, backend="amp", options={"lower": "aot_eager", **ASKED})
     optimizer = torch.optim.SGD(head.parameters(), lr=0.5)
     for _ in range(3):
@@ -202,7 +195,7 @@ def test_rows_are_known_to_stay_whole(name: str) -> None:
 
 
 def test_by_itself_it_fires_where_logits_are_a_tenth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    (graph,) = rewritten(Head(), tokens())
+    (graph,) = rewritten(shifted_head(), tokens())
     monkeypatch.setattr(fuse_linear_cross_entropy, "PIECE", 1)
     logits = next(n for n in graph.graph.graph.nodes if n.target is torch.ops.aten.linear.default).meta["val"].nbytes
     auto = FuseLinearCrossEntropy(sparingly=True)
@@ -214,19 +207,19 @@ def test_by_itself_it_fires_where_logits_are_a_tenth_of_the_memory(monkeypatch: 
 
 def test_explain_shows_what_was_fused_what_it_costs_and_what_it_frees() -> None:
     given = torch.randn(6, 16), torch.randint(40, (6,))
-    report = ampcompile.explain(Layer(), **ASKED)(*given)
+    report = ampcompile.explain(head_alone(), **ASKED)(*given)
     (fusion,) = report.fusions
     assert (fusion.family, fusion.op) == ("linear_cross_entropy", "aten.linear, aten.cross_entropy_loss")
     logits, weight = 6 * 40 * 2, 40 * 16 * 2
     assert fusion.saved == -(logits + 3 * weight) and fusion.freed == 0, "one piece frees nothing"
     assert [cast.fate for cast in report.casts if cast.op == "aten.cross_entropy_loss"] == [("inserted", "fused")]
     assert "fused: 1 linear_cross_entropy; by count " in str(report)
-    assert not ampcompile.explain(Layer())(*given).fusions
+    assert not ampcompile.explain(head_alone())(*given).fusions
 
 
 def test_fires_in_a_checkpointed_stretch() -> None:
     theirs, ours, recorder = training_errors(
-        Layer(),
+        head_alone(),
         lambda m, x, t: torch.utils.checkpoint.checkpoint(m, x, t, use_reentrant=False),
         (torch.randn(30, 16), torch.randint(40, (30,))),
         **ASKED,
@@ -240,7 +233,7 @@ def test_a_gradient_of_a_gradient_is_that_of_the_graph_before_fusing() -> None:
         (grad,) = torch.autograd.grad(f(x, target), x, create_graph=True)
         return grad.square().sum()
 
-    layer, target = Layer(), torch.randint(40, (6,))
+    layer, target = head_alone(), torch.randint(40, (6,))
     x = torch.randn(6, 16, requires_grad=True)
     compiled = torch.compile(layer, backend="amp", options={"lower": "aot_eager", **ASKED})
     (ours,) = torch.autograd.grad(penalty(compiled, x, target), x)
@@ -250,7 +243,7 @@ def test_a_gradient_of_a_gradient_is_that_of_the_graph_before_fusing() -> None:
 
 
 def test_every_number_of_rows_is_one_graph() -> None:
-    head = Head()
+    head = shifted_head()
     compiled = torch.compile(head, backend="amp", dynamic=True, options={"lower": "aot_eager", **ASKED})
     for rows in (3, 5, 7):
         given = tokens(rows)
@@ -263,7 +256,7 @@ def test_every_number_of_rows_is_one_graph() -> None:
 
 @pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_late_backward_is_through_the_weights_of_before_the_step(lower: str) -> None:
-    given, plain = tokens(), Head()
+    given, plain = tokens(), shifted_head()
     found = []
     for step in (False, True):
         head = copy.deepcopy(plain)
