@@ -10,10 +10,12 @@ from torch.fx import Node
 
 from .op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, has, is_elementwise, is_view
 
+_PRODUCTS = PRODUCTS_AFTER | {"ampcompile::fp8_linear"}  # which only Inductor takes apart
+
 
 def is_of_product(node: Node) -> bool:
     """True for a result of a product."""
-    return has(maker(node).target, PRODUCTS_AFTER)
+    return has(maker(node).target, _PRODUCTS)
 
 
 def maker(node: Node) -> Node:

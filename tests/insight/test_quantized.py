@@ -184,12 +184,14 @@ def test_other_values_are_refused() -> None:
         audit.suggest(0.5, allow="fp4")
 
 
-def test_a_watch_names_the_quantized_product_that_overflows_and_changes_no_bit() -> None:
+@pytest.mark.parametrize(("lower", "op"), [("inductor", "aten._scaled_mm"), ("aot_eager", "ampcompile.fp8_linear")])
+def test_a_watch_names_the_quantized_product_that_overflows_and_changes_no_bit(lower: str, op: str) -> None:
     model, x = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)), torch.randn(16, 16)
     found = []
     for watched in (False, True):
         torch._dynamo.reset()
-        options = {"policy": "module *=fp8", "products": "torch", "dtype": torch.float16, "watch": watched}
+        options = {"policy": "module *=fp8", "products": "torch", "dtype": torch.float16}
+        options |= {"watch": watched, "lower": lower}
         compiled = torch.compile(model, backend="amp", options=options)
         result = compiled(x)
         gradients = torch.autograd.grad(result.sum(), [*model.parameters()])
@@ -202,7 +204,7 @@ def test_a_watch_names_the_quantized_product_that_overflows_and_changes_no_bit()
     compiled(x)
     first = ampcompile.watch(compiled).report().first
     assert first is not None
-    assert (first.at.value.op, first.at.value.kind, first.at.value.module) == ("aten._scaled_mm", "product", "2")
+    assert (first.at.value.op, first.at.value.kind, first.at.value.module) == (op, "product", "2")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
