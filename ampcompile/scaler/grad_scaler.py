@@ -14,13 +14,21 @@ from ampcompile.errors import AmpWarning, ScalerError
 from ampcompile.kernels.update_scale import update_scale_
 from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 
-from .clip import clip_in_step, clip_values, note_clipped, require_one_iteration, require_optimizer
-from .generic import generic_step
-from .pending import PerDevice, apply_pending, drop, factors, leave_to_torch, parameters
-from .plan import Plan, amp_aware, on
-from .records import Record, Records, has_grads
-from .skips import SkipWatch
-from .unscale import unscale_grads
+from .clipping import (
+    apply_pending,
+    clip_in_step,
+    clip_values,
+    drop,
+    factors,
+    leave_to_torch,
+    note_clipped,
+    require_one_iteration,
+    require_optimizer,
+)
+from .families import amp_aware, gradients, parameters
+from .generic import generic_step, unscale_grads
+from .plan import PerDevice, Plan, on
+from .records import Record, Records, SkipWatch
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -201,11 +209,11 @@ class GradScaler(torch.amp.GradScaler):
             if state["stage"] is OptState.READY:
                 state["found_inf_per_device"], multipliers, _ = plan.check(self._scale, multipliers)
             plan.run(optimizer, multipliers, state["found_inf_per_device"].values())
-        elif has_grads(optimizer) or amp_aware(optimizer):
+        elif gradients(optimizer) or amp_aware(optimizer):
             leave_to_torch(optimizer)
             result = generic_step(self, optimizer, state, args, kwargs)
         state["stage"] = OptState.STEPPED
-        state["idle"] = not (has_grads(optimizer) if plan is None else plan.work)
+        state["idle"] = not (gradients(optimizer) if plan is None else plan.work)
         self._stepped(record, tuple(state["found_inf_per_device"].values()))
         return result
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from ampcompile.errors import ScalerError
 from ampcompile.torch_private import dynamo_marks, optimizers
 
+from .clipping import apply_pending, factors, pending
 from .conditions import OPTIMIZERS
+from .families import gradients, parameters, return_steps
 from .masters import KEEPERS, NAMES, NARROW, STATES, Masters, masters_of, require_kind, states_elsewhere
-from .pending import PerDevice, apply_pending, factors, gradients, parameters, pending
-from .plan import Plans
-from .steps import return_steps
+from .plan import PerDevice, Plans
 
 
 def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, seed: int = 0) -> MasterStep:

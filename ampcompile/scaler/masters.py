@@ -17,7 +17,7 @@ from ampcompile.kernels.triton.tables import SPAN
 from ampcompile.torch_private import dtensors
 
 from .conditions import PLAIN, require_state
-from .pending import parameters
+from .families import parameters
 
 STATES = {"remainder": ("remainder", "checksums"), "float32": ("master_param",), "stochastic": ("rounding_key",)}
 """The names in the optimizer's state, by the way of keeping masters."""

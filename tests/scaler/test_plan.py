@@ -222,8 +222,7 @@ def test_gradients_on_several_devices_are_unscaled_and_clipped_by_their_norm_tog
     devices = torch.device("cpu"), torch.device("cpu", 0)  # one device under two names
     grads = {device: torch.tensor([8 * n]) for device, n in zip(devices, (3.0, 4.0), strict=True)}
     plan = Plan(torch.optim.SGD(params_with(1.0), lr=0.1), None, None, True, {})
-    plan.work = {device: Work(grad_table([grad]), None, [], []) for device, grad in grads.items()}
-    plan._alone = False
+    plan.work = {device: Work(grad_table([grad]), None, []) for device, grad in grads.items()}
     found_infs, factors, norm = plan.check(torch.tensor(4.0), {devices[1]: torch.tensor(0.5)}, max_norm)
     whole = math.hypot(6, 4)  # of 24 / 4 and 32 / 4 * 0.5
     clip = min(1, 2.5 / whole) if max_norm == 2.5 else 1

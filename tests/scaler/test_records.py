@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ampcompile.errors import ScalerError
-from ampcompile.scaler.pending import pending, set_pending
-from ampcompile.scaler.records import Record, Records, has_grads
+from ampcompile.scaler.clipping import pending, set_pending
+from ampcompile.scaler.records import Record, Records
 from tests.scaler.cases import params_with
 
 
@@ -73,9 +73,3 @@ def test_the_end_of_an_iteration_drops_what_is_pending_or_marks_it_as_over(scale
     records.end_iteration(partial(begun.append, True) if scaled else None)
     left = pending(optimizer)
     assert (left is None and begun) if scaled else (left is not None and left.over)
-
-
-def test_gradients_are_looked_for_in_all_groups() -> None:
-    without, with_one = params_with(None), params_with(None, 0.0)
-    assert not has_grads(torch.optim.SGD(without, lr=0.1))
-    assert has_grads(torch.optim.SGD([{"params": without}, {"params": with_one}], lr=0.1))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ampcompile.errors import AmpWarning
-from ampcompile.scaler.skips import LOOK_EVERY, TOO_MANY, SkipWatch
+from ampcompile.scaler.records import LOOK_EVERY, TOO_MANY, SkipWatch
 
 
 def looks(watch: SkipWatch, skips: int, updates: int) -> list[str]:

@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 
 from ampcompile.errors import ScalerError
 from ampcompile.kernels.triton import tables
-from ampcompile.scaler.steps import lend_steps, new_step, require_counts, return_steps
+from ampcompile.scaler.families import lend_steps, new_step, require_counts, return_steps
 from ampcompile.torch_private import optimizers
 from tests.scaler.cases import scaled
 

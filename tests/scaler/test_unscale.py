@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ampcompile.kernels import native
-from ampcompile.scaler.unscale import has_kernel, unscale_by_torch, unscale_grads
+from ampcompile.scaler.generic import has_kernel, unscale_by_torch, unscale_grads
 from tests.scaler.cases import assert_equal
 
 CPU = torch.device("cpu")
