@@ -112,7 +112,7 @@ class Marks:
         return all(self._held.get(id(grad), (grad, -1))[1] == grad._version for grad in grads)  # type: ignore[union-attr]
 
     def renewal(self, grads: Sequence[Tensor]) -> Callable[[], object]:
-        """Return a C function that notes the versions of `grads`, all that were marked, anew when it is called."""
+        """Return a C function that notes the versions of `grads`, of those that were marked, anew when it is called."""
         count, place, self._kept = _places(grads)
         return partial(_function("marks_renew", 3), self._marks, count, place)
 

@@ -89,24 +89,13 @@ def unscale_by_torch(grads: list[Tensor], multiplier: Tensor, found_inf: Tensor)
 def generic_step(
     scaler: torch.amp.GradScaler, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> float | None:
-    """Unscale and check if that wasn't done, then step unless there was an overflow; that costs a host sync."""
-    if amp_aware(optimizer):
-        return self_skipping_step(scaler, optimizer, state, args, kwargs)
-    if state["stage"] is OptState.READY:
-        scaler.unscale_(optimizer)
-    if not state["found_inf_per_device"]:
-        raise AssertionError("No inf checks were recorded for this optimizer.")
-    return scaler._maybe_opt_step(optimizer, state, *args, **kwargs)
+    """Take torch's step, for which the host waits, unless the optimizer unscales and skips by itself.
 
-
-def self_skipping_step(
-    scaler: torch.amp.GradScaler, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> float | None:
-    """Step an optimizer that unscales and skips by itself: it reads the scale and the overflow flag from attributes.
-
-    They are removed afterwards. If the step raises, a scale that the user had set is restored, for another try.
+    Such a one reads scale and overflow flag from attributes, which are removed afterwards. Torch leaves them there if
+    the step raises, and adds the flags of several devices; here a scale that the user had set is restored, for another
+    try, and the flags are one.
     """
-    if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+    if not amp_aware(optimizer) or "grad_scaler" in inspect.signature(optimizer.step).parameters:
         return torch.amp.GradScaler.step(scaler, optimizer, *args, **kwargs)
     preset, ready = getattr(optimizer, "grad_scale", None), state["stage"] is OptState.READY
     if ready:

@@ -94,15 +94,14 @@ class Plan:
             family.prepare(optimizer.state, weight, groups[index])
         if masters is not None:
             masters.prepare(optimizer, weights)
-        names = [family.states(group) for group in groups]
-        rows: dict[str, list[Any]] = {name: [] for name in ("kept", "checksums", *names[0])}
-        for weight, index in zip(weights, group_of, strict=True):
-            state = optimizer.state.get(weight, {})
-            for row, name in names[index].items():
-                rows[row].append(None if name is None else state[name])
-            kept = (None, None) if masters is None or weight.dtype not in NARROW else masters.kept(state)
-            rows["kept"].append(kept[0])
-            rows["checksums"].append(kept[1])
+        states = [optimizer.state.get(weight, {}) for weight in weights]
+        names = [family.states(groups[index]) for index in group_of]
+        rows: dict[str, list[Any]] = {
+            row: [None if of[row] is None else state[of[row]] for of, state in zip(names, states, strict=True)]
+            for row in family.states(groups[0])
+        }
+        if masters is not None:
+            rows |= masters.read(states, weights)
         if self.distributed:
             plain = ("steps", "checksums")
             rows = {name: row if name in plain else local(row, weights) for name, row in rows.items()}
