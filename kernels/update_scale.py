@@ -28,22 +28,12 @@ def update_scale_(
 
     All are one element on one device. Any nonzero tensor in `found_infs` is an overflow; they are or'ed, not summed.
     """
+    settings = growth_factor, backoff_factor, growth_interval, min_scale, max_scale
     if scale.is_cuda:
         from .triton import update_scale as gpu
 
-        gpu.update_scale_(
-            scale,
-            growth_tracker,
-            skips,
-            found_infs,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            min_scale,
-            max_scale,
-        )
+        gpu.update_scale_(scale, growth_tracker, skips, found_infs, *settings)
         return
-    settings = growth_factor, backoff_factor, growth_interval, min_scale, max_scale
     if native.available() and all(each.dtype == torch.float32 for each in (scale, *found_infs)):
         numbers = (ctypes.c_double * 5)(*settings)
         flags = native.addresses(found_infs)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampcompile.errors import AmpWarning, ScalerError
 
-from .clipping import call_unbroken, pending
+from .clipping import call_unbroken, drop, pending
 from .families import parameters
 from .plan import Plans, any_set
 
@@ -19,55 +19,6 @@ LOOK_EVERY = 50
 """Updates between two reads of the count of skipped steps."""
 TOO_MANY = 100
 """Skips in a row that are worth a warning."""
-
-
-@dataclass
-class Record:
-    """The scaler's state for one optimizer."""
-
-    optimizer: Callable[[], Any]
-    plans: Plans = field(default_factory=lambda: Plans("takes the generic path"))
-    found_infs: tuple[Tensor, ...] | None = None
-    """Overflow flags of the latest step; None before the first."""
-
-    def skipped(self) -> Tensor:
-        """Return whether the latest step was skipped: 0-dim bool on the device."""
-        if self.found_infs is None:
-            raise ScalerError("found no step so far, expected one: ask after scaler.step(optimizer)")
-        found_inf = any_set(self.found_infs)
-        if found_inf is not None:
-            return found_inf.reshape(()).ne(0)
-        optimizer = self.optimizer()
-        return torch.zeros((), dtype=torch.bool, device=None if optimizer is None else parameters(optimizer)[0].device)
-
-
-class Records:
-    """A record per optimizer, by identity: optimizers needn't be hashable."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[int, Record] = {}
-
-    def __getitem__(self, optimizer: Any) -> Record:
-        key, by_id = id(optimizer), self._by_id
-        if key not in by_id or by_id[key].optimizer() is not optimizer:
-            try:
-                reference: Callable[[], Any] = weakref.ref(optimizer, lambda _: by_id.pop(key, None))
-            except TypeError:  # a duck-typed optimizer with slots
-                reference = lambda: optimizer  # noqa: E731
-            by_id[key] = Record(reference)
-        return by_id[key]
-
-    def end_iteration(self, begin: Callable[[], object] | None = None) -> None:
-        """Drop pending factors of steps that weren't taken, or, if the scaler doesn't scale, mark them as over.
-
-        `begin`: for a scaler that scales, a C function that begins its next iteration, uninterrupted with the drop.
-        """
-        hooks = [hook for record in self._by_id.values() if (hook := pending(record.optimizer())) is not None]
-        if begin is not None:
-            call_unbroken([*(hook.drop_call() for hook in hooks), begin])
-            return
-        for hook in hooks:
-            hook.over = True
 
 
 class SkipWatch:
@@ -109,3 +60,65 @@ class SkipWatch:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.skips.device))
         return host, event
+
+
+@dataclass
+class Record:
+    """The scaler's state for one optimizer."""
+
+    optimizer: Callable[[], Any]
+    plans: Plans = field(default_factory=lambda: Plans("takes the generic path"))
+    found_infs: tuple[Tensor, ...] | None = None
+    """Overflow flags of the latest step; None before the first."""
+
+    def skipped(self) -> Tensor:
+        """Return whether the latest step was skipped: 0-dim bool on the device."""
+        if self.found_infs is None:
+            raise ScalerError("found no step so far, expected one: ask after scaler.step(optimizer)")
+        found_inf = any_set(self.found_infs)
+        if found_inf is not None:
+            return found_inf.reshape(()).ne(0)
+        optimizer = self.optimizer()
+        return torch.zeros((), dtype=torch.bool, device=None if optimizer is None else parameters(optimizer)[0].device)
+
+
+class Records:
+    """A record per optimizer, by identity: optimizers needn't be hashable."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Record] = {}
+        self.latest = Record(lambda: None)
+        """That of the latest step's optimizer"""
+        self._watch: SkipWatch | None = None
+
+    def __getitem__(self, optimizer: Any) -> Record:
+        key, by_id = id(optimizer), self._by_id
+        if key not in by_id or by_id[key].optimizer() is not optimizer:
+            try:
+                reference: Callable[[], Any] = weakref.ref(optimizer, lambda _: by_id.pop(key, None))
+            except TypeError:  # a duck-typed optimizer with slots
+                reference = lambda: optimizer  # noqa: E731
+            by_id[key] = Record(reference)
+        return by_id[key]
+
+    def note_step(self, record: Record, found_infs: tuple[Tensor, ...]) -> None:
+        """Note the overflow flags of a step, which has applied pending factors."""
+        record.found_infs, self.latest = found_infs, record
+        drop(record.optimizer())
+
+    def end_iteration(self, begin: Callable[[], object] | None = None) -> None:
+        """Drop pending factors of steps that weren't taken, or, if the scaler doesn't scale, mark them as over.
+
+        `begin`: for a scaler that scales, a C function that begins its next iteration, uninterrupted with the drop.
+        """
+        hooks = [hook for record in self._by_id.values() if (hook := pending(record.optimizer())) is not None]
+        if begin is not None:
+            call_unbroken([*(hook.drop_call() for hook in hooks), begin])
+            return
+        for hook in hooks:
+            hook.over = True
+
+    def skip_watch(self, device: torch.device) -> SkipWatch:
+        """Return the count of steps skipped in a row; it lies on the device of the first call."""
+        self._watch = self._watch or SkipWatch(device)
+        return self._watch
