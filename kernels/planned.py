@@ -51,16 +51,20 @@ def _function(name: str, arguments: int) -> Any:
 class PlannedTensors:
     """The parameters of an optimizer, plain tensors, their gradients, and its state if that is given.
 
-    Holds none of them. The optimizer is given by its `param_groups` and its `state`.
+    Holds none of them. The optimizer is given by its `param_groups` and its `state`. Raises TypeError if they are of
+    types that can't be compared.
     """
 
     MOVED = 2
 
-    def __init__(self, groups: list[dict[str, Any]], state: dict[Any, Any] | None = None) -> None:
+    def __init__(self, groups: Any, state: Any = None) -> None:
         python = _python()
         assert python is not None
-        self._plan = _function("plan_new", 3)(python.ctypes.data, id(groups), 0 if state is None else id(state))
-        assert self._plan, "an optimizer of plain tensors in lists and dicts"
+        lists = isinstance(groups, list) and (state is None or isinstance(state, dict))
+        at = python.ctypes.data, id(groups), 0 if state is None else id(state)
+        self._plan = _function("plan_new", 3)(*at) if lists else 0
+        if not self._plan:
+            raise TypeError("its parameters and state aren't plain tensors in lists and dicts")
         self.has_state = state is not None
         self.count = sum(param.grad is not None for group in groups for param in group["params"])
         self.addresses = np.zeros(self.count, dtype=np.int64)

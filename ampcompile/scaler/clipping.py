@@ -21,6 +21,7 @@ from ampcompile.kernels.planned import Marks
 from ampcompile.torch_private import dynamo_marks, foreach, optimizers
 
 from .families import gradients
+from .masters import masters_of
 from .plan import Gradients, PerDevice, Plan
 
 NAME = "ampcompile: clipping"
@@ -105,7 +106,7 @@ def apply_pending(optimizer: Any) -> None:
 
 def leave_to_torch(optimizer: Any) -> None:
     """Apply pending factors, unless the optimizer keeps masters: its step clips, and rounds no gradient for it."""
-    if not hasattr(optimizer.step, "keeps_masters"):
+    if masters_of(optimizer) is None:
         apply_pending(optimizer)
 
 

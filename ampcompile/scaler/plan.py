@@ -41,8 +41,8 @@ class Plan:
     """The tensors of an optimizer's step as the kernels take them: all that have gradients.
 
     `only_grads` is enough for a check, and creates no state. Raises `NotFusedError` if the kernels can't take them.
-    Holds no tensor, unless some are DTensors, of which it has the local parts: then it is good for one step. A check of
-    those would have to ask the other ranks, and is left to torch.
+    Holds no tensor, unless some are DTensors: of their gradients it has the local parts, and is good for one step. A
+    check of those would have to ask the other ranks, and is left to torch.
     """
 
     settings: np.ndarray
@@ -65,7 +65,6 @@ class Plan:
         self.distributed = not only_grads and dtensors.includes(weights)
         if self.distributed:
             params, grads = local(weights, weights), local(grads, weights)
-        self._local = params if self.distributed else []
         # torch unscales float16 gradients only inside fused optimizers; elsewhere torch raises an error.
         unscales = amp_aware(optimizer) and not self.distributed
         dtypes = (torch.float32,) if masters is None else (torch.float32, *NARROW)
@@ -77,8 +76,12 @@ class Plan:
             tensors = self.family.tensors([], **{name: [row[i] for i in chosen] for name, row in rows.items()})
             step = None if only_grads else table_of(tensors)
             self.work[device] = Work(grad_table(tensors.grads) if step is None else step.grads, step, chosen)
-        plain = isinstance(groups, list) and isinstance(optimizer.state, dict) and not self.distributed
-        self._tensors = PlannedTensors(groups, None if only_grads else optimizer.state) if plain else None
+        try:
+            self._tensors = (
+                None if self.distributed else PlannedTensors(groups, None if only_grads else optimizer.state)
+            )
+        except TypeError as reason:
+            raise NotFusedError(str(reason)) from None
         self.gradients: Gradients = self._tensors or grads
 
     def _states(
@@ -163,7 +166,7 @@ class Plan:
         with profiling.region(f"Optimizer.step#{type(optimizer).__name__}.step"):  # torch's own name
             found_inf, weights, copies = any_set(found_infs), [], []
             writes_copies = there_are_copies() and not self.distributed  # those of DTensors are cast in the next call
-            if writes_copies or self._tensors is None:
+            if writes_copies or self.distributed:
                 weights = list(compress(parameters(optimizer), self._present))
             for device, work in self.work.items():
                 assert work.step is not None
@@ -177,7 +180,7 @@ class Plan:
                 workspace, multiplier = self.workspaces.setdefault(device, {}), multipliers.get(device)
                 step_(self.family.name, work.step, self.settings, self.rates, multiplier, skip, workspace, quantized)
             if self._tensors is None:
-                torch.autograd.graph.increment_version([*weights, *self._local])
+                torch.autograd.graph.increment_version([*weights, *local(weights, weights)])
             else:
                 self._tensors.wrote()
             for each in copies:
@@ -219,7 +222,8 @@ class Plans:
                 self.reason = str(reason)
                 log.info("the step of %s %s: %s", type(optimizer).__name__, self._consequence, reason)
             return None
-        self.reason = None
+        if not only_grads:  # the gradients alone don't tell
+            self.reason = None
         self._plan = None if plan.distributed else plan
         return plan
 

@@ -24,18 +24,6 @@ def test_versions_tell_that_weights_were_written_and_gradients_were_not():
     assert [(param._version - 1, param.grad._version) for param in params] == before
 
 
-@pytest.mark.parametrize("enabled", [False, True])
-def test_versions_are_raised_for_an_optimizer_whose_groups_are_no_list(enabled):
-    params = weights()
-    optimizer = torch.optim.AdamW(params)
-    optimizer.param_groups = tuple(optimizer.param_groups)
-    fill(params, 0)
-    before = [param._version for param in params]
-    for _ in range(2):
-        scaled(enabled=enabled).step(optimizer)
-    assert [param._version - 2 for param in params] == before
-
-
 def test_a_backward_that_needs_the_old_weights_raises():
     param = nn.Parameter(torch.ones(3))
     loss = (param * param).sum()
