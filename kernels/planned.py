@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ampcompile.torch_private import storages
 
 from . import native
+from .triton import tables
 
 
 def available() -> bool:
@@ -135,5 +136,5 @@ def _places(grads: Sequence[Tensor] | PlannedTensors) -> tuple[int, int, object]
 
 def share_memory(tensors: Sequence[Tensor]) -> bool:
     """Return True if an element of one is an element of another. All are dense."""
-    rows = native.addresses(tensors)[0], native.sizes(tensors) * [tensor.element_size() for tensor in tensors]
+    rows = tables.addresses(tensors)[0], tables.sizes(tensors) * [tensor.element_size() for tensor in tensors]
     return not _function("apart", 3)(len(tensors), *(row.ctypes.data for row in rows))
