@@ -76,12 +76,12 @@ class Plan:
             tensors = self.family.tensors([], **{name: [row[i] for i in chosen] for name, row in rows.items()})
             step = None if only_grads else table_of(tensors)
             self.work[device] = Work(grad_table(tensors.grads) if step is None else step.grads, step, chosen)
-        try:
-            self._tensors = (
-                None if self.distributed else PlannedTensors(groups, None if only_grads else optimizer.state)
-            )
-        except TypeError as reason:
-            raise NotFusedError(str(reason)) from None
+        self._tensors: PlannedTensors | None = None
+        if not self.distributed:
+            try:
+                self._tensors = PlannedTensors(groups, None if only_grads else optimizer.state)
+            except TypeError as reason:
+                raise NotFusedError(str(reason)) from None
         self.gradients: Gradients = self._tensors or grads
 
     def _states(
