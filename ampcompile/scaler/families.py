@@ -8,15 +8,14 @@ copy, for which the host waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampcompile.errors import ScalerError
-from ampcompile.kernels.adam import AdamTensors
-from ampcompile.kernels.sgd import SgdTensors
+from ampcompile.kernels.adam import AdamGroup, AdamTensors
+from ampcompile.kernels.sgd import SgdGroup, SgdTensors
 from ampcompile.kernels.triton import tables
 from ampcompile.torch_private import dynamo_marks, optimizers
 
@@ -31,8 +30,8 @@ class Family(NamedTuple):
     name: str
     """Of the kernel"""
     tensors: Callable[..., AdamTensors | SgdTensors]
-    read: Callable[[Group], tuple[Any, ...]]
-    """The settings of a parameter group, in the kernel's order, the learning rate first"""
+    read: Callable[[Group], Any]
+    """The settings of a parameter group as the kernel takes them, `AdamGroup` or `SgdGroup`"""
     kind: Callable[[Group], tuple[bool, ...]]
     """The settings that decide whether a step is fused, and which states it has"""
     prepare: Callable[[Any, Tensor, Group], None]
@@ -116,6 +115,11 @@ def _adam_states(group: Group) -> dict[str, str | None]:
     return {"exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq", "max_exp_avg_sqs": peaks, "steps": "step"}
 
 
+def _read_adam(group: Group) -> AdamGroup:
+    names = ("eps", "weight_decay", "decoupled_weight_decay", "maximize")
+    return AdamGroup(group["lr"], *group["betas"], *[group[name] for name in names])
+
+
 def _prepare_adam(states: Any, param: Tensor, group: Group) -> None:
     state, moments = states[param], ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
     if not state:
@@ -152,7 +156,7 @@ def _prepare_sgd(states: Any, param: Tensor, group: Group) -> None:
 ADAM = Family(
     "adam",
     AdamTensors,
-    itemgetter("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize"),
+    _read_adam,
     lambda group: (group["amsgrad"], group["fused"], group["capturable"]),
     _prepare_adam,
     _adam_states,
@@ -160,7 +164,7 @@ ADAM = Family(
 SGD = Family(
     "sgd",
     SgdTensors,
-    itemgetter("lr", "momentum", "dampening", "nesterov", "weight_decay", "maximize"),
+    lambda group: SgdGroup(*[group[name] for name in SgdGroup._fields]),
     lambda group: (group["momentum"] != 0, bool(group["weight_decay"]), group["maximize"], group["fused"]),
     _prepare_sgd,
     lambda group: {"momentum_buffers": "momentum_buffer" if group["momentum"] != 0 else None},

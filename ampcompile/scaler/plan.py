@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ampcompile.kernels.check_grads import check_grads
+from ampcompile.kernels.native import group_values
 from ampcompile.kernels.planned import PlannedTensors
 from ampcompile.kernels.step import grad_table, step_, table_of, take_copies
 from ampcompile.kernels.triton.tables import GradTable, StepTable
@@ -126,16 +126,9 @@ class Plan:
         """Read the settings of a step, unless they are numbers and the same as in the last one."""
         read = list(map(self.family.read, groups))
         if not self._read or read != self._read:
-            rows = [
-                [each for value in row for each in (value if isinstance(value, tuple | list) else (value,))]
-                for row in read
-            ]
-            self.rates = [learning_rate(row[0]) for row in rows]
-            rates = [0.0 if isinstance(rate, Tensor) else rate for rate in self.rates]
-            values = [[rate, *map(number, row[1:])] for rate, row in zip(rates, rows, strict=True)]
-            self.settings = np.array(values, dtype=np.float64)
-            fixed = not any(isinstance(value, Tensor) for row in rows for value in row)
-            self._read = copy.deepcopy(read) if fixed else []
+            numbers = [row._make([learning_rate(row.lr), *map(number, row[1:])]) for row in read]
+            self.rates, self.settings = [row.lr for row in numbers], group_values(numbers)
+            self._read = [] if any(isinstance(value, Tensor) for row in read for value in row) else read
 
     def check(
         self, scale: Tensor | None, multipliers: Mapping[torch.device, Tensor], max_norm: float | None = None
