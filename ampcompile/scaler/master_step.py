@@ -93,11 +93,12 @@ class MasterStep(Masters):
             with torch.enable_grad():
                 loss = closure()
         scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        multipliers = dict(factors(optimizer, gradients(optimizer)))
+        plan = self.plans.of(optimizer, in_step=True)
+        multipliers = dict(factors(optimizer, gradients(optimizer) if plan is None else plan.gradients))
         if scale is not None:
             for device in {param.device for param in parameters(optimizer)}:
                 multipliers[device] = scale.to(device).double().reciprocal().float() * multipliers.get(device, 1)
-        if (plan := self.plans.of(optimizer, in_step=True)) is not None:
+        if plan is not None:
             plan.run(optimizer, multipliers, () if found_inf is None else (found_inf,))
         elif found_inf is None or not found_inf:
             with torch.no_grad():
