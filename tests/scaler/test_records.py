@@ -1,15 +1,16 @@
-"""What the scaler knows about an optimizer is that optimizer's own, and goes with it."""
+"""What the scaler knows about an optimizer is that optimizer's own, and goes with it; many skips are warned of."""
 
 import gc
+import warnings
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from ampcompile.errors import ScalerError
+from ampcompile.errors import AmpWarning, ScalerError
 from ampcompile.scaler.clipping import pending, set_pending
-from ampcompile.scaler.records import Record, Records
+from ampcompile.scaler.records import LOOK_EVERY, TOO_MANY, Record, Records, SkipWatch
 from tests.scaler.cases import params_with
 
 
@@ -73,3 +74,33 @@ def test_the_end_of_an_iteration_drops_what_is_pending_or_marks_it_as_over(scale
     records.end_iteration(partial(begun.append, True) if scaled else None)
     left = pending(optimizer)
     assert (left is None and begun) if scaled else (left is not None and left.over)
+
+
+# Skips in a row: a warning once, a little late, without a question to the device
+
+
+def looks(watch: SkipWatch, skips: int, updates: int) -> list[str]:
+    """The warnings of some updates with that many skips in a row."""
+    watch.skips.fill_(skips)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(updates):
+            watch.look()
+    assert all(warning.category is AmpWarning for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(("skips", "warned"), [(TOO_MANY - 1, 0), (TOO_MANY, 1), (TOO_MANY + 7, 1)])
+def test_a_run_that_is_too_long_is_warned_of_with_its_length(skips: int, warned: int) -> None:
+    found = looks(SkipWatch(torch.device("cpu")), skips, LOOK_EVERY)
+    assert len(found) == warned and all(f"in {skips} updates in a row" in text for text in found)
+
+
+def test_it_looks_now_and_then_and_warns_once() -> None:
+    watch = SkipWatch(torch.device("cpu"))
+    assert watch.skips.dtype == torch.int32 and watch.skips.shape == () and not watch.skips.item()
+    assert not looks(watch, TOO_MANY, LOOK_EVERY - 1)
+    assert not looks(watch, 0, 1), "the run has ended by the time it looks"
+    assert not looks(watch, TOO_MANY, LOOK_EVERY - 1)
+    assert len(looks(watch, TOO_MANY, 1)) == 1
+    assert not looks(watch, 10 * TOO_MANY, 3 * LOOK_EVERY)
