@@ -27,7 +27,7 @@ from .clipping import (
 from .families import amp_aware, gradients, parameters
 from .generic import generic_step, unscale_grads
 from .plan import PerDevice, Plan, on
-from .records import Records
+from .records import Records, SkipWatch
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -229,6 +229,7 @@ class GradScaler(torch.amp.GradScaler):
         by_optimizer = self._per_optimizer_states
         states = by_optimizer.values()
         flags = [on(scale.device, flag) for s in states for flag in s["found_inf_per_device"].values()]
+        watch: SkipWatch | None = None
         if new_scale is not None or not (flags or any(state.get("idle") for state in states)):
             try:
                 super().update(new_scale)
@@ -239,9 +240,10 @@ class GradScaler(torch.amp.GradScaler):
             watch = self._records.skip_watch(scale.device)
             growth = self._growth_factor, self._backoff_factor, self._growth_interval
             update_scale_(scale, growth_tracker, watch.skips, flags, *growth, self._min_scale, self._max_scale)
-            watch.look()
         fresh = optimizers.fresh_optimizer_states()
         self._records.end_iteration(partial(setattr, self, "_per_optimizer_states", fresh))
+        if watch is not None:
+            watch.look()  # last: its warning may be an error
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class or of torch's returned; the scale is kept within its bounds."""
