@@ -123,8 +123,8 @@ def require_no_overlap(tensors: Sequence[Tensor]) -> None:
         raise NotFusedError("two parameters or two gradients share memory")
 
 
-def require_state(state: Any, param: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a tensor of the optimizer's state; raise unless it is as torch's optimizers make it."""
+def require_state(state: Any, param: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    """Raise unless a tensor of a parameter's state is as torch's optimizers make it."""
     if (parts := dtensors.local_parts([state, param], [param, param])) is None:
         raise NotFusedError("its state isn't distributed over the ranks as the parameters are")
     state, param = parts
@@ -133,7 +133,6 @@ def require_state(state: Any, param: Tensor, dtype: torch.dtype = torch.float32)
         raise NotFusedError(f"its state isn't {name} tensors on the parameters' device")
     if not same_layout(state, param):
         raise NotFusedError("its state has other strides than the parameters")
-    return state
 
 
 def number(value: float | Tensor) -> float:

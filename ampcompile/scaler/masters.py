@@ -63,7 +63,7 @@ class Masters:
                 if checksums is not None:
                     require_state(checksums, checksums.new_empty(_spans(param), device=param.device), torch.int32)
 
-    def make(self, param: Tensor, state: dict[str, Any], number: int, others: Iterable[dict[str, Any]] = ()) -> None:
+    def make(self, param: Tensor, state: dict[str, Any], number: int, others: list[dict[str, Any]]) -> None:
         """Make what is kept beside a 16-bit parameter, the `number`-th of its optimizer, where it is missing.
 
         `others`: states of the same parameter in other optimizers. They and `state` end up with the same tensors.
@@ -86,7 +86,7 @@ class Masters:
                     _split(param.detach(), state, state.pop("master_param"))
         self.share(state, others)
 
-    def share(self, state: dict[str, Any], others: Iterable[dict[str, Any]]) -> None:
+    def share(self, state: dict[str, Any], others: list[dict[str, Any]]) -> None:
         """Let other states of a parameter have the same tensors."""
         for other in others:
             other.update({name: state[name] for name in STATES[self.how]})
