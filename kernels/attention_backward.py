@@ -23,6 +23,7 @@ from torch import Tensor
 from ampcompile.torch_private import processor
 
 from . import native
+from .triton import tables
 
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 LONGEST = 128
@@ -142,7 +143,7 @@ def _differentiate(
         "attention_backward",
         batch * heads,
         np.array([heads, queries, keys, features, is_causal], dtype=np.int64),
-        native.addresses(tensors),
+        tables.addresses(tensors),
         np.array([(0, 0, 0, 0) if t is None else t.stride() for t in tensors], dtype=np.int64),
         native.dtype_codes([mask]),
         np.array(scale, dtype=np.float32),

@@ -194,16 +194,6 @@ def group_values(groups: Sequence[Any]) -> np.ndarray:
     return np.array(rows, dtype=np.float64)
 
 
-def addresses(*rows: Sequence[torch.Tensor | None]) -> np.ndarray:
-    """int64 [rows, tensors]: the address of each tensor; 0 for None."""
-    return np.array([[0 if t is None else t.data_ptr() for t in row] for row in rows], dtype=np.int64)
-
-
-def sizes(tensors: Sequence[torch.Tensor]) -> np.ndarray:
-    """int64 [tensors]: the number of elements of each."""
-    return np.array([t.numel() for t in tensors], dtype=np.int64)
-
-
 def dtype_codes(tensors: Sequence[torch.Tensor | None]) -> np.ndarray:
     """int64 [tensors]: the code in `DTYPE_CODES` of each; 0 for None."""
     return np.array([0 if t is None else DTYPE_CODES[t.dtype] for t in tensors], dtype=np.int64)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ampcompile.torch_private import storages
 
 from . import native
+from .triton import tables
 
 
 def available() -> bool:
@@ -51,16 +52,20 @@ def _function(name: str, arguments: int) -> Any:
 class PlannedTensors:
     """The parameters of an optimizer, plain tensors, their gradients, and its state if that is given.
 
-    Holds none of them. The optimizer is given by its `param_groups` and its `state`.
+    Holds none of them. The optimizer is given by its `param_groups` and its `state`. Raises TypeError if they are of
+    types that can't be compared.
     """
 
     MOVED = 2
 
-    def __init__(self, groups: list[dict[str, Any]], state: dict[Any, Any] | None = None) -> None:
+    def __init__(self, groups: Any, state: Any = None) -> None:
         python = _python()
         assert python is not None
-        self._plan = _function("plan_new", 3)(python.ctypes.data, id(groups), 0 if state is None else id(state))
-        assert self._plan, "an optimizer of plain tensors in lists and dicts"
+        lists = isinstance(groups, list) and (state is None or isinstance(state, dict))
+        at = python.ctypes.data, id(groups), 0 if state is None else id(state)
+        self._plan = _function("plan_new", 3)(*at) if lists else 0
+        if not self._plan:
+            raise TypeError("its parameters and state aren't plain tensors in lists and dicts")
         self.has_state = state is not None
         self.count = sum(param.grad is not None for group in groups for param in group["params"])
         self.addresses = np.zeros(self.count, dtype=np.int64)
@@ -112,7 +117,7 @@ class Marks:
         return all(self._held.get(id(grad), (grad, -1))[1] == grad._version for grad in grads)  # type: ignore[union-attr]
 
     def renewal(self, grads: Sequence[Tensor]) -> Callable[[], object]:
-        """Return a C function that notes the versions of `grads`, all that were marked, anew when it is called."""
+        """Return a C function that notes the versions of `grads`, of those that were marked, anew when it is called."""
         count, place, self._kept = _places(grads)
         return partial(_function("marks_renew", 3), self._marks, count, place)
 
@@ -131,5 +136,5 @@ def _places(grads: Sequence[Tensor] | PlannedTensors) -> tuple[int, int, object]
 
 def share_memory(tensors: Sequence[Tensor]) -> bool:
     """Return True if an element of one is an element of another. All are dense."""
-    rows = native.addresses(tensors)[0], native.sizes(tensors) * [tensor.element_size() for tensor in tensors]
+    rows = tables.addresses(tensors)[0], tables.sizes(tensors) * [tensor.element_size() for tensor in tensors]
     return not _function("apart", 3)(len(tensors), *(row.ctypes.data for row in rows))

@@ -15,6 +15,7 @@ from ampcompile.torch_private import foreach, profiling
 
 from . import native
 from .masters import read_master, write_master
+from .triton import tables
 from .triton.tables import BESIDE, GradTable, Kind, StepTable
 
 Quantized = Mapping[int, tuple[Tensor, Tensor]]
@@ -131,8 +132,8 @@ def grad_table(grads: Sequence[Tensor], addresses: np.ndarray | None = None) -> 
     by_dtype = {
         dtype: np.array([i for i, each in enumerate(dtypes) if each == dtype]) for dtype in dict.fromkeys(dtypes)
     }
-    addresses = native.addresses(grads)[0] if addresses is None else addresses
-    return GradTable(grads[0].device, native.sizes(grads), addresses, codes, by_dtype)
+    addresses = tables.addresses(grads)[0] if addresses is None else addresses
+    return GradTable(grads[0].device, tables.sizes(grads), addresses, codes, by_dtype)
 
 
 def table_of(tensors: StepTensors) -> StepTable:
@@ -141,7 +142,7 @@ def table_of(tensors: StepTensors) -> StepTable:
     beside = [copy if kept is None else kept for copy, kept in zip(t.copies, t.kept, strict=True)]
     none: list[Tensor | None] = [None] * len(t.params)
     states = [getattr(t, name) for name in t.STATES]
-    addresses = native.addresses(t.grads, t.params, *states, beside, t.checksums, none, none)
+    addresses = tables.addresses(t.grads, t.params, *states, beside, t.checksums, none, none)
     grads = grad_table(t.grads, addresses[0])
     codes = grads.codes, native.dtype_codes(t.params), native.dtype_codes(beside)
     keys = [kept for kept in t.kept if kept is not None and kept.dtype == torch.int64]

@@ -32,7 +32,7 @@ def unscale_(
 
 
 def unscale_reference_(grads: Sequence[Tensor], multiplier: Tensor, found_inf: Tensor) -> None:
-    """`unscale_` in plain torch, for any floating dtype; also the fallback where our kernels don't run."""
+    """`unscale_` in plain torch, for any floating dtype."""
     bad = [~multiplier.isfinite() | (multiplier == 0)]
     for grad in grads:
         product = (grad.float() * multiplier).to(grad.dtype) if grad.dtype != torch.float64 else grad * multiplier

@@ -9,6 +9,7 @@ from torch import Tensor
 from ampcompile.torch_private import foreach, profiling
 
 from . import native
+from .triton import tables
 
 
 @profiling.named("amp: update_scale_")
@@ -28,25 +29,15 @@ def update_scale_(
 
     All are one element on one device. Any nonzero tensor in `found_infs` is an overflow; they are or'ed, not summed.
     """
+    settings = growth_factor, backoff_factor, growth_interval, min_scale, max_scale
     if scale.is_cuda:
         from .triton import update_scale as gpu
 
-        gpu.update_scale_(
-            scale,
-            growth_tracker,
-            skips,
-            found_infs,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            min_scale,
-            max_scale,
-        )
+        gpu.update_scale_(scale, growth_tracker, skips, found_infs, *settings)
         return
-    settings = growth_factor, backoff_factor, growth_interval, min_scale, max_scale
     if native.available() and all(each.dtype == torch.float32 for each in (scale, *found_infs)):
         numbers = (ctypes.c_double * 5)(*settings)
-        flags = native.addresses(found_infs)
+        flags = tables.addresses(found_infs)
         native.call("update_scale", len(found_infs), scale, growth_tracker, skips, flags, ctypes.addressof(numbers))
         return
     found_inf = found_infs[0] if len(found_infs) == 1 else torch.stack([f.reshape(()) for f in found_infs]).ne(0).any()

@@ -13,8 +13,7 @@ from ampcompile.errors import CaptureError
 from ampcompile.torch_private import pytree, storages
 from ampcompile.weights import replaying, taken_copies
 
-from .pending import parameters
-from .steps import counts_on_device
+from .families import counts_on_device, parameters
 
 DEVICE = "cuda"
 """The type of devices that have graphs"""

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import inspect
 import os
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,20 +31,18 @@ def require_torchs_own_step(optimizer: Any, known_step: bool = False) -> None:
     """
     if type(optimizer) not in OPTIMIZERS:
         raise NotFusedError(f"{type(optimizer).__name__} isn't torch's SGD, Adam or AdamW")
-    own = None if known_step else vars(optimizer).get("step")
-    wrapper = None if known_step else foreign_layer(type(optimizer).step)
-    if own is not None:
-        wrapper = foreign_layer.__wrapped__(own)  # uncached: it refers to the optimizer
-    if wrapper is not None:
-        raise NotFusedError(f"its step is wrapped by {wrapper}")
+    if not known_step:
+        own = vars(optimizer).get("step")  # uncached, as it refers to the optimizer
+        wrapper = foreign_layer(type(optimizer).step) if own is None else foreign_layer.__wrapped__(own)
+        if wrapper is not None:
+            raise NotFusedError(f"its step is wrapped by {wrapper}")
     for hook in optimizers.step_hooks(optimizer):
         if not str(getattr(hook, "__module__", "")).startswith("ampcompile."):
             raise NotFusedError(f"a step hook is registered: {hook}")
     if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
         raise NotFusedError("grad_scale or found_inf is set on it")
-    for group in optimizer.param_groups:
-        if group["differentiable"]:
-            raise NotFusedError("it is differentiable")
+    if any(group["differentiable"] for group in optimizer.param_groups):
+        raise NotFusedError("it is differentiable")
 
 
 @functools.cache
@@ -58,24 +57,31 @@ def foreign_layer(function: Any) -> Any:
     return None
 
 
-def require_plain_tensors(param: Tensor, grad: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> None:
-    """Raise unless the kernels can read both: dense tensors of known types, weight and gradient of one layout.
-
-    `dtypes`: the parameter's.
+def require_right_tensors(
+    params: Sequence[Tensor], grads: Sequence[Tensor], dtypes: Collection[torch.dtype], allow_fp16: bool
+) -> None:
+    """Raise where the kernels can't take these parameters, of `dtypes`, and gradients, which may be float16 or not:
+    they read dense tensors, weight and gradient of one layout.
     """
-    for name, tensor in (("parameter", param), ("gradient", grad)):
-        if type(tensor) not in PLAIN:
-            raise NotFusedError(f"a {name} is a {type(tensor).__name__}")
-        if tensor.layout is not torch.strided:
-            raise NotFusedError(f"a {name} is {tensor.layout}")
-        if tensor.is_neg() or tensor.is_inference():
-            raise NotFusedError(f"a {name} is a negated view or an inference tensor")
-    if param.dtype not in dtypes or grad.dtype not in GRAD_DTYPES:
-        raise NotFusedError(f"a parameter is {param.dtype}, its gradient {grad.dtype}")
-    if grad.device != param.device:
-        raise NotFusedError("a gradient is on another device than its parameter")
-    if not (dense(param) and same_layout(grad, param)):
-        raise NotFusedError(f"a parameter has strides {param.stride()}, its gradient {grad.stride()}")
+    for param, grad in zip(params, grads, strict=True):
+        for name, tensor in (("parameter", param), ("gradient", grad)):
+            if type(tensor) not in PLAIN:
+                raise NotFusedError(f"a {name} is a {type(tensor).__name__}")
+            if tensor.layout is not torch.strided:
+                raise NotFusedError(f"a {name} is {tensor.layout}")
+            if tensor.is_neg() or tensor.is_inference():
+                raise NotFusedError(f"a {name} is a negated view or an inference tensor")
+        if param.dtype not in dtypes or grad.dtype not in GRAD_DTYPES:
+            raise NotFusedError(f"a parameter is {param.dtype}, its gradient {grad.dtype}")
+        if grad.device != param.device:
+            raise NotFusedError("a gradient is on another device than its parameter")
+        if not (dense(param) and same_layout(grad, param)):
+            raise NotFusedError(f"a parameter has strides {param.stride()}, its gradient {grad.stride()}")
+    if not allow_fp16 and any(grad.dtype is torch.float16 for grad in grads):
+        raise NotFusedError("gradients are float16")
+    require_kernels({param.device.type for param in params})
+    require_no_overlap(params)
+    require_no_overlap(grads)
 
 
 def dense(tensor: Tensor) -> bool:
@@ -92,7 +98,7 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
     return all(size < 2 or x == y for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 
-def require_kernels(device_types: set[str]) -> None:
+def require_kernels(device_types: Collection[str]) -> None:
     """Raise where there are no kernels for these devices, or for their mixture."""
     if len(device_types) > 1:
         raise NotFusedError(f"parameters are on {' and '.join(sorted(device_types))}")
@@ -111,14 +117,14 @@ def triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def require_no_overlap(tensors: list[Tensor]) -> None:
+def require_no_overlap(tensors: Sequence[Tensor]) -> None:
     """Raise if tensors share memory: the kernels take elements in any order, so none may occur twice."""
     if share_memory(tensors):
         raise NotFusedError("two parameters or two gradients share memory")
 
 
-def require_state(state: Any, param: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a tensor of the optimizer's state; raise unless it is as torch's optimizers make it."""
+def require_state(state: Any, param: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    """Raise unless a tensor of a parameter's state is as torch's optimizers make it."""
     if (parts := dtensors.local_parts([state, param], [param, param])) is None:
         raise NotFusedError("its state isn't distributed over the ranks as the parameters are")
     state, param = parts
@@ -127,7 +133,6 @@ def require_state(state: Any, param: Tensor, dtype: torch.dtype = torch.float32)
         raise NotFusedError(f"its state isn't {name} tensors on the parameters' device")
     if not same_layout(state, param):
         raise NotFusedError("its state has other strides than the parameters")
-    return state
 
 
 def number(value: float | Tensor) -> float:

@@ -15,14 +15,11 @@ QUANTIZED = Form(torch.float8_e4m3fn)
 
 
 class CopiesOfStep:
-    """The copies of these parameters, all on one device, that a step may write; they count as stale until `wrote`.
+    """The copies of these parameters, all on one device, that a step may write; they count as stale until `wrote`."""
 
-    `takes`: the parameters, of float32, of which the kernels write a 16-bit copy, the first, as they write the weights.
-    """
-
-    def __init__(self, params: Sequence[Tensor], takes: Sequence[bool]) -> None:
+    def __init__(self, params: Sequence[Tensor]) -> None:
         self.by_kernel: dict[int, Tensor] = {}
-        """16-bit copies, by the parameter's index"""
+        """Of float32 parameters the first 16-bit copy, which kernels write with the weight; by the parameter's index"""
         self.quantized: dict[int, tuple[Tensor, Tensor]] = {}
         """Quantized ones that the kernels write too, with the parameters, by their indices"""
         self._writable = writable_copies(params)
@@ -31,7 +28,7 @@ class CopiesOfStep:
             for form, buffer in buffers.items():
                 if form == QUANTIZED and params[i].is_contiguous():
                     self.quantized[i] = buffer, params[i]
-                elif takes[i] and not form.quantized and i not in self.by_kernel:
+                elif params[i].dtype == torch.float32 and not form.quantized and i not in self.by_kernel:
                     self.by_kernel[i] = buffer
                 else:
                     self._others.append((form, buffer, params[i]))

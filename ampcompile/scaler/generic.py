@@ -1,56 +1,114 @@
-"""A step of any optimizer, as `torch.amp.GradScaler` takes it."""
+"""What `torch.amp.GradScaler` does, for any optimizer: gradients unscaled in place, and a step that may wait."""
 
 import inspect
+from collections import defaultdict
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from .plan import amp_aware, any_set
+from ampcompile.kernels.unscale import unscale_
+from ampcompile.torch_private import foreach
+
+from .conditions import GRAD_DTYPES, NotFusedError, dense, require_kernels, require_no_overlap
+from .families import amp_aware
+from .plan import any_set, on
+
+
+def unscale_grads(
+    optimizer: Any,
+    multiplier: Tensor,
+    found_inf: Tensor,
+    allow_fp16: bool,
+    workspaces: dict[torch.device, dict[str, Any]],
+) -> dict[torch.device, Tensor]:
+    """Multiply all gradients in place, by our kernel where it can, else by torch's; return an overflow flag per device
+    that has some, copied from `found_inf`.
+
+    Checks all gradients before it changes one. A gradient overflows if it is infinite or NaN before or after.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype, type], list[Tensor]] = defaultdict(list)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not isinstance(param, Tensor):
+                raise AssertionError(f"expected param to be torch.Tensor, got {type(param).__name__}")
+            if param.grad is not None:
+                grad = values(param, allow_fp16)
+                kinds[grad.device, grad.dtype, type(grad)].append(grad)
+    factors: dict[torch.device, Tensor] = {}
+    flags: dict[torch.device, Tensor] = {}
+    with torch.no_grad():
+        for (device, _, _), grads in kinds.items():
+            if device not in flags:
+                factors[device] = multiplier.to(device, non_blocking=True)
+                flags[device] = found_inf.to(device, non_blocking=True, copy=True)
+            if has_kernel(grads):
+                unscale_(grads, factors[device], flags[device], workspaces.setdefault(device, {}))
+            else:
+                unscale_by_torch(grads, factors[device], flags[device])
+    return flags
+
+
+def values(param: Tensor, allow_fp16: bool) -> Tensor:
+    """The dense values of a parameter's gradient."""
+    grad = param.grad
+    assert grad is not None
+    if not allow_fp16 and grad.dtype == torch.float16:
+        raise ValueError("Attempting to unscale FP16 gradients.")
+    if not grad.is_sparse:
+        return grad
+    if grad.dtype == torch.float16:  # entries of one index may overflow in their sum only
+        with torch.no_grad():
+            grad = param.grad = grad.coalesce()
+    return grad._values()
+
+
+def has_kernel(grads: list[Tensor]) -> bool:
+    """Return True if our kernel takes these gradients of one device and type."""
+    first = grads[0]
+    if type(first) is not Tensor or first.dtype not in GRAD_DTYPES:
+        return False
+    try:
+        require_kernels({first.device.type})
+        require_no_overlap(grads)
+    except NotFusedError:
+        return False
+    return all(dense(grad) and not grad.is_neg() for grad in grads)
+
+
+def unscale_by_torch(grads: list[Tensor], multiplier: Tensor, found_inf: Tensor) -> None:
+    """Unscale by `torch.amp.GradScaler`'s op, which takes every layout, and for DTensors asks all ranks. It checks
+    scaled gradients only, so it runs again on unscaled ones. A multiplier of 0, of an infinite scale, is an overflow.
+    """
+    foreach.check_and_unscale_(grads, found_inf, multiplier)
+    foreach.check_and_unscale_(grads, found_inf, torch.ones_like(multiplier))
+    found_inf.copy_(torch.where(multiplier.reshape(found_inf.shape) == 0, 1.0, found_inf))
 
 
 def generic_step(
     scaler: torch.amp.GradScaler, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> float | None:
-    """Unscale and check if that wasn't done, then step unless there was an overflow; that costs a host sync."""
-    if amp_aware(optimizer):
-        return self_skipping_step(scaler, optimizer, state, args, kwargs)
-    if state["stage"] is OptState.READY:
-        scaler.unscale_(optimizer)
-    if not state["found_inf_per_device"]:
-        raise AssertionError("No inf checks were recorded for this optimizer.")
-    return scaler._maybe_opt_step(optimizer, state, *args, **kwargs)
+    """Take torch's step, for which the host waits, unless the optimizer unscales and skips by itself.
 
-
-def self_skipping_step(
-    scaler: torch.amp.GradScaler, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> float | None:
-    """Step an optimizer that unscales and skips by itself: it reads the scale and the overflow flag from attributes.
-
-    They are removed afterwards. If the step raises, a scale that the user had set is restored, for another try.
+    Such a one reads scale and overflow flag from attributes, which are removed afterwards. Torch leaves them there if
+    the step raises, and adds the flags of several devices; here a scale that the user had set is restored, for another
+    try, and the flags are one.
     """
-    if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+    if not amp_aware(optimizer) or "grad_scaler" in inspect.signature(optimizer.step).parameters:
         return torch.amp.GradScaler.step(scaler, optimizer, *args, **kwargs)
-    if state["stage"] is OptState.READY:
+    preset, ready = getattr(optimizer, "grad_scale", None), state["stage"] is OptState.READY
+    if ready:
         scaler._check_inf_per_device(optimizer)
     scale = scaler._get_scale_async()
     assert scale is not None
-    preset = getattr(optimizer, "grad_scale", None)
-    found_inf = any_set(flag.to(scale.device, non_blocking=True) for flag in state["found_inf_per_device"].values())
-    if state["stage"] is OptState.UNSCALED:
-        optimizer.grad_scale = preset
-    else:
-        optimizer.grad_scale = scale * (1 if preset is None else preset)
+    found_inf = any_set(on(scale.device, flag) for flag in state["found_inf_per_device"].values())
+    optimizer.grad_scale = scale * (1 if preset is None else preset) if ready else preset
     optimizer.found_inf = torch.zeros_like(scale) if found_inf is None else found_inf
     try:
-        result = optimizer.step(*args, **kwargs)
-    except BaseException:
-        del optimizer.grad_scale
+        result, preset = optimizer.step(*args, **kwargs), None
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
         if preset is not None:
             optimizer.grad_scale = preset
-        raise
-    else:
-        del optimizer.grad_scale
-        return result
-    finally:
-        del optimizer.found_inf
+    return result

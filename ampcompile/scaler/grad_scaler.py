@@ -14,13 +14,20 @@ from ampcompile.errors import AmpWarning, ScalerError
 from ampcompile.kernels.update_scale import update_scale_
 from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 
-from .clip import clip_in_step, clip_values, note_clipped, require_one_iteration, require_optimizer
-from .generic import generic_step
-from .pending import PerDevice, apply_pending, drop, factors, leave_to_torch, parameters
-from .plan import Plan, amp_aware, on
-from .records import Record, Records, has_grads
-from .skips import SkipWatch
-from .unscale import unscale_grads
+from .clipping import (
+    apply_pending,
+    clip_in_step,
+    clip_values,
+    factors,
+    leave_to_torch,
+    note_clipped,
+    require_one_iteration,
+    require_optimizer,
+)
+from .families import amp_aware, gradients, parameters
+from .generic import generic_step, unscale_grads
+from .plan import PerDevice, Plan, on
+from .records import Records, SkipWatch
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -72,21 +79,14 @@ class GradScaler(torch.amp.GradScaler):
                     stacklevel=2,
                 )
         self._min_scale, self._max_scale = min_scale, max_scale
-        self._forget()
-
-    def _forget(self) -> None:
-        """Reset the state that belongs to this process, which pickles leave out."""
-        self._records = Records()
-        self._latest: Record | None = None
-        self._watch: SkipWatch | None = None
+        self._records = Records()  # they belong to this process: pickles leave them out
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        return {name: value for name, value in state.items() if name not in ("_records", "_latest", "_watch")}
+        return {name: value for name, value in super().__getstate__().items() if name != "_records"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget()
+        self._records = Records()
 
     @dynamo_marks.run_untraced
     @profiling.named("amp: GradScaler.clip_grad_norm_")
@@ -175,15 +175,14 @@ class GradScaler(torch.amp.GradScaler):
         require_optimizer("step", optimizer)
         record = self._records[optimizer]
         plain = not kwargs and all(arg is None for arg in args)
+        result: float | None = None
         if not self._enabled:
-            plan = record.plans.of(optimizer) if plain else None
-            if plan is None:
+            if plain and (plan := record.plans.of(optimizer)) is not None:
+                plan.run(optimizer, factors(optimizer, plan.gradients), ())
+            else:
                 leave_to_torch(optimizer)
                 result = optimizer.step(*args, **kwargs)
-            else:
-                plan.run(optimizer, factors(optimizer, plan.gradients), ())
-                result = None
-            self._stepped(record, ())
+            self._records.note_step(record, ())
             return result
 
         if "closure" in kwargs:
@@ -192,7 +191,6 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        result = None
         plan = record.plans.of(optimizer) if plain else None
         if plan is not None and plan.distributed and state["stage"] is OptState.READY:
             self.unscale_(optimizer)  # which asks all ranks for overflows
@@ -201,18 +199,13 @@ class GradScaler(torch.amp.GradScaler):
             if state["stage"] is OptState.READY:
                 state["found_inf_per_device"], multipliers, _ = plan.check(self._scale, multipliers)
             plan.run(optimizer, multipliers, state["found_inf_per_device"].values())
-        elif has_grads(optimizer) or amp_aware(optimizer):
+        elif gradients(optimizer) or amp_aware(optimizer):
             leave_to_torch(optimizer)
             result = generic_step(self, optimizer, state, args, kwargs)
         state["stage"] = OptState.STEPPED
-        state["idle"] = not (has_grads(optimizer) if plan is None else plan.work)
-        self._stepped(record, tuple(state["found_inf_per_device"].values()))
+        state["idle"] = not (gradients(optimizer) if plan is None else plan.work)
+        self._records.note_step(record, tuple(state["found_inf_per_device"].values()))
         return result
-
-    def _stepped(self, record: Record, found_infs: tuple[Tensor, ...]) -> None:
-        record.found_infs = found_infs
-        self._latest = record
-        drop(record.optimizer())
 
     @profiling.named("amp: GradScaler.unscale_")
     def _unscale_grads_(
@@ -236,6 +229,7 @@ class GradScaler(torch.amp.GradScaler):
         by_optimizer = self._per_optimizer_states
         states = by_optimizer.values()
         flags = [on(scale.device, flag) for s in states for flag in s["found_inf_per_device"].values()]
+        watch: SkipWatch | None = None
         if new_scale is not None or not (flags or any(state.get("idle") for state in states)):
             try:
                 super().update(new_scale)
@@ -243,22 +237,13 @@ class GradScaler(torch.amp.GradScaler):
                 self._per_optimizer_states = by_optimizer  # the iteration ends below, with its pending factors
             scale.clamp_(self._min_scale, self._max_scale)
         elif flags:
-            if self._watch is None:
-                self._watch = SkipWatch(scale.device)
-            update_scale_(
-                scale,
-                growth_tracker,
-                self._watch.skips,
-                flags,
-                self._growth_factor,
-                self._backoff_factor,
-                self._growth_interval,
-                self._min_scale,
-                self._max_scale,
-            )
-            self._watch.look()
+            watch = self._records.skip_watch(scale.device)
+            growth = self._growth_factor, self._backoff_factor, self._growth_interval
+            update_scale_(scale, growth_tracker, watch.skips, flags, *growth, self._min_scale, self._max_scale)
         fresh = optimizers.fresh_optimizer_states()
         self._records.end_iteration(partial(setattr, self, "_per_optimizer_states", fresh))
+        if watch is not None:
+            watch.look()  # last: its warning may be an error
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class or of torch's returned; the scale is kept within its bounds."""
@@ -283,9 +268,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises ScalerError before the first.
         """
-        if self._latest is None:
-            raise ScalerError("found no step so far, expected one: ask after scaler.step(optimizer)")
-        return self._latest.skipped()
+        return self._records.latest.skipped()
 
 
 def _check(device: str, init_scale: float) -> None:

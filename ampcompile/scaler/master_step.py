@@ -14,11 +14,11 @@ from torch import Tensor
 from ampcompile.errors import ScalerError
 from ampcompile.torch_private import dynamo_marks, optimizers
 
+from .clipping import apply_pending, factors, pending
 from .conditions import OPTIMIZERS
+from .families import gradients, parameters, return_steps
 from .masters import KEEPERS, NAMES, NARROW, STATES, Masters, masters_of, require_kind, states_elsewhere
-from .pending import PerDevice, apply_pending, factors, gradients, parameters, pending
-from .plan import Plans
-from .steps import return_steps
+from .plan import PerDevice, Plans
 
 
 def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, seed: int = 0) -> MasterStep:
@@ -93,11 +93,12 @@ class MasterStep(Masters):
             with torch.enable_grad():
                 loss = closure()
         scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        multipliers = dict(factors(optimizer, gradients(optimizer)))
+        plan = self.plans.of(optimizer, in_step=True)
+        multipliers = dict(factors(optimizer, gradients(optimizer) if plan is None else plan.gradients))
         if scale is not None:
             for device in {param.device for param in parameters(optimizer)}:
                 multipliers[device] = scale.to(device).double().reciprocal().float() * multipliers.get(device, 1)
-        if (plan := self.plans.of(optimizer, in_step=True)) is not None:
+        if plan is not None:
             plan.run(optimizer, multipliers, () if found_inf is None else (found_inf,))
         elif found_inf is None or not found_inf:
             with torch.no_grad():

@@ -17,17 +17,15 @@ from ampcompile.kernels.triton.tables import SPAN
 from ampcompile.torch_private import dtensors
 
 from .conditions import PLAIN, require_state
-from .pending import parameters
+from .families import parameters
 
-STATES = {"remainder": ("remainder", "checksums"), "float32": ("master_param",), "stochastic": ("rounding_key",)}
-"""The names in the optimizer's state, by the way of keeping masters."""
-NAMES = {name for names in STATES.values() for name in names}
-DTYPES = {
-    "remainder": torch.int16,
-    "checksums": torch.int32,
-    "master_param": torch.float32,
-    "rounding_key": torch.int64,
+STATES = {
+    "remainder": {"remainder": torch.int16, "checksums": torch.int32},
+    "float32": {"master_param": torch.float32},
+    "stochastic": {"rounding_key": torch.int64},
 }
+"""The names in the optimizer's state, with their types, by the way of keeping masters."""
+NAMES = {name for names in STATES.values() for name in names}
 NARROW = (torch.bfloat16, torch.float16)
 KEEPERS: weakref.WeakSet[Masters] = weakref.WeakSet()
 """The masters of all optimizers"""
@@ -60,44 +58,53 @@ class Masters:
                 state = optimizer.state[param]
                 self.make(param, state, number, others[id(param)])
                 kept, checksums = self.kept(state)
-                if self.how == "stochastic":
-                    require_state(kept, kept.new_empty(3, device=param.device), torch.int64)
-                else:
-                    require_state(kept, param, kept.dtype)
+                like = kept.new_empty(3, device=param.device) if self.how == "stochastic" else param
+                require_state(kept, like, kept.dtype)
                 if checksums is not None:
                     require_state(checksums, checksums.new_empty(_spans(param), device=param.device), torch.int32)
 
-    def make(self, param: Tensor, state: dict[str, Any], number: int, others: Iterable[dict[str, Any]] = ()) -> None:
+    def make(self, param: Tensor, state: dict[str, Any], number: int, others: list[dict[str, Any]]) -> None:
         """Make what is kept beside a 16-bit parameter, the `number`-th of its optimizer, where it is missing.
 
         `others`: states of the same parameter in other optimizers. They and `state` end up with the same tensors.
         """
         require_kind(param, self.how)
-        master = state.get("master_param")
-        loaded = isinstance(master, Tensor) and master.dtype == torch.float32
-        if not self.is_kept(state) and not loaded and (known := next(filter(self.is_kept, others), None)) is not None:
-            state.update({name: known[name] for name in STATES[self.how]})
-        elif not self.is_kept(state) and self.how == "float32":
-            state["master_param"] = param.detach().float()
-        elif not self.is_kept(state) and self.how == "remainder":
-            state["remainder"] = torch.zeros_like(param, dtype=torch.int16)
-            state["checksums"] = torch.zeros(_spans(param), dtype=torch.int32, device=param.device)
-            if loaded:
-                _split(param.detach(), state, state.pop("master_param"))
-        elif not self.is_kept(state):
-            state["rounding_key"] = torch.tensor([self.seed, number, 0], device="cpu").to(
-                param.device, non_blocking=True
-            )
+        if not self.is_kept(state):
+            master = state.get("master_param")
+            loaded = isinstance(master, Tensor) and master.dtype == torch.float32
+            if not loaded and (known := next(filter(self.is_kept, others), None)) is not None:
+                self.share(known, [state])
+            elif self.how == "float32":
+                state["master_param"] = param.detach().float()
+            elif self.how == "stochastic":
+                key = torch.tensor([self.seed, number, 0], device="cpu")
+                state["rounding_key"] = key.to(param.device, non_blocking=True)
+            else:
+                state["remainder"] = torch.zeros_like(param, dtype=torch.int16)
+                state["checksums"] = torch.zeros(_spans(param), dtype=torch.int32, device=param.device)
+                if loaded:
+                    _split(param.detach(), state, state.pop("master_param"))
+        self.share(state, others)
+
+    def share(self, state: dict[str, Any], others: list[dict[str, Any]]) -> None:
+        """Let other states of a parameter have the same tensors."""
         for other in others:
             other.update({name: state[name] for name in STATES[self.how]})
 
     def is_kept(self, state: dict[str, Any]) -> bool:
         """Return True if a parameter's state has what is kept beside it, in its type."""
-        return all(getattr(state.get(name), "dtype", None) == DTYPES[name] for name in STATES[self.how])
+        return all(getattr(state.get(name), "dtype", None) == dtype for name, dtype in STATES[self.how].items())
 
     def kept(self, state: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Return what is kept beside a parameter, and the checksums of remainders."""
-        return state[STATES[self.how][0]], state["checksums"] if self.how == "remainder" else None
+        name, *_ = STATES[self.how]
+        return state[name], state["checksums"] if self.how == "remainder" else None
+
+    def read(self, states: Iterable[Any], params: Iterable[Tensor]) -> dict[str, list[Tensor | None]]:
+        """Return the same of all parameters as a fused step takes it; fails if something is missing in their states."""
+        pairs = zip(states, params, strict=True)
+        rows = [self.kept(state) if param.dtype in NARROW else (None, None) for state, param in pairs]
+        return {"kept": [kept for kept, _ in rows], "checksums": [checksums for _, checksums in rows]}
 
     def read_weight(self, param: Tensor, state: dict[str, Any]) -> Tensor:
         """Return the float32 weights of a 16-bit parameter; of a DTensor, a DTensor."""
@@ -110,17 +117,6 @@ class Masters:
         """Round float32 weights to their parameter, and keep the rest beside it."""
         write_master(*map(dtensors.local_part, (param, *self.kept(state), weight)))
         torch.autograd.graph.increment_version(param)
-
-    def read(self, states: Iterable[Any], params: Iterable[Tensor]) -> dict[str, list[Tensor | None]]:
-        """Return the same of all parameters as a fused step takes it; fails if something is missing.
-
-        `states`: the parameters'.
-        """
-        rows = [
-            self.kept(state) if param.dtype in NARROW else (None, None)
-            for state, param in zip(states, params, strict=True)
-        ]
-        return {"kept": [kept for kept, _ in rows], "checksums": [checksums for _, checksums in rows]}
 
     def save_whole(self, optimizer: Any, saved: dict[str, Any]) -> None:
         """Save whole masters of DTensors: others may load them on other ranks, where no checksum would be right."""
@@ -144,8 +140,7 @@ class Masters:
                     dtype = torch.float32 if value.is_floating_point() else value.dtype
                     optimizer.state[param][name] = value.to(param.device, dtype, copy=True)
             if self.is_kept(state := optimizer.state.get(param, {})):
-                for other in others[id(param)]:
-                    other.update({name: state[name] for name in STATES[self.how]})
+                self.share(state, others[id(param)])
 
 
 def masters_of(optimizer: Any) -> Masters | None:

@@ -1,5 +1,6 @@
-"""The scaler's records of optimizers, each for as long as its optimizer lives."""
+"""What the scaler remembers from step to step: of each optimizer as long as it lives, and of steps skipped in a row."""
 
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,10 +9,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompile.errors import ScalerError
+from ampcompile.errors import AmpWarning, ScalerError
 
-from .pending import call_unbroken, drop, parameters, pending
+from .clipping import call_unbroken, drop, pending
+from .families import parameters
 from .plan import Plans, any_set
+
+LOOK_EVERY = 50
+"""Updates between two reads of the count of skipped steps."""
+TOO_MANY = 100
+"""Skips in a row that are worth a warning."""
+
+
+class SkipWatch:
+    """Counts consecutive updates after overflows on the device, and now and then reads the count, a little late."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.skips = torch.zeros((), dtype=torch.int32, device=device)
+        """The count, which `update_scale_` writes."""
+        self._updates = 0
+        self._arrived: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._warned = False
+
+    def look(self) -> None:
+        """Call after each update; warns once, at most `LOOK_EVERY` updates late."""
+        if self._warned or (self.skips.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        self._updates += 1
+        if self._updates % LOOK_EVERY == 0:
+            self._arrived = self._send()
+        if self._arrived is None or (self._arrived[1] is not None and not self._arrived[1].query()):
+            return
+        count = int(self._arrived[0].numpy())
+        self._arrived = None
+        if count >= TOO_MANY:
+            self._warned = True
+            warnings.warn(
+                f"found infinite or NaN gradients in {count} updates in a row, so no step was taken in any of them; "
+                "expected a few at the start and then one now and then. A smaller loss scale doesn't help: look for "
+                "the first infinite or NaN activation (ampcompile.audit names it) or lower the learning rate.",
+                AmpWarning,
+                stacklevel=6,  # past look, update, its name in profiles and the two wrappers that keep Dynamo out
+            )
+
+    def _send(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        if not self.skips.is_cuda:
+            return self.skips, None
+        pinned = torch.empty((), dtype=torch.int32, device="cpu", pin_memory=True)
+        host = pinned.copy_(self.skips, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.skips.device))
+        return host, event
 
 
 @dataclass
@@ -39,6 +87,9 @@ class Records:
 
     def __init__(self) -> None:
         self._by_id: dict[int, Record] = {}
+        self.latest = Record(lambda: None)
+        """That of the latest step's optimizer"""
+        self._watch: SkipWatch | None = None
 
     def __getitem__(self, optimizer: Any) -> Record:
         key, by_id = id(optimizer), self._by_id
@@ -50,23 +101,24 @@ class Records:
             by_id[key] = Record(reference)
         return by_id[key]
 
+    def note_step(self, record: Record, found_infs: tuple[Tensor, ...]) -> None:
+        """Note the overflow flags of a step, which has applied pending factors."""
+        record.found_infs, self.latest = found_infs, record
+        drop(record.optimizer())
+
     def end_iteration(self, begin: Callable[[], object] | None = None) -> None:
         """Drop pending factors of steps that weren't taken, or, if the scaler doesn't scale, mark them as over.
 
         `begin`: for a scaler that scales, a C function that begins its next iteration, uninterrupted with the drop.
         """
-        optimizers = [record.optimizer() for record in self._by_id.values()]
-        hooks = {
-            id(optimizer): (optimizer, hook) for optimizer in optimizers if (hook := pending(optimizer)) is not None
-        }
+        hooks = [hook for record in self._by_id.values() if (hook := pending(record.optimizer())) is not None]
         if begin is not None:
-            call_unbroken([*(hook.drop_call() for _, hook in hooks.values()), begin])
-        for optimizer, hook in hooks.values():
-            if begin is not None:
-                drop(optimizer)
+            call_unbroken([*(hook.drop_call() for hook in hooks), begin])
+            return
+        for hook in hooks:
             hook.over = True
 
-
-def has_grads(optimizer: Any) -> bool:
-    """Return True if a parameter has a gradient."""
-    return any(getattr(p, "grad", None) is not None for group in optimizer.param_groups for p in group["params"])
+    def skip_watch(self, device: torch.device) -> SkipWatch:
+        """Return the count of steps skipped in a row; it lies on the device of the first call."""
+        self._watch = self._watch or SkipWatch(device)
+        return self._watch

@@ -266,10 +266,11 @@ int64_t marks_match(const Marks* marks, int64_t count, Tensor* const* grads) {
   return std::all_of(now.begin(), now.end(), [&](const Mark& mark) { return known.count(mark); });
 }
 
-// Notes the versions that the gradients have now; they are all that were marked.
+// Notes the versions that these of the marked gradients have now.
 int64_t marks_renew(Marks* marks, int64_t count, Tensor* const* grads) {
-  const Marks now = marks_of(count, grads);
-  for (size_t i = 0; i < std::min(now.size(), marks->size()); ++i) (*marks)[i].version = now[i].version;
+  for (const Mark& now : marks_of(count, grads))
+    for (Mark& mark : *marks)
+      if (mark.storage == now.storage && mark.address == now.address) mark.version = now.version;
   return 1;
 }
 

@@ -124,9 +124,10 @@ def chunk_rows(weights: Sequence[Tensor], copies: Sequence[Tensor], chunk: int) 
     counts = -(-numels // chunk)
     tensor = np.repeat(np.arange(len(numels)), counts)
     begin = (np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)) * chunk
+    of_weights, of_copies = tables.addresses(weights, copies)
     columns = [
-        tables.addresses(weights)[tensor] + begin * weights[0].element_size(),
-        tables.addresses(copies)[tensor] + begin * copies[0].element_size(),
+        of_weights[tensor] + begin * weights[0].element_size(),
+        of_copies[tensor] + begin * copies[0].element_size(),
         np.minimum(numels[tensor] - begin, chunk),
     ]
     return np.stack(columns, axis=1)

@@ -180,8 +180,8 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def addresses(*rows: Sequence[Tensor | None]) -> np.ndarray:
-    """int64, row after row: the address of each tensor; 0 for None."""
-    return np.array([0 if t is None else t.data_ptr() for row in rows for t in row], dtype=np.int64)
+    """int64 [rows, tensors]: the address of each tensor; 0 for None."""
+    return np.array([[0 if t is None else t.data_ptr() for t in row] for row in rows], dtype=np.int64)
 
 
 def sizes(tensors: Sequence[Tensor]) -> np.ndarray:

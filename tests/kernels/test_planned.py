@@ -57,6 +57,9 @@ def test_versions_are_taken_once_more_by_a_function_of_c() -> None:
     assert marks.match([x, y]) and marks.match([y])
     x.add_(1)
     assert not marks.match([x, y])
+    marks.renewal([y.add_(1)])()
+    assert marks.match([y]), "one alone, with the version that both have now"
+    assert not marks.match([x])
 
 
 def test_without_a_compiler_gradients_are_recognized_too(monkeypatch: pytest.MonkeyPatch) -> None:

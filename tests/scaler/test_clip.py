@@ -230,7 +230,7 @@ def test_a_step_that_was_broken_off_is_taken_again(step, again):
 
 @pytest.mark.parametrize("new_scale", [None, 1024.0])
 def test_after_an_update_that_was_broken_off_the_next_iteration_is_right(new_scale):
-    for scaler, ours, torchs in broken_off(CLIP, lambda scaler, _: scaler.update(new_scale), places=10):
+    for scaler, ours, torchs in broken_off(CLIP, lambda scaler, _: scaler.update(new_scale), places=5):
         with suppress(AssertionError):  # torch's, where it was done
             scaler.update()
         for param, other in zip(params(ours), params(torchs), strict=True):

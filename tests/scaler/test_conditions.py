@@ -1,6 +1,7 @@
 """What our kernels can't take over goes torch's way, says why, and computes what torch computes."""
 
 import logging
+from collections import OrderedDict, defaultdict
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from ampcompile.kernels import native
 from ampcompile.scaler.grad_scaler import GradScaler
-from tests.scaler.cases import assert_equal, scaled
+from tests.scaler.cases import assert_close, assert_equal, scaled
 
 
 class Subclass(torch.optim.AdamW):
@@ -78,6 +79,46 @@ CASES = {
         [weight(3)], torch.tensor(0.1, requires_grad=True), foreach=False
     ),
 }
+
+
+def changed(change):
+    optimizer = adamw(weight(3))
+    change(optimizer)
+    return optimizer
+
+
+UNUSUAL = {
+    "groups": lambda o: setattr(o, "param_groups", tuple(o.param_groups)),
+    "parameters": lambda o: o.param_groups[0].update(params=tuple(o.param_groups[0]["params"])),
+    "a state": lambda o: setattr(o, "state", defaultdict(OrderedDict)),
+    "a parameter that has no gradient": lambda o: o.add_param_group(
+        {"params": [nn.Parameter(torch.randn(3).as_subclass(Wrapped), requires_grad=False)]}
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNUSUAL)
+@pytest.mark.parametrize("clips", [False, True])
+def test_other_types_than_lists_dicts_and_plain_tensors_are_left_to_torch(what, clips, caplog):
+    runs = []
+    caplog.set_level(logging.INFO, "ampcompile")
+    for kind in (GradScaler, torch.amp.GradScaler):
+        torch.manual_seed(0)
+        optimizer, scaler = changed(UNUSUAL[what]), scaled(kind, init_scale=4.0)
+        param = optimizer.param_groups[0]["params"][0]
+        for _ in range(2):
+            param.grad, before = torch.randn_like(param).detach(), param._version
+            if clips and kind is GradScaler:
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            elif clips:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_([param], 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            assert param._version > before
+        runs.append([param.detach()])
+    assert_close(*runs)
+    assert caplog.text.count("aren't plain tensors in lists and dicts") == 1
 
 
 def adamw_with_state(shape, value):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError
+from ampcompile.scaler.clipping import pending
 from ampcompile.scaler.grad_scaler import GradScaler
-from ampcompile.scaler.pending import pending
 from tests.scaler.cases import assert_close, assert_equal
 
 SHAPES = [(3, 5), (7,), (), (2, 3, 4)]

@@ -96,6 +96,15 @@ def test_two_hundred_overflows_then_a_good_step(kind):
         assert param.isfinite().all() and (param < old).all()
 
 
+def test_a_warning_that_is_an_error_leaves_the_iteration_ended():
+    scaler, optimizer = scaled(), torch.optim.SGD(params_with(1.0), lr=0.1)
+    with pytest.raises(AmpWarning, match="updates in a row"):
+        for _ in range(200):
+            iterate(scaler, optimizer, math.inf)
+    iterate(scaler, optimizer, scaler.get_scale())
+    assert not scaler.last_step_skipped.item()
+
+
 def test_no_warning_while_good_steps_come_in_between():
     scaler, optimizer = scaled(), torch.optim.SGD(params_with(1.0), lr=0.1)
     for i in range(300):

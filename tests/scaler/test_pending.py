@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampcompile.errors import ClipError
-from ampcompile.scaler.pending import pending
+from ampcompile.scaler.clipping import pending
 from tests.pairs import pairs
 from tests.scaler.cases import KINDS, assert_close, params, params_with, scaled
 
@@ -160,7 +160,19 @@ def test_the_optimizers_own_step_is_clipped_too(kind, enabled):
         optimizer.step()  # clipped once
     assert_close(params(ours), params(plain))
     assert_close([p.grad for p in params(ours)], [p.grad for p in params(plain)])
-    assert not ours._optimizer_step_pre_hooks
+    assert pending(ours) is None
+
+
+def test_a_step_on_some_of_the_gradients_leaves_them_those_of_this_iteration():
+    """They are clipped again, in place, and no others."""
+    scaler, optimizer = scaler_of(enabled=True), torch.optim.SGD(params_with(8.0, 8.0), lr=1.0)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    params(optimizer)[0].grad = None
+    optimizer.step()
+    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(0.5**0.5)
+    params(optimizer)[1].grad.add_(1.0)
+    with pytest.raises(ClipError, match="found new gradients"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
 
 
 def test_a_hook_that_is_registered_after_the_clipping_sees_clipped_gradients():

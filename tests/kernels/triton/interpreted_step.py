@@ -21,9 +21,9 @@ from ampcompile.kernels.step import _count_step, grad_table, kinds_of, table_of
 from ampcompile.kernels.triton import adam, check_grads, quantize_many, sgd, tables, unscale, update_scale
 from ampcompile.kernels.triton import step as steps
 from ampcompile.kernels.unscale import unscale_reference_
+from ampcompile.scaler import generic as scaler_generic
 from ampcompile.scaler import grad_scaler as scaler
 from ampcompile.scaler import plan as scaler_plan
-from ampcompile.scaler import unscale as scaler_unscale
 from tests.kernels.test_adam import GROUPS as ADAM_GROUPS
 from tests.kernels.test_masters import HOWS, check_step, weights_of
 from tests.kernels.test_sgd import GROUPS as SGD_GROUPS
@@ -351,7 +351,7 @@ def test_the_whole_scaler_trains_as_torchs(name, monkeypatch):
     """The plain loop of the differential test, with these kernels under our scaler."""
     monkeypatch.setattr(scaler_plan, "check_grads", lambda *a: Checked(*check_grads.check_grads(*a)))
     monkeypatch.setattr(scaler_plan, "step_", step_as)
-    monkeypatch.setattr(scaler_unscale, "unscale_", unscale_)
+    monkeypatch.setattr(scaler_generic, "unscale_", unscale_)
     monkeypatch.setattr(scaler, "update_scale_", update_scale.update_scale_)
     program = []
     for i in range(6):
