@@ -268,9 +268,15 @@ int64_t marks_match(const Marks* marks, int64_t count, Tensor* const* grads) {
 
 // Notes the versions that these of the marked gradients have now.
 int64_t marks_renew(Marks* marks, int64_t count, Tensor* const* grads) {
-  for (const Mark& now : marks_of(count, grads))
-    for (Mark& mark : *marks)
-      if (mark.storage == now.storage && mark.address == now.address) mark.version = now.version;
+  const Marks now = marks_of(count, grads);
+  for (size_t i = 0; i < now.size(); ++i) {
+    const auto renew = [&](Mark& mark) {
+      const bool same = mark.storage == now[i].storage && mark.address == now[i].address;
+      if (same) mark.version = now[i].version;
+      return same;
+    };
+    if (i >= marks->size() || !renew((*marks)[i])) std::for_each(marks->begin(), marks->end(), renew);  // some are gone
+  }
   return 1;
 }
 
