@@ -60,15 +60,15 @@ CALLS = (
 )
 """Calls and steps that cost the host more than the processor's units."""
 ON_GPU = (
-    Work("GPT 124M", 8, 1024, WAYS, STEP, gigabytes=7),
-    Work("BERT classifier", 32, 128, (*WAYS, WHOLE), STEP, gigabytes=4),
-    Work("ViT", 64, 224, WAYS, STEP, gigabytes=6),
-    Work("ResNet-50", 128, 224, WAYS, STEP, channels_last=True, gigabytes=12),
-    Work("Llama d2048", 4, 2048, (BASELINE, AMP, FP8, TORCHAO), STEP, gigabytes=16),
-    Work("GPT 124M", 1, 16, (BASELINE, CONVERTED, AMP, BASELINE + GRAPHS, AMP + GRAPHS), gigabytes=1.5),
     Work("Llama d4096", 4, 2048, (BASELINE, AMP, FP8, TORCHAO), STEP, gigabytes=18),
     Work("GPT 124M/50257", 16, 1024, (BASELINE, UNFUSED, FUSED), STEP, gigabytes=14),
+    Work("Llama d2048", 4, 2048, (BASELINE, AMP, FP8, TORCHAO), STEP, gigabytes=16),
+    Work("BERT classifier", 32, 128, (*WAYS, WHOLE), STEP, gigabytes=4),
     Work("GPT 124M", 8, 1024, (BASELINE, AMP, WHOLE), ("scaled step",), dtype="float16", gigabytes=7),
+    Work("GPT 124M", 8, 1024, WAYS, STEP, gigabytes=7),
+    Work("GPT 124M", 1, 16, (BASELINE, CONVERTED, AMP, BASELINE + GRAPHS, AMP + GRAPHS), gigabytes=1.5),
+    Work("ViT", 64, 224, WAYS, STEP, gigabytes=6),
+    Work("ResNet-50", 128, 224, WAYS, STEP, channels_last=True, gigabytes=12),
 )
 """By value: what decides most comes first."""
 PLANS = {"cpu": ON_CPU, "calls": CALLS, "gpu": ON_GPU}

@@ -65,8 +65,8 @@ def quantized(x: Tensor, dtype: torch.dtype, by_rows: bool = False) -> tuple[Ten
     """
     wide, limit = x.float(), torch.finfo(dtype).max
     largest = magnitude(wide, by_rows)
-    factor = torch.full_like(largest, limit) / largest  # rounded once; a number over a tensor is rounded twice
-    return fitted(wide, factor, dtype), largest / limit
+    limits = torch.full_like(largest, limit)  # tensors: a GPU divides by numbers, and numbers, with two roundings
+    return fitted(wide, limits / largest, dtype), largest / limits
 
 
 def buffer_like(weight: Tensor, by_rows: bool = False) -> Tensor:

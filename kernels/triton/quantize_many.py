@@ -116,11 +116,12 @@ def amp_quantize(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: 
         numbers = fitted(x, of_columns.to(tl.float32, bitcast=True)[None, :])
     else:
         exponent = write_scales(row, 0, 1, True)
-        if tl.load(tl.load(row + 8).to(tl.pointer_type(tl.int32)) + 1) == (254 - exponent) << 23:
-            numbers = tl.load(plain, mask=inside)
-        else:
-            numbers = fitted(read_tile(row, r, c, inside, FROM), (exponent << 23).to(tl.float32, bitcast=True))
-            tl.store(plain, numbers, mask=inside)
+        if tl.load(tl.load(row + 8).to(tl.pointer_type(tl.int32)) + 1) != (254 - exponent) << 23:
+            factor = (exponent << 23).to(tl.float32, bitcast=True)
+            tl.store(plain, fitted(read_tile(row, r, c, inside, FROM), factor), mask=inside)
+        # Read what was written: numbers that leave the branch in registers are transposed wrongly on an H200.
+        tl.debug_barrier()
+        numbers = tl.load(plain, mask=inside)
     tl.store(other, tl.trans(numbers), mask=tl.trans(inside))
 
 

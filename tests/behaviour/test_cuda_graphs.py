@@ -31,13 +31,7 @@ def built(device: str) -> nn.Module:
 
 def compiled(model: nn.Module, device: str, **options: Any) -> Callable[[Tensor], Tensor]:
     lower = {"lower": "aot_eager"} if device == "cpu" else {}
-    run = torch.compile(model, backend="amp", dynamic=False, options={"dtype": BF16, **lower, **options})
-
-    def call(x: Tensor) -> Tensor:
-        torch.compiler.cudagraph_mark_step_begin()
-        return run(x)
-
-    return call
+    return torch.compile(model, backend="amp", dynamic=False, options={"dtype": BF16, **lower, **options})
 
 
 class Loop:
@@ -52,6 +46,9 @@ class Loop:
         self.average = copy.deepcopy(self.model)
         self.average_run = compiled(self.average, device, dtype=self.dtype, **options)
         self.said: list[Tensor] = []
+        if not how.get("set_to_none", True):  # else the first ones lie in a graph's memory, which it writes again
+            for param in self.model.parameters():
+                param.grad = torch.zeros_like(param)
 
     def batch(self, turn: int) -> Tensor:
         rows = (16, 24)[turn % 2] if self.how.get("two_shapes") else 16
@@ -63,6 +60,7 @@ class Loop:
 
     def step(self, x: Tensor) -> Tensor:
         parts = x.chunk(self.how.get("accumulate", 1))
+        torch.compiler.cudagraph_mark_step_begin()  # once a step: gradients stay valid until the next
         for part in parts:
             loss = (self.run(part) - part.roll(1, 1)).square().mean() / len(parts)
             self.scaler.scale(loss).backward()
@@ -73,6 +71,7 @@ class Loop:
         return loss.detach().clone()
 
     def after(self, turn: int) -> None:
+        torch.compiler.cudagraph_mark_step_begin()
         if self.how.get("average"):
             with torch.no_grad():
                 for mean, param in zip(self.average.parameters(), self.model.parameters(), strict=True):

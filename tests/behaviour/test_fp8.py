@@ -14,10 +14,12 @@ import ampcompile
 from ampcompile.errors import AmpWarning
 from ampcompile.kernels.fp8 import BY_ROWS, FP8_LINEAR, GRADIENTS, QUANTIZE, QUANTIZE_WEIGHT
 from ampcompile.passes.decide import fp8 as decide
+from tests.devices import DEVICES
 from tests.passes.rewriting import count, rewritten
 
 POLICY = {"ops": {"*": "fp8"}}
 FP8: dict[str, Any] = {"policy": POLICY, "products": "torch"}
+BF16: dict[str, Any] = {"dtype": torch.bfloat16}
 RECIPES = [*GRADIENTS]
 
 
@@ -68,13 +70,14 @@ def off(found: list[Tensor], exact: list[Tensor]) -> float:
     ],
     ids=str,
 )
-def test_training_is_near_to_float64_and_further_than_16_bits(options, again):
-    model = Block(again)
+@pytest.mark.parametrize("device", DEVICES)
+def test_training_is_near_to_float64_and_further_than_16_bits(device, options, again):
+    model = Block(again).to(device)
     exact, low = copy.deepcopy(model).double(), copy.deepcopy(model)
-    x = torch.randn(2, 8, 32)
-    found = step(torch.compile(model, backend="amp", options=FP8 | options), x)
+    x = torch.randn(2, 8, 32, device=device)
+    found = step(torch.compile(model, backend="amp", options=FP8 | BF16 | options), x)
     truth = step(exact, x.double())
-    in_16_bits = torch.compile(low, backend="amp", options={"products": "torch", "lower": "aot_eager"})
+    in_16_bits = torch.compile(low, backend="amp", options=BF16 | {"products": "torch", "lower": "aot_eager"})
     assert off(step(in_16_bits, x), truth) < off(found, truth) < 0.2
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
+from tests.devices import DEVICES
 from tests.weights.writers import unseen
 
 Optimizer = torch.optim.Optimizer
@@ -44,15 +45,15 @@ def casts() -> int:
 class Training:
     """A model, its optimizer and scaler; and the same with copies made in each call, which must train alike."""
 
-    def __init__(self, kind: str, dtype: torch.dtype = torch.bfloat16, **scaling: Any) -> None:
+    def __init__(self, kind: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", **scaling: Any) -> None:
         torch.manual_seed(0)
-        self.models = [model := Model(), copy.deepcopy(model)]
+        self.device, self.models = device, [model := Model().to(device), copy.deepcopy(model)]
         self.calls = [
             compiled(model, dtype=dtype, weights=weights)
             for model, weights in zip(self.models, ("cached", "every_call"), strict=True)
         ]
         self.optimizers = [KINDS[kind](model.parameters()) for model in self.models]
-        self.scalers = [ampcompile.GradScaler("cpu", init_scale=2.0**10, **scaling) for _ in self.models]
+        self.scalers = [ampcompile.GradScaler(device, init_scale=2.0**10, **scaling) for _ in self.models]
 
     def run(self, act: Callable[[nn.Module, Any, Any, Any], object]) -> None:
         """Do the same with both."""
@@ -61,7 +62,7 @@ class Training:
 
     def step(self, x: Tensor, parts: int = 1, clip: float | None = None) -> None:
         def act(model: nn.Module, call: Any, optimizer: Any, scaler: Any) -> None:
-            for part in x.chunk(parts):
+            for part in x.to(self.device).chunk(parts):
                 scaler.scale(call(part).square().mean()).backward()
             if clip is not None:
                 scaler.clip_grad_norm_(optimizer, clip)
@@ -82,22 +83,24 @@ class Training:
         return self
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_the_first_steps_no_call_quantizes(kind: str, enabled: bool) -> None:
-    training = Training(kind, enabled=enabled).settled()
+def test_after_the_first_steps_no_call_quantizes(kind: str, enabled: bool, device: str) -> None:
+    training = Training(kind, device=device, enabled=enabled).settled()
     before, weights = casts(), training.models[0].second.weight.detach().clone()
     for _ in range(4):
         training.step(torch.randn(32, 32), parts=2, clip=1e-3 if enabled else None)
     assert casts() == before and not torch.equal(weights, training.models[0].second.weight)
 
 
-def test_float16_with_skipped_steps_and_calls_without_gradients_between() -> None:
-    training, found, before = Training("AdamW", torch.float16), list[Tensor](), 0
+@pytest.mark.parametrize("device", DEVICES)
+def test_float16_with_skipped_steps_and_calls_without_gradients_between(device: str) -> None:
+    training, found, before = Training("AdamW", torch.float16, device), list[Tensor](), 0
 
     def look(model: nn.Module, call: Any, optimizer: Any, scaler: Any) -> None:
         with torch.no_grad():
-            found.append(call(torch.ones(16, 32)))
+            found.append(call(torch.ones(16, 32, device=device)))
 
     for number, factor in enumerate((1.0, 1.0, 1.0, 1e4, 1.0, 1e4, 1.0)):
         training.step(torch.randn(16, 32) * factor)

@@ -143,7 +143,7 @@ def test_quantized_weights_are_written_with_the_step_in_two_launches_more(kind):
         iteration(scaler, optimizer)
         torch.cuda.synchronize()
     kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    assert len(kernels) <= 6, kernels
+    assert len(kernels) <= 6 + (kind == "AdamW tensor lr"), kernels
     graph, places = torch.cuda.CUDAGraph(), [copy.data_ptr() for copy in binding.copies(slots)]
     for seed in range(9):
         fill(params, seed, 2.0**16, math.inf if seed in (2, 7) else None)
@@ -206,7 +206,7 @@ def test_two_steps_in_one_graph_whose_buffers_are_its_own():
             with torch.cuda.graph(graph):
                 for _ in range(2):
                     iteration(scaler, optimizer)
-            scaler._records[optimizer].workspaces.clear()
+            scaler._records[optimizer].plans.workspaces.clear()
             others = [torch.full((1 << size,), math.nan, device="cuda") for size in range(22) for _ in range(4)]
             assert others[0].isnan()
         for seed in range(3):
