@@ -54,7 +54,7 @@ def linear_cross_entropy(
     kind = Kind(reduction, ignore_index, label_smoothing, z_loss)
     lse, picked, weighted = [], [], []
     for rows in _pieces(x, low_weight):
-        logits = F.linear(x[rows], low_weight, low_bias)
+        logits = _logits(x[rows], low_weight, low_bias)
         sums, total = row_sums(logits, class_weight, label_smoothing != 0)
         lse.append(sums)
         picked.append(picked_logits(logits, target[rows], ignore_index))
@@ -106,7 +106,7 @@ def linear_cross_entropy_backward(
     of_rows = coefficients(grad, lse, target, class_weight, classes, kind)
     to_x, to_weight, to_bias = _gradients(x, low_weight, wanted)
     for rows in _pieces(x, low_weight):
-        logits = F.linear(x[rows], low_weight, low_bias)
+        logits = _logits(x[rows], low_weight, low_bias)
         logits = _gradient_(logits, lse[:, rows], target[rows], class_weight, of_rows.of(rows))
         if wanted[0]:
             torch.mm(logits, low_weight, out=to_x[rows])
@@ -127,6 +127,17 @@ def _gradients(x: Tensor, low_weight: Tensor, wanted: list[bool]) -> tuple[Tenso
     to_x = x.new_empty(x.shape if wanted[0] else (0,))
     to_weight = x.new_zeros(low_weight.shape if wanted[1] else (0,), dtype=torch.float32)
     return to_x, to_weight, x.new_zeros(low_weight.shape[:1] if wanted[2] else (0,), dtype=torch.float32)
+
+
+def _logits(x: Tensor, low_weight: Tensor, low_bias: Tensor | None) -> Tensor:
+    """`F.linear`; on a GPU rows begin at multiples of 16 bytes: of others, products take several times as long."""
+    classes, step = low_weight.shape[0], 16 // x.itemsize
+    if not x.is_cuda or classes % step == 0:
+        return F.linear(x, low_weight, low_bias)
+    logits = x.new_empty(x.shape[0], -(-classes // step) * step)[:, :classes]
+    if low_bias is None:
+        return torch.mm(x, low_weight.t(), out=logits)
+    return torch.addmm(low_bias, x, low_weight.t(), out=logits)
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:

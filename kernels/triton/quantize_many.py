@@ -113,16 +113,16 @@ def amp_quantize(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: 
         of_rows = write_scales(row, r, height + width, r < height) << 23
         of_columns = write_scales(row, height + c, height + width, c < width) << 23
         tl.store(plain, fitted(x, of_rows.to(tl.float32, bitcast=True)[:, None]), mask=inside)
-        numbers = fitted(x, of_columns.to(tl.float32, bitcast=True)[None, :])
+        numbers = tl.trans(fitted(x, of_columns.to(tl.float32, bitcast=True)[None, :]))
     else:
         exponent = write_scales(row, 0, 1, True)
         if tl.load(tl.load(row + 8).to(tl.pointer_type(tl.int32)) + 1) != (254 - exponent) << 23:
             factor = (exponent << 23).to(tl.float32, bitcast=True)
             tl.store(plain, fitted(read_tile(row, r, c, inside, FROM), factor), mask=inside)
-        # Read what was written: numbers that leave the branch in registers are transposed wrongly on an H200.
+        # Numbers that left the branch in registers came out transposed wrongly on an H200: half of them were lost.
         tl.debug_barrier()
-        numbers = tl.load(plain, mask=inside)
-    tl.store(other, tl.trans(numbers), mask=tl.trans(inside))
+        numbers = tl.load(matrix_at(row, 5) + r[None, :] * width + c[:, None], mask=tl.trans(inside))
+    tl.store(other, numbers, mask=tl.trans(inside))
 
 
 def quantize_many_(weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:

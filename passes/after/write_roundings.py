@@ -144,4 +144,8 @@ class WriteRoundings(EachGraph):
         writer = _Writer(gm.graph)
         written = sum(writer.write(node) for node in list(gm.graph.nodes) if node.op == "call_function")
         erase_unread([*writer.unrounded])
+        if lowering.CASTS_NEED_MARKS:
+            for node in gm.graph.find_nodes(op="call_function", target=CONVERT):
+                if _is_low(node) and not node.kwargs:  # its pattern, which drops a cast that is widened again, looks
+                    node.args, node.kwargs = node.args[:1], {"dtype": node.args[1]}  # for positional types alone
         return written

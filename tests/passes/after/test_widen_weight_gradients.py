@@ -86,6 +86,11 @@ def test_declines(name):
     assert WidenWeightGradients().apply(gm) == 0 and str(gm.graph) == before
 
 
+@pytest.mark.parametrize(("classes", "fires"), [(50257, 0), (50264, 1), (129, 1)])
+def test_what_inductor_pads_stays_in_16_bits(classes, fires):
+    assert WidenWeightGradients().apply(joint(FIRES["a linear layer's"], (6, 64), (6, classes))) == fires
+
+
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"device": "xpu"}, {"dtype": torch.float32}])
 def test_declines_on_other_devices_and_dtypes(options):
     assert WidenWeightGradients().apply(joint(FIRES["a linear layer's"], (6, 8), (6, 4), **options)) == 0

@@ -107,3 +107,18 @@ def test_marks_of_a_value_stay_with_its_16_bits():
     write(gm)
     *_, product, result = calls(gm)
     assert marks.items() <= result.meta.items() and not marks.keys() & product.meta.keys()
+
+
+def test_inductors_passes_drop_no_rounding():
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    def chain(a: Tensor, b: Tensor) -> Tensor:
+        return ((a * b + a).sin() / 3).float() * b
+
+    a, b = operands()
+    gm = graph(chain, a, b)
+    write(gm)
+    written = words(gm)
+    with torch._inductor.config.patch(lowering.config_for_rounding(True, ())):
+        joint_graph_passes(gm)
+    assert words(gm) == written and written.count("<") == 4 and same_bits(gm(a, b), chain(a, b))
