@@ -146,6 +146,7 @@ class WriteRoundings(EachGraph):
         erase_unread([*writer.unrounded])
         if lowering.CASTS_NEED_MARKS:
             for node in gm.graph.find_nodes(op="call_function", target=CONVERT):
-                if _is_low(node) and not node.kwargs:  # its pattern, which drops a cast that is widened again, looks
-                    node.args, node.kwargs = node.args[:1], {"dtype": node.args[1]}  # for positional types alone
+                if _is_low(node) and node.meta["val"].is_cuda and not node.kwargs:
+                    # Its pattern that drops a cast which is widened again looks for positional types alone.
+                    node.args, node.kwargs = node.args[:1], {"dtype": node.args[1]}
         return written

