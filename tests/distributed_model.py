@@ -64,9 +64,9 @@ def gradients(module):
     return [full(p.grad).clone() for p in module.parameters()]
 
 
-def alone(model, batches=(0,), low=LOW):
+def alone(model, batches=(0,), low=LOW, **options):
     """The gradients that one process computes on the batches of all ranks."""
-    run, _ = amp(model, dtype=low)
+    run, _ = amp(model, dtype=low, **options)
     model.zero_grad()
     for i in batches:
         for rank in range(dist.get_world_size()):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompile import GradScaler, weight_stats
-from tests.compiling import LOW
+from tests.compiling import LOW, error
 from tests.distributed_model import Model, alone, amp, batch, checkpointed, full, gradients, loss_of, same, selectively
 from tests.ranks import run_cases
 
@@ -55,6 +55,17 @@ def _in_buckets(lower):
 
 for _lower in ("aot_eager", "inductor"):
     CASES[f"compiled_ddp_in_buckets_by_{_lower}"] = functools.partial(_in_buckets, _lower)
+
+
+@case
+def ddp_with_fp8():
+    fp8 = {"policy": {"ops": {"linear": "fp8"}}}
+    run, _ = amp(model := Model(), **fp8)
+    ddp = DistributedDataParallel(run)
+    loss_of(ddp(batch(0))).backward()
+    found = gradients(model)
+    same(found, alone(Model(), **fp8))
+    assert error(found, alone(Model())) > 1e-2
 
 
 @case

@@ -87,6 +87,6 @@ class WidenWeightGradients:
 
     def _may_write_float32(self, product: torch.Tensor) -> bool:
         wide = product.device.type == "cpu" and product.dtype in self.wide
-        odd = any(statically_known_true(size % 8 != 0) for size in product.shape)
+        odd = any(statically_known_true(size % 8 != 0) for size in product.shape[-2:])
         padded = odd and statically_known_true(product.numel() >= LARGE)
         return wide or (dispatcher.multiplies_into_float32(product.device) and not padded)
