@@ -76,10 +76,7 @@ def test_a_candidate_that_fails_says_so_and_the_others_go_on(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("theirs", "words"),
     [
-        (
-            2.0,
-            "amp is the fastest here: 2.00 times as fast as Inductor with autocast, 4.00 times as fast as I",
-        ),
+        (2.0, "amp is the fastest here: 2.00 times as fast as Inductor with autocast, 4.00 times as fast as I"),
         (
             1.0,
             "no difference between amp and Inductor with autocast was shown: amp is 1.00 times as fast as Inductor wi",

@@ -119,12 +119,7 @@ def in_exact(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("f", "op", "error"),
-    [
-        (in_both, "aten.div", NAN),
-        (in_mixed, "aten.mm", INF),
-        (in_exact, "aten.sqrt", INF),
-    ],
+    ("f", "op", "error"), [(in_both, "aten.div", NAN), (in_mixed, "aten.mm", INF), (in_exact, "aten.sqrt", INF)]
 )
 def test_an_op_that_gives_no_number_is_named(f: Callable[..., Tensor], op: str, error: float) -> None:
     x, w = torch.full((4, 4), 0.25), torch.full((4, 4), 1.001)

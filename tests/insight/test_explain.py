@@ -119,15 +119,7 @@ def test_what_becomes_of_casts() -> None:
     assert graph.casts == tuple(report.casts)
     fates = [cast.fate for cast in report.casts]
     assert {fate[0] for fate in fates} == {"inserted"}
-    assert sorted(fate[1:] for fate in fates) == [
-        (),
-        (),
-        (),
-        ("folded",),
-        ("hoisted",),
-        ("hoisted",),
-        ("shared",),
-    ]
+    assert sorted(fate[1:] for fate in fates) == [(), (), (), ("folded",), ("hoisted",), ("hoisted",), ("shared",)]
     stages = {total.stage: total.casts for total in report.totals}
     assert stages["insert_casts"] > stages["fold_casts"] > stages["hoist_weights"] > stages["share_casts"]
     assert not [stage for stage in stages if stage in str(report) and "_" in stage], "passes are nothing to a user"

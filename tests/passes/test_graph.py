@@ -5,9 +5,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ampcompile.passes.graph import (
-    is_castable,
-)
+from ampcompile.passes.graph import is_castable
 from tests.compiling import HALF, LOW
 
 aten = torch.ops.aten

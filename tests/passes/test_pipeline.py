@@ -67,11 +67,7 @@ def test_after_differentiation_only_gradients_and_forgotten_roundings_change_dig
     ]
     emulating, small, dense = (
         [each.name for each in after(WideProducts(**{which: types}))]
-        for which, types in (
-            ("all", HALF),
-            ("small", True),
-            ("dense", frozenset({torch.bfloat16})),
-        )
+        for which, types in (("all", HALF), ("small", True), ("dense", frozenset({torch.bfloat16})))
     )
     at = AFTER.index("widen_weight_gradients") + 1
     assert emulating == small == dense == [*AFTER[:at], "widen_products", *AFTER[at:]]

@@ -16,17 +16,7 @@ from ampcompile.rules.table import composite_needs_decomposition, table
 from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.dispatcher import op_named
 from tests.compiling import amp, draws, error
-from tests.op_calls import (
-    LOW,
-    Call,
-    autocast,
-    calls_in,
-    is_float,
-    is_real,
-    sampled_calls,
-    tensors_on,
-    under_rule,
-)
+from tests.op_calls import LOW, Call, autocast, calls_in, is_float, is_real, sampled_calls, tensors_on, under_rule
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's deprecations, met on purpose
 DEVICES = ["cpu", "cuda", "xpu", "mps"]

@@ -8,13 +8,7 @@ from ampcompile.rules import accelerator as rules_accelerator
 from ampcompile.rules import cpu as rules_cpu
 from ampcompile.rules import ours as rules_ours
 from ampcompile.rules import table as rules_table
-from ampcompile.rules.table import (
-    Rule,
-    composite_needs_decomposition,
-    register_op,
-    rule_for,
-    table,
-)
+from ampcompile.rules.table import Rule, composite_needs_decomposition, register_op, rule_for, table
 from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.dispatcher import op_named
 from tests.op_calls import LOW, Call, autocast, under_rule

@@ -14,18 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ampcompile.passes.analysis.higher_order import HOPS
 from ampcompile.passes.graph import cast_of
-from tests.compiling import (
-    HIGH,
-    LOW,
-    amp,
-    compiled,
-    eager,
-    error,
-    gradients,
-    same_bits,
-    text,
-    training_errors,
-)
+from tests.compiling import HIGH, LOW, amp, compiled, eager, error, gradients, same_bits, text, training_errors
 from tests.models import Net, weight
 from tests.rules.test_autocast_lists import cuda_said_to_be_there
 
