@@ -74,23 +74,10 @@ def test_every_op_is_listed_with_its_dtype_and_every_cast_with_what_it_casts() -
         assert [c.op for c in ampcompile.explain(model)(x).casts] == ["aten.linear"] * 5
 
 
-def test_the_code_has_a_forward_per_graph_with_dtypes() -> None:
-    def broken(x: Tensor) -> Tensor:
-        y = x @ x
-        torch._dynamo.graph_break()
-        return y @ y
-
-    report = ampcompile.explain(broken)(torch.randn(4, 4))
-    assert report.code.count("def forward") == len(report.graphs) == 2
-    assert "bf16[4, 4]" in report.code
-    assert "graph_break" in report.graphs[0].reason
-    assert report.graphs[1].reason == ""
-
-
 def test_code_after_differentiation() -> None:
     model, x = three_layers(), torch.randn(2, 8)
     report = ampcompile.explain(model)(x)
-    assert "aten.linear" in report.code and "aten.linear" not in report.joint_code
+    assert "bf16[2, 8]" in report.code and "aten.linear" in report.code and "aten.linear" not in report.joint_code
     assert report.joint_code.count("def forward") == 1 and "tangents_1" in report.joint_code
     (graph,) = report.graphs
     assert {cast.when for cast in graph.backward_casts} == {"backward"}
@@ -241,14 +228,6 @@ def test_what_is_compiled_stays_so_and_nothing_counts_as_a_recompilation(before:
     assert compiles(3) == (0 if before else 2)
     assert compiles(7) == 2
     assert compiles(8) == 0, "sizes are dynamic from the second on, as they would be without explaining"
-
-
-def test_autocast_switched_off_around_the_call_is_told() -> None:
-    with torch.autocast("cpu", enabled=False):
-        report = ampcompile.explain(three_layers())(torch.randn(2, 8))
-    assert report.casts == []
-    assert {op.dtype for op in report.ops} == {torch.float32}
-    assert "without autocast" in str(report)
 
 
 @pytest.mark.parametrize("name", ["explain", "audit", "record"])

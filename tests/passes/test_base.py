@@ -1,31 +1,15 @@
 """The runner: history, logs, the watcher, and errors that name the pass and those before it."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
-from torch.fx import GraphModule
 
 from ampcompile.errors import BannedOpError, PassError
 from ampcompile.passes import base
 from ampcompile.passes.base import Applied, run_passes
 from tests.passes.captured import captured, settled
-
-
-@dataclass(frozen=True)
-class Acts:
-    """A pass that does `act` to a graph."""
-
-    name: str
-    act: Callable[[GraphModule], None]
-    exact: bool = True
-    fate: str = ""
-
-    def apply(self, gm):
-        self.act(gm)
-        return 1
+from tests.passes.rewriting import Acts, fail, lie
 
 
 def rename(gm):
@@ -37,16 +21,8 @@ def read_another_graph(gm):
     gm.graph.output_node().args = (torch.fx.Graph().placeholder("elsewhere"),)
 
 
-def lie(gm):
-    node = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)[0]
-    node.meta["val"] = node.meta["val"].double()
-
-
-def failing(error):
-    def fail(gm):
-        raise error
-
-    return Acts("fails", fail)
+def ban(gm):
+    raise BannedOpError("no")
 
 
 RENAMES, BREAKS, LIES = Acts("renames", rename), Acts("breaks", read_another_graph), Acts("lies", lie)
@@ -69,14 +45,11 @@ def test_each_pass_is_recorded_recompiled_and_watched(caplog):
 
 def test_an_error_names_the_pass_and_those_before_it():
     with pytest.raises(PassError, match=r"pass fails failed: KeyError: 'x'. Passes before it: renames \(1\)."):
-        run_passes([RENAMES, failing(KeyError("x"))], graph())
+        run_passes([RENAMES, Acts("fails", fail)], graph())
     with pytest.raises(PassError, match=r"Passes before it: none. .* torch.compile\(..., backend='inductor'\)"):
-        run_passes([failing(ValueError())], graph())
-
-
-def test_the_users_own_errors_go_through():
-    with pytest.raises(BannedOpError, match="no"):
-        run_passes([failing(BannedOpError("no"))], graph())
+        run_passes([Acts("fails", fail)], graph())
+    with pytest.raises(BannedOpError, match="no"):  # the user's own
+        run_passes([Acts("bans", ban)], graph())
 
 
 def test_a_broken_graph_is_found_after_the_pass_that_broke_it():
